@@ -1,0 +1,79 @@
+"""Lower every `unshard` to one all-gather that writes the full parameter in place.
+
+Before                                          After
+  full = zpasses.unshard(shard, 10, bf16, ...)    cast = _to_copy(shard, dtype=bf16)
+  y = mm(x, full)                                 padded = constant_pad_nd(cast, [0, 0, 0, 1])
+                                                  started = all_gather_into_tensor(padded, 4, group)
+                                                  gathered = wait_tensor(started)
+                                                  full = slice(gathered, 0, 0, 10)
+                                                  y = mm(x, full)
+
+Contract: ranks hold blocks of ceil(rows / ranks) rows, the last ones fewer. The cast is there only for another dtype (before the
+gather, so that bf16 moves half the bytes), the padding only on ranks whose block is not full, the slice only where rows do not divide;
+otherwise the collective reads the shard itself and its output is the parameter: no copy in, no copy out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from zpasses import compat
+from zpasses.graph import Editor, calls, nbytes, replace_node, value_of
+from zpasses.ops import UNSHARD, group_size, rows_per_rank
+from zpasses.pipeline import Level, Pass
+from zpasses.tags import Tag, add_tag, tag_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class GatherParams(Pass):
+    """Insert one all-gather per parameter read."""
+
+    name: ClassVar[str] = "gather-params"
+    level: ClassVar[Level] = Level.JOINT
+
+    def rewrite(self, graph: fx.Graph) -> int:
+        """Returns the number of reads lowered."""
+        reads = calls(graph, UNSHARD)
+        for read in reads:
+            self._lower(graph, read)
+        return len(reads)
+
+    def _lower(self, graph: fx.Graph, read: fx.Node) -> None:
+        shard: Any = read.args[0]
+        rows, dtype, group = read.args[1], read.args[2], read.args[4]
+        tag = tag_of(read)
+        params = tag.params if tag else (shard.name,)
+        edit = Editor(graph, before=read)
+        full = self._gather(edit, shard, rows, dtype, group, params)
+        add_tag(full, Tag("full", params, origin=self.name))
+        replace_node(read, full)
+
+    def _gather(self, edit: Editor, shard: fx.Node, rows: Any, dtype: Any, group: Any, params: tuple[str, ...]) -> fx.Node:
+        value = value_of(shard)
+        size = group_size(group)
+        if value.dim() == 0 or size == 1:
+            return edit.call(aten._to_copy.default, shard, dtype=dtype or value.dtype) if dtype else edit.call(aten.clone.default, shard)
+        block = rows_per_rank(rows, size)
+        if block * value[:0].new_empty((1, *value.shape[1:])).numel() == 0:
+            return edit.call(aten.empty.memory_format, [rows, *value.shape[1:]], dtype=dtype or value.dtype, device=value.device)
+        source = shard
+        if dtype is not None and dtype != value.dtype:
+            source = edit.call(aten._to_copy.default, source, dtype=dtype)
+            add_tag(source, Tag("gather_input", params, origin=self.name))
+        if value.shape[0] < block:
+            padding = [0, 0] * (value.dim() - 1) + [0, block - value.shape[0]]
+            source = edit.call(aten.constant_pad_nd.default, source, padding, 0.0)
+            add_tag(source, Tag("gather_input", params, origin=self.name))
+        started = edit.call(compat.functional.all_gather_into_tensor.default, source, size, group)
+        add_tag(started, Tag("gather", params, nbytes(value_of(source)), origin=self.name))
+        full = edit.call(compat.functional.wait_tensor.default, started)
+        if block * size != rows:
+            add_tag(full, Tag("gathered", params, origin=self.name))
+            full = edit.call(aten.slice.Tensor, full, 0, 0, rows)
+        return full

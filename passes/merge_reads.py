@@ -1,0 +1,113 @@
+"""Gather a parameter once for several reads, and reduce the sum of its gradients once.
+
+Before                                        After
+  w1 = zpasses.unshard(shard, ...)              w = zpasses.unshard(shard, ...)
+  y = mm(x, w1)                                 y = mm(x, w)
+  w2 = zpasses.unshard(shard, ...)              z = mm(y, w)
+  z = mm(y, w2)                                 ...
+  ...                                           g = add(g2, g1)
+  s2 = zpasses.reduce_grad(g2, ...)             s = zpasses.reduce_grad(g, ...)
+  s1 = zpasses.reduce_grad(g1, ...)
+  s = add(s2, s1)
+
+Contract: runs on the dialect, before it is lowered. A merged parameter stays gathered from its first read to its last, so two reads
+are merged only where that is free (no other parameter is gathered between them) or cheap (at most `hold_mb`). Gradients are always
+summed before their reduction, in the reduction's dtype, which costs one full gradient from its first part to its last.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from zpasses.graph import Editor, calls, nbytes, replace_node, value_of
+from zpasses.ops import REDUCE_GRAD, UNSHARD
+from zpasses.pipeline import Level, Pass
+from zpasses.tags import Tag, add_tag, tag_of
+
+aten = torch.ops.aten
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class MergeReads(Pass):
+    """Merge the reads of one parameter, or of tied ones."""
+
+    name: ClassVar[str] = "merge-reads"
+    level: ClassVar[Level] = Level.JOINT
+
+    hold_mb: float | None = None
+    """Keep a parameter of at most this many MiB gathered across the gathers of others; none: any size."""
+
+    def rewrite(self, graph: fx.Graph) -> int:
+        """Returns the number of gathers and reductions saved."""
+        return self._merge_gathers(graph) + _sum_gradients(graph)
+
+    def _merge_gathers(self, graph: fx.Graph) -> int:
+        saved = 0
+        holders: dict[Any, fx.Node] = {}
+        last: Any = None
+        for read in calls(graph, UNSHARD):
+            key = (read.args[0], *read.args[1:])
+            holder = holders.get(key)
+            if holder is not None and (last == key or self._cheap(read)):
+                _move_users(read, holder)
+                saved += 1
+            else:
+                holders[key] = read
+            last = key
+        return saved
+
+    def _cheap(self, read: fx.Node) -> bool:
+        return self.hold_mb is None or nbytes(value_of(read)) <= self.hold_mb * _MIB
+
+
+def _move_users(read: fx.Node, holder: fx.Node) -> None:
+    mine, theirs = tag_of(read), tag_of(holder)
+    if mine is not None and theirs is not None:
+        names = tuple(dict.fromkeys(theirs.params + mine.params))
+        add_tag(holder, Tag(theirs.role, names, theirs.nbytes, theirs.bucket, theirs.origin))
+    replace_node(read, holder)
+
+
+def _sum_gradients(graph: fx.Graph) -> int:
+    """Rewrite add(reduce(a), reduce(b)) to reduce(add(a, b)) until none is left."""
+    saved = 0
+    for total in calls(graph, aten.add.Tensor):
+        left, right = total.args[:2]
+        if _same_parameter(left, right) and not total.kwargs:
+            assert isinstance(left, fx.Node)
+            assert isinstance(right, fx.Node)
+            _reduce_sum(graph, total, left, right)
+            saved += 1
+    return saved
+
+
+def _same_parameter(left: object, right: object) -> bool:
+    nodes = [node for node in (left, right) if isinstance(node, fx.Node) and node.target is REDUCE_GRAD and len(node.users) == 1]
+    return len(nodes) == 2 and nodes[0] is not nodes[1] and nodes[0].args[1:] == nodes[1].args[1:]
+
+
+def _reduce_sum(graph: fx.Graph, total: fx.Node, left: fx.Node, right: fx.Node) -> None:
+    edit = Editor(graph, before=total, like=left)
+    reduce_dtype = left.args[4]
+    parts: list[Any] = [left.args[0], right.args[0]]
+    if isinstance(reduce_dtype, torch.dtype):
+        parts = [
+            part if value_of(part).dtype == reduce_dtype else edit.call(aten._to_copy.default, part, dtype=reduce_dtype) for part in parts
+        ]
+    summed = edit.call(aten.add.Tensor, *parts)
+    reduced = edit.call(REDUCE_GRAD, summed, *left.args[1:])
+    tags = [tag for tag in (tag_of(left), tag_of(right)) if tag is not None]
+    if tags:
+        names: dict[str, None] = defaultdict()
+        for tag in tags:
+            names.update(dict.fromkeys(tag.params))
+        add_tag(reduced, Tag("reduce", tuple(names), nbytes(value_of(summed)), origin=tags[0].origin))
+    replace_node(total, reduced)
+    graph.erase_node(left)
+    graph.erase_node(right)

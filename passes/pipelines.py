@@ -1,0 +1,22 @@
+"""The named pipelines: the ZeRO stages as lists of passes.
+
+| stage | full parameters live | gradients |
+| --- | --- | --- |
+| 1 | from the first forward after a step until the next step | reduced to shards in each backward |
+| 2 | the same | reduced to shards in each backward |
+| 3 | around their use; gathered again in backward | reduced to shards in each backward |
+"""
+
+from zpasses.passes.gather_params import GatherParams
+from zpasses.passes.keep_params import KeepParams
+from zpasses.passes.merge_reads import MergeReads
+from zpasses.passes.reduce_grads import ReduceGrads
+from zpasses.passes.regather import Regather
+from zpasses.pipeline import Pipeline
+
+__all__ = ["ZERO1", "ZERO2", "ZERO3"]
+
+ZERO2 = Pipeline((MergeReads(), GatherParams(), ReduceGrads(), KeepParams()))
+ZERO1 = ZERO2
+"""The same as stage 2 until reductions can be deferred."""
+ZERO3 = Pipeline((MergeReads(hold_mb=1.0), GatherParams(), ReduceGrads(), Regather()))

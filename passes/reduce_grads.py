@@ -1,0 +1,129 @@
+"""Lower every `reduce_grad` to one collective that averages a gradient and keeps this rank's rows.
+
+Before                                             form=reduce_scatter                             form=all_reduce
+  mine = zpasses.reduce_grad(grad, 10, 3, f32, ..)   cast = _to_copy(grad, dtype=f32)                cast = _to_copy(grad, dtype=f32)
+                                                     padded = constant_pad_nd(cast, [0, 0, 0, 2])    started = all_reduce(cast, "avg", group)
+                                                     started = reduce_scatter_tensor(padded, "avg")  total = wait_tensor(started)
+                                                     block = wait_tensor(started)                    view = slice(total, 0, 3, 6)
+                                                     mine = slice(block, 0, 0, 3)                    mine = clone(view)
+
+Contract: the result has the shard's rows and dtype, and owns its memory: where it is cut out of something larger it is copied, so that
+the larger one can be freed. Casts, padding and slices are there only where they change something.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import fx
+
+from zpasses import compat
+from zpasses.graph import Editor, calls, nbytes, replace_node, value_of
+from zpasses.ops import REDUCE_GRAD, group_size, rows_per_rank
+from zpasses.pipeline import Level, Pass
+from zpasses.tags import Tag, add_tag, tag_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ReduceGrads(Pass):
+    """Insert one reduction per gradient."""
+
+    name: ClassVar[str] = "reduce-grads"
+    level: ClassVar[Level] = Level.JOINT
+
+    form: Literal["auto", "reduce_scatter", "all_reduce"] = "auto"
+    """reduce_scatter moves the fewest bytes. all_reduce is faster where reduce-scatter is not native, as in gloo; auto chooses so."""
+
+    def rewrite(self, graph: fx.Graph) -> int:
+        """Returns the number of reductions lowered."""
+        found = calls(graph, REDUCE_GRAD)
+        for node in found:
+            self._lower(graph, node)
+        return len(found)
+
+    def _lower(self, graph: fx.Graph, node: fx.Node) -> None:
+        grad: Any = node.args[0]
+        rows, shard_rows, dtype, reduce_dtype, group = node.args[1:]
+        tag = tag_of(node)
+        lowering = _Lowering(Editor(graph, before=node), tag.params if tag else (grad.name,), self.name, str(group), reduce_dtype)
+        value = value_of(grad)
+        if value.dim() and nbytes(value) == 0:
+            mine = lowering.edit.call(aten.empty.memory_format, [shard_rows, *value.shape[1:]], dtype=dtype, device=value.device)
+        elif value.dim() == 0:
+            mine = lowering.all_reduce(lowering.cast(grad))
+        elif lowering.size == 1:
+            mine = lowering.cast(grad)
+        elif self._all_reduces(str(group)):
+            mine = lowering.cut_from_all_reduce(grad, rows, shard_rows)
+        else:
+            mine = lowering.reduce_scatter(grad, rows, shard_rows)
+        mine = lowering.finish(mine, grad, dtype)
+        add_tag(mine, Tag("shard_grad", lowering.params, origin=self.name))
+        replace_node(node, mine)
+
+    def _all_reduces(self, group: str) -> bool:
+        if self.form == "auto":
+            return compat.group_backend(group) == "gloo"
+        return self.form == "all_reduce"
+
+
+@dataclass
+class _Lowering:
+    """One gradient on its way to a shard."""
+
+    edit: Editor
+    params: tuple[str, ...]
+    origin: str
+    group: str
+    reduce_dtype: torch.dtype | None
+
+    @property
+    def size(self) -> int:
+        return group_size(self.group)
+
+    def cast(self, grad: fx.Node) -> fx.Node:
+        if self.reduce_dtype is None or value_of(grad).dtype == self.reduce_dtype:
+            return grad
+        return self._prepare(self.edit.call(aten._to_copy.default, grad, dtype=self.reduce_dtype))
+
+    def all_reduce(self, source: fx.Node) -> fx.Node:
+        return self._await(self.edit.call(compat.functional.all_reduce.default, source, "avg", self.group), source)
+
+    def cut_from_all_reduce(self, grad: fx.Node, rows: Any, shard_rows: Any) -> fx.Node:
+        total = self.all_reduce(self.cast(grad))
+        start = min(_group_rank(self.group) * rows_per_rank(rows, self.size), rows)
+        return self.edit.call(aten.slice.Tensor, total, 0, start, start + shard_rows)
+
+    def reduce_scatter(self, grad: fx.Node, rows: Any, shard_rows: Any) -> fx.Node:
+        source = self.cast(grad)
+        block = rows_per_rank(rows, self.size)
+        if block * self.size != rows:
+            padding = [0, 0] * (value_of(grad).dim() - 1) + [0, block * self.size - rows]
+            source = self._prepare(self.edit.call(aten.constant_pad_nd.default, source, padding, 0.0))
+        started = self.edit.call(compat.functional.reduce_scatter_tensor.default, source, "avg", self.size, self.group)
+        mine = self._await(started, source)
+        return mine if shard_rows == block else self.edit.call(aten.slice.Tensor, mine, 0, 0, shard_rows)
+
+    def finish(self, mine: fx.Node, grad: fx.Node, dtype: torch.dtype) -> fx.Node:
+        if value_of(mine).dtype != dtype:
+            return self.edit.call(aten._to_copy.default, mine, dtype=dtype)
+        cut = mine.target is aten.slice.Tensor
+        return self.edit.call(aten.clone.default, mine, memory_format=torch.contiguous_format) if cut or mine is grad else mine
+
+    def _prepare(self, node: fx.Node) -> fx.Node:
+        add_tag(node, Tag("reduce_input", self.params, origin=self.origin))
+        return node
+
+    def _await(self, started: fx.Node, source: fx.Node) -> fx.Node:
+        add_tag(started, Tag("reduce", self.params, nbytes(value_of(source)), origin=self.origin))
+        done = self.edit.call(compat.functional.wait_tensor.default, started)
+        add_tag(done, Tag("reduced", self.params, origin=self.origin))
+        return done
+
+
+def _group_rank(group: str) -> int:
+    return compat.process_group(group).rank()

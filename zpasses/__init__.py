@@ -1,0 +1,28 @@
+"""zpasses: ZeRO as graph passes."""
+
+from zpasses import ops as _ops  # registers the dialect, which code from a warm compile cache may call
+from zpasses.errors import AgreementError, OptionError, PassError, ShardingError, ZpassesError
+from zpasses.options import Options
+from zpasses.pipeline import Level, Pass, PassRecord, Pipeline
+from zpasses.reads import shards
+from zpasses.sharding import invalidate, shard
+
+__all__ = [
+    "AgreementError",
+    "Level",
+    "OptionError",
+    "Options",
+    "Pass",
+    "PassError",
+    "PassRecord",
+    "Pipeline",
+    "ShardingError",
+    "ZpassesError",
+    "invalidate",
+    "shard",
+    "shards",
+]
+
+__version__ = "0.1.0"
+
+del _ops

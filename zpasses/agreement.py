@@ -1,0 +1,182 @@
+"""Ranks agree before they communicate.
+
+Before a compiled graph first runs, the ranks of each process group in it compare the sequence of collectives that the graph runs on
+that group. They compare through the store, not through collectives, and never wait longer than a time limit. A difference, or a rank
+whose compile failed, becomes an error on all of them.
+
+A sequence that was agreed once needs no second vote, so a rank may recompile alone, for a new batch shape say, as long as it
+communicates the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import fx
+
+from zpasses import compat
+from zpasses.errors import AgreementError
+from zpasses.graph import Collective, collectives
+
+__all__ = ["agree", "digest", "report_failure"]
+
+_VERDICT_SLACK_S = 10.0
+"""How much longer the others wait than the first rank of the group, who collects and decides."""
+
+
+@dataclass
+class _Ledger:
+    """What one process group has agreed on so far."""
+
+    prefix: str
+    votes: int = 0
+    agreed: set[str] = field(default_factory=set)
+
+
+# State belongs to a process group, which offers no place for it.
+_ledgers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Ledger] = weakref.WeakKeyDictionary()
+
+
+def digest(sequence: Sequence[Collective]) -> str:
+    """A short name of a sequence of collectives."""
+    return hashlib.sha256(json.dumps([_line(each) for each in sequence]).encode()).hexdigest()[:16]
+
+
+def agree(graph: fx.Graph, graph_name: str, timeout_s: float) -> None:
+    """Raise AgreementError on every rank of a group unless all of them are about to run the same collectives on it.
+
+    Args:
+        graph: the graph as it will run, all passes done.
+        graph_name: what the error calls it.
+        timeout_s: seconds to wait for the other ranks.
+    """
+    by_group: dict[str, list[Collective]] = {}
+    for _, each in collectives(graph):
+        by_group.setdefault(each.group, []).append(each)
+    for group, sequence in sorted(by_group.items()):
+        _vote(group, graph_name, sequence, timeout_s)
+
+
+def report_failure(groups: Sequence[str], graph_name: str, error: BaseException) -> None:
+    """Tell the other ranks of these groups that this rank will not vote, because its compile failed."""
+    for name in groups:
+        if not _is_real(name):
+            continue
+        group, store = compat.process_group(name), compat.default_store()
+        ledger = _ledger(name, group, store)
+        reason = f"rank {dist.get_rank()} failed while compiling graph {graph_name}: {type(error).__name__}: {str(error)[:500]}"
+        ballot = _pack({"failed": reason})
+        store.set(f"{ledger.prefix}/{ledger.votes}/{group.rank()}", ballot)
+        if group.rank() == 0:
+            store.set(f"{ledger.prefix}/{ledger.votes}/verdict", _pack({"error": reason}))
+        ledger.votes += 1
+
+
+def _is_real(group: str) -> bool:
+    return compat.group_backend(group) != "fake" and compat.process_group(group).size() > 1
+
+
+def _ledger(name: str, group: dist.ProcessGroup, store: dist.Store) -> _Ledger:
+    ledger = _ledgers.get(group)
+    if ledger is None:
+        # A store outlives its groups: number the groups that had this name, so that old votes are not read again.
+        entered = store.add(f"zpasses/{name}/entered", 1)
+        ledger = _ledgers[group] = _Ledger(f"zpasses/{name}/{(entered - 1) // group.size()}")
+    return ledger
+
+
+def _vote(name: str, graph_name: str, sequence: list[Collective], timeout_s: float) -> None:
+    if not _is_real(name):
+        return
+    group, store = compat.process_group(name), compat.default_store()
+    ledger, mine = _ledger(name, group, store), digest(sequence)
+    if mine in ledger.agreed:
+        return
+    vote = f"{ledger.prefix}/{ledger.votes}"
+    ledger.votes += 1
+    store.set(f"{vote}/{group.rank()}", _pack({"graph": graph_name, "digest": mine, "lines": [_line(each) for each in sequence]}))
+    if group.rank() == 0:
+        error = _decide(store, vote, name, graph_name, timeout_s)
+        store.set(f"{vote}/verdict", _pack({"error": error}))
+    else:
+        error = _await_verdict(store, vote, name, graph_name, timeout_s)
+    if error:
+        raise AgreementError(error)
+    ledger.agreed.add(mine)
+
+
+def _decide(store: dist.Store, vote: str, name: str, graph_name: str, timeout_s: float) -> str | None:
+    ranks = compat.group_ranks(name)
+    keys = [f"{vote}/{rank}" for rank in range(len(ranks))]
+    missing = _wait(store, keys, timeout_s)
+    if missing:
+        return _late(graph_name, name, [ranks[keys.index(key)] for key in missing], timeout_s)
+    ballots = [_unpack(store.get(key)) for key in keys]
+    for ballot in ballots:
+        if "failed" in ballot:
+            return str(ballot["failed"])
+    for rank, ballot in zip(ranks, ballots, strict=True):
+        if ballot["digest"] != ballots[0]["digest"]:
+            return _first_difference(name, ranks[0], ballots[0], rank, ballot)
+    return None
+
+
+def _await_verdict(store: dist.Store, vote: str, name: str, graph_name: str, timeout_s: float) -> str | None:
+    if not _wait(store, [f"{vote}/verdict"], timeout_s + _VERDICT_SLACK_S):
+        verdict = _unpack(store.get(f"{vote}/verdict"))["error"]
+        return None if verdict is None else str(verdict)
+    ranks = compat.group_ranks(name)
+    missing = [rank for i, rank in enumerate(ranks) if not store.check([f"{vote}/{i}"])]
+    return _late(graph_name, name, missing or ranks[:1], timeout_s)
+
+
+def _wait(store: dist.Store, keys: list[str], timeout_s: float) -> list[str]:
+    """Wait for keys; return those that did not come in time."""
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except Exception:  # the type depends on the store; what matters is which keys are there
+        return [key for key in keys if not store.check([key])]
+    return []
+
+
+def _late(graph_name: str, group: str, ranks: list[int], timeout_s: float) -> str:
+    return (
+        f"graph {graph_name}: rank {', '.join(map(str, ranks))} of group {group!r} did not compile a graph with new collectives within "
+        f"{timeout_s:g} s, but the others did. It stopped, is much slower, or takes another branch. Look at its log; "
+        "options={'agreement_timeout_s': ...} waits longer."
+    )
+
+
+def _first_difference(group: str, rank_a: int, a: dict[str, Any], rank_b: int, b: dict[str, Any]) -> str:
+    lines_a, lines_b = a["lines"], b["lines"]
+    at = next((i for i, (x, y) in enumerate(zip(lines_a, lines_b, strict=False)) if x != y), min(len(lines_a), len(lines_b)))
+    this, that = (lines[at] if at < len(lines) else "nothing more" for lines in (lines_a, lines_b))
+    return (
+        f"ranks would run different collectives on group {group!r}. First difference: collective {at} is {this} on rank {rank_a} (graph "
+        f"{a['graph']}, {len(lines_a)} collectives) but {that} on rank {rank_b} (graph {b['graph']}, {len(lines_b)} collectives). "
+        "Every rank must take the same branches and read the same parameters."
+    )
+
+
+def _line(each: Collective) -> str:
+    tensors = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in zip(each.dtypes, each.shapes, strict=True))
+    return f"{each.op}({tensors}{', ' + each.reduce_op if each.reduce_op else ''})"
+
+
+def _pack(value: dict[str, Any]) -> str:
+    # Stores take text; a graph of thousands of like collectives compresses to a few KiB.
+    return zlib.compress(json.dumps(value).encode()).hex()
+
+
+def _unpack(data: bytes) -> dict[str, Any]:
+    loaded = json.loads(zlib.decompress(bytes.fromhex(data.decode())))
+    assert isinstance(loaded, dict)
+    return loaded

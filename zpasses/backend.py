@@ -1,0 +1,191 @@
+"""`torch.compile(model, backend="zpasses", options={...})`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from zpasses import compat
+from zpasses.agreement import agree, report_failure
+from zpasses.capture import Capture, capture, tag_joint
+from zpasses.errors import AgreementError, OptionError
+from zpasses.ops import UNSHARD
+from zpasses.options import Options
+from zpasses.pipeline import Level, PassRecord, Pipeline, run_passes
+from zpasses.runtime import BoundParameters, ForwardDispatch, boxed, with_local_shards
+from zpasses.variants import cut_variant, slots
+
+__all__ = ["GraphLog", "observe_graphs", "zpasses_backend"]
+
+log = logging.getLogger("zpasses")
+
+Compiled = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class GraphLog:
+    """One graph that the backend compiled, as observers see it."""
+
+    name: str
+    """Dynamo's compile id and the kind of graph: "0/0 joint", "0/0 forward", "0/0 backward"."""
+    kind: str
+    """"captured", "joint", "forward", "backward" or "inference"."""
+    graph: fx.Graph
+    """The graph after the last pass of its level."""
+    records: list[PassRecord] = field(default_factory=list)
+
+
+_observers: list[Callable[[GraphLog], None]] = []
+
+
+class observe_graphs:  # noqa: N801 - used as a context manager, like torch.no_grad
+    """Inside, `observer` is called with every graph that the backend compiles, after its passes ran."""
+
+    def __init__(self, observer: Callable[[GraphLog], None]) -> None:
+        self._observer = observer
+
+    def __enter__(self) -> None:
+        _observers.append(self._observer)
+
+    def __exit__(self, *_: object) -> None:
+        _observers.remove(self._observer)
+
+
+def zpasses_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
+    """Compile one captured graph. `torch.compile` calls it; see `zpasses.options.Options` for the options.
+
+    Raises:
+        OptionError: for unknown options, passes or values, before anything is compiled.
+        PassError: when a pass leaves a graph that is not right.
+        AgreementError: when the ranks are about to run different collectives.
+        ShardingError: when the model writes to a gathered copy of a parameter.
+    """
+    if mode is not None:
+        raise OptionError(f"backend 'zpasses' has no modes (got {mode!r}); set Inductor's options with options={{'inductor': {{...}}}}.")
+    parsed = Options.parse(options)
+    captured = capture(gm, example_inputs)
+    compiler = _GraphCompiler(captured, parsed, parsed.passes())
+    try:
+        return compiler.compile()
+    except AgreementError:
+        raise
+    except Exception as error:
+        if parsed.agreement:
+            report_failure(captured.groups, compiler.name, error)
+        raise
+
+
+class _GraphCompiler:
+    """Takes one captured graph through the levels of a pipeline to runnable code."""
+
+    def __init__(self, captured: Capture, options: Options, pipeline: Pipeline) -> None:
+        self.name = compat.compile_name()
+        self._captured, self._options, self._pipeline = captured, options, pipeline
+        self._bound = BoundParameters()
+        self._retains = False
+
+    def compile(self) -> Callable[..., Any]:
+        gm, inputs = self._captured.gm, self._captured.inputs
+        self._run_level(gm, Level.CAPTURED, "captured")
+        if self._options.codegen == "eager":
+            backward = functools.partial(self._backward, _eager)
+            inference = functools.partial(self._forward, _eager, inference=True)
+            compiled = compat.aot_compile(gm, inputs, functools.partial(self._forward, _eager), backward, inference, self._partition)
+        else:
+            patches = compat.inductor_patches(_Partitioner(self._partition, self._pipeline.uuid()), self._options.inductor)
+            compiled = compat.inductor_compile(gm, inputs, functools.partial(self._inductor_inner, patches), patches)
+        positions, names = list(self._captured.shards), list(self._captured.shards.values())
+        return with_local_shards(compiled, positions, names, self._bound if self._retains else None)
+
+    # --- levels ---------------------------------------------------------------------------------------------------------------------
+    def _partition(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        reads = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is UNSHARD]
+        compat.eliminate_common_subexpressions(gm, reads)
+        self._run_level(gm, Level.JOINT, "joint")
+        return compat.partition(gm, joint_inputs, **kwargs)
+
+    def _forward(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any], *, inference: bool = False) -> Compiled:
+        if inference:
+            self._run_level(gm, Level.JOINT, "inference")
+        self._run_level(gm, Level.FORWARD, "inference" if inference else "forward")
+        self._agree(gm)
+        found = slots(gm.graph)
+        if not found:
+            return codegen(gm, inputs)
+        self._retains = True
+        state = compat.CompilerState()
+        template = compat.clone_graph_module(gm)
+
+        def compile_variant(gathered: frozenset[int]) -> Compiled:
+            variant, extra = cut_variant(template, gathered)
+            log.debug("graph %s: variant that gathers %d of %d parameters", self.name, len(gathered), len(found))
+            with state.restored():
+                return codegen(variant, [*inputs, *extra])
+
+        outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+        return boxed(ForwardDispatch(found, outputs, self._bound, compile_variant))
+
+    def _backward(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        self._run_level(gm, Level.BACKWARD, "backward")
+        self._agree(gm)
+        return codegen(gm, inputs)
+
+    def _run_level(self, gm: fx.GraphModule, level: Level, kind: str) -> None:
+        if level is Level.JOINT:
+            tag_joint(gm.graph, self._captured.shards)
+        records = run_passes(gm.graph, self._pipeline.at(level))
+        gm.recompile()
+        name = f"{self.name} {kind}"
+        for record in records:
+            log.debug("graph %s: %s changed %d in %.0f us, checked in %.0f us", name, record.text, record.changes, record.time_us, record.check_us)
+        for observer in tuple(_observers):
+            observer(GraphLog(name, kind, gm.graph, records))
+
+    def _agree(self, gm: fx.GraphModule) -> None:
+        if self._options.agreement and torch.distributed.is_initialized():
+            agree(gm.graph, self.name, self._options.agreement_timeout_s)
+
+    # --- Inductor -------------------------------------------------------------------------------------------------------------------
+    def _inductor_inner(self, patches: dict[str, Any], gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Compiled:
+        def codegen(graph: fx.GraphModule, values: Sequence[Any]) -> Compiled:
+            return compat.inductor_codegen(graph, values, patches, copy.copy(kwargs))
+
+        if kwargs.get("is_backward"):
+            return self._backward(codegen, gm, inputs)
+        return self._forward(codegen, gm, inputs, inference=bool(kwargs.get("is_inference")))
+
+
+_Codegen = Callable[[fx.GraphModule, Sequence[Any]], Compiled]
+
+
+class _Partitioner(compat.CustomPartitionerFn):  # type: ignore[misc]
+    """Inductor's partitioner, after the joint passes of a pipeline."""
+
+    def __init__(self, run: Callable[..., Any], uuid: str) -> None:
+        self._run, self._uuid = run, uuid
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        result: tuple[fx.GraphModule, fx.GraphModule] = self._run(gm, joint_inputs, **kwargs)
+        return result
+
+    def uuid(self) -> str:
+        return self._uuid
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Partitioner:
+        return self  # Inductor copies its configuration, of which this is a part
+
+
+def _eager(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+    """Run the graph node by node, freeing inputs at their last use."""
+    gm.graph.set_codegen(compat.BOXED_CODEGEN())
+    gm.recompile()
+    return boxed(gm.forward)

@@ -1,0 +1,298 @@
+"""Every private torch API that zpasses touches, in one place.
+
+Supported are torch 2.11 to 2.15. A name that moved between those versions is resolved here and nowhere else, so that a new torch
+means reading one file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch._dynamo import disable as dynamo_disable
+from torch._functorch import config as functorch_config
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import CompileContext, TracingContext, tracing
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils.checkpoint import CheckpointPolicy
+
+__all__ = [
+    "BOXED_CODEGEN",
+    "CustomGraphPass",
+    "CustomPartitionerFn",
+    "DTensorSpec",
+    "FakeTensor",
+    "FakeTensorMode",
+    "functional",
+    "statically_known_true",
+]
+
+BOXED_CODEGEN = _BoxedCodeGen
+"""Code generation whose function takes one list and empties it, so that inputs die at their last use."""
+
+functional = torch.ops._c10d_functional
+"""The functional collectives."""
+
+
+# --- process groups --------------------------------------------------------------------------------------------------------------
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group that functional collectives call `name`; raises RuntimeError if there is none."""
+    return c10d._resolve_process_group(cast(Any, name))
+
+
+def group_name(group: object) -> str:
+    """The name of a group; graphs of torch >= 2.13 may hold the process group itself."""
+    return str(group if isinstance(group, str) else cast(Any, group).group_name)
+
+
+def group_ranks(name: str) -> list[int]:
+    """Global ranks of the group, in group order."""
+    return dist.get_process_group_ranks(process_group(name))
+
+
+def group_backends() -> dict[str, str]:
+    """Group name -> backend ("gloo", "nccl", "fake", ...) of every process group of this process."""
+    return {c10d._world.pg_names[group]: backend for group, (backend, _) in c10d._world.pg_map.items()}
+
+
+def group_backend(name: str) -> str:
+    """Backend of one group, in lower case; "cpu:gloo,cuda:nccl" style names are kept whole."""
+    return str(dist.get_backend(process_group(name))).lower()
+
+
+def default_store() -> dist.Store:
+    """The store through which the ranks of this job met."""
+    return c10d._get_default_store()
+
+
+# --- DTensor ---------------------------------------------------------------------------------------------------------------------
+def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> DTensor:
+    """A DTensor over a contiguous tensor of `shape`, without communication and without checks."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, tuple(reversed(strides)), local.dtype))
+    return wrap_local(local, spec)
+
+
+def wrap_local(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor of `spec` around `local`, built without dispatching (`from_local` is 20 times slower)."""
+    build = cast(Callable[..., DTensor], DTensor)
+    return build(local, spec, requires_grad=False)
+
+
+def local_of(dtensor: DTensor) -> Tensor:
+    """The local tensor itself: no autograd node, same version counter."""
+    return dtensor._local_tensor
+
+
+def spec_of(dtensor: DTensor) -> DTensorSpec:
+    return dtensor._spec
+
+
+# --- Dynamo ----------------------------------------------------------------------------------------------------------------------
+_SOURCE_PART = re.compile(r"_(modules|parameters|buffers)\[['\"]([^'\"]+)['\"]\]")
+
+
+def placeholder_source(node: fx.Node) -> str:
+    """The Python expression that a Dynamo placeholder stands for, or "" for graphs from elsewhere."""
+    argument = node.meta.get("grapharg")
+    source = getattr(node, "_dynamo_source", None) or getattr(argument, "source", None)
+    if source is None:
+        return ""
+    name = source.name  # a method until torch 2.11, a property since
+    return str(name() if callable(name) else name)
+
+
+def parameter_name(node: fx.Node) -> str:
+    """The parameter's name below the compiled module ("layers.0.weight"); the placeholder's own name for anything else."""
+    parts = [match.group(2) for match in _SOURCE_PART.finditer(placeholder_source(node))]
+    return ".".join(parts) or node.name
+
+
+def compile_name() -> str:
+    """Dynamo's id of the graph being compiled ("0/1": second compile of the first frame), or "-" outside a compile."""
+    return str(CompileContext.current_compile_id() or "-")
+
+
+def undynamo(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep Dynamo out of a function that runs inside compiled code."""
+    return cast(Callable[..., Any], dynamo_disable(fn))
+
+
+# --- AOTAutograd -----------------------------------------------------------------------------------------------------------------
+_LAST_REGION = 1 << 30
+
+
+def mark_recompute(node: fx.Node) -> None:
+    """Never save this value for backward: compute it again there.
+
+    The region number is above every checkpoint's: the partitioner saves a recomputed value that a *later* region reads.
+    """
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta["ac_graph_id"] = _LAST_REGION
+
+
+def is_marked_recompute(node: fx.Node) -> bool:
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE and node.meta.get("ac_graph_id") == _LAST_REGION
+
+
+def eliminate_common_subexpressions(gm: fx.GraphModule, distinct: Sequence[fx.Node]) -> None:
+    """What the partitioner does first, except that the nodes in `distinct` (whose last argument is a string) are never merged."""
+    for i, node in enumerate(distinct):
+        node.args = (*node.args[:-1], f"{node.args[-1]}#{i}")
+    gm.graph = fx_graph_cse(gm.graph)
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.args and isinstance(node.args[-1], str) and "#" in node.args[-1]:
+            node.args = (*node.args[:-1], node.args[-1].rpartition("#")[0])
+
+
+def partition(gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Min-cut partition of a joint graph whose common subexpressions were merged already."""
+    kwargs.setdefault("compiler", "inductor")
+    with functorch_config.patch(cse=False):
+        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+
+def aot_compile(gm: fx.GraphModule, inputs: Sequence[Any], forward: Any, backward: Any, inference: Any, partition_fn: Any) -> Any:
+    """AOTAutograd with our compilers and no decompositions."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    compiler = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=partition_fn,
+        decompositions={},
+        keep_inference_input_mutations=True,
+    )
+    return compiler(gm, inputs)
+
+
+class CompilerState:
+    """What a compiler may look up while it runs, kept so that a variant can be compiled later, at call time."""
+
+    def __init__(self) -> None:
+        from torch._inductor.virtualized import V
+
+        self.context = TracingContext.try_get()
+        self.fake_mode = V.fake_mode if isinstance(V.fake_mode, FakeTensorMode) else None
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        from torch._inductor.virtualized import V
+
+        with contextlib.ExitStack() as stack:
+            if self.fake_mode is not None:
+                stack.enter_context(V.set_fake_mode(self.fake_mode))
+            if self.context is not None:
+                stack.enter_context(tracing(self.context))
+                # Inductor asserts that it reports the strides of one forward only.
+                stack.enter_context(TracingContext.patch(output_strides=None))
+            yield
+
+
+# --- Inductor --------------------------------------------------------------------------------------------------------------------
+_ONE_SCHEDULER = {
+    # Passes of Inductor that reorder or merge collectives after ours: one scheduler owns the order.
+    "reorder_for_compute_comm_overlap": False,
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+    "bucket_all_reduces_fx": "none",
+    "_fuse_ddp_communication": False,
+    "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    "aten_distributed_optimizations.enable_simple_overlap": False,
+    # A replayed CUDA graph owns its outputs; carried values must outlive the replay.
+    "triton.cudagraphs": False,
+}
+
+
+def inductor_patches(partitioner: CustomPartitionerFn, extra: dict[str, Any]) -> dict[str, Any]:
+    """Inductor options of one compile: ours, then the user's. Options that this torch does not have are left out."""
+    known = inductor_option_names()
+    ours = {key: value for key, value in _ONE_SCHEDULER.items() if key in known}
+    return {**ours, "custom_partitioner_fn": partitioner, **extra}
+
+
+def inductor_option_names() -> frozenset[str]:
+    from torch._inductor import config
+
+    return frozenset(config.get_config_copy())
+
+
+def inductor_compile(gm: fx.GraphModule, inputs: Sequence[Any], inner: Callable[..., Any], patches: dict[str, Any]) -> Any:
+    """`torch._inductor.compile_fx` with all of Inductor's own passes and `inner` in place of its last step.
+
+    AOTAutograd's own cache is off: a hit would skip `inner`. The cache of compiled kernels stays on; it keys on the rewritten graph.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compile_fx(gm, cast(Any, inputs), inner_compile=inner, config_patches=patches)
+
+
+def inductor_codegen(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """Generate and load code for one graph; the result takes one list of inputs."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    with config.patch(patches):
+        return cast(Callable[..., Any], compile_fx_inner(gm, cast(Any, inputs), **kwargs))
+
+
+# --- fake tensors ----------------------------------------------------------------------------------------------------------------
+def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode | None:
+    """The fake mode that these values (or the compile under way) belong to."""
+    for value in values:
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    context = TracingContext.try_get()
+    return context.fake_mode if context is not None else None
+
+
+def as_fake(value: Tensor, mode: FakeTensorMode | None) -> Tensor:
+    """A fake of fixed shape: shards never have a dynamic one."""
+    if mode is None or isinstance(value, FakeTensor):
+        return value
+    return mode.from_tensor(value, static_shapes=True)
+
+
+def has_unbacked_size(value: object) -> bool:
+    """Whether a fake value has a size that depends on data."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(cast(Any, value)))
+
+
+def ambient_fake_mode() -> FakeTensorMode | None:
+    """The fake mode that is active right now, if any."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FakeTensorMode)]
+    return modes[-1] if modes else None
+
+
+def clone_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose graph can be rewritten; attributes and metadata values are shared."""
+    graph = fx.Graph()
+    output = graph.graph_copy(gm.graph, {}, return_output_node=True)
+    value, old = cast(tuple[Any, fx.Node], output)
+    graph.output(value).meta = copy.copy(old.meta)
+    clone = fx.GraphModule(gm, graph)
+    clone.meta = copy.copy(gm.meta)
+    return clone

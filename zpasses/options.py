@@ -1,0 +1,60 @@
+"""What `torch.compile(model, backend="zpasses", options={...})` accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from zpasses import compat
+from zpasses.errors import OptionError, nearest
+from zpasses.fields import build
+from zpasses.pipeline import Pipeline
+
+__all__ = ["Options"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of one compile."""
+
+    zero_stage: Literal[1, 2, 3] | None = None
+    """ZeRO stage: which named pipeline to run. 3 where neither this nor `pipeline` is given."""
+    pipeline: Pipeline | str | None = None
+    """Passes to run, as text or as a Pipeline; "" leaves the dialect unlowered (the reference)."""
+    codegen: Literal["inductor", "eager"] = "inductor"
+    """inductor generates kernels. eager runs the rewritten graph itself: quick to compile and bit-exact, for tests and debugging."""
+    agreement: bool = True
+    """Compare the collectives of every graph between ranks before it runs."""
+    agreement_timeout_s: float = 300.0
+    """Seconds to wait for the other ranks' part of that comparison."""
+    inductor: dict[str, Any] = field(default_factory=dict)
+    """Options for torch._inductor.config during this compile, e.g. {"max_autotune": True}."""
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | None) -> Options:
+        """Check and convert what the user gave.
+
+        Raises:
+            OptionError: for unknown keys, unknown passes and ill-typed values; the message names the nearest right word.
+        """
+        options = build(cls, given or {}, "backend 'zpasses'")
+        if options.zero_stage is not None and options.pipeline is not None:
+            raise OptionError(
+                f"zero_stage={options.zero_stage} and pipeline={str(options.pipeline)!r} both choose the passes; give one of them. "
+                f"A stage can start a pipeline: pipeline='zero{options.zero_stage},...'."
+            )
+        if options.agreement_timeout_s <= 0:
+            raise OptionError(f"agreement_timeout_s={options.agreement_timeout_s}; expected seconds > 0. agreement=False turns it off.")
+        known = compat.inductor_option_names()
+        for name in options.inductor:
+            if name not in known:
+                raise OptionError(f"option 'inductor': torch._inductor.config has no {name!r}.{nearest(name, known).split(' Known')[0]}")
+        options.passes()
+        return options
+
+    def passes(self) -> Pipeline:
+        """The pipeline that these options choose."""
+        if isinstance(self.pipeline, Pipeline):
+            return self.pipeline
+        return Pipeline.parse(f"zero{self.zero_stage or 3}" if self.pipeline is None else self.pipeline)

@@ -1,0 +1,223 @@
+"""Reads of a sharded parameter: the class that a sharded module becomes, and the guard on what a read returns.
+
+`module.weight` on a sharded module is a gathered copy. Writing to that copy would silently change nothing, so eager code gets it as a
+`GatheredCopy`, which refuses to be written to and says what to do instead. Compiled code gets the plain tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from zpasses import compat
+from zpasses.errors import ShardingError
+from zpasses.ops import rows_per_rank
+
+__all__ = ["GatheredCopy", "Read", "ShardedModule", "cut", "sharded_class", "shards"]
+
+
+@dataclass(frozen=True)
+class Read:
+    """How one parameter of a module is sharded and read."""
+
+    name: str
+    mesh: DeviceMesh
+    param_dtype: torch.dtype | None
+    """Gather and compute in this dtype; None keeps the shard's."""
+    reduce_dtype: torch.dtype | None
+    """Reduce gradients in this dtype; None keeps the gradient's."""
+
+    @property
+    def group_name(self) -> str:
+        return compat.group_name(self.mesh.get_group())
+
+
+def cut(param: Tensor, mesh: DeviceMesh) -> DTensor:
+    """This rank's block of rows as a DTensor: a copy, so that the full tensor can be freed.
+
+    Args:
+        param: the full parameter, the same on every rank (nothing is communicated). 0-dimensional ones are kept whole.
+    """
+    full = param.detach()
+    placements: tuple[Placement, ...]
+    if full.dim() == 0:
+        placements, local = (Replicate(),), full.clone()
+    else:
+        block = rows_per_rank(full.shape[0], mesh.size())
+        start = min(mesh.get_local_rank() * block, full.shape[0])
+        rows = min(block, full.shape[0] - start)
+        placements, local = (Shard(0),), full.narrow(0, start, rows).clone(memory_format=torch.contiguous_format)
+    return compat.make_dtensor(local, mesh, placements, full.shape)
+
+
+class GatheredCopy(Tensor):
+    """A full parameter, gathered for reading. Operations on it give plain tensors; writing to it raises ShardingError."""
+
+    _label: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        target = kwargs.get("out", args[0] if args and _writes(func) else None)
+        if isinstance(target, GatheredCopy):
+            raise ShardingError(
+                f"{getattr(func, '__name__', func)} would write to {target._label}, which is sharded: what was read is a gathered "
+                "copy, and the write would be lost. Write to the shards: `with zpasses.shards(model): ...` makes every parameter "
+                "read return its DTensor, and model.parameters() always does. (model.apply and reset_parameters do so themselves.)"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+_ITEM_WRITES = frozenset({"__setitem__", "__set__", "__delete__"})
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        in_place = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
+        # `.data` and `.grad` hand out, without a trace, what the caller means to write to.
+        return in_place or name in _ITEM_WRITES or func in (Tensor.data.__get__, Tensor.grad.__get__)  # type: ignore[attr-defined]
+    return name.endswith("_")
+
+
+def _guard(full: Tensor, label: str) -> Tensor:
+    if type(full) is not Tensor:
+        return full  # fake, simulated or functional tensors have their own rules
+    copy = full.as_subclass(GatheredCopy)
+    copy._label = label
+    return copy
+
+
+def _reader(read: Read, class_name: str) -> property:
+    name, param_dtype, reduce_dtype = read.name, read.param_dtype, read.reduce_dtype
+    group, label = read.group_name, f"parameter {read.name!r} of a {class_name}"
+
+    def gather(module: nn.Module) -> Tensor | None:
+        param = module._parameters[name]
+        if not isinstance(param, DTensor):
+            return param  # None, or a tensor swapped in by torch.func.functional_call
+        rows = param.shape[0] if param.dim() else 0
+        full: Tensor = torch.ops.zpasses.unshard(param.to_local(), rows, param_dtype, reduce_dtype, group)
+        if torch.compiler.is_compiling():
+            return full
+        return _guard(full, label)
+
+    return property(gather, doc=f"{name}, gathered for reading")
+
+
+class ShardedModule(nn.Module):
+    """What a module with sharded parameters also is; `reads` says how each is sharded."""
+
+    _zpasses_reads: dict[str, Read]
+    _zpasses_base: type[nn.Module]
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Assigning a full parameter under a sharded name shards it in the same way; a DTensor must be sharded alike already."""
+        read = self._zpasses_reads.get(name)
+        if read is None or param is None:
+            super().register_parameter(name, param)
+        else:
+            self._parameters[name] = _as_sharded(param, read)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Accept full tensors under sharded names: each rank takes its rows."""
+        for name, read in self._zpasses_reads.items():
+            value = state_dict.get(prefix + name)
+            current = self._parameters.get(name)
+            if isinstance(value, Tensor) and not isinstance(value, DTensor) and current is not None and value.shape == current.shape:
+                state_dict[prefix + name] = cut(value, read.mesh)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> ShardedModule:
+        """As nn.Module.apply; `fn` sees this module's parameters as DTensors, so that initialisers work on the shards."""
+        for child in self.children():
+            child.apply(fn)
+        with shards(self, recurse=False):
+            fn(self)
+        return self
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        # torch.distributed.checkpoint walks to a parameter by getattr; this sends it to the DTensors instead of gathering.
+        return dict.fromkeys(self._zpasses_reads, "_zpasses_shards")
+
+    @property
+    def _zpasses_shards(self) -> object:
+        return _Namespace(self._parameters)
+
+
+class _Namespace:
+    def __init__(self, values: dict[str, nn.Parameter | None]) -> None:
+        self.__dict__.update(values)
+
+
+def _as_sharded(param: nn.Parameter, read: Read) -> nn.Parameter:
+    if not isinstance(param, DTensor):
+        if param.device.type not in (read.mesh.device_type, "meta"):
+            raise ShardingError(
+                f"assigned to {read.name!r}: a parameter on {param.device.type}, but its mesh is on {read.mesh.device_type}. "
+                f"Move it first: value.to({read.mesh.device_type!r})."
+            )
+        return nn.Parameter(cut(param, read.mesh), requires_grad=param.requires_grad)
+    expected: Placement = Shard(0) if param.dim() else Replicate()
+    if param.device_mesh != read.mesh or param.placements != (expected,):
+        raise ShardingError(
+            f"assigned to {read.name!r}: a DTensor with placements {param.placements} on {param.device_mesh}, but the module is "
+            f"sharded as ({expected},) on {read.mesh}. Assign a full tensor, or redistribute the DTensor first."
+        )
+    return param
+
+
+def _reset(base: type[nn.Module]) -> Callable[..., Any]:
+    def reset_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with shards(self):
+            return base.reset_parameters(self, *args, **kwargs)  # type: ignore[operator]
+
+    return functools.wraps(base.reset_parameters)(reset_parameters)  # type: ignore[arg-type]
+
+
+@functools.cache
+def sharded_class(base: type[nn.Module], reads: tuple[Read, ...]) -> type[nn.Module]:
+    """The class of a module of class `base` with these parameters sharded: same name, a subclass of `base`.
+
+    Modules that are alike share one class, so that compiled code for one block serves all blocks.
+    """
+    members: dict[str, Any] = {read.name: _reader(read, base.__name__) for read in reads}
+    members["_zpasses_reads"] = {read.name: read for read in reads}
+    members["_zpasses_base"] = base
+    members["__module__"], members["__qualname__"] = base.__module__, base.__qualname__
+    if hasattr(base, "reset_parameters"):
+        members["reset_parameters"] = _reset(base)
+    return type(base.__name__, (ShardedModule, base), members)
+
+
+@contextlib.contextmanager
+def shards(model: nn.Module, *, recurse: bool = True) -> Iterator[nn.Module]:
+    """Inside, parameter reads return the DTensor shards instead of gathered copies: for initialisers and surgery.
+
+    Args:
+        model: a sharded module, or one that contains sharded modules.
+        recurse: also for the modules inside `model`.
+    """
+    original = getattr(model, "_orig_mod", model)
+    exposed = []
+    try:
+        for module in original.modules() if recurse else [original]:
+            if isinstance(module, ShardedModule):
+                exposed.append((module, type(module)))
+                module.__class__ = type(module)._zpasses_base
+        yield model
+    finally:
+        for module, cls in exposed:
+            module.__class__ = cls

@@ -1,0 +1,167 @@
+"""Shard a model's parameters over a device mesh, in place."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zpasses.errors import ShardingError
+from zpasses.reads import Read, ShardedModule, cut, sharded_class
+from zpasses.retained import forget
+
+__all__ = ["invalidate", "shard"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def shard(
+    model: M,
+    *,
+    mesh: DeviceMesh,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    ignored_params: Collection[nn.Parameter] = (),
+) -> M:
+    """Shard every parameter of `model` over `mesh`, in place, and return `model`.
+
+    Each parameter becomes a DTensor parameter, `Shard(0)`, under its own name; reading it gathers the full one, and its gradient is
+    averaged over the ranks. Rows need not divide by the number of ranks. 0-dimensional parameters stay whole on every rank
+    (`Replicate()`). Tied parameters are sharded once. Nothing is communicated: every rank must hold the same values.
+
+    Call it before the optimizer is built, on a model on the mesh's device or on meta (then `to_empty` and an initialiser that runs on
+    the shards: `model.apply(fn)`, `reset_parameters()`, or anything inside `zpasses.shards(model)`). Calls on submodules may differ
+    in dtype and mesh; a later call on the whole model shards the rest.
+
+    Args:
+        mesh: one-dimensional; its size is the number of shards.
+        param_dtype: gather and compute in this dtype, e.g. torch.bfloat16. The shards, and so the optimizer, keep theirs.
+        reduce_dtype: reduce gradients in this dtype; None reduces in the dtype in which they were computed.
+        ignored_params: parameters to leave alone, unsharded and unreduced.
+
+    Raises:
+        ShardingError: before anything is changed, for a model that cannot be sharded; the message names the module.
+    """
+    _check_arguments(mesh, param_dtype, reduce_dtype)
+    ignored = {id(param) for param in ignored_params}
+    todo = list(_unsharded(model, ignored))
+    if not todo:
+        raise ShardingError(_nothing_to_do(model))
+    for path, module in model.named_modules():
+        _check_hidden_parameters(path, module)
+    for path, _, param in todo:
+        _check_parameter(path, param, mesh)
+
+    sharded: dict[int, nn.Parameter] = {}
+    reads: dict[nn.Module, list[Read]] = {}
+    for path, module, param in todo:
+        name = path.rpartition(".")[2]
+        if id(param) not in sharded:
+            sharded[id(param)] = _shard_parameter(param, mesh)
+        module._parameters[name] = sharded[id(param)]
+        floating = param.is_floating_point()
+        reads.setdefault(module, []).append(Read(name, mesh, param_dtype if floating else None, reduce_dtype if floating else None))
+    for module, own in reads.items():
+        _swap_class(module, own)
+    return model
+
+
+def invalidate(model: nn.Module) -> None:
+    """Forget gathered parameters that stages 1 and 2 keep, after an edit that torch cannot see (through `.data`).
+
+    Call it on every rank. Edits by an optimizer, `load_state_dict` or in-place operations are seen without it.
+    """
+    forget(model.parameters())
+
+
+def _unsharded(model: nn.Module, ignored: Collection[int]) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    for prefix, module in model.named_modules():
+        taken = module._zpasses_reads if isinstance(module, ShardedModule) else {}
+        for name, param in module._parameters.items():
+            if param is not None and name not in taken and id(param) not in ignored:
+                yield f"{prefix}.{name}" if prefix else name, module, param
+
+
+def _shard_parameter(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    earlier = getattr(param, "_zpasses_sharded_as", None)
+    known = earlier() if earlier is not None else None
+    if known is not None and known.device_mesh == mesh:
+        return known  # tied to a parameter that an earlier call sharded
+    made = nn.Parameter(cut(param, mesh), requires_grad=param.requires_grad)
+    made.__dict__.update(param.__dict__)
+    param._zpasses_sharded_as = weakref.ref(made)  # type: ignore[attr-defined]
+    return made
+
+
+def _swap_class(module: nn.Module, added: list[Read]) -> None:
+    earlier = tuple(module._zpasses_reads.values()) if isinstance(module, ShardedModule) else ()
+    base = module._zpasses_base if isinstance(module, ShardedModule) else type(module)
+    module.__class__ = sharded_class(base, (*earlier, *added))
+
+
+def _check_arguments(mesh: Any, param_dtype: Any, reduce_dtype: Any) -> None:
+    if not dist.is_initialized():
+        raise ShardingError("no process group: call torch.distributed.init_process_group() and make a mesh with init_device_mesh() first.")
+    if not isinstance(mesh, DeviceMesh):
+        raise ShardingError(f"mesh is a {type(mesh).__name__}; expected a DeviceMesh, e.g. init_device_mesh('cuda', (world_size,)).")
+    if mesh.ndim != 1:
+        raise ShardingError(
+            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}; sharding over more than one (hybrid sharding) is not there "
+            "yet. Pass the one-dimensional submesh to shard over, e.g. mesh['shard']."
+        )
+    for label, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ShardingError(f"{label} is {dtype!r}; expected a floating-point torch.dtype such as torch.bfloat16, or None.")
+
+
+def _nothing_to_do(model: nn.Module) -> str:
+    kind = type(model).__name__
+    if any(isinstance(module, ShardedModule) for module in model.modules()):
+        return f"{kind} is sharded already. Shard a model once; to shard it otherwise, build it anew."
+    return f"{kind} has no parameter to shard."
+
+
+def _check_hidden_parameters(path: str, module: nn.Module) -> None:
+    where = f"module {path or '(root)'} ({type(module).__name__})"
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ShardingError(f"{where} is a TorchScript module, whose class cannot change. Shard the Python module instead.")
+    for name, value in vars(module).items():
+        if name not in ("_parameters", "_modules", "_buffers") and _holds_parameter(value):
+            raise ShardingError(
+                f"{where} holds parameters outside its parameter table, in attribute {name!r}; they would keep the full, stale "
+                "weights. Replace the module (for RNNs: a loop over cells such as nn.LSTMCell), shard its siblings only, or pass its "
+                "parameters as ignored_params and move it out of the sharded model."
+            )
+
+
+def _holds_parameter(value: object, depth: int = 3) -> bool:
+    if isinstance(value, nn.Parameter):
+        return True
+    if depth and isinstance(value, (list, tuple, set)):
+        return any(_holds_parameter(item, depth - 1) for item in value)
+    if depth and isinstance(value, dict):
+        return any(_holds_parameter(item, depth - 1) for item in value.values())
+    return False
+
+
+def _check_parameter(path: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
+    if isinstance(param, DTensor):
+        raise ShardingError(
+            f"parameter {path} is a DTensor already ({param.placements} on {param.device_mesh}). Shard a model once; sharding on top "
+            "of tensor parallelism is not there yet."
+        )
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise ShardingError(f"parameter {path} has no shape yet (lazy module). Run one forward on a small input first.")
+    if param.is_complex():
+        raise ShardingError(f"parameter {path} is complex; keep its real view (torch.view_as_real) as the parameter instead.")
+    if param.device.type not in (mesh.device_type, "meta"):
+        raise ShardingError(
+            f"parameter {path} is on {param.device.type}, the mesh on {mesh.device_type}. Move the model first "
+            f"(model.to({mesh.device_type!r})), or build it on meta and call to_empty after sharding."
+        )

@@ -1,0 +1,85 @@
+"""Tags: what a node is to zpasses, written where the node is made.
+
+No pass finds out by walking users what an earlier pass knew. A tag lives in `node.meta["zpasses"]` and is mirrored into
+`node.meta["custom"]`, the only key of ours that AOTAutograd's re-tracing keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import fx
+
+__all__ = ["GATHER_ROLES", "Role", "Tag", "add_tag", "retag", "tag_of", "tagged"]
+
+Role = Literal["shard", "gather_input", "gather", "gathered", "full", "reduce_input", "reduce", "reduced", "shard_grad"]
+"""What a node does for a parameter.
+
+shard: the graph input that holds the shard. gather_input, reduce_input: makes a collective's input (cast, padding). gather, reduce:
+starts the collective, or is the dialect's op for it. gathered, reduced: its wait, where another node finishes. full: the full parameter
+that the model reads. shard_grad: the reduced gradient of the shard.
+"""
+
+GATHER_ROLES: frozenset[Role] = frozenset({"gather_input", "gather", "gathered", "full"})
+"""Everything between a shard and its full parameter."""
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What a node is to zpasses."""
+
+    role: Role
+    params: tuple[str, ...]
+    """Names of the parameters it works for, below the compiled module."""
+    nbytes: int = 0
+    """Bytes that one rank puts into the collective; 0 for nodes that do not communicate."""
+    bucket: int | None = None
+    """Number of the bucket it was merged into."""
+    origin: str = ""
+    """Name of the pass that made it; "capture" for the dialect's own ops."""
+    retained: bool = False
+    """The value outlives the call (stages 1 and 2)."""
+
+
+_KEY = "zpasses"
+
+
+def tag_of(node: fx.Node) -> Tag | None:
+    """The node's tag, also where only the mirrored copy survived."""
+    tag = node.meta.get(_KEY)
+    if tag is None:
+        custom = node.meta.get("custom")
+        tag = custom.get(_KEY) if isinstance(custom, dict) else None
+    return tag if isinstance(tag, Tag) else None
+
+
+def add_tag(node: fx.Node, tag: Tag) -> None:
+    """Tag a node, in place of any earlier tag."""
+    node.meta[_KEY] = tag
+    custom = node.meta.get("custom")
+    node.meta["custom"] = {**(custom if isinstance(custom, dict) else {}), _KEY: tag}
+
+
+def drop_tag(node: fx.Node) -> None:
+    node.meta.pop(_KEY, None)
+    custom = node.meta.get("custom")
+    if isinstance(custom, dict) and _KEY in custom:
+        node.meta["custom"] = {key: value for key, value in custom.items() if key != _KEY}
+
+
+def retag(node: fx.Node, **changes: object) -> None:
+    """Change fields of a node's tag; raises ValueError if it has none."""
+    tag = tag_of(node)
+    if tag is None:
+        raise ValueError(f"node {node.name} has no tag to change")
+    add_tag(node, replace(tag, **changes))  # type: ignore[arg-type]
+
+
+def tagged(graph: fx.Graph, *roles: Role) -> Iterator[tuple[fx.Node, Tag]]:
+    """Nodes with one of these roles (any, if none is named), in graph order."""
+    for node in graph.nodes:
+        tag = tag_of(node)
+        if tag is not None and (not roles or tag.role in roles):
+            yield node, tag

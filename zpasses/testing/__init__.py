@@ -1,0 +1,1 @@
+"""Test graphs and passes without a cluster."""
