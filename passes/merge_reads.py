@@ -17,7 +17,6 @@ summed before their reduction, in the reduction's dtype, which costs one full gr
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -102,12 +101,13 @@ def _reduce_sum(graph: fx.Graph, total: fx.Node, left: fx.Node, right: fx.Node) 
         ]
     summed = edit.call(aten.add.Tensor, *parts)
     reduced = edit.call(REDUCE_GRAD, summed, *left.args[1:])
-    tags = [tag for tag in (tag_of(left), tag_of(right)) if tag is not None]
-    if tags:
-        names: dict[str, None] = defaultdict()
-        for tag in tags:
-            names.update(dict.fromkeys(tag.params))
-        add_tag(reduced, Tag("reduce", tuple(names), nbytes(value_of(summed)), origin=tags[0].origin))
+    names = dict.fromkeys(name for part in (left, right) for name in _params(part))
+    add_tag(reduced, Tag("reduce", tuple(names), nbytes(value_of(summed)), origin=MergeReads.name))
     replace_node(total, reduced)
     graph.erase_node(left)
     graph.erase_node(right)
+
+
+def _params(reduction: fx.Node) -> tuple[str, ...]:
+    tag = tag_of(reduction)
+    return tag.params if tag else (reduction.name,)

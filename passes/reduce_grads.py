@@ -1,11 +1,11 @@
 """Lower every `reduce_grad` to one collective that averages a gradient and keeps this rank's rows.
 
-Before                                             form=reduce_scatter                             form=all_reduce
-  mine = zpasses.reduce_grad(grad, 10, 3, f32, ..)   cast = _to_copy(grad, dtype=f32)                cast = _to_copy(grad, dtype=f32)
-                                                     padded = constant_pad_nd(cast, [0, 0, 0, 2])    started = all_reduce(cast, "avg", group)
-                                                     started = reduce_scatter_tensor(padded, "avg")  total = wait_tensor(started)
-                                                     block = wait_tensor(started)                    view = slice(total, 0, 3, 6)
-                                                     mine = slice(block, 0, 0, 3)                    mine = clone(view)
+Before                                     form=reduce_scatter                       form=all_reduce
+  mine = zpasses.reduce_grad(grad, 10, ..)   cast = _to_copy(grad, f32)                cast = _to_copy(grad, f32)
+                                             padded = constant_pad_nd(cast, [.., 2])   started = all_reduce(cast, "avg", ..)
+                                             started = reduce_scatter_tensor(padded)   total = wait_tensor(started)
+                                             block = wait_tensor(started)              view = slice(total, 0, 3, 6)
+                                             mine = slice(block, 0, 0, 3)              mine = clone(view)
 
 Contract: the result has the shard's rows and dtype, and owns its memory: where it is cut out of something larger it is copied, so that
 the larger one can be freed. Casts, padding and slices are there only where they change something.

@@ -146,7 +146,8 @@ class _GraphCompiler:
         gm.recompile()
         name = f"{self.name} {kind}"
         for record in records:
-            log.debug("graph %s: %s changed %d in %.0f us, checked in %.0f us", name, record.text, record.changes, record.time_us, record.check_us)
+            cost = f"{record.time_us:.0f} us, checks {record.check_us:.0f} us"
+            log.debug("graph %s: %s changed %d, %s", name, record.text, record.changes, cost)
         for observer in tuple(_observers):
             observer(GraphLog(name, kind, gm.graph, records))
 

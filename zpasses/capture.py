@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
@@ -67,16 +67,12 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
 def _only_read_locally(gm: fx.GraphModule, node: fx.Node) -> bool:
     """Whether every use, also inside the subgraphs it is handed to, is `to_local()`."""
     for user in node.users:
-        if _is_to_local(user):
+        if compat.is_to_local(user):
             continue
         inner = list(_inner_inputs(gm, user, node))
         if not inner or not all(_only_read_locally(owner, placeholder) for owner, placeholder in inner):
             return False
     return True
-
-
-def _is_to_local(node: fx.Node) -> bool:
-    return node.op == "call_method" and node.target == "to_local" and len(node.args) == 1 and not node.kwargs
 
 
 def _inner_inputs(gm: fx.GraphModule, call: fx.Node, value: fx.Node) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
@@ -101,7 +97,7 @@ def _read_shards_directly(gm: fx.GraphModule) -> None:
         if not isinstance(module, fx.GraphModule):
             continue
         for node in list(module.graph.nodes):
-            if _is_to_local(node):
+            if compat.is_to_local(node):
                 node.op, node.target = "call_function", _as_local
         module.recompile()
 
@@ -135,7 +131,7 @@ def _check_and_tag_reads(gm: fx.GraphModule, names: dict[fx.Node, str]) -> tuple
 def _refuse_writes(read: fx.Node, name: str | None) -> None:
     for user in read.users:
         target = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
-        in_place = target.endswith("_") and not target.endswith("__") or target in ("setitem", "iadd", "imul", "isub", "itruediv")
+        in_place = (target.endswith("_") and not target.endswith("__")) or target in ("setitem", "iadd", "imul", "isub", "itruediv")
         if in_place and user.args and user.args[0] is read:
             raise ShardingError(
                 f"the model writes to parameter {name or read.name} ({target}), which is sharded: what it read is a gathered copy, and "
@@ -164,35 +160,42 @@ def tag_joint(graph: fx.Graph, shards: dict[int, str]) -> None:
     Tags that were mirrored through re-tracing are taken as they are; the rest (checkpointed regions, gradients) is found through the
     graph's own descriptions of its inputs and outputs.
     """
-    by_input = {node: shards.get(i) for i, node in _described_inputs(graph)}
+    inputs = _described_inputs(graph)
     for node in graph.nodes:
         if node.op == "call_function" and node.target is UNSHARD:
-            name = by_input.get(node.args[0])
+            shard = _behind_views(node.args[0])
+            name = shards.get(inputs.get(shard, -1))
             known = tag_of(node)
             params = (name,) if name else known.params if known else (node.name,)
             add_tag(node, Tag("gather", params, nbytes(node.meta["val"]), origin="capture"))
             if name is not None:
-                add_tag(node.args[0], Tag("shard", (name,), origin="capture"))
+                add_tag(shard, Tag("shard", (name,), origin="capture"))
     for i, node in _described_gradients(graph):
         name = shards.get(i)
         if name is not None:
             _tag_reductions(node, name)
 
 
-def _described_inputs(graph: fx.Graph) -> Iterator[tuple[int, fx.Node]]:
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            index = getattr(node.meta.get("desc"), "idx", None)
-            if type(node.meta.get("desc")).__name__ == "PlainAOTInput" and index is not None:
-                yield index, node
+def _described_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
+    indices = {node: compat.aot_input_index(node.meta.get("desc")) for node in graph.nodes if node.op == "placeholder"}
+    return {node: index for node, index in indices.items() if index is not None}
 
 
 def _described_gradients(graph: fx.Graph) -> Iterator[tuple[int, fx.Node]]:
     output = graph.output_node()
     for node, desc in zip(output.args[0], output.meta.get("desc", ()), strict=False):  # type: ignore[arg-type]
-        index = getattr(getattr(desc, "grad_of", None), "idx", None)
+        index = compat.aot_gradient_index(desc)
         if isinstance(node, fx.Node) and index is not None:
             yield index, node
+
+
+def _behind_views(node: Any) -> Any:
+    while node.op == "call_function" and node.target in _VIEWS:
+        node = node.args[0]
+    return node
+
+
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
 def _tag_reductions(node: fx.Node, name: str) -> None:
@@ -205,5 +208,3 @@ def _tag_reductions(node: fx.Node, name: str) -> None:
             add_tag(node, Tag("reduce", (name,), nbytes(source.meta["val"]), origin="capture"))
         elif node.target is torch.ops.aten.add.Tensor:
             queue.extend(node.all_input_nodes)
-
-

@@ -93,9 +93,7 @@ def _difference(ours: Tensor, theirs: Tensor) -> tuple[str, str] | None:
 
 
 def _same_sizes(ours: Tensor, theirs: Tensor) -> bool:
-    return all(
-        bool(compat.statically_known_true(a == b)) or str(a) == str(b) for a, b in zip(ours.shape, theirs.shape, strict=True)
-    )
+    return all(bool(compat.statically_known_true(a == b)) or str(a) == str(b) for a, b in zip(ours.shape, theirs.shape, strict=True))
 
 
 def _describe(value: Tensor) -> str:

@@ -125,6 +125,32 @@ def parameter_name(node: fx.Node) -> str:
     return ".".join(parts) or node.name
 
 
+def is_to_local(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's graph is `dtensor.to_local()`, without arguments.
+
+    A method call, until torch 2.11 a function made for the occasion that closes over the arguments.
+    """
+    if len(node.args) != 1 or node.kwargs:
+        return False
+    if node.op == "call_method":
+        return node.target == "to_local"
+    if node.op != "call_function" or getattr(node.target, "__name__", "") != "prim_to_local":
+        return False
+    captured = [cell.cell_contents for cell in getattr(node.target, "__closure__", None) or ()]
+    return not any(captured)
+
+
+def aot_input_index(desc: object) -> int | None:
+    """Position among the captured graph's inputs that an AOTAutograd description of a plain (or unwrapped DTensor) input means."""
+    base = getattr(desc, "base", desc)
+    return base.idx if type(base).__name__ == "PlainAOTInput" else None
+
+
+def aot_gradient_index(desc: object) -> int | None:
+    """Position of the captured graph's input whose gradient a described output is."""
+    return aot_input_index(getattr(getattr(desc, "base", desc), "grad_of", None))
+
+
 def compile_name() -> str:
     """Dynamo's id of the graph being compiled ("0/1": second compile of the first frame), or "-" outside a compile."""
     return str(CompileContext.current_compile_id() or "-")

@@ -69,16 +69,12 @@ def _unshard(shard: Tensor, rows: int, param_dtype: torch.dtype | None, reduce_d
     return compat.functional.wait_tensor(started)[:rows]
 
 
-def _unshard_fake(
-    shard: Tensor, rows: int, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, group_name: str
-) -> Tensor:
+def _unshard_fake(shard: Tensor, rows: int, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, group_name: str) -> Tensor:
     shape = (rows, *shard.shape[1:]) if shard.dim() else ()
     return shard.new_empty(shape, dtype=param_dtype or shard.dtype)
 
 
-def _reduce_grad(
-    grad: Tensor, rows: int, shard_rows: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None, group_name: str
-) -> Tensor:
+def _reduce_grad(grad: Tensor, rows: int, shard_rows: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None, group_name: str) -> Tensor:
     """Average a gradient over the group and keep this rank's rows.
 
     Args:

@@ -71,4 +71,3 @@ def forget(params: Iterable[nn.Parameter]) -> None:
         entry = getattr(param, _ATTRIBUTE, None)
         if isinstance(param, DTensor) and entry is not None:
             entry.drop()
-
