@@ -84,7 +84,7 @@ def _is_real(group: str) -> bool:
     return compat.group_backend(group) != "fake" and compat.process_group(group).size() > 1
 
 
-def _ledger(name: str, group: dist.ProcessGroup, store: dist.Store) -> _Ledger:
+def _ledger(name: str, group: dist.ProcessGroup, store: Any) -> _Ledger:
     ledger = _ledgers.get(group)
     if ledger is None:
         # A store outlives its groups: number the groups that had this name, so that old votes are not read again.
@@ -113,7 +113,7 @@ def _vote(name: str, graph_name: str, sequence: list[Collective], timeout_s: flo
     ledger.agreed.add(mine)
 
 
-def _decide(store: dist.Store, vote: str, name: str, graph_name: str, timeout_s: float) -> str | None:
+def _decide(store: Any, vote: str, name: str, graph_name: str, timeout_s: float) -> str | None:
     ranks = compat.group_ranks(name)
     keys = [f"{vote}/{rank}" for rank in range(len(ranks))]
     missing = _wait(store, keys, timeout_s)
@@ -129,7 +129,7 @@ def _decide(store: dist.Store, vote: str, name: str, graph_name: str, timeout_s:
     return None
 
 
-def _await_verdict(store: dist.Store, vote: str, name: str, graph_name: str, timeout_s: float) -> str | None:
+def _await_verdict(store: Any, vote: str, name: str, graph_name: str, timeout_s: float) -> str | None:
     if not _wait(store, [f"{vote}/verdict"], timeout_s + _VERDICT_SLACK_S):
         verdict = _unpack(store.get(f"{vote}/verdict"))["error"]
         return None if verdict is None else str(verdict)
@@ -138,7 +138,7 @@ def _await_verdict(store: dist.Store, vote: str, name: str, graph_name: str, tim
     return _late(graph_name, name, missing or ranks[:1], timeout_s)
 
 
-def _wait(store: dist.Store, keys: list[str], timeout_s: float) -> list[str]:
+def _wait(store: Any, keys: list[str], timeout_s: float) -> list[str]:
     """Wait for keys; return those that did not come in time."""
     try:
         store.wait(keys, timedelta(seconds=timeout_s))

@@ -168,7 +168,7 @@ class _GraphCompiler:
 _Codegen = Callable[[fx.GraphModule, Sequence[Any]], Compiled]
 
 
-class _Partitioner(compat.CustomPartitionerFn):  # type: ignore[misc]
+class _Partitioner(compat.CustomPartitionerFn):
     """Inductor's partitioner, after the joint passes of a pipeline."""
 
     def __init__(self, run: Callable[..., Any], uuid: str) -> None:

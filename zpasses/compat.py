@@ -51,7 +51,7 @@ functional = torch.ops._c10d_functional
 # --- process groups --------------------------------------------------------------------------------------------------------------
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group that functional collectives call `name`; raises RuntimeError if there is none."""
-    return c10d._resolve_process_group(cast(Any, name))
+    return cast(dist.ProcessGroup, cast(Any, c10d)._resolve_process_group(name))
 
 
 def group_name(group: object) -> str:
@@ -74,7 +74,7 @@ def group_backend(name: str) -> str:
     return str(dist.get_backend(process_group(name))).lower()
 
 
-def default_store() -> dist.Store:
+def default_store() -> Any:
     """The store through which the ranks of this job met."""
     return c10d._get_default_store()
 
@@ -143,7 +143,7 @@ def is_to_local(node: fx.Node) -> bool:
 def aot_input_index(desc: object) -> int | None:
     """Position among the captured graph's inputs that an AOTAutograd description of a plain (or unwrapped DTensor) input means."""
     base = getattr(desc, "base", desc)
-    return base.idx if type(base).__name__ == "PlainAOTInput" else None
+    return getattr(base, "idx", None) if type(base).__name__ == "PlainAOTInput" else None
 
 
 def aot_gradient_index(desc: object) -> int | None:
@@ -245,6 +245,8 @@ _ONE_SCHEDULER = {
     "aten_distributed_optimizations.enable_simple_overlap": False,
     # A replayed CUDA graph owns its outputs; carried values must outlive the replay.
     "triton.cudagraphs": False,
+    # Orders nodes by what surrounds them, which may differ between ranks (padding).
+    "reorder_for_locality": False,
 }
 
 

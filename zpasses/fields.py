@@ -31,7 +31,7 @@ def build(cls: type[T], values: Mapping[str, Any], what: str) -> T:
     Raises:
         OptionError: for a name that is no field, or a value of the wrong type.
     """
-    known = field_types(cls)
+    known = field_types(cls)  # type: ignore[arg-type]
     for name in values:
         if name not in known:
             raise OptionError(f"{what} has no option {name!r}.{nearest(name, known)}")

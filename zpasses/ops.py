@@ -66,7 +66,8 @@ def _unshard(shard: Tensor, rows: int, param_dtype: torch.dtype | None, reduce_d
         return block.new_empty(full_shape)
     block[: shard.shape[0]].copy_(shard)
     started = compat.functional.all_gather_into_tensor(block, group_size(group_name), group_name)
-    return compat.functional.wait_tensor(started)[:rows]
+    full: Tensor = compat.functional.wait_tensor(started)
+    return full[:rows]
 
 
 def _unshard_fake(shard: Tensor, rows: int, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, group_name: str) -> Tensor:
@@ -91,14 +92,14 @@ def _reduce_grad(grad: Tensor, rows: int, shard_rows: int, dtype: torch.dtype, r
     value = grad.to(reduce_dtype or grad.dtype)
     size = group_size(group_name)
     if grad.dim() == 0:
-        total = compat.functional.wait_tensor(compat.functional.all_reduce(value, "avg", group_name))
+        total: Tensor = compat.functional.wait_tensor(compat.functional.all_reduce(value, "avg", group_name))
         return total.to(dtype, copy=True)
     if value.numel() == 0:
         return grad.new_empty((shard_rows, *grad.shape[1:]), dtype=dtype)
     block = rows_per_rank(rows, size)
     padded = value.new_zeros((block * size, *value.shape[1:]))
     padded[:rows].copy_(value)
-    mine = compat.functional.wait_tensor(compat.functional.reduce_scatter_tensor(padded, "avg", size, group_name))
+    mine: Tensor = compat.functional.wait_tensor(compat.functional.reduce_scatter_tensor(padded, "avg", size, group_name))
     return mine[:shard_rows].to(dtype, copy=True)
 
 

@@ -42,7 +42,7 @@ class Level(enum.Enum):
     BACKWARD = "backward"
 
 
-class Pass(compat.CustomGraphPass):  # type: ignore[misc]
+class Pass(compat.CustomGraphPass):
     """A rewrite of one graph. Derive a frozen dataclass from it: its fields are the pass's options.
 
     An instance can also be handed to Inductor's hooks (`torch._inductor.config.joint_custom_pre_pass`,
@@ -101,7 +101,7 @@ class PassRecord:
 
 
 @dataclass(frozen=True)
-class Pipeline(compat.CustomGraphPass):  # type: ignore[misc]
+class Pipeline(compat.CustomGraphPass):
     """Passes in the order in which they run. Written as text: `merge-reads,reduce-grads{form=all_reduce}`.
 
     Called on a graph, it runs all its passes on that graph, whatever their level; the backend runs each at its own level.

@@ -80,6 +80,7 @@ class GatheredCopy(Tensor):
             return func(*args, **kwargs)
 
 
+_HANDLES: tuple[Any, ...] = tuple(getattr(Tensor, name).__get__ for name in ("data", "grad"))
 _ITEM_WRITES = frozenset({"__setitem__", "__set__", "__delete__"})
 
 
@@ -88,7 +89,7 @@ def _writes(func: Callable[..., Any]) -> bool:
     if name.startswith("__"):
         in_place = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
         # `.data` and `.grad` hand out, without a trace, what the caller means to write to.
-        return in_place or name in _ITEM_WRITES or func in (Tensor.data.__get__, Tensor.grad.__get__)  # type: ignore[attr-defined]
+        return in_place or name in _ITEM_WRITES or func in _HANDLES
     return name.endswith("_")
 
 
@@ -179,16 +180,17 @@ def _as_sharded(param: nn.Parameter, read: Read) -> nn.Parameter:
     return param
 
 
-def _reset(base: type[nn.Module]) -> Callable[..., Any]:
+def _reset(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
     def reset_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with shards(self):
-            return base.reset_parameters(self, *args, **kwargs)  # type: ignore[operator]
+            return original(self, *args, **kwargs)
 
-    return functools.wraps(base.reset_parameters)(reset_parameters)  # type: ignore[arg-type]
+    return reset_parameters
 
 
 @functools.cache
-def sharded_class(base: type[nn.Module], reads: tuple[Read, ...]) -> type[nn.Module]:
+def sharded_class(base: type[Any], reads: tuple[Read, ...]) -> type[Any]:
     """The class of a module of class `base` with these parameters sharded: same name, a subclass of `base`.
 
     Modules that are alike share one class, so that compiled code for one block serves all blocks.
@@ -198,7 +200,7 @@ def sharded_class(base: type[nn.Module], reads: tuple[Read, ...]) -> type[nn.Mod
     members["_zpasses_base"] = base
     members["__module__"], members["__qualname__"] = base.__module__, base.__qualname__
     if hasattr(base, "reset_parameters"):
-        members["reset_parameters"] = _reset(base)
+        members["reset_parameters"] = _reset(base.reset_parameters)
     return type(base.__name__, (ShardedModule, base), members)
 
 
@@ -211,12 +213,12 @@ def shards(model: nn.Module, *, recurse: bool = True) -> Iterator[nn.Module]:
         recurse: also for the modules inside `model`.
     """
     original = getattr(model, "_orig_mod", model)
-    exposed = []
+    exposed: list[tuple[nn.Module, Any]] = []
     try:
         for module in original.modules() if recurse else [original]:
             if isinstance(module, ShardedModule):
                 exposed.append((module, type(module)))
-                module.__class__ = type(module)._zpasses_base
+                module.__class__ = type(module)._zpasses_base  # type: ignore[assignment]
         yield model
     finally:
         for module, cls in exposed:

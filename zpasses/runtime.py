@@ -92,7 +92,7 @@ class _LocalShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
-        result = []
+        result: list[DTensor | None] = []
         for param, grad in zip(ctx.params, grads, strict=True):
             if grad is None:
                 result.append(None)
@@ -104,7 +104,9 @@ class _LocalShards(torch.autograd.Function):
         return tuple(result)
 
 
-def with_local_shards(compiled: Callable[..., Any], positions: Sequence[int], names: Sequence[str], bound: BoundParameters | None) -> Any:
+def with_local_shards(
+    compiled: Callable[..., Any], positions: Sequence[int], names: Sequence[str], bound: BoundParameters | None
+) -> Callable[..., Any]:
     """`compiled`, called with DTensor parameters at `positions` instead of their shards."""
     if not positions:
         return compiled
@@ -115,7 +117,7 @@ def with_local_shards(compiled: Callable[..., Any], positions: Sequence[int], na
         if bound is not None:
             bound.bind(params, names)
         if torch.is_grad_enabled():
-            shards: Sequence[Tensor] = _LocalShards.apply(*params)
+            shards: Sequence[Tensor] = _LocalShards.apply(*params)  # type: ignore[no-untyped-call]
         else:
             shards = [compat.local_of(param) for param in params]
         for i, shard in zip(positions, shards, strict=True):

@@ -90,8 +90,8 @@ def _unsharded(model: nn.Module, ignored: Collection[int]) -> Iterator[tuple[str
 
 def _shard_parameter(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     earlier = getattr(param, "_zpasses_sharded_as", None)
-    known = earlier() if earlier is not None else None
-    if known is not None and known.device_mesh == mesh:
+    known: nn.Parameter | None = earlier() if earlier is not None else None
+    if isinstance(known, DTensor) and known.device_mesh == mesh:
         return known  # tied to a parameter that an earlier call sharded
     made = nn.Parameter(cut(param, mesh), requires_grad=param.requires_grad)
     made.__dict__.update(param.__dict__)
@@ -101,8 +101,8 @@ def _shard_parameter(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 
 def _swap_class(module: nn.Module, added: list[Read]) -> None:
     earlier = tuple(module._zpasses_reads.values()) if isinstance(module, ShardedModule) else ()
-    base = module._zpasses_base if isinstance(module, ShardedModule) else type(module)
-    module.__class__ = sharded_class(base, (*earlier, *added))
+    base: type[Any] = module._zpasses_base if isinstance(module, ShardedModule) else type(module)
+    module.__class__ = sharded_class(base, (*earlier, *added))  # type: ignore[arg-type]
 
 
 def _check_arguments(mesh: Any, param_dtype: Any, reduce_dtype: Any) -> None:
