@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Outcome", "RanksFailed", "close_pools", "run_in_fresh_ranks", "run_on_ranks", "world_mesh"]
+__all__ = ["Outcome", "RanksError", "close_pools", "run_in_fresh_ranks", "run_on_ranks", "world_mesh"]
 
 GRACE_S = 5.0
 """How long the others may take to finish or fail after the first rank failed."""
@@ -45,7 +45,7 @@ _spawner = multiprocessing.get_context("forkserver")
 _spawner.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch._dynamo", "torch._functorch.aot_autograd"])
 
 
-class RanksFailed(AssertionError):
+class RanksError(AssertionError):
     """A function failed on at least one rank; the message holds every rank's traceback and output."""
 
 
@@ -86,7 +86,7 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout: fl
     The ranks are shared between tests. Before each call Dynamo is reset and every rank seeded alike.
 
     Raises:
-        RanksFailed: when a rank raised, died, or did not finish within `timeout` seconds. The next call gets new processes.
+        RanksError: when a rank raised, died, or did not finish within `timeout` seconds. The next call gets new processes.
     """
     pool = _pools.get(ranks)
     if pool is None or not pool.alive():
@@ -95,7 +95,7 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout: fl
     if not all(outcome.ok for outcome in outcomes):
         pool.kill()
         del _pools[ranks]
-        raise RanksFailed(f"{fn.__name__} failed\n" + "\n".join(map(str, outcomes)))
+        raise RanksError(f"{fn.__name__} failed\n" + "\n".join(map(str, outcomes)))
     return [outcome.result for outcome in outcomes]
 
 

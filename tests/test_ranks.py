@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RanksFailed, run_in_fresh_ranks, run_on_ranks
+from tests.ranks import RanksError, run_in_fresh_ranks, run_on_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -47,14 +47,14 @@ def test_every_rank_returns_its_result(ranks):
 
 def test_failing_rank_is_shown_and_waiting_ranks_are_not_waited_for():
     started = time.monotonic()
-    with pytest.raises(RanksFailed, match=r"rank 1: failed\n(.*\n)*ValueError: told to fail"):
+    with pytest.raises(RanksError, match=r"rank 1: failed\n(.*\n)*ValueError: told to fail"):
         run_on_ranks(_fail_on, 1)
     assert time.monotonic() - started < 20
     assert run_on_ranks(_sum_of_ranks, 0) == [(0, 1.0), (1, 1.0)], "the next call gets new processes"
 
 
 def test_hanging_rank_is_killed_and_its_stack_shown():
-    with pytest.raises(RanksFailed, match=r"rank 1: did not finish\n(.*\n)*.*in _sleep_on"):
+    with pytest.raises(RanksError, match=r"rank 1: did not finish\n(.*\n)*.*in _sleep_on"):
         run_on_ranks(_sleep_on, 1, timeout=2)
 
 
