@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "DTensorSpec",
     "FakeTensor",
     "FakeTensorMode",
+    "TorchDispatchMode",
     "functional",
     "statically_known_true",
 ]
@@ -79,6 +81,13 @@ def default_store() -> Any:
     return c10d._get_default_store()
 
 
+def fake_store() -> dist.Store:
+    """A store for a process group of ranks that do not exist; registers the backend "fake"."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
 # --- DTensor ---------------------------------------------------------------------------------------------------------------------
 def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> DTensor:
     """A DTensor over a contiguous tensor of `shape`, without communication and without checks."""
@@ -99,6 +108,11 @@ def wrap_local(local: Tensor, spec: DTensorSpec) -> DTensor:
 def local_of(dtensor: DTensor) -> Tensor:
     """The local tensor itself: no autograd node, same version counter."""
     return dtensor._local_tensor
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Names the memory that a tensor and its views share, as long as one of them lives; other than an address, also if it is empty."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def spec_of(dtensor: DTensor) -> DTensorSpec:

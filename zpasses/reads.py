@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from zpasses import compat
+from zpasses.edits import FaithfulEdits
 from zpasses.errors import ShardingError
 from zpasses.ops import rows_per_rank
 
@@ -31,14 +32,12 @@ class Read:
 
     name: str
     mesh: DeviceMesh
+    group_name: str
+    """The mesh's process group; meshes over the same ranks compare equal, their groups do not."""
     param_dtype: torch.dtype | None
     """Gather and compute in this dtype; None keeps the shard's."""
     reduce_dtype: torch.dtype | None
     """Reduce gradients in this dtype; None keeps the gradient's."""
-
-    @property
-    def group_name(self) -> str:
-        return compat.group_name(self.mesh.get_group())
 
 
 def cut(param: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -60,7 +59,7 @@ def cut(param: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 class GatheredCopy(Tensor):
-    """A full parameter, gathered for reading. Operations on it give plain tensors; writing to it raises ShardingError."""
+    """A full parameter, gathered for reading, or a view of one. Writing to it raises ShardingError; what is computed is plain."""
 
     _label: str
 
@@ -77,7 +76,9 @@ class GatheredCopy(Tensor):
                 "read return its DTensor, and model.parameters() always does. (model.apply and reset_parameters do so themselves.)"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            source = next((arg for arg in args if isinstance(arg, GatheredCopy)), None)
+            return result if source is None else _guard_views(result, source)
 
 
 _HANDLES: tuple[Any, ...] = tuple(getattr(Tensor, name).__get__ for name in ("data", "grad"))
@@ -99,6 +100,14 @@ def _guard(full: Tensor, label: str) -> Tensor:
     copy = full.as_subclass(GatheredCopy)
     copy._label = label
     return copy
+
+
+def _guard_views(result: Any, source: GatheredCopy) -> Any:
+    if isinstance(result, (list, tuple)) and type(result) in (list, tuple):
+        return type(result)(_guard_views(item, source) for item in result)
+    if type(result) is Tensor and compat.storage_id(result) == compat.storage_id(source):
+        return _guard(result, source._label)
+    return result
 
 
 def _reader(read: Read, class_name: str) -> property:
@@ -208,6 +217,9 @@ def sharded_class(base: type[Any], reads: tuple[Read, ...]) -> type[Any]:
 def shards(model: nn.Module, *, recurse: bool = True) -> Iterator[nn.Module]:
     """Inside, parameter reads return the DTensor shards instead of gathered copies: for initialisers and surgery.
 
+    Initialisers give what they give on an unsharded model, if every rank is seeded alike. (Random numbers on accelerators are the
+    exception: they come from DTensor's generator, which draws another sequence.) Edits run on every rank: some communicate.
+
     Args:
         model: a sharded module, or one that contains sharded modules.
         recurse: also for the modules inside `model`.
@@ -219,7 +231,8 @@ def shards(model: nn.Module, *, recurse: bool = True) -> Iterator[nn.Module]:
             if isinstance(module, ShardedModule):
                 exposed.append((module, type(module)))
                 module.__class__ = type(module)._zpasses_base  # type: ignore[assignment]
-        yield model
+        with FaithfulEdits() if exposed else contextlib.nullcontext():
+            yield model
     finally:
         for module, cls in exposed:
             module.__class__ = cls

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.reads import Read, ShardedModule, cut, sharded_class
 from zpasses.retained import forget
@@ -58,6 +59,7 @@ def shard(
     for path, _, param in todo:
         _check_parameter(path, param, mesh)
 
+    group = compat.group_name(mesh.get_group())
     sharded: dict[int, nn.Parameter] = {}
     reads: dict[nn.Module, list[Read]] = {}
     for path, module, param in todo:
@@ -66,7 +68,8 @@ def shard(
             sharded[id(param)] = _shard_parameter(param, mesh)
         module._parameters[name] = sharded[id(param)]
         floating = param.is_floating_point()
-        reads.setdefault(module, []).append(Read(name, mesh, param_dtype if floating else None, reduce_dtype if floating else None))
+        read = Read(name, mesh, group, param_dtype if floating else None, reduce_dtype if floating else None)
+        reads.setdefault(module, []).append(read)
     for module, own in reads.items():
         _swap_class(module, own)
     return model
