@@ -35,14 +35,14 @@ class BoundParameters(threading.local):
 
     def __init__(self) -> None:
         self._given: Sequence[Any] = ()
-        self._bound: dict[str, tuple[Retained, Tensor]] = {}
+        self._bound: dict[str, tuple[Retained, DTensor, Tensor]] = {}
 
     def bind(self, params: Sequence[Any], names: Sequence[str]) -> None:
         if len(params) != len(self._given) or any(a is not b for a, b in zip(params, self._given, strict=True)):
             self._given = params
-            self._bound = {name: (retained_of(param), compat.local_of(param)) for name, param in zip(names, params, strict=True)}
+            self._bound = {name: (retained_of(param), param, compat.local_of(param)) for name, param in zip(names, params, strict=True)}
 
-    def __getitem__(self, name: str) -> tuple[Retained, Tensor]:
+    def __getitem__(self, name: str) -> tuple[Retained, DTensor, Tensor]:
         return self._bound[name]
 
 
@@ -63,7 +63,7 @@ class ForwardDispatch:
 
     def __call__(self, args: list[Any]) -> Any:
         kept = [self._bound[slot.param] for slot in self._slots]
-        stale = frozenset(i for i, (entry, shard) in enumerate(kept) if not entry.is_fresh(shard, self._slots[i].dtype))
+        stale = frozenset(i for i, (entry, param, shard) in enumerate(kept) if not entry.is_fresh(param, shard, self._slots[i].dtype))
         variant = self._variants.get(stale)
         if variant is None and len(self._variants) < _MAX_VARIANTS:
             variant = self._variants[stale] = self._compile(stale)
@@ -75,8 +75,8 @@ class ForwardDispatch:
         given = [kept[i][0].full for i in range(len(kept)) if i not in stale]
         values = variant([*args, *given]) if given else variant(args)
         for i, full in zip(gathered, values[self._outputs :], strict=True):
-            entry, shard = kept[i]
-            entry.keep(full, shard)
+            entry, param, shard = kept[i]
+            entry.keep(full, param, shard)
         return values[: self._outputs]
 
 

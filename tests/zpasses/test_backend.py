@@ -1,0 +1,331 @@
+"""The backend on real ranks: what can be compiled, and that it trains like the unsharded model."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import zpasses
+from tests.ranks import run_on_ranks, world_mesh
+from zpasses.backend import observe_graphs
+from zpasses.graph import collectives
+
+pytestmark = pytest.mark.processes
+
+EAGER = {"codegen": "eager"}
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width + 1)
+        self.down = nn.Linear(3 * width + 1, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Odd rows, tied weights, a scalar, a frozen parameter, and one that nobody reads."""
+
+    def __init__(self, width=8, depth=2, vocabulary=11, *, between="nothing"):
+        super().__init__()
+        self.between = between
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.full((width,), 0.5), requires_grad=False)
+        self.unread = nn.Parameter(torch.ones(3))
+
+    def forward(self, tokens):
+        x = self.embed(tokens) * self.scale + self.frozen
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.between == "checkpoint" else block(x)
+            if self.between == "graph break":
+                torch._dynamo.graph_break()
+                x = x * self.scale  # read by the eager code between two graphs
+        return self.head(x)
+
+
+def loss_of(model, tokens):
+    return F.cross_entropy(model(tokens).flatten(0, -2), tokens.flatten())
+
+
+def pair(mesh=None, **options):
+    torch.manual_seed(0)
+    reference = Net(**options)
+    return reference, zpasses.shard(copy.deepcopy(reference), mesh=mesh or world_mesh())
+
+
+def batches(count, shape=(2, 5)):
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return [torch.randint(0, 11, shape, generator=generator) for _ in range(count)]
+
+
+def assert_same_gradients(model, reference):
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if theirs.grad is not None:
+            expected = theirs.grad.clone()
+            dist.all_reduce(expected, op=dist.ReduceOp.AVG)
+            torch.testing.assert_close(ours.grad.full_tensor(), expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def train_alike(step, model, reference, data, optimizer=torch.optim.SGD):
+    """Train both; losses and gradients must agree in every step."""
+    optimizers = [optimizer(each.parameters(), lr=0.1) for each in (model, reference)]
+    for tokens in data:
+        ours, theirs = loss_of(step, tokens), loss_of(reference, tokens)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        ours.backward()
+        theirs.backward()
+        assert_same_gradients(model, reference)
+        for param in reference.parameters():
+            if param.grad is not None:
+                dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+
+
+def _trains(options, between="nothing", fullgraph=False, dynamic=None, shapes=((2, 5),) * 3):
+    reference, model = pair(between=between)
+    graphs = []
+    step = torch.compile(model, backend="zpasses", options=options, fullgraph=fullgraph, dynamic=dynamic)
+    with observe_graphs(graphs.append):
+        train_alike(step, model, reference, [batches(1, shape)[0] for shape in shapes])
+    return [graph.name for graph in graphs if graph.kind == "joint"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_equals_the_unsharded_model(stage):
+    joints = run_on_ranks(_trains, {"zero_stage": stage, **EAGER}, fullgraph=True)[0]
+    assert len(joints) == 1
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("stage", [2, 3])
+def test_training_through_inductor_equals_the_unsharded_model_on_three_ranks(stage):
+    run_on_ranks(_trains, {"zero_stage": stage}, fullgraph=True, ranks=3, timeout=240)
+
+
+def test_the_unlowered_dialect_trains_as_well():
+    run_on_ranks(_trains, {"pipeline": "", **EAGER})
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_graph_breaks_give_several_graphs_and_the_same_training(stage):
+    joints = run_on_ranks(_trains, {"zero_stage": stage, **EAGER}, between="graph break")[0]
+    assert len(joints) > 1
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_checkpointed_blocks_train_alike(stage):
+    run_on_ranks(_trains, {"zero_stage": stage, **EAGER}, between="checkpoint", fullgraph=True)
+
+
+def test_dynamic_batch_and_sequence_need_one_graph():
+    shapes = ((2, 5), (4, 7), (3, 9), (6, 2))
+    assert len(run_on_ranks(_trains, EAGER, dynamic=True, shapes=shapes)[0]) == 1
+
+
+@pytest.mark.inductor
+def test_dynamic_shapes_through_inductor():
+    assert len(run_on_ranks(_trains, {}, dynamic=True, shapes=((2, 5), (4, 7), (3, 9)), timeout=240)[0]) == 1
+
+
+def _ranks_with_their_own_shapes():
+    reference, model = pair()
+    step = torch.compile(model, backend="zpasses", options={**EAGER, "agreement_timeout_s": 20})
+    rows = (2, 3, 2, 4) if dist.get_rank() == 0 else (2, 2, 2, 5)
+    train_alike(step, model, reference, [batches(1, (n, 5))[0] for n in rows])
+
+
+def test_a_rank_may_recompile_alone_for_a_new_shape():
+    run_on_ranks(_ranks_with_their_own_shapes)
+
+
+def _inference(stage, codegen):
+    reference, model = pair()
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": stage, "codegen": codegen})
+    tokens = batches(1)[0]
+    with torch.no_grad():
+        torch.testing.assert_close(step(tokens), reference(tokens), rtol=1e-4, atol=1e-5)
+    train_alike(step, model, reference, batches(2))
+    with torch.inference_mode():
+        torch.testing.assert_close(step(tokens), reference(tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_inference_sees_the_weights_of_the_moment(stage):
+    run_on_ranks(_inference, stage, "eager")
+
+
+def _two_models():
+    first, second = pair(), pair(width=4)
+    steps = [torch.compile(model, backend="zpasses", options=EAGER) for _, model in (first, second)]
+    for step, (reference, model) in zip(steps, (first, second), strict=True):
+        train_alike(step, model, reference, batches(2))
+
+    def both(tokens):  # two roots in one graph, with parameters of the same name
+        return first[1](tokens) + second[1](tokens)
+
+    tokens = batches(1)[0]
+    compiled = torch.compile(both, backend="zpasses", options={"zero_stage": 2, **EAGER}, fullgraph=True)
+    torch.testing.assert_close(compiled(tokens), first[0](tokens) + second[0](tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_several_sharded_models_in_one_process():
+    run_on_ranks(_two_models)
+
+
+def _two_groups():
+    reference = Net()
+    other = DeviceMesh.from_group(dist.new_group(list(range(dist.get_world_size()))), "cpu")
+    model = copy.deepcopy(reference)
+    zpasses.shard(model.blocks[0], mesh=other)
+    zpasses.shard(model, mesh=world_mesh())
+    graphs = []
+    with observe_graphs(graphs.append):
+        train_alike(torch.compile(model, backend="zpasses", options=EAGER), model, reference, batches(2))
+    joint = next(graph for graph in graphs if graph.kind == "joint")
+    return len({each.group for _, each in collectives(joint.graph)})
+
+
+def test_parameters_of_two_process_groups_in_one_graph():
+    assert run_on_ranks(_two_groups)[0] == 2
+
+
+def _compiled_blocks():
+    reference, model = pair(depth=3)
+    graphs = []
+    for block in model.blocks:
+        block.compile(backend="zpasses", options=EAGER)
+    with observe_graphs(graphs.append):
+        train_alike(model, model, reference, batches(2))
+    return sum(graph.kind == "joint" for graph in graphs)
+
+
+def test_compiled_blocks_in_an_eager_model_share_one_graph():
+    assert run_on_ranks(_compiled_blocks)[0] == 1
+
+
+class Writes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(max=1)
+        return x * self.weight
+
+
+def _writes():
+    model = torch.compile(zpasses.shard(Writes(), mesh=world_mesh()), backend="zpasses", options=EAGER)
+    with pytest.raises(Exception, match=r"writes to parameter weight \(clamp_\).*would be lost"):
+        model(torch.ones(4))
+
+
+def test_a_model_that_writes_to_its_parameters_is_refused():
+    run_on_ranks(_writes)
+
+
+def _gathers_run(stage):
+    """Gathers that run in: first forward, second forward, after backward, after an edit of a shard, after one through `.data`."""
+    _, model = pair()
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": stage, **EAGER})
+    tokens = batches(1)[0]
+    counts = []
+
+    def forward():
+        with torch.profiler.profile() as profile:
+            loss = loss_of(step, tokens)
+        names = [event.name for event in profile.events()]
+        counts.append(names.count("gloo:all_gather"))
+        return loss
+
+    forward()  # compiles
+    zpasses.invalidate(model)
+    loss = forward()
+    forward()
+    loss.backward()
+    forward()
+    with torch.no_grad():
+        model.blocks[0].norm._parameters["weight"].mul_(2)
+    forward()
+    forward()
+    before = loss_of(step, tokens).item()
+    model.embed._parameters["weight"].data.mul_(3)
+    zpasses.invalidate(model)
+    forward()
+    assert loss_of(step, tokens).item() != before
+    return counts[1:]
+
+
+def test_stage_2_gathers_again_only_after_a_reduction_or_a_change():
+    fresh, cached, reduced, edited, again, invalidated = run_on_ranks(_gathers_run, 2)[0]
+    assert fresh == invalidated > 0
+    assert cached == 0
+    assert again == 0
+    assert edited == 1, "only what changed is gathered"
+    assert 0 < reduced <= fresh, "frozen parameters stay"
+
+
+def test_stage_3_gathers_in_every_forward():
+    counts = run_on_ranks(_gathers_run, 3)[0]
+    assert min(counts) > 0
+
+
+def _equal_after(edit):
+    reference, model = pair()
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
+    tokens = batches(1)[0]
+    loss_of(step, tokens)
+    other = Net()
+    if edit == "load_state_dict":
+        model.load_state_dict(other.state_dict())
+        reference.load_state_dict(other.state_dict())
+    elif edit == "assign":
+        model.scale = nn.Parameter(torch.tensor(7.0))
+        reference.scale = nn.Parameter(torch.tensor(7.0))
+    else:
+        with torch.no_grad():
+            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                ours.mul_(0.5)
+                theirs.mul_(0.5)
+    torch.testing.assert_close(loss_of(step, tokens), loss_of(reference, tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("edit", ["load_state_dict", "assign", "in place"])
+def test_kept_parameters_follow_every_change_of_their_shards(edit):
+    run_on_ranks(_equal_after, edit)
+
+
+def _empty_shard():
+    """Rank 2 of 3 holds nothing of a parameter with two rows, and must still decide like the others."""
+    torch.manual_seed(0)
+    reference = nn.Linear(3, 2)
+    model = zpasses.shard(copy.deepcopy(reference), mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, foreach=True) for each in (model, reference)]
+    for _ in range(3):
+        x = torch.ones(2, 3)
+        torch.testing.assert_close(step(x), reference(x))
+        step(x).sum().backward()
+        reference(x).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_rank_with_an_empty_shard_gathers_when_the_others_do():
+    run_on_ranks(_empty_shard, ranks=3)
