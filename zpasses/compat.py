@@ -81,7 +81,7 @@ def default_store() -> Any:
     return c10d._get_default_store()
 
 
-def fake_store() -> dist.Store:
+def fake_store() -> Any:
     """A store for a process group of ranks that do not exist; registers the backend "fake"."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -168,6 +168,11 @@ def aot_gradient_index(desc: object) -> int | None:
 def compile_name() -> str:
     """Dynamo's id of the graph being compiled ("0/1": second compile of the first frame), or "-" outside a compile."""
     return str(CompileContext.current_compile_id() or "-")
+
+
+def is_tracing() -> bool:
+    """Whether Dynamo is at work, which looks at attributes of the tensors that it is given."""
+    return CompileContext.current_compile_id() is not None
 
 
 def undynamo(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -329,10 +334,10 @@ def ambient_fake_mode() -> FakeTensorMode | None:
     return modes[-1] if modes else None
 
 
-def clone_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose graph can be rewritten; attributes and metadata values are shared."""
+def clone_graph_module(gm: fx.GraphModule, source: fx.Graph | None = None) -> fx.GraphModule:
+    """A copy of the module's graph (or of `source`) that can be rewritten; attributes and metadata values are shared."""
     graph = fx.Graph()
-    output = graph.graph_copy(gm.graph, {}, return_output_node=True)
+    output = graph.graph_copy(source or gm.graph, {}, return_output_node=True)
     value, old = cast(tuple[Any, fx.Node], output)
     graph.output(value).meta = copy.copy(old.meta)
     clone = fx.GraphModule(gm, graph)

@@ -1,0 +1,229 @@
+"""Graphs to test passes on: of a model's training step through the backend, or of a plain function without Dynamo."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils import _pytree as pytree
+
+from zpasses import compat
+from zpasses.backend import GraphLog, observe_graphs
+from zpasses.capture import tag_joint
+from zpasses.ops import UNSHARD
+from zpasses.pipeline import Level, Pass, PassRecord, Pipeline
+from zpasses.sharding import shard as shard_model
+from zpasses.testing.worlds import fake_world
+
+__all__ = ["StepCapture", "StepGraphs", "capture_graphs", "capture_ranks", "copy_graph", "trace_joint"]
+
+
+@dataclass(frozen=True)
+class StepGraphs:
+    """The graphs of one training step, or of one call without gradients; None for those that there are not."""
+
+    captured: fx.GraphModule
+    """Dynamo's graph, sharded parameters as local shards."""
+    joint: fx.GraphModule | None = None
+    """Forward and backward together, before partitioning."""
+    forward: fx.GraphModule | None = None
+    backward: fx.GraphModule | None = None
+    inference: fx.GraphModule | None = None
+    """The only graph of a call without gradients."""
+
+
+@dataclass(frozen=True)
+class StepCapture:
+    """What one rank's backend compiled. The graphs are copies: rewrite them freely."""
+
+    rank: int
+    world_size: int
+    groups: Mapping[str, tuple[int, ...]]
+    """Process group -> its ranks, as `simulate` takes it: the groups that this rank knows."""
+    before: StepGraphs
+    """Each graph before the passes of its level. The joint one is the unlowered reference; forward and backward come out of a joint
+    graph that the joint passes have rewritten."""
+    after: StepGraphs
+    """Each graph after the passes of its level."""
+    records: tuple[PassRecord, ...]
+    """Every pass that ran, in order."""
+
+
+def capture_graphs(
+    model: nn.Module | Callable[..., Any],
+    inputs: Sequence[Any],
+    *,
+    world_size: int | None = None,
+    rank: int = 0,
+    pipeline: Pipeline | str = "",
+    shard: Callable[[Any, DeviceMesh], object] | Mapping[str, Any] | None = None,
+    train: bool = True,
+    dynamic: bool | None = False,
+) -> StepCapture:
+    """Compile a model as one rank of a fake world, and return its graphs before and after the passes.
+
+    The model is copied, sharded, compiled with `torch.compile(fullgraph=True, backend="zpasses")`, and called once, with a backward of
+    every output. Inside `fake_world` that world is used, and stays for rewriting the graphs further; otherwise one is made for the
+    call. Dynamo's caches are emptied.
+
+    Args:
+        model: an unsharded module, or a function (which is compiled as it is).
+        inputs: positional arguments; their values do not matter, their shapes and dtypes do.
+        world_size: ranks of the fake world to make; leave it out inside `fake_world`.
+        rank: which of them to be.
+        pipeline: passes to run; "" runs none, and leaves the dialect unlowered.
+        shard: how to shard: keyword arguments for `zpasses.shard`, or a function that is called with the model and the mesh of all
+            ranks. None calls `zpasses.shard(model, mesh=mesh)`.
+        train: capture forward and backward. False captures under no_grad.
+        dynamic: as in torch.compile.
+
+    Raises:
+        ValueError: with no world to be in, or with two.
+        RuntimeError: as torch.compile does, when the model is not captured as one graph.
+    """
+    if (world_size is None) != dist.is_initialized():
+        raise ValueError("capture_graphs: call it inside fake_world, or outside with world_size=...")
+    with contextlib.nullcontext() if world_size is None else fake_world(world_size, rank):
+        size = dist.get_world_size()
+        mesh = init_device_mesh("cpu", (size,))
+        step = _sharded_copy(model, mesh, shard)
+        parsed = Pipeline.parse(pipeline) if isinstance(pipeline, str) else pipeline
+        probes = {level: _Probe(level) for level in Level}
+        seen: dict[str, fx.GraphModule] = {}
+        records: list[PassRecord] = []
+
+        def observe(log: GraphLog) -> None:
+            seen[log.kind] = copy_graph(log.graph)
+            records.extend(record for record in log.records if record.name != _Probe.name)
+
+        torch._dynamo.reset()
+        options: dict[str, Any] = {"pipeline": Pipeline((*probes.values(), *parsed.passes)), "codegen": "eager", "agreement": False}
+        compiled = torch.compile(step, backend="zpasses", fullgraph=True, dynamic=dynamic, options=options)
+        with observe_graphs(observe), torch.set_grad_enabled(train):
+            _run_step(compiled, inputs, train)
+        torch._dynamo.reset()
+        return StepCapture(
+            rank=dist.get_rank(),
+            world_size=size,
+            groups={name: tuple(compat.group_ranks(name)) for name in compat.group_backends()},
+            before=_graphs_before(probes, seen),
+            after=StepGraphs(**seen),
+            records=tuple(records),
+        )
+
+
+def capture_ranks(model: nn.Module | Callable[..., Any], inputs: Sequence[Any], *, world_size: int, **options: Any) -> list[StepCapture]:
+    """`capture_graphs` as each of `world_size` ranks in turn; takes its other options.
+
+    For `simulate`: `[each.after.joint for each in capture_ranks(...)]`.
+    """
+    return [capture_graphs(model, inputs, world_size=world_size, rank=rank, **options) for rank in range(world_size)]
+
+
+def trace_joint(fn: Callable[..., Any], inputs: Sequence[Any], shards: Mapping[int, str] | None = None) -> fx.GraphModule:
+    """The joint graph of a plain function, as the joint passes of the backend see it: tagged, common subexpressions merged.
+
+    Quicker than `capture_graphs` by ten times, since it does without Dynamo: for drawing many graphs. Groups that `fn` names must
+    exist: call it inside `fake_world`.
+
+    Args:
+        fn: takes tensors, returns a tensor or a tuple; reads its parameters through `torch.ops.zpasses.unshard`.
+        inputs: its arguments; those that require gradients get some.
+        shards: position of each input that is a shard -> name of the parameter.
+
+    Returns:
+        Inputs are those of `fn`, then one gradient ("tangents") for each output that depends on a differentiable input; outputs are
+        those of `fn`, then one gradient or None for each input.
+
+    Raises:
+        ValueError: when no output depends on an input that requires gradients.
+    """
+    captured: list[fx.GraphModule] = []
+
+    def partition(gm: fx.GraphModule, joint_inputs: Sequence[Any], **_: Any) -> Any:
+        captured.append(gm)
+        raise _Traced
+
+    with contextlib.suppress(_Traced):
+        compat.aot_compile(_AsModule(fn), list(inputs), None, None, _no_gradients, partition)  # type: ignore[arg-type]
+    (gm,) = captured
+    compat.eliminate_common_subexpressions(gm, [node for node in gm.graph.nodes if node.op == "call_function" and node.target is UNSHARD])
+    tag_joint(gm.graph, dict(shards or {}))
+    gm.recompile()
+    return gm
+
+
+def copy_graph(graph: fx.Graph | fx.GraphModule) -> fx.GraphModule:
+    """A copy to rewrite; attributes (subgraphs, constants) are shared."""
+    if isinstance(graph, fx.GraphModule):
+        return compat.clone_graph_module(graph)
+    return compat.clone_graph_module(graph.owning_module or fx.GraphModule(nn.Module(), graph), graph)
+
+
+@dataclass(frozen=True)
+class _Probe(Pass):
+    """Copies the graph as it is before the passes of one level."""
+
+    name: ClassVar[str] = "probe"
+
+    level: Level = Level.JOINT  # type: ignore[misc]
+    seen: list[fx.GraphModule] = field(default_factory=list)
+
+    def rewrite(self, graph: fx.Graph) -> int:
+        self.seen.append(copy_graph(graph))
+        return 0
+
+
+class _Traced(BaseException):
+    """Leaves AOTAutograd once it has made the joint graph."""
+
+
+class _AsModule(nn.Module):
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self._fn = fn
+
+    def forward(self, *args: Any) -> tuple[Any, ...]:
+        output = self._fn(*args)
+        return tuple(output) if isinstance(output, (list, tuple)) else (output,)
+
+
+def _no_gradients(*_: Any) -> Any:
+    raise ValueError("trace_joint: no output depends on an input that requires gradients, so there is no joint graph.")
+
+
+def _sharded_copy(model: Any, mesh: DeviceMesh, shard: Callable[[Any, DeviceMesh], object] | Mapping[str, Any] | None) -> Any:
+    if not isinstance(model, nn.Module):
+        return model
+    model = copy.deepcopy(model)
+    if callable(shard):
+        shard(model, mesh)
+    else:
+        shard_model(model, mesh=mesh, **(shard or {}))
+    return model
+
+
+def _run_step(compiled: Callable[..., Any], inputs: Sequence[Any], train: bool) -> None:
+    outputs = compiled(*[_own(value) if isinstance(value, Tensor) else value for value in inputs])
+    ends = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if train and ends:
+        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+
+
+def _own(value: Tensor) -> Tensor:
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def _graphs_before(probes: Mapping[Level, _Probe], seen: Mapping[str, fx.GraphModule]) -> StepGraphs:
+    first = {level: probe.seen[0] if probe.seen else None for level, probe in probes.items()}
+    (captured,) = probes[Level.CAPTURED].seen
+    if "inference" in seen:
+        return StepGraphs(captured, inference=first[Level.JOINT])
+    return StepGraphs(captured, first[Level.JOINT], first[Level.FORWARD], first[Level.BACKWARD])

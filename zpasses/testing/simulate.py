@@ -1,0 +1,478 @@
+"""Run the graphs of several ranks in one process, in lockstep, on real tensors.
+
+Each rank's graph runs node by node until it has to wait for the others. A collective that ranks would not agree on, or that some of
+them never start, raises here where it would hang or corrupt memory on a cluster.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from zpasses import compat
+from zpasses.errors import ZpassesError
+from zpasses.graph import Collective
+from zpasses.ops import REDUCE_GRAD, UNSHARD
+from zpasses.testing.semantics import SEMANTICS, Semantics
+
+__all__ = ["RankRun", "SimulationError", "simulate"]
+
+
+class SimulationError(ZpassesError):
+    """Graphs that would hang, race or fail on real ranks. The message names ranks and nodes."""
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What one simulated rank did."""
+
+    outputs: tuple[Any, ...]
+    """What its graph returned, flattened."""
+    collectives: tuple[Collective, ...]
+    """What it communicated, in the order in which it started."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it put into its collectives."""
+        return sum(each.nbytes for each in self.collectives)
+
+
+def simulate(
+    graphs: fx.GraphModule | Sequence[fx.GraphModule],
+    inputs: Sequence[Sequence[Any]],
+    groups: Mapping[str, Sequence[int]] | None = None,
+    *,
+    semantics: Mapping[Any, Semantics] | None = None,
+    seed: int = 0,
+) -> list[RankRun]:
+    """Run one graph a rank, all in this process, with true collectives between them.
+
+    Known are the functional collectives (plain, coalesced, in place and `out=`) and the dialect's `unshard` and `reduce_grad`, so that
+    a graph can be run before and after it is lowered. Reductions add in rank order; "avg" divides after. Collectives are asynchronous:
+    nothing may read what one writes, or write what one reads, before `wait_tensor`. Values are freed at their last use. No process
+    group is needed.
+
+    Args:
+        graphs: one graph for all ranks, or one a rank. They run without autograd.
+        inputs: one list of inputs a rank. The graph may write to them, as it may on a device.
+        groups: process group -> its ranks, in group order. None: every group holds all ranks.
+        semantics: what further collectives compute, by operator (`torch.ops.mine.all_gather.default`); such an operator has an
+            argument `group_name`, and its first argument is what it sends.
+        seed: rank r draws random numbers from seed + r.
+
+    Returns:
+        What each rank did.
+
+    Raises:
+        SimulationError: when ranks start different collectives on a group, or one ends or waits while others expect it; when a value
+            is read too early, or a collective is never waited for; when a node fails.
+        ValueError: for another number of graphs than of inputs.
+    """
+    per_rank = [graphs] * len(inputs) if isinstance(graphs, fx.GraphModule) else list(graphs)
+    if len(per_rank) != len(inputs):
+        raise ValueError(
+            f"simulate: got {len(per_rank)} graphs and the inputs of {len(inputs)} ranks; expected one list of inputs a graph."
+        )
+    board = _Board(len(per_rank), groups)
+    custom = dict(semantics or {})
+    ranks = [_Rank(rank, graph, list(values), board, custom) for rank, (graph, values) in enumerate(zip(per_rank, inputs, strict=True))]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for each in ranks:
+            torch.manual_seed(seed + each.rank)
+            each.rng = torch.get_rng_state()
+        _run(ranks, board)
+    return [RankRun(tuple(pytree.tree_leaves(each.output)), tuple(each.log)) for each in ranks]
+
+
+def _run(ranks: Sequence[_Rank], board: _Board) -> None:
+    running = list(ranks)
+    while running:
+        moved = [each for each in running if each.blocked_by is None or each.blocked_by.done]
+        if not moved:
+            break
+        for each in moved:
+            each.advance()
+        running = [each for each in running if not each.ended]
+    board.check_complete(ranks)
+
+
+# --- matching ----------------------------------------------------------------------------------------------------------------------
+@dataclass
+class _Call:
+    """One rank's part in one collective."""
+
+    rank: int
+    node: fx.Node
+    name: str
+    """Name of the op without `_coalesced`, `_out` and `_`."""
+    what: Collective
+    semantics: Semantics
+    arguments: dict[str, Any]
+    inputs: list[Tensor]
+    into: list[Tensor] | None
+    """Where in-place and `out=` forms put their results."""
+    number: int = -1
+    """How many collectives this rank started on the group before."""
+    done: bool = False
+    results: list[Tensor] = field(default_factory=list)
+
+
+class _Board:
+    """Where ranks post what they start; the last rank of a group to post runs the collective for all."""
+
+    def __init__(self, size: int, groups: Mapping[str, Sequence[int]] | None) -> None:
+        self._size, self._groups = size, groups
+        self._posted: dict[tuple[str, int], int] = {}
+        self._open: dict[tuple[str, int], dict[int, _Call]] = {}
+
+    def members(self, group: str) -> Sequence[int]:
+        if self._groups is None:
+            return range(self._size)
+        if group not in self._groups:
+            raise SimulationError(f"a graph communicates on group {group!r}; the groups given are {', '.join(map(repr, self._groups))}.")
+        return self._groups[group]
+
+    def post(self, call: _Call) -> None:
+        group, members = call.what.group, self.members(call.what.group)
+        if call.rank not in members:
+            raise SimulationError(
+                f"rank {call.rank}, node {call.node.name}: starts {call.name} on group {group!r}, whose ranks are {list(members)}."
+            )
+        call.number = self._posted.get((group, call.rank), 0)
+        self._posted[group, call.rank] = call.number + 1
+        calls = self._open.setdefault((group, call.number), {})
+        for other in calls.values():
+            _check_alike(other, call)
+        calls[call.rank] = call
+        if len(calls) == len(members):
+            del self._open[group, call.number]
+            _perform([calls[rank] for rank in members])
+
+    def check_complete(self, ranks: Sequence[_Rank]) -> None:
+        """Raise if a collective was left that some rank never came to."""
+        for (group, number), calls in self._open.items():
+            first = next(iter(calls.values()))
+            missing = [rank for rank in self.members(group) if rank not in calls]
+            started = ", ".join(f"rank {call.rank} ({call.node.name})" for call in calls.values())
+            raise SimulationError(
+                f"the ranks would hang. Collective {number} on group {group!r}, {_describe(first)}, was started by {started}, but not by "
+                + ", ".join(f"rank {rank}, which {ranks[rank].standing()}" for rank in missing)
+                + "."
+            )
+
+
+def _check_alike(a: _Call, b: _Call) -> None:
+    # Ranks hold different numbers of rows: a dialect op is described by its full parameter, and uneven exchanges by their splits.
+    shapes = a.name == "all_to_all_single" or a.what.shapes == b.what.shapes
+    same = a.name == b.name and shapes and a.what.dtypes == b.what.dtypes and a.what.reduce_op == b.what.reduce_op
+    if not (same and all(a.arguments.get(key) == b.arguments.get(key) for key in ("src", "rows", "dtype", "param_dtype", "reduce_dtype"))):
+        raise SimulationError(
+            f"ranks disagree on group {a.what.group!r}: collective {a.number} is {_describe(a)} on rank {a.rank} (node {a.node.name}), but "
+            f"{_describe(b)} on rank {b.rank} (node {b.node.name})."
+        )
+
+
+def _describe(call: _Call) -> str:
+    tensors = [f"{dtype}{list(shape)}" for dtype, shape in zip(call.what.dtypes, call.what.shapes, strict=True)]
+    told = [
+        f"{key}={call.arguments[key]}"
+        for key in ("reduce_op", "src", "rows", "dtype", "param_dtype", "reduce_dtype")
+        if key in call.arguments
+    ]
+    return f"{call.name}({', '.join(tensors + told)})"
+
+
+def _perform(calls: Sequence[_Call]) -> None:
+    arguments = [call.arguments for call in calls]
+    for i in range(len(calls[0].inputs)):
+        try:
+            outputs = calls[0].semantics([call.inputs[i] for call in calls], arguments)
+        except Exception as error:
+            nodes = ", ".join(f"{call.node.name} on rank {call.rank}" for call in calls)
+            raise SimulationError(f"{_describe(calls[0])} on group {calls[0].what.group!r} ({nodes}) failed: {error}.") from error
+        for call, output in zip(calls, outputs, strict=True):
+            call.results.append(output)
+    for call in calls:
+        if call.into is not None:
+            for target, result in zip(call.into, call.results, strict=True):
+                if target.shape != result.shape or target.dtype != result.dtype:
+                    raise SimulationError(
+                        f"rank {call.rank}, node {call.node.name}: writes {_kind(result)} into a tensor that is {_kind(target)}."
+                    )
+                target.copy_(result)
+            call.results = call.into
+        call.inputs, call.done = [], True
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+# --- one rank ----------------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Started:
+    """One output of a collective that was started; nothing but `wait_tensor` may read it."""
+
+    call: _Call
+    index: int
+    source: Tensor
+    """What the collective reads."""
+
+    @property
+    def target(self) -> Tensor | None:
+        """What it writes, where that is a tensor of the graph."""
+        return None if self.call.into is None else self.call.into[self.index]
+
+
+class _Rank:
+    """Interprets one rank's graph; stops where it has to wait for other ranks."""
+
+    def __init__(self, rank: int, gm: fx.GraphModule, inputs: list[Any], board: _Board, custom: Mapping[Any, Semantics]) -> None:
+        self.rank, self.output, self.ended = rank, None, False
+        self.log: list[Collective] = []
+        self.blocked_by: _Call | None = None
+        self.rng = torch.get_rng_state()
+        self._gm, self._board, self._custom = gm, board, custom
+        self._inputs = inputs[::-1]
+        self._node = next(iter(gm.graph.nodes))
+        self._in_flight: list[_Started] = []
+        self._steps = self._interpret()
+
+    def advance(self) -> None:
+        """Run until a collective of other ranks is needed, or to the end."""
+        torch.set_rng_state(self.rng)
+        try:
+            self.blocked_by = next(self._steps)
+        except StopIteration:
+            self.ended, self.blocked_by = True, None
+        self.rng = torch.get_rng_state()
+
+    def standing(self) -> str:
+        """What the rank is doing, for an error message."""
+        if self.blocked_by is None:
+            return "ended"
+        return f"waits at node {self._node.name} for {self.blocked_by.node.name} on group {self.blocked_by.what.group!r}"
+
+    def _interpret(self) -> Generator[_Call, None, None]:
+        values: dict[fx.Node, Any] = {}
+        dying = _last_uses(self._gm.graph)
+        for node in self._gm.graph.nodes:
+            self._node = node
+            if _is_call_of(node, compat.functional.wait_tensor):
+                values[node] = yield from self._wait(values[node.args[0]])
+            elif (semantics := self._semantics_of(node)) is not None:
+                values[node] = yield from self._start(node, semantics, values)
+            else:
+                values[node] = self._run_locally(node, values)
+            for dead in dying.get(node, ()):
+                del values[dead]
+        if self._in_flight:
+            names = ", ".join(dict.fromkeys(started.call.node.name for started in self._in_flight))
+            raise SimulationError(f"rank {self.rank}: nobody waits for {names}; end each collective with wait_tensor.")
+
+    # --- collectives ----------------------------------------------------------------------------------------------------------------
+    def _semantics_of(self, node: fx.Node) -> Semantics | None:
+        target = _overload(node)
+        if target in self._custom:
+            return self._custom[target]
+        if target in (UNSHARD, REDUCE_GRAD) or getattr(target, "namespace", "") in ("_c10d_functional", "_c10d_functional_autograd"):
+            name = _base_name(target._opname)
+            if name in SEMANTICS:
+                return SEMANTICS[name]
+            if name != "_wrap_tensor_autograd":
+                self._fail(f"collective {target} is not simulated; give its meaning as semantics={{{target}: ...}}")
+        return None
+
+    def _start(self, node: fx.Node, semantics: Semantics, values: Mapping[fx.Node, Any]) -> Generator[_Call, None, Any]:
+        target = _overload(node)
+        schema = target._schema
+        arguments = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+        arguments = {name: self._fetch(node, value, values) for name, value in arguments.items()}
+        given = arguments.pop(schema.arguments[0].name)
+        inputs = list(given) if isinstance(given, (list, tuple)) else [given]
+        into = inputs if schema.arguments[0].alias_info is not None and schema.is_mutable else None
+        if "out" in arguments:
+            out = arguments.pop("out")
+            into = list(out) if isinstance(out, (list, tuple)) else [out]
+        self._check_access(inputs, into or [])
+        local = _local_result(target, inputs[0], arguments)
+        if local is not None:
+            return local
+        name = _base_name(target._opname)
+        what = _collective(name, inputs, arguments)
+        call = _Call(self.rank, node, name, what, semantics, arguments, inputs, into)
+        self.log.append(what)
+        self._board.post(call)
+        started = [_Started(call, i, source) for i, source in enumerate(inputs)]
+        self._in_flight.extend(started)
+        if target in (UNSHARD, REDUCE_GRAD):
+            return (yield from self._wait(started[0]))
+        return started if isinstance(given, (list, tuple)) else started[0]
+
+    def _wait(self, value: Any) -> Generator[_Call, None, Any]:
+        if isinstance(value, _Started):
+            awaited = [value]
+        else:
+            awaited = [started for started in self._in_flight if _overlap(value, started.target)]
+        for started in awaited:
+            while not started.call.done:
+                yield started.call
+            self._in_flight = [other for other in self._in_flight if other is not started]
+        return value.call.results[value.index] if isinstance(value, _Started) else value
+
+    # --- everything else ------------------------------------------------------------------------------------------------------------
+    def _run_locally(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        if node.op == "placeholder":
+            return self._next_input(node)
+        if node.op == "get_attr":
+            return _attribute(self._gm, str(node.target))
+        if node.target is operator.getitem and isinstance(values.get(node.args[0]), list):  # type: ignore[arg-type]
+            return values[node.args[0]][node.args[1]]  # type: ignore[index]
+        args = self._fetch(node, node.args, values)
+        kwargs = self._fetch(node, node.kwargs, values)
+        if node.op == "output":
+            self._check_access([leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)], [])
+            self.output = args[0]
+            return None
+        self._check_access(*_accesses(node, args, kwargs))
+        try:
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            target = self._gm.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+            return target(*args, **kwargs)  # type: ignore[operator]
+        except Exception as error:
+            self._fail(f"{type(error).__name__}: {error}", error)
+
+    def _next_input(self, node: fx.Node) -> Any:
+        if self._inputs:
+            return self._inputs.pop()
+        if node.args:
+            return node.args[0]
+        return self._fail("the graph takes more inputs than were given")
+
+    def _fetch(self, node: fx.Node, arguments: Any, values: Mapping[fx.Node, Any]) -> Any:
+        def value_of(item: fx.Node) -> Any:
+            value = values[item]
+            for leaf in value if isinstance(value, list) else [value]:
+                if isinstance(leaf, _Started):
+                    self._fail(f"reads {item.name} before wait_tensor; the collective {leaf.call.node.name} is still running")
+            if isinstance(value, fx.GraphModule) and any(_communicates(inner) for inner in value.graph.nodes):
+                self._fail(f"calls the subgraph {item.target}, which communicates; simulate the joint or a partitioned graph instead")
+            return value
+
+        return map_arg(arguments, value_of)
+
+    def _check_access(self, read: Sequence[Any], written: Sequence[Any]) -> None:
+        for started in self._in_flight:
+            name = started.call.node.name
+            if any(_overlap(tensor, started.target) for tensor in (*read, *written)):
+                self._fail(f"reads or writes what the collective {name} is writing; wait_tensor first")
+            if any(_overlap(tensor, started.source) for tensor in written):
+                self._fail(f"writes to the input of the collective {name}, which is still running; wait_tensor first")
+
+    def _fail(self, reason: str, cause: BaseException | None = None) -> Any:
+        raise SimulationError(f"rank {self.rank}, node {self._node.format_node()}: {reason}.") from cause
+
+
+def _overload(node: fx.Node) -> Any:
+    """The operator that a node calls; graphs from Dynamo may hold the packet of its overloads."""
+    if node.op != "call_function":
+        return None
+    return (
+        node.target.default
+        if isinstance(node.target, torch._ops.OpOverloadPacket) and "default" in node.target.overloads()
+        else node.target
+    )
+
+
+def _is_call_of(node: fx.Node, packet: Any) -> bool:
+    return node.op == "call_function" and node.target in (packet, packet.default)
+
+
+def _communicates(node: fx.Node) -> bool:
+    target = _overload(node)
+    return target in (UNSHARD, REDUCE_GRAD) or getattr(target, "namespace", "") in ("_c10d_functional", "_c10d_functional_autograd")
+
+
+def _base_name(name: str) -> str:
+    return name.removesuffix("_").removesuffix("_out").removesuffix("_coalesced")
+
+
+def _local_result(target: Any, source: Tensor, arguments: Mapping[str, Any]) -> Tensor | None:
+    """What a dialect op gives where there is nothing to communicate."""
+    if target is UNSHARD:
+        dtype = arguments["param_dtype"] or source.dtype
+        if source.dim() == 0:
+            return source.to(dtype, copy=True)
+        if arguments["rows"] == 0 or 0 in source.shape[1:]:
+            return source.new_empty((arguments["rows"], *source.shape[1:]), dtype=dtype)
+    if target is REDUCE_GRAD and source.dim() and source.numel() == 0:
+        return source.new_empty((arguments["shard_rows"], *source.shape[1:]), dtype=arguments["dtype"])
+    return None
+
+
+def _collective(name: str, inputs: Sequence[Tensor], arguments: Mapping[str, Any]) -> Collective:
+    """Description of a call; `unshard` by its full parameter, so that ranks with fewer rows say the same."""
+    tensors = list(inputs)
+    if name == "unshard":
+        (shard,) = inputs
+        tensors = [torch.empty((arguments["rows"], *shard.shape[1:]), dtype=arguments["param_dtype"] or shard.dtype, device="meta")]
+    reduce_op = arguments.get("reduce_op")
+    return Collective(
+        op=name,
+        group=compat.group_name(arguments["group_name"]),
+        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
+        reduce_op=reduce_op if isinstance(reduce_op, str) else None,
+        nbytes=sum(tensor.nbytes for tensor in tensors),
+    )
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Node -> values that nobody reads after it."""
+    seen: set[fx.Node] = set()
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        for item in (*node.all_input_nodes, node):
+            if item not in seen:
+                seen.add(item)
+                dying.setdefault(node, []).append(item)
+    return dying
+
+
+def _attribute(root: Any, path: str) -> Any:
+    for part in path.split("."):
+        root = getattr(root, part)
+    return root
+
+
+# --- memory ------------------------------------------------------------------------------------------------------------------------
+def _accesses(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
+    """Tensors that a call reads, and those that its schema says it writes."""
+    read = pytree.tree_leaves((args, kwargs))
+    schema = getattr(_overload(node), "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return read, []
+    named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
+    mutable = [argument.name for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write]
+    return read, pytree.tree_leaves([named.get(name) for name in mutable])
+
+
+def _overlap(a: Any, b: Any) -> bool:
+    """Whether two tensors may share bytes: the ranges from first to last element overlap."""
+    ranges = [_byte_range(item) for item in (a, b) if isinstance(item, Tensor)]
+    return len(ranges) == 2 and max(start for start, _ in ranges) < min(end for _, end in ranges)
+
+
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
