@@ -20,7 +20,7 @@ from zpasses.ops import UNSHARD
 from zpasses.options import Options
 from zpasses.pipeline import Level, PassRecord, Pipeline, run_passes
 from zpasses.runtime import BoundParameters, ForwardDispatch, boxed, with_local_shards
-from zpasses.variants import cut_variant, slots
+from zpasses.variants import Variant, cut_variant, slots
 
 __all__ = ["GraphLog", "observe_graphs", "zpasses_backend"]
 
@@ -125,14 +125,14 @@ class _GraphCompiler:
         state = compat.CompilerState()
         template = compat.clone_graph_module(gm)
 
-        def compile_variant(gathered: frozenset[int]) -> Compiled:
-            variant, extra = cut_variant(template, gathered)
-            log.debug("graph %s: variant that gathers %d of %d parameters", self.name, len(gathered), len(found))
+        def compile_variant(variant: Variant) -> Compiled:
+            cut, extra = cut_variant(template, variant)
+            log.debug("graph %s: variant given %d of %d parameters, keeps %d", self.name, len(variant.given), len(found), len(variant.kept))
             with state.restored():
-                return codegen(variant, [*inputs, *extra])
+                return codegen(cut, [*inputs, *extra])
 
         outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-        return boxed(ForwardDispatch(found, outputs, self._bound, compile_variant))
+        return boxed(ForwardDispatch(found, outputs, self._bound, inference, compile_variant))
 
     def _backward(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         self._run_level(gm, Level.BACKWARD, "backward")

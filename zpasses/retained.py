@@ -3,21 +3,26 @@
 One `Retained` belongs to one sharded parameter and lives as an attribute of it: every graph that reads the parameter (training,
 evaluation, both halves of a graph break) shares the one copy, and nothing outlives the parameter.
 
-A retained value counts as fresh until its gradient is reduced (an event that all ranks share) or its shard changes. Change is seen by
-version counters, which every in-place operation moves, also on a rank whose shard is empty; so ranks that run the same program decide
-alike. There are two: an operation on the DTensor moves the DTensor's, one on its local tensor the local tensor's.
+A kept value is fresh until its gradient is reduced, an optimizer steps, or its shard changes. All three are events that ranks which
+run the same program share, also where a rank holds an empty shard: ranks must decide alike, or they would wait for each other. Change
+is seen by version counters. There are two: an operation on the DTensor moves the DTensor's, one on its local tensor the local
+tensor's. Operations on lists of DTensors (`torch._foreach_*`, fused optimizers) move neither; torch's optimizers are seen by the hook
+that torch offers. Other such edits exist (averages of weights, say), so runs without gradients keep only parameters that an optimizer
+of torch has been seen to step.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["Retained", "forget", "retained_of"]
+__all__ = ["Retained", "forget", "retained_of", "watch_optimizers"]
 
 _ATTRIBUTE = "_zpasses_retained"
 
@@ -25,9 +30,11 @@ _ATTRIBUTE = "_zpasses_retained"
 class Retained:
     """The gathered copy of one parameter, or nothing."""
 
-    __slots__ = ("full", "shard", "version")
+    __slots__ = ("full", "shard", "stepped", "version")
 
     def __init__(self) -> None:
+        self.stepped = False
+        """Whether an optimizer that reports its steps updates the parameter."""
         self.full: Tensor | None = None
         self.shard: Tensor | None = None
         self.version = -1
@@ -65,6 +72,21 @@ def retained_of(param: Any) -> Retained:
         entry = Retained()
         setattr(param, _ATTRIBUTE, entry)
     return entry
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Hear of every step of every torch optimizer of this process, once and for all."""
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            entry = getattr(param, _ATTRIBUTE, None)
+            if entry is not None:
+                entry.stepped = True
+                entry.drop()
 
 
 def forget(params: Iterable[nn.Parameter]) -> None:

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
-from zpasses.retained import Retained, retained_of
-from zpasses.variants import Slot
+from zpasses.retained import Retained, retained_of, watch_optimizers
+from zpasses.variants import Slot, Variant
 
 __all__ = ["BoundParameters", "ForwardDispatch", "boxed", "with_local_shards"]
 
 _MAX_VARIANTS = 4
-"""Patterns of fresh and stale parameters that get a variant of their own; further ones gather everything."""
+"""Patterns of fresh and stale parameters that get a variant of their own; further ones run as the first call did."""
 
 
 def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -47,37 +47,56 @@ class BoundParameters(threading.local):
 
 
 class ForwardDispatch:
-    """Runs the variant of a forward graph that gathers what is stale and takes the rest from what was kept."""
+    """Runs the variant of a forward graph that gathers what is stale and takes the rest from what was kept.
+
+    Args:
+        slots: the graph's retained parameters.
+        outputs: how many values the graph itself returns.
+        bound: where to find the parameters of the call.
+        inference: keep only what is sure to be refreshed (see zpasses.retained).
+        compile_variant: makes the code of a variant.
+    """
 
     def __init__(
         self,
         slots: Sequence[Slot],
         outputs: int,
         bound: BoundParameters,
-        compile_variant: Callable[[frozenset[int]], Callable[[list[Any]], Any]],
+        inference: bool,
+        compile_variant: Callable[[Variant], Callable[[list[Any]], Any]],
     ) -> None:
-        self._slots, self._outputs, self._bound, self._compile = slots, outputs, bound, compile_variant
-        self._all = frozenset(range(len(slots)))
-        # Ranks may differ in when they first need another variant, so the one that every rank needs first is compiled ahead.
-        self._variants = {self._all: compile_variant(self._all)}
+        self._slots, self._outputs, self._bound, self._inference, self._compile = slots, outputs, bound, inference, compile_variant
+        self._first = Variant(kept=frozenset() if inference else frozenset(range(len(slots))))
+        # The variant that every rank needs first is compiled with the graph; the others when they are first needed.
+        self._code = {self._first: compile_variant(self._first)}
+        watch_optimizers()
 
     def __call__(self, args: list[Any]) -> Any:
-        kept = [self._bound[slot.param] for slot in self._slots]
-        stale = frozenset(i for i, (entry, param, shard) in enumerate(kept) if not entry.is_fresh(param, shard, self._slots[i].dtype))
-        variant = self._variants.get(stale)
-        if variant is None and len(self._variants) < _MAX_VARIANTS:
-            variant = self._variants[stale] = self._compile(stale)
-        if variant is None:
-            stale, variant = self._all, self._variants[self._all]
-        gathered = sorted(stale)
-        for i in gathered:
-            kept[i][0].drop()  # before the gather: never two full copies
-        given = [kept[i][0].full for i in range(len(kept)) if i not in stale]
-        values = variant([*args, *given]) if given else variant(args)
-        for i, full in zip(gathered, values[self._outputs :], strict=True):
-            entry, param, shard = kept[i]
+        entries = [self._bound[slot.param] for slot in self._slots]
+        variant = self._choose(entries)
+        code = self._code.get(variant)
+        if code is None and len(self._code) < _MAX_VARIANTS:
+            code = self._code[variant] = self._compile(variant)
+        if code is None:
+            variant, code = self._first, self._code[self._first]
+        kept = sorted(variant.kept)
+        for i in kept:
+            entries[i][0].drop()  # before the gather: never two full copies
+        given = [entries[i][0].full for i in sorted(variant.given)]
+        values = code([*args, *given]) if given else code(args)
+        for i, full in zip(kept, values[self._outputs :], strict=True):
+            entry, param, shard = entries[i]
             entry.keep(full, param, shard)
         return values[: self._outputs]
+
+    def _choose(self, entries: Sequence[tuple[Retained, DTensor, Tensor]]) -> Variant:
+        given, kept = [], []
+        for i, (entry, param, shard) in enumerate(entries):
+            if entry.is_fresh(param, shard, self._slots[i].dtype):
+                given.append(i)
+            elif entry.stepped or not self._inference:
+                kept.append(i)
+        return Variant(frozenset(given), frozenset(kept))
 
 
 class _LocalShards(torch.autograd.Function):

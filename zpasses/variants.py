@@ -1,13 +1,12 @@
 """Variants: forms of one compiled graph that hand values from call to call through extra inputs and outputs.
 
 A forward graph whose full parameters are marked as retained has one slot a parameter. In a variant each slot is either gathered, and
-its value an extra output, or given, as an extra input; extras come after the graph's own, in slot order. No op with side effects is
-involved, so Inductor sees a plain graph.
+its value perhaps an extra output, or given, as an extra input; extras come after the graph's own, in slot order. No op with side
+effects is involved, so Inductor sees a plain graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from zpasses import compat
 from zpasses.graph import erase_dead, value_of
 from zpasses.tags import tag_of, tagged
 
-__all__ = ["Slot", "cut_variant", "slots"]
+__all__ = ["Slot", "Variant", "cut_variant", "slots"]
 
 
 @dataclass(frozen=True)
@@ -45,30 +44,37 @@ def _nodes_by_slot(graph: fx.Graph) -> dict[Slot, list[fx.Node]]:
     return found
 
 
-def cut_variant(gm: fx.GraphModule, gathered: Collection[int]) -> tuple[fx.GraphModule, list[Any]]:
-    """The variant that gathers the slots numbered in `gathered` and is given the others.
+@dataclass(frozen=True)
+class Variant:
+    """Which slots a variant is given and which it hands out; it gathers all that it is not given."""
+
+    given: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
+
+
+def cut_variant(gm: fx.GraphModule, variant: Variant) -> tuple[fx.GraphModule, list[Any]]:
+    """The variant as a graph of its own.
 
     Returns:
-        The variant, and the fake values of its extra inputs.
+        The graph, and the fake values of its extra inputs.
     """
-    variant = compat.clone_graph_module(gm)
-    graph = variant.graph
+    cut = compat.clone_graph_module(gm)
+    graph = cut.graph
     extra_outputs, extra_inputs = [], []
-    for number, (slot, nodes) in enumerate(_nodes_by_slot(graph).items()):
-        if number in gathered:
+    for number, nodes in enumerate(_nodes_by_slot(graph).values()):
+        if number in variant.given:
+            given = _add_input(graph, f"kept_{number}", nodes[0])
+            extra_inputs.append(value_of(given))
+            for node in nodes:
+                node.replace_all_uses_with(given)
+            erase_dead(graph, nodes)
+        elif number in variant.kept:
             extra_outputs.append(nodes[0])
-            continue
-        given = _add_input(graph, f"kept_{number}", nodes[0])
-        extra_inputs.append(value_of(given))
-        for node in nodes:
-            node.replace_all_uses_with(given)
-        erase_dead(graph, nodes)
-        assert slot.dtype == value_of(given).dtype
     output = graph.output_node()
     output.args = ((*output.args[0], *extra_outputs),)  # type: ignore[misc]
     graph.lint()
-    variant.recompile()
-    return variant, extra_inputs
+    cut.recompile()
+    return cut, extra_inputs
 
 
 def _add_input(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:

@@ -76,7 +76,9 @@ def assert_same_gradients(model, reference):
         if theirs.grad is not None:
             expected = theirs.grad.clone()
             dist.all_reduce(expected, op=dist.ReduceOp.AVG)
-            torch.testing.assert_close(ours.grad.full_tensor(), expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                ours.grad.full_tensor(), expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def train_alike(step, model, reference, data, optimizer=torch.optim.SGD):
@@ -303,6 +305,70 @@ def _equal_after(edit):
                 ours.mul_(0.5)
                 theirs.mul_(0.5)
     torch.testing.assert_close(loss_of(step, tokens), loss_of(reference, tokens), rtol=1e-4, atol=1e-5)
+
+
+def _stepped_after_a_look(optimizer, inference):
+    """Between backward and step somebody runs the model: what that run gathered must not be used after the step."""
+    reference, model = pair()
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
+    optimizers = [optimizer(each.parameters(), lr=0.1, foreach=True) for each in (model, reference)]
+    for tokens in batches(3):
+        for each, net in ((optimizers[0], step), (optimizers[1], reference)):
+            each.zero_grad()
+            loss_of(net, tokens).backward()
+            with torch.inference_mode(inference):
+                loss_of(net, tokens)
+        assert_same_gradients(model, reference)
+        for param in reference.parameters():
+            if param.grad is not None:
+                dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+        for each in optimizers:
+            each.step()
+        torch.testing.assert_close(loss_of(step, tokens), loss_of(reference, tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_foreach_optimizer_is_seen_though_it_moves_no_version_counter(inference):
+    run_on_ranks(_stepped_after_a_look, torch.optim.AdamW, inference)
+
+
+def _averaged_weights():
+    """A model that only an average of weights writes to, by foreach operations that leave no trace."""
+    reference, model = pair()
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
+    tokens = batches(1)[0]
+    for _ in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(step(tokens), reference(tokens), rtol=1e-4, atol=1e-5)
+            for net in (model, reference):
+                torch._foreach_mul_(list(net.parameters()), 0.5)
+
+
+def test_runs_without_gradients_follow_averages_of_weights():
+    run_on_ranks(_averaged_weights)
+
+
+def _evaluation_keeps():
+    """Gathers in the first and second evaluation after a step."""
+    _, model = pair()
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = batches(1)[0]
+
+    def evaluate():
+        with torch.no_grad(), torch.profiler.profile() as profile:
+            step(tokens)
+        return [event.name for event in profile.events()].count("gloo:all_gather")
+
+    evaluate()  # compiles
+    loss_of(step, tokens).backward()
+    optimizer.step()
+    return evaluate(), evaluate()
+
+
+def test_evaluation_keeps_what_an_optimizer_updates():
+    first, second = run_on_ranks(_evaluation_keeps)[0]
+    assert second < first
 
 
 @pytest.mark.parametrize("edit", ["load_state_dict", "assign", "in place"])
