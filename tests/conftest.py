@@ -3,3 +3,16 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def leave_no_world_behind():
+    """A test that fails inside a fake world must not take the next ones with it, nor lend them its compiled code."""
+    yield
+    if dist.is_initialized() and dist.get_backend() == "fake":
+        dist.destroy_process_group()
+    torch._dynamo.reset()

@@ -128,11 +128,17 @@ def propagate(node: fx.Node) -> Any:
     assert callable(target)
     args = map_arg(node.args, value_of)
     kwargs = map_arg(node.kwargs, value_of)
-    mode = compat.fake_mode_of([value_of(item) for item in node.all_input_nodes])
+    mode = compat.fake_mode_of([value_of(item) for item in node.all_input_nodes]) or _fake_mode_of_graph(node.graph)
     if mode is None:
         return target(*args, **kwargs)
     with mode:
         return target(*args, **kwargs)
+
+
+def _fake_mode_of_graph(graph: fx.Graph) -> compat.FakeTensorMode | None:
+    """For calls that take no tensor, such as `empty`."""
+    first = next((value_of(node) for node in graph.nodes if isinstance(value_of(node), compat.FakeTensor)), None)
+    return compat.fake_mode_of([first])
 
 
 class Editor:

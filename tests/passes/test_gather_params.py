@@ -1,0 +1,176 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.graphs import WORLDS, Param, assert_same_on_all_ranks, before_and_after, expect_listing, few, joint, param_lists
+from zpasses.graph import collectives
+from zpasses.passes import GatherParams
+from zpasses.tags import tagged
+from zpasses.testing import assert_deterministic, fake_world, listing, trace_joint
+
+BF16 = torch.bfloat16
+
+
+def ops(gm):
+    return [node.target._opname for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def lowered(world_size, rank, *params):
+    with fake_world(world_size, rank):
+        gm = joint(params, rank, world_size)
+        GatherParams()(gm.graph)
+    return gm
+
+
+def test_unshard_becomes_cast_padding_gather_wait_and_slice():
+    (*_, before), (*_, after) = before_and_after(3, [Param((7, 2), param_dtype=BF16)], GatherParams())
+    expect_listing(listing(before), """\
+
+primals_1: f32[1, 2]                                            # shard: p0
+primals_2: bf16[7, 2]
+tangents_1: bf16[7, 2]
+unshard = zpasses.unshard(primals_1, 7, bf16, None, '0')        # bf16[7, 2]; gather: p0
+mul = mul(unshard, primals_2)                                   # bf16[7, 2]
+mul_1 = mul(mul, 1)                                             # bf16[7, 2]
+mul_2 = mul(tangents_1, 1)                                      # bf16[7, 2]
+mul_3 = mul(mul_2, primals_2)                                   # bf16[7, 2]
+reduce_grad = zpasses.reduce_grad(mul_3, 7, 1, f32, None, '0')  # f32[1, 2]; reduce: p0
+return [mul_1, reduce_grad, None]
+""")
+    expect_listing(listing(after), """\
+
+primals_1: f32[1, 2]                                                                      # shard: p0
+primals_2: bf16[7, 2]
+tangents_1: bf16[7, 2]
+_to_copy_default = _to_copy(primals_1, dtype=bf16)                                        # bf16[1, 2]; gather_input: p0
+constant_pad_nd_default = constant_pad_nd(_to_copy_default, [0, 0, 0, 2], 0.0)            # bf16[3, 2]; gather_input: p0
+all_gather_into_tensor_default = all_gather_into_tensor(constant_pad_nd_default, 3, '0')  # bf16[9, 2]; gather: p0
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)                         # bf16[9, 2]; gathered: p0
+slice_tensor = slice(wait_tensor_default, 0, 0, 7)                                        # bf16[7, 2]; full: p0
+mul = mul(slice_tensor, primals_2)                                                        # bf16[7, 2]
+mul_1 = mul(mul, 1)                                                                       # bf16[7, 2]
+mul_2 = mul(tangents_1, 1)                                                                # bf16[7, 2]
+mul_3 = mul(mul_2, primals_2)                                                             # bf16[7, 2]
+reduce_grad = zpasses.reduce_grad(mul_3, 7, 1, f32, None, '0')                            # f32[1, 2]; reduce: p0
+return [mul_1, reduce_grad, None]
+""")
+
+
+def test_rows_that_divide_are_gathered_with_no_copy_in_and_none_out():
+    gm = lowered(2, 1, Param((4, 2)))
+    gather, wait = (node for node in gm.graph.nodes if "all_gather" in node.name or "wait" in node.name)
+    assert gather.args[0].op == "placeholder"
+    assert list(wait.users)[0].target is torch.ops.aten.mul.Tensor
+    assert "constant_pad_nd" not in ops(gm)
+    assert "slice" not in ops(gm)
+
+
+def test_only_ranks_whose_block_is_not_full_pad():
+    assert ["constant_pad_nd" in ops(lowered(3, rank, Param((7, 2)))) for rank in range(3)] == [False, False, True]
+
+
+def test_padded_gather_is_sliced_to_true_rows_on_every_rank():
+    for rank in range(3):
+        gm = lowered(3, rank, Param((7, 2)))
+        ((full, _),) = tagged(gm.graph, "full")
+        assert full.target is torch.ops.aten.slice.Tensor
+        assert full.meta["val"].shape == (7, 2)
+
+
+def test_cast_comes_before_the_gather_so_that_half_the_bytes_move():
+    ((_, plain),) = [each for each in collectives(lowered(2, 0, Param((4, 2), frozen=True)).graph) if each[1].op.startswith("all_gather")]
+    ((_, cast),) = [
+        each for each in collectives(lowered(2, 0, Param((4, 2), param_dtype=BF16, frozen=True)).graph) if each[1].op.startswith("all_gather")
+    ]
+    assert (plain.nbytes, cast.nbytes) == (16, 8)
+    assert cast.dtypes == ("bfloat16",)
+
+
+def test_dtype_that_the_shard_has_already_is_not_cast():
+    assert "_to_copy" not in ops(lowered(2, 0, Param((4, 2), param_dtype=torch.float32)))
+
+
+def test_gathers_of_all_ranks_are_alike():
+    found = [[each for _, each in collectives(lowered(3, rank, Param((7, 2)), Param((2,))).graph)] for rank in range(3)]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_lowered_graph_equals_the_dialect_on_all_ranks(world_size):
+    params = [
+        Param((4, 3)),
+        Param((7, 2), param_dtype=BF16),
+        Param((2,), reduce_dtype=torch.float64),
+        Param(()),
+        Param((0, 3)),
+        Param((3, 0)),
+        Param((5, 1), frozen=True, param_dtype=torch.float64),
+        Param((6, 2, 2), reads=2),
+    ]
+    assert_same_on_all_ranks(world_size, params, GatherParams())
+
+
+def test_scalar_and_empty_parameters_do_not_communicate():
+    for param in (Param(()), Param((), param_dtype=BF16), Param((0, 3)), Param((3, 0))):
+        gm = lowered(2, 0, Param(param.shape, param_dtype=param.param_dtype, frozen=True))
+        assert not list(collectives(gm.graph)), param
+
+
+def test_one_rank_copies_and_does_not_communicate():
+    gm = lowered(1, 0, Param((4, 2), frozen=True))
+    assert not list(collectives(gm.graph))
+    ((full, _),) = tagged(gm.graph, "full")
+    assert full.target is torch.ops.aten.clone.default
+
+
+def test_rank_with_an_empty_shard_still_takes_part():
+    gm = lowered(4, 3, Param((2, 2), frozen=True))
+    ((_, gather),) = collectives(gm.graph)
+    assert gather.shapes == ((1, 2),)
+
+
+def test_graph_without_parameters_is_left_alone():
+    gm = trace_joint(lambda x: (x * 2).relu(), [torch.ones(3, requires_grad=True)])
+    before = listing(gm)
+    assert GatherParams().rewrite(gm.graph) == 0
+    assert listing(gm) == before
+
+
+def test_each_group_gathers_over_its_own_ranks():
+    with fake_world(4, 1):
+        torch.distributed.new_group([1, 3])
+        gm = joint([Param((4, 2))], 1, 4)
+        (read,) = (node for node in gm.graph.nodes if node.target is torch.ops.zpasses.unshard.default)
+        names = {each.size(): each.group_name for each in torch.distributed.distributed_c10d._world.pg_map}
+
+        def two_groups(a, b):
+            first = torch.ops.zpasses.unshard(a, 4, None, None, names[4])
+            return first * 2, torch.ops.zpasses.unshard(b, 4, None, None, names[2]) * 3
+
+        gm = trace_joint(two_groups, [torch.zeros(1, 2, requires_grad=True), torch.zeros(2, 2, requires_grad=True)])
+        GatherParams()(gm.graph)
+    gathers = [node for node, each in collectives(gm.graph) if each.op == "all_gather_into_tensor"]
+    assert [(node.args[1], node.args[2]) for node in gathers] == [(4, names[4]), (2, names[2])]
+
+
+def test_every_node_of_a_gather_says_which_parameter_it_is_for():
+    gm = lowered(3, 2, Param((7, 2), param_dtype=BF16))
+    assert [(tag.role, tag.params, tag.origin) for _, tag in tagged(gm.graph, "gather_input", "gather", "gathered", "full")] == [
+        ("gather_input", ("p0",), "gather-params"),
+        ("gather_input", ("p0",), "gather-params"),
+        ("gather", ("p0",), "gather-params"),
+        ("gathered", ("p0",), "gather-params"),
+        ("full", ("p0",), "gather-params"),
+    ]
+
+
+def test_order_of_gathers_does_not_depend_on_addresses():
+    with fake_world(3, 1):
+        assert_deterministic(GatherParams(), joint([Param((7, 2)), Param((4,)), Param((5, 1), reads=2)], 1, 3))
+
+
+@few
+@given(param_lists(), st.sampled_from([1, 2, 3, 5]), st.booleans())
+def test_drawn_graphs_stay_equal(params, world_size, interleaved):
+    assert_same_on_all_ranks(world_size, params, GatherParams(), interleaved=interleaved)
