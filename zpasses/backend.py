@@ -19,6 +19,7 @@ from zpasses.errors import AgreementError, OptionError
 from zpasses.ops import UNSHARD
 from zpasses.options import Options
 from zpasses.pipeline import Level, PassRecord, Pipeline, run_passes
+from zpasses.reads import with_plain_inputs
 from zpasses.runtime import BoundParameters, ForwardDispatch, boxed, with_local_shards
 from zpasses.variants import Variant, cut_variant, slots
 
@@ -75,7 +76,7 @@ def zpasses_backend(
     captured = capture(gm, example_inputs)
     compiler = _GraphCompiler(captured, parsed, parsed.passes())
     try:
-        return compiler.compile()
+        return with_plain_inputs(compiler.compile(), example_inputs)
     except AgreementError:
         raise
     except Exception as error:

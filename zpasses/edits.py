@@ -13,9 +13,10 @@ alone, most without an error:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -42,8 +43,8 @@ class FaithfulEdits(compat.TorchDispatchMode):
     """Inside, edits in place of DTensors that are sharded over one mesh dimension do what they do to a full tensor."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._copies: dict[int, _Copy] = {}
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._copies: defaultdict[int, list[_Copy]] = defaultdict(list)
 
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -75,21 +76,19 @@ class FaithfulEdits(compat.TorchDispatchMode):
         for i, made in enumerate(result if isinstance(result, (list, tuple)) else [result]):
             if isinstance(made, DTensor) and _storage(made) != _storage(source):
                 pick = (lambda *a, _i=i, **k: func(*a, **k)[_i]) if isinstance(result, (list, tuple)) else func
-                self._copies[_storage(made)] = _Copy(made, source, pick, args, kwargs)
+                self._copies[_storage(made)].append(_Copy(made, source, pick, args, kwargs))
 
     def _write_back(self, edited: DTensor) -> None:
-        copy = self._copies.get(_storage(edited))
-        if copy is None:
-            return
-        full = copy.source.full_tensor()
-        copy.view(full, *copy.args, **copy.kwargs).copy_(copy.made.full_tensor())
-        _keep_rows(copy.source, full)
-        self._write_back(copy.source)
+        for copy in tuple(self._copies.get(_storage(edited), ())):  # parts of one split share memory
+            full = copy.source.full_tensor()
+            copy.view(full, *copy.args, **copy.kwargs).copy_(copy.made.full_tensor())
+            _keep_rows(copy.source, full)
+            self._write_back(copy.source)
 
 
 def _draws(func: Any) -> bool:
     name = func.overloadpacket.__name__
-    return torch.Tag.nondeterministic_seeded in func.tags and (name.endswith("_") or name.endswith("_like"))
+    return torch.Tag.nondeterministic_seeded in func.tags and name.endswith(("_", "_like"))
 
 
 def _mutates(func: Any) -> bool:
@@ -106,7 +105,7 @@ def _any_plain_tensor(values: tuple[Any, ...]) -> bool:
     return any(isinstance(item, Tensor) for item in flat) and not _any_dtensor(tuple(flat))
 
 
-def _is_ours(value: object) -> bool:
+def _is_ours(value: object) -> TypeGuard[DTensor]:
     return isinstance(value, DTensor) and len(value.placements) == 1 and not value.placements[0].is_partial()
 
 
@@ -118,14 +117,15 @@ def _full_like(tensor: DTensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=compat.local_of(tensor).device)
 
 
-def _keep_rows(target: DTensor, full: Tensor) -> DTensor:
+def _keep_rows(target: Any, full: Tensor) -> DTensor:
     local, placement = compat.local_of(target), target.placements[0]
     if isinstance(placement, Shard):
         length, dim = full.shape[placement.dim], placement.dim
         start = min(target.device_mesh.get_local_rank() * rows_per_rank(length, target.device_mesh.size()), length)
         full = full.narrow(dim, start, local.shape[dim])
     local.copy_(full)
-    return target
+    kept: DTensor = target
+    return kept
 
 
 def _storage(tensor: DTensor) -> int:

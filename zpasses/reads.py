@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from zpasses.edits import FaithfulEdits
 from zpasses.errors import ShardingError
 from zpasses.ops import rows_per_rank
 
-__all__ = ["GatheredCopy", "Read", "ShardedModule", "cut", "sharded_class", "shards"]
+__all__ = ["GatheredCopy", "Read", "ShardedModule", "cut", "sharded_class", "shards", "with_plain_inputs"]
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,11 @@ class GatheredCopy(Tensor):
         cls, func: Callable[..., Any], types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        target = kwargs.get("out", args[0] if args and _writes(func) else None)
-        if isinstance(target, GatheredCopy):
+        if torch.compiler.is_compiling():  # the copy is an input of the graph, which is checked for writes as a whole
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        target = _target(func, args, kwargs)
+        if target is not None and not compat.is_tracing():
             raise ShardingError(
                 f"{getattr(func, '__name__', func)} would write to {target._label}, which is sharded: what was read is a gathered "
                 "copy, and the write would be lost. Write to the shards: `with zpasses.shards(model): ...` makes every parameter "
@@ -78,10 +81,13 @@ class GatheredCopy(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             source = next((arg for arg in args if isinstance(arg, GatheredCopy)), None)
-            return result if source is None else _guard_views(result, source)
+            if source is None or func is _BASE or compat.is_tracing():
+                return result
+            return _guard_views(result, source)
 
 
 _HANDLES: tuple[Any, ...] = tuple(getattr(Tensor, name).__get__ for name in ("data", "grad"))
+_BASE: Any = getattr(Tensor, "_base").__get__  # noqa: B009
 _ITEM_WRITES = frozenset({"__setitem__", "__set__", "__delete__"})
 
 
@@ -94,12 +100,36 @@ def _writes(func: Callable[..., Any]) -> bool:
     return name.endswith("_")
 
 
+def _target(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GatheredCopy | None:
+    """The gathered copy that a call would write to."""
+    written = [kwargs.get("out")]
+    if _writes(func):
+        written.append(args[0] if args else next(iter(kwargs.values()), None))  # nn.init hands everything on by keyword
+    flat = [item for value in written for item in (value if isinstance(value, (list, tuple)) else [value])]
+    return next((item for item in flat if isinstance(item, GatheredCopy)), None)
+
+
 def _guard(full: Tensor, label: str) -> Tensor:
     if type(full) is not Tensor:
         return full  # fake, simulated or functional tensors have their own rules
     copy = full.as_subclass(GatheredCopy)
     copy._label = label
     return copy
+
+
+def with_plain_inputs(compiled: Callable[..., Any], example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """`compiled`, called with plain tensors where frames that were not compiled hand gathered copies to it."""
+    positions = [i for i, value in enumerate(example_inputs) if isinstance(value, GatheredCopy)]
+    if not positions:
+        return compiled
+
+    def run(*args: Any) -> Any:
+        values = list(args)
+        for i in positions:
+            values[i] = values[i].as_subclass(Tensor)
+        return compiled(*values)
+
+    return compat.undynamo(run)
 
 
 def _guard_views(result: Any, source: GatheredCopy) -> Any:

@@ -1,0 +1,69 @@
+"""Small models and data of small integers, on which every order of summation gives the same bits."""
+
+import copy
+
+import torch
+from torch import nn
+
+
+def integers(*shape, seed=0, dtype=torch.float32):
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def with_integer_weights(model):
+    with torch.no_grad():
+        for seed, param in enumerate(model.parameters()):
+            param.copy_(integers(*param.shape, seed=seed))
+    return model
+
+
+class Tied(nn.Module):
+    """Word embedding and output head share one weight of 10 rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+class Odd(nn.Module):
+    """Parameters of awkward shapes: 5 and 7 rows, one row, a scalar, no rows, a frozen one, one that forward never reads; a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Parameter(torch.empty(5, 7))
+        self.deep = nn.Parameter(torch.empty(7, 5))
+        self.single = nn.Parameter(torch.empty(1, 5))
+        self.scale = nn.Parameter(torch.empty(()))
+        self.empty = nn.Parameter(torch.empty(0, 5))
+        self.frozen = nn.Parameter(torch.empty(5, 5), requires_grad=False)
+        self.unused = nn.Parameter(torch.empty(3, 3))
+        self.register_buffer("offset", torch.ones(5))
+        with_integer_weights(self)
+
+    def forward(self, x):
+        hidden = (x @ self.wide.t() + self.offset) @ self.frozen
+        return self.scale * (hidden @ self.deep.t() @ self.deep + self.single) + torch.cat([self.empty, self.single]).sum()
+
+
+def reference_gradients(model, batches):
+    """Gradients by name of the mean over `batches` (one a rank) of the summed output of an unsharded copy of `model`."""
+    reference = copy.deepcopy(model)
+    for batch in batches:
+        (reference(batch).sum() / len(batches)).backward()
+    return {name: param.grad for name, param in reference.named_parameters()}
+
+
+def full_gradients(model):
+    return {name: None if param.grad is None else param.grad.full_tensor() for name, param in model.named_parameters()}
+
+
+def assert_same(actual, expected):
+    """Equal names, in order, and bit for bit equal tensors."""
+    assert list(actual) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
