@@ -12,7 +12,6 @@ from zpasses.passes.keep_params import KeepParams
 from zpasses.passes.merge_reads import MergeReads
 from zpasses.passes.reduce_grads import ReduceGrads
 from zpasses.passes.regather import Regather
-
 from zpasses.pipeline import Pipeline
 
 __all__ = ["ZERO1", "ZERO2", "ZERO3"]

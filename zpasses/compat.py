@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -86,6 +87,15 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def flight_record() -> list[dict[str, Any]]:
+    """Every collective that this process's groups ran, oldest first, as they recorded it themselves.
+
+    Nothing is recorded unless TORCH_FR_BUFFER_SIZE, the number of entries to keep, is set before the first group is made.
+    """
+    dump = cast(Any, torch._C._distributed_c10d)._dump_fr_trace_json
+    return cast(list[dict[str, Any]], json.loads(dump(True, False)).get("entries", []))
 
 
 # --- DTensor ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,8 @@
+"""The benchmark: zpasses beside its peers, its overhead per parameter, and its compile time at scale.
+
+    python -m zpasses.tools.bench [train]     peers train the same GPT on the same data
+    python -m zpasses.tools.bench overhead    runtime overhead per parameter
+    python -m zpasses.tools.bench scaling     compile time against the number of layers, on 512 fake ranks
+
+Everything is measured in processes started for that purpose, so that no run inherits another's compile caches, threads or memory.
+"""

@@ -1,0 +1,146 @@
+"""Command line of the benchmark; see `python -m zpasses.tools.bench --help`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+
+import zpasses.tools.bench as bench
+from zpasses.errors import nearest
+from zpasses.tools.bench.launch import RankError
+from zpasses.tools.bench.model import ModelSize
+from zpasses.tools.bench.overhead import OverheadConfig, run_overhead
+from zpasses.tools.bench.peers import PEERS
+from zpasses.tools.bench.report import overhead_table, scaling_table, train_table, write_json
+from zpasses.tools.bench.scaling import ScalingConfig, run_scaling
+from zpasses.tools.bench.train import TrainConfig, run_train
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one suite; returns the process's exit code, 1 when something failed or a peer trained something else."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] not in (*_SUITES, "-h", "--help"):
+        given.insert(0, "train")
+    parser = argparse.ArgumentParser(prog="python -m zpasses.tools.bench", description=bench.__doc__, formatter_class=_FORMAT)
+    suites = parser.add_subparsers(dest="suite", metavar="{" + ",".join(_SUITES) + "}")
+    for name, (add_options, _, summary) in _SUITES.items():
+        suite = suites.add_parser(name, help=summary, description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        add_options(suite)
+        suite.add_argument("--json", metavar="FILE", help="write everything measured to this file")
+        suite.add_argument("--timeout", type=_at_least(1), default=600, metavar="S", help="limit of one run, seconds")
+        suite.set_defaults(parser=suite)
+    options = parser.parse_args(given)
+    try:
+        return _SUITES[options.suite][1](options)
+    except RankError as error:
+        print(f"FAILED: {error}", file=sys.stderr)
+        return 1
+
+
+_FORMAT = argparse.RawDescriptionHelpFormatter
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.lstrip("-").isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return number
+
+
+def _numbers(least: int) -> Callable[[str], tuple[int, ...]]:
+    return lambda text: tuple(_at_least(least)(part) for part in text.split(","))
+
+
+def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    def names(text: str) -> tuple[str, ...]:
+        given = tuple(text.split(","))
+        for name in given:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"nothing is called {name!r}.{nearest(name, known)}")
+        return given
+
+    return names
+
+
+# --- train -------------------------------------------------------------------------------------------------------------------------
+def _train_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--peers", type=_names(list(PEERS)), default=",".join(PEERS), metavar="A,B", help="which to run, in this order")
+    parser.add_argument("--baseline", choices=list(PEERS), default="fsdp2-eager", metavar="PEER", help="ratios and losses are to this one")
+    parser.add_argument("--ranks", type=_at_least(1), default=2, help="processes, one thread each")
+    parser.add_argument("--steps", type=_at_least(1), default=20, help="timed steps of a run")
+    parser.add_argument("--warmup", type=_at_least(1), default=3, help="steps before those")
+    parser.add_argument("--rounds", type=_at_least(1), default=1, help="runs of every peer, interleaved")
+    for item in fields(ModelSize):
+        parser.add_argument(f"--{item.name}", type=_at_least(1), default=item.default, help="of the model")
+
+
+def _train(options: argparse.Namespace) -> int:
+    size = ModelSize(**{item.name: getattr(options, item.name) for item in fields(ModelSize)})
+    wrong = size.check()
+    if wrong:
+        options.parser.error(wrong)
+    names = ("peers", "baseline", "ranks", "steps", "warmup", "rounds")
+    report = run_train(TrainConfig(size, timeout_s=options.timeout, **{name: getattr(options, name) for name in names}))
+    print(train_table(report))
+    if options.json:
+        write_json(options.json, "train", report)
+    return 1 if report.failed else 0
+
+
+# --- overhead ----------------------------------------------------------------------------------------------------------------------
+def _overhead_options(parser: argparse.ArgumentParser) -> None:
+    default = OverheadConfig()
+    parser.add_argument("--params", type=_at_least(1), default=default.params, help="parameters of the model")
+    parser.add_argument("--steps", type=_at_least(1), default=default.steps, help="steps of a block")
+    parser.add_argument("--blocks", type=_at_least(1), default=default.blocks, help="blocks of each, alternating")
+    parser.add_argument(
+        "--codegens", type=_names(default.codegens), default=",".join(default.codegens), metavar="A,B", help="code generators"
+    )
+
+
+def _overhead(options: argparse.Namespace) -> int:
+    config = OverheadConfig(options.params, options.steps, options.blocks, codegens=options.codegens, timeout_s=options.timeout)
+    report = run_overhead(config)
+    print(overhead_table(report))
+    if options.json:
+        write_json(options.json, "overhead", report)
+    return 0
+
+
+# --- scaling -----------------------------------------------------------------------------------------------------------------------
+def _scaling_options(parser: argparse.ArgumentParser) -> None:
+    default = ScalingConfig()
+    parser.add_argument("--layers", type=_numbers(1), default=",".join(map(str, default.layers)), metavar="N,N", help="layer counts")
+    parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=default.stage, help="ZeRO stage")
+    parser.add_argument("--ranks", type=_at_least(1), default=default.ranks, help="fake ranks")
+    for name in ("hidden", "intermediate", "heads", "kv_heads", "vocab", "seq"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=_at_least(1), default=getattr(default, name), help="of the model")
+
+
+def _scaling(options: argparse.Namespace) -> int:
+    if options.hidden % options.heads or options.heads % options.kv_heads:
+        options.parser.error("--hidden must divide by --heads, and --heads by --kv-heads")
+    names = ("layers", "ranks", "hidden", "intermediate", "heads", "kv_heads", "vocab", "seq")
+    config = ScalingConfig(stage=options.zero_stage, timeout_s=options.timeout, **{name: getattr(options, name) for name in names})
+    report = run_scaling(config)
+    print(scaling_table(report))
+    if options.json:
+        write_json(options.json, "scaling", report)
+    return 1 if report.failed else 0
+
+
+_SUITES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]] = {
+    "train": (_train_options, _train, "peers train the same GPT on the same data"),
+    "overhead": (_overhead_options, _overhead, "runtime overhead per parameter and step"),
+    "scaling": (_scaling_options, _scaling, "compile time against the number of layers, on fake ranks"),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Start fresh processes for one measurement and collect what they report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.distributed_c10d import TCPStore
+
+__all__ = ["RankError", "run_ranks"]
+
+_TAIL_LINES = 25
+
+
+class RankError(RuntimeError):
+    """A measurement that failed or took too long; the message ends with what the rank wrote last."""
+
+
+def run_ranks(module: str, job: Mapping[str, Any], *, ranks: int, timeout_s: float, env: Mapping[str, str] | None = None) -> list[Any]:
+    """Run `python -m module JOB RESULT` on `ranks` new processes and return their results, by rank.
+
+    A rank reads its job from the JSON file JOB and writes its result as JSON to RESULT. It finds its peers as under torchrun
+    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and computes on one thread.
+
+    Args:
+        timeout_s: seconds until all are ended.
+        env: more environment variables.
+
+    Raises:
+        RankError: when a rank fails or time is up.
+    """
+    with tempfile.TemporaryDirectory(prefix="zpasses-bench-") as folder, contextlib.ExitStack() as stack:
+        job_file = Path(folder, "job.json")
+        job_file.write_text(json.dumps(dict(job)))
+        # Held here, as torchrun does, so that no port has to be guessed.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        processes, logs, results = [], [], []
+        for rank in range(ranks):
+            results.append(Path(folder, f"result-{rank}.json"))
+            logs.append(stack.enter_context(Path(folder, f"log-{rank}.txt").open("w+")))
+            command = [sys.executable, "-m", module, str(job_file), str(results[-1])]
+            rank_env = {**os.environ, **_environment(rank, ranks, store.port), **(env or {})}
+            processes.append(subprocess.Popen(command, env=rank_env, stdout=logs[-1], stderr=subprocess.STDOUT, cwd=folder))
+        try:
+            failed = _wait(processes, timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        if failed is not None:
+            logs[failed].seek(0)
+            tail = "".join(logs[failed].readlines()[-_TAIL_LINES:])
+            code = processes[failed].returncode
+            reason = f"ended with code {code}" if code not in (-9, None) else f"was ended (time limit {timeout_s:g} s, or out of memory)"
+            raise RankError(f"rank {failed} {reason}. It last wrote:\n{tail}")
+        return [json.loads(path.read_text()) for path in results]
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_FR_BUFFER_SIZE": "100000",
+    }
+
+
+def _wait(processes: Sequence[subprocess.Popen[Any]], timeout_s: float) -> int | None:
+    """Wait for all; returns the first rank that failed or, past the limit, one that still runs."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            if code not in (None, 0):
+                return rank
+        if None not in codes:
+            return None
+        if time.monotonic() > deadline:
+            return codes.index(None)
+        time.sleep(0.05)

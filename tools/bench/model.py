@@ -1,0 +1,107 @@
+"""The model and the data that every peer trains."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["GPT", "Block", "ModelSize", "batches", "build_model"]
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Shape of the GPT and of one rank's batch; the defaults make 20 million parameters."""
+
+    width: int = 512
+    layers: int = 6
+    heads: int = 8
+    vocab: int = 512
+    seq: int = 128
+    """Tokens per sample."""
+    batch: int = 4
+    """Samples per rank and step."""
+
+    def check(self) -> str | None:
+        """What is wrong with these numbers, or None."""
+        if min(self.width, self.layers, self.heads, self.seq, self.batch) < 1:
+            return "--width, --layers, --heads, --seq and --batch must be at least 1"
+        if self.width % self.heads:
+            return f"--width {self.width} does not divide by --heads {self.heads}"
+        if self.vocab < 256:
+            return f"--vocab {self.vocab} is too small: the data are bytes, so at least 256"
+        return None
+
+
+class Block(nn.Module):
+    """Attention and a four times wider MLP, each behind a LayerNorm and beside a residual."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, width = x.shape
+        split = (batch, seq, self.heads, width // self.heads)
+        q, k, v = (part.view(split).transpose(1, 2) for part in self.qkv(self.attention_norm(x)).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).reshape(batch, seq, width))
+        y: Tensor = x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return y
+
+
+class GPT(nn.Module):
+    """A byte-level GPT that returns its loss."""
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(size.vocab, size.width)
+        self.positions = nn.Embedding(size.seq, size.width)
+        self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocab, bias=False)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy, a scalar; `inputs` and `targets` are [batch, seq] of token ids."""
+        x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def build_model(size: ModelSize) -> GPT:
+    """The same weights in every process."""
+    torch.manual_seed(0)
+    model = GPT(size)
+    for name, param in model.named_parameters():
+        if param.dim() > 1:
+            nn.init.normal_(param, std=0.02 / (2 * size.layers) ** 0.5 if name.endswith(("project.weight", "down.weight")) else 0.02)
+    return model
+
+
+@functools.cache
+def _text() -> Tensor:
+    from pydoc_data import topics  # real English that comes with Python
+
+    return torch.frombuffer(bytearray("\n".join(topics.topics.values()).encode()), dtype=torch.uint8)
+
+
+def batches(size: ModelSize, count: int, rank: int) -> list[tuple[Tensor, Tensor]]:
+    """`count` batches of one rank, each (inputs, targets) of [batch, seq]; the same in every process with that rank."""
+    text = _text()
+    draw = torch.Generator().manual_seed(1 + rank)
+    made = []
+    for _ in range(count):
+        starts = torch.randint(len(text) - size.seq - 1, (size.batch,), generator=draw).tolist()
+        rows = torch.stack([text[start : start + size.seq + 1] for start in starts]).long()
+        made.append((rows[:, :-1].contiguous(), rows[:, 1:].contiguous()))
+    return made

@@ -1,0 +1,171 @@
+"""The peers: ways to train the same model data-parallel.
+
+Each builds a `Trainer` on every rank, out of the same unsharded model. Nothing else differs between them: the same optimizer, data and
+measurements.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zpasses.tools.bench.model import GPT
+
+__all__ = ["PEERS", "Peer", "Trainer"]
+
+LEARNING_RATE = 3e-4
+
+
+class Trainer:
+    """A model that is ready to train, and its optimizer."""
+
+    def __init__(self, model: nn.Module, step: Callable[..., Tensor]) -> None:
+        self.model, self._forward = model, step
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
+
+    def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Forward and backward; the loss of this rank's batch."""
+        loss = self._forward(inputs, targets)
+        loss.backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def gradient_norm(self) -> float | None:
+        """Norm of the averaged gradient of the whole model, between `backward` and `update`; None where the peer hides it."""
+        norm: Any = nn.utils.get_total_norm([param.grad for param in self.model.parameters() if param.grad is not None])
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One way to train."""
+
+    name: str
+    summary: str
+    build: Callable[[GPT, DeviceMesh], Trainer]
+    needs: str | None = None
+    """A module that must be importable."""
+    install: str = ""
+    """How to install that module."""
+    ranks: int | None = None
+    """How many processes train; None: as many as asked for."""
+    reduces: bool = True
+    """Whether gradients are averaged, so that its losses must equal the others'."""
+
+    def missing(self) -> str | None:
+        """Why it cannot run here, or None."""
+        if self.needs is None:
+            return None
+        if importlib.util.find_spec(self.needs.partition(".")[0]) is None:
+            return f"not installed: {self.install}"
+        # Tried in a process of its own: some of these packages change torch when they are imported.
+        tried = subprocess.run([sys.executable, "-c", f"import {self.needs}"], capture_output=True, text=True, check=False)
+        return f"does not import: {tried.stderr.strip().splitlines()[-1]}" if tried.returncode else None
+
+
+def _compute(model: GPT, mesh: DeviceMesh) -> Trainer:
+    return Trainer(model, torch.compile(model))
+
+
+def _ddp(model: GPT, mesh: DeviceMesh) -> Trainer:
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), gradient_as_bucket_view=True)
+    return Trainer(wrapped, torch.compile(wrapped))
+
+
+def _fsdp2(compiled: bool) -> Callable[[GPT, DeviceMesh], Trainer]:
+    def build(model: GPT, mesh: DeviceMesh) -> Trainer:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model.blocks:
+            if compiled:
+                block.compile(fullgraph=True)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return Trainer(model, model)
+
+    return build
+
+
+def _zpasses(stage: int) -> Callable[[GPT, DeviceMesh], Trainer]:
+    def build(model: GPT, mesh: DeviceMesh) -> Trainer:
+        import zpasses
+
+        zpasses.shard(model, mesh=mesh)
+        return Trainer(model, torch.compile(model, backend="zpasses", options={"zero_stage": stage}))
+
+    return build
+
+
+def _simple_fsdp(model: GPT, mesh: DeviceMesh) -> Trainer:
+    from torchtitan.experiments.graph_trainer.simple_fsdp import data_parallel
+
+    sharded = data_parallel(model, mesh, mode="fully_shard")
+    return Trainer(sharded, torch.compile(sharded))
+
+
+class _DeepSpeedTrainer(Trainer):
+    """DeepSpeed owns backward, the update and the gradients."""
+
+    def __init__(self, model: GPT, stage: int) -> None:
+        import deepspeed
+
+        config = {
+            "train_micro_batch_size_per_gpu": 1,  # only bookkeeping: the batches are ours
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
+        self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+
+    def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self._engine(inputs, targets)
+        self._engine.backward(loss)
+        return loss.detach()
+
+    def update(self) -> None:
+        self._engine.step()
+
+    def gradient_norm(self) -> float | None:
+        return None
+
+
+def _deepspeed(stage: int) -> Callable[[GPT, DeviceMesh], Trainer]:
+    return lambda model, mesh: _DeepSpeedTrainer(model, stage)
+
+
+_DEEPSPEED = "DS_BUILD_OPS=0 pip install --no-build-isolation 'deepspeed>=0.19'"
+
+PEERS: dict[str, Peer] = {
+    peer.name: peer
+    for peer in (
+        Peer("compute", "one process, compiled, no communication", _compute, ranks=1, reduces=False),
+        Peer("compute-all", "as many such processes as ranks, at the same time", _compute, reduces=False),
+        Peer("ddp", "DistributedDataParallel, compiled", _ddp),
+        Peer("fsdp2-eager", "fully_shard per block and root", _fsdp2(compiled=False)),
+        Peer("fsdp2-compiled", "the same, blocks compiled", _fsdp2(compiled=True)),
+        Peer("zpasses-1", "zpasses, ZeRO stage 1", _zpasses(1)),
+        Peer("zpasses-2", "zpasses, ZeRO stage 2", _zpasses(2)),
+        Peer("zpasses-3", "zpasses, ZeRO stage 3", _zpasses(3)),
+        *(Peer(f"deepspeed-{n}", f"DeepSpeed, ZeRO stage {n}, eager", _deepspeed(n), "deepspeed", _DEEPSPEED) for n in (1, 2, 3)),
+        Peer(
+            "simple-fsdp",
+            "torchtitan's SimpleFSDP, compiled",
+            _simple_fsdp,
+            "torchtitan.experiments.graph_trainer.simple_fsdp",
+            "pip install 'torchtitan>=0.3'",
+        ),
+    )
+}
+"""Every peer by name, in the order in which they run."""

@@ -1,0 +1,116 @@
+"""Tables and JSON of what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+import zpasses
+from zpasses.tools.bench.overhead import OverheadReport
+from zpasses.tools.bench.scaling import ScalingReport
+from zpasses.tools.bench.train import PeerResult, TrainReport
+
+__all__ = ["overhead_table", "scaling_table", "train_table", "write_json"]
+
+_MIB = float(1 << 20)
+
+
+def write_json(path: str, suite: str, report: TrainReport | OverheadReport | ScalingReport) -> None:
+    """Everything measured, with the versions it was measured on."""
+    about = {"torch": torch.__version__, "zpasses": zpasses.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
+    Path(path).write_text(json.dumps({"suite": suite, "versions": about, **dataclasses.asdict(report)}, indent=2) + "\n")
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    return tabulate(rows, headers="keys", floatfmt=".1f", missingval="-", disable_numparse=False)
+
+
+# --- train -------------------------------------------------------------------------------------------------------------------------
+def train_table(report: TrainReport) -> str:
+    """One line a peer, then the bounds and what did not run."""
+    rows = [_train_row(result, report.config.baseline) for result in report.peers]
+    lines = [tabulate(rows, headers="keys", missingval="-", disable_numparse=True, stralign="right") if rows else "No peer ran."]
+    lines += ["", *_bounds(report)]
+    lines += [f"skipped {name}: {reason}" for name, reason in report.skipped.items()]
+    lines += [f"FAILED {name}: {reason}" for name, reason in report.failed.items()]
+    return "\n".join(lines)
+
+
+def _train_row(result: PeerResult, baseline: str) -> dict[str, str]:
+    return {
+        "peer": result.peer,
+        "step ms": f"{result.step_s * 1e3:.1f}",
+        f"/ {baseline}": "-" if result.ratio is None else f"{result.ratio:.2f}",
+        "comm ms": "-" if result.communication_s is None else f"{result.communication_s * 1e3:.1f}",
+        "waste ms": "-" if result.waste_s is None else f"{result.waste_s * 1e3:.1f}",
+        "peak MiB": f"{result.peak_bytes / _MIB:.1f}",
+        "rest MiB": f"{result.resting_bytes / _MIB:.1f}",
+        "collectives": f"{sum(result.collectives.values()):g}",
+        "sent MiB": f"{sum(result.sent_bytes.values()) / _MIB:.1f}",
+        "compile s": f"{result.compile_s:.1f}",
+        "passes s": f"{result.passes_s:.2f}",
+        "checks s": f"{result.checks_s:.2f}",
+        "share": f"{result.passes_share:.1%}",
+        "loss": f"{result.losses[-1]:.4f}",
+    }
+
+
+def _bounds(report: TrainReport) -> list[str]:
+    lines = []
+    if report.compute_s is not None:
+        lines.append(f"compute without communication: {report.compute_s * 1e3:.1f} ms")
+    if report.bounds:
+        times = ", ".join(f"{kind.replace('_', '-')} {time_s * 1e3:.1f} ms" for kind, time_s in report.bounds["time_s"].items())
+        lines.append(f"bare collectives over the {report.bounds['bytes'] / 1e6:.1f} MB of all parameters: {times}")
+        lines.append("comm ms: the bytes sent, at those speeds. waste ms: step - compute - comm; below 0 where they overlap.")
+    return lines
+
+
+# --- overhead ----------------------------------------------------------------------------------------------------------------------
+def overhead_table(report: OverheadReport) -> str:
+    """Microseconds per parameter and step, ours beside torch.compile on the plain model."""
+    rows = [
+        {
+            "codegen": result.codegen,
+            "zero stage": result.stage,
+            "plain us/step": result.plain_us,
+            "zpasses us/step": result.step_us,
+            "overhead us/param": f"{result.overhead_us:.2f}",
+            **{f"{name} us/param": f"{value:.2f}" for name, value in result.parts_us.items()},
+        }
+        for result in report.results
+    ]
+    return f"{report.params} parameters, one rank, forward and backward\n" + _table(rows)
+
+
+# --- scaling -----------------------------------------------------------------------------------------------------------------------
+def scaling_table(report: ScalingReport) -> str:
+    """One line a layer count; times in seconds."""
+    rows = [
+        {
+            "layers": point.layers,
+            "build": f"{point.build_s:.2f}",
+            "shard": f"{point.shard_s:.2f}",
+            "Dynamo": f"{point.dynamo_s:.2f}",
+            "joint trace": f"{point.trace_s:.2f}",
+            "partition": f"{point.partition_s:.2f}",
+            "our passes": f"{point.passes_s:.2f}",
+            "our checks": f"{point.checks_s:.2f}",
+            "total": f"{point.total_s:.2f}",
+            "ours": f"{point.share:.1%}",
+            "ours ms/layer": f"{(point.passes_s + point.checks_s) / point.layers * 1e3:.0f}",
+            "joint nodes": point.joint_nodes,
+            "peak RSS MiB": f"{point.peak_rss_bytes / _MIB:.0f}",
+        }
+        for point in report.points
+    ]
+    lines = [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
+    lines += [f"FAILED {layers} layers: {reason}" for layers, reason in report.failed.items()]
+    return "\n".join(lines)

@@ -1,0 +1,168 @@
+"""The suite "scaling": capture, trace, passes and partition of a Llama-3-70B-wide model against its number of layers.
+
+Everything happens on fake tensors and fake ranks: nothing is allocated, computed or communicated.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from tqdm import tqdm
+
+from zpasses.tools.bench.launch import RankError, run_ranks
+
+__all__ = ["ScalingConfig", "ScalingPoint", "ScalingReport", "run_scaling"]
+
+_WORKER = "zpasses.tools.bench.scaling"
+
+
+@dataclass(frozen=True)
+class ScalingConfig:
+    """The model's width is that of Llama 3 70B."""
+
+    layers: tuple[int, ...] = (2, 8, 32, 80)
+    stage: int = 3
+    ranks: int = 512
+    """Size of the fake process group."""
+    hidden: int = 8192
+    intermediate: int = 28672
+    heads: int = 64
+    kv_heads: int = 8
+    vocab: int = 128256
+    seq: int = 128
+    timeout_s: float = 600.0
+    """Limit for one layer count."""
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """One layer count; seconds and bytes."""
+
+    layers: int
+    build_s: float
+    shard_s: float
+    dynamo_s: float
+    """Dynamo, and our capture of its graph."""
+    trace_s: float
+    """AOTAutograd's trace of forward and backward."""
+    partition_s: float
+    passes_s: float
+    """zpasses' own passes, at all levels."""
+    checks_s: float
+    """The checks after them."""
+    total_s: float
+    """Dynamo, trace, partition, passes and checks."""
+    share: float
+    """Passes and checks over the total."""
+    joint_nodes: int
+    peak_rss_bytes: int
+
+
+@dataclass
+class ScalingReport:
+    config: ScalingConfig
+    points: list[ScalingPoint] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
+    """Number of layers -> the end of the log."""
+
+
+def run_scaling(config: ScalingConfig) -> ScalingReport:
+    """Measure each layer count in a fresh process."""
+    report = ScalingReport(config)
+    for layers in tqdm(config.layers):
+        job = {**asdict(config), "layers": layers}
+        try:
+            (result,) = run_ranks(_WORKER, job, ranks=1, timeout_s=config.timeout_s)
+            report.points.append(ScalingPoint(**result))
+        except RankError as error:
+            report.failed[layers] = str(error)
+    return report
+
+
+# --- in the process that measures --------------------------------------------------------------------------------------------------
+def measure(job: dict[str, Any]) -> ScalingPoint:
+    """One layer count, in this process."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import zpasses
+    from zpasses import compat
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job["ranks"])
+    mesh = init_device_mesh("cpu", (job["ranks"],))
+    config = LlamaConfig(
+        hidden_size=job["hidden"],
+        intermediate_size=job["intermediate"],
+        num_attention_heads=job["heads"],
+        num_key_value_heads=job["kv_heads"],
+        vocab_size=job["vocab"],
+        num_hidden_layers=job["layers"],
+        use_cache=False,
+    )
+    with compat.FakeTensorMode(allow_non_fake_inputs=True):
+        started = time.perf_counter()
+        model = LlamaForCausalLM(config)
+        built = time.perf_counter()
+        zpasses.shard(model, mesh=mesh)
+        sharded = time.perf_counter()
+        compiled = torch.compile(model, backend="zpasses", options={"zero_stage": job["stage"], "codegen": "eager"}, fullgraph=True)
+        tokens = torch.zeros(1, job["seq"], dtype=torch.long)
+        clock = _Clock()
+        with clock.running():
+            loss = compiled(input_ids=tokens, labels=tokens).loss
+            loss.backward()  # compiles the backward graph
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    ours_s = clock.passes_s + clock.checks_s
+    total_s = sum(clock.spent_s.values()) + ours_s
+    return ScalingPoint(
+        layers=job["layers"],
+        build_s=built - started,
+        shard_s=sharded - built,
+        dynamo_s=clock.spent_s["captured"],
+        trace_s=clock.spent_s["joint"],
+        partition_s=clock.spent_s["forward"],
+        passes_s=clock.passes_s,
+        checks_s=clock.checks_s,
+        total_s=total_s,
+        share=ours_s / total_s,
+        joint_nodes=clock.joint_nodes,
+        peak_rss_bytes=usage * (1 if sys.platform == "darwin" else 1024),
+    )
+
+
+class _Clock:
+    """What passes between the graphs that the backend reports, without the time of its passes."""
+
+    def __init__(self) -> None:
+        self.spent_s: dict[str, float] = {}
+        self.passes_s = self.checks_s = 0.0
+        self.joint_nodes = 0
+
+    def running(self) -> Any:
+        from zpasses.backend import observe_graphs
+
+        self._last = time.perf_counter()
+        return observe_graphs(self._see)
+
+    def _see(self, graph: Any) -> None:
+        passes = sum(record.time_us for record in graph.records) / 1e6
+        checks = sum(record.check_us for record in graph.records) / 1e6
+        if graph.kind != "backward":  # compiled after the forward ran, on fakes, which is no part of a compile
+            self.spent_s[graph.kind] = time.perf_counter() - self._last - passes - checks
+        self.passes_s, self.checks_s = self.passes_s + passes, self.checks_s + checks
+        if graph.kind == "joint":
+            self.joint_nodes = len(graph.graph.nodes)
+        self._last = time.perf_counter()
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(asdict(measure(json.loads(Path(sys.argv[1]).read_text())))))

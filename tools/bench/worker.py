@@ -1,0 +1,124 @@
+"""One rank of one training measurement: `python -m zpasses.tools.bench.worker JOB RESULT`, started by `launch.run_ranks`.
+
+A job says what to do: "time" trains and takes times, losses and collectives; "memory" trains two steps and follows every allocation
+of a third; "bounds" times bare collectives over the bytes of all parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zpasses.tools.bench.measure import MemoryProfile, observe_work, sent_bytes, traffic
+from zpasses.tools.bench.model import ModelSize, batches, build_model
+from zpasses.tools.bench.peers import PEERS, Trainer
+
+_MEMORY_WARMUP = 2
+_BOUND_REPEATS = 5
+
+
+def main(job_file: str, result_file: str) -> None:
+    job = json.loads(Path(job_file).read_text())
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    result = _JOBS[job["kind"]](job, ModelSize(**job["size"]), mesh)
+    dist.barrier()
+    Path(result_file).write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def _time(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str, Any]:
+    """Seconds of every step, the losses, and what communicated in the timed steps."""
+    warmup, steps = job["warmup"], job["steps"]
+    data = batches(size, warmup + steps, dist.get_rank())
+    losses: list[Tensor] = []
+    times = []
+    with observe_work() as work:
+        trainer = PEERS[job["peer"]].build(build_model(size), mesh)
+        for number, batch in enumerate(data):
+            if number == warmup:
+                before = traffic()
+            started = time.perf_counter()
+            losses.append(trainer.backward(*batch))
+            trainer.update()
+            times.append(time.perf_counter() - started)
+    communicated = traffic().per_step(before, steps)
+    step_s = statistics.median(times[warmup:])
+    return {
+        "step_s": step_s,
+        "times_s": times[warmup:],
+        "compile_s": sum(max(each - step_s, 0.0) for each in times[:warmup]),
+        "passes_s": work.passes_s,
+        "checks_s": work.checks_s,
+        "losses": [float(loss) for loss in losses],
+        "collectives": communicated.counts,
+        "sent_bytes": communicated.sent_bytes,
+    }
+
+
+def _memory(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str, Any]:
+    """Bytes held between steps and the most that a step adds, and the norm of its gradient."""
+    data = batches(size, _MEMORY_WARMUP + 1, dist.get_rank())
+    memory = MemoryProfile()
+    with memory:
+        trainer = PEERS[job["peer"]].build(build_model(size), mesh)
+        for batch in data[:-1]:
+            trainer.backward(*batch)
+            norm = trainer.gradient_norm()
+            trainer.update()
+        with memory.mark():
+            _whole_step(trainer, data[-1])
+    resting, peak = memory.read()
+    return {"resting_bytes": resting, "peak_bytes": peak, "gradient_norm": norm}
+
+
+def _whole_step(trainer: Trainer, batch: tuple[Tensor, Tensor]) -> None:
+    trainer.backward(*batch)
+    trainer.update()
+
+
+def _bounds(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str, Any]:
+    """Median seconds of one collective over the bytes of all parameters, and what a rank sends for it."""
+    ranks = dist.get_world_size()
+    rows = -(-sum(param.numel() for param in build_model(size).parameters()) // ranks)
+    full, part = torch.zeros(rows * ranks), torch.zeros(rows)
+    group, functional = mesh.get_group().group_name, torch.ops._c10d_functional
+    started: dict[str, Callable[[], Tensor]] = {
+        "all_gather": lambda: functional.all_gather_into_tensor(part, ranks, group),
+        "reduce_scatter": lambda: functional.reduce_scatter_tensor(full, "avg", ranks, group),
+        "all_reduce": lambda: functional.all_reduce(full, "avg", group),
+    }
+    nbytes = full.numel() * full.element_size()
+    given = {"all_gather": nbytes // ranks, "reduce_scatter": nbytes, "all_reduce": nbytes}
+    return {
+        "bytes": nbytes,
+        "time_s": {kind: _median_s(start) for kind, start in started.items()},
+        "sent_bytes": {kind: sent_bytes(kind, given[kind]) for kind in started},
+    }
+
+
+def _median_s(start: Callable[[], Tensor]) -> float:
+    times = []
+    for _ in range(_BOUND_REPEATS + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        torch.ops._c10d_functional.wait_tensor(start())
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+_JOBS = {"time": _time, "memory": _memory, "bounds": _bounds}
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
