@@ -91,13 +91,12 @@ def run_scaling(config: ScalingConfig) -> ScalingReport:
 # --- in the process that measures --------------------------------------------------------------------------------------------------
 def measure(job: dict[str, Any]) -> ScalingPoint:
     """One layer count, in this process."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import zpasses
     from zpasses import compat
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job["ranks"])
+    dist.init_process_group("fake", store=compat.fake_store(), rank=0, world_size=job["ranks"])
     mesh = init_device_mesh("cpu", (job["ranks"],))
     config = LlamaConfig(
         hidden_size=job["hidden"],
