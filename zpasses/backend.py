@@ -185,6 +185,9 @@ class _Partitioner(compat.CustomPartitionerFn):
     def __deepcopy__(self, memo: dict[int, Any]) -> _Partitioner:
         return self  # Inductor copies its configuration, of which this is a part
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self._uuid,)  # and pickles it for the key of its cache
+
 
 def _eager(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
     """Run the graph node by node, freeing inputs at their last use."""

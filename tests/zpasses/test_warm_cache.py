@@ -1,0 +1,69 @@
+"""Compile caches on disk: a program that runs again in new processes, also with other options, never gets wrong code."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn as nn
+
+import zpasses
+from tests.ranks import run_in_fresh_ranks, world_mesh
+
+pytestmark = [pytest.mark.processes, pytest.mark.inductor]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def forward(self, x):
+        return (self.down(torch.tanh(self.up(x))) - x).square().mean()
+
+
+def _train(options):
+    """Losses, what the process group ran in one step, and hits of the cache."""
+    from torch._dynamo.utils import counters
+
+    torch.manual_seed(0)
+    model = zpasses.shard(Net(), mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for _ in range(3):
+        with torch.profiler.profile() as profile:
+            loss = step(torch.linspace(-1, 1, 24).reshape(4, 6))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    ran = Counter(event.name.partition("::")[2] for event in profile.events() if event.name.startswith("_c10d_functional::"))
+    del ran["wait_tensor"]
+    return losses, dict(ran), counters["inductor"]["fxgraph_cache_hit"]
+
+
+def run(options, cache):
+    outcomes = run_in_fresh_ranks(_train, options, env={"TORCHINDUCTOR_CACHE_DIR": str(cache)}, timeout=200)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    return outcomes[0].result
+
+
+def test_warm_caches_give_the_code_of_the_options_at_hand(tmp_path):
+    losses, ran, hits = run({"zero_stage": 3}, tmp_path)
+    assert hits == 0
+    assert ran == {"all_gather_into_tensor": 5, "all_reduce_": 4}  # the weight of `down` again in backward
+
+    again, ran_again, hits = run({"zero_stage": 3}, tmp_path)
+    assert hits == 2, "the second run must come from the cache, or this test shows nothing"
+    assert (again, ran_again) == (losses, ran)
+
+    for options, expected in [
+        ({"zero_stage": 2}, {"all_gather_into_tensor": 4, "all_reduce_": 4}),
+        (
+            {"pipeline": "gather-params,reduce-grads{form=reduce_scatter},regather"},
+            {"all_gather_into_tensor": 5, "reduce_scatter_tensor": 4},
+        ),
+    ]:
+        other, ran, _ = run(options, tmp_path)
+        assert other == pytest.approx(losses, rel=1e-5)
+        assert ran == expected
