@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from zpasses.ops import rows_per_rank
-from zpasses.testing import assert_equal_bits, copy_graph, fake_world, random_inputs, trace_joint
+from zpasses.testing import assert_equal_bits, copy_graph, fake_world, random_inputs, simulate, trace_joint
 
 WORLDS = (1, 2, 3, 4, 7)
 
@@ -45,7 +45,10 @@ def joint(params, rank, world_size, *, interleaved=False):
     inputs, shards = [], {}
     for i, param in enumerate(params):
         shards[2 * i] = f"p{i}"
-        inputs += [param.shard(rank, world_size), torch.zeros(param.shape, dtype=param.param_dtype or param.dtype, requires_grad=param.frozen)]
+        inputs += [
+            param.shard(rank, world_size),
+            torch.zeros(param.shape, dtype=param.param_dtype or param.dtype, requires_grad=param.frozen),
+        ]
 
     def fn(*values):
         order = [(i, turn) for i, param in enumerate(params) for turn in range(param.reads)]
@@ -53,7 +56,8 @@ def joint(params, rank, world_size, *, interleaved=False):
             order.sort(key=lambda pair: pair[1])
         outputs = []
         for i, turn in order:
-            outputs.append(params[i].read(values[2 * i]) * values[2 * i + 1] * (turn + 1))
+            output = params[i].read(values[2 * i]) * values[2 * i + 1]
+            outputs.append(output * (turn + 1) if turn else output)
         return tuple(outputs)
 
     return trace_joint(fn, inputs, shards)
@@ -84,13 +88,16 @@ def assert_same_on_all_ranks(world_size, params, *passes, interleaved=False):
 
 def expect_listing(actual, expected):
     """Compare with an inline listing; EXPECTTEST_ACCEPT=1 rewrites it."""
-    expecttest.assert_expected_inline(f"\n{actual}\n", expected, skip=1)
+    expecttest.assert_expected_inline(actual + "\n", expected, skip=1)
 
 
 def param_lists(max_size=4, **fixed):
     """Draws lists of parameters of odd shapes: scalars, no rows, fewer rows than ranks, up to three dimensions."""
     shape = st.one_of(
-        st.just(()), st.tuples(st.integers(0, 9)), st.tuples(st.integers(0, 9), st.integers(0, 3)), st.tuples(st.integers(1, 5), st.just(2), st.just(2))
+        st.just(()),
+        st.tuples(st.integers(0, 9)),
+        st.tuples(st.integers(0, 9), st.integers(0, 3)),
+        st.tuples(st.integers(1, 5), st.just(2), st.just(2)),
     )
     options = {
         "param_dtype": st.sampled_from([None, torch.bfloat16, torch.float64]),
@@ -100,3 +107,37 @@ def param_lists(max_size=4, **fixed):
         **{name: st.just(value) for name, value in fixed.items()},
     }
     return st.lists(st.builds(Param, shape, **options), min_size=1, max_size=max_size)
+
+
+def saved_for_backward(capture):
+    """Nodes of a forward graph that backward is given."""
+    returned = capture.after.forward.graph.output_node().args[0]
+    return list(returned[_number_of_outputs(capture.before.joint) :])
+
+
+def _number_of_outputs(joint_graph):
+    primals = [node for node in joint_graph.graph.nodes if node.op == "placeholder" and "tangents" not in node.name]
+    return len(joint_graph.graph.output_node().args[0]) - len(primals)
+
+
+def simulate_step(captures, inputs):
+    """Run forward and backward graphs of all ranks on inputs of the joint graph; outputs as the joint graph returns them."""
+    user = _number_of_outputs(captures[0].before.joint)
+    tangents = sum("tangents" in node.name for node in captures[0].before.joint.graph.nodes if node.op == "placeholder")
+    forward = simulate([each.after.forward for each in captures], [values[: len(values) - tangents] for values in inputs])
+    given = [[*run.outputs[user:], *values[len(values) - tangents :]] for run, values in zip(forward, inputs, strict=True)]
+    backward = simulate([each.after.backward for each in captures], given)
+    return [(*f.outputs[:user], *b.outputs) for f, b in zip(forward, backward, strict=True)], forward, backward
+
+
+def assert_step_equals_reference(captures, seed=0):
+    """The partitioned, rewritten graphs compute what the unlowered joint graphs do, bit for bit."""
+    reference = [each.before.joint for each in captures]
+    inputs = random_inputs(reference, seed=seed)
+    expected = simulate(reference, inputs)
+    actual, forward, backward = simulate_step(captures, inputs)
+    for ours, theirs in zip(actual, expected, strict=True):
+        for got, wanted in zip(ours, theirs.outputs, strict=True):
+            assert (got is None) == (wanted is None)
+            assert got is None or torch.equal(got, wanted)
+    return forward, backward

@@ -25,21 +25,22 @@ def lowered(world_size, rank, *params):
 
 def test_unshard_becomes_cast_padding_gather_wait_and_slice():
     (*_, before), (*_, after) = before_and_after(3, [Param((7, 2), param_dtype=BF16)], GatherParams())
-    expect_listing(listing(before), """\
-
+    expect_listing(
+        listing(before),
+        """\
 primals_1: f32[1, 2]                                            # shard: p0
 primals_2: bf16[7, 2]
 tangents_1: bf16[7, 2]
 unshard = zpasses.unshard(primals_1, 7, bf16, None, '0')        # bf16[7, 2]; gather: p0
 mul = mul(unshard, primals_2)                                   # bf16[7, 2]
-mul_1 = mul(mul, 1)                                             # bf16[7, 2]
-mul_2 = mul(tangents_1, 1)                                      # bf16[7, 2]
-mul_3 = mul(mul_2, primals_2)                                   # bf16[7, 2]
-reduce_grad = zpasses.reduce_grad(mul_3, 7, 1, f32, None, '0')  # f32[1, 2]; reduce: p0
-return [mul_1, reduce_grad, None]
-""")
-    expect_listing(listing(after), """\
-
+mul_1 = mul(tangents_1, primals_2)                              # bf16[7, 2]
+reduce_grad = zpasses.reduce_grad(mul_1, 7, 1, f32, None, '0')  # f32[1, 2]; reduce: p0
+return [mul, reduce_grad, None]
+""",
+    )
+    expect_listing(
+        listing(after),
+        """\
 primals_1: f32[1, 2]                                                                      # shard: p0
 primals_2: bf16[7, 2]
 tangents_1: bf16[7, 2]
@@ -49,19 +50,18 @@ all_gather_into_tensor_default = all_gather_into_tensor(constant_pad_nd_default,
 wait_tensor_default = wait_tensor(all_gather_into_tensor_default)                         # bf16[9, 2]; gathered: p0
 slice_tensor = slice(wait_tensor_default, 0, 0, 7)                                        # bf16[7, 2]; full: p0
 mul = mul(slice_tensor, primals_2)                                                        # bf16[7, 2]
-mul_1 = mul(mul, 1)                                                                       # bf16[7, 2]
-mul_2 = mul(tangents_1, 1)                                                                # bf16[7, 2]
-mul_3 = mul(mul_2, primals_2)                                                             # bf16[7, 2]
-reduce_grad = zpasses.reduce_grad(mul_3, 7, 1, f32, None, '0')                            # f32[1, 2]; reduce: p0
-return [mul_1, reduce_grad, None]
-""")
+mul_1 = mul(tangents_1, primals_2)                                                        # bf16[7, 2]
+reduce_grad = zpasses.reduce_grad(mul_1, 7, 1, f32, None, '0')                            # f32[1, 2]; reduce: p0
+return [mul, reduce_grad, None]
+""",
+    )
 
 
 def test_rows_that_divide_are_gathered_with_no_copy_in_and_none_out():
     gm = lowered(2, 1, Param((4, 2)))
     gather, wait = (node for node in gm.graph.nodes if "all_gather" in node.name or "wait" in node.name)
     assert gather.args[0].op == "placeholder"
-    assert list(wait.users)[0].target is torch.ops.aten.mul.Tensor
+    assert next(iter(wait.users)).target is torch.ops.aten.mul.Tensor
     assert "constant_pad_nd" not in ops(gm)
     assert "slice" not in ops(gm)
 
@@ -81,7 +81,9 @@ def test_padded_gather_is_sliced_to_true_rows_on_every_rank():
 def test_cast_comes_before_the_gather_so_that_half_the_bytes_move():
     ((_, plain),) = [each for each in collectives(lowered(2, 0, Param((4, 2), frozen=True)).graph) if each[1].op.startswith("all_gather")]
     ((_, cast),) = [
-        each for each in collectives(lowered(2, 0, Param((4, 2), param_dtype=BF16, frozen=True)).graph) if each[1].op.startswith("all_gather")
+        each
+        for each in collectives(lowered(2, 0, Param((4, 2), param_dtype=BF16, frozen=True)).graph)
+        if each[1].op.startswith("all_gather")
     ]
     assert (plain.nbytes, cast.nbytes) == (16, 8)
     assert cast.dtypes == ("bfloat16",)
@@ -140,8 +142,6 @@ def test_graph_without_parameters_is_left_alone():
 def test_each_group_gathers_over_its_own_ranks():
     with fake_world(4, 1):
         torch.distributed.new_group([1, 3])
-        gm = joint([Param((4, 2))], 1, 4)
-        (read,) = (node for node in gm.graph.nodes if node.target is torch.ops.zpasses.unshard.default)
         names = {each.size(): each.group_name for each in torch.distributed.distributed_c10d._world.pg_map}
 
         def two_groups(a, b):

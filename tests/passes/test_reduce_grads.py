@@ -30,57 +30,57 @@ def targets(gm):
 
 def test_reduce_grad_becomes_cast_padding_reduce_scatter_wait_and_slice():
     (*_, before), (*_, after) = before_and_after(3, [Param((7, 2), reduce_dtype=torch.float64)], ReduceGrads("reduce_scatter"))
-    expect_listing(listing(before), """\
-
+    expect_listing(
+        listing(before),
+        """\
 primals_1: f32[1, 2]                                           # shard: p0
 primals_2: f32[7, 2]
 tangents_1: f32[7, 2]
 unshard = zpasses.unshard(primals_1, 7, None, f64, '0')        # f32[7, 2]; gather: p0
 mul = mul(unshard, primals_2)                                  # f32[7, 2]
-mul_1 = mul(mul, 1)                                            # f32[7, 2]
-mul_2 = mul(tangents_1, 1)                                     # f32[7, 2]
-mul_3 = mul(mul_2, primals_2)                                  # f32[7, 2]
-reduce_grad = zpasses.reduce_grad(mul_3, 7, 1, f32, f64, '0')  # f32[1, 2]; reduce: p0
-return [mul_1, reduce_grad, None]
-""")
-    expect_listing(listing(after), """\
-
+mul_1 = mul(tangents_1, primals_2)                             # f32[7, 2]
+reduce_grad = zpasses.reduce_grad(mul_1, 7, 1, f32, f64, '0')  # f32[1, 2]; reduce: p0
+return [mul, reduce_grad, None]
+""",
+    )
+    expect_listing(
+        listing(after),
+        """\
 primals_1: f32[1, 2]                                                                           # shard: p0
 primals_2: f32[7, 2]
 tangents_1: f32[7, 2]
 unshard = zpasses.unshard(primals_1, 7, None, f64, '0')                                        # f32[7, 2]; gather: p0
 mul = mul(unshard, primals_2)                                                                  # f32[7, 2]
-mul_1 = mul(mul, 1)                                                                            # f32[7, 2]
-mul_2 = mul(tangents_1, 1)                                                                     # f32[7, 2]
-mul_3 = mul(mul_2, primals_2)                                                                  # f32[7, 2]
-_to_copy_default = _to_copy(mul_3, dtype=f64)                                                  # f64[7, 2]; reduce_input: p0
+mul_1 = mul(tangents_1, primals_2)                                                             # f32[7, 2]
+_to_copy_default = _to_copy(mul_1, dtype=f64)                                                  # f64[7, 2]; reduce_input: p0
 constant_pad_nd_default = constant_pad_nd(_to_copy_default, [0, 0, 0, 2], 0.0)                 # f64[9, 2]; reduce_input: p0
 reduce_scatter_tensor_default = reduce_scatter_tensor(constant_pad_nd_default, 'avg', 3, '0')  # f64[3, 2]; reduce: p0
 wait_tensor_default = wait_tensor(reduce_scatter_tensor_default)                               # f64[3, 2]; reduced: p0
 slice_tensor = slice(wait_tensor_default, 0, 0, 1)                                             # f64[1, 2]
 _to_copy_default_1 = _to_copy(slice_tensor, dtype=f32)                                         # f32[1, 2]; shard_grad: p0
-return [mul_1, _to_copy_default_1, None]
-""")
+return [mul, _to_copy_default_1, None]
+""",
+    )
 
 
 def test_all_reduce_form_cuts_this_rank_s_rows_out_of_the_total():
     _, (_, after, _) = before_and_after(3, [Param((7, 2))], ReduceGrads("all_reduce"))
-    expect_listing(listing(after), """\
-
+    expect_listing(
+        listing(after),
+        """\
 primals_1: f32[3, 2]                                                  # shard: p0
 primals_2: f32[7, 2]
 tangents_1: f32[7, 2]
 unshard = zpasses.unshard(primals_1, 7, None, None, '0')              # f32[7, 2]; gather: p0
 mul = mul(unshard, primals_2)                                         # f32[7, 2]
-mul_1 = mul(mul, 1)                                                   # f32[7, 2]
-mul_2 = mul(tangents_1, 1)                                            # f32[7, 2]
-mul_3 = mul(mul_2, primals_2)                                         # f32[7, 2]
-all_reduce_default = all_reduce(mul_3, 'avg', '0')                    # f32[7, 2]; reduce: p0
+mul_1 = mul(tangents_1, primals_2)                                    # f32[7, 2]
+all_reduce_default = all_reduce(mul_1, 'avg', '0')                    # f32[7, 2]; reduce: p0
 wait_tensor_default = wait_tensor(all_reduce_default)                 # f32[7, 2]; reduced: p0
 slice_tensor = slice(wait_tensor_default, 0, 3, 6)                    # f32[3, 2]
 clone_default = clone(slice_tensor, memory_format=contiguous_format)  # f32[3, 2]; shard_grad: p0
-return [mul_1, clone_default, None]
-""")
+return [mul, clone_default, None]
+""",
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,0 +1,84 @@
+import pytest
+import torch
+from torch import nn
+
+from tests.graphs import WORLDS, assert_step_equals_reference, saved_for_backward
+from zpasses import Pipeline
+from zpasses.graph import collectives, nbytes, value_of
+from zpasses.passes import ZERO1, ZERO2, ZERO3
+from zpasses.pipeline import catalogue
+from zpasses.tags import tagged
+from zpasses.testing import capture_graphs, capture_ranks
+
+X = torch.zeros(2, 6)
+
+
+class Model(nn.Module):
+    """Odd rows, a tied weight, a frozen one, a scalar, one that nobody reads, one without rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 5), nn.Linear(5, 6, bias=False)
+        self.again = nn.Linear(6, 5, bias=False)
+        self.again.weight = self.up.weight
+        self.scale, self.unused, self.empty = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0, 6))
+        self.down.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return self.again(self.down(self.up(x).relu())) * self.scale, x @ self.empty.t()
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_step_equals_the_dialect_on_all_ranks(world_size, stage):
+    assert_step_equals_reference(capture_ranks(Model(), (X,), world_size=world_size, pipeline=stage))
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_stages_leave_nothing_of_the_dialect(stage):
+    after = capture_graphs(Model(), (X,), world_size=3, pipeline=stage).after
+    for gm in (after.joint, after.forward, after.backward):
+        assert not {each.op for _, each in collectives(gm.graph)} & {"unshard", "reduce_grad"}
+
+
+def test_stage_3_gathers_again_in_backward_and_stage_2_does_not():
+    gathers = {
+        stage: [tag.params for _, tag in tagged(capture_graphs(Model(), (X,), world_size=2, pipeline=stage).after.backward.graph, "gather")]
+        for stage in ("zero2", "zero3")
+    }
+    assert gathers["zero2"] == []
+    assert gathers["zero3"]
+
+
+def test_stage_3_saves_fewer_bytes_than_stage_2():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 64), nn.Linear(64, 6)
+
+        def forward(self, x):
+            return self.down(self.up(x))
+
+    def own_bytes(stage):
+        """Saved values that are not inputs of the graph, which live anyway."""
+        saved = saved_for_backward(capture_graphs(Wide(), (X,), world_size=2, pipeline=stage))
+        return sum(nbytes(value_of(node)) for node in saved if node.op != "placeholder")
+
+    assert own_bytes("zero3") < own_bytes("zero2")
+
+
+def test_every_stage_reduces_each_trained_parameter_once():
+    for stage in ("zero1", "zero2", "zero3"):
+        backward = capture_graphs(Model(), (X,), world_size=2, pipeline=stage).after.backward
+        assert sorted(tag.params[0] for _, tag in tagged(backward.graph, "reduce")) == ["scale", "up.bias", "up.weight"], stage
+
+
+def test_stages_are_found_by_name():
+    known = catalogue()
+    assert [known[name] for name in ("zero1", "zero2", "zero3")] == [ZERO1, ZERO2, ZERO3]
+    assert Pipeline.parse("zero3") == ZERO3
+
+
+def test_a_stage_is_the_same_as_its_passes_written_out():
+    for stage in (ZERO1, ZERO2, ZERO3):
+        assert Pipeline.parse(str(stage)) == stage

@@ -1,0 +1,207 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.graphs import WORLDS, Param, assert_step_equals_reference, expect_listing, few, joint, param_lists, rewritten, saved_for_backward
+from zpasses import compat
+from zpasses.graph import collectives
+from zpasses.passes import GatherParams, MergeReads, ReduceGrads, Regather
+from zpasses.pipeline import Pipeline
+from zpasses.tags import tagged
+from zpasses.testing import (
+    assert_deterministic,
+    assert_equal_bits,
+    capture_graphs,
+    capture_ranks,
+    fake_world,
+    listing,
+    random_inputs,
+    trace_joint,
+)
+
+X = torch.zeros(2, 6)
+LOWER = (GatherParams(), ReduceGrads("reduce_scatter"))
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 5, bias=False), nn.Linear(5, 6, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Mlp() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Autocast(Mlp):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+class CheckpointedAutocast(Checkpointed):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+class Derived(nn.Module):
+    """Computes weights from parameters before it uses them: views, casts, a norm, a product of two parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.direction, self.scale = nn.Parameter(torch.ones(6, 6)), nn.Parameter(torch.ones(6, 1))
+
+    def forward(self, x):
+        weight = self.scale * self.direction / self.direction.norm(dim=1, keepdim=True)
+        return (x @ weight.t().to(torch.bfloat16).to(torch.float32)).sin() @ self.direction
+
+
+MODELS = [Mlp, Checkpointed, Autocast, CheckpointedAutocast, Derived]
+
+
+def step(model, pipeline):
+    return capture_graphs(model, (X,), world_size=2, pipeline=pipeline)
+
+
+def saved_from_parameters_alone(capture):
+    """Values saved for backward that were computed from shards and nothing else; the shards themselves do not count."""
+    derived = {node for node, _ in tagged(capture.after.forward.graph, "shard")}
+    for node in capture.after.forward.graph.nodes:
+        if node.op == "call_function" and node.all_input_nodes and all(item in derived for item in node.all_input_nodes):
+            derived.add(node)
+    return [
+        node.name
+        for node in saved_for_backward(capture)
+        if isinstance(node, torch.fx.Node) and node.op != "placeholder" and node in derived
+    ]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_nothing_that_parameters_alone_determine_is_saved_for_backward(model):
+    assert saved_from_parameters_alone(step(model(), "zero3")) == []
+
+
+@pytest.mark.parametrize("model", [Mlp, Autocast, Derived], ids=lambda model: model.__name__)
+def test_without_the_pass_full_parameters_are_saved(model):
+    assert saved_from_parameters_alone(step(model(), Pipeline(LOWER)))
+
+
+@pytest.mark.parametrize("model", [Mlp, Checkpointed], ids=lambda model: model.__name__)
+def test_no_cast_parameter_is_saved_with_mixed_precision(model):
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    captured = capture_graphs(model(), (X.bfloat16(),), world_size=2, pipeline="zero3", shard=dtypes)
+    assert saved_from_parameters_alone(captured) == []
+
+
+def test_backward_gathers_again_what_it_reads_and_only_that():
+    captured = step(Mlp(), Pipeline((*LOWER, Regather())))
+    forward = [tag.params for _, tag in tagged(captured.after.forward.graph, "gather")]
+    backward = [tag.params for _, tag in tagged(captured.after.backward.graph, "gather")]
+    assert forward == [("up.weight",), ("down.weight",)]
+    assert backward == [("down.weight",)]
+
+
+def test_checkpointed_region_gathers_each_parameter_once_in_backward():
+    captured = step(Checkpointed(), Pipeline((MergeReads(), *LOWER, Regather())))
+    gathered = [tag.params[0] for _, tag in tagged(captured.after.backward.graph, "gather")]
+    assert len(gathered) == len(set(gathered)), gathered
+
+
+def test_every_node_of_a_gather_and_its_views_is_marked():
+    with fake_world(3, 2):
+        gm = rewritten(joint([Param((7, 2), param_dtype=torch.bfloat16)], 2, 3), GatherParams(), Regather())
+    expect_listing(
+        listing(gm),
+        """\
+primals_1: f32[1, 2]                                                                      # shard: p0
+primals_2: bf16[7, 2]
+tangents_1: bf16[7, 2]
+_to_copy_default = _to_copy(primals_1, dtype=bf16)                                        # bf16[1, 2]; gather_input: p0; recomputed
+constant_pad_nd_default = constant_pad_nd(_to_copy_default, [0, 0, 0, 2], 0.0)            # bf16[3, 2]; gather_input: p0; recomputed
+all_gather_into_tensor_default = all_gather_into_tensor(constant_pad_nd_default, 3, '0')  # bf16[9, 2]; gather: p0; recomputed
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)                         # bf16[9, 2]; gathered: p0; recomputed
+slice_tensor = slice(wait_tensor_default, 0, 0, 7)                                        # bf16[7, 2]; full: p0; recomputed
+mul = mul(slice_tensor, primals_2)                                                        # bf16[7, 2]
+mul_1 = mul(tangents_1, primals_2)                                                        # bf16[7, 2]
+reduce_grad = zpasses.reduce_grad(mul_1, 7, 1, f32, None, '0')                            # f32[1, 2]; reduce: p0
+return [mul, reduce_grad, None]
+""",
+    )
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_partitioned_step_equals_the_dialect_on_all_ranks(world_size):
+    captures = capture_ranks(Mlp(), (X,), world_size=world_size, pipeline=Pipeline((*LOWER, Regather())))
+    assert_step_equals_reference(captures)
+
+
+@pytest.mark.parametrize("model", [Checkpointed, Autocast], ids=lambda model: model.__name__)
+def test_odd_models_equal_the_dialect_on_all_ranks(model):
+    assert_step_equals_reference(capture_ranks(model(), (X,), world_size=3, pipeline=Pipeline((*LOWER, Regather()))))
+
+
+def test_random_values_are_not_drawn_again():
+    def noisy(shard, x):
+        full = torch.ops.zpasses.unshard(shard, 4, None, None, "0")
+        return torch.bernoulli(full.sigmoid()) * x * full
+
+    with fake_world(2):
+        gm = rewritten(trace_joint(noisy, [torch.zeros(2, 2, requires_grad=True), torch.zeros(4, 2)], {0: "w"}), GatherParams(), Regather())
+    (drawn,) = (node for node in gm.graph.nodes if "bernoulli" in node.name)
+    assert not compat.is_marked_recompute(drawn)
+    assert compat.is_marked_recompute(drawn.args[0])
+
+
+def test_activations_are_not_marked():
+    with fake_world(2):
+        gm = rewritten(joint([Param((4, 2))], 0, 2), GatherParams(), Regather())
+    (first, *_) = (node for node in gm.graph.nodes if node.name == "mul")
+    assert not compat.is_marked_recompute(first)
+
+
+def test_graph_without_parameters_is_left_alone():
+    gm = trace_joint(lambda x: (x * 2).relu(), [torch.ones(3, requires_grad=True)])
+    before = listing(gm)
+    assert Regather().rewrite(gm.graph) == 0
+    assert listing(gm) == before
+
+
+def test_marking_changes_no_collective():
+    with fake_world(3, 1):
+        gm = joint([Param((7, 2)), Param((4,))], 1, 3)
+        lowered, marked = rewritten(gm, *LOWER), rewritten(gm, *LOWER, Regather())
+        assert_deterministic(Pipeline((*LOWER, Regather())), gm)
+    assert [each for _, each in collectives(lowered.graph)] == [each for _, each in collectives(marked.graph)]
+
+
+def test_inference_graph_runs_unchanged():
+    captures = capture_ranks(Mlp(), (X,), world_size=2, pipeline="zero3", train=False)
+    before = [each.before.inference for each in captures]
+    assert_equal_bits(before, [each.after.inference for each in captures], random_inputs(before))
+
+
+@few
+@given(param_lists(frozen=False, max_size=3), st.sampled_from([2, 3]))
+def test_no_full_parameter_of_drawn_graphs_is_saved(params, world_size):
+    with fake_world(world_size):
+        gm = rewritten(joint(params, 0, world_size), *LOWER, Regather())
+        inputs = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+        primals = [value for value, node in zip(inputs, gm.graph.nodes, strict=False) if "tangents" not in node.name]
+        outputs = len(gm.graph.output_node().args[0]) - len(primals)
+        forward, _ = compat.partition(gm, inputs, num_fwd_outputs=outputs, static_lifetime_input_indices=[])
+    full = {node for node, _ in tagged(forward.graph, "full", "gathered", "gather", "gather_input")}
+    assert not full & set(forward.graph.output_node().args[0][outputs:])
