@@ -1,0 +1,222 @@
+"""Hugging Face models, as they come, train on two ranks as they do unsharded."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zpasses
+from tests.ranks import run_on_ranks, world_mesh
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.processes
+
+RATE = 1e-3
+VOCABULARY = 61  # neither ranks nor anything else divide it
+
+
+def _llama():
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
+
+
+def _gpt2():
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=32,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
+
+
+def _mixtral():
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            max_position_embeddings=32,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
+
+
+MODELS = {"llama": _llama, "gpt2": _gpt2, "mixtral": _mixtral}
+
+
+def _tokens(step, rank):
+    return torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def _loss(model, tokens):
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def _build(name):
+    torch.manual_seed(0)
+    return MODELS[name]().train()
+
+
+def _train(plain, run, model, steps=3):
+    """Train both, comparing losses and gradients in each step and parameters at the end."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    ours, theirs = torch.optim.AdamW(model.parameters(), lr=RATE), torch.optim.AdamW(plain.parameters(), lr=RATE)
+    for step in range(steps):
+        loss = _loss(run, _tokens(step, rank))
+        loss.backward()
+        # Every rank has as many tokens: the loss of the concatenated batch is the mean of the ranks' losses.
+        expected = _loss(plain, torch.cat([_tokens(step, each) for each in range(world)]))
+        expected.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        # Summing over ranks instead of over one batch rounds otherwise: some float32 steps of a loss of about 4.
+        torch.testing.assert_close(total / world, expected.detach(), rtol=2e-6, atol=0)
+        _compare_gradients(model, plain)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    # Where a gradient is about 0, its rounding decides how far Adam moves: by up to the learning rate in each step. On the whole the
+    # parameters must agree far better than that.
+    for (name, param), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        error = (param.full_tensor() - expected).abs().mean().item()
+        assert error < 0.01 * RATE, f"{name} differs by {error} on average"
+
+
+def _compare_gradients(model, plain):
+    grads, expected = dict(model.named_parameters()), dict(plain.named_parameters())
+    assert list(grads) == list(expected)
+    for name, param in expected.items():
+        if param.grad is None:
+            assert grads[name].grad is None, name
+            continue
+        # Relative to the largest entry: float32 sums of up to 32 tokens in another order. After a step, Adam's division by the square
+        # root of small squares has turned such rounding into differences of parameters up to 1e-4 of themselves.
+        scale = param.grad.abs().max().item()
+        error = (grads[name].grad.full_tensor() - param.grad).abs().max().item()
+        assert error <= 1e-3 * scale, f"gradient of {name} differs by {error}; its largest entry is {scale}"
+
+
+def _trains_alike(name, stage):
+    plain = _build(name)
+    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+    _train(plain, torch.compile(model, backend="zpasses", options={"zero_stage": stage, "codegen": "eager"}), model)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_equals_the_unsharded_one(name, stage):
+    run_on_ranks(_trains_alike, name, stage)
+
+
+def _trains_alike_eagerly(name):
+    plain = _build(name)
+    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+    _train(plain, model, model, steps=2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_eager_training_equals_the_unsharded_one(name):
+    run_on_ranks(_trains_alike_eagerly, name)
+
+
+def _captured_graphs():
+    from zpasses.backend import observe_graphs
+
+    model, kinds = zpasses.shard(_build("llama"), mesh=world_mesh()), []
+    run = torch.compile(model, backend="zpasses", options={"zero_stage": 3, "codegen": "eager"}, fullgraph=True)
+    with observe_graphs(lambda logged: kinds.append(logged.kind)):
+        for step in range(2):
+            _loss(run, _tokens(step, dist.get_rank())).backward()
+    return kinds
+
+
+def test_llama_is_captured_as_one_graph_and_compiled_once():
+    assert run_on_ranks(_captured_graphs) == [["captured", "joint", "forward", "backward"]] * 2
+
+
+def _checkpoints(compiled):
+    plain = _build("llama")
+    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    run = torch.compile(model, backend="zpasses", options={"zero_stage": 3, "codegen": "eager"}) if compiled else model
+    _train(plain, run, model, steps=2)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_llama_with_gradient_checkpointing_equals_the_one_without(compiled):
+    run_on_ranks(_checkpoints, compiled)
+
+
+def _generates(name):
+    plain = _build(name).eval()
+    prompt = _tokens(0, 0)[:, :4]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = plain.generate(prompt, **options)
+    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+    assert torch.equal(model.generate(prompt, **options), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sharded_model_generates_the_same_text(name):
+    run_on_ranks(_generates, name)
+
+
+def _saves_and_loads(name, folder):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    plain = _build(name)
+    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        plain.save_pretrained(folder, state_dict=state)
+    dist.barrier()
+    loaded = type(plain).from_pretrained(folder)
+    torch.testing.assert_close(dict(loaded.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_full_state_dict_is_saved_and_loaded_by_transformers(name, tmp_path):
+    run_on_ranks(_saves_and_loads, name, str(tmp_path))
+
+
+def _initialises(name):
+    plain = _build(name)
+    with torch.device("meta"):
+        model = MODELS[name]()
+    zpasses.shard(model, mesh=world_mesh())
+    model.to_empty(device="cpu")
+    model.load_state_dict(plain.state_dict())
+    for module, reference in zip(model.modules(), plain.modules(), strict=True):
+        for buffer, value in reference.named_buffers(recurse=False):
+            module._buffers[buffer] = value.clone()  # not part of the state dict
+    model.train()
+    _train(plain, model, model, steps=1)
+
+
+def test_llama_is_built_on_meta_and_filled_after_sharding():
+    run_on_ranks(_initialises, "llama")
