@@ -13,7 +13,7 @@ from zpasses.testing import assert_equal_bits, copy_graph, fake_world, random_in
 
 WORLDS = (1, 2, 3, 4, 7)
 
-few = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 """Tracing costs tens of milliseconds a rank."""
 
 

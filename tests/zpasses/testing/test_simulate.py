@@ -74,7 +74,9 @@ def test_all_to_all_exchanges_uneven_parts():
 def test_all_to_all_with_parts_that_do_not_match_raises():
     graphs = [communicate(F.all_to_all_single.default, [1, 1], [1, 1], "0")] * 2
     graphs[1] = communicate(F.all_to_all_single.default, [2, 0], [1, 1], "0")
-    with pytest.raises(SimulationError, match="rank 0 of the group sends 1 rows to rank 0|rank 0 of the group sends 1 rows to rank 1, which expects 2"):
+    with pytest.raises(
+        SimulationError, match="rank 0 of the group sends 1 rows to rank 0|rank 0 of the group sends 1 rows to rank 1, which expects 2"
+    ):
         simulate(graphs, [ranks([1, 2]), ranks([3, 4])])
 
 
@@ -172,7 +174,9 @@ def test_unknown_group_names_the_known_ones():
 # --- what would hang --------------------------------------------------------------------------------------------------------------
 def test_another_op_on_one_rank_raises_and_names_both():
     graphs = [communicate(F.all_reduce.default, "sum", "0"), communicate(F.broadcast.default, 0, "0")]
-    with pytest.raises(SimulationError, match=r"collective 0 is all_reduce\(float32\[2\], reduce_op=sum\) on rank 0 \(node .*broadcast\(.*on rank 1"):
+    with pytest.raises(
+        SimulationError, match=r"collective 0 is all_reduce\(float32\[2\], reduce_op=sum\) on rank 0 \(node .*broadcast\(.*on rank 1"
+    ):
         simulate(graphs, [ranks([1, 2]), ranks([1, 2])])
 
 
@@ -194,7 +198,10 @@ def test_another_reduction_raises():
 def test_rank_that_ends_early_is_named():
     silent = program(lambda graph, x: (x,))
     with pytest.raises(SimulationError, match=r"would hang.*started by rank 0 \(.*\), rank 2 \(.*\), but not by rank 1, which ended"):
-        simulate([communicate(F.all_reduce.default, "sum", "0"), silent, communicate(F.all_reduce.default, "sum", "0")], [ranks(i) for i in range(3)])
+        simulate(
+            [communicate(F.all_reduce.default, "sum", "0"), silent, communicate(F.all_reduce.default, "sum", "0")],
+            [ranks(i) for i in range(3)],
+        )
 
 
 def test_ranks_that_wait_for_each_other_are_named():

@@ -1,0 +1,37 @@
+import pytest
+import torch.distributed as dist
+
+from zpasses.testing import fake_world
+
+
+def test_world_has_the_size_and_rank_asked_for():
+    with fake_world(512, 500) as mesh:
+        assert (dist.get_world_size(), dist.get_rank(), mesh.size(), mesh.get_local_rank()) == (512, 500, 512, 500)
+    assert not dist.is_initialized()
+
+
+def test_world_is_left_after_an_error():
+    with pytest.raises(KeyError), fake_world(2):
+        raise KeyError
+    assert not dist.is_initialized()
+
+
+def test_second_world_is_refused_and_the_first_stays():
+    with fake_world(2, 1):
+        with pytest.raises(RuntimeError, match="rank 1 of 2 of a 'fake' process group already.*destroy_process_group"), fake_world(3):
+            pass
+        assert dist.get_world_size() == 2
+
+
+@pytest.mark.parametrize(("size", "rank"), [(2, 2), (2, -1), (0, 0)])
+def test_rank_must_lie_in_the_world(size, rank):
+    with pytest.raises(ValueError, match="0 <= rank < world_size"), fake_world(size, rank):
+        pass
+
+
+def test_groups_have_the_same_names_on_every_rank_and_in_every_world():
+    names = []
+    for rank in range(2):
+        with fake_world(2, rank) as mesh:
+            names.append(mesh.get_group().group_name)
+    assert names == ["0", "0"]
