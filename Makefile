@@ -1,0 +1,57 @@
+# Every target sets itself up: Python >= 3.10 and make are all that is needed.
+#
+#   make demo          train a small GPT on two ranks and compare with one process; ARGS="--zero-stage 2 --steps 50"
+#   make test          lint and run all tests;                                      ARGS="-k gather -x"
+#   make lint          ruff, ruff format, mypy
+#   make bench         step time, memory and communication against other systems;   ARGS="--help"
+#   make clean         remove what was built; `make distclean` removes .venv too
+#
+# Paths are relative throughout, so that the checkout may lie in a folder whose name has spaces.
+
+PYTHON ?= python3
+ARGS ?=
+PY := .venv/bin/python
+INSTALLED := .venv/.installed
+TYPED := build/typed/zpasses
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench clean distclean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(INSTALLED)
+
+demo: $(INSTALLED)
+	$(PY) examples/train_gpt.py --ranks 2 $(ARGS)
+
+test: lint
+	$(PY) -m pytest $(ARGS)
+
+# mypy sees the package as it is imported: zpasses/ with passes/ and tools/ in it, as links, because it cannot follow the editable
+# install's mapping.
+lint: $(INSTALLED)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	@rm -rf build/typed && mkdir -p $(TYPED)
+	@for item in zpasses/* passes tools; do ln -s "../../../$$item" "$(TYPED)/$${item##*/}"; done
+	$(PY) -m mypy
+
+bench: $(INSTALLED)
+	$(PY) -m zpasses.tools.bench $(ARGS)
+
+clean:
+	rm -rf build dist zpasses.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv
+
+# Runs again only when what to install has changed.
+$(INSTALLED): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null || { echo "make: no $(PYTHON) found; install Python >= 3.10 or run: make PYTHON=/path/to/python" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "make: $(PYTHON) is Python %d.%d; zpasses needs >= 3.10. Run: make PYTHON=/path/to/python3.10" % sys.version_info[:2])'
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $(PYTHON) lacks the venv module; install it (Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@$(PY) -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear .venv
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@

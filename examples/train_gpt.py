@@ -1,0 +1,517 @@
+"""Train a byte-level GPT with ZeRO through torch.compile, then check it against the same training in one process.
+
+    python examples/train_gpt.py --ranks 2                                          starts two ranks on this machine
+    torchrun --nproc-per-node 8 examples/train_gpt.py --device cuda                 one rank per GPU (NCCL or RCCL)
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/train_gpt.py --device cuda
+
+What makes it ZeRO is three lines of `train_sharded`: init_device_mesh, zpasses.shard and torch.compile(backend="zpasses"). The rest is
+a plain training program: a model that knows nothing of sharding, batches, AdamW, and a report of speed, memory and communication.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pydoc_data.topics
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.run import main as torchrun
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+from tqdm import tqdm
+
+import zpasses
+from zpasses.backend import GraphLog, observe_graphs
+from zpasses.graph import collectives
+
+BYTES = 256
+"""The vocabulary: one token per byte."""
+
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+"""Largest accepted difference between the two loss curves, in nats, by the dtype of compute.
+
+The two runs compute the same sums in another order: gradients per rank and then averaged, instead of over the whole batch. That
+differs by about one unit in the last place (1e-7 of a float32 gradient, 4e-3 of a bfloat16 one), and training amplifies it from step
+to step. Weights perturbed by 1e-7 came to differ by 2e-6 nats after the default 120 steps, while a mistake shows at once: see
+--reference-seed.
+"""
+
+DIVERGED = 3
+"""Exit status when the curves differ by more."""
+
+
+# --- the model: plain PyTorch ----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class GPTConfig:
+    layers: int
+    width: int
+    heads: int
+    seq: int
+    tied: bool
+    """Whether the output head shares the weight of the embedding."""
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, width = x.shape
+        q, k, v = self.qkv(x).view(batch, seq, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, seq, width))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.width)
+        self.mlp = nn.Sequential(
+            nn.Linear(config.width, 4 * config.width, bias=False),
+            nn.GELU(),
+            nn.Linear(4 * config.width, config.width, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    """Pre-norm decoder over bytes. Called with inputs and targets, both (batch, seq), it returns the mean loss in nats per byte."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(BYTES, config.width)
+        self.positions = nn.Embedding(config.seq, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width)
+        self.head = nn.Linear(config.width, BYTES, bias=False)
+        self.apply(self._init)
+        for block in self.blocks:  # the residual stream adds 2 x layers terms: keep its variance
+            for last in (block.attention.out, block.mlp[2]):
+                nn.init.normal_(last.weight, std=0.02 / (2 * config.layers) ** 0.5)
+        if config.tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    @staticmethod
+    def _init(module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+
+
+def build_model(args: argparse.Namespace, seed: int, device: torch.device) -> GPT:
+    """The same weights on every rank: made on the CPU from the seed, whatever the device."""
+    torch.manual_seed(seed)
+    return GPT(GPTConfig(args.layers, args.width, args.heads, args.seq, args.tied)).to(device)
+
+
+# --- the data --------------------------------------------------------------------------------------------------------------------
+def read_text(path: Path | None) -> bytes:
+    """The file, or the reference documentation that comes with Python: about 0.7 MB of English."""
+    return path.read_bytes() if path else "\n\n".join(pydoc_data.topics.topics.values()).encode()
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Random windows of a text. A function of the step alone, so every rank knows the whole batch and takes its rows of it."""
+
+    text: Tensor
+    """uint8, (bytes,)"""
+    batch: int
+    """Windows per step, all ranks together."""
+    seq: int
+    seed: int
+
+    def __call__(self, step: int, rank: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of one rank: int64, (batch / ranks, seq)."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        starts = torch.randint(len(self.text) - self.seq, (self.batch,), generator=generator).chunk(ranks)[rank]
+        windows = self.text[starts[:, None] + torch.arange(self.seq + 1)].long().to(device)
+        return windows[:, :-1], windows[:, 1:]
+
+
+# --- training --------------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Usage:
+    """What one step needs of one rank."""
+
+    resting_bytes: int
+    """Parameters and optimizer state: what stays between steps."""
+    peak_bytes: int
+    """The most that a step holds above that: gathered parameters, activations, gradients."""
+    counted: dict[str, int]
+    """Functional collectives that ran, by operator."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run, as one rank saw it."""
+
+    losses: list[float]
+    """Mean over the whole batch, by step, in nats per byte."""
+    compile_s: float
+    """The first step, less an average one."""
+    tokens_per_s: float | None
+    """All ranks together, without the first step (compile) and the last (measured); None when no step is left."""
+    usage: Usage
+
+
+def train(
+    model: nn.Module,
+    forward: Callable[[Tensor, Tensor], Tensor],
+    batches: Batches,
+    args: argparse.Namespace,
+    *,
+    rank: int,
+    ranks: int,
+    device: torch.device,
+    label: str,
+) -> Run:
+    """Train `model` by calling `forward`: the same loop for the sharded model and for the unsharded one."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), fused=True)
+    warmup = max(args.steps // 10, 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: min((number + 1) / warmup, 1.0))
+    losses: list[Tensor] = []
+
+    def step(number: int) -> None:
+        loss = forward(*batches(number, rank, ranks, device))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm of the whole gradient, also where it lies in shards
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.detach())
+
+    clock = [time.perf_counter()]
+
+    def tick() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        clock.append(time.perf_counter())
+        return clock[-1] - clock[-2]
+
+    with tqdm(total=args.steps, desc=label, unit="step", disable=rank != 0) as bar:
+
+        def show() -> None:
+            bar.set_postfix(loss=f"{losses[-1].item():.3f}", refresh=False)
+            bar.update()
+
+        first_s, plain_s, plain_steps = 0.0, 0.0, max(args.steps - 2, 0)
+        if args.steps > 1:
+            step(0)
+            show()
+            first_s = tick()
+        for number in range(1, args.steps - 1):
+            step(number)
+            show()
+        plain_s = tick()
+        usage = measure(lambda: step(args.steps - 1), model, optimizer, device)
+        show()
+        last_s = tick()
+    step_s = plain_s / plain_steps if plain_steps else last_s if args.steps > 1 else 0.0
+    return Run(
+        losses=mean_over_ranks(losses, ranks),
+        compile_s=max((first_s or last_s) - step_s, 0.0),
+        tokens_per_s=plain_steps * args.batch * args.seq / plain_s if plain_steps else None,
+        usage=usage,
+    )
+
+
+def mean_over_ranks(losses: Sequence[Tensor], ranks: int) -> list[float]:
+    total = torch.stack(list(losses)).double()
+    if ranks > 1:
+        dist.all_reduce(total)
+    return (total / ranks).tolist()
+
+
+def train_sharded(args: argparse.Namespace, batches: Batches, device: torch.device) -> tuple[Run, list[Usage], Counter[tuple[str, int]]]:
+    """Train with ZeRO. Returns this rank's run, the usage of every rank, and the planned collectives: (operator, bytes) -> calls."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks,))
+    model = build_model(args, args.seed, device)
+    reduce_dtype = None if args.param_dtype == torch.float32 else torch.float32
+    zpasses.shard(model, mesh=mesh, param_dtype=args.param_dtype, reduce_dtype=reduce_dtype)
+    compiled = torch.compile(model, backend="zpasses", fullgraph=True, options={"zero_stage": args.zero_stage, "codegen": args.codegen})
+
+    planned: Counter[tuple[str, int]] = Counter()
+
+    def observe(log: GraphLog) -> None:
+        if log.kind in ("forward", "backward"):  # what will run; "joint" is both before they are cut apart
+            planned.update((each.op, each.nbytes) for _, each in collectives(log.graph))
+
+    with observe_graphs(observe):
+        run = train(model, compiled, batches, args, rank=rank, ranks=ranks, device=device, label=f"ZeRO-{args.zero_stage}, {ranks} ranks")
+    usages: list[Usage | None] = [None] * ranks
+    dist.all_gather_object(usages, run.usage)
+    return run, [usage for usage in usages if usage is not None], planned
+
+
+def train_unsharded(args: argparse.Namespace, batches: Batches, device: torch.device) -> Run:
+    """The same training in one process: same weights, same batches, plain PyTorch."""
+    model = build_model(args, args.reference_seed, device)
+
+    def forward(inputs: Tensor, targets: Tensor) -> Tensor:
+        if args.param_dtype == torch.float32:
+            return model(inputs, targets)
+        cast = {name: param.to(args.param_dtype) for name, param in model.named_parameters()}
+        return torch.func.functional_call(model, cast, (inputs, targets))
+
+    compiled = torch.compile(forward, fullgraph=True) if args.codegen == "inductor" else forward
+    return train(model, compiled, batches, args, rank=0, ranks=1, device=device, label="unsharded, 1 process")
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------------------
+def measure(step: Callable[[], None], model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Usage:
+    """Run one step under the profiler: memory from its allocations, collectives from the operators that it called."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=device.type == "cpu") as profiled:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    namespace = "_c10d_functional::"
+    names = (event["name"].removeprefix(namespace) for event in events if event.get("name", "").startswith(namespace))
+    return Usage(
+        resting_bytes=resting_bytes(model, optimizer),
+        peak_bytes=torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else peak_of_trace(events),
+        counted=dict(Counter(name for name in names if name != "wait_tensor" and not name.startswith("_"))),
+    )
+
+
+def peak_of_trace(events: Iterable[dict]) -> int:
+    """The most bytes that the traced code held above what was there when it began."""
+    held = peak = 0
+    for event in sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"]):
+        held += event["args"]["Bytes"]
+        peak = max(peak, held)
+    return peak
+
+
+def resting_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of this rank's parameters and optimizer state."""
+    tensors = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))]
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+# --- reporting -------------------------------------------------------------------------------------------------------------------
+def mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:.2f} MiB"
+
+
+def show_run(run: Run, usages: Sequence[Usage], planned: Counter[tuple[str, int]]) -> None:
+    speed = f"{run.tokens_per_s:,.0f} tokens/s" if run.tokens_per_s else "too few steps to tell"
+    print(f"\nloss {run.losses[0]:.3f} -> {run.losses[-1]:.3f} · {speed} · compile {run.compile_s:.1f} s")
+    rows = [(rank, mib(usage.resting_bytes), mib(usage.peak_bytes)) for rank, usage in enumerate(usages)]
+    print("\n" + tabulate(rows, headers=["rank", "parameters + optimizer", "peak of a step above that"], stralign="right"))
+    calls: Counter[str] = Counter()
+    sent: Counter[str] = Counter()
+    for (op, nbytes), count in planned.items():
+        calls[op] += count
+        sent[op] += count * nbytes
+    total = ("together", sum(calls.values()), mib(sum(sent.values())))
+    print(
+        "\n" + tabulate([*((op, calls[op], mib(sent[op])) for op in calls), total], headers=["collective", "calls a step", "bytes a step"])
+    )
+    counted, clipping = sum(usages[0].counted.values()), sum(usages[0].counted.values()) - sum(calls.values())
+    print(f"Bytes are those that one rank puts in. The last step made {counted} calls: these and {clipping} to clip the gradient.")
+
+
+def show_comparison(run: Run, reference: Run, stage: int) -> None:
+    steps = len(run.losses)
+    shown = sorted({round(i * (steps - 1) / 10) for i in range(11)})
+    rows = [(step, run.losses[step], reference.losses[step], abs(run.losses[step] - reference.losses[step])) for step in shown]
+    headers = ["step", f"loss, ZeRO-{stage}", "loss, unsharded", "difference"]
+    print("\n" + tabulate(rows, headers=headers, floatfmt=("d", ".6f", ".6f", ".1e")))
+
+
+def largest_difference(run: Run, reference: Run) -> float:
+    """Infinite where a loss is not a number, so that it never passes for a small difference."""
+    differences = [abs(a - b) for a, b in zip(run.losses, reference.losses, strict=True)]
+    return max(value if value == value else float("inf") for value in differences)
+
+
+# --- the program -----------------------------------------------------------------------------------------------------------------
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read and check the options; what is wrong is said before any process starts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--ranks", type=int, help="processes to start; under torchrun that decides (default: 2)", default=argparse.SUPPRESS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu communicates through gloo, cuda through NCCL or RCCL")
+    parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=3, help="what is sharded, and for how long")
+    parser.add_argument("--codegen", choices=("inductor", "eager"), help="(default: inductor where a compiler is there)", default=None)
+    parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of compute and gathers")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--seq", type=int, default=128, help="bytes per window")
+    parser.add_argument("--batch", type=int, default=16, help="windows per step, all ranks together")
+    parser.add_argument("--tied", action=argparse.BooleanOptionalAction, default=False, help="share the embedding with the output head")
+    parser.add_argument("--lr", type=float, default=1e-3, help="after a warm-up over the first tenth of the steps")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
+    parser.add_argument("--text", type=Path, help="file to learn from (default: Python's own documentation)", default=argparse.SUPPRESS)
+    parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True, help="train unsharded as well and compare")
+    parser.add_argument("--reference-seed", type=int, help="weights of the unsharded run; other than --seed, the comparison must fail")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for another rank before giving up")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the results to this file")
+    parser.set_defaults(text=None, ranks=None)
+    args = parser.parse_args(argv)
+
+    under_torchrun = "WORLD_SIZE" in os.environ
+    ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun else 2 if args.ranks is None else args.ranks
+    if under_torchrun and args.ranks not in (None, ranks):
+        parser.error(f"--ranks {args.ranks}, but torchrun started {ranks}; leave --ranks out under torchrun.")
+    args.ranks = ranks
+    args.param_dtype = getattr(torch, args.param_dtype)
+    args.reference_seed = args.seed if args.reference_seed is None else args.reference_seed
+    problem = problem_with(args, under_torchrun)
+    if problem:
+        parser.error(problem)
+    args.codegen = args.codegen or ("inductor" if args.device == "cuda" or cxx_compiler() else "eager")
+    return args
+
+
+def problem_with(args: argparse.Namespace, under_torchrun: bool) -> str | None:
+    """What is wrong with the options and what to do about it, or None."""
+    for name in ("ranks", "steps", "layers", "width", "heads", "seq", "batch"):
+        if getattr(args, name) < 1:
+            return f"--{name} {getattr(args, name)}; expected 1 or more."
+    for name in ("lr", "timeout"):
+        if not 0 < getattr(args, name) < float("inf"):
+            return f"--{name} {getattr(args, name)}; expected a number above 0."
+    if args.width % args.heads:
+        near = [args.width // args.heads * args.heads or args.heads, (args.width // args.heads + 1) * args.heads]
+        return f"--width {args.width} does not divide by --heads {args.heads}; take --width {' or '.join(map(str, dict.fromkeys(near)))}."
+    if args.batch % args.ranks:
+        near = -(-args.batch // args.ranks) * args.ranks
+        return f"--batch {args.batch} does not divide among {args.ranks} ranks, which take equal parts of it; take --batch {near}."
+    if args.text is not None and not args.text.is_file():
+        return f"--text {args.text}: there is no such file."
+    length = len(read_text(args.text))
+    if length <= args.seq:
+        return (
+            f"--text {args.text} has {length} bytes; --seq {args.seq} needs {args.seq + 1} or more. Take a longer text or a smaller --seq."
+        )
+    if args.json is not None and not args.json.parent.is_dir():
+        return f"--json {args.json}: there is no folder {args.json.parent} to write it to."
+    if args.device == "cuda":
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
+        if not torch.cuda.is_available():
+            return "--device cuda, but this PyTorch sees no GPU; take --device cpu, or install a CUDA or ROCm build."
+        if here > torch.cuda.device_count():
+            return f"{here} ranks on this machine, which has {torch.cuda.device_count()} GPUs; start one rank per GPU."
+    elif args.codegen == "inductor" and not cxx_compiler():
+        return "--codegen inductor needs a C++ compiler on the CPU, and none was found; install g++, set CXX, or take --codegen eager."
+    return None
+
+
+def cxx_compiler() -> str | None:
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))), None)
+
+
+def launch(args: argparse.Namespace) -> int:
+    """Start the ranks on this machine: torchrun runs this file again, once per rank. Returns the exit status."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler announces itself otherwise
+    try:
+        torchrun(["--standalone", f"--nproc-per-node={args.ranks}", __file__, *sys.argv[1:]])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode != DIVERGED:  # which rank 0 has explained
+            print(f"rank {rank} failed first, with exit status {failure.exitcode}; the others were stopped.", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 1
+    return 0
+
+
+@record
+def run_rank(args: argparse.Namespace) -> int:
+    """What every rank does; rank 0 reports and, when all are done, trains unsharded and compares. Returns the exit status."""
+    device = torch.device("cpu")
+    if args.device == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    text = torch.frombuffer(bytearray(read_text(args.text)), dtype=torch.uint8)
+    batches = Batches(text, args.batch, args.seq, args.seed)
+    # With a time limit, a rank that stops takes the others with it instead of leaving them waiting.
+    dist.init_process_group(
+        "nccl" if args.device == "cuda" else "gloo",
+        timeout=timedelta(seconds=args.timeout),
+        device_id=device if args.device == "cuda" else None,
+    )
+    rank = dist.get_rank()
+    if rank == 0:
+        print(
+            f"{len(text):,} bytes of text, {args.ranks} ranks on {args.device}, ZeRO-{args.zero_stage}, codegen {args.codegen}", flush=True
+        )
+    run, usages, planned = train_sharded(args, batches, device)
+    dist.destroy_process_group()
+    if rank != 0:
+        return 0
+
+    show_run(run, usages, planned)
+    result = {
+        "options": {name: str(value) if isinstance(value, (Path, torch.dtype)) else value for name, value in vars(args).items()},
+        "torch": torch.__version__,
+        **asdict(run),
+        "usage": [asdict(usage) for usage in usages],
+        "collectives": [{"op": op, "nbytes": nbytes, "calls": calls} for (op, nbytes), calls in sorted(planned.items())],
+    }
+    status = 0
+    if args.compare:
+        torch.compiler.reset()
+        torch.set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * torch.get_num_threads())  # the other ranks are done
+        print("\nThe same training, unsharded:", flush=True)
+        reference = train_unsharded(args, batches, device)
+        show_comparison(run, reference, args.zero_stage)
+        difference, tolerance = largest_difference(run, reference), TOLERANCES[args.param_dtype]
+        result |= {"reference": asdict(reference), "largest_difference": difference, "tolerance": tolerance}
+        verdict = f"The curves differ by at most {difference:.1e} nats; rounding explains up to {tolerance:g} in {args.param_dtype}."
+        if difference <= tolerance:
+            print(f"\n{verdict}")
+        else:
+            print(f"\n{verdict} They are not the same training.", file=sys.stderr)
+            status = DIVERGED
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=1))
+    return status
+
+
+def main() -> int:
+    args = parse_args()
+    return run_rank(args) if "RANK" in os.environ else launch(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
