@@ -4,9 +4,14 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+
+# Torch's structured trace would drown what a failed test has to say.
+logging.getLogger("torch.__trace").propagate = False
 
 
 @pytest.fixture(autouse=True)

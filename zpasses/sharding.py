@@ -42,7 +42,8 @@ def shard(
 
     Args:
         mesh: one-dimensional; its size is the number of shards.
-        param_dtype: gather and compute in this dtype, e.g. torch.bfloat16. The shards, and so the optimizer, keep theirs.
+        param_dtype: gather and compute in this dtype, e.g. torch.bfloat16. The shards, and so the optimizer, keep theirs. Inputs are
+            not cast: feed them in this dtype.
         reduce_dtype: reduce gradients in this dtype; None reduces in the dtype in which they were computed.
         ignored_params: parameters to leave alone, unsharded and unreduced.
 
