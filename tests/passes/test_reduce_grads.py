@@ -149,7 +149,7 @@ def test_auto_reduces_through_all_reduce_on_gloo_only(monkeypatch):
 
 
 def test_unknown_form_names_the_known_ones():
-    with pytest.raises(OptionError, match="'reduce_scatter' or 'all_reduce'"):
+    with pytest.raises(OptionError, match=r"'reduce_scatter' or 'all_reduce'"):
         Pipeline.parse("reduce-grads{form=scatter}")
 
 

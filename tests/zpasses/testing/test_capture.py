@@ -101,12 +101,12 @@ def test_capture_inside_a_world_is_of_that_rank():
 
 
 def test_capture_without_a_world_says_what_to_do():
-    with pytest.raises(ValueError, match="inside fake_world, or outside with world_size"):
+    with pytest.raises(ValueError, match=r"inside fake_world, or outside with world_size"):
         capture_graphs(nn.Linear(6, 4), (X,))
 
 
 def test_capture_with_two_worlds_is_refused():
-    with fake_world(3), pytest.raises(ValueError, match="inside fake_world, or outside with world_size"):
+    with fake_world(3), pytest.raises(ValueError, match=r"inside fake_world, or outside with world_size"):
         capture_graphs(nn.Linear(6, 4), (X,), world_size=3)
 
 
@@ -122,7 +122,7 @@ def test_traced_graph_is_the_one_that_the_backend_captures():
 
 
 def test_traced_graph_without_gradients_is_refused():
-    with pytest.raises(ValueError, match="no output depends on an input that requires gradients"):
+    with pytest.raises(ValueError, match=r"no output depends on an input that requires gradients"):
         trace_joint(lambda x: x * 2, [torch.ones(3)])
 
 
@@ -130,7 +130,7 @@ def test_trace_passes_on_what_the_function_raises():
     def broken(x):
         raise KeyError("mine")
 
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(KeyError, match=r"mine"):
         trace_joint(broken, [torch.ones(3, requires_grad=True)])
 
 

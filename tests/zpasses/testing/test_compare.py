@@ -46,7 +46,7 @@ def test_zeros_of_different_sign_differ():
 def test_nans_are_compared_by_their_payload():
     quiet, other = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     compare((aten.clone.default,), (aten.clone.default,), quiet)
-    with pytest.raises(AssertionError, match="0x7fc00000.*0x7fc00001"):
+    with pytest.raises(AssertionError, match=r"0x7fc00000.*0x7fc00001"):
         assert_equal_bits(program((aten.clone.default,)), constant(quiet), [[other]])
 
 
@@ -65,12 +65,12 @@ def constant(value):
     ids=["shape", "dtype", "none", "number"],
 )
 def test_another_shape_dtype_or_kind_differs(other):
-    with pytest.raises(AssertionError, match="rank 0, output 0"):
+    with pytest.raises(AssertionError, match=r"rank 0, output 0"):
         assert_equal_bits(program((aten.clone.default,)), constant(other), [[torch.ones(2)]])
 
 
 def test_another_number_of_outputs_differs():
-    with pytest.raises(AssertionError, match="has 2 outputs, the reference 1"):
+    with pytest.raises(AssertionError, match=r"has 2 outputs, the reference 1"):
         assert_equal_bits(program((aten.neg.default,)), program((aten.neg.default,), (aten.neg.default,)), [[torch.ones(2)]])
 
 
@@ -87,7 +87,7 @@ def test_layout_and_empty_and_other_dtypes_compare():
 
 def test_what_a_graph_writes_to_its_inputs_is_compared():
     value = torch.ones(2)
-    with pytest.raises(AssertionError, match="input 0 after the run"):
+    with pytest.raises(AssertionError, match=r"input 0 after the run"):
         compare((aten.add_.Tensor, 1), (aten.add.Tensor, 1), value)
     assert value.tolist() == [1, 1]
 
@@ -126,7 +126,7 @@ def test_order_from_a_counter_is_deterministic_and_a_changing_one_is_not():
     with fake_world(2):
         gm = joint([Param((4, 2)), Param((4, 3))], 0, 2)
         assert_deterministic(GatherParams(), gm)
-        with pytest.raises(AssertionError, match="is not deterministic: collective 0 is"):
+        with pytest.raises(AssertionError, match=r"is not deterministic: collective 0 is"):
             assert_deterministic(fickle, gm)
         assert not [node for node in gm.graph.nodes if "all_gather" in node.name]
 

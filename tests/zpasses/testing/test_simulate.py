@@ -75,7 +75,7 @@ def test_all_to_all_with_parts_that_do_not_match_raises():
     graphs = [communicate(F.all_to_all_single.default, [1, 1], [1, 1], "0")] * 2
     graphs[1] = communicate(F.all_to_all_single.default, [2, 0], [1, 1], "0")
     with pytest.raises(
-        SimulationError, match="rank 0 of the group sends 1 rows to rank 0|rank 0 of the group sends 1 rows to rank 1, which expects 2"
+        SimulationError, match=r"rank 0 of the group sends 1 rows to rank 0|rank 0 of the group sends 1 rows to rank 1, which expects 2"
     ):
         simulate(graphs, [ranks([1, 2]), ranks([3, 4])])
 
@@ -130,7 +130,7 @@ def test_dialect_gathers_uneven_shards_and_cuts_gradients_unevenly():
 
 def test_dialect_refuses_a_rank_with_the_wrong_number_of_rows():
     gm = program(lambda graph, x: (graph.call_function(torch.ops.zpasses.unshard.default, (x, 3, None, None, "0")),))
-    with pytest.raises(SimulationError, match="rank 0 of the group of 2 holds 1 of 3 rows; expected 2"):
+    with pytest.raises(SimulationError, match=r"rank 0 of the group of 2 holds 1 of 3 rows; expected 2"):
         simulate(gm, [ranks([1]), ranks([2, 3])])
 
 
@@ -167,7 +167,7 @@ def test_rank_outside_of_the_group_is_refused():
 
 
 def test_unknown_group_names_the_known_ones():
-    with pytest.raises(SimulationError, match="group 'b'; the groups given are 'a'"):
+    with pytest.raises(SimulationError, match=r"group 'b'; the groups given are 'a'"):
         simulate(communicate(F.all_reduce.default, "sum", "b"), [ranks(1)], {"a": [0]})
 
 
@@ -186,7 +186,7 @@ def test_another_op_on_one_rank_raises_and_names_both():
     ids=["shape", "dtype"],
 )
 def test_another_shape_or_dtype_raises(a, b):
-    with pytest.raises(SimulationError, match="ranks disagree on group '0'"):
+    with pytest.raises(SimulationError, match=r"ranks disagree on group '0'"):
         simulate(communicate(F.all_reduce.default, "sum", "0"), [[a], [b]])
 
 
@@ -213,12 +213,12 @@ def test_ranks_that_wait_for_each_other_are_named():
 
         return program(write)
 
-    with pytest.raises(SimulationError, match="not by rank 1, which waits at node .* on group 'b'"):
+    with pytest.raises(SimulationError, match=r"not by rank 1, which waits at node .* on group 'b'"):
         simulate([one_by_one("a", "b"), one_by_one("b", "a")], [ranks(1), ranks(2)], {"a": (0, 1), "b": (0, 1)})
 
 
 def test_wrong_group_size_is_refused():
-    with pytest.raises(SimulationError, match="says that it has 3 ranks, but it has 2"):
+    with pytest.raises(SimulationError, match=r"says that it has 3 ranks, but it has 2"):
         simulate(communicate(F.all_gather_into_tensor.default, 3, "0"), [ranks([1]), ranks([2])])
 
 
@@ -229,12 +229,12 @@ def test_reading_before_the_wait_raises():
         doubled = graph.call_function(torch.ops.aten.mul.Tensor, (started, 2))
         return doubled, graph.call_function(wait, (started,))
 
-    with pytest.raises(SimulationError, match="rank 0.*mul.*reads all_reduce.* before wait_tensor"):
+    with pytest.raises(SimulationError, match=r"rank 0.*mul.*reads all_reduce.* before wait_tensor"):
         simulate(program(write), [ranks(1), ranks(2)])
 
 
 def test_returning_before_the_wait_raises():
-    with pytest.raises(SimulationError, match="before wait_tensor"):
+    with pytest.raises(SimulationError, match=r"before wait_tensor"):
         simulate(program(lambda graph, x: (graph.call_function(F.all_reduce.default, (x, "sum", "0")),)), [ranks(1)])
 
 
@@ -243,7 +243,7 @@ def test_nobody_waiting_raises():
         graph.call_function(F.all_reduce.default, (x, "sum", "0"))
         return (x,)
 
-    with pytest.raises(SimulationError, match="nobody waits for all_reduce"):
+    with pytest.raises(SimulationError, match=r"nobody waits for all_reduce"):
         simulate(program(write), [ranks(1)])
 
 
@@ -254,7 +254,7 @@ def test_reading_a_buffer_that_a_collective_writes_raises():
         doubled = graph.call_function(torch.ops.aten.mul.Tensor, (view, 2))
         return doubled, graph.call_function(wait, (started,))
 
-    with pytest.raises(SimulationError, match="reads or writes what the collective all_reduce_.* is writing"):
+    with pytest.raises(SimulationError, match=r"reads or writes what the collective all_reduce_.* is writing"):
         simulate(program(write), [ranks([1, 2])])
 
 
@@ -264,7 +264,7 @@ def test_writing_to_the_input_of_a_running_collective_raises():
         graph.call_function(torch.ops.aten.zero_.default, (x,))
         return (graph.call_function(wait, (started,)),)
 
-    with pytest.raises(SimulationError, match="writes to the input of the collective"):
+    with pytest.raises(SimulationError, match=r"writes to the input of the collective"):
         simulate(program(write), [ranks([1, 2])])
 
 
@@ -302,17 +302,17 @@ def test_values_are_freed_at_their_last_use():
 
 def test_node_that_fails_is_named():
     gm = program(lambda graph, x: (graph.call_function(torch.ops.aten.mm.default, (x, x)),))
-    with pytest.raises(SimulationError, match="rank 0, node .*mm.*RuntimeError"):
+    with pytest.raises(SimulationError, match=r"rank 0, node .*mm.*RuntimeError"):
         simulate(gm, [ranks([1, 2])])
 
 
 def test_missing_input_is_reported():
-    with pytest.raises(SimulationError, match="takes more inputs than were given"):
+    with pytest.raises(SimulationError, match=r"takes more inputs than were given"):
         simulate(program(lambda graph, x, y: (x,), 2), [ranks(1)])
 
 
 def test_number_of_graphs_must_match_the_number_of_ranks():
-    with pytest.raises(ValueError, match="got 1 graphs and the inputs of 2 ranks"):
+    with pytest.raises(ValueError, match=r"got 1 graphs and the inputs of 2 ranks"):
         simulate([communicate(F.all_reduce.default, "sum", "0")], [ranks(1), ranks(2)])
 
 
@@ -342,5 +342,5 @@ def test_collectives_of_others_can_be_given_a_meaning():
 
 def test_collective_without_a_meaning_is_refused():
     gm = program(lambda graph, x: (graph.call_function(F.isend.default, (x, 0, 0, "0")),))
-    with pytest.raises(SimulationError, match="isend.* is not simulated"):
+    with pytest.raises(SimulationError, match=r"isend.* is not simulated"):
         simulate(gm, [ranks(1)])

@@ -18,14 +18,14 @@ def test_world_is_left_after_an_error():
 
 def test_second_world_is_refused_and_the_first_stays():
     with fake_world(2, 1):
-        with pytest.raises(RuntimeError, match="rank 1 of 2 of a 'fake' process group already.*destroy_process_group"), fake_world(3):
+        with pytest.raises(RuntimeError, match=r"rank 1 of 2 of a 'fake' process group already.*destroy_process_group"), fake_world(3):
             pass
         assert dist.get_world_size() == 2
 
 
 @pytest.mark.parametrize(("size", "rank"), [(2, 2), (2, -1), (0, 0)])
 def test_rank_must_lie_in_the_world(size, rank):
-    with pytest.raises(ValueError, match="0 <= rank < world_size"), fake_world(size, rank):
+    with pytest.raises(ValueError, match=r"0 <= rank < world_size"), fake_world(size, rank):
         pass
 
 
