@@ -1,0 +1,195 @@
+"""The benchmark, as real processes on tiny models."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from zpasses.tools.bench.model import ModelSize, batches, build_model
+from zpasses.tools.bench.train import PeerResult, TrainConfig, TrainReport, _difference, _relate
+
+TINY = ["--width", "32", "--layers", "1", "--heads", "2", "--seq", "16", "--batch", "1", "--steps", "2", "--warmup", "1"]
+PARAMETERS = 17
+"""Of the tiny model."""
+
+pytestmark = pytest.mark.processes
+
+
+def bench(*arguments):
+    command = [sys.executable, "-m", "zpasses.tools.bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
+def measured(tmp_path, *arguments):
+    file = tmp_path / "result.json"
+    run = bench(*arguments, "--json", str(file))
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout, json.loads(file.read_text())
+
+
+# --- train -------------------------------------------------------------------------------------------------------------------------
+@pytest.mark.inductor
+def test_train_measures_each_peer_and_compares_it_to_the_baseline(tmp_path):
+    table, result = measured(tmp_path, *TINY, "--peers", "fsdp2-eager,zpasses-3")
+    assert result["suite"] == "train"
+    assert {"torch", "zpasses", "python", "cores"} == set(result["versions"])
+    assert result["config"]["baseline"] == "fsdp2-eager"
+    assert not result["failed"]
+    fsdp2, zpasses = result["peers"]
+    assert fsdp2["peer"] == "fsdp2-eager"
+    assert fsdp2["ratio"] == 1.0
+    assert zpasses["ratio"] == pytest.approx(zpasses["step_s"] / fsdp2["step_s"])
+    for peer in (fsdp2, zpasses):
+        assert peer["step_s"] > 0
+        assert len(peer["losses"]) == 3
+        assert peer["losses"][-1] == pytest.approx(fsdp2["losses"][-1], rel=1e-4)
+        assert peer["gradient_norm"] == pytest.approx(fsdp2["gradient_norm"], rel=1e-4)
+        assert peer["peer"] in table
+    assert 0 < zpasses["passes_s"] + zpasses["checks_s"] < zpasses["compile_s"]
+    assert fsdp2["passes_s"] == fsdp2["checks_s"] == 0
+    _check_traffic(result, fsdp2, zpasses)
+    _check_memory(result, fsdp2, zpasses)
+
+
+def _check_traffic(result, fsdp2, zpasses):
+    nbytes = result["bounds"]["bytes"]
+    # Root and block are gathered, and the block again in backward; gloo runs a reduce-scatter as an all-reduce.
+    assert fsdp2["collectives"] == {"all_gather": 3, "all_reduce": 2}
+    assert zpasses["collectives"]["all_reduce"] == PARAMETERS
+    # Forward gathers every parameter, backward at least the weights of the matrix products and norms.
+    assert PARAMETERS + 8 <= zpasses["collectives"]["all_gather"] <= 2 * PARAMETERS
+    for peer in (fsdp2, zpasses):
+        assert peer["sent_bytes"]["all_reduce"] == nbytes  # 2 (n - 1) / n of it, two ranks
+        assert nbytes / 2 < peer["sent_bytes"]["all_gather"] <= nbytes
+    assert set(result["bounds"]["time_s"]) == {"all_gather", "reduce_scatter", "all_reduce"}
+
+
+def _check_memory(result, fsdp2, zpasses):
+    shards = result["bounds"]["bytes"] / 2
+    # Shards and two moments of AdamW; FSDP2 holds on to more than that.
+    assert zpasses["resting_bytes"] == pytest.approx(3 * shards, rel=0.2)
+    assert fsdp2["resting_bytes"] >= 3 * shards
+    assert min(fsdp2["peak_bytes"], zpasses["peak_bytes"]) > shards
+
+
+@pytest.mark.inductor
+def test_compute_alone_communicates_nothing(tmp_path):
+    table, result = measured(tmp_path, "train", *TINY, "--peers", "compute", "--baseline", "compute", "--rounds", "2")
+    (compute,) = result["peers"]
+    assert compute["collectives"] == {}
+    assert len(compute["rounds_s"]) == 2
+    assert result["compute_s"] == compute["step_s"]
+    assert "compute without communication" in table
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="deepspeed is installed")
+def test_peer_that_is_not_installed_is_skipped_with_the_reason(tmp_path):
+    table, result = measured(tmp_path, *TINY, "--peers", "fsdp2-eager,deepspeed-3")
+    assert [peer["peer"] for peer in result["peers"]] == ["fsdp2-eager"]
+    assert "pip install" in result["skipped"]["deepspeed-3"]
+    assert "skipped deepspeed-3: not installed" in table
+
+
+def test_time_limit_ends_a_run_and_is_reported():
+    run = bench(*TINY, "--peers", "fsdp2-eager", "--timeout", "1")
+    assert run.returncode == 1
+    assert "time limit 1 s" in run.stdout + run.stderr
+
+
+def result_with(losses, gradient_norm):
+    return PeerResult("zpasses-3", "", rounds_s=[1.0], losses=losses, gradient_norm=gradient_norm)
+
+
+@pytest.mark.parametrize(
+    ("losses", "norm", "message"),
+    [([6.0, 5.9], 2.0, None), ([6.0, 5.8], 2.0, "at step 1"), ([6.0, float("nan")], 2.0, "nan"), ([6.0, 5.9], 1.0, "gradient norm")],
+)
+def test_peer_that_trains_something_else_is_found(losses, norm, message):
+    reference = PeerResult("fsdp2-eager", "", rounds_s=[2.0], losses=[6.0, 5.9], gradient_norm=2.0)
+    assert (message or "None") in str(_difference(result_with(losses, norm), reference))
+
+
+def test_time_is_read_as_compute_and_communication_and_waste():
+    bounds = {"bytes": 100, "time_s": {"all_gather": 0.5}, "sent_bytes": {"all_gather": 50}}
+    compute = PeerResult("compute", "", rounds_s=[1.0], losses=[1.0])
+    ours = PeerResult("zpasses-3", "", rounds_s=[3.0], losses=[6.0], sent_bytes={"all_gather": 100})
+    report = TrainReport(TrainConfig(ModelSize(), (), "compute"), bounds, None, [compute, ours], {}, {})
+    _relate(report)
+    assert (ours.communication_s, ours.waste_s, ours.ratio) == (1.0, 1.0, 3.0)
+    assert not report.failed  # compute trains on one rank's data: its losses are its own
+
+
+# --- the model and its data --------------------------------------------------------------------------------------------------------
+def test_default_model_has_20_million_parameters():
+    assert sum(param.numel() for param in build_model(ModelSize()).parameters()) == pytest.approx(20e6, rel=0.05)
+
+
+def test_ranks_draw_different_data_and_a_rank_always_the_same():
+    size = ModelSize()
+    ((first, targets),), ((again, _),), ((other, _),) = batches(size, 1, 0), batches(size, 1, 0), batches(size, 1, 1)
+    assert first.equal(again)
+    assert not first.equal(other)
+    assert first[:, 1:].equal(targets[:, :-1])
+
+
+# --- overhead ----------------------------------------------------------------------------------------------------------------------
+def test_overhead_reports_microseconds_per_parameter(tmp_path):
+    table, result = measured(tmp_path, "overhead", "--params", "8", "--steps", "5", "--blocks", "2", "--codegens", "eager")
+    assert [entry["stage"] for entry in result["results"]] == [2, 3]
+    for entry in result["results"]:
+        assert entry["codegen"] == "eager"
+        assert entry["step_us"] > 0
+        assert set(entry["parts_us"]) == {"Dynamo guards", "shards in", "gradients out", "gradient stored"}
+    assert "overhead us/param" in table
+
+
+# --- scaling -----------------------------------------------------------------------------------------------------------------------
+NARROW = ["--hidden", "64", "--intermediate", "128", "--heads", "4", "--kv-heads", "2", "--vocab", "256", "--seq", "8", "--ranks", "16"]
+
+
+def test_scaling_splits_the_time_of_a_compile_and_grows_with_the_layers(tmp_path):
+    pytest.importorskip("transformers")
+    table, result = measured(tmp_path, "scaling", *NARROW, "--layers", "1,2")
+    one, two = result["points"]
+    assert (one["layers"], two["layers"]) == (1, 2)
+    assert one["joint_nodes"] < two["joint_nodes"] < 2 * one["joint_nodes"]
+    for point in (one, two):
+        parts = ("dynamo_s", "trace_s", "partition_s", "passes_s", "checks_s")
+        assert all(point[part] > 0 for part in parts)
+        assert point["total_s"] == pytest.approx(sum(point[part] for part in parts))
+        assert point["share"] == pytest.approx((point["passes_s"] + point["checks_s"]) / point["total_s"])
+        assert point["peak_rss_bytes"] > 100e6
+    assert "joint nodes" in table
+
+
+# --- options -----------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--peers", "fsdp2"], "nothing is called 'fsdp2'. Did you mean \"fsdp2-eager\"?"),
+        (["--baseline", "zero"], "--baseline"),
+        (["--width", "30", "--heads", "4"], "--width 30 does not divide by --heads 4"),
+        (["--vocab", "100"], "at least 256"),
+        (["--steps", "0"], "'0' is not a whole number of at least 1"),
+        (["--stepz", "3"], "--stepz"),
+        (["overhead", "--codegens", "inductr"], 'Did you mean "inductor"?'),
+        (["scaling", "--layers", "2,x"], "'x' is not a whole number"),
+        (["scaling", "--zero-stage", "4"], "--zero-stage"),
+        (["scaling", "--heads", "63"], "--hidden must divide by --heads"),
+    ],
+)
+def test_wrong_options_are_refused_with_a_clear_message(arguments, message, capsys):
+    from zpasses.tools.bench.__main__ import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_names_the_suites():
+    run = bench("--help")
+    assert run.returncode == 0
+    assert all(suite in run.stdout for suite in ("train", "overhead", "scaling"))
