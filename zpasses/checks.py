@@ -6,7 +6,8 @@ not with the number of passes times the size of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, fx
@@ -52,9 +53,17 @@ def check(graph: fx.Graph, before: Snapshot, pass_name: str) -> None:
     changed = before.changed(graph)
     for node in changed:
         _check_value(node, pass_name)
-        _check_waits(node, pass_name)
         if before.is_new(node):
             _check_tag(node, pass_name)
+    for touched in dict.fromkeys(each for node in changed for each in _with_what_it_reads(node)):
+        _check_waits(touched, pass_name)
+
+
+def _with_what_it_reads(node: fx.Node) -> Iterator[fx.Node]:
+    """A collective may be untouched and yet have lost its wait to another reader; one of several outputs is read through getitem."""
+    yield node
+    for item in node.all_input_nodes:
+        yield item.all_input_nodes[0] if item.target is operator.getitem else item
 
 
 def _check_value(node: fx.Node, pass_name: str) -> None:
