@@ -72,6 +72,11 @@ def group_backends() -> dict[str, str]:
     return {c10d._world.pg_names[group]: backend for group, (backend, _) in c10d._world.pg_map.items()}
 
 
+def process_groups() -> list[dist.ProcessGroup]:
+    """Every process group that this process is in."""
+    return list(c10d._world.pg_map)
+
+
 def group_backend(name: str) -> str:
     """Backend of one group, in lower case; "cpu:gloo,cuda:nccl" style names are kept whole."""
     return str(dist.get_backend(process_group(name))).lower()

@@ -202,7 +202,7 @@ def _no_gradients(*_: Any) -> Any:
 def _sharded_copy(model: Any, mesh: DeviceMesh, shard: Callable[[Any, DeviceMesh], object] | Mapping[str, Any] | None) -> Any:
     if not isinstance(model, nn.Module):
         return model
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(model, {id(group): group for group in compat.process_groups()})  # groups cannot be copied
     if callable(shard):
         shard(model, mesh)
     else:

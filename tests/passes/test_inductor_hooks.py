@@ -1,0 +1,134 @@
+"""Passes in Inductor's own hooks, on graphs that zpasses did not capture."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.foreign import leave_alone, simple_fsdp
+from tests.graphs import assert_step_equals_reference
+from zpasses import Level, Pass, Pipeline
+from zpasses.graph import collectives
+from zpasses.passes import GatherParams, ReduceGrads, Regather
+from zpasses.testing import capture_graphs, copy_graph, fake_world
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated", "ignore:dynamo_pgo")
+
+X = torch.ones(2, 6)
+
+
+@dataclass(frozen=True)
+class Watch(Pass):
+    """Notes the collectives of every graph it sees."""
+
+    name: ClassVar[str] = "watch"
+    level: ClassVar[Level] = Level.JOINT
+
+    seen: list = field(default_factory=list)
+
+    def rewrite(self, graph):
+        self.seen.append([each.op for _, each in collectives(graph)])
+        return 0
+
+
+def partitioned(model, **hooks):
+    """Forward and backward graphs as Inductor is about to generate code for them; nothing is generated."""
+    graphs = []
+
+    def keep(gm, inputs, **kwargs):
+        graphs.append(copy_graph(gm))
+        gm.graph.set_codegen(torch.fx.graph._BoxedCodeGen())
+        gm.recompile()
+
+        def run(args):
+            return gm(args)
+
+        run._boxed_call = True
+        return run
+
+    def backend(gm, inputs):
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            return compile_fx(gm, inputs, inner_compile=keep)
+
+    with config.patch(hooks):
+        torch.compile(model, backend=backend, fullgraph=True)(X).sum().backward()
+    return graphs
+
+
+def ops(gm):
+    return [each.op for _, each in collectives(gm.graph)]
+
+
+def saved_bytes(forward):
+    returned = forward.graph.output_node().args[0]
+    return sum(node.meta["val"].nbytes for node in returned[1:] if node.op != "placeholder")
+
+
+def test_passes_and_pipelines_are_what_the_hooks_take():
+    for each in (Regather(), Pipeline((Regather(),))):
+        assert isinstance(each, CustomGraphPass)
+        assert isinstance(each.uuid(), str)
+
+
+def test_without_the_pass_simple_fsdp_saves_its_full_parameters():
+    with fake_world(2) as mesh:
+        forward, backward = partitioned(simple_fsdp(mesh))
+    assert ops(forward) == ["all_gather_into_tensor"] * 2
+    assert ops(backward) == ["reduce_scatter_tensor"] * 2
+    assert saved_bytes(forward) > 6 * 8 * 4
+
+
+@pytest.mark.parametrize("hook", [Regather(), Pipeline((Regather(),)), [Regather()]], ids=["pass", "pipeline", "list"])
+def test_regather_in_the_joint_hook_turns_simple_fsdp_into_zero_3(hook):
+    with fake_world(2) as mesh:
+        forward, backward = partitioned(simple_fsdp(mesh), joint_custom_post_pass=hook)
+    assert ops(forward) == ["all_gather_into_tensor"] * 2
+    assert sorted(ops(backward)) == ["all_gather_into_tensor", "reduce_scatter_tensor", "reduce_scatter_tensor"]
+    assert saved_bytes(forward) < 6 * 8 * 4
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_regathered_simple_fsdp_equals_itself_on_all_ranks(dtype):
+    captures = []
+    for rank in range(2):
+        with fake_world(2, rank) as mesh:
+            x = X if dtype is None else X.to(dtype)
+            captures.append(capture_graphs(simple_fsdp(mesh, dtype), (x,), shard=leave_alone, pipeline="regather"))
+    assert_step_equals_reference(captures)
+
+
+@pytest.mark.inductor
+def test_dialect_is_lowered_in_the_post_grad_hook_of_a_plain_inductor_compile():
+    watch = Watch()
+
+    def fn(shard, x):
+        return x @ torch.ops.zpasses.unshard(shard, 4, None, None, "0")
+
+    lower = Pipeline((GatherParams(), ReduceGrads("reduce_scatter"), watch))
+    with fake_world(2), config.patch(post_grad_custom_post_pass=lower, force_disable_caches=True):
+        shard = torch.zeros(2, 3, requires_grad=True)
+        torch.compile(fn, fullgraph=True)(shard, torch.ones(5, 4)).sum().backward()
+    assert shard.grad.shape == (2, 3)
+    assert watch.seen == [["all_gather_into_tensor"], ["reduce_scatter_tensor"]]
+
+
+@pytest.mark.inductor
+def test_simple_fsdp_through_inductor_computes_the_same_with_the_pass():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = simple_fsdp(init_device_mesh("cpu", (1,)), activation=torch.nn.Identity)  # no kernel to compile: quick
+        model(X).sum().backward()
+        expected = [param.grad.clone() for param in model.parameters()]
+        model.zero_grad()
+        with config.patch(joint_custom_post_pass=Regather(), force_disable_caches=True):
+            torch.compile(model, fullgraph=True)(X).sum().backward()
+        for param, grad in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(param.grad, grad)
+    finally:
+        dist.destroy_process_group()
