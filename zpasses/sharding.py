@@ -93,14 +93,20 @@ def _unsharded(model: nn.Module, ignored: Collection[int]) -> Iterator[tuple[str
 
 
 def _shard_parameter(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    earlier = getattr(param, "_zpasses_sharded_as", None)
-    known: nn.Parameter | None = earlier() if earlier is not None else None
-    if isinstance(known, DTensor) and known.device_mesh == mesh:
-        return known  # tied to a parameter that an earlier call sharded
+    known = _sharded_earlier(param)
+    if known is not None:
+        return known
     made = nn.Parameter(cut(param, mesh), requires_grad=param.requires_grad)
     made.__dict__.update(param.__dict__)
     param._zpasses_sharded_as = weakref.ref(made)  # type: ignore[attr-defined]
     return made
+
+
+def _sharded_earlier(param: nn.Parameter) -> nn.Parameter | None:
+    """What an earlier call made of a parameter that is tied to one in another module."""
+    earlier = getattr(param, "_zpasses_sharded_as", None)
+    known: nn.Parameter | None = earlier() if earlier is not None else None
+    return known
 
 
 def _swap_class(module: nn.Module, added: list[Read]) -> None:
@@ -159,6 +165,12 @@ def _check_parameter(path: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
         raise ShardingError(
             f"parameter {path} is a DTensor already ({param.placements} on {param.device_mesh}). Shard a model once; sharding on top "
             "of tensor parallelism is not there yet."
+        )
+    known = _sharded_earlier(param)
+    if isinstance(known, DTensor) and known.device_mesh != mesh:
+        raise ShardingError(
+            f"parameter {path} is tied to one that an earlier call sharded over another mesh ({known.device_mesh}). Shard both over one "
+            "mesh, or untie them: give one module a copy."
         )
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ShardingError(f"parameter {path} has no shape yet (lazy module). Run one forward on a small input first.")

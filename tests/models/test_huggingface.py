@@ -104,7 +104,7 @@ def _train(plain, run, model, steps=3):
     # parameters must agree far better than that.
     for (name, param), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         error = (param.full_tensor() - expected).abs().mean().item()
-        assert error < 0.01 * RATE, f"{name} differs by {error} on average"
+        assert error < 0.002 * RATE, f"{name} differs by {error} on average"
 
 
 def _compare_gradients(model, plain):
@@ -114,11 +114,11 @@ def _compare_gradients(model, plain):
         if param.grad is None:
             assert grads[name].grad is None, name
             continue
-        # Relative to the largest entry: float32 sums of up to 32 tokens in another order. After a step, Adam's division by the square
-        # root of small squares has turned such rounding into differences of parameters up to 1e-4 of themselves.
+        # Relative to the largest entry. Sums over tokens and ranks in another order differ by a few float32 steps (measured: 6e-7); after
+        # a step they start from parameters that differ, by what Adam makes of that where gradients are small (measured: 6e-6).
         scale = param.grad.abs().max().item()
         error = (grads[name].grad.full_tensor() - param.grad).abs().max().item()
-        assert error <= 1e-3 * scale, f"gradient of {name} differs by {error}; its largest entry is {scale}"
+        assert error <= 5e-5 * scale, f"gradient of {name} differs by {error}; its largest entry is {scale}"
 
 
 def _trains_alike(name, stage):

@@ -8,8 +8,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -218,6 +224,15 @@ def test_refusal_names_the_place_and_changes_nothing(mesh, case):
     assert all(old is new for old, new in zip(params, model.parameters(), strict=True))
 
 
+def test_parameters_tied_over_two_meshes_are_refused(mesh):
+    model = Tied()
+    zpasses.shard(model.embed, mesh=mesh)
+    other = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
+    with pytest.raises(zpasses.ShardingError, match=r"parameter head\.weight is tied to one that .* sharded over another mesh.*untie"):
+        zpasses.shard(model, mesh=other)
+    assert type(model.head) is nn.Linear
+
+
 def test_two_dimensional_mesh_is_refused():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -314,8 +329,6 @@ def _mixed_meshes(stage):
     batches = [integers(2, 4, seed=rank) for rank in range(2)]
     expected = reference_gradients(model, batches)
     other = dist.new_group([0, 1])
-    from torch.distributed.device_mesh import DeviceMesh
-
     zpasses.shard(model[0], mesh=DeviceMesh.from_group(other, "cpu"), param_dtype=torch.float64)
     zpasses.shard(model[1], mesh=world_mesh())
     model[0].register_forward_pre_hook(lambda module, args: args[0].double())
@@ -556,8 +569,6 @@ def _load(folder):
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments}
     dcp.load(state, checkpoint_id=folder)
-    from torch.distributed.checkpoint.state_dict import set_state_dict
-
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     weights, moments = get_state_dict(model, optimizer)
     return _full(weights), _full(moments["state"])
@@ -576,17 +587,17 @@ def test_checkpoint_of_two_ranks_loads_onto_another_world(ranks, tmp_path):
 def _edit_through_data(invalidate):
     model = zpasses.shard(with_integer_weights(nn.Linear(4, 4, bias=False)), mesh=world_mesh())
     run, x = _run(model, 2), integers(2, 4)
-    with torch.no_grad():
-        before = run(x).clone()
-        model._parameters["weight"].to_local().data.mul_(2)
-        if invalidate:
-            zpasses.invalidate(model)
-        return bool(torch.equal(run(x), 2 * before)), bool(before.any())
+    before = run(x).detach().clone()  # with gradients: a step will come, until which stage 2 keeps what it gathered
+    model._parameters["weight"].to_local().data.mul_(2)
+    if invalidate:
+        zpasses.invalidate(model)
+    return bool(torch.equal(run(x), 2 * before)), bool(before.any())
 
 
 @pytest.mark.processes
-def test_invalidate_makes_edits_through_data_seen():
-    assert run_on_ranks(_edit_through_data, True) == [(True, True)] * 2
+@pytest.mark.parametrize("invalidate", [True, False])
+def test_edits_through_data_are_seen_after_invalidate_alone(invalidate):
+    assert run_on_ranks(_edit_through_data, invalidate) == [(invalidate, True)] * 2
 
 
 def _warnings(ignored):
