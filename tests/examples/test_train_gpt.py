@@ -1,0 +1,148 @@
+"""The training example, as a user runs it: real processes, a tiny model, the graphs run as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+SIZES = {"steps": 2, "layers": 1, "width": 32, "heads": 2, "seq": 16, "batch": 4, "timeout": 60}
+TINY = ["--codegen", "eager", *(f"--{name}={value}" for name, value in SIZES.items())]
+
+
+def run(*command: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    clean = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
+    arguments = [sys.executable, *map(str, command)]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=200, env={**clean, "OMP_NUM_THREADS": "1", **(env or {})})
+
+
+def train(out: Path, *options: object) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    done = run(EXAMPLE, *TINY, "--json", out, *options)
+    return done, json.loads(out.read_text()) if out.exists() else {}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sharded_training_equals_unsharded(tmp_path: Path, stage: int) -> None:
+    done, result = train(tmp_path / "out.json", "--ranks", 2, "--zero-stage", stage, "--steps", 4)
+    assert done.returncode == 0, done.stderr
+    assert result["largest_difference"] <= 1e-5
+    assert result["losses"] == pytest.approx(result["reference"]["losses"], abs=1e-5)
+    assert result["losses"][-1] < result["losses"][0]
+    assert "The curves differ by at most" in done.stdout
+
+
+@pytest.mark.processes
+def test_report_is_complete_and_counts_what_ran(tmp_path: Path) -> None:
+    done, result = train(tmp_path / "out.json", "--ranks", 2, "--no-compare", "--steps", 3)
+    assert done.returncode == 0, done.stderr
+    assert result["options"]["ranks"] == 2
+    assert result["tokens_per_s"] > 0
+    assert result["compile_s"] > 0
+    assert len(result["usage"]) == 2
+    parameters = 256 * 32 * 2 + 16 * 32 + 12 * 32 * 32 + 3 * 32
+    for usage in result["usage"]:
+        assert usage["resting_bytes"] == pytest.approx(3 * 4 * parameters / 2, rel=0.01)  # shards and two AdamW moments
+        assert usage["peak_bytes"] > 0
+        planned = sum(each["calls"] for each in result["collectives"])
+        assert sum(usage["counted"].values()) == planned + 1  # and the norm of the gradient
+    gathered = sum(each["calls"] * each["nbytes"] for each in result["collectives"] if each["op"] == "all_gather_into_tensor")
+    assert parameters * 4 / 2 <= gathered <= 2 * parameters * 4 / 2  # in forward, and most again in backward
+    for heading in ("tokens/s", "peak of a step", "all_gather_into_tensor", "together"):
+        assert heading in done.stdout
+
+
+@pytest.mark.processes
+def test_tied_head_and_bfloat16_compute_agree_within_their_rounding(tmp_path: Path) -> None:
+    done, result = train(tmp_path / "out.json", "--ranks", 2, "--tied", "--param-dtype", "bfloat16", "--batch", 6)
+    assert done.returncode == 0, done.stderr
+    assert result["tolerance"] == pytest.approx(5e-2)
+    assert result["largest_difference"] <= 1e-2
+
+
+@pytest.mark.processes
+def test_other_training_is_told_apart(tmp_path: Path) -> None:
+    done, result = train(tmp_path / "out.json", "--ranks", 1, "--reference-seed", 1)
+    assert done.returncode == 3
+    assert "They are not the same training." in done.stderr
+    assert result["largest_difference"] > result["tolerance"]
+
+
+@pytest.mark.processes
+def test_own_text_under_plain_torchrun(tmp_path: Path) -> None:
+    text = tmp_path / "a text.txt"
+    text.write_text("All work and no play makes Jack a dull boy. " * 20)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", EXAMPLE, *TINY, "--text", text]
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+    assert "880 bytes of text, 2 ranks on cpu" in done.stdout
+
+
+@pytest.mark.processes
+def test_rank_that_fails_ends_the_whole(tmp_path: Path) -> None:
+    program = tmp_path / "broken.py"
+    program.write_text(
+        textwrap.dedent(f"""
+            import os, sys
+            sys.path.insert(0, {str(EXAMPLE.parent)!r})
+            import train_gpt
+
+            if os.environ.get("RANK") == "1":
+                def draw(self, *_):
+                    raise RuntimeError("no such batch")
+                train_gpt.Batches.__call__ = draw
+            train_gpt.__file__ = __file__
+            sys.exit(train_gpt.main())
+        """)
+    )
+    done = run(program, *TINY, "--ranks", 2)
+    assert done.returncode == 1
+    assert "RuntimeError: no such batch" in done.stderr
+    assert "rank 1 failed first, with exit status 1; the others were stopped." in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--width", 30, "--heads", 4], "--width 30 does not divide by --heads 4; take --width 28 or 32."),
+        (["--steps", 0], "--steps 0; expected 1 or more."),
+        (["--lr", "nan"], "--lr nan; expected a number above 0."),
+        (["--ranks", 8, "--batch", 4], "--batch 4 does not divide among 8 ranks, which take equal parts of it; take --batch 8."),
+        (["--text", "missing.txt"], "--text missing.txt: there is no such file."),
+        (["--seq", 10_000_000], "--seq 10000000 needs 10000001 or more. Take a longer text or a smaller --seq."),
+        (["--json", "missing/out.json"], "there is no folder missing to write it to."),
+        (["--zero-stage", 4], "invalid choice: 4"),
+    ],
+)
+def test_bad_input_is_told_before_any_process_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[object], message: str
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    import train_gpt
+
+    monkeypatch.setattr(train_gpt, "launch", lambda args: pytest.fail("started processes"))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *map(str, options)])
+    with pytest.raises(SystemExit) as stop:
+        train_gpt.main()
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ranks_and_torchrun_must_agree(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    import train_gpt
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit):
+        train_gpt.parse_args(["--ranks", "2"])
+    assert "--ranks 2, but torchrun started 4; leave --ranks out under torchrun." in capsys.readouterr().err
