@@ -7,6 +7,7 @@ shards, so that AOTAutograd traces ordinary tensors; at run time one autograd fu
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +106,8 @@ def _read_shards_directly(gm: fx.GraphModule) -> None:
 def _unique_names(placeholders: Sequence[fx.Node]) -> list[str]:
     """Parameter names below the compiled module; where two roots have the same, the graph's own names."""
     names = [compat.parameter_name(node) for node in placeholders]
-    return [name if names.count(name) == 1 else node.name for name, node in zip(names, placeholders, strict=True)]
+    uses = Counter(names)
+    return [name if uses[name] == 1 else node.name for name, node in zip(names, placeholders, strict=True)]
 
 
 def _is_unshard(node: fx.Node) -> bool:

@@ -6,6 +6,7 @@ of a third; "bounds" times bare collectives over the bytes of all parameters.
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import sys
@@ -24,6 +25,7 @@ from zpasses.tools.bench.model import ModelSize, batches, build_model
 from zpasses.tools.bench.peers import PEERS, Trainer
 
 _MEMORY_WARMUP = 2
+_SETTLE_S = 0.2
 _BOUND_REPEATS = 5
 
 
@@ -77,6 +79,9 @@ def _memory(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str,
             trainer.backward(*batch)
             norm = trainer.gradient_norm()
             trainer.update()
+        dist.barrier()
+        gc.collect()  # compiling leaves cycles behind, which hold tensors
+        time.sleep(_SETTLE_S)  # gloo's threads let go of a collective's tensors only after it is awaited
         with memory.mark():
             _whole_step(trainer, data[-1])
     resting, peak = memory.read()
