@@ -371,7 +371,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, help="processes to start; under torchrun that decides (default: 2)", default=argparse.SUPPRESS)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu communicates through gloo, cuda through NCCL or RCCL")
     parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=3, help="what is sharded, and for how long")
-    parser.add_argument("--codegen", choices=("inductor", "eager"), help="(default: inductor where a compiler is there)", default=None)
+    parser.add_argument("--codegen", choices=("inductor", "eager"), help="(default: inductor where it works)", default=None)
     parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of compute and gathers")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--layers", type=int, default=4)
@@ -400,7 +400,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     problem = problem_with(args, under_torchrun)
     if problem:
         parser.error(problem)
-    args.codegen = args.codegen or ("inductor" if args.device == "cuda" or cxx_compiler() else "eager")
+    args.codegen = args.codegen or ("eager" if args.device == "cpu" and inductor_lacks() else "inductor")
     return args
 
 
@@ -433,13 +433,18 @@ def problem_with(args: argparse.Namespace, under_torchrun: bool) -> str | None:
             return "--device cuda, but this PyTorch sees no GPU; take --device cpu, or install a CUDA or ROCm build."
         if here > torch.cuda.device_count():
             return f"{here} ranks on this machine, which has {torch.cuda.device_count()} GPUs; start one rank per GPU."
-    elif args.codegen == "inductor" and not cxx_compiler():
-        return "--codegen inductor needs a C++ compiler on the CPU, and none was found; install g++, set CXX, or take --codegen eager."
+    elif args.codegen == "inductor" and inductor_lacks():
+        return f"--codegen inductor: {inductor_lacks()}, or take --codegen eager."
     return None
 
 
-def cxx_compiler() -> str | None:
-    return next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))), None)
+def inductor_lacks() -> str | None:
+    """What keeps Inductor from generating code for the CPU, as what to do about it; None when nothing does."""
+    if " " in torch.__file__:
+        return f"Inductor cannot link against PyTorch in a folder with spaces ({Path(torch.__file__).parent}); install it elsewhere"
+    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+        return "on the CPU it needs a C++ compiler, and none was found; install g++, set CXX"
+    return None
 
 
 def launch(args: argparse.Namespace) -> int:

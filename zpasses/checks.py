@@ -18,7 +18,7 @@ from zpasses.errors import PassError
 from zpasses.graph import collective_of, is_dialect, is_wait, propagate, value_of
 from zpasses.tags import tag_of
 
-__all__ = ["Snapshot", "check"]
+__all__ = ["Snapshot", "check", "check_unchanged"]
 
 
 class Snapshot:
@@ -64,6 +64,13 @@ def _with_what_it_reads(node: fx.Node) -> Iterator[fx.Node]:
     yield node
     for item in node.all_input_nodes:
         yield item.all_input_nodes[0] if item.target is operator.getitem else item
+
+
+def check_unchanged(graph: fx.Graph, before: Snapshot, pass_name: str) -> None:
+    """Raise PassError if a pass that reported no change made one, which nothing would have checked."""
+    changed = before.changed(graph)
+    if changed:
+        raise PassError(f"pass {pass_name!r} returned 0 changes, but changed {changed[0].format_node()}. Return how much was changed.")
 
 
 def _check_value(node: fx.Node, pass_name: str) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.checks import Snapshot, check
+from zpasses.checks import Snapshot, check, check_unchanged
 from zpasses.errors import OptionError, PassError, nearest
 from zpasses.fields import build, format_value
 from zpasses.graph import collectives
@@ -173,8 +173,10 @@ def run_passes(
         if changes:
             check(graph, snapshot, each.name)
             snapshot = None
-        elif each.must_change:
-            log.warning("pass %s changed nothing", each)
+        else:
+            check_unchanged(graph, snapshot, each.name)
+            if each.must_change:
+                log.warning("pass %s changed nothing", each)
         after = _Totals.of(graph) if changes else before
         records.append(
             PassRecord(

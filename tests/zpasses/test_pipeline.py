@@ -15,7 +15,7 @@ from zpasses import Level, OptionError, Pass, PassError, Pipeline
 from zpasses.fields import field_types
 from zpasses.passes import ZERO3, GatherParams, KeepParams, MergeReads, ReduceGrads, Regather
 from zpasses.pipeline import catalogue, describe_records, run_passes
-from zpasses.testing import fake_world, listing
+from zpasses.testing import fake_world, listing, trace_joint
 
 
 @dataclass(frozen=True)
@@ -243,3 +243,22 @@ def test_pass_that_must_change_something_and_does_not_says_so(caplog):
         assert caplog.messages == []
         run_passes(small().graph, [Eager()])
     assert caplog.messages == ["pass nothing changed nothing"]
+
+
+@dataclass(frozen=True)
+class Silent(Pass):
+    """Changes the graph and does not say so."""
+
+    name: ClassVar[str] = "silent"
+    level: ClassVar[Level] = Level.JOINT
+
+    def rewrite(self, graph):
+        node = next(node for node in graph.nodes if node.op == "call_function")
+        node.args = (node.args[0], 5.0)
+        return 0
+
+
+def test_a_change_that_a_pass_does_not_report_is_an_error():
+    gm = trace_joint(lambda x: x * 2.0, [torch.ones(3, requires_grad=True)])
+    with pytest.raises(PassError, match=r"returned 0 changes, but changed .*mul"):
+        Silent()(gm.graph)

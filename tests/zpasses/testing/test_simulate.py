@@ -340,6 +340,7 @@ def test_collectives_of_others_can_be_given_a_meaning():
     assert runs[0].collectives[0].op == "gather_twice"
 
 
+@pytest.mark.skipif(not hasattr(F, "isend"), reason="torch 2.11 has no collective that zpasses.testing does not know")
 def test_collective_without_a_meaning_is_refused():
     gm = program(lambda graph, x: (graph.call_function(F.isend.default, (x, 0, 0, "0")),))
     with pytest.raises(SimulationError, match=r"isend.* is not simulated"):
