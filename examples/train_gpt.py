@@ -400,7 +400,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     problem = problem_with(args, under_torchrun)
     if problem:
         parser.error(problem)
-    args.codegen = args.codegen or ("eager" if args.device == "cpu" and inductor_lacks() else "inductor")
+    if args.codegen is None:
+        lack = inductor_lacks() if args.device == "cpu" else None
+        args.codegen = "eager" if lack else "inductor"
+        if lack and not under_torchrun:
+            print(f"Running the graphs as they are (--codegen eager). {lack[0].upper()}{lack[1:]} to have them compiled.", file=sys.stderr)
     return args
 
 
@@ -443,7 +447,7 @@ def inductor_lacks() -> str | None:
     if " " in torch.__file__:
         return f"Inductor cannot link against PyTorch in a folder with spaces ({Path(torch.__file__).parent}); install it elsewhere"
     if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
-        return "on the CPU it needs a C++ compiler, and none was found; install g++, set CXX"
+        return "Inductor needs a C++ compiler for the CPU, and none was found; install g++ or set CXX"
     return None
 
 
