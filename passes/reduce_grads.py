@@ -46,8 +46,8 @@ class ReduceGrads(Pass):
         return len(found)
 
     def _lower(self, graph: fx.Graph, node: fx.Node) -> None:
-        grad: Any = node.args[0]
-        rows, shard_rows, dtype, reduce_dtype, group = node.args[1:]
+        arguments: Any = node.args
+        grad, rows, shard_rows, dtype, reduce_dtype, group = arguments
         tag = tag_of(node)
         lowering = _Lowering(Editor(graph, before=node), tag.params if tag else (grad.name,), self.name, str(group), reduce_dtype)
         value = value_of(grad)
