@@ -60,7 +60,7 @@ class GatherParams(Pass):
         if value.dim() == 0 or size == 1:
             return edit.call(aten._to_copy.default, shard, dtype=dtype or value.dtype) if dtype else edit.call(aten.clone.default, shard)
         block = rows_per_rank(rows, size)
-        if block * value[:0].new_empty((1, *value.shape[1:])).numel() == 0:
+        if block == 0 or 0 in value.shape[1:]:
             return edit.call(aten.empty.memory_format, [rows, *value.shape[1:]], dtype=dtype or value.dtype, device=value.device)
         source = shard
         if dtype is not None and dtype != value.dtype:
