@@ -17,13 +17,14 @@ __all__ = ["MemoryProfile", "Traffic", "Work", "observe_work", "sent_bytes", "tr
 
 
 # --- memory ------------------------------------------------------------------------------------------------------------------------
+_MARK = "zpasses.tools.bench "
+
+
 class MemoryProfile:
     """Follows every allocation of this process while it is entered, and says what one marked step adds on top.
 
     It must be entered before anything is built: the profiler does not see the release of what it did not see allocated.
     """
-
-    _MARK = "zpasses.tools.bench step"
 
     def __init__(self) -> None:
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
@@ -35,15 +36,16 @@ class MemoryProfile:
     def __exit__(self, *error: Any) -> None:
         self._profile.__exit__(*error)
 
-    def mark(self) -> Any:
-        """A context manager around the step to look at."""
-        return record_function(self._MARK)
+    @staticmethod
+    def mark(name: str) -> Any:
+        """A context manager around what to look at."""
+        return record_function(_MARK + name)
 
-    def read(self) -> tuple[int, int]:
-        """Bytes allocated when the marked step began, and the most that it added to them. After leaving."""
+    def read(self, name: str) -> tuple[int, int]:
+        """Bytes allocated when the marked code began, and the most that it added to them. After leaving."""
         results: Any = self._profile.profiler
         events = results.kineto_results.events()
-        step = next(event for event in events if event.name() == self._MARK)
+        step = next(event for event in events if event.name() == _MARK + name)
         start, end = step.start_ns(), step.start_ns() + step.duration_ns()
         live = resting = peak = 0
         for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):

@@ -27,14 +27,14 @@ LEARNING_RATE = 3e-4
 class Trainer:
     """A model that is ready to train, and its optimizer."""
 
-    def __init__(self, model: nn.Module, step: Callable[..., Tensor]) -> None:
-        self.model, self._forward = model, step
+    def __init__(self, model: nn.Module, step: Callable[..., Tensor], gradient_scale: float = 1.0) -> None:
+        self.model, self._forward, self._gradient_scale = model, step, gradient_scale
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
 
     def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward and backward; the loss of this rank's batch."""
         loss = self._forward(inputs, targets)
-        loss.backward()
+        (loss if self._gradient_scale == 1.0 else loss * self._gradient_scale).backward()
         return loss.detach()
 
     def update(self) -> None:
@@ -111,7 +111,7 @@ def _simple_fsdp(model: GPT, mesh: DeviceMesh) -> Trainer:
     from torchtitan.experiments.graph_trainer.simple_fsdp import data_parallel
 
     sharded = data_parallel(model, mesh, mode="fully_shard")
-    return Trainer(sharded, torch.compile(sharded))
+    return Trainer(sharded, torch.compile(sharded), gradient_scale=1 / mesh.size())  # it sums gradients over ranks
 
 
 class _DeepSpeedTrainer(Trainer):
@@ -120,9 +120,12 @@ class _DeepSpeedTrainer(Trainer):
     def __init__(self, model: GPT, stage: int) -> None:
         import deepspeed
 
+        numel = sum(param.numel() for param in model.parameters())
+        # Its buckets are allocated at their full size, by default 2 GB each.
+        buckets = {"reduce_bucket_size": numel, "allgather_bucket_size": numel, "stage3_prefetch_bucket_size": numel}
         config = {
             "train_micro_batch_size_per_gpu": 1,  # only bookkeeping: the batches are ours
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": stage, **buckets},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }

@@ -55,7 +55,9 @@ class PeerResult:
     ratio: float | None = None
     """Step time over the baseline's in the same round; the median of the rounds."""
     peak_bytes: int = 0
-    """The most that a step holds above the resting state."""
+    """The most that a step, its update included, holds above the resting state."""
+    backward_peak_bytes: int = 0
+    """The same without the update, whose temporaries are the optimizer's own."""
     resting_bytes: int = 0
     """Held between two steps: parameters, gradients, optimizer state and whatever else."""
     collectives: dict[str, float] = field(default_factory=dict)
@@ -131,8 +133,8 @@ def _run_round(config: TrainConfig, result: PeerResult, number: int, caches: str
     result.collectives, result.sent_bytes = ranks[0]["collectives"], ranks[0]["sent_bytes"]
     result.losses = [statistics.fmean(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
     memory = _run(config, "memory", PEERS[result.peer], env)
-    result.resting_bytes = max(rank["resting_bytes"] for rank in memory)
-    result.peak_bytes = max(rank["peak_bytes"] for rank in memory)
+    for name in ("resting_bytes", "peak_bytes", "backward_peak_bytes"):
+        setattr(result, name, max(rank[name] for rank in memory))
     result.gradient_norm = memory[0]["gradient_norm"]
 
 

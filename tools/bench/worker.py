@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zpasses.tools.bench.measure import MemoryProfile, observe_work, sent_bytes, traffic
 from zpasses.tools.bench.model import ModelSize, batches, build_model
-from zpasses.tools.bench.peers import PEERS, Trainer
+from zpasses.tools.bench.peers import PEERS
 
 _MEMORY_WARMUP = 2
 _SETTLE_S = 0.2
@@ -82,15 +82,12 @@ def _memory(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str,
         dist.barrier()
         gc.collect()  # compiling leaves cycles behind, which hold tensors
         time.sleep(_SETTLE_S)  # gloo's threads let go of a collective's tensors only after it is awaited
-        with memory.mark():
-            _whole_step(trainer, data[-1])
-    resting, peak = memory.read()
-    return {"resting_bytes": resting, "peak_bytes": peak, "gradient_norm": norm}
-
-
-def _whole_step(trainer: Trainer, batch: tuple[Tensor, Tensor]) -> None:
-    trainer.backward(*batch)
-    trainer.update()
+        with memory.mark("step"):
+            with memory.mark("backward"):
+                trainer.backward(*data[-1])
+            trainer.update()
+    resting, peak = memory.read("step")
+    return {"resting_bytes": resting, "peak_bytes": peak, "backward_peak_bytes": memory.read("backward")[1], "gradient_norm": norm}
 
 
 def _bounds(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str, Any]:
