@@ -16,12 +16,15 @@ from zpasses.tools.bench.launch import RankError, run_ranks
 from zpasses.tools.bench.model import ModelSize
 from zpasses.tools.bench.peers import PEERS, Peer
 
-__all__ = ["LOSS_TOLERANCE", "PeerResult", "TrainConfig", "TrainReport", "run_train"]
+__all__ = ["LOSS_TOLERANCE", "NORM_TOLERANCE", "PeerResult", "TrainConfig", "TrainReport", "run_train"]
 
 _WORKER = "zpasses.tools.bench.worker"
 
-LOSS_TOLERANCE = 1e-3
-"""Largest relative difference of a peer's losses, or of its gradient norm, from the baseline's."""
+LOSS_TOLERANCE = 1e-2
+"""Largest relative difference of a peer's loss from the baseline's, at any step: room for rounding, which AdamW amplifies."""
+
+NORM_TOLERANCE = 1e-3
+"""The same for the norm of an early gradient, which shows a wrong scale; AdamW's losses do not."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,6 @@ def _difference(result: PeerResult, reference: PeerResult) -> str | None:
         if not abs(ours - theirs) <= LOSS_TOLERANCE * abs(theirs):  # also where one is not a number
             return f"trains something else than {reference.peer}: loss {ours:.6f} instead of {theirs:.6f} at step {step}"
     ours_norm, theirs_norm = result.gradient_norm, reference.gradient_norm
-    if ours_norm is None or theirs_norm is None or abs(ours_norm - theirs_norm) <= LOSS_TOLERANCE * theirs_norm:
+    if ours_norm is None or theirs_norm is None or abs(ours_norm - theirs_norm) <= NORM_TOLERANCE * theirs_norm:
         return None
     return f"trains something else than {reference.peer}: gradient norm {ours_norm:.6f} instead of {theirs_norm:.6f}"
