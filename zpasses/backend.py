@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -21,7 +21,7 @@ from zpasses.options import Options
 from zpasses.pipeline import Level, PassRecord, Pipeline, run_passes
 from zpasses.reads import with_plain_inputs
 from zpasses.runtime import BoundParameters, ForwardDispatch, boxed, with_local_shards
-from zpasses.variants import Variant, cut_variant, slots
+from zpasses.variants import Variant, cut_variant, is_retained, release_returned, slots
 
 __all__ = ["GraphLog", "observe_graphs", "zpasses_backend"]
 
@@ -119,10 +119,13 @@ class _GraphCompiler:
             self._run_level(gm, Level.JOINT, "inference")
         self._run_level(gm, Level.FORWARD, "inference" if inference else "forward")
         self._agree(gm)
+        values = cast(Sequence[Any], gm.graph.output_node().args[0])
+        release_returned(gm.graph, compat.returned_to_caller(values))
         found = slots(gm.graph)
         if not found:
             return codegen(gm, inputs)
         self._retains = True
+        compat.withdraw_donations(values, is_retained(gm.graph))
         state = compat.CompilerState()
         template = compat.clone_graph_module(gm)
 
@@ -132,8 +135,7 @@ class _GraphCompiler:
             with state.restored():
                 return codegen(cut, [*inputs, *extra])
 
-        outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-        return boxed(ForwardDispatch(found, outputs, self._bound, inference, compile_variant))
+        return boxed(ForwardDispatch(found, len(values), self._bound, inference, compile_variant))
 
     def _backward(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         self._run_level(gm, Level.BACKWARD, "backward")

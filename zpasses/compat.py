@@ -244,6 +244,30 @@ def aot_compile(gm: fx.GraphModule, inputs: Sequence[Any], forward: Any, backwar
     return compiler(gm, inputs)
 
 
+def returned_to_caller(outputs: Sequence[Any]) -> Sequence[Any]:
+    """Of what a forward graph returns, all but what is saved for backward."""
+    context = TracingContext.try_get()
+    meta: Any = context.fw_metadata if context is not None else None
+    return outputs if meta is None else outputs[: meta.num_forward]
+
+
+def withdraw_donations(outputs: Sequence[Any], held: Callable[[fx.Node], bool]) -> None:
+    """Let backward not overwrite the values saved for it that somebody else holds too.
+
+    AOTAutograd lets it overwrite ("donates") all that are neither inputs nor outputs of the model.
+
+    Args:
+        outputs: what the forward graph returns.
+        held: whether a saved value must stay as it is.
+    """
+    context = TracingContext.try_get()
+    meta: Any = context.fw_metadata if context is not None else None
+    donated = meta.bw_donated_idxs if meta is not None else None
+    if donated:
+        saved, first = outputs[meta.tensors_saved_for_backwards_slice], meta.num_symints_saved_for_bw
+        donated[:] = [i for i in donated if not held(saved[i - first])]  # in place: other metadata shares the list
+
+
 class CompilerState:
     """What a compiler may look up while it runs, kept so that a variant can be compiled later, at call time."""
 
@@ -306,6 +330,11 @@ def inductor_compile(gm: fx.GraphModule, inputs: Sequence[Any], inner: Callable[
 
     with functorch_config.patch(enable_autograd_cache=False):
         return compile_fx(gm, cast(Any, inputs), inner_compile=inner, config_patches=patches)
+
+
+def pin_output_strides(output: fx.Node) -> None:
+    """Keep Inductor from choosing the strides of what a graph returns: all variants of it must return alike, and take what they return."""
+    output.meta["user_visible_output_idxs"] = list(range(len(cast(Sequence[Any], output.args[0]))))
 
 
 def inductor_codegen(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any], kwargs: dict[str, Any]) -> Callable[..., Any]:

@@ -39,6 +39,9 @@ class Retained:
         self.shard: Tensor | None = None
         self.version = -1
 
+    def __reduce__(self) -> tuple[type[Retained], tuple[()]]:
+        return Retained, ()  # a copy of the parameter starts anew: nobody has stepped it yet
+
     def is_fresh(self, param: DTensor, shard: Tensor, dtype: torch.dtype) -> bool:
         """Whether the copy was gathered from this parameter's shard, in this dtype, since it last changed."""
         full, seen = self.full, self.shard

@@ -34,13 +34,15 @@ class BoundParameters(threading.local):
     """The parameters that the current call of a graph was given, for the graph's forward to look up what is kept of them."""
 
     def __init__(self) -> None:
-        self._given: Sequence[Any] = ()
         self._bound: dict[str, tuple[Retained, DTensor, Tensor]] = {}
 
     def bind(self, params: Sequence[Any], names: Sequence[str]) -> None:
-        if len(params) != len(self._given) or any(a is not b for a, b in zip(params, self._given, strict=True)):
-            self._given = params
-            self._bound = {name: (retained_of(param), param, compat.local_of(param)) for name, param in zip(names, params, strict=True)}
+        # Anew at each call: `model.to` and its kin give the same parameter another local tensor.
+        self._bound = {name: (retained_of(param), param, compat.local_of(param)) for name, param in zip(names, params, strict=True)}
+
+    def release(self) -> None:
+        """Forget the parameters, so that compiled code does not outlive a model with all its memory."""
+        self._bound = {}
 
     def __getitem__(self, name: str) -> tuple[Retained, DTensor, Tensor]:
         return self._bound[name]
@@ -91,10 +93,11 @@ class ForwardDispatch:
 
     def _choose(self, entries: Sequence[tuple[Retained, DTensor, Tensor]]) -> Variant:
         given, kept = [], []
+        keeps = not torch.is_inference_mode_enabled()  # autograd refuses what is made there
         for i, (entry, param, shard) in enumerate(entries):
             if entry.is_fresh(param, shard, self._slots[i].dtype):
                 given.append(i)
-            elif entry.stepped or not self._inference:
+            elif keeps and (entry.stepped or not self._inference):
                 kept.append(i)
         return Variant(frozenset(given), frozenset(kept))
 
@@ -141,6 +144,11 @@ def with_local_shards(
             shards = [compat.local_of(param) for param in params]
         for i, shard in zip(positions, shards, strict=True):
             values[i] = shard
-        return compiled(*values)
+        if bound is None:
+            return compiled(*values)
+        try:
+            return compiled(*values)
+        finally:
+            bound.release()
 
     return compat.undynamo(run)

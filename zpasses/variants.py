@@ -7,6 +7,7 @@ effects is involved, so Inductor sees a plain graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,9 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.graph import erase_dead, value_of
-from zpasses.tags import tag_of, tagged
+from zpasses.tags import retag, tag_of, tagged
 
-__all__ = ["Slot", "Variant", "cut_variant", "slots"]
+__all__ = ["Slot", "Variant", "cut_variant", "is_retained", "release_returned", "slots"]
 
 
 @dataclass(frozen=True)
@@ -31,16 +32,39 @@ class Slot:
 
 
 def slots(graph: fx.Graph) -> list[Slot]:
-    """The retained parameters of a graph, in graph order, each once."""
+    """The retained parameters of a graph, in graph order, each once: of one that is gathered in two dtypes, the first."""
     return list(_nodes_by_slot(graph))
+
+
+def is_retained(graph: fx.Graph) -> Callable[[fx.Node], bool]:
+    """Whether a value of the graph is a retained parameter or a view of one."""
+    memory = {_viewed(node) for nodes in _nodes_by_slot(graph).values() for node in nodes}
+    return lambda node: _viewed(node) in memory
+
+
+def release_returned(graph: fx.Graph, returned: Iterable[object]) -> None:
+    """Do not retain what the model returns: its caller may write to it."""
+    memory = {_viewed(node) for node in returned if isinstance(node, fx.Node)}
+    for node, tag in list(tagged(graph, "full")):
+        if tag.retained and _viewed(node) in memory:
+            retag(node, retained=False)
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    # Inductor may drop a clone.
+    while isinstance(node.target, torch._ops.OpOverload) and (node.target.is_view or node.target is torch.ops.aten.clone.default):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _nodes_by_slot(graph: fx.Graph) -> dict[Slot, list[fx.Node]]:
     inputs = {tag.params[0] for _, tag in tagged(graph, "shard")}
     found: dict[Slot, list[fx.Node]] = {}
+    dtypes: dict[str, torch.dtype] = {}
     for node, tag in tagged(graph, "full"):
-        if tag.retained and tag.params[0] in inputs:
-            found.setdefault(Slot(tag.params[0], value_of(node).dtype), []).append(node)
+        param, dtype = tag.params[0], value_of(node).dtype
+        if tag.retained and param in inputs and dtypes.setdefault(param, dtype) is dtype:
+            found.setdefault(Slot(param, dtype), []).append(node)
     return found
 
 
@@ -72,6 +96,7 @@ def cut_variant(gm: fx.GraphModule, variant: Variant) -> tuple[fx.GraphModule, l
             extra_outputs.append(nodes[0])
     output = graph.output_node()
     output.args = ((*output.args[0], *extra_outputs),)  # type: ignore[misc]
+    compat.pin_output_strides(output)
     graph.lint()
     cut.recompile()
     return cut, extra_inputs

@@ -1,6 +1,8 @@
 """The backend on real ranks: what can be compiled, and that it trains like the unsharded model."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -299,6 +301,9 @@ def _equal_after(edit):
     elif edit == "assign":
         model.scale = nn.Parameter(torch.tensor(7.0))
         reference.scale = nn.Parameter(torch.tensor(7.0))
+    elif edit == "swap":  # what model.to does: the same parameters, other local tensors
+        model._apply(lambda tensor: tensor * 2)
+        reference._apply(lambda tensor: tensor * 2)
     else:
         with torch.no_grad():
             for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
@@ -371,7 +376,7 @@ def test_evaluation_keeps_what_an_optimizer_updates():
     assert second < first
 
 
-@pytest.mark.parametrize("edit", ["load_state_dict", "assign", "in place"])
+@pytest.mark.parametrize("edit", ["load_state_dict", "assign", "swap", "in place"])
 def test_kept_parameters_follow_every_change_of_their_shards(edit):
     run_on_ranks(_equal_after, edit)
 
@@ -395,3 +400,153 @@ def _empty_shard():
 
 def test_a_rank_with_an_empty_shard_gathers_when_the_others_do():
     run_on_ranks(_empty_shard, ranks=3)
+
+
+class Gain(nn.Module):
+    """Its backward needs nothing but the gain, in whose memory Inductor would like to write the gradient."""
+
+    def __init__(self, frozen=False):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.gain = nn.Parameter(torch.randn(8, 8), requires_grad=not frozen)
+
+    def forward(self, x):
+        return self.linear(x) * self.gain
+
+
+def _sharded_copy(reference, **options):
+    model = zpasses.shard(copy.deepcopy(reference), mesh=world_mesh())
+    return model, torch.compile(model, backend="zpasses", options={"zero_stage": 2, **options})
+
+
+def _kept_through_backward():
+    for reference in (Gain(), Gain(frozen=True)):
+        model, step = _sharded_copy(reference)
+        x = torch.randn(8, 8)
+        for _ in range(2):
+            ours, theirs = (net(x).square().sum() + net(2 * x).square().sum() for net in (step, reference))
+            torch.testing.assert_close(ours, theirs)
+            ours.backward()
+            theirs.backward()
+            assert_same_gradients(model, reference)
+
+
+def test_backward_does_not_write_over_kept_parameters():
+    run_on_ranks(_kept_through_backward)
+
+
+def _convolutions():
+    reference = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten())
+    model, step = _sharded_copy(reference)
+    for _ in range(2):
+        x = torch.randn(2, 3, 6, 6)
+        for net in (step, reference):
+            (net(x).square().sum() + net(2 * x).sum()).backward()
+        assert_same_gradients(model, reference)
+
+
+def test_variants_agree_on_strides_though_inductor_prefers_others_for_convolutions():
+    run_on_ranks(_convolutions)
+
+
+def _trains_after_inference_mode():
+    model, step = _sharded_copy(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **EAGER)
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 4)
+    for _ in range(2):
+        step(x).sum().backward()
+        optimizer.step()
+        with torch.inference_mode():
+            step(x)
+
+
+def test_training_goes_on_after_inference_mode():
+    run_on_ranks(_trains_after_inference_mode)
+
+
+def _average_of_a_trained_model():
+    """A copy of a model that an optimizer stepped is stepped by nobody: only foreach operations write to it."""
+    reference = nn.Linear(4, 4)
+    model, step = _sharded_copy(reference, **EAGER)
+    x = torch.ones(2, 4)
+    step(x).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    average = copy.deepcopy(model)
+    evaluate = torch.compile(average, backend="zpasses", options={"zero_stage": 2, **EAGER})
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(evaluate(x), reference(x))
+            for net in (average, reference):
+                torch._foreach_mul_(list(net.parameters()), 0.5)
+
+
+def test_a_copied_model_keeps_nothing_of_the_original():
+    run_on_ranks(_average_of_a_trained_model)
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.low, self.high = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.high.weight = self.low.weight
+
+    def forward(self, x):
+        return self.high(self.low(x.bfloat16()).float())
+
+
+def _tied_in_two_dtypes():
+    reference = TwoDtypes()
+    model = copy.deepcopy(reference)
+    zpasses.shard(model.low, mesh=world_mesh(), param_dtype=torch.bfloat16)
+    zpasses.shard(model.high, mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
+    x = torch.ones(2, 4)
+    first = step(x)
+    for _ in range(2):
+        torch.testing.assert_close(step(x), first)
+    first.sum().backward()
+    torch.testing.assert_close(step(x), first)
+
+
+def test_tied_parameters_may_be_read_in_two_dtypes():
+    run_on_ranks(_tied_in_two_dtypes)
+
+
+class Returns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias, self.weight, self.bias.view(2, 2)
+
+
+def _returned_parameters(codegen):
+    reference = Returns()
+    _, step = _sharded_copy(reference, codegen=codegen)
+    x = torch.ones(2, 4)
+    for _ in range(3):
+        out, weight, bias = step(x)
+        torch.testing.assert_close(out, reference(x)[0])
+        with torch.no_grad():
+            weight.detach().zero_()
+            bias.detach().zero_()
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_writing_to_a_returned_parameter_does_not_change_the_model(codegen):
+    run_on_ranks(_returned_parameters, codegen)
+
+
+def _forgets(stage):
+    model = zpasses.shard(nn.Linear(4, 4), mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": stage, **EAGER})
+    step(torch.ones(2, 4)).sum().backward()
+    param = weakref.ref(next(model.parameters()))
+    del model, step
+    gc.collect()
+    assert param() is None
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_compiled_code_does_not_hold_the_parameters_of_a_dead_model(stage):
+    run_on_ranks(_forgets, stage)
