@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import ShardingError
-from zpasses.graph import nbytes
+from zpasses.graph import nbytes, value_of
 from zpasses.ops import REDUCE_GRAD, UNSHARD
 from zpasses.tags import Tag, add_tag, tag_of
 
@@ -131,15 +131,31 @@ def _check_and_tag_reads(gm: fx.GraphModule, names: dict[fx.Node, str]) -> tuple
 
 
 def _refuse_writes(read: fx.Node, name: str | None) -> None:
-    for user in read.users:
+    for value, user in _uses_of_memory(read):
         target = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
         in_place = (target.endswith("_") and not target.endswith("__")) or target in ("setitem", "iadd", "imul", "isub", "itruediv")
-        if in_place and user.args and user.args[0] is read:
+        if in_place and user.args and user.args[0] is value:
             raise ShardingError(
                 f"the model writes to parameter {name or read.name} ({target}), which is sharded: what it read is a gathered copy, and "
                 "the write would be lost. Write to the shards, outside the compiled function: the parameter from model.parameters(), "
                 f"or module attributes inside `with zpasses.shards(model)`.\n{read.stack_trace or ''}"
             )
+
+
+def _uses_of_memory(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(value, user) of a node and of its views."""
+    queue, memory = [node], _memory(node)
+    while queue:
+        value = queue.pop()
+        for user in value.users:
+            yield value, user
+            if memory is not None and _memory(user) == memory:
+                queue.append(user)
+
+
+def _memory(node: fx.Node) -> int | None:
+    value = value_of(node)
+    return compat.storage_id(value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
 
 
 def _warn_of_unsharded(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> None:

@@ -145,6 +145,8 @@ def _reader(read: Read, class_name: str) -> property:
     group, label = read.group_name, f"parameter {read.name!r} of a {class_name}"
 
     def gather(module: nn.Module) -> Tensor | None:
+        if name not in module._parameters:
+            raise AttributeError(f"{class_name!r} object has no attribute {name!r}")  # deleted, as parametrizations do
         param = module._parameters[name]
         if not isinstance(param, DTensor):
             return param  # None, or a tensor swapped in by torch.func.functional_call

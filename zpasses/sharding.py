@@ -56,7 +56,7 @@ def shard(
     if not todo:
         raise ShardingError(_nothing_to_do(model))
     for path, module in model.named_modules():
-        _check_hidden_parameters(path, module)
+        _check_module(path, module, ignored)
     for path, _, param in todo:
         _check_parameter(path, param, mesh)
 
@@ -137,10 +137,19 @@ def _nothing_to_do(model: nn.Module) -> str:
     return f"{kind} has no parameter to shard."
 
 
-def _check_hidden_parameters(path: str, module: nn.Module) -> None:
+def _check_module(path: str, module: nn.Module, ignored: Collection[int]) -> None:
     where = f"module {path or '(root)'} ({type(module).__name__})"
     if isinstance(module, torch.jit.ScriptModule):
         raise ShardingError(f"{where} is a TorchScript module, whose class cannot change. Shard the Python module instead.")
+    if (
+        isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        and module.max_norm is not None
+        and id(module._parameters["weight"]) not in ignored
+    ):
+        raise ShardingError(
+            f"{where} has max_norm: its forward writes to its weight, and what is read of a sharded one is a gathered copy. Set "
+            "max_norm=None and renormalise the shards after each optimizer step, or pass its weight as ignored_params."
+        )
     for name, value in vars(module).items():
         if name not in ("_parameters", "_modules", "_buffers") and _holds_parameter(value):
             raise ShardingError(

@@ -233,9 +233,18 @@ class Writes(nn.Module):
         return x * self.weight
 
 
+class WritesToView(Writes):
+    def forward(self, x):
+        self.weight.detach().view(2, 2)[0].zero_()
+        return x * self.weight
+
+
 def _writes():
     model = torch.compile(zpasses.shard(Writes(), mesh=world_mesh()), backend="zpasses", options=EAGER)
     with pytest.raises(Exception, match=r"writes to parameter weight \(clamp_\).*would be lost"):
+        model(torch.ones(4))
+    model = torch.compile(zpasses.shard(WritesToView(), mesh=world_mesh()), backend="zpasses", options=EAGER)
+    with pytest.raises(Exception, match=r"writes to parameter weight \(zero_\).*would be lost"):
         model(torch.ones(4))
 
 

@@ -456,3 +456,13 @@ def _deepcopy():
 
 def test_deepcopy_is_a_sharded_model_of_its_own():
     run_on_ranks(_deepcopy)
+
+
+def test_deleted_parameter_is_a_missing_attribute():
+    run_on_ranks(_deleted)
+
+
+def _deleted():
+    model = _linear()
+    del model.weight
+    assert not hasattr(model, "weight")
