@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -117,6 +118,30 @@ def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, .
 def wrap_local(local: Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor of `spec` around `local`, built without dispatching (`from_local` is 20 times slower)."""
     build = cast(Callable[..., DTensor], DTensor)
+    return build(local, spec, requires_grad=False)
+
+
+class ArrivingGradient(DTensor):
+    """A gradient on its way to `param.grad`, where it is a plain DTensor.
+
+    Autograd detaches every gradient that it stores, which through DTensor's dispatch costs more than all else that happens to a small
+    gradient. A gradient that nobody else holds need not be copied: it is handed on as it is.
+    """
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        for value in pytree.tree_leaves((args, kwargs)) if func is not _DETACH else args:
+            if type(value) is ArrivingGradient:
+                value.__class__ = DTensor
+        return args[0] if func is _DETACH else func(*args, **(kwargs or {}))
+
+
+_DETACH = torch.ops.aten.detach.default
+
+
+def arriving_gradient(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A gradient of `spec` around a local one that nobody else holds."""
+    build = cast(Callable[..., DTensor], ArrivingGradient)
     return build(local, spec, requires_grad=False)
 
 

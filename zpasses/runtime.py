@@ -122,7 +122,7 @@ class _LocalShards(torch.autograd.Function):
             entry = getattr(param, "_zpasses_retained", None)
             if entry is not None:
                 entry.drop()  # a step is due: what was gathered is about to be stale, on every rank
-            result.append(compat.wrap_local(grad, compat.spec_of(param)))
+            result.append(compat.arriving_gradient(grad, compat.spec_of(param)))
         return tuple(result)
 
 
