@@ -29,7 +29,7 @@ class Trainer:
 
     def __init__(self, model: nn.Module, step: Callable[..., Tensor], gradient_scale: float = 1.0) -> None:
         self.model, self._forward, self._gradient_scale = model, step, gradient_scale
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward and backward; the loss of this rank's batch."""
@@ -129,7 +129,7 @@ class _DeepSpeedTrainer(Trainer):
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
         self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
 
     def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
