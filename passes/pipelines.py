@@ -2,7 +2,7 @@
 
 | stage | full parameters live | gradients |
 | --- | --- | --- |
-| 1 | from the first forward after a step until the next step | reduced to shards in each backward |
+| 1 | from the first forward after a step until gradients are reduced | reduced to shards in each backward |
 | 2 | the same | reduced to shards in each backward |
 | 3 | around their use; gathered again in backward | reduced to shards in each backward |
 """

@@ -80,7 +80,7 @@ def zpasses_backend(
     except AgreementError:
         raise
     except Exception as error:
-        if parsed.agreement:
+        if parsed.agreement and not compat.is_restart(error):
             report_failure(captured.groups, compiler.name, error)
         raise
 

@@ -215,6 +215,13 @@ def is_tracing() -> bool:
     return CompileContext.current_compile_id() is not None
 
 
+def is_restart(error: BaseException) -> bool:
+    """Whether an exception is Dynamo's way of tracing a frame once more, and no failure."""
+    from torch._dynamo.exc import RestartAnalysis
+
+    return isinstance(error, RestartAnalysis)
+
+
 def undynamo(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Keep Dynamo out of a function that runs inside compiled code."""
     return cast(Callable[..., Any], dynamo_disable(fn))

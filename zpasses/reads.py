@@ -74,9 +74,10 @@ class GatheredCopy(Tensor):
         target = _target(func, args, kwargs)
         if target is not None and not compat.is_tracing():
             raise ShardingError(
-                f"{getattr(func, '__name__', func)} would write to {target._label}, which is sharded: what was read is a gathered "
-                "copy, and the write would be lost. Write to the shards: `with zpasses.shards(model): ...` makes every parameter "
-                "read return its DTensor, and model.parameters() always does. (model.apply and reset_parameters do so themselves.)"
+                f"{_name(func)} would write to {target._label}, which is sharded: what was read is a gathered copy, and the write "
+                "would be lost (its gradient lives on the shards as well). Use the shards: `with zpasses.shards(model): ...` makes "
+                "every parameter read return its DTensor, and model.parameters() always does. (model.apply and reset_parameters do "
+                "so themselves.)"
             )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -98,6 +99,12 @@ def _writes(func: Callable[..., Any]) -> bool:
         # `.data` and `.grad` hand out, without a trace, what the caller means to write to.
         return in_place or name in _ITEM_WRITES or func in _HANDLES
     return name.endswith("_")
+
+
+def _name(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", str(func))
+    attribute = getattr(getattr(func, "__self__", None), "__name__", None)
+    return f".{attribute}" if name in ("__get__", "__set__", "__delete__") and attribute else name
 
 
 def _target(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GatheredCopy | None:

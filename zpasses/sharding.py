@@ -150,6 +150,10 @@ def _check_module(path: str, module: nn.Module, ignored: Collection[int]) -> Non
             f"{where} has max_norm: its forward writes to its weight, and what is read of a sharded one is a gathered copy. Set "
             "max_norm=None and renormalise the shards after each optimizer step, or pass its weight as ignored_params."
         )
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and id(module._parameters["weight"]) not in ignored:
+        raise ShardingError(
+            f"{where} has sparse gradients, which cannot be reduced to shards. Set sparse=False, or pass its weight as ignored_params."
+        )
     for name, value in vars(module).items():
         if name not in ("_parameters", "_modules", "_buffers") and _holds_parameter(value):
             raise ShardingError(

@@ -466,3 +466,13 @@ def _deleted():
     model = _linear()
     del model.weight
     assert not hasattr(model, "weight")
+
+
+def _reads_attribute(attribute):
+    with pytest.raises(zpasses.ShardingError, match=rf"\.{attribute} would write to parameter 'weight' of a Linear"):
+        getattr(_linear().weight, attribute)
+
+
+@pytest.mark.parametrize("attribute", ["grad", "data"])
+def test_what_a_gathered_copy_cannot_give_is_named(attribute):
+    run_on_ranks(_reads_attribute, attribute)

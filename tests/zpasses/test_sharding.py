@@ -207,6 +207,7 @@ REFUSED = {
     "lazy": (lambda mesh: nn.Sequential(nn.LazyLinear(2)), {}, r"parameter 0\.weight has no shape yet.*Run one forward"),
     "complex": (_complex, {}, "parameter phase is complex.*view_as_real"),
     "max_norm": (lambda mesh: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), {}, r"module 0 \(Embedding\) has max_norm"),
+    "sparse": (lambda mesh: nn.Sequential(nn.Embedding(4, 2, sparse=True)), {}, r"module 0 \(Embedding\) has sparse gradients"),
     "script": (lambda mesh: torch.jit.script(nn.Linear(2, 2)), {}, "TorchScript"),
     "integer dtype": (lambda mesh: nn.Linear(2, 2), {"param_dtype": torch.int8}, "param_dtype is torch.int8; expected a floating-point"),
     "text dtype": (lambda mesh: nn.Linear(2, 2), {"reduce_dtype": "float32"}, "reduce_dtype is 'float32'; expected a floating-point"),
