@@ -129,10 +129,12 @@ class ArrivingGradient(DTensor):
     """
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # of what DTensor's stub says, a disabled C function
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         for value in pytree.tree_leaves((args, kwargs)) if func is not _DETACH else args:
             if type(value) is ArrivingGradient:
-                value.__class__ = DTensor
+                cast(Any, value).__class__ = DTensor
         return args[0] if func is _DETACH else func(*args, **(kwargs or {}))
 
 
