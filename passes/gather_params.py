@@ -15,6 +15,7 @@ otherwise the collective reads the shard itself and its output is the parameter:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -65,7 +66,8 @@ class GatherParams(Pass):
         source = shard
         if dtype is not None and dtype != value.dtype:
             source = edit.call(aten._to_copy.default, source, dtype=dtype)
-            add_tag(source, Tag("gather_input", params, origin=self.name))
+            whole = block * math.prod(compat.size_hint(size) for size in value.shape[1:]) * dtype.itemsize
+            add_tag(source, Tag("gather_input", params, origin=self.name, block_bytes=whole))
         if value.shape[0] < block:
             padding = [0, 0] * (value.dim() - 1) + [0, block - value.shape[0]]
             source = edit.call(aten.constant_pad_nd.default, source, padding, 0.0)

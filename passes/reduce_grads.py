@@ -4,8 +4,8 @@ Before                                     form=reduce_scatter                  
   mine = zpasses.reduce_grad(grad, 10, ..)   cast = _to_copy(grad, f32)                cast = _to_copy(grad, f32)
                                              padded = constant_pad_nd(cast, [.., 2])   started = all_reduce(cast, "avg", ..)
                                              started = reduce_scatter_tensor(padded)   total = wait_tensor(started)
-                                             block = wait_tensor(started)              view = slice(total, 0, 3, 6)
-                                             mine = slice(block, 0, 0, 3)              mine = clone(view)
+                                             block = wait_tensor(started)              mine = slice_copy(total, 0, 3, 6)
+                                             mine = slice_copy(block, 0, 0, 3)
 
 Contract: the result has the shard's rows and dtype, and owns its memory: where it is cut out of something larger it is copied, so that
 the larger one can be freed. Casts, padding and slices are there only where they change something.
@@ -62,7 +62,9 @@ class ReduceGrads(Pass):
         else:
             mine = lowering.reduce_scatter(grad, rows, shard_rows)
         mine = lowering.finish(mine, grad, dtype)
-        add_tag(mine, Tag("shard_grad", lowering.params, origin=self.name))
+        full_rows = max(value.shape[0], 1) if value.dim() else 1
+        whole = nbytes(value) // value.element_size() // full_rows * rows_per_rank(full_rows, lowering.size) * dtype.itemsize
+        add_tag(mine, Tag("shard_grad", lowering.params, origin=self.name, block_bytes=whole))
         replace_node(node, mine)
 
     def _all_reduces(self, group: str) -> bool:
@@ -96,7 +98,7 @@ class _Lowering:
     def cut_from_all_reduce(self, grad: fx.Node, rows: Any, shard_rows: Any) -> fx.Node:
         total = self.all_reduce(self.cast(grad))
         start = min(_group_rank(self.group) * rows_per_rank(rows, self.size), rows)
-        return self.edit.call(aten.slice.Tensor, total, 0, start, start + shard_rows)
+        return self._cut(total, start, start + shard_rows)
 
     def reduce_scatter(self, grad: fx.Node, rows: Any, shard_rows: Any) -> fx.Node:
         source = self.cast(grad)
@@ -106,13 +108,16 @@ class _Lowering:
             source = self._prepare(self.edit.call(aten.constant_pad_nd.default, source, padding, 0.0))
         started = self.edit.call(compat.functional.reduce_scatter_tensor.default, source, "avg", self.size, self.group)
         mine = self._await(started, source)
-        return mine if shard_rows == block else self.edit.call(aten.slice.Tensor, mine, 0, 0, shard_rows)
+        return mine if shard_rows == block else self._cut(mine, 0, shard_rows)
+
+    def _cut(self, whole: fx.Node, start: Any, end: Any) -> fx.Node:
+        # Not slice and clone: Inductor drops such a clone, and with it the right to free what it was cut from.
+        return self.edit.call(aten.slice_copy.Tensor, whole, 0, start, end)
 
     def finish(self, mine: fx.Node, grad: fx.Node, dtype: torch.dtype) -> fx.Node:
         if value_of(mine).dtype != dtype:
             return self.edit.call(aten._to_copy.default, mine, dtype=dtype)
-        cut = mine.target is aten.slice.Tensor
-        return self.edit.call(aten.clone.default, mine, memory_format=torch.contiguous_format) if cut or mine is grad else mine
+        return self.edit.call(aten.clone.default, mine) if mine is grad else mine
 
     def _prepare(self, node: fx.Node) -> fx.Node:
         add_tag(node, Tag("reduce_input", self.params, origin=self.origin))

@@ -21,7 +21,7 @@ from zpasses.options import Options
 from zpasses.pipeline import Level, PassRecord, Pipeline, run_passes
 from zpasses.reads import with_plain_inputs
 from zpasses.runtime import BoundParameters, ForwardDispatch, boxed, with_local_shards
-from zpasses.variants import Variant, cut_variant, is_retained, release_returned, slots
+from zpasses.variants import Variant, cut_variant, is_retained, launches, release_returned, slots
 
 __all__ = ["GraphLog", "observe_graphs", "zpasses_backend"]
 
@@ -135,7 +135,7 @@ class _GraphCompiler:
             with state.restored():
                 return codegen(cut, [*inputs, *extra])
 
-        return boxed(ForwardDispatch(found, len(values), self._bound, inference, compile_variant))
+        return boxed(ForwardDispatch(found, launches(template.graph), len(values), self._bound, inference, compile_variant))
 
     def _backward(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         self._run_level(gm, Level.BACKWARD, "backward")

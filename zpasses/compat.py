@@ -83,6 +83,12 @@ def group_backend(name: str) -> str:
     return str(dist.get_backend(process_group(name))).lower()
 
 
+def is_gloo(name: str) -> bool:
+    """Whether CPU tensors of this group communicate through gloo; a group of simulated ranks counts as what it says it is."""
+    backend = group_backend(name)
+    return "gloo" in backend and "cuda" not in backend
+
+
 def default_store() -> Any:
     """The store through which the ranks of this job met."""
     return c10d._get_default_store()
@@ -339,6 +345,8 @@ _ONE_SCHEDULER = {
     "triton.cudagraphs": False,
     # Orders nodes by what surrounds them, which may differ between ranks (padding).
     "reorder_for_locality": False,
+    # Moves waits to where their memory is needed or free, and so undoes what runs beside compute.
+    "reorder_for_peak_memory": False,
 }
 
 
@@ -378,6 +386,23 @@ def inductor_codegen(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[st
 
     with config.patch(patches):
         return cast(Callable[..., Any], compile_fx_inner(gm, cast(Any, inputs), **kwargs))
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------------------
+def flop_formula(target: object) -> Callable[..., int] | None:
+    """How many floating-point operations a call of `target` takes, as torch counts them; None where it counts none."""
+    from torch.utils.flop_counter import flop_registry
+
+    packet = getattr(target, "overloadpacket", None)
+    return cast("Callable[..., int] | None", flop_registry.get(packet))
+
+
+def size_hint(size: Any) -> int:
+    """A size as a number; a dynamic one as it is at hand, 1 where it depends on data."""
+    if isinstance(size, int):
+        return size
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return int(hint) if isinstance(hint, int) else 1
 
 
 # --- fake tensors ----------------------------------------------------------------------------------------------------------------

@@ -50,15 +50,8 @@ def nbytes(value: object) -> int:
         return 0
     count = 1
     for size in value.shape:
-        count *= _hint(size)
+        count *= compat.size_hint(size)
     return count * value.element_size()
-
-
-def _hint(size: Any) -> int:
-    if isinstance(size, int):
-        return size
-    hint = getattr(getattr(size, "node", None), "hint", None)
-    return int(hint) if isinstance(hint, int) else 1
 
 
 def is_wait(node: fx.Node) -> bool:

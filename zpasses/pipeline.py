@@ -25,6 +25,7 @@ from zpasses.checks import Snapshot, check, check_unchanged
 from zpasses.errors import OptionError, PassError, nearest
 from zpasses.fields import build, format_value
 from zpasses.graph import collectives
+from zpasses.target import current_target
 
 __all__ = ["Level", "Pass", "PassRecord", "Pipeline", "catalogue", "run_passes"]
 
@@ -40,6 +41,8 @@ class Level(enum.Enum):
     """Forward and backward together, before partitioning; also the graph of a model run without gradients."""
     FORWARD = "forward"
     BACKWARD = "backward"
+    PARTITIONED = "partitioned"
+    """Forward and backward alike, each by itself."""
 
 
 class Pass(compat.CustomGraphPass):
@@ -132,7 +135,8 @@ class Pipeline(compat.CustomGraphPass):
 
     def at(self, level: Level) -> tuple[Pass, ...]:
         """The passes of one level, in order."""
-        return tuple(each for each in self.passes if each.level is level)
+        both = Level.PARTITIONED if level in (Level.FORWARD, Level.BACKWARD) else level
+        return tuple(each for each in self.passes if each.level in (level, both))
 
     def __call__(self, graph: fx.Graph) -> None:
         run_passes(graph, self.passes)
@@ -293,8 +297,9 @@ def _file_digest(path: str | None) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """What a pass may look up besides the graph: the backend of each process group."""
-    return compat.group_backends() if torch.distributed.is_initialized() else {}
+    """What a pass may look up besides the graph: the backend of each process group, and the target."""
+    groups = compat.group_backends() if torch.distributed.is_initialized() else {}
+    return {**groups, "target": repr(current_target())}
 
 
 def describe_records(records: Sequence[PassRecord]) -> list[dict[str, Any]]:

@@ -53,6 +53,7 @@ class ForwardDispatch:
 
     Args:
         slots: the graph's retained parameters.
+        launches: for each of them, the number of the collective that gathers it.
         outputs: how many values the graph itself returns.
         bound: where to find the parameters of the call.
         inference: keep only what is sure to be refreshed (see zpasses.retained).
@@ -62,11 +63,13 @@ class ForwardDispatch:
     def __init__(
         self,
         slots: Sequence[Slot],
+        launches: Sequence[int],
         outputs: int,
         bound: BoundParameters,
         inference: bool,
         compile_variant: Callable[[Variant], Callable[[list[Any]], Any]],
     ) -> None:
+        self._launches = launches
         self._slots, self._outputs, self._bound, self._inference, self._compile = slots, outputs, bound, inference, compile_variant
         self._first = Variant(kept=frozenset() if inference else frozenset(range(len(slots))))
         # The variant that every rank needs first is compiled with the graph; the others when they are first needed.
@@ -94,8 +97,10 @@ class ForwardDispatch:
     def _choose(self, entries: Sequence[tuple[Retained, DTensor, Tensor]]) -> Variant:
         given, kept = [], []
         keeps = not torch.is_inference_mode_enabled()  # autograd refuses what is made there
-        for i, (entry, param, shard) in enumerate(entries):
-            if entry.is_fresh(param, shard, self._slots[i].dtype):
+        fresh = [entry.is_fresh(param, shard, self._slots[i].dtype) for i, (entry, param, shard) in enumerate(entries)]
+        stale = {launch for launch, each in zip(self._launches, fresh, strict=True) if not each}
+        for i, (entry, _, _) in enumerate(entries):
+            if self._launches[i] not in stale:
                 given.append(i)
             elif keeps and (entry.stepped or not self._inference):
                 kept.append(i)

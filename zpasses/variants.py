@@ -15,10 +15,10 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.graph import erase_dead, value_of
+from zpasses.graph import collective_of, erase_dead, value_of
 from zpasses.tags import retag, tag_of, tagged
 
-__all__ = ["Slot", "Variant", "cut_variant", "is_retained", "release_returned", "slots"]
+__all__ = ["Slot", "Variant", "cut_variant", "is_retained", "launches", "release_returned", "slots"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,19 @@ class Slot:
 def slots(graph: fx.Graph) -> list[Slot]:
     """The retained parameters of a graph, in graph order, each once: of one that is gathered in two dtypes, the first."""
     return list(_nodes_by_slot(graph))
+
+
+def launches(graph: fx.Graph) -> list[int]:
+    """For each slot, which collective gathers it: slots with one number are gathered together or not at all."""
+    numbers: dict[fx.Node, int] = {}
+    return [numbers.setdefault(_launch(nodes[0]), len(numbers)) for nodes in _nodes_by_slot(graph).values()]
+
+
+def _launch(full: fx.Node) -> fx.Node:
+    node = full
+    while node.op == "call_function" and collective_of(node) is None and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def is_retained(graph: fx.Graph) -> Callable[[fx.Node], bool]:

@@ -1,0 +1,338 @@
+"""Merge neighbouring collectives of one group and dtype into fewer, larger ones.
+
+Before                                      mode=coalesced
+  a = wait_tensor(all_gather(shard_a))        started = all_gather_coalesced([shard_a, shard_b])
+  y = mm(x, a)                                a = wait_tensor(started[0])
+  b = wait_tensor(all_gather(shard_b))        b = wait_tensor(started[1])
+  z = mm(y, b)                                y = mm(x, a);  z = mm(y, b)
+                                            mode=flat
+                                              flat = cat([view(shard_a), view(shard_b)])
+                                              all = view(wait_tensor(all_gather(flat)), [ranks, -1])
+                                              a = view(clone(all[:, :n]), ..);  b = view(clone(all[:, n:]), ..)
+                                              y = mm(x, a);  z = mm(y, b)
+
+Contract: a bucket of gathers starts where its first member did, one of reductions where its last member did; numbers stay the same
+bit for bit. No bucket raises the graph's peak above the budget, by the liveness model of `zpasses.memory`. Gathered parameters are
+views of the flat buffer where their rows are one block of it; elsewhere each is copied out. Gradients whose rows have the same width
+are stacked row on row, which lets Inductor have each producer write into the bucket; others are packed by one kernel.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import fx
+
+from zpasses import compat
+from zpasses.cost import copy_us, latency_us
+from zpasses.errors import OptionError
+from zpasses.foreign import tag_foreign_gathers
+from zpasses.graph import Editor, collective_of, nbytes, value_of
+from zpasses.ops import group_size
+from zpasses.pipeline import Level, Pass
+from zpasses.schedule import MemoryCurve, Movable, movable_gathers, movable_reductions, parse_budget
+from zpasses.tags import Role, Tag, add_tag, retag, tag_of
+from zpasses.target import current_target
+
+aten = torch.ops.aten
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Bucket(Pass):
+    """Merge neighbouring collectives under a memory budget."""
+
+    name: ClassVar[str] = "bucket"
+    level: ClassVar[Level] = Level.PARTITIONED
+
+    mb: float = 25.0
+    """Most MiB of full tensors in one bucket; 0 leaves every collective by itself."""
+    mode: Literal["auto", "coalesced", "flat"] = "auto"
+    """coalesced: one launch over several tensors. flat: one tensor. auto: what the cost model of the target finds cheapest, each collective
+    by itself included."""
+    memory_budget: str = "5%"
+    """How far the graph's peak may rise ("5%"), or the peak it may reach ("300MiB"; never below what it is without buckets)."""
+
+    def __post_init__(self) -> None:
+        parse_budget(self.memory_budget, f"pass {self.name!r}, option 'memory_budget'")
+        if self.mb < 0:
+            raise OptionError(f"pass {self.name!r}, option 'mb': got {self.mb}; expected MiB >= 0 (0: no buckets).")
+
+    def rewrite(self, graph: fx.Graph) -> int:
+        """Returns the number of collectives saved."""
+        if self.mb == 0:
+            return 0
+        tag_foreign_gathers(graph, origin=self.name)
+        gathers, reductions = movable_gathers(graph), movable_reductions(graph)
+        if len(gathers) < 2 and len(reductions) < 2:
+            return 0
+        curve = MemoryCurve(graph, parse_budget(self.memory_budget, self.name))
+        planned = [*_plan(gathers, curve, self), *_plan(reductions, curve, self)]
+        for number, bucket in enumerate(planned):
+            _WRITERS[bucket.gathers, bucket.mode](_Writer(graph, bucket.items, number, self.name))
+        return sum(len(bucket.items) - 1 for bucket in planned)
+
+
+_Mode = Literal["single", "coalesced", "flat"]
+
+
+# --- planning ----------------------------------------------------------------------------------------------------------------------
+_AT_ONCE = 2
+"""Positions, a start and its wait, at which a collective's scratch memory is alive."""
+
+
+@dataclass
+class _Bucket:
+    """Collectives that will be one."""
+
+    gathers: bool
+    mode: _Mode
+    gloo: bool
+    items: list[Movable]
+    extra_bytes: int = 0
+    """Memory at its launch that its members by themselves do not take."""
+
+    @property
+    def full_bytes(self) -> int:
+        return sum(item.full_bytes for item in self.items)
+
+    def extra_with(self, item: Movable) -> int:
+        items = [*self.items, item]
+        full, parts = sum(each.full_bytes for each in items), sum(each.tag.nbytes for each in items)
+        packed = (parts if self.gathers else full) if self.mode == "flat" or self.gloo else 0
+        if not self.gathers:
+            return packed
+        unpacked = full if self.mode == "flat" else 0
+        scratch = full - items[0].full_bytes if self.gloo else 0  # gloo copies what it gathers; one member does so anyway
+        return packed + unpacked + scratch
+
+    def join(self, item: Movable, curve: MemoryCurve, cap_bytes: float) -> bool:
+        """Add a member unless the bucket would be too large or its memory would not fit."""
+        if self.full_bytes + item.full_bytes > cap_bytes:
+            return False
+        extra = self.extra_with(item)
+        at, last = curve.position[item.started], curve.position[self.items[-1].started]
+        if self.gathers:  # the new member is gathered earlier
+            first = curve.position[self.items[0].started]
+            added = extra - self.extra_bytes
+            if not (curve.fits(first, at, item.full_bytes) and curve.fits(first, first + _AT_ONCE, item.full_bytes + added)):
+                return False
+            curve.add(first, at, item.full_bytes)
+            curve.add(first, first + _AT_ONCE, added)
+        else:  # all others are reduced later
+            curve.add(last, last + _AT_ONCE, -self.extra_bytes)
+            if not (curve.fits(last, at, self.full_bytes) and curve.fits(at, at + _AT_ONCE, self.full_bytes + extra)):
+                curve.add(last, last + _AT_ONCE, self.extra_bytes)
+                return False
+            curve.add(last, at + 1, self.full_bytes)
+            curve.add(at, at + _AT_ONCE, extra)
+        self.items.append(item)
+        self.extra_bytes = extra
+        return True
+
+
+def _plan(items: Sequence[Movable], curve: MemoryCurve, options: Bucket) -> list[_Bucket]:
+    """Buckets of two and more, each member joined because it pays and fits."""
+    done: list[_Bucket] = []
+    open_: dict[Any, _Bucket] = {}
+    for item in items:
+        gathers = item.tag.role == "gather"
+        mode = options.mode if options.mode != "auto" else _cheapest(item, gathers)
+        if mode == "single":
+            continue
+        key = (*_key(item), mode, _width(item) if mode == "flat" and not gathers else None)
+        bucket = open_.get(key)
+        if bucket is None or not bucket.join(item, curve, options.mb * _MIB):
+            open_[key] = bucket = _Bucket(gathers, mode, compat.is_gloo(key[1]), [item])
+            done.append(bucket)
+    return [bucket for bucket in done if len(bucket.items) > 1]
+
+
+def _key(item: Movable) -> tuple[Any, ...]:
+    collective = collective_of(item.started)
+    assert collective is not None
+    return collective.op, collective.group, collective.dtypes, collective.reduce_op, value_of(item.source).device
+
+
+def _width(item: Movable) -> tuple[int, ...] | None:
+    """Shape of a row, for gradients that can be stacked row on row; None for those that cannot."""
+    shape = value_of(item.source).shape
+    return tuple(shape[1:]) if len(shape) > 1 and all(isinstance(size, int) for size in shape) else None
+
+
+def _cheapest(item: Movable, gathers: bool) -> _Mode:
+    """What costs a member least: its own launch, or the copies that sharing one takes."""
+    collective, target = collective_of(item.started), current_target()
+    assert collective is not None
+    ranks = group_size(collective.group)
+    costs: dict[_Mode, float] = {"single": latency_us(collective.op, ranks, target)}
+    copied = 2 * copy_us(item.full_bytes, target) if compat.is_gloo(collective.group) else 0.0
+    # gloo copies what it gathers in any case, and what it reduces together; other backends launch a group without copies.
+    costs["coalesced"] = 0.0 if gathers else copied
+    costs["flat"] = copy_us(item.full_bytes, target) + copy_us(item.full_bytes // ranks, target)
+    return min(costs, key=lambda mode: costs[mode])
+
+
+# --- rewriting ---------------------------------------------------------------------------------------------------------------------
+class _Writer:
+    """Writes one bucket."""
+
+    def __init__(self, graph: fx.Graph, items: Sequence[Movable], number: int, origin: str) -> None:
+        self.items, self._number, self._origin = items, number, origin
+        collective = collective_of(items[0].started)
+        assert collective is not None
+        self._group, self._op, self._reduce_op = collective.group, collective.op, collective.reduce_op
+        self.ranks = group_size(collective.group)
+        self.params = tuple(dict.fromkeys(name for item in items for name in item.tag.params))
+        self.nbytes = sum(item.tag.nbytes for item in items)
+        self._graph = graph
+
+    # gathers start where the first member did
+    def gather_coalesced(self) -> None:
+        edit = self._gather_at()
+        started = edit.call(
+            compat.functional.all_gather_into_tensor_coalesced.default, [item.source for item in self.items], self.ranks, self._group
+        )
+        self._tag(started, "gather", self.nbytes)
+        self._hand_out(edit, started)
+
+    def gather_flat(self) -> None:
+        edit = self._gather_at()
+        flat = edit.call(aten.cat.default, [edit.call(aten.reshape.default, item.source, [-1]) for item in self.items])
+        self._tag(flat, "gather_input")
+        started = edit.call(compat.functional.all_gather_into_tensor.default, flat, self.ranks, self._group)
+        self._tag(started, "gather", self.nbytes)
+        gathered = edit.call(compat.functional.wait_tensor.default, started)
+        self._tag(gathered, "gathered")
+        by_rank = edit.call(aten.view.default, gathered, [self.ranks, -1])
+        offset = 0
+        for item in self.items:
+            shape, count = value_of(item.started).shape, value_of(item.source).numel()
+            part = edit.call(aten.slice.Tensor, by_rank, 1, offset, offset + count)
+            if self.ranks > 1:
+                part = edit.call(aten.clone.default, part, memory_format=torch.contiguous_format)
+            full = edit.call(aten.view.default, part, list(shape))
+            self._stand_in(full, item)
+            offset += count
+        self._clean_up()
+
+    def _gather_at(self) -> Editor:
+        first = self.items[0].started
+        for item in self.items[1:]:
+            for node in item.inputs:
+                first.prepend(node)
+        return Editor(self._graph, before=first)
+
+    # reductions start where the last member did
+    def reduce_coalesced(self) -> None:
+        edit = self._reduce_at()
+        sources = [item.source for item in self.items]
+        if self._op == "all_reduce":
+            started = edit.call(compat.functional.all_reduce_coalesced.default, sources, self._reduce_op, self._group)
+        else:
+            started = edit.call(
+                compat.functional.reduce_scatter_tensor_coalesced.default, sources, self._reduce_op, self.ranks, self._group
+            )
+        self._tag(started, "reduce", self.nbytes)
+        self._hand_out(edit, started)
+
+    def reduce_flat(self) -> None:
+        edit = self._reduce_at()
+        (self._reduce_flat_whole if self._op == "all_reduce" else self._reduce_flat_parts)(edit)
+
+    def _reduce_flat_whole(self, edit: Editor) -> None:
+        sources = [item.source for item in self.items]
+        stacked = _width(self.items[0]) is not None
+        flat = edit.call(aten.cat.default, sources if stacked else [edit.call(aten.reshape.default, each, [-1]) for each in sources])
+        self._tag(flat, "reduce_input")
+        started = edit.call(compat.functional.all_reduce.default, flat, self._reduce_op, self._group)
+        reduced = self._await(edit, started)
+        offset = 0
+        for item in self.items:
+            value = value_of(item.source)
+            count = value.shape[0] if stacked else value.numel()
+            # A result of its own must not keep the bucket alive; others are cut out of it next.
+            own = any(user.op == "output" for user in item.wait.users)
+            part = edit.call(aten.slice_copy.Tensor if own else aten.slice.Tensor, reduced, 0, offset, offset + count)
+            if not stacked:
+                part = edit.call(aten.view.default, part, list(value.shape))
+            self._stand_in(part, item)
+            offset += count
+        self._clean_up()
+
+    def _reduce_flat_parts(self, edit: Editor) -> None:
+        """A rank's part of the bucket is its part of each gradient, so that what it gets back is views."""
+        packed = edit.call(aten.cat.default, [edit.call(aten.reshape.default, item.source, [self.ranks, -1]) for item in self.items], 1)
+        flat = edit.call(aten.view.default, packed, [-1])
+        for node in (packed, flat):
+            self._tag(node, "reduce_input")
+        started = edit.call(compat.functional.reduce_scatter_tensor.default, flat, self._reduce_op, self.ranks, self._group)
+        reduced = self._await(edit, started)
+        offset = 0
+        for item in self.items:
+            value = value_of(item.wait)
+            part = edit.call(aten.slice.Tensor, reduced, 0, offset, offset + value.numel())
+            self._stand_in(edit.call(aten.view.default, part, list(value.shape)), item)
+            offset += value.numel()
+        self._clean_up()
+
+    def _reduce_at(self) -> Editor:
+        """Make room behind the last member: its results, and those of all others, come after it."""
+        moving = {node: None for item in self.items for node in (item.wait, *item.results)}
+        behind = self.items[-1].started.next
+        while behind in moving:
+            behind = behind.next
+        for node in moving:
+            behind.prepend(node)
+        return Editor(self._graph, before=self.items[0].wait, like=self.items[-1].started)
+
+    # both
+    def _await(self, edit: Editor, started: fx.Node) -> fx.Node:
+        self._tag(started, "reduce", self.nbytes)
+        done = edit.call(compat.functional.wait_tensor.default, started)
+        self._tag(done, "reduced")
+        return done
+
+    def _hand_out(self, edit: Editor, started: fx.Node) -> None:
+        """Each member's wait reads its part of the bucket, all where the first one is: until the last wait, nothing is freed."""
+        behind = self.items[0].wait
+        for at, item in enumerate(self.items):
+            part = edit.call(operator.getitem, started, at)
+            add_tag(part, Tag(item.tag.role, item.tag.params, 0, self._number, self._origin))
+            item.wait.replace_input_with(item.started, part)
+            if tag_of(item.wait) is not None:
+                retag(item.wait, bucket=self._number)
+            if at:
+                behind.append(item.wait)
+                behind = item.wait
+        self._clean_up()
+
+    def _stand_in(self, node: fx.Node, item: Movable) -> None:
+        """`node` is what `item` communicated."""
+        tag = tag_of(item.wait)
+        if tag is not None:
+            add_tag(node, replace(tag, bucket=self._number, origin=self._origin))
+        item.wait.replace_all_uses_with(node)
+
+    def _clean_up(self) -> None:
+        """Last of all: the first member's nodes mark the place where new ones go."""
+        for item in self.items:
+            if not item.wait.users:
+                self._graph.erase_node(item.wait)
+            self._graph.erase_node(item.started)
+
+    def _tag(self, node: fx.Node, role: Role, sent_bytes: int = 0) -> None:
+        whole = nbytes(value_of(node)) if role == "gather_input" else 0
+        add_tag(node, Tag(role, self.params, sent_bytes, self._number, self._origin, block_bytes=whole))
+
+
+_WRITERS: dict[tuple[bool, str], Any] = {
+    (True, "coalesced"): _Writer.gather_coalesced,
+    (True, "flat"): _Writer.gather_flat,
+    (False, "coalesced"): _Writer.reduce_coalesced,
+    (False, "flat"): _Writer.reduce_flat,
+}

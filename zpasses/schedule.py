@@ -1,0 +1,252 @@
+"""What passes need that move collectives: the moves that are possible, and a bound on the memory that they cost.
+
+Ranks must plan alike, or they would wait for each other. Their graphs differ in little: in padding, and in the rows that they keep of
+an uneven parameter. So plans count no bytes of nodes that belong to one rank's shard.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zpasses.errors import OptionError
+from zpasses.graph import collective_of, is_wait, nbytes, value_of
+from zpasses.memory import Liveness, liveness, scratch_bytes
+from zpasses.tags import Tag, tag_of
+
+__all__ = [
+    "Launch",
+    "MemoryCurve",
+    "Movable",
+    "gather_launches",
+    "movable_gathers",
+    "movable_reductions",
+    "parse_budget",
+    "reduction_launches",
+]
+
+_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|B|KiB|MiB|GiB)\s*")
+
+
+def parse_budget(text: str, where: str) -> float | int:
+    """A memory budget: "5%" (a float: how far above the peak as it was) or "300MiB" (an int: bytes).
+
+    Raises:
+        OptionError: for anything else.
+    """
+    match = _BUDGET.fullmatch(text)
+    if match is None:
+        raise OptionError(f"{where}: got {text!r}; expected how far the peak may rise ('5%') or a peak in bytes ('300MiB'; B, KiB, GiB).")
+    return float(match[1]) / 100 if match[2] == "%" else int(float(match[1]) * _UNITS[match[2]])
+
+
+@dataclass(frozen=True)
+class Movable:
+    """A collective of one tensor, with what must move along."""
+
+    started: fx.Node
+    wait: fx.Node
+    tag: Tag
+    inputs: tuple[fx.Node, ...]
+    """Nodes that make the input out of graph inputs alone (cast, padding), in order; for gathers."""
+    results: tuple[fx.Node, ...]
+    """Nodes that finish the output (slice, cast, copy) and are read by the graph's output alone, in order; for reductions."""
+    full_bytes: int
+    """Bytes of the full tensor: what a gather returns, what a reduction takes."""
+
+    @property
+    def source(self) -> fx.Node:
+        """The tensor that communicates."""
+        return self.started.all_input_nodes[0]
+
+
+def movable_gathers(graph: fx.Graph) -> list[Movable]:
+    """Gathers of one tensor that depend on graph inputs alone and may start anywhere before their wait, in graph order."""
+    return [item for node in graph.nodes if (item := _gather(node)) is not None]
+
+
+def _gather(node: fx.Node) -> Movable | None:
+    tag, wait = tag_of(node), _only_wait(node)
+    if tag is None or tag.role != "gather" or wait is None or not _is(node, "all_gather_into_tensor"):
+        return None
+    chain: list[fx.Node] = []
+    source = node.all_input_nodes[0]
+    while source.op == "call_function":
+        if len(source.all_input_nodes) != 1 or collective_of(source) is not None or len(source.users) > 1 or is_wait(source):
+            return None
+        chain.append(source)
+        source = source.all_input_nodes[0]
+    return Movable(node, wait, tag, tuple(reversed(chain)), (), nbytes(value_of(node))) if source.op == "placeholder" else None
+
+
+def movable_reductions(graph: fx.Graph) -> list[Movable]:
+    """Reductions of one tensor whose results nothing but the graph's output reads, in graph order."""
+    return [item for node in graph.nodes if (item := _reduction(node)) is not None]
+
+
+def _reduction(node: fx.Node) -> Movable | None:
+    tag, wait = tag_of(node), _only_wait(node)
+    if tag is None or tag.role != "reduce" or wait is None or not _is(node, "all_reduce", "reduce_scatter_tensor"):
+        return None
+    results = finishing(wait)
+    if results is None:
+        return None
+    return Movable(node, wait, tag, (), results, nbytes(value_of(node.all_input_nodes[0])))
+
+
+def finishing(wait: fx.Node) -> tuple[fx.Node, ...] | None:
+    """What follows a wait until the graph's output; None if anything else reads it."""
+    found: dict[fx.Node, None] = {}
+    queue = list(wait.users)
+    while queue:
+        node = queue.pop(0)
+        if node.op == "output" or node in found:
+            continue
+        if collective_of(node) is not None or any(item is not wait and item not in found for item in node.all_input_nodes):
+            return None
+        found[node] = None
+        queue += node.users
+    return tuple(found)
+
+
+def _only_wait(node: fx.Node) -> fx.Node | None:
+    users = list(node.users)
+    return users[0] if len(users) == 1 and is_wait(users[0]) else None
+
+
+def _is(node: fx.Node, *names: str) -> bool:
+    collective = collective_of(node)
+    return collective is not None and collective.op in names and node.target.namespace == "_c10d_functional"  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A collective of one or several tensors, with what must move along."""
+
+    started: fx.Node
+    before: tuple[fx.Node, ...]
+    """Nodes that make its inputs out of graph inputs, in order; for gathers."""
+    parts: tuple[fx.Node, ...]
+    """The outputs, where there are several."""
+    waits: tuple[fx.Node, ...]
+    after: tuple[fx.Node, ...]
+    """Nodes that finish its outputs, in order; for reductions."""
+    nbytes: int
+    """Memory that it takes from its start until it is awaited."""
+
+
+def gather_launches(graph: fx.Graph) -> list[Launch]:
+    """Parameter gathers that depend on graph inputs alone, in graph order."""
+    found = []
+    for node in graph.nodes:
+        tag = tag_of(node)
+        if tag is None or tag.role != "gather" or collective_of(node) is None:
+            continue
+        before, ends = _preparation(node), _parts_and_waits(node)
+        if before is not None and ends is not None:
+            held = nbytes(value_of(node)) + sum(nbytes(value_of(each)) for each in before[-1:]) + scratch_bytes(node)
+            found.append(Launch(node, before, *ends, (), held))
+    return found
+
+
+def reduction_launches(graph: fx.Graph) -> list[Launch]:
+    """Gradient reductions whose results nothing but the graph's output reads, in graph order."""
+    found = []
+    for node in graph.nodes:
+        tag, collective = tag_of(node), collective_of(node)
+        if tag is None or tag.role != "reduce" or collective is None:
+            continue
+        ends = _parts_and_waits(node)
+        after = [finishing(wait) for wait in ends[1]] if ends is not None else [None]
+        if ends is not None and all(each is not None for each in after):
+            last = tuple(dict.fromkeys(step for each in after if each is not None for step in each))
+            held = collective.nbytes + (0 if "all_reduce" in collective.op else nbytes(value_of(node)))
+            found.append(Launch(node, (), *ends, last, held))
+    return found
+
+
+def _preparation(started: fx.Node) -> tuple[fx.Node, ...] | None:
+    """What makes a gather's inputs, in graph order; None unless that is casts, padding, packing and views of graph inputs."""
+    found: set[fx.Node] = set()
+    queue = list(started.all_input_nodes)
+    while queue:
+        node = queue.pop()
+        if node.op == "placeholder" or node in found:
+            continue
+        tag = tag_of(node)
+        view = isinstance(node.target, torch._ops.OpOverload) and (node.target.is_view or node.target is torch.ops.aten.reshape.default)
+        if not view and (tag is None or tag.role != "gather_input"):
+            return None
+        found.add(node)
+        queue += node.all_input_nodes
+    if not found:
+        return ()
+    ordered: list[fx.Node] = []
+    node = started.prev
+    while len(ordered) < len(found):
+        if node in found:
+            ordered.append(node)
+        node = node.prev
+    return tuple(reversed(ordered))
+
+
+def _parts_and_waits(started: fx.Node) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]] | None:
+    users = list(started.users)
+    parts = tuple(user for user in users if user.target is operator.getitem)
+    ends = [user for part in (parts or (started,)) for user in part.users]
+    if (parts and len(parts) != len(users)) or not ends or not all(is_wait(each) for each in ends):
+        return None
+    return parts, tuple(ends)
+
+
+class MemoryCurve:
+    """Bytes alive along a graph, while moves are planned, and the most that they may become.
+
+    Positions are indices of the graph's nodes as they were when the curve was made.
+    """
+
+    def __init__(self, graph: fx.Graph, budget: float | int) -> None:
+        self.base: Liveness = liveness(graph, bytes_of=_common_bytes)
+        self.live_bytes = list(self.base.live_bytes)
+        self.first_call = next((index for index, node in enumerate(self.base.nodes) if node.op != "placeholder"), 0)
+        self.position = {node: index for index, node in enumerate(self.base.nodes)}
+        peak = self.base.peak_bytes
+        self.limit_bytes = int(peak * (1 + budget)) if isinstance(budget, float) else max(budget, peak)
+
+    def fits(self, start: int, end: int, added_bytes: int) -> bool:
+        """Whether so many bytes may live longer, from `start` until before `end`."""
+        return start >= end or added_bytes <= 0 or max(self.live_bytes[start:end]) + added_bytes <= self.limit_bytes
+
+    def add(self, start: int, end: int, added_bytes: int) -> None:
+        for index in range(start, end):
+            self.live_bytes[index] += added_bytes
+
+    def earliest(self, start: int, end: int, added_bytes: int) -> int:
+        """The first position from which so many bytes may live until `end`, not before `start`; `end` if there is none."""
+        position = end
+        while position > start and self.live_bytes[position - 1] + added_bytes <= self.limit_bytes:
+            position -= 1
+        return position
+
+    def latest(self, start: int, end: int, added_bytes: int) -> int:
+        """The last position until which so many bytes may live on from `start`, not after `end`."""
+        position = start
+        while position < end and self.live_bytes[position] + added_bytes <= self.limit_bytes:
+            position += 1
+        return position
+
+
+def _common_bytes(node: fx.Node) -> int | None:
+    """Of what differs between ranks, what is the same on all of them; and none for the output of an all-reduce, which compiled code
+    writes over its input."""
+    tag = tag_of(node)
+    if tag is not None and tag.role in ("gather_input", "shard_grad"):
+        return tag.block_bytes
+    target: Any = node.target
+    return 0 if isinstance(target, torch._ops.OpOverload) and target.name().startswith("_c10d_functional::all_reduce") else None
