@@ -21,6 +21,7 @@ from zpasses.options import Options
 from zpasses.pipeline import Level, PassRecord, Pipeline, run_passes
 from zpasses.reads import with_plain_inputs
 from zpasses.runtime import BoundParameters, ForwardDispatch, boxed, with_local_shards
+from zpasses.target import Target, planning_for
 from zpasses.variants import Variant, cut_variant, is_retained, launches, release_returned, slots
 
 __all__ = ["GraphLog", "observe_graphs", "zpasses_backend"]
@@ -76,7 +77,8 @@ def zpasses_backend(
     captured = capture(gm, example_inputs)
     compiler = _GraphCompiler(captured, parsed, parsed.passes())
     try:
-        return with_plain_inputs(compiler.compile(), example_inputs)
+        with planning_for(Target.parse(parsed.target) if parsed.target else None):
+            return with_plain_inputs(compiler.compile(), example_inputs)
     except AgreementError:
         raise
     except Exception as error:
@@ -112,7 +114,7 @@ class _GraphCompiler:
         reads = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is UNSHARD]
         compat.eliminate_common_subexpressions(gm, reads)
         self._run_level(gm, Level.JOINT, "joint")
-        return compat.partition(gm, joint_inputs, **kwargs)
+        return compat.partition(gm, joint_inputs, recompute_elementwise=self._options.recomputes_elementwise(), **kwargs)
 
     def _forward(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any], *, inference: bool = False) -> Compiled:
         if inference:

@@ -262,10 +262,17 @@ def eliminate_common_subexpressions(gm: fx.GraphModule, distinct: Sequence[fx.No
             node.args = (*node.args[:-1], node.args[-1].rpartition("#")[0])
 
 
-def partition(gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Min-cut partition of a joint graph whose common subexpressions were merged already."""
+def partition(
+    gm: fx.GraphModule, joint_inputs: Sequence[Any], *, recompute_elementwise: bool, **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Min-cut partition of a joint graph whose common subexpressions were merged already.
+
+    Args:
+        recompute_elementwise: also where a matrix product reads the result, for which it must be written to memory once more.
+    """
     kwargs.setdefault("compiler", "inductor")
-    with functorch_config.patch(cse=False):
+    materialized = functorch_config.ban_recompute_materialized_backward and not recompute_elementwise
+    with functorch_config.patch(cse=False, ban_recompute_materialized_backward=materialized):
         return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
 

@@ -10,6 +10,7 @@ from zpasses import compat
 from zpasses.errors import OptionError, nearest
 from zpasses.fields import build
 from zpasses.pipeline import Pipeline
+from zpasses.target import Target
 
 __all__ = ["Options"]
 
@@ -24,6 +25,11 @@ class Options:
     """Passes to run, as text or as a Pipeline; "" leaves the dialect unlowered (the reference)."""
     codegen: Literal["inductor", "eager"] = "inductor"
     """inductor generates kernels. eager runs the rewritten graph itself: quick to compile and bit-exact, for tests and debugging."""
+    recompute_elementwise: bool | None = None
+    """Compute elementwise results that matrix products read once more in backward instead of saving them: less memory for little time.
+    None: where parameters are gathered once more too (stage 3)."""
+    target: str | None = None
+    """Hardware to plan for: "h100", "mi300x,ranks_per_node=4" (see zpasses.target). None: ZPASSES_TARGET, else what is here."""
     agreement: bool = True
     """Compare the collectives of every graph between ranks before it runs."""
     agreement_timeout_s: float = 300.0
@@ -51,7 +57,15 @@ class Options:
             if name not in known:
                 raise OptionError(f"option 'inductor': torch._inductor.config has no {name!r}.{nearest(name, known).split(' Known')[0]}")
         options.passes()
+        if options.target is not None:
+            Target.parse(options.target)
         return options
+
+    def recomputes_elementwise(self) -> bool:
+        """Whether this compile does, its pipeline considered."""
+        if self.recompute_elementwise is None:
+            return any(each.name == "regather" for each in self.passes())
+        return self.recompute_elementwise
 
     def passes(self) -> Pipeline:
         """The pipeline that these options choose."""
