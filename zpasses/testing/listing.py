@@ -102,6 +102,8 @@ def _notes(node: fx.Node) -> list[str]:
         notes.append(f"{tag.role}: {', '.join(tag.params)}{' in bucket ' + str(tag.bucket) if tag.bucket is not None else ''}")
         if tag.retained:
             notes.append("retained")
+        if tag.note:
+            notes.append(tag.note)
     if compat.is_marked_recompute(node):
         notes.append("recomputed")
     return notes
