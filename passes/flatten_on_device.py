@@ -215,15 +215,20 @@ class _Plan:
 
     def _made(self, run: _Run) -> list[int]:
         """Bytes of each tensor that is made of a run on the device, in order."""
-        piece, itemsize = run.piece, self.flattening.dtype.itemsize
+        piece = run.piece
         if piece.source is None:
-            return [len(run) * itemsize]
+            return [len(run) * self.flattening.dtype.itemsize]
+        value, (moved, contiguous) = value_of(piece.source), self._lies(piece)
         count = len(run) if self._can_slice_on_host(piece) else piece.numel
-        value = value_of(piece.source)
-        on_device = device_source(piece.source, self._device) is not None
-        made = [] if on_device else [count * value.element_size()]
-        made += [count * dtype.itemsize for dtype in piece.casts]
-        return made if piece.casts or value.is_contiguous() else [*made, count * value.element_size()]
+        made = [count * value.element_size()] if moved else []
+        if not contiguous and not (run.whole and piece.casts):
+            made.append(piece.numel * value.element_size())
+        return made + [len(run) * dtype.itemsize for dtype in piece.casts]
+
+    def _lies(self, piece: Piece) -> tuple[bool, bool]:
+        """Whether a piece has to be moved to the device, and whether it is contiguous there."""
+        assert piece.source is not None
+        return device_source(piece.source, self._device) is None, bool(value_of(piece.source).is_contiguous())
 
     # --- forms ----------------------------------------------------------------------------------------------------------------------
     def apply(self, graph: fx.Graph, tier: Tier) -> fx.Node:
@@ -279,17 +284,17 @@ class _Plan:
         if piece.source is None:
             return self._full(edit, len(run), piece.fill)
         if not run.whole and self._can_slice_on_host(piece):
-            source = edit.call(aten.slice.Tensor, _row(edit, piece.source), 0, run.first, run.end)
-            return self._cast(edit, self._move(edit, source), piece)
-        row = _row(edit, self._cast(edit, self._lift(edit, piece.source), piece))
-        return row if run.whole else edit.call(aten.slice.Tensor, row, 0, run.first, run.end)
+            return self._cast(edit, self._move(edit, _cut(edit, _row(edit, piece.source), run)), piece)
+        lifted = self._lift(edit, piece.source)
+        return _row(edit, self._cast(edit, lifted, piece)) if run.whole else self._cast(edit, _cut(edit, _row(edit, lifted), run), piece)
 
     def _full(self, edit: Editor, numel: int, fill: float) -> fx.Node:
         return edit.call(aten.full.default, [numel], fill, dtype=self.flattening.dtype, device=self._device)
 
     def _cast(self, edit: Editor, node: fx.Node, piece: Piece) -> fx.Node:
         for dtype in piece.casts:
-            node = edit.call(aten._to_copy.default, node, dtype=dtype, memory_format=torch.contiguous_format)
+            strides = {} if value_of(node).is_contiguous() else {"memory_format": torch.contiguous_format}
+            node = edit.call(aten._to_copy.default, node, dtype=dtype, **strides)
         return node
 
     def _lift(self, edit: Editor, source: fx.Node) -> fx.Node:
@@ -309,8 +314,11 @@ class _Plan:
         return edit.call(aten._to_copy.default, source, device=self._device)
 
     def _can_slice_on_host(self, piece: Piece) -> bool:
-        source = piece.source
-        return source is not None and device_source(source, self._device) is None and value_of(source).is_contiguous()
+        return piece.source is not None and self._lies(piece) == (True, True)
+
+
+def _cut(edit: Editor, row: fx.Node, run: _Run) -> fx.Node:
+    return edit.call(aten.slice.Tensor, row, 0, run.first, run.end)
 
 
 def _contiguous(edit: Editor, node: fx.Node) -> fx.Node:

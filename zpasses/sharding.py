@@ -97,7 +97,7 @@ def pack_shards(model: M, pack_mb: float) -> M:
         ShardingError: for a model that is not sharded, or is on meta, or a `pack_mb` that is no number above 0.
     """
     check_pack_mb(pack_mb)
-    left: deque[DTensor] = deque(param for param in model.parameters() if isinstance(param, DTensor))
+    left = deque(_sharded(model))
     if not left:
         raise ShardingError(f"{type(model).__name__} has no sharded parameter to pack. Call zpasses.shard first.")
     if any(param.is_meta for param in left):
@@ -118,6 +118,17 @@ def invalidate(model: nn.Module) -> None:
     Call it on every rank. Edits by an optimizer, `load_state_dict` or in-place operations are seen without it.
     """
     forget(model.parameters())
+
+
+def _sharded(model: nn.Module) -> list[DTensor]:
+    """The parameters that `shard` made, each once."""
+    found: dict[int, DTensor] = {}
+    for module in model.modules():
+        for name in module._zpasses_reads if isinstance(module, ShardedModule) else ():
+            param = module._parameters.get(name)
+            if isinstance(param, DTensor):
+                found[id(param)] = param
+    return list(found.values())
 
 
 def _unsharded(model: nn.Module, ignored: Collection[int]) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:

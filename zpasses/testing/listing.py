@@ -83,7 +83,7 @@ def _argument(value: Any) -> str:
         return f"({inside},)" if len(value) == 1 else f"({inside})"
     if isinstance(value, torch.dtype):
         return _SHORT.get(value, str(value).removeprefix("torch."))
-    if isinstance(value, (torch.memory_format, torch.layout)):
+    if isinstance(value, (torch.memory_format, torch.layout, torch.device)):
         return str(value).removeprefix("torch.")
     return repr(value)
 
