@@ -1,6 +1,7 @@
 """Host flattening to test on: traced for a device that need not exist, run with the host in its place."""
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from zpasses import compat
 from zpasses.testing import assert_equal_bits, copy_graph, fake_world
@@ -43,8 +44,7 @@ def on_host(gm):
     """The graph with the host in the device's place, so that it can run."""
     gm = copy_graph(gm)
     for node in gm.graph.nodes:
-        if "device" in node.kwargs:
-            node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
+        node.args, node.kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (node.args, node.kwargs))
     gm.recompile()
     return gm
 

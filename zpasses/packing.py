@@ -33,8 +33,8 @@ class Flat:
     buffer: Tensor
     """[elements], on the device; zeros where no tensor lies."""
     views: dict[int, Tensor]
-    """Position in the list that was packed -> that tensor's values, in its shape, as a part of the buffer. Contiguous, without
-    autograd, and with a version counter of its own: writing to one does not make the others look written to."""
+    """Position in the list that was packed -> that tensor's values, in its shape, in the buffer's memory. Contiguous, without autograd,
+    and with storage and version counter of its own: writing to one does not make the others look written to."""
     choice: str
     """How it was made and why: "plain: ...", "distributed: ...", "host: ..."."""
 
@@ -215,5 +215,13 @@ def _run(graph: fx.GraphModule, arguments: list[Tensor]) -> list[Tensor]:
 
 
 def _part(buffer: Tensor, offset: int, shape: torch.Size) -> Tensor:
-    # `data` has a version counter of its own.
-    return buffer.narrow(0, offset, shape.numel()).view(shape).data
+    """Part of a buffer as a tensor with a storage of its own, which keeps the buffer's memory alive.
+
+    A plain view would do, but for what it shares with its neighbours: version counter and storage, which `torch.save` would write
+    whole, and an offset into it, with which DTensors cannot be copied (`copy.deepcopy`).
+    """
+    numel = shape.numel()
+    if numel == 0 or isinstance(buffer, compat.FakeTensor):
+        return buffer.new_empty(shape)
+    part = buffer.narrow(0, offset, numel)
+    return torch.from_dlpack(part.view(torch.uint8)).view(buffer.dtype).view(shape).data

@@ -127,6 +127,12 @@ def several(a, b):
     return move(torch.cat([a.view(-1), a.view(-1)])), move(torch.cat([b.view(-1), b[:1].reshape(-1)]))
 
 
+def decomposed(a, b):
+    """Moves and casts as Inductor's decompositions leave them."""
+    flat = torch.cat([torch.ops.prims.convert_element_type.default(a, torch.float32).view(-1), b.view(-1)])
+    return torch.ops.prims.convert_element_type.default(torch.ops.prims.device_put.default(flat, CUDA), torch.bfloat16)
+
+
 HALF = numbered(3, 4, dtype=torch.bfloat16)
 CASES = {
     "odd sizes": (flatten, [numbered(3, 5), numbered(7), numbered(1, start=50), numbered(2, 2, 2)]),
@@ -144,6 +150,7 @@ CASES = {
     "mixed dtypes": (promoting, [HALF, numbered(5, dtype=torch.int32)]),
     "nested": (nested, [numbered(3), numbered(2, 2), HALF]),
     "several": (several, [numbered(3), HALF]),
+    "decomposed": (decomposed, [HALF, numbered(5)]),
     "scalars": (flatten, [numbered(1).squeeze(), numbered(1, start=4).squeeze(), numbered(3)]),
 }
 
