@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.dlpack import from_dlpack
 
 from zpasses import compat
 from zpasses.agreement import report_failure
@@ -224,4 +225,4 @@ def _part(buffer: Tensor, offset: int, shape: torch.Size) -> Tensor:
     if numel == 0 or isinstance(buffer, compat.FakeTensor):
         return buffer.new_empty(shape)
     part = buffer.narrow(0, offset, numel)
-    return torch.from_dlpack(part.view(torch.uint8)).view(buffer.dtype).view(shape).data
+    return from_dlpack(part.view(torch.uint8)).view(buffer.dtype).view(shape).data
