@@ -31,7 +31,7 @@ from torch import fx
 
 from zpasses import compat, device_memory
 from zpasses.agreement import exchange
-from zpasses.errors import OptionError
+from zpasses.errors import OptionError, PassError
 from zpasses.flattenings import ACCELERATOR, Flattening, Piece, device_source, find_flattenings, is_shape_op
 from zpasses.graph import Editor, erase_dead, nbytes, replace_node, value_of
 from zpasses.ops import group_size
@@ -104,6 +104,9 @@ class FlattenOnDevice(Pass):
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of flat buffers that the device now makes."""
+        if self.group and self.group not in compat.group_backends():
+            known = ", ".join(map(repr, compat.group_backends())) or "none; call torch.distributed.init_process_group() first"
+            raise PassError(f"pass {self}: group {self.group!r} is no process group of this process. Known: {known}.")
         plans = [self._plan(graph, each) for each in find_flattenings(graph, self.device) if tag_of(each.move) is None]
         if not plans:
             return 0

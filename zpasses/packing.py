@@ -85,10 +85,10 @@ def pack_parameters(
         AgreementError: on every rank of the group, when one of them failed, or packs something else.
     """
     given = dict(options or {})
-    flatten = _flatten_pass({"group": group, "replicated": replicated, **given})
-    unique, positions = _distinct(tensors)
-    target = _indexed(torch.device(device) if device is not None else unique[0].device if unique else _HOST)
     try:
+        flatten = _flatten_pass({"group": group, "replicated": replicated, **given})
+        unique, positions = _distinct(tensors)
+        target = _indexed(torch.device(device) if device is not None else unique[0].device if unique else _HOST)
         layouts = _lay_out(unique, positions, align_bytes, reserve)
         graph = _graph(unique, layouts, target, stands_in=given.get("device") == "cpu")
         records = run_passes(graph.graph, [flatten])

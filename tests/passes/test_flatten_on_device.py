@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.flattening import CUDA, assert_same_flat, flatten, move, rewritten, trace
 from tests.graphs import WORLDS, expect_listing, few
 from tests.ranks import run_on_ranks
-from zpasses import AgreementError, OptionError, device_memory
+from zpasses import AgreementError, OptionError, PassError, device_memory
 from zpasses.flattenings import find_flattenings
 from zpasses.graph import collectives
 from zpasses.passes import FlattenOnDevice
@@ -354,6 +354,13 @@ def test_options_that_make_no_sense_are_refused(options, message):
         FlattenOnDevice(**options)
 
 
+def test_unknown_group_is_named():
+    with pytest.raises(PassError, match=r"group '7' is no process group of this process. Known: '0'"):
+        rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice(group="7"), 2)
+    with pytest.raises(PassError, match=r"Known: none; call torch\.distributed\.init_process_group"):
+        FlattenOnDevice(group="0")(trace(flatten, HOST_TENSORS).graph)
+
+
 @pytest.mark.processes
 def test_a_choice_by_free_memory_is_not_shared_between_processes():
     assert FlattenOnDevice().uuid() == FlattenOnDevice().uuid()
@@ -414,10 +421,21 @@ def _votes():
         assert torch.equal(on_host(copied)(*values), torch.cat(values))
     with pytest.raises(AgreementError, match=r"ask for different things: rank 0 .*float32\[8\].* rank 1 .*float32\[9\]"):
         FlattenOnDevice(group="0", timeout_s=20.0)(trace(flatten, [torch.empty(4), torch.empty(4 + rank)]).graph)
+    _compiles_alone(rank)
+    dist.barrier()
     if rank == 0:
         with pytest.raises(AgreementError, match=r"rank 1 of group '0' did not answer within 1 s"):
             FlattenOnDevice(group="0", timeout_s=1.0)(copy_graph(gm).graph)
     return [(made.tier, made.reason) for made in seen]
+
+
+def _compiles_alone(rank):
+    """Inside a compile, a question that was answered is not asked again."""
+    device_memory.free_bytes = lambda device: 20 * MIB
+    options = {"pipeline": "flatten-on-device{device=cpu,group=0,timeout_s=20}", "codegen": "eager"}
+    for _ in range(1 + rank):
+        torch._dynamo.reset()
+        assert torch.compile(Flattens(), backend="zpasses", options=options)(numbered(4)).equal(Flattens()(numbered(4)))
 
 
 @pytest.mark.processes
