@@ -118,8 +118,7 @@ def find_flattenings(graph: fx.Graph, device: str = ACCELERATOR) -> list[Flatten
         pieces = _expand(node.args[0], (_tensor(node).dtype,), steps)
         if pieces is None or any(not isinstance(piece.numel, int) for piece in pieces):
             continue
-        first = min(order[step] for step in steps)
-        if any(first < at < order[node] for at in writes):
+        if writes and any(_first_copy(steps, pieces, order) < at < order[node] for at in writes):
             continue
         names = tuple(dict.fromkeys(name for piece in pieces if piece.source is not None for name in _names(piece.source)))
         found.append(Flattening(node, pieces, names))
@@ -152,7 +151,7 @@ def _expand(node: Any, casts: tuple[torch.dtype, ...], steps: list[fx.Node]) -> 
     if node.target is aten.cat.default:
         return _expand_cat(node, casts, steps)
     if node.target is aten.flatten_dense_tensors.default:
-        return tuple(_piece(item, casts) for item in _inputs_of(node))
+        return tuple(_piece(item, casts, steps) for item in _inputs_of(node))
     if node.target is aten.constant_pad_nd.default:
         padding, fill = list(node.args[1]), node.args[2] if len(node.args) > 2 else 0  # type: ignore[arg-type]
         inner = _expand(node.args[0], casts, steps) if _tensor(node).dim() == 1 and padding[0] == 0 and padding[1] >= 0 else None
@@ -171,14 +170,15 @@ def _expand_cat(node: fx.Node, casts: tuple[torch.dtype, ...], steps: list[fx.No
     pieces: list[Piece] = []
     for item in _inputs_of(node):
         inner = _expand(item, (value.dtype, *casts), steps) if item.target in (aten.cat.default, aten.constant_pad_nd.default) else None
-        pieces += inner if inner is not None else (_piece(item, (value.dtype, *casts)),)
+        pieces += inner if inner is not None else (_piece(item, (value.dtype, *casts), steps),)
     return tuple(pieces)
 
 
-def _piece(node: fx.Node, casts: tuple[torch.dtype, ...]) -> Piece:
+def _piece(node: fx.Node, casts: tuple[torch.dtype, ...], steps: list[fx.Node]) -> Piece:
     """A value as a piece, taken from as far back as its elements are in the same order."""
     numel = _tensor(node).numel()
     while True:
+        steps.append(node)
         if node.op != "call_function" or not node.all_input_nodes:
             break
         if node.target in _ROW_MAJOR:
@@ -194,6 +194,17 @@ def _piece(node: fx.Node, casts: tuple[torch.dtype, ...]) -> Piece:
     if fill is not None:
         return Piece(numel, fill=_cast(fill, (own, *casts)))
     return Piece(numel, node, casts=_distinct(own, casts))
+
+
+def _first_copy(steps: list[fx.Node], pieces: tuple[Piece, ...], order: dict[fx.Node, int]) -> int:
+    """Place of the first node whose result the device would make later; inputs of the graph are not made."""
+    made = list(steps)
+    for piece in pieces:
+        node = piece.source
+        while node is not None and node.op == "call_function" and (is_shape_op(node) or node.target in _MOVES):
+            made.append(node)
+            node = node.all_input_nodes[0]
+    return min(order[node] for node in made if node.op == "call_function")
 
 
 def _names(node: fx.Node) -> tuple[str, ...]:

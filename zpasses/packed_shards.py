@@ -43,19 +43,21 @@ def next_batch(params: deque[P], mesh: DeviceMesh, pack_mb: float | None) -> lis
     return batch
 
 
-def lay_out(rows: Sequence[Tensor], shapes: Sequence[torch.Size], mesh: DeviceMesh) -> list[Tensor]:
+def lay_out(rows: Sequence[Tensor], shapes: Sequence[torch.Size], names: Sequence[str], mesh: DeviceMesh) -> list[Tensor]:
     """This rank's rows of each parameter as parts of flat buffers on the mesh's device.
 
     Args:
         rows: [own rows, ...] each; on the host or the device.
         shapes: of the full parameters.
+        names: of the parameters.
 
     Returns:
         The rows, contiguous, in new memory. Each has room for a full block in its buffer.
     """
     reserve = [_block_numel(shape, mesh) for shape in shapes]
     packed: dict[int, Tensor] = {}
-    for flat in pack_parameters(list(rows), device=mesh.device_type, group=compat.group_name(mesh.get_group()), reserve=reserve):
+    group = compat.group_name(mesh.get_group())
+    for flat in pack_parameters(list(rows), device=mesh.device_type, group=group, reserve=reserve, names=names):
         packed.update(flat.views)
     return [packed[i] for i in range(len(rows))]
 

@@ -62,6 +62,7 @@ def pack_parameters(
     replicated: bool = False,
     align_bytes: int = 16,
     reserve: Sequence[int] | None = None,
+    names: Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> list[Flat]:
     """Lay tensors end to end in one flat buffer a dtype, on the device if it has room.
@@ -74,6 +75,7 @@ def pack_parameters(
         replicated: the ranks' tensors are equal, so that each may flatten a part and gather the rest from the others.
         align_bytes: every tensor, and the end of a buffer, lies at a multiple of this many bytes.
         reserve: elements to keep for each tensor, where that is more than it has: the rest is zeros.
+        names: what the graph calls the tensors, for whoever looks at it.
         options: further options of the pass `flatten-on-device`, by name: tier, headroom, free_bytes, frees_inputs, timeout_s, device.
 
     Returns:
@@ -90,7 +92,8 @@ def pack_parameters(
         unique, positions = _distinct(tensors)
         target = _indexed(torch.device(device) if device is not None else unique[0].device if unique else _HOST)
         layouts = _lay_out(unique, positions, align_bytes, reserve)
-        graph = _graph(unique, layouts, target, stands_in=given.get("device") == "cpu")
+        labels = {at: names[i] if names is not None else str(i) for i, at in reversed(positions.items())}
+        graph = _graph(unique, labels, layouts, target, stands_in=given.get("device") == "cpu")
         records = run_passes(graph.graph, [flatten])
     except AgreementError:
         raise
@@ -159,7 +162,9 @@ def _lay_out(unique: Sequence[Tensor], positions: Mapping[int, int], align_bytes
     return layouts
 
 
-def _graph(unique: Sequence[Tensor], layouts: Sequence[_Layout], device: torch.device, *, stands_in: bool) -> fx.GraphModule:
+def _graph(
+    unique: Sequence[Tensor], labels: Mapping[int, str], layouts: Sequence[_Layout], device: torch.device, *, stands_in: bool
+) -> fx.GraphModule:
     """The graph that makes the buffers on the host and moves them."""
 
     def flatten(*values: Tensor) -> list[Tensor]:
@@ -180,9 +185,11 @@ def _graph(unique: Sequence[Tensor], layouts: Sequence[_Layout], device: torch.d
         return flats
 
     graph = compat.trace_aten(flatten, unique)
+    for at, node in enumerate(node for node in graph.graph.nodes if node.op == "placeholder"):
+        add_tag(node, Tag("flat", (labels[at],), origin=_NAME))
     for layout, node in zip(layouts, _outputs(graph.graph), strict=True):
         if node.target is torch.ops.aten.cat.default:
-            names = tuple(f"{at}" for at in layout.offsets)
+            names = tuple(labels[at] for at in layout.offsets)
             add_tag(node, Tag("flat", names, origin=_NAME, note="plain: the host is the device"))
     return graph
 

@@ -73,7 +73,7 @@ def shard(
     reads: dict[nn.Module, list[Read]] = {}
     while params:
         batch = next_batch(params, mesh, pack_mb)
-        for key, made in _shard_parameters(batch, mesh, pack_mb).items():
+        for key, made in _shard_parameters(batch, places, mesh, pack_mb).items():
             for _, module, name in places.pop(key):
                 module._parameters[name] = made
                 floating = made.is_floating_point()
@@ -102,10 +102,12 @@ def pack_shards(model: M, pack_mb: float) -> M:
         raise ShardingError(f"{type(model).__name__} has no sharded parameter to pack. Call zpasses.shard first.")
     if any(param.is_meta for param in left):
         raise ShardingError(f"{type(model).__name__} is on meta, where there is no memory to lay out. Call to_empty(device=...) first.")
+    names = {id(param): name for name, param in model.named_parameters()}
     while left:
         mesh = left[0].device_mesh
         batch = next_batch(left, mesh, pack_mb)
-        packed = lay_out([compat.local_of(param) for param in batch], [param.shape for param in batch], mesh)
+        shapes, called = [param.shape for param in batch], [names[id(param)] for param in batch]
+        packed = lay_out([compat.local_of(param) for param in batch], shapes, called, mesh)
         for param, rows in zip(batch, packed, strict=True):
             compat.set_local(param, rows)
         forget(batch)  # its address tells ranks with rows that a shard is another, but not those with none
@@ -160,7 +162,7 @@ def _check_parameters(places: _Places, params: Iterable[nn.Parameter], mesh: Dev
             _check_parameter(path, param, mesh, pack_mb is not None)
 
 
-def _shard_parameters(batch: Sequence[nn.Parameter], mesh: DeviceMesh, pack_mb: float | None) -> dict[int, nn.Parameter]:
+def _shard_parameters(batch: Sequence[nn.Parameter], places: _Places, mesh: DeviceMesh, pack_mb: float | None) -> dict[int, nn.Parameter]:
     """Identity of each full parameter -> its sharded one."""
     made = {id(param): _sharded_earlier(param) for param in batch}
     todo = [param for param in batch if made[id(param)] is None]
@@ -168,7 +170,8 @@ def _shard_parameters(batch: Sequence[nn.Parameter], mesh: DeviceMesh, pack_mb: 
         cuts = [cut(param, mesh) for param in todo]
     else:
         shapes = [param.shape for param in todo]
-        rows = lay_out([own_rows(param, mesh) for param in todo], shapes, mesh)
+        names = [places[id(param)][0][0] for param in todo]
+        rows = lay_out([own_rows(param, mesh) for param in todo], shapes, names, mesh)
         cuts = [as_shard(own, shape, mesh) for own, shape in zip(rows, shapes, strict=True)]
     for param, sharded in zip(todo, cuts, strict=True):
         made[id(param)] = _as_parameter(sharded, param)

@@ -224,6 +224,18 @@ def _written(a, b):
     return move(flat)
 
 
+def _copied_before_a_write(a, b):
+    copied = a.clone()
+    torch.ops.aten.copy_.default(a, b)
+    return move(torch.cat([copied.view(-1), b.view(-1)]))
+
+
+def _taken_before_a_write(a, b):
+    taken = move(move(a), "cpu").t()
+    torch.ops.aten.copy_.default(b, a)
+    return move(torch.cat([taken.reshape(-1), b.view(-1)]))
+
+
 LEFT_ALONE = {
     "not moved": lambda a, b: torch.cat([a.view(-1), b.view(-1)]),
     "read on the host too": lambda a, b: (lambda flat: (move(flat), flat.sum()))(torch.cat([a.view(-1), b.view(-1)])),
@@ -231,6 +243,8 @@ LEFT_ALONE = {
     "one tensor": lambda a, b: move(a.view(-1)),
     "computed after": lambda a, b: move(torch.cat([a.view(-1), b.view(-1)]) * 2),
     "written between": _written,
+    "copied before a write": _copied_before_a_write,
+    "taken before a write": _taken_before_a_write,
     "on the device already": lambda a, b: torch.cat([move(a).view(-1), move(b).view(-1)]),
 }
 

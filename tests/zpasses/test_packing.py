@@ -271,7 +271,7 @@ def test_model_on_the_host_moves_its_own_shards_to_the_device_alone(monkeypatch)
     (pack,) = seen
     moved = [node for node in pack.graph.nodes if node.target is torch.ops.aten._to_copy.default]
     assert [tuple(node.meta["val"].shape) for node in moved] == [(32, 64), (32,), (16, 128), (16,)]
-    assert "; plain: plain needs " in listing(pack.graph)
+    assert "flat: 0.weight, 0.bias, 1.weight, 1.bias; plain: plain needs " in listing(pack.graph)
 
 
 def _train(model, batches, stage):
