@@ -1,5 +1,6 @@
 import dataclasses
 import logging
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -426,26 +427,27 @@ def _votes():
 
     rank, seen = dist.get_rank(), []
     gm, values = trace(flatten, HOST_TENSORS), [numbered(MIB // 4), numbered(3 * MIB // 4)]
-    for number, free_mib in enumerate([(20, 20), (20, 7), (7, 20), (20, 1), (6.5, 6.5)]):
-        device_memory.free_bytes = lambda device, free_mib=free_mib: int(free_mib[rank] * MIB)
+    for free_mib in [(20, 20), (20, 7), (7, 20), (20, 1), (7, 7)]:
         copied = copy_graph(gm)
-        # Headroom makes each question another one; inside a compile an answer is kept.
-        FlattenOnDevice(group="0", replicated=True, headroom=0.001 * number, timeout_s=20.0)(copied.graph)
+        with patch.object(device_memory, "free_bytes", lambda device, free_mib=free_mib: int(free_mib[rank] * MIB)):
+            FlattenOnDevice(group="0", replicated=True, headroom=0.0, timeout_s=20.0)(copied.graph)
         seen.append(choice(copied))
         assert torch.equal(on_host(copied)(*values), torch.cat(values))
     with pytest.raises(AgreementError, match=r"ask for different things: rank 0 .*float32\[8\].* rank 1 .*float32\[9\]"):
         FlattenOnDevice(group="0", timeout_s=20.0)(trace(flatten, [torch.empty(4), torch.empty(4 + rank)]).graph)
     _compiles_alone(rank)
     dist.barrier()
+    if rank == 1:
+        dist.barrier()  # rank 0 has given up by then, and rank 1 is told
+    with pytest.raises(AgreementError, match=r"rank 1 of group '0' did not answer within 1 s"):
+        FlattenOnDevice(group="0", timeout_s=1.0)(copy_graph(gm).graph)
     if rank == 0:
-        with pytest.raises(AgreementError, match=r"rank 1 of group '0' did not answer within 1 s"):
-            FlattenOnDevice(group="0", timeout_s=1.0)(copy_graph(gm).graph)
+        dist.barrier()
     return [(made.tier, made.reason) for made in seen]
 
 
 def _compiles_alone(rank):
     """Inside a compile, a question that was answered is not asked again."""
-    device_memory.free_bytes = lambda device: 20 * MIB
     options = {"pipeline": "flatten-on-device{device=cpu,group=0,timeout_s=20}", "codegen": "eager"}
     for _ in range(1 + rank):
         torch._dynamo.reset()
@@ -475,5 +477,5 @@ def test_plain_never_needs_more_than_it_says():
     flat = gm(list(tensors))
     assert flat.is_cuda
     assert flat.cpu().equal(expected)
-    assert torch.cuda.max_memory_allocated() - before <= 3 * flat.nbytes + MIB
+    assert torch.cuda.max_memory_allocated() - before <= 2 * flat.nbytes + MIB
     assert device_memory.free_bytes(flat.device) > 0

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -150,8 +151,8 @@ def _packs_by_vote():
     rank, tiers = dist.get_rank(), []
     values = [torch.arange(3 * MIB / 4), torch.arange(MIB / 4).view(2, -1).t()]
     for free_mib in [(20, 20), (20, 7), (20, 1), (20, 7)]:
-        device_memory.free_bytes = lambda device, free_mib=free_mib: free_mib[rank] * MIB
-        (flat,) = pack_parameters(list(values), group="0", replicated=True, options={**STANDS_IN, "timeout_s": 20.0})
+        with patch.object(device_memory, "free_bytes", lambda device, free_mib=free_mib: free_mib[rank] * MIB):
+            (flat,) = pack_parameters(list(values), group="0", replicated=True, options={**STANDS_IN, "timeout_s": 20.0})
         assert_parts([flat], values)
         tiers.append(flat.tier)
     error, message = [(zpasses.AgreementError, "rank 1 failed while compiling graph pack: ValueError: "), (ValueError, "")][rank]
