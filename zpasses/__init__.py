@@ -3,9 +3,10 @@
 from zpasses import ops as _ops  # registers the dialect, which code from a warm compile cache may call
 from zpasses.errors import AgreementError, OptionError, PassError, ShardingError, ZpassesError
 from zpasses.options import Options
+from zpasses.packing import pack_parameters
 from zpasses.pipeline import Level, Pass, PassRecord, Pipeline
 from zpasses.reads import shards
-from zpasses.sharding import invalidate, shard
+from zpasses.sharding import invalidate, pack_shards, shard
 
 __all__ = [
     "AgreementError",
@@ -19,6 +20,8 @@ __all__ = [
     "ShardingError",
     "ZpassesError",
     "invalidate",
+    "pack_parameters",
+    "pack_shards",
     "shard",
     "shards",
 ]

@@ -14,7 +14,7 @@ import hashlib
 import json
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -26,7 +26,7 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.graph import Collective, collectives
 
-__all__ = ["agree", "digest", "report_failure"]
+__all__ = ["agree", "digest", "exchange", "report_failure"]
 
 _VERDICT_SLACK_S = 10.0
 """How much longer the others wait than the first rank of the group, who collects and decides."""
@@ -39,6 +39,8 @@ class _Ledger:
     prefix: str
     votes: int = 0
     agreed: set[str] = field(default_factory=set)
+    answers: dict[str, list[Any]] = field(default_factory=dict)
+    """What every rank said to a question that is asked once."""
 
 
 # State belongs to a process group, which offers no place for it.
@@ -80,6 +82,44 @@ def report_failure(groups: Sequence[str], graph_name: str, error: BaseException)
         ledger.votes += 1
 
 
+def exchange(group: str, question: str, mine: Any, timeout_s: float, *, once: bool = False) -> list[Any]:
+    """Every rank of a group tells the others what it would answer, so that all can choose alike.
+
+    Args:
+        group: name of the process group. Where it has no other ranks (or is a fake one), this rank's answer is the only one.
+        question: what is asked; it must be the same on all ranks.
+        mine: this rank's answer, of plain JSON values.
+        timeout_s: seconds to wait for the other ranks.
+        once: if this question was asked before, return the answers of then: for compiles, which a rank may repeat alone.
+
+    Returns:
+        The answers, in the order of the group's ranks; the same list on every rank.
+
+    Raises:
+        AgreementError: on every rank, when one of them asks something else, failed, or does not answer in time.
+    """
+    if not _is_real(group):
+        return [mine]
+    members, store = compat.process_group(group), compat.default_store()
+    ledger = _ledger(group, members, store)
+    if once and question in ledger.answers:
+        return ledger.answers[question]
+    vote = f"{ledger.prefix}/{ledger.votes}"
+    ledger.votes += 1
+    store.set(f"{vote}/{members.rank()}", _pack({"graph": compat.compile_name(), "question": question, "answer": mine}))
+    if members.rank() == 0:
+        verdict = _collect(store, vote, group, question, timeout_s)
+        store.set(f"{vote}/verdict", _pack(verdict))
+    else:
+        verdict = _read_verdict(store, vote, group, question, timeout_s)
+    if verdict["error"]:
+        raise AgreementError(verdict["error"])
+    answers: list[Any] = verdict["answers"]
+    if once:
+        ledger.answers[question] = answers
+    return answers
+
+
 def _is_real(group: str) -> bool:
     return compat.group_backend(group) != "fake" and compat.process_group(group).size() > 1
 
@@ -115,18 +155,53 @@ def _vote(name: str, graph_name: str, sequence: list[Collective], timeout_s: flo
 
 def _decide(store: Any, vote: str, name: str, graph_name: str, timeout_s: float) -> str | None:
     ranks = compat.group_ranks(name)
+    ballots, error = _ballots(store, vote, ranks, lambda late: _late(graph_name, name, late, timeout_s), timeout_s)
+    if error:
+        return error
+    for rank, ballot in zip(ranks, ballots, strict=True):
+        if "digest" not in ballot or ballot["digest"] != ballots[0].get("digest"):
+            return _first_difference(name, ranks[0], ballots[0], rank, ballot)
+    return None
+
+
+def _collect(store: Any, vote: str, name: str, question: str, timeout_s: float) -> dict[str, Any]:
+    ranks = compat.group_ranks(name)
+    ballots, error = _ballots(store, vote, ranks, lambda late: _unanswered(question, name, late, timeout_s), timeout_s)
+    for rank, ballot in zip(ranks, ballots, strict=False):
+        if not error and ballot.get("question") != question:
+            error = (
+                f"ranks of group {name!r} ask for different things: rank {ranks[0]} for {question!r}, rank {rank} for "
+                f"{ballot.get('question', 'the collectives of graph ' + str(ballot.get('graph')))!r}. Every rank must compile the same "
+                "graphs and pack the same parameters, in the same order."
+            )
+    return {"error": error, "answers": None if error else [ballot["answer"] for ballot in ballots]}
+
+
+def _ballots(
+    store: Any, vote: str, ranks: list[int], late: Callable[[list[int]], str], timeout_s: float
+) -> tuple[list[dict[str, Any]], str | None]:
+    """One ballot a rank, or why there is none."""
     keys = [f"{vote}/{rank}" for rank in range(len(ranks))]
     missing = _wait(store, keys, timeout_s)
     if missing:
-        return _late(graph_name, name, [ranks[keys.index(key)] for key in missing], timeout_s)
+        return [], late([ranks[keys.index(key)] for key in missing])
     ballots = [_unpack(store.get(key)) for key in keys]
-    for ballot in ballots:
-        if "failed" in ballot:
-            return str(ballot["failed"])
-    for rank, ballot in zip(ranks, ballots, strict=True):
-        if ballot["digest"] != ballots[0]["digest"]:
-            return _first_difference(name, ranks[0], ballots[0], rank, ballot)
-    return None
+    return ballots, next((str(ballot["failed"]) for ballot in ballots if "failed" in ballot), None)
+
+
+def _read_verdict(store: Any, vote: str, name: str, question: str, timeout_s: float) -> dict[str, Any]:
+    if not _wait(store, [f"{vote}/verdict"], timeout_s + _VERDICT_SLACK_S):
+        verdict = _unpack(store.get(f"{vote}/verdict"))
+        if verdict["error"] or "answers" in verdict:
+            return verdict
+    return {"error": _unanswered(question, name, compat.group_ranks(name)[:1], timeout_s)}
+
+
+def _unanswered(question: str, group: str, ranks: list[int], timeout_s: float) -> str:
+    return (
+        f"{question}: rank {', '.join(map(str, ranks))} of group {group!r} did not answer within {timeout_s:g} s, but the others did. It "
+        "stopped, is much slower, or does something else. Look at its log; a larger timeout_s waits longer."
+    )
 
 
 def _await_verdict(store: Any, vote: str, name: str, graph_name: str, timeout_s: float) -> str | None:
@@ -156,7 +231,7 @@ def _late(graph_name: str, group: str, ranks: list[int], timeout_s: float) -> st
 
 
 def _first_difference(group: str, rank_a: int, a: dict[str, Any], rank_b: int, b: dict[str, Any]) -> str:
-    lines_a, lines_b = a["lines"], b["lines"]
+    lines_a, lines_b = a.get("lines", ["a question"]), b.get("lines", ["a question"])
     at = next((i for i, (x, y) in enumerate(zip(lines_a, lines_b, strict=False)) if x != y), min(len(lines_a), len(lines_b)))
     this, that = (lines[at] if at < len(lines) else "nothing more" for lines in (lines_a, lines_b))
     return (

@@ -24,7 +24,7 @@ from zpasses.runtime import BoundParameters, ForwardDispatch, boxed, with_local_
 from zpasses.target import Target, planning_for
 from zpasses.variants import Variant, cut_variant, is_retained, launches, release_returned, slots
 
-__all__ = ["GraphLog", "observe_graphs", "zpasses_backend"]
+__all__ = ["GraphLog", "announce", "observe_graphs", "zpasses_backend"]
 
 log = logging.getLogger("zpasses")
 
@@ -38,7 +38,7 @@ class GraphLog:
     name: str
     """Dynamo's compile id and the kind of graph: "0/0 joint", "0/0 forward", "0/0 backward"."""
     kind: str
-    """"captured", "joint", "forward", "backward" or "inference"."""
+    """"captured", "joint", "forward", "backward" or "inference"; "pack" for a graph that lays parameters into flat buffers."""
     graph: fx.Graph
     """The graph after the last pass of its level."""
     records: list[PassRecord] = field(default_factory=list)
@@ -58,6 +58,12 @@ class observe_graphs:  # noqa: N801 - used as a context manager, like torch.no_g
 
     def __exit__(self, *_: object) -> None:
         _observers.remove(self._observer)
+
+
+def announce(graph: GraphLog) -> None:
+    """Show a graph to the observers."""
+    for observer in tuple(_observers):
+        observer(graph)
 
 
 def zpasses_backend(
@@ -153,8 +159,7 @@ class _GraphCompiler:
         for record in records:
             cost = f"{record.time_us:.0f} us, checks {record.check_us:.0f} us"
             log.debug("graph %s: %s changed %d, %s", name, record.text, record.changes, cost)
-        for observer in tuple(_observers):
-            observer(GraphLog(name, kind, gm.graph, records))
+        announce(GraphLog(name, kind, gm.graph, records))
 
     def _agree(self, gm: fx.GraphModule) -> None:
         if self._options.agreement and torch.distributed.is_initialized():

@@ -158,6 +158,11 @@ def local_of(dtensor: DTensor) -> Tensor:
     return dtensor._local_tensor
 
 
+def set_local(dtensor: DTensor, local: Tensor) -> None:
+    """Give a DTensor another local tensor of the same shape and dtype."""
+    dtensor._local_tensor = local
+
+
 def storage_id(tensor: Tensor) -> int:
     """Names the memory that a tensor and its views share, as long as one of them lives; other than an address, also if it is empty."""
     return int(tensor.untyped_storage()._cdata)
@@ -336,6 +341,15 @@ class CompilerState:
                 # Inductor asserts that it reports the strides of one forward only.
                 stack.enter_context(TracingContext.patch(output_strides=None))
             yield
+
+
+def trace_aten(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """The aten graph of a function, traced on fakes of its inputs; runs without autograd and reads nothing."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None) or FakeTensorMode()
+    with torch.no_grad(), mode:
+        return make_fx(fn, tracing_mode="real")(*[as_fake(value, mode) for value in inputs])
 
 
 # --- Inductor --------------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.checks import Snapshot, check, check_unchanged
-from zpasses.errors import OptionError, PassError, nearest
+from zpasses.errors import AgreementError, OptionError, PassError, nearest
 from zpasses.fields import build, format_value
 from zpasses.graph import collectives
 from zpasses.target import current_target
@@ -206,7 +206,7 @@ def run_passes(
 def _rewrite(each: Pass, graph: fx.Graph) -> int:
     try:
         return each.rewrite(graph)
-    except PassError:
+    except (PassError, AgreementError):
         raise
     except Exception as error:
         raise PassError(f"pass {str(each)!r} failed: {type(error).__name__}: {error}") from error

@@ -23,7 +23,7 @@ from zpasses.edits import FaithfulEdits
 from zpasses.errors import ShardingError
 from zpasses.ops import rows_per_rank
 
-__all__ = ["GatheredCopy", "Read", "ShardedModule", "cut", "sharded_class", "shards", "with_plain_inputs"]
+__all__ = ["GatheredCopy", "Read", "ShardedModule", "as_shard", "cut", "own_rows", "sharded_class", "shards", "with_plain_inputs"]
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,23 @@ def cut(param: Tensor, mesh: DeviceMesh) -> DTensor:
     Args:
         param: the full parameter, the same on every rank (nothing is communicated). 0-dimensional ones are kept whole.
     """
+    return as_shard(own_rows(param, mesh).clone(memory_format=torch.contiguous_format), param.shape, mesh)
+
+
+def own_rows(param: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's block of rows, a view without autograd; all of a 0-dimensional parameter."""
     full = param.detach()
-    placements: tuple[Placement, ...]
     if full.dim() == 0:
-        placements, local = (Replicate(),), full.clone()
-    else:
-        block = rows_per_rank(full.shape[0], mesh.size())
-        start = min(mesh.get_local_rank() * block, full.shape[0])
-        rows = min(block, full.shape[0] - start)
-        placements, local = (Shard(0),), full.narrow(0, start, rows).clone(memory_format=torch.contiguous_format)
-    return compat.make_dtensor(local, mesh, placements, full.shape)
+        return full
+    block = rows_per_rank(full.shape[0], mesh.size())
+    start = min(mesh.get_local_rank() * block, full.shape[0])
+    return full.narrow(0, start, min(block, full.shape[0] - start))
+
+
+def as_shard(rows: Tensor, shape: torch.Size, mesh: DeviceMesh) -> DTensor:
+    """A DTensor around this rank's rows of a parameter of this shape."""
+    placements: tuple[Placement, ...] = (Shard(0),) if len(shape) else (Replicate(),)
+    return compat.make_dtensor(rows, mesh, placements, shape)
 
 
 class GatheredCopy(Tensor):

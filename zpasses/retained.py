@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -92,7 +92,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) 
                 entry.drop()
 
 
-def forget(params: Iterable[nn.Parameter]) -> None:
+def forget(params: Iterable[Tensor]) -> None:
     """Drop the gathered copies of these parameters."""
     for param in params:
         entry = getattr(param, _ATTRIBUTE, None)

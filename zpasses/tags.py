@@ -14,12 +14,12 @@ from torch import fx
 
 __all__ = ["GATHER_ROLES", "Role", "Tag", "add_tag", "retag", "tag_of", "tagged"]
 
-Role = Literal["shard", "gather_input", "gather", "gathered", "full", "reduce_input", "reduce", "reduced", "shard_grad"]
+Role = Literal["shard", "gather_input", "gather", "gathered", "full", "reduce_input", "reduce", "reduced", "shard_grad", "flat"]
 """What a node does for a parameter.
 
 shard: the graph input that holds the shard. gather_input, reduce_input: makes a collective's input (cast, padding). gather, reduce:
 starts the collective, or is the dialect's op for it. gathered, reduced: its wait, where another node finishes. full: the full parameter
-that the model reads. shard_grad: the reduced gradient of the shard.
+that the model reads. shard_grad: the reduced gradient of the shard. flat: makes a flat buffer of several tensors.
 """
 
 GATHER_ROLES: frozenset[Role] = frozenset({"gather_input", "gather", "gathered", "full"})
@@ -43,6 +43,8 @@ class Tag:
     """The value outlives the call (stages 1 and 2)."""
     block_bytes: int = 0
     """For values whose size differs between ranks: bytes where a rank holds all the rows that it can; the same on all of them."""
+    note: str = ""
+    """What the pass chose here, for listings and dumps."""
 
 
 _KEY = "zpasses"

@@ -164,6 +164,28 @@ def test_scaling_splits_the_time_of_a_compile_and_grows_with_the_layers(tmp_path
     assert "joint nodes" in table
 
 
+# --- flatten -----------------------------------------------------------------------------------------------------------------------
+def test_flatten_makes_one_buffer_in_three_ways(tmp_path):
+    table, result = measured(tmp_path, "flatten", "--mib", "2", "--tensors", "9", "--rounds", "1")
+    assert not result["failed"]
+    host, plain, distributed = result["results"]
+    assert len({each["digest"] for each in result["results"]}) == 1
+    size = host["host_bytes"]
+    assert size == pytest.approx(2 << 20, rel=0.01)
+    assert (plain["host_bytes"], plain["device_bytes"], distributed["host_bytes"]) == (0, size, 0)
+    for each, moved in ((host, size), (plain, size), (distributed, size / 2)):
+        assert each["moved_bytes"] == pytest.approx(moved, rel=0.01)
+        assert each["run_s"] > 0
+        assert each["graph_s"] > 0
+        assert each["host_peak_bytes"] is None
+    assert distributed["device_bytes"] == pytest.approx(size / 2, rel=0.01)
+    assert (host["sent_bytes"], distributed["sent_bytes"]) == (0, pytest.approx(size / 2, rel=0.01))
+    # Pieces and buffer; part, gathered buffer, and another one that gloo gathers into.
+    assert plain["device_peak_bytes"] == pytest.approx(2 * size, rel=0.05)
+    assert distributed["device_peak_bytes"] <= 2.6 * size
+    assert "the host stands in for the device" in table
+
+
 # --- options -----------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -178,6 +200,7 @@ def test_scaling_splits_the_time_of_a_compile_and_grows_with_the_layers(tmp_path
         (["scaling", "--layers", "2,x"], "'x' is not a whole number"),
         (["scaling", "--zero-stage", "4"], "--zero-stage"),
         (["scaling", "--heads", "63"], "--hidden must divide by --heads"),
+        (["flatten", "--forms", "hosts"], 'Did you mean "host"?'),
     ],
 )
 def test_wrong_options_are_refused_with_a_clear_message(arguments, message, capsys):
@@ -192,4 +215,4 @@ def test_wrong_options_are_refused_with_a_clear_message(arguments, message, caps
 def test_help_names_the_suites():
     run = bench("--help")
     assert run.returncode == 0
-    assert all(suite in run.stdout for suite in ("train", "overhead", "scaling"))
+    assert all(suite in run.stdout for suite in ("train", "overhead", "scaling", "flatten"))

@@ -71,7 +71,10 @@ def test_empty_text_is_the_empty_pipeline(text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("gather-param", r"no pass is called 'gather-param'. Did you mean \"gather-params\"\? Known: gather-params, keep-params"),
+        (
+            "gather-param",
+            r"no pass is called 'gather-param'. Did you mean \"gather-params\"\? Known: flatten-on-device, gather-params, keep-params",
+        ),
         ("zebra", r"no pass is called 'zebra'"),
         ("merge-reads{hold=2}", r"pass 'merge-reads' has no option 'hold'. Did you mean \"hold_mb\"\?"),
         ("merge-reads{hold_mb=big}", r"pass 'merge-reads', option 'hold_mb': got 'big' \(str\); expected float or none"),
@@ -150,7 +153,19 @@ def test_entry_point_that_is_wrong_is_named(entry_points, points, message):
 
 
 # --- cache keys -------------------------------------------------------------------------------------------------------------------
-CHANGED = {"hold_mb": 7.0, "form": "all_reduce"}
+CHANGED = {
+    "hold_mb": 7.0,
+    "form": "all_reduce",
+    "tier": "host",
+    "group": "0",
+    "replicated": True,
+    "headroom": 0.5,
+    "align_bytes": 64,
+    "free_bytes": 1,
+    "frees_inputs": True,
+    "device": "cuda",
+    "timeout_s": 7.0,
+}
 
 
 @pytest.mark.parametrize("cls", [entry for entry in catalogue().values() if isinstance(entry, type)], ids=lambda cls: cls.name)

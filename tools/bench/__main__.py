@@ -9,11 +9,12 @@ from dataclasses import fields
 
 import zpasses.tools.bench as bench
 from zpasses.errors import nearest
+from zpasses.tools.bench.flatten import FORMS, FlattenConfig, run_flatten
 from zpasses.tools.bench.launch import RankError
 from zpasses.tools.bench.model import ModelSize
 from zpasses.tools.bench.overhead import OverheadConfig, run_overhead
 from zpasses.tools.bench.peers import PEERS
-from zpasses.tools.bench.report import overhead_table, scaling_table, train_table, write_json
+from zpasses.tools.bench.report import flatten_table, overhead_table, scaling_table, train_table, write_json
 from zpasses.tools.bench.scaling import ScalingConfig, run_scaling
 from zpasses.tools.bench.train import TrainConfig, run_train
 
@@ -135,10 +136,31 @@ def _scaling(options: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
+# --- flatten -----------------------------------------------------------------------------------------------------------------------
+def _flatten_options(parser: argparse.ArgumentParser) -> None:
+    default = FlattenConfig()
+    parser.add_argument("--mib", type=_at_least(1), default=default.mib, help="size of all tensors together")
+    parser.add_argument("--tensors", type=_at_least(2), default=default.tensors, help="how many there are")
+    parser.add_argument("--ranks", type=_at_least(1), default=default.ranks, help="processes, one thread each")
+    parser.add_argument("--rounds", type=_at_least(1), default=default.rounds, help="timed runs of each form")
+    parser.add_argument("--device", default=default.device, help="where the buffer belongs; on cpu the host stands in for a device")
+    parser.add_argument("--forms", type=_names(FORMS), default=",".join(FORMS), metavar="A,B", help="which to run, in this order")
+
+
+def _flatten(options: argparse.Namespace) -> int:
+    names = ("mib", "tensors", "ranks", "rounds", "device", "forms")
+    report = run_flatten(FlattenConfig(timeout_s=options.timeout, **{name: getattr(options, name) for name in names}))
+    print(flatten_table(report))
+    if options.json:
+        write_json(options.json, "flatten", report)
+    return 1 if report.failed else 0
+
+
 _SUITES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]] = {
     "train": (_train_options, _train, "peers train the same GPT on the same data"),
     "overhead": (_overhead_options, _overhead, "runtime overhead per parameter and step"),
     "scaling": (_scaling_options, _scaling, "compile time against the number of layers, on fake ranks"),
+    "flatten": (_flatten_options, _flatten, "flat buffers made on the host, on the device, and in parts"),
 }
 
 

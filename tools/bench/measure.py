@@ -41,14 +41,21 @@ class MemoryProfile:
         """A context manager around what to look at."""
         return record_function(_MARK + name)
 
-    def read(self, name: str) -> tuple[int, int]:
-        """Bytes allocated when the marked code began, and the most that it added to them. After leaving."""
+    def read(self, name: str, device: str | None = None) -> tuple[int, int]:
+        """Bytes allocated when the marked code began, and the most that it added to them. After leaving.
+
+        Args:
+            name: as it was marked.
+            device: only the memory of this type of device, "CPU" or "CUDA"; None counts all together.
+        """
         results: Any = self._profile.profiler
         events = results.kineto_results.events()
         step = next(event for event in events if event.name() == _MARK + name)
         start, end = step.start_ns(), step.start_ns() + step.duration_ns()
         live = resting = peak = 0
         for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):
+            if device is not None and event.device_type().name != device:
+                continue
             live += event.nbytes()
             if event.start_ns() < start:
                 resting = peak = live

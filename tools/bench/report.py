@@ -13,16 +13,17 @@ import torch
 from tabulate import tabulate
 
 import zpasses
+from zpasses.tools.bench.flatten import FlattenReport
 from zpasses.tools.bench.overhead import OverheadReport
 from zpasses.tools.bench.scaling import ScalingReport
 from zpasses.tools.bench.train import PeerResult, TrainReport
 
-__all__ = ["overhead_table", "scaling_table", "train_table", "write_json"]
+__all__ = ["flatten_table", "overhead_table", "scaling_table", "train_table", "write_json"]
 
 _MIB = float(1 << 20)
 
 
-def write_json(path: str, suite: str, report: TrainReport | OverheadReport | ScalingReport) -> None:
+def write_json(path: str, suite: str, report: TrainReport | OverheadReport | ScalingReport | FlattenReport) -> None:
     """Everything measured, with the versions it was measured on."""
     about = {"torch": torch.__version__, "zpasses": zpasses.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
     Path(path).write_text(json.dumps({"suite": suite, "versions": about, **dataclasses.asdict(report)}, indent=2) + "\n")
@@ -114,4 +115,32 @@ def scaling_table(report: ScalingReport) -> str:
     ]
     lines = [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
     lines += [f"FAILED {layers} layers: {reason}" for layers, reason in report.failed.items()]
+    return "\n".join(lines)
+
+
+# --- flatten -----------------------------------------------------------------------------------------------------------------------
+def flatten_table(report: FlattenReport) -> str:
+    """One line a form; the slowest or largest of all ranks."""
+    config = report.config
+    rows = [
+        {
+            "form": result.form,
+            "run ms": f"{result.run_s * 1e3:.1f}",
+            "graph ms": f"{result.graph_s * 1e3:.1f}",
+            "moved MiB": f"{result.moved_bytes / _MIB:.1f}",
+            "laid on host MiB": f"{result.host_bytes / _MIB:.1f}",
+            "on device MiB": f"{result.device_bytes / _MIB:.1f}",
+            "sent MiB": f"{result.sent_bytes / _MIB:.1f}",
+            "host peak MiB": "-" if result.host_peak_bytes is None else f"{result.host_peak_bytes / _MIB:.1f}",
+            "device peak MiB": f"{result.device_peak_bytes / _MIB:.1f}",
+        }
+        for result in report.results
+    ]
+    lines = [f"{config.tensors} tensors, {config.mib} MiB, on the host of {config.ranks} ranks, into one flat buffer on {config.device}"]
+    lines += [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
+    if config.device == "cpu":
+        lines.append(
+            "No accelerator: the host stands in for the device. Its peak is of both sides, and times say nothing about accelerators."
+        )
+    lines += [f"FAILED {form}: {reason}" for form, reason in report.failed.items()]
     return "\n".join(lines)

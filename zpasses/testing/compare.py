@@ -118,7 +118,9 @@ def _check_equal(got: Any, wanted: Any, where: str) -> None:
 
 def _bits(tensor: Tensor) -> Tensor:
     """[elements, bytes]"""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
+    # A tensor of one element is contiguous whatever its stride, but only a stride of 1 can be viewed as bytes.
+    row = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
+    return row.view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
 
 
 def _element(tensor: Tensor, at: int) -> str:

@@ -83,7 +83,7 @@ def _argument(value: Any) -> str:
         return f"({inside},)" if len(value) == 1 else f"({inside})"
     if isinstance(value, torch.dtype):
         return _SHORT.get(value, str(value).removeprefix("torch."))
-    if isinstance(value, (torch.memory_format, torch.layout)):
+    if isinstance(value, (torch.memory_format, torch.layout, torch.device)):
         return str(value).removeprefix("torch.")
     return repr(value)
 
@@ -102,6 +102,8 @@ def _notes(node: fx.Node) -> list[str]:
         notes.append(f"{tag.role}: {', '.join(tag.params)}{' in bucket ' + str(tag.bucket) if tag.bucket is not None else ''}")
         if tag.retained:
             notes.append("retained")
+        if tag.note:
+            notes.append(tag.note)
     if compat.is_marked_recompute(node):
         notes.append("recomputed")
     return notes

@@ -54,12 +54,12 @@ def test_graph_and_module_list_alike():
         """\
 primals_1: f32[4]
 tangents_1: f32[2]
-split = split(primals_1, 2)                                               # (f32[2], f32[2])
-getitem_1 = getitem(split, 1)                                             # f32[2]
-mul = mul(getitem_1, 2.5)                                                 # f32[2]
-mul_1 = mul(tangents_1, 2.5)                                              # f32[2]
-zeros = zeros([2], dtype=f32, layout=strided, device=device(type='cpu'))  # f32[2]
-cat = cat([zeros, mul_1])                                                 # f32[4]
+split = split(primals_1, 2)                                # (f32[2], f32[2])
+getitem_1 = getitem(split, 1)                              # f32[2]
+mul = mul(getitem_1, 2.5)                                  # f32[2]
+mul_1 = mul(tangents_1, 2.5)                               # f32[2]
+zeros = zeros([2], dtype=f32, layout=strided, device=cpu)  # f32[2]
+cat = cat([zeros, mul_1])                                  # f32[4]
 return [mul, cat]
 """,
     )

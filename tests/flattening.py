@@ -1,0 +1,57 @@
+"""Host flattening to test on: traced for a device that need not exist, run with the host in its place."""
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from zpasses import compat
+from zpasses.testing import assert_equal_bits, copy_graph, fake_world
+
+CUDA = torch.device("cuda", 0)
+
+
+def move(tensor, device=CUDA, **options):
+    return torch.ops.aten._to_copy.default(tensor, device=device, **options)
+
+
+def flatten(*tensors):
+    """What many trainers do: lay everything together on the host, and move it."""
+    return move(torch._utils._flatten_dense_tensors([move(tensor, "cpu") if tensor.is_cuda else tensor for tensor in tensors]))
+
+
+def trace(fn, tensors):
+    """The aten graph of `fn`; tensors in a tuple, `(tensor, "device")`, lie on the device."""
+    mode = compat.FakeTensorMode()
+    return compat.trace_aten(fn, [_fake(mode, each) for each in tensors])
+
+
+def _fake(mode, each):
+    tensor, on_device = each if isinstance(each, tuple) else (each, None)
+    if on_device is None:
+        return mode.from_tensor(tensor)
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CUDA)
+
+
+def rewritten(gm, flatten_on_device, world_size=1, rank=0):
+    with fake_world(world_size, rank):
+        copied = copy_graph(gm)
+        flatten_on_device(copied.graph)
+        copied.recompile()
+        return copied
+
+
+def on_host(gm):
+    """The graph with the host in the device's place, so that it can run."""
+    gm = copy_graph(gm)
+    for node in gm.graph.nodes:
+        node.args, node.kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (node.args, node.kwargs))
+    gm.recompile()
+    return gm
+
+
+def assert_same_flat(gm, flatten_on_device, tensors, world_size=1):
+    """The rewritten graphs of all ranks give what the host form gives, bit for bit; returns them."""
+    graphs = [rewritten(gm, flatten_on_device, world_size, rank) for rank in range(world_size)]
+    values = [each[0] if isinstance(each, tuple) else each for each in tensors]
+    assert_equal_bits(on_host(gm), [on_host(graph) for graph in graphs], [list(values)] * world_size)
+    return graphs

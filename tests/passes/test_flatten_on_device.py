@@ -1,0 +1,481 @@
+import dataclasses
+import logging
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.flattening import CUDA, assert_same_flat, flatten, move, rewritten, trace
+from tests.graphs import WORLDS, expect_listing, few
+from tests.ranks import run_on_ranks
+from zpasses import AgreementError, OptionError, PassError, device_memory
+from zpasses.flattenings import find_flattenings
+from zpasses.graph import collectives
+from zpasses.passes import FlattenOnDevice
+from zpasses.passes.flatten_on_device import CHOICE
+from zpasses.testing import assert_deterministic, fake_world, listing
+
+PLAIN = FlattenOnDevice(tier="plain")
+DISTRIBUTED = FlattenOnDevice(tier="distributed", group="0", replicated=True)
+TIERS = {"plain": PLAIN, "distributed": DISTRIBUTED}
+
+
+def numbered(*shape, dtype=torch.float32, start=1):
+    count = torch.Size(shape).numel()
+    return torch.arange(start, start + count).reshape(shape).to(dtype)
+
+
+def host_work(gm):
+    """Concatenations that are left on the host."""
+    return [node for node in gm.graph.nodes if node.target is torch.ops.aten.cat.default and node.meta["val"].device.type == "cpu"]
+
+
+def choice(gm):
+    (made,) = [node.meta[CHOICE] for node in gm.graph.nodes if CHOICE in node.meta]
+    return made
+
+
+# --- listings ----------------------------------------------------------------------------------------------------------------------
+def padded(h, d):
+    """One tensor of the host's, and one that was taken from the device; two elements of padding; in another dtype."""
+    flat = torch.cat([h.view(-1), move(d, "cpu").view(-1)])
+    return move(torch.nn.functional.pad(flat, (0, 2)), dtype=torch.bfloat16)
+
+
+def two_tensors():
+    return trace(padded, [numbered(2, 3), (numbered(4), "device")])
+
+
+def test_host_form_before():
+    expect_listing(
+        listing(two_tensors()),
+        """\
+h_1: f32[2, 3]
+d_1: f32[4]
+view = view(h_1, [-1])                                             # f32[6]
+_to_copy = _to_copy(d_1, device=cpu)                               # f32[4]
+view_1 = view(_to_copy, [-1])                                      # f32[4]
+cat = cat([view, view_1])                                          # f32[10]
+constant_pad_nd = constant_pad_nd(cat, [0, 2], 0.0)                # f32[12]
+_to_copy_1 = _to_copy(constant_pad_nd, dtype=bf16, device=cuda:0)  # bf16[12]
+return _to_copy_1
+""",
+    )
+
+
+def test_plain_moves_what_is_on_the_host_and_concatenates_on_the_device():
+    expect_listing(
+        listing(rewritten(two_tensors(), PLAIN)),
+        """\
+h_1: f32[2, 3]
+d_1: f32[4]
+_to_copy_default = _to_copy(h_1, device=cuda:0)                      # f32[2, 3]
+_to_copy_default_1 = _to_copy(_to_copy_default, dtype=bf16)          # bf16[2, 3]
+view_default = view(_to_copy_default_1, [-1])                        # bf16[6]
+_to_copy_default_2 = _to_copy(d_1, dtype=bf16)                       # bf16[4]
+full_default = full([2], 0.0, dtype=bf16, device=cuda:0)             # bf16[2]
+cat_default = cat([view_default, _to_copy_default_2, full_default])  # bf16[12]; flat: h_1, d_1; plain: asked for
+return cat_default
+""",
+    )
+
+
+def test_distributed_moves_a_part_and_gathers_the_rest():
+    gm = rewritten(two_tensors(), DISTRIBUTED, world_size=2, rank=0)
+    expect_listing(
+        listing(gm),
+        """\
+h_1: f32[2, 3]
+d_1: f32[4]
+_to_copy_default = _to_copy(h_1, device=cuda:0)                               # f32[2, 3]
+_to_copy_default_1 = _to_copy(_to_copy_default, dtype=bf16)                   # bf16[2, 3]
+view_default = view(_to_copy_default_1, [-1])                                 # bf16[6]
+slice_tensor = slice(d_1, 0, 0, 2)                                            # f32[2]
+_to_copy_default_2 = _to_copy(slice_tensor, dtype=bf16)                       # bf16[2]
+cat_default = cat([view_default, _to_copy_default_2])                         # bf16[8]; flat: h_1, d_1
+all_gather_into_tensor_default = all_gather_into_tensor(cat_default, 2, '0')  # bf16[16]; flat: h_1, d_1
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)             # bf16[16]; flat: h_1, d_1
+slice_tensor_1 = slice(wait_tensor_default, 0, 0, 12)                         # bf16[12]; flat: h_1, d_1; distributed: asked for
+return slice_tensor_1
+""",
+    )
+
+
+# --- equality ----------------------------------------------------------------------------------------------------------------------
+def cut_up(a, b, c):
+    """Views: rows of a larger tensor, a transposed one, a broadcast one."""
+    return move(torch.cat([a[1:3].reshape(-1), b.t().reshape(-1), c.expand(2, 3).reshape(-1)]))
+
+
+def cut_up_on_device(a, b, c):
+    return cut_up(move(a, "cpu"), move(b, "cpu"), move(c, "cpu"))
+
+
+def promoting(a, b):
+    return move(torch.cat([a.view(-1), b.view(-1)]), dtype=torch.float64)
+
+
+def nested(a, b, c):
+    inner = torch.nn.functional.pad(torch.cat([a.view(-1), torch.zeros(3)]), (0, 1), value=-0.0)
+    return move(torch.cat([inner, b.view(-1), torch.full((2,), 7.0), c.to(torch.float32).view(-1)]).view(-1, 1).contiguous())
+
+
+def several(a, b):
+    """One flat a dtype, as trainers of mixed precision have."""
+    return move(torch.cat([a.view(-1), a.view(-1)])), move(torch.cat([b.view(-1), b[:1].reshape(-1)]))
+
+
+def decomposed(a, b):
+    """Moves and casts as Inductor's decompositions leave them."""
+    flat = torch.cat([torch.ops.prims.convert_element_type.default(a, torch.float32).view(-1), b.view(-1)])
+    return torch.ops.prims.convert_element_type.default(torch.ops.prims.device_put.default(flat, CUDA), torch.bfloat16)
+
+
+HALF = numbered(3, 4, dtype=torch.bfloat16)
+CASES = {
+    "odd sizes": (flatten, [numbered(3, 5), numbered(7), numbered(1, start=50), numbered(2, 2, 2)]),
+    "one tensor": (lambda a: move(torch.cat([a.view(-1)])), [numbered(11)]),
+    "smaller than the ranks": (flatten, [numbered(1), numbered(1)]),
+    "an empty part": (flatten, [numbered(0, 4), numbered(5), numbered(3, 0)]),
+    "nothing at all": (lambda a: move(torch.cat([a.view(-1), a.view(-1)])), [numbered(0, 3)]),
+    "tied": (lambda a, b: flatten(a, b, a), [numbered(2, 3), numbered(5)]),
+    "on the device": (flatten, [(numbered(3, 5), "device"), (numbered(7), "device")]),
+    "on both": (padded, [numbered(2, 3), (numbered(4), "device")]),
+    "not contiguous": (flatten, [numbered(5, 3).t(), numbered(4, 6)[:, ::2], numbered(1, start=9).expand(4)]),
+    "not contiguous on the device": (flatten, [(numbered(5, 3).t(), "device"), (numbered(4), "device")]),
+    "views": (cut_up, [numbered(4, 3), numbered(2, 5), numbered(3)]),
+    "views on the device": (cut_up_on_device, [(numbered(4, 3), "device"), (numbered(2, 5), "device"), (numbered(3), "device")]),
+    "mixed dtypes": (promoting, [HALF, numbered(5, dtype=torch.int32)]),
+    "nested": (nested, [numbered(3), numbered(2, 2), HALF]),
+    "several": (several, [numbered(3), HALF]),
+    "decomposed": (decomposed, [HALF, numbered(5)]),
+    "scalars": (flatten, [numbered(1).squeeze(), numbered(1, start=4).squeeze(), numbered(3)]),
+}
+
+
+@pytest.mark.parametrize("tier", ["plain", "distributed"])
+@pytest.mark.parametrize("case", CASES)
+def test_flat_buffer_is_the_host_form_s_bit_for_bit(case, tier):
+    fn, tensors = CASES[case]
+    gm = trace(fn, tensors)
+    for world_size in WORLDS if tier == "distributed" else (1,):
+        for graph in assert_same_flat(gm, TIERS[tier], tensors, world_size):
+            assert not host_work(graph)
+            assert not find_flattenings(graph.graph)
+
+
+DRAWN = st.tuples(
+    st.one_of(st.just(()), st.tuples(st.integers(0, 9)), st.tuples(st.integers(0, 5), st.integers(1, 4))),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
+    st.sampled_from(["as it is", "transposed", "strided", "on the device"]),
+    st.integers(0, 3),
+)
+
+
+@few
+@given(st.lists(DRAWN, min_size=1, max_size=6), st.sampled_from([1, 2, 3]), st.sampled_from(sorted(TIERS)), st.integers(0, 4))
+def test_drawn_lists_are_flattened_as_on_the_host(drawn, world_size, tier, padding):
+    tensors = []
+    for i, (shape, dtype, kind, _) in enumerate(drawn):
+        tensor = numbered(*shape, dtype=dtype, start=10 * i)
+        if kind == "transposed" and tensor.dim() == 2:
+            tensor = tensor.t()
+        if kind == "strided" and tensor.dim():
+            tensor = numbered(2 * shape[0], *shape[1:], dtype=dtype)[::2]
+        tensors.append((tensor, "device") if kind == "on the device" else tensor)
+
+    def fn(*values):
+        parts = []
+        for value, (_, _, _, gap) in zip(values, drawn, strict=True):
+            parts += [(move(value, "cpu") if value.is_cuda else value).reshape(-1), torch.zeros(gap, dtype=value.dtype)]
+        return move(torch.nn.functional.pad(torch.cat(parts), (0, padding)))
+
+    for graph in assert_same_flat(trace(fn, tensors), TIERS[tier], tensors, world_size):
+        assert not host_work(graph)
+
+
+def test_parts_of_the_ranks_are_equal_and_aligned():
+    gm = trace(flatten, [numbered(13, dtype=torch.bfloat16)] * 3)
+    for align_bytes, elements in [(2, 13), (16, 16), (64, 32)]:
+        for rank in range(3):
+            graph = rewritten(gm, dataclasses.replace(DISTRIBUTED, align_bytes=align_bytes), 3, rank).graph
+            assert [each.shapes for _, each in collectives(graph)] == [((elements,),)]
+
+
+def test_a_rank_moves_its_own_part_alone():
+    gm = trace(flatten, [numbered(100), numbered(300)])
+    for rank in range(4):
+        graph = rewritten(gm, DISTRIBUTED, 4, rank).graph
+        moved = [node for node in graph.nodes if node.kwargs.get("device") == CUDA and node.target is torch.ops.aten._to_copy.default]
+        assert sum(node.meta["val"].numel() for node in moved) == 100
+
+
+def test_ranks_rewrite_alike():
+    with fake_world(3, 1):
+        assert_deterministic(DISTRIBUTED, trace(several, [numbered(3), HALF]))
+
+
+# --- what is left alone --------------------------------------------------------------------------------------------------------------
+def _written(a, b):
+    flat = torch.cat([a.view(-1), b.view(-1)])
+    torch.ops.aten.copy_.default(a, b)
+    return move(flat)
+
+
+def _copied_before_a_write(a, b):
+    copied = a.clone()
+    torch.ops.aten.copy_.default(a, b)
+    return move(torch.cat([copied.view(-1), b.view(-1)]))
+
+
+def _taken_before_a_write(a, b):
+    taken = move(move(a), "cpu").t()
+    torch.ops.aten.copy_.default(b, a)
+    return move(torch.cat([taken.reshape(-1), b.view(-1)]))
+
+
+LEFT_ALONE = {
+    "not moved": lambda a, b: torch.cat([a.view(-1), b.view(-1)]),
+    "read on the host too": lambda a, b: (lambda flat: (move(flat), flat.sum()))(torch.cat([a.view(-1), b.view(-1)])),
+    "not flat": lambda a, b: move(torch.cat([a, b])),
+    "one tensor": lambda a, b: move(a.view(-1)),
+    "computed after": lambda a, b: move(torch.cat([a.view(-1), b.view(-1)]) * 2),
+    "written between": _written,
+    "copied before a write": _copied_before_a_write,
+    "taken before a write": _taken_before_a_write,
+    "on the device already": lambda a, b: torch.cat([move(a).view(-1), move(b).view(-1)]),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_ALONE)
+def test_graph_without_a_flattening_for_a_device_is_left_alone(case):
+    gm = trace(LEFT_ALONE[case], [numbered(2, 3), numbered(2, 3)])
+    before = listing(gm)
+    assert PLAIN.rewrite(gm.graph) == 0
+    assert listing(gm) == before
+
+
+def test_what_moves_to_another_type_of_device_is_left_alone():
+    gm = trace(flatten, [numbered(3), numbered(4)])
+    assert not find_flattenings(gm.graph, "xpu")
+    assert len(host_work(rewritten(gm, dataclasses.replace(PLAIN, device="xpu")))) == 1
+    assert len(host_work(rewritten(gm, dataclasses.replace(PLAIN, device="cuda")))) == 0
+
+
+def test_what_is_computed_on_the_host_is_moved_and_not_computed_again():
+    gm = trace(lambda a: move(torch.cat([(a * 2).view(-1), a.view(-1)])), [numbered(2, 3)])
+    (graph,) = assert_same_flat(gm, PLAIN, [numbered(2, 3)])
+    (product,) = [node for node in graph.graph.nodes if node.target is torch.ops.aten.mul.Tensor]
+    assert product.meta["val"].device.type == "cpu"
+
+
+# --- tiers -------------------------------------------------------------------------------------------------------------------------
+MIB = 1 << 20
+HOST_TENSORS = [torch.empty(MIB // 4), torch.empty(3 * MIB // 4)]
+"""4 MiB."""
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "tier"),
+    # Four ranks, from the host: plain needs the pieces and the buffer; distributed the part of 1 MiB and the gathered buffer.
+    [(8, "plain"), (7.99, "distributed"), (5, "distributed"), (4.99, "host")],
+)
+def test_tier_is_the_first_that_fits(free_mib, tier):
+    auto = FlattenOnDevice(group="0", replicated=True, headroom=0.0, free_bytes=int(free_mib * MIB))
+    made = choice(rewritten(trace(flatten, HOST_TENSORS), auto, 4, 0))
+    assert made.tier == tier
+    assert made.reason.startswith("plain needs 8.0 MiB, distributed needs 5.0 MiB, of ")
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "frees", "tier"),
+    # On the device already: plain needs the buffer; distributed its part, if the tensors die before the buffer is gathered.
+    [(4, True, "plain"), (3.99, True, "distributed"), (1, True, "distributed"), (0.99, True, "host"), (3.99, False, "host")],
+)
+def test_tensors_on_the_device_need_less(free_mib, frees, tier):
+    auto = FlattenOnDevice(group="0", replicated=True, headroom=0.0, free_bytes=int(free_mib * MIB), frees_inputs=frees)
+    gm = trace(flatten, [(tensor, "device") for tensor in HOST_TENSORS])
+    assert choice(rewritten(gm, auto, 4, 0)).tier == tier
+
+
+def test_headroom_is_left_alone():
+    tiers = [
+        choice(rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice(free_bytes=10 * MIB, headroom=headroom))).tier
+        for headroom in (0.2, 0.21)
+    ]
+    assert tiers == ["plain", "host"]
+
+
+def test_buffers_of_one_graph_share_the_memory():
+    gm = trace(lambda a, b: (flatten(a, b), flatten(b, a)), HOST_TENSORS)
+    graph = rewritten(gm, FlattenOnDevice(free_bytes=10 * MIB, headroom=0.0)).graph
+    assert [node.meta[CHOICE].tier for node in graph.nodes if CHOICE in node.meta] == ["plain", "host"]
+
+
+def test_without_values_that_are_equal_on_all_ranks_nothing_is_gathered():
+    auto = FlattenOnDevice(group="0", headroom=0.0, free_bytes=7 * MIB)
+    graph = rewritten(trace(flatten, HOST_TENSORS), auto, 4, 0)
+    assert choice(graph).tier == "host"
+    assert not list(collectives(graph.graph))
+
+
+def test_device_is_asked_for_its_memory(monkeypatch):
+    asked = []
+    monkeypatch.setattr(device_memory, "free_bytes", lambda device: asked.append(device) or 100 * MIB)
+    assert choice(rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice())).tier == "plain"
+    assert asked == [CUDA]
+
+
+def test_device_that_cannot_tell_keeps_the_host_form_and_says_why(monkeypatch):
+    monkeypatch.setattr(device_memory, "free_bytes", lambda device: None)
+    graph = rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice())
+    assert choice(graph).tier == "host"
+    assert "cuda:0 has free is not known (free_bytes=... says so)" in choice(graph).reason
+    assert "host: how much memory" in listing(graph)
+
+
+def test_log_says_which_tier_and_why(caplog):
+    with caplog.at_level(logging.INFO, logger="zpasses"):
+        rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice(free_bytes=MIB))
+    (message,) = caplog.messages
+    assert message.startswith("flatten-on-device: float32[1048576] of 2 tensors flattened as host: plain needs 8.0 MiB, of 1.0 MiB free")
+
+
+def test_kept_host_form_is_not_looked_at_again():
+    gm = rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice(free_bytes=0))
+    assert choice(rewritten(gm, FlattenOnDevice(free_bytes=100 * MIB))).tier == "host"
+
+
+def test_memory_of_the_host_is_what_the_machine_has():
+    free = device_memory.free_bytes(torch.device("cpu"))
+    assert free is not None
+    assert MIB < free < 1 << 50
+    assert device_memory.free_bytes(torch.device("meta")) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"headroom": 1.0}, "headroom=1.0; expected a share"),
+        ({"align_bytes": 0}, "align_bytes=0"),
+        ({"tier": "distributed", "group": "0"}, r"tier=distributed .* name the ranks \(group=...\)"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(OptionError, match=message):
+        FlattenOnDevice(**options)
+
+
+def test_unknown_group_is_named():
+    with pytest.raises(PassError, match=r"group '7' is no process group of this process. Known: '0'"):
+        rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice(group="7"), 2)
+    with pytest.raises(PassError, match=r"Known: none; call torch\.distributed\.init_process_group"):
+        FlattenOnDevice(group="0")(trace(flatten, HOST_TENSORS).graph)
+
+
+@pytest.mark.processes
+def test_a_choice_by_free_memory_is_not_shared_between_processes():
+    assert FlattenOnDevice().uuid() == FlattenOnDevice().uuid()
+    ((auto, plain), (other_auto, other_plain)) = run_on_ranks(_uuids)
+    assert auto != other_auto
+    assert plain == other_plain
+
+
+def _uuids():
+    return FlattenOnDevice().uuid(), PLAIN.uuid()
+
+
+# --- in a compile --------------------------------------------------------------------------------------------------------------------
+class Flattens(torch.nn.Module):
+    """Uses its weight, and a flat copy of it on "the device", for which the host stands in."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(numbered(3, 4))
+        self.frozen = torch.nn.Parameter(numbered(4), requires_grad=False)
+
+    def forward(self, x):
+        flat = torch._utils._flatten_dense_tensors([self.weight, self.frozen]).to("cpu", copy=True)
+        return (flat[:12].view(3, 4) @ x).sum() + (flat[12:] * x).sum()
+
+
+@pytest.mark.parametrize("tier", ["plain", "host"])
+def test_gradients_of_a_compiled_flattening_stay_as_they_were(tier):
+    from zpasses.backend import observe_graphs
+
+    model, reference, x, records = Flattens(), Flattens(), numbered(4), []
+    compiled = torch.compile(
+        model, backend="zpasses", options={"pipeline": f"flatten-on-device{{device=cpu,tier={tier}}}", "codegen": "eager"}
+    )
+    with observe_graphs(lambda graph: records.extend(graph.records)):
+        assert compiled(x).equal(reference(x))
+    compiled(x).backward()
+    reference(x).backward()
+    assert model.weight.grad.equal(reference.weight.grad)
+    assert model.frozen.grad is None
+    assert [record.changes for record in records if record.name == "flatten-on-device"] == [int(tier == "plain")]
+
+
+# --- the vote --------------------------------------------------------------------------------------------------------------------------
+def _votes():
+    """Many votes on real ranks, of which each sees another amount of free memory."""
+    from tests.flattening import on_host
+    from zpasses.testing import copy_graph
+
+    rank, seen = dist.get_rank(), []
+    gm, values = trace(flatten, HOST_TENSORS), [numbered(MIB // 4), numbered(3 * MIB // 4)]
+    for free_mib in [(20, 20), (20, 7), (7, 20), (20, 1), (7, 7)]:
+        copied = copy_graph(gm)
+        with patch.object(device_memory, "free_bytes", lambda device, free_mib=free_mib: int(free_mib[rank] * MIB)):
+            FlattenOnDevice(group="0", replicated=True, headroom=0.0, timeout_s=20.0)(copied.graph)
+        seen.append(choice(copied))
+        assert torch.equal(on_host(copied)(*values), torch.cat(values))
+    with pytest.raises(AgreementError, match=r"ask for different things: rank 0 .*float32\[8\].* rank 1 .*float32\[9\]"):
+        FlattenOnDevice(group="0", timeout_s=20.0)(trace(flatten, [torch.empty(4), torch.empty(4 + rank)]).graph)
+    _compiles_alone(rank)
+    dist.barrier()
+    if rank == 1:
+        dist.barrier()  # rank 0 has given up by then, and rank 1 is told
+    with pytest.raises(AgreementError, match=r"rank 1 of group '0' did not answer within 1 s"):
+        FlattenOnDevice(group="0", timeout_s=1.0)(copy_graph(gm).graph)
+    if rank == 0:
+        dist.barrier()
+    return [(made.tier, made.reason) for made in seen]
+
+
+def _compiles_alone(rank):
+    """Inside a compile, a question that was answered is not asked again."""
+    options = {"pipeline": "flatten-on-device{device=cpu,group=0,timeout_s=20}", "codegen": "eager"}
+    for _ in range(1 + rank):
+        torch._dynamo.reset()
+        assert torch.compile(Flattens(), backend="zpasses", options=options)(numbered(4)).equal(Flattens()(numbered(4)))
+
+
+@pytest.mark.processes
+def test_real_ranks_with_different_memory_take_the_same_tier():
+    ours, theirs = run_on_ranks(_votes)
+    assert ours == theirs
+    assert [tier for tier, _ in ours] == ["plain", "distributed", "distributed", "host", "distributed"]
+    assert [reason.partition(":")[0] for _, reason in ours] == ["rank 0", "rank 1", "rank 0", "rank 1", "rank 0"]
+
+
+# --- on a real device ------------------------------------------------------------------------------------------------------------------
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_plain_never_needs_more_than_it_says():
+    tensors = [torch.randn(1 << 20), torch.randn(1 << 18, 5).t(), torch.randn(3)]
+    expected = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    gm = trace(flatten, tensors)
+    PLAIN(gm.graph)
+    gm.graph.set_codegen(torch.fx.graph._BoxedCodeGen())
+    gm.recompile()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    flat = gm(list(tensors))
+    assert flat.is_cuda
+    assert flat.cpu().equal(expected)
+    assert torch.cuda.max_memory_allocated() - before <= 2 * flat.nbytes + MIB
+    assert device_memory.free_bytes(flat.device) > 0

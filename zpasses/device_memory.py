@@ -1,0 +1,36 @@
+"""How much memory a device has free: one function, so that tests and plans can put a budget in its place."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+__all__ = ["free_bytes"]
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on a device, what torch's allocator holds in reserve included.
+
+    On "cpu" it is the memory of the machine, of which every rank on it sees all. None where torch cannot tell (meta, say).
+    """
+    if device.type == "cpu":
+        return _host_bytes()
+    module = torch.get_device_module(device.type) if device.type != "meta" else None
+    probe = getattr(module, "mem_get_info", None)
+    if module is None or probe is None or not module.is_available():
+        return None
+    free, _ = probe(device)
+    reserved, allocated = getattr(module, "memory_reserved", None), getattr(module, "memory_allocated", None)
+    cached = reserved(device) - allocated(device) if reserved is not None and allocated is not None else 0
+    return int(free) + int(cached)
+
+
+def _host_bytes() -> int | None:
+    try:
+        with open("/proc/meminfo") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        names = ("SC_AVPHYS_PAGES", "SC_PAGE_SIZE")
+        return os.sysconf(names[0]) * os.sysconf(names[1]) if all(name in os.sysconf_names for name in names) else None
