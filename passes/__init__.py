@@ -1,5 +1,6 @@
 """The catalogue: one rewrite a file, and the named pipelines made of them."""
 
+from zpasses.passes.defer_reduction import DeferReduction
 from zpasses.passes.gather_params import GatherParams
 from zpasses.passes.keep_params import KeepParams
 from zpasses.passes.merge_reads import MergeReads
@@ -7,4 +8,4 @@ from zpasses.passes.pipelines import ZERO1, ZERO2, ZERO3
 from zpasses.passes.reduce_grads import ReduceGrads
 from zpasses.passes.regather import Regather
 
-__all__ = ["ZERO1", "ZERO2", "ZERO3", "GatherParams", "KeepParams", "MergeReads", "ReduceGrads", "Regather"]
+__all__ = ["ZERO1", "ZERO2", "ZERO3", "DeferReduction", "GatherParams", "KeepParams", "MergeReads", "ReduceGrads", "Regather"]

@@ -229,6 +229,47 @@ def undynamo(fn: Callable[..., Any]) -> Callable[..., Any]:
     return cast(Callable[..., Any], dynamo_disable(fn))
 
 
+# --- autograd --------------------------------------------------------------------------------------------------------------------
+def current_engine_run() -> int:
+    """Number of the innermost run of the autograd engine that calls this; raises RuntimeError outside a backward."""
+    number = cast(Any, torch._C)._current_graph_task_id()
+    if number < 0:
+        raise RuntimeError("no backward is running")
+    return int(number)
+
+
+def queue_engine_callback(fn: Callable[[], None]) -> None:
+    """Call `fn` when the current run of the engine has succeeded. The engine holds it until that run is over, whatever its end."""
+    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(fn)
+
+
+def in_backward() -> bool:
+    return cast(Any, torch._C)._current_autograd_node() is not None
+
+
+def sharded_inputs() -> list[tuple[Any, Any]] | None:
+    """What the node of autograd that runs right now was given by `zpasses.runtime`: parameters, each with the node that takes its
+    gradient (None where none is taken). None if nothing was."""
+    node = cast(Any, torch._C)._current_autograd_node()
+    for source, _ in node.next_functions if node is not None else ():
+        params = getattr(source, "zpasses_params", None)
+        if params is not None:
+            return list(zip(params, (taker for taker, _ in source.next_functions), strict=True))
+    return None
+
+
+def will_accumulate(taker: Any) -> bool | None:
+    """Whether the current run of the engine adds a gradient to `param.grad`; None if it hands it to somebody else."""
+    if taker is None:
+        return False
+    if not hasattr(taker, "variable"):
+        return None  # no leaf: autograd goes on behind it
+    try:
+        return bool(cast(Any, torch._C)._will_engine_execute_node(taker))
+    except RuntimeError:  # torch.autograd.grad asks for it
+        return None
+
+
 # --- AOTAutograd -----------------------------------------------------------------------------------------------------------------
 _LAST_REGION = 1 << 30
 

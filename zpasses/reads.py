@@ -22,6 +22,7 @@ from zpasses import compat
 from zpasses.edits import FaithfulEdits
 from zpasses.errors import ShardingError
 from zpasses.ops import rows_per_rank
+from zpasses.runtime import local_shard
 
 __all__ = ["GatheredCopy", "Read", "ShardedModule", "cut", "sharded_class", "shards", "with_plain_inputs"]
 
@@ -158,10 +159,10 @@ def _reader(read: Read, class_name: str) -> property:
         if not isinstance(param, DTensor):
             return param  # None, or a tensor swapped in by torch.func.functional_call
         rows = param.shape[0] if param.dim() else 0
-        full: Tensor = torch.ops.zpasses.unshard(param.to_local(), rows, param_dtype, reduce_dtype, group)
         if torch.compiler.is_compiling():
-            return full
-        return _guard(full, label)
+            traced: Tensor = torch.ops.zpasses.unshard(param.to_local(), rows, param_dtype, reduce_dtype, group)
+            return traced
+        return _guard(torch.ops.zpasses.unshard(local_shard(param), rows, param_dtype, reduce_dtype, group), label)
 
     return property(gather, doc=f"{name}, gathered for reading")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from zpasses import compat
 from zpasses.retained import Retained, retained_of, watch_optimizers
 from zpasses.variants import Slot, Variant
 
-__all__ = ["BoundParameters", "ForwardDispatch", "boxed", "with_local_shards"]
+__all__ = ["BoundParameters", "ForwardDispatch", "boxed", "local_shard", "with_local_shards"]
 
 _MAX_VARIANTS = 4
 """Patterns of fresh and stale parameters that get a variant of their own; further ones run as the first call did."""
@@ -108,14 +108,14 @@ class _LocalShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *params: DTensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # a missing gradient must stay missing
-        ctx.params = params
+        ctx.zpasses_params = params  # backward graphs look here for what they work for
         # Views: an autograd function must not return, and so mark as its output, the parameter's own tensor.
         return tuple([compat.local_of(param).view_as(compat.local_of(param)) for param in params])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
         result: list[DTensor | None] = []
-        for param, grad in zip(ctx.params, grads, strict=True):
+        for param, grad in zip(ctx.zpasses_params, grads, strict=True):
             if grad is None:
                 result.append(None)
                 continue
@@ -124,6 +124,14 @@ class _LocalShards(torch.autograd.Function):
                 entry.drop()  # a step is due: what was gathered is about to be stale, on every rank
             result.append(compat.arriving_gradient(grad, compat.spec_of(param)))
         return tuple(result)
+
+
+def local_shard(param: DTensor) -> Tensor:
+    """The local shard of a parameter that eager code reads; its gradient may be reduced later."""
+    if not (torch.is_grad_enabled() and param.requires_grad):
+        return compat.local_of(param)
+    (shard,) = _LocalShards.apply(param)  # type: ignore[no-untyped-call]
+    return cast(Tensor, shard)
 
 
 def with_local_shards(
