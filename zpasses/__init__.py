@@ -1,6 +1,7 @@
 """zpasses: ZeRO as graph passes."""
 
 from zpasses import ops as _ops  # registers the dialect, which code from a warm compile cache may call
+from zpasses.accumulation import coalesce_grad_reduction
 from zpasses.errors import AgreementError, OptionError, PassError, ShardingError, ZpassesError
 from zpasses.options import Options
 from zpasses.pipeline import Level, Pass, PassRecord, Pipeline
@@ -18,6 +19,7 @@ __all__ = [
     "Pipeline",
     "ShardingError",
     "ZpassesError",
+    "coalesce_grad_reduction",
     "invalidate",
     "shard",
     "shards",

@@ -421,6 +421,15 @@ def inductor_codegen(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[st
         return cast(Callable[..., Any], compile_fx_inner(gm, cast(Any, inputs), **kwargs))
 
 
+def inductor_codegen_alone(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
+    """As `inductor_codegen`, for a graph without gradients that no compile of torch is behind."""
+    from torch._inductor.virtualized import V
+
+    mode = fake_mode_of(inputs)
+    with V.set_fake_mode(mode), tracing(TracingContext(mode)):
+        return inductor_codegen(gm, inputs, patches, {"is_inference": True, "static_input_idxs": ()})
+
+
 # --- fake tensors ----------------------------------------------------------------------------------------------------------------
 def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode | None:
     """The fake mode that these values (or the compile under way) belong to."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zpasses import compat
-from zpasses.errors import OptionError
+from zpasses.errors import OptionError, ZpassesError
 from zpasses.tags import Reduction
 
 if TYPE_CHECKING:
@@ -193,6 +193,8 @@ class StepWindow(Window):
         try:
             if self._close is not None:
                 self._close(self)
+            if self.broken is not None:
+                raise ZpassesError(f"{self.broken}; what was pending is dropped on all ranks.")
         finally:
             self.drop()
             self.count, self.broken = 0, None
@@ -223,8 +225,8 @@ def intercept(grad: Tensor, rows: int, dtype: torch.dtype, reduce_dtype: torch.d
     if type(grad) is not Tensor:
         return grad  # traced
     found = compat.sharded_inputs()
-    if found is None:
-        return grad
+    if found is None or len(found) != 1:
+        return grad  # not a read of `module.weight`
     ((param, accumulator),) = found
     entry = getattr(param, _ATTRIBUTE, None)
     window = entry.window if entry is not None else None
