@@ -417,8 +417,34 @@ def inductor_codegen(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[st
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
+    _decompose_casts(gm)
     with config.patch(patches):
         return cast(Callable[..., Any], compile_fx_inner(gm, cast(Any, inputs), **kwargs))
+
+
+def _decompose_casts(gm: fx.GraphModule) -> None:
+    """Casts that passes inserted, in Inductor's own words: it knows `_to_copy` only as something that was decomposed before."""
+    for node in list(gm.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)):
+        if not node.kwargs.keys() <= {"dtype", "memory_format"}:
+            continue
+        source, dtype = node.args[0], node.kwargs.get("dtype")
+        with gm.graph.inserting_before(node):
+            cast = gm.graph.call_function(torch.ops.prims.convert_element_type.default, (source, dtype)) if dtype else source
+            cast = cast if cast is source else _described(cast, node)
+            if cast is source or "memory_format" in node.kwargs:
+                cast = _described(gm.graph.call_function(torch.ops.aten.clone.default, (cast,), _format(node)), node)
+        node.replace_all_uses_with(cast)
+        gm.graph.erase_node(node)
+    gm.recompile()
+
+
+def _described(node: fx.Node, like: fx.Node) -> fx.Node:
+    node.meta = copy.copy(like.meta)
+    return node
+
+
+def _format(node: fx.Node) -> dict[str, Any]:
+    return {key: value for key, value in node.kwargs.items() if key == "memory_format"}
 
 
 def inductor_codegen_alone(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:

@@ -143,3 +143,17 @@ def _matrix(stage, codegen="eager", between=None, dtype=torch.float32):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_way_gives_the_gradients_of_a_backward_each(stage):
     run_on_ranks(_matrix, stage)
+
+
+def _more():
+    import time
+    for kwargs in ({"stage":2, "codegen":"inductor","dtype":torch.bfloat16},):
+        t=time.time()
+        _matrix(**kwargs)
+        torch._dynamo.reset()
+        print(kwargs, time.time()-t, flush=True)
+    raise ValueError
+
+
+def test_more():
+    run_on_ranks(_more, timeout=280)
