@@ -142,7 +142,10 @@ _DETACH = torch.ops.aten.detach.default
 
 
 def arriving_gradient(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A gradient of `spec` around a local one that nobody else holds."""
+    """A gradient of `spec` around a local one that nobody else holds; one that autograd follows (create_graph) stays in its graph."""
+    if local.requires_grad:
+        meta = cast(TensorMeta, spec.tensor_meta)
+        return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride)
     build = cast(Callable[..., DTensor], ArrivingGradient)
     return build(local, spec, requires_grad=False)
 
