@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zpasses.agreement import consult, is_reported
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.flush import flush, groups_of
-from zpasses.pending import EngineRun, StepWindow, Window, pending_of
+from zpasses.pending import PENDING_ATTRIBUTE, EngineRun, StepWindow, Window, pending_of
 from zpasses.reads import ShardedModule
 
 __all__ = ["GradientWindow", "coalesce_grad_reduction"]
@@ -40,6 +40,9 @@ class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like t
     reduces and returns its own gradients and leaves pending ones alone. Ranks agree on what is reduced when they leave: a parameter that
     got its gradient on some ranks only is reduced with zeros from the others. Where the last backward reduces, all ranks must run the same
     graphs in it. When the block raises on any rank, pending gradients are dropped on all, and all of them raise; nothing is reduced.
+
+    Hooks of parameters are called by every backward, as autograd does also where a parameter has no gradient: with None where it is
+    deferred, and once with the whole gradient.
 
     One full gradient per trained parameter stays on each rank from the first backward to the reduction: see docs/design.md.
 
@@ -67,7 +70,9 @@ class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like t
         if backwards is not None and (isinstance(backwards, bool) or not isinstance(backwards, int) or backwards < 1):
             raise OptionError(f"backwards={backwards!r}; expected how many backwards the window has, >= 1, or None if that is not known.")
         if grad_accum_dtype is not None and not (isinstance(grad_accum_dtype, torch.dtype) and grad_accum_dtype.is_floating_point):
-            raise OptionError(f"grad_accum_dtype={grad_accum_dtype!r}; expected a floating-point torch.dtype such as torch.float32, or None.")
+            raise OptionError(
+                f"grad_accum_dtype={grad_accum_dtype!r}; expected a floating-point torch.dtype such as torch.float32, or None."
+            )
         if timeout_s <= 0:
             raise OptionError(f"timeout_s={timeout_s}; expected seconds > 0.")
         self._params = _sharded_parameters(model)
@@ -77,7 +82,7 @@ class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like t
     def __enter__(self) -> GradientWindow:
         _refuse_nesting(self._params)
         watch_optimizers()
-        window = GradientWindow(self._params, self._backwards, self._dtype or _default_dtype(self._params), self._timeout_s)
+        window = GradientWindow(self._params, self._backwards, self._dtype, self._timeout_s)
         for param in self._params:
             pending_of(param).opened = window
         self._window = window
@@ -99,7 +104,7 @@ class GradientWindow(Window):
     """An open window; `with coalesce_grad_reduction(model) as window` gives it."""
 
     def __init__(self, params: Sequence[Any], backwards: int | None, accum_dtype: torch.dtype | None, timeout_s: float) -> None:
-        super().__init__(params, accum_dtype)
+        super().__init__(lambda: list(params), accum_dtype)
         self._backwards, self._timeout_s = backwards, timeout_s
         self._announced = self._reduced = False
 
@@ -115,6 +120,8 @@ class GradientWindow(Window):
         self._announced = True
 
     def begin(self, run: EngineRun) -> bool:
+        if self.accum_dtype is None:
+            self.accum_dtype = _default_dtype(self.params)  # which the first forward tells
         if self._reduced:
             raise ZpassesError(
                 f"backward number {self.count} in a window whose last was number {self.count - 1}: its gradients are reduced already. "
@@ -164,7 +171,9 @@ def _refuse_nesting(params: Sequence[Any]) -> None:
     for param in params:
         entry = pending_of(param)
         if entry.opened is not None:
-            raise ZpassesError("coalesce_grad_reduction: a window of these parameters is open already. Windows do not nest; leave it first.")
+            raise ZpassesError(
+                "coalesce_grad_reduction: a window of these parameters is open already. Windows do not nest; leave it first."
+            )
         if entry.steps is not None and entry.steps.count:
             raise ZpassesError(
                 f"coalesce_grad_reduction: entered after {entry.steps.count} of backwards_per_step={entry.steps.per_step} backwards, whose "
@@ -173,7 +182,7 @@ def _refuse_nesting(params: Sequence[Any]) -> None:
 
 
 def _default_dtype(params: Sequence[Any]) -> torch.dtype | None:
-    steps = (pending_of(param).steps for param in params)
+    steps = (pending_of(param).steps for param in params if param is not None)
     return next((each.accum_dtype for each in steps if each is not None and each.accum_dtype is not None), None)
 
 
@@ -188,7 +197,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
     early: dict[StepWindow, None] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            entry = getattr(param, "_zpasses_pending", None)
+            entry = getattr(param, PENDING_ATTRIBUTE, None)
             if entry is None:
                 continue
             if entry.opened is not None:
@@ -200,5 +209,3 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
                 early[entry.steps] = None
     for window in early:
         window.close()  # a step before the Nth backward: reduce what there is
-
-

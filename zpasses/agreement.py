@@ -154,7 +154,9 @@ def _absent(group: str, occasion: str, store: Any, vote: str, timeout_s: float) 
 
 
 def _apart(rank: int, occasion: str, other_rank: int, other: str) -> str:
-    return f"rank {rank} is at {occasion}, but rank {other_rank} at {other}: every rank must run the same backwards and leave windows alike."
+    return (
+        f"rank {rank} is at {occasion}, but rank {other_rank} at {other}: every rank must run the same backwards and leave windows alike."
+    )
 
 
 def _post_failure(name: str, reason: str) -> None:

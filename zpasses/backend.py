@@ -15,10 +15,10 @@ from torch import fx
 from zpasses import compat
 from zpasses.accumulation import watch_optimizers
 from zpasses.agreement import agree, report_failure
-from zpasses.backward import BackwardDispatch
+from zpasses.backward import BackwardDispatch, warning_of_windows
 from zpasses.capture import Capture, capture, tag_joint
 from zpasses.codegen import boxed, uncompiled
-from zpasses.deferral import BackwardVariant, cut_backward, grad_slots
+from zpasses.deferral import BackwardVariant, always_reduced, cut_backward, grad_slots
 from zpasses.errors import AgreementError, OptionError
 from zpasses.flush import Lowering, flush
 from zpasses.ops import UNSHARD
@@ -154,6 +154,11 @@ class _GraphCompiler:
         self._run_level(gm, Level.BACKWARD, "backward")
         self._agree(gm)
         order = {name: i for i, name in enumerate(self._captured.shards.values())}
+        left = [name for name in always_reduced(gm.graph) if name in order]
+        compiled = self._deferring(codegen, gm, inputs, order)
+        return boxed(warning_of_windows(compiled, self.name, left, order)) if left else compiled
+
+    def _deferring(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any], order: Mapping[str, int]) -> Compiled:
         found = grad_slots(gm.graph)
         if not found or not all(slot.param in order and slot.reduction for slot in found):
             return codegen(gm, inputs)
@@ -226,4 +231,3 @@ class _Partitioner(compat.CustomPartitionerFn):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self._uuid,)  # and pickles it for the key of its cache
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,9 +13,11 @@ from zpasses import compat
 from zpasses.deferral import BackwardVariant, GradSlot
 from zpasses.errors import ZpassesError
 from zpasses.flush import Lowering
-from zpasses.pending import EngineRun, Part, Pending, Window, pending_of, spoil
+from zpasses.pending import EngineRun, Part, Pending, Window, pending_of, spoil, windows_of
 
-__all__ = ["BackwardDispatch"]
+__all__ = ["BackwardDispatch", "warning_of_windows"]
+
+log = logging.getLogger("zpasses")
 
 _MAX_VARIANTS = 8
 """Patterns of given gradients that get a variant of their own; further ones are given zeros where nothing is pending."""
@@ -144,3 +147,27 @@ def _accum_dtype(windows: Sequence[Window]) -> torch.dtype | None:
             "for all of them, or compile the models one by one."
         )
     return dtypes.pop() if dtypes else None
+
+
+def warning_of_windows(
+    code: Callable[[list[Any]], Any], graph_name: str, names: Sequence[str], order: Mapping[str, int]
+) -> Callable[[list[Any]], Any]:
+    """`code`, saying once that these parameters' gradients are reduced in each backward, if that is not what a window asks for."""
+    warned = False
+
+    def run(args: list[Any]) -> Any:
+        nonlocal warned
+        if not warned:
+            inputs = compat.sharded_inputs() or ()
+            params = [inputs[order[name]][0] for name in names] if inputs else []
+            if windows_of(params):
+                warned = True
+                log.warning(
+                    "graph %s reduces the gradients of %s in every backward, also inside a window: they are right, but communicate each "
+                    "time. Its pipeline has no pass defer-reduction behind what makes the reductions, or that pass cannot tell them apart.",
+                    graph_name,
+                    ", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
+                )
+        return code(args)
+
+    return run

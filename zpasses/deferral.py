@@ -21,7 +21,7 @@ from zpasses.graph import Editor, erase_dead, value_of
 from zpasses.ops import REDUCE_GRAD
 from zpasses.tags import REDUCE_ROLES, Reduction, Tag, retag, tag_of
 
-__all__ = ["BackwardVariant", "GradSlot", "cut_backward", "grad_slots", "mark_deferrable"]
+__all__ = ["BackwardVariant", "GradSlot", "always_reduced", "cut_backward", "grad_slots", "mark_deferrable"]
 
 aten = torch.ops.aten
 
@@ -90,6 +90,13 @@ def mark_deferrable(graph: fx.Graph) -> int:
 def grad_slots(graph: fx.Graph) -> list[GradSlot]:
     """The deferrable gradients of a backward graph, in graph order of their parameters' outputs."""
     return list(_sites(graph))
+
+
+def always_reduced(graph: fx.Graph) -> list[str]:
+    """Parameters whose gradients a backward graph reduces and cannot leave unreduced."""
+    tags = [tag for node in graph.nodes if (tag := tag_of(node)) is not None and tag.role in REDUCE_ROLES]
+    deferrable = {slot.param for slot in grad_slots(graph)}
+    return [name for name in dict.fromkeys(tag.params[0] for tag in tags) if name not in deferrable]
 
 
 def _sites(graph: fx.Graph) -> dict[GradSlot, _Site]:
@@ -205,7 +212,7 @@ def _listed(node: fx.Node) -> list[fx.Node] | None:
     """The tensors of a call that takes a list of them."""
     for arg in node.args:
         if isinstance(arg, (list, tuple)) and arg and all(isinstance(item, fx.Node) for item in arg):
-            return list(arg)  # type: ignore[arg-type]
+            return list(arg)
     return None
 
 
@@ -329,5 +336,3 @@ def _base(node: fx.Node) -> fx.Node:
 
 def _may_alias(target: torch._ops.OpOverload) -> bool:
     return target._schema.is_mutable or target in (aten.reshape.default, aten.contiguous.default, aten.clone.default)
-
-

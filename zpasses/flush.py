@@ -46,7 +46,15 @@ class Item:
 
     def pack(self) -> list[Any]:
         how = self.reduction
-        return [self.place, _name(self.dtype), _name(self.total_dtype), list(self.shape), how.rows, _name(how.dtype), _name(how.reduce_dtype)]
+        return [
+            self.place,
+            _name(self.dtype),
+            _name(self.total_dtype),
+            list(self.shape),
+            how.rows,
+            _name(how.dtype),
+            _name(how.reduce_dtype),
+        ]
 
     @staticmethod
     def unpack(packed: Sequence[Any], group: str) -> Item:

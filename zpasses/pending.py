@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zpasses import compat
 from zpasses.errors import OptionError, ZpassesError
@@ -25,9 +25,9 @@ from zpasses.tags import Reduction
 if TYPE_CHECKING:
     from zpasses.flush import Lowering
 
-__all__ = ["EngineRun", "Part", "Pending", "StepWindow", "Window", "pending_of", "windows_of"]
+__all__ = ["PENDING_ATTRIBUTE", "EngineRun", "Part", "Pending", "StepWindow", "Window", "pending_of", "windows_of"]
 
-_ATTRIBUTE = "_zpasses_pending"
+PENDING_ATTRIBUTE = "_zpasses_pending"
 
 
 @dataclass
@@ -77,10 +77,10 @@ class Pending:
 
 def pending_of(param: Any) -> Pending:
     """The parameter's entry, made at the first call."""
-    entry = getattr(param, _ATTRIBUTE, None)
+    entry = getattr(param, PENDING_ATTRIBUTE, None)
     if entry is None:
         entry = Pending()
-        setattr(param, _ATTRIBUTE, entry)
+        setattr(param, PENDING_ATTRIBUTE, entry)
     return entry
 
 
@@ -118,8 +118,8 @@ _runs: weakref.WeakValueDictionary[int, EngineRun] = weakref.WeakValueDictionary
 class Window:
     """A run of backwards that reduce gradients together."""
 
-    def __init__(self, params: Sequence[Any], accum_dtype: torch.dtype | None = None) -> None:
-        self._params = [weakref.ref(param) for param in params]
+    def __init__(self, params: Callable[[], list[Any]], accum_dtype: torch.dtype | None = None) -> None:
+        self._find = params
         self.accum_dtype = accum_dtype
         """Dtype of pending gradients; None is that of the gradient."""
         self.count = 0
@@ -132,7 +132,7 @@ class Window:
     @property
     def params(self) -> list[Any]:
         """The parameters, in an order that ranks share; None for those that are gone."""
-        return [ref() for ref in self._params]
+        return self._find()
 
     def entries(self) -> Iterator[Pending]:
         for param in self.params:
@@ -161,14 +161,16 @@ class Window:
 class StepWindow(Window):
     """The window of parameters that were sharded together: every `per_step` backwards reduce once, without a `with` statement."""
 
-    def __init__(self, params: Sequence[Any], close: Callable[[StepWindow], None] | None = None) -> None:
+    def __init__(self, params: Callable[[], list[Any]] = list) -> None:
         super().__init__(params)
         self.per_step = 1
         self.agreement_timeout_s: float | None = None
         """Seconds to wait for other ranks; None does not ask them."""
-        self._close = close
+        self._close: Callable[[StepWindow], None] | None = None
 
-    def configure(self, per_step: int, accum_dtype: torch.dtype | None, timeout_s: float | None, close: Callable[[StepWindow], None]) -> None:
+    def configure(
+        self, per_step: int, accum_dtype: torch.dtype | None, timeout_s: float | None, close: Callable[[StepWindow], None]
+    ) -> None:
         """Take over the options of a compiled graph, at its forward.
 
         Raises:
@@ -199,23 +201,34 @@ class StepWindow(Window):
             self.drop()
             self.count, self.broken = 0, None
 
-    def __reduce__(self) -> tuple[type[StepWindow], tuple[list[Any]]]:
-        return StepWindow, ([],)
-
 
 def windows_of(params: Sequence[Any]) -> list[Window]:
     """The windows that these parameters are in, each once."""
-    found = (getattr(param, _ATTRIBUTE, None) for param in params)
+    found = (getattr(param, PENDING_ATTRIBUTE, None) for param in params)
     return list(dict.fromkeys(entry.window for entry in found if entry is not None and entry.window is not None))
+
+
+def count_together(holders: Sequence[tuple[nn.Module, str]]) -> None:
+    """Count the backwards of parameters, given by module and name, together. Those that are counted with others already stay so."""
+    refs = [(weakref.ref(module), name) for module, name in holders]
+
+    def find() -> list[Any]:
+        return [module._parameters.get(name) if (module := ref()) is not None else None for ref, name in refs]
+
+    _join(find(), StepWindow(find))
+
+
+def _join(params: Sequence[Any], window: StepWindow) -> None:
+    for param in params:
+        if pending_of(param).steps is None:
+            pending_of(param).steps = window
 
 
 def step_windows(params: Sequence[Any]) -> list[StepWindow]:
     """The step windows of these parameters; those that have none, as copies of models do, get one together."""
     alone = [param for param in params if pending_of(param).steps is None]
     if alone:
-        together = StepWindow(alone)
-        for param in alone:
-            pending_of(param).steps = together
+        _join(alone, StepWindow(lambda: alone))
     return list(dict.fromkeys(steps for param in params if (steps := pending_of(param).steps) is not None))
 
 
@@ -228,7 +241,7 @@ def intercept(grad: Tensor, rows: int, dtype: torch.dtype, reduce_dtype: torch.d
     if found is None or len(found) != 1:
         return grad  # not a read of `module.weight`
     ((param, accumulator),) = found
-    entry = getattr(param, _ATTRIBUTE, None)
+    entry = getattr(param, PENDING_ATTRIBUTE, None)
     window = entry.window if entry is not None else None
     wanted = compat.will_accumulate(accumulator) if window is not None else None
     if window is None or entry is None or wanted is None:
@@ -241,7 +254,7 @@ def intercept(grad: Tensor, rows: int, dtype: torch.dtype, reduce_dtype: torch.d
     part = entry.parts.pop(grad.dtype, None)
     if part is None:
         return grad
-    total = part.total.add_(grad)
+    total: Tensor = part.total.add_(grad)
     return total if reduce_dtype is not None else total.to(grad.dtype)
 
 
@@ -249,4 +262,3 @@ def spoil(windows: Sequence[Window], reason: str) -> None:
     """Say that a backward failed after it had begun to change what is pending."""
     for window in windows:
         window.broken = reason
-

@@ -22,6 +22,7 @@ from zpasses import compat
 from zpasses.edits import FaithfulEdits
 from zpasses.errors import ShardingError
 from zpasses.ops import rows_per_rank
+from zpasses.pending import PENDING_ATTRIBUTE, pending_of
 from zpasses.runtime import local_shard
 
 __all__ = ["GatheredCopy", "Read", "ShardedModule", "cut", "sharded_class", "shards", "with_plain_inputs"]
@@ -189,6 +190,14 @@ class ShardedModule(nn.Module):
             if isinstance(value, Tensor) and not isinstance(value, DTensor) and current is not None and value.shape == current.shape:
                 state_dict[prefix + name] = cut(value, read.mesh)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedModule:
+        """Moves and casts give a parameter other attributes; whose backwards it counts with stays."""
+        before = {name: pending_of(param) for name in self._zpasses_reads if (param := self._parameters.get(name)) is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, entry in before.items():
+            setattr(self._parameters[name], PENDING_ATTRIBUTE, entry)
+        return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> ShardedModule:
         """As nn.Module.apply; `fn` sees this module's parameters as DTensors, so that initialisers work on the shards."""

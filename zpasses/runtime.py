@@ -16,7 +16,7 @@ from zpasses.pending import StepWindow, pending_of, step_windows
 from zpasses.retained import Retained, retained_of, watch_optimizers
 from zpasses.variants import Slot, Variant
 
-__all__ = ["BoundParameters", "ForwardDispatch", "Accumulation", "local_shard", "with_local_shards"]
+__all__ = ["Accumulation", "BoundParameters", "ForwardDispatch", "local_shard", "with_local_shards"]
 
 _MAX_VARIANTS = 4
 """Patterns of fresh and stale parameters that get a variant of their own; further ones run as the first call did."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import ShardingError
-from zpasses.pending import step_windows
+from zpasses.pending import count_together
 from zpasses.reads import Read, ShardedModule, cut, sharded_class
 from zpasses.retained import forget
 
@@ -74,7 +74,7 @@ def shard(
         reads.setdefault(module, []).append(read)
     for module, own in reads.items():
         _swap_class(module, own)
-    step_windows(list(sharded.values()))  # their backwards are counted together
+    count_together([(module, path.rpartition(".")[2]) for path, module, _ in todo])
     return model
 
 

@@ -9,7 +9,11 @@ from zpasses.deferral import BackwardVariant, cut_backward, grad_slots
 from zpasses.graph import collectives
 from zpasses.testing import capture_ranks, listing, random_inputs, simulate
 
-EVERY = {"zero3": "zero3", "reference": "defer-reduction", "reduce_scatter": "gather-params,reduce-grads{form=reduce_scatter},defer-reduction"}
+EVERY = {
+    "zero3": "zero3",
+    "reference": "defer-reduction",
+    "reduce_scatter": "gather-params,reduce-grads{form=reduce_scatter},defer-reduction",
+}
 
 
 def backwards(model, inputs, world_size=2, pipeline="zero3", **shard):
