@@ -77,7 +77,7 @@ def is_reported(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, AgreementError) or hasattr(error, "_zpasses_reported"):
             return True
-        error = error.__cause__ or error.__context__
+        error = compat.wrapped_error(error) or error.__cause__ or error.__context__
     return False
 
 

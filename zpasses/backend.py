@@ -152,7 +152,6 @@ class _GraphCompiler:
 
     def _backward(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         self._run_level(gm, Level.BACKWARD, "backward")
-        self._agree(gm)
         order = {name: i for i, name in enumerate(self._captured.shards.values())}
         left = [name for name in always_reduced(gm.graph) if name in order]
         compiled = self._deferring(codegen, gm, inputs, order)
@@ -161,12 +160,14 @@ class _GraphCompiler:
     def _deferring(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any], order: Mapping[str, int]) -> Compiled:
         found = grad_slots(gm.graph)
         if not found or not all(slot.param in order and slot.reduction for slot in found):
+            self._agree(gm)
             return codegen(gm, inputs)
         state = compat.CompilerState()
         template = compat.clone_graph_module(gm)
 
         def compile_variant(variant: BackwardVariant) -> Compiled:
             cut, extra = cut_backward(template, variant)
+            self._agree(cut)  # on what runs: a rank may defer gradients that others do not have
             log.debug("graph %s: %s of %d gradients", self.name, variant, len(found))
             with state.restored():
                 return codegen(cut, [*inputs, *extra])

@@ -227,6 +227,12 @@ def is_restart(error: BaseException) -> bool:
     return isinstance(error, RestartAnalysis)
 
 
+def wrapped_error(error: BaseException) -> BaseException | None:
+    """What a backend raised, of the exception that Dynamo makes of it."""
+    inner = getattr(error, "inner_exception", None)
+    return inner if isinstance(inner, BaseException) else None
+
+
 def undynamo(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Keep Dynamo out of a function that runs inside compiled code."""
     return cast(Callable[..., Any], dynamo_disable(fn))

@@ -5,6 +5,8 @@ Data are small integers, so that every order of summation gives the same bits. C
 
 import copy
 import itertools
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.checkpoint import load, save
 import zpasses
 from tests.ranks import run_in_fresh_ranks, run_on_ranks, world_mesh
 from tests.zpasses.models import assert_same, full_gradients, integers
-from zpasses import AgreementError, compat
+from zpasses import AgreementError, Level, Pass, Pipeline, compat
 from zpasses.pending import pending_of
 
 pytestmark = pytest.mark.processes
@@ -214,17 +216,17 @@ def _one_rank_fails():
     """What each rank sees when rank 1 fails at different places of a window, and that the next window is right."""
     rank, x = dist.get_rank(), torch.ones(1, 4)
     model = zpasses.shard(nn.Linear(4, 3), mesh=world_mesh())
-    step = torch.compile(model, backend="zpasses", options=EAGER)
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
     step(x).sum().backward()
     model.zero_grad()
     errors = []
 
     def attempt(backwards, fail_at):
         with zpasses.coalesce_grad_reduction(model, backwards=backwards, timeout_s=30):
-            for i in range(2):
+            for i, loss in enumerate([step(x).sum(), step(x).sum()]):
                 if rank == 1 and fail_at == i:
                     raise ValueError(f"at {i}")
-                step(x).sum().backward()
+                loss.backward()
             if rank == 1 and fail_at == 2:
                 raise ValueError("at 2")
 
@@ -248,18 +250,23 @@ def test_an_exception_on_one_rank_gets_every_rank_out():
         assert f"rank 1 left a window with ValueError: {mine}" in error
 
 
+@dataclass(frozen=True)
+class FailsOnRank1(Pass):
+    name: ClassVar[str] = "fails-on-rank-1"
+    level: ClassVar[Level] = Level.JOINT
+
+    def rewrite(self, graph):
+        if dist.get_rank() == 1:
+            raise ValueError("mine")
+        return 0
+
+
 def _compile_fails():
-    rank = dist.get_rank()
     model = zpasses.shard(nn.Linear(4, 3), mesh=world_mesh())
-
-    def forward(x):
-        if rank == 1:
-            model.weight.detach().zero_()  # refused, while compiling
-        return model(x).sum()
-
-    step = torch.compile(forward, backend="zpasses", options={**EAGER, "agreement_timeout_s": 30})
-    with pytest.raises(Exception, match="would be lost") as caught, zpasses.coalesce_grad_reduction(model, timeout_s=30):
-        step(torch.ones(1, 4)).backward()
+    pipeline = Pipeline((FailsOnRank1(), *Pipeline.parse("zero3")))
+    step = torch.compile(model, backend="zpasses", options={"pipeline": pipeline, "agreement_timeout_s": 30, **EAGER})
+    with pytest.raises(Exception, match=r"rank 1 failed while|mine") as caught, zpasses.coalesce_grad_reduction(model, timeout_s=30):
+        step(torch.ones(1, 4)).sum().backward()
     with zpasses.coalesce_grad_reduction(model, timeout_s=30):
         model(torch.ones(1, 4)).sum().backward()
     assert torch.equal(model._parameters["weight"].grad.full_tensor(), torch.ones(3, 4))
