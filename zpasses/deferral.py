@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -56,11 +56,29 @@ class BackwardVariant:
 
 
 @dataclass(frozen=True)
-class _Source:
-    """A full gradient, and the nodes of its reduction that read it."""
+class _Reader:
+    """A node of a reduction, and where in its list of tensors it reads a gradient; None where it reads it anywhere else."""
 
     node: fx.Node
-    readers: tuple[fx.Node, ...]
+    place: int | None = None
+
+    def read(self, old: fx.Node, new: fx.Node) -> None:
+        """Read `new` instead. Other parameters may have the same gradient, in other places of the list."""
+        if self.place is None:
+            self.node.replace_input_with(old, new)
+            return
+        args: list[Any] = list(self.node.args)
+        at = next(i for i, arg in enumerate(args) if isinstance(arg, (list, tuple)))
+        args[at] = [new if i == self.place else item for i, item in enumerate(args[at])]
+        self.node.args = tuple(args)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A full gradient, and who reads it for its reduction."""
+
+    node: fx.Node
+    readers: tuple[_Reader, ...]
 
 
 @dataclass
@@ -145,17 +163,17 @@ def _source(leaf: fx.Node) -> _Source | None:
     tag = tag_of(leaf)
     assert tag is not None
     if leaf.target is REDUCE_GRAD:
-        return _Source(leaf.all_input_nodes[0], (leaf,))
-    found: dict[fx.Node, dict[fx.Node, None]] = {}
+        return _Source(leaf.all_input_nodes[0], (_Reader(leaf),))
+    found: dict[fx.Node, dict[_Reader, None]] = {}
     queue, seen = [leaf], {leaf}
     while queue:
         node = queue.pop()
         inputs = _inputs_of(node, tag.params[0])
         if not inputs:
             return None
-        for item in inputs:
+        for item, through in inputs:
             if not _belongs(item, tag.params[0]):
-                source, reader = _whole(item, node, tag.reduction)
+                source, reader = _whole(item, through, tag.reduction)
                 found.setdefault(source, {})[reader] = None
             elif item not in seen:
                 seen.add(item)
@@ -166,10 +184,10 @@ def _source(leaf: fx.Node) -> _Source | None:
     return _Source(source, tuple(readers)) if isinstance(value_of(source), Tensor) else None
 
 
-def _whole(node: fx.Node, reader: fx.Node, reduction: Reduction | None) -> tuple[fx.Node, fx.Node]:
+def _whole(node: fx.Node, reader: _Reader, reduction: Reduction | None) -> tuple[fx.Node, _Reader]:
     """A gradient and its reader, from in front of views that packed it."""
     while reduction is not None and reduction.rows and _is_view(node) and _rows(node) != reduction.rows:
-        node, reader = node.all_input_nodes[0], node
+        node, reader = node.all_input_nodes[0], _Reader(node)
     return node, reader
 
 
@@ -192,20 +210,21 @@ def _is_view(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view and len(node.all_input_nodes) == 1
 
 
-def _inputs_of(node: fx.Node, param: str) -> Sequence[fx.Node]:
+def _inputs_of(node: fx.Node, param: str) -> list[tuple[fx.Node, _Reader]]:
     """What a node of a reduction reads for one parameter, where it may read other gradients for others."""
     if node.target is operator.getitem:
-        several: Any = node.args[0]
+        several, place = cast(tuple[fx.Node, int], node.args)
         listed = _listed(several)
-        return [listed[node.args[1]]] if listed is not None else [several]  # type: ignore[index]
+        return [(listed[place], _Reader(several, place))] if listed is not None else [(several, _Reader(node))]
     listed = _listed(node)
     if listed is None:
-        return node.all_input_nodes
-    own = [item for item in listed if _belongs(item, param)]
+        return [(item, _Reader(node)) for item in node.all_input_nodes]
+    found = [(item, _Reader(node, i)) for i, item in enumerate(listed)]
+    own = [(item, reader) for item, reader in found if _belongs(item, param)]
     tag = tag_of(node)
     if own or tag is None:
         return own
-    return [listed[tag.params.index(param)]] if len(tag.params) == len(listed) else []
+    return [found[tag.params.index(param)]] if len(tag.params) == len(listed) else []
 
 
 def _listed(node: fx.Node) -> list[fx.Node] | None:
@@ -290,10 +309,10 @@ def _reduce_with(pending: fx.Node, source: _Source) -> None:
     edit = _after(source.node)
     total = edit.call(aten.add_.Tensor, pending, source.node)
     dtype = value_of(source.node).dtype
-    if value_of(total).dtype != dtype and not all(_casts(reader) for reader in source.readers):
+    if value_of(total).dtype != dtype and not all(_casts(reader.node) for reader in source.readers):
         total = edit.call(aten._to_copy.default, total, dtype=dtype)
     for reader in source.readers:
-        reader.replace_input_with(source.node, total)
+        reader.read(source.node, total)
 
 
 def _casts(reader: fx.Node) -> bool:
