@@ -32,15 +32,17 @@ class Net(nn.Module):
 
 
 WHICH = st.sampled_from([(0,), (1,), (0, 1), (2, 0), (2, 2), (0, 1, 2)])
+RARE = st.sampled_from(["autograd.grad", "last", "leave", "leave", "raise", "step", "zero_grad"])
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("enter"), st.sampled_from([None, 1, 2, 3])),
+        st.tuples(st.sampled_from(["train", "train", "eager train", "eager train"]), WHICH),
         st.tuples(st.sampled_from(["forward", "eager forward", "forward without gradients"]), WHICH),
-        st.tuples(
-            st.sampled_from(["backward", "backward", "backward", "autograd.grad", "last", "leave", "raise", "step", "zero_grad"]), st.none()
-        ),
+        st.tuples(st.just("backward"), st.none()),
+        st.tuples(RARE, st.none()),
     ),
-    max_size=14,
+    min_size=8,
+    max_size=16,
 )
 
 
@@ -117,6 +119,14 @@ class Program:
     def eager_forward(self, which):
         self.forward(which, self.model)
 
+    def train(self, which):
+        self.forward(which)
+        self.backward(None)
+
+    def eager_train(self, which):
+        self.eager_forward(which)
+        self.backward(None)
+
     def forward_without_gradients(self, which):
         with torch.no_grad():
             self.step(integers(1, 3), which)
@@ -189,7 +199,7 @@ def compiled():
     dist.destroy_process_group()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=ACTIONS)
 def test_any_program_gives_the_gradients_of_a_plain_model(compiled, actions):
     model, step = compiled

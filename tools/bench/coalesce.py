@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import statistics
@@ -242,7 +243,7 @@ def run_coalesce(config: CoalesceConfig) -> CoalesceReport:
     report = CoalesceReport(config)
     for name in tqdm(config.ways):
         way = WAYS[name]
-        missing = Peer(way.name, way.summary, lambda *_: None, way.needs, way.install).missing()  # type: ignore[arg-type,return-value]
+        missing = Peer(way.name, way.summary, lambda *_: None, way.needs, way.install).missing()  # type: ignore[arg-type]
         if missing:
             report.skipped[name] = missing
             continue
@@ -355,7 +356,7 @@ def _memory(job: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
                             pass
 
                 with memory.mark(f"step {count}") if number == 2 else contextlib.nullcontext():
-                    runner.step(data[:count], lambda look=look: look("window"))
+                    runner.step(data[:count], functools.partial(look, "window"))
                 look("after")
                 runner.clear()
         own = _nbytes(runner.model.parameters()) + _nbytes(tensor for batch in data for tensor in batch)
