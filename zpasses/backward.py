@@ -80,16 +80,17 @@ class BackwardDispatch:
 
     # --- choosing -------------------------------------------------------------------------------------------------------------------
     def _plan(self) -> _Plan:
-        inputs = compat.sharded_inputs()
+        source = compat.sharded_inputs()
         plan = _Plan(BackwardVariant(), {}, [])
+        if source is None or not windows_of([source.zpasses_params[place] for place in self._places]):
+            return plan
+        takers = compat.takers(source)
         given, deferred, dropped = set(), set(), set()
         lasts: dict[Window, bool] = {}
-        for i, place in enumerate(self._places) if inputs is not None else ():
-            assert inputs is not None
-            param, taker = inputs[place]
-            entry = pending_of(param)
+        for i, place in enumerate(self._places):
+            entry = pending_of(source.zpasses_params[place])
             window = entry.window
-            wanted = None if window is None else compat.will_accumulate(taker)
+            wanted = None if window is None else compat.will_accumulate(takers[place])
             if window is None or wanted is None:
                 continue
             if not wanted:
@@ -158,9 +159,8 @@ def warning_of_windows(
     def run(args: list[Any]) -> Any:
         nonlocal warned
         if not warned:
-            inputs = compat.sharded_inputs() or ()
-            params = [inputs[order[name]][0] for name in names] if inputs else []
-            if windows_of(params):
+            source = compat.sharded_inputs()
+            if source is not None and windows_of([source.zpasses_params[order[name]] for name in names]):
                 warned = True
                 log.warning(
                     "graph %s reduces the gradients of %s in every backward, also inside a window: they are right, but communicate each "

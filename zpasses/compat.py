@@ -256,15 +256,18 @@ def in_backward() -> bool:
     return cast(Any, torch._C)._current_autograd_node() is not None
 
 
-def sharded_inputs() -> list[tuple[Any, Any]] | None:
-    """What the node of autograd that runs right now was given by `zpasses.runtime`: parameters, each with the node that takes its
-    gradient (None where none is taken). None if nothing was."""
+def sharded_inputs() -> Any:
+    """The node of `zpasses.runtime` that gave shards to the node of autograd that runs right now; None if there is none."""
     node = cast(Any, torch._C)._current_autograd_node()
     for source, _ in node.next_functions if node is not None else ():
-        params = getattr(source, "zpasses_params", None)
-        if params is not None:
-            return list(zip(params, (taker for taker, _ in source.next_functions), strict=True))
+        if hasattr(source, "zpasses_params"):
+            return source
     return None
+
+
+def takers(source: Any) -> list[Any]:
+    """For each input of a node of autograd what takes its gradient; None where nothing does."""
+    return [taker for taker, _ in source.next_functions]
 
 
 def will_accumulate(taker: Any) -> bool | None:

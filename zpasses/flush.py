@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
-from zpasses.agreement import consult
+from zpasses.agreement import agree, consult, is_reported, report_failure
 from zpasses.codegen import uncompiled
 from zpasses.errors import AgreementError, OptionError, ZpassesError
 from zpasses.graph import nbytes
@@ -89,7 +89,10 @@ class Lowering:
         except OptionError:
             self.text = ""  # passes that other ranks cannot be told by name
 
-    def code(self, items: Sequence[Item], totals: Sequence[Tensor], shard_rows: Sequence[int]) -> Callable[[list[Any]], Any]:
+    def code(
+        self, items: Sequence[Item], totals: Sequence[Tensor], shard_rows: Sequence[int], timeout_s: float | None
+    ) -> Callable[[list[Any]], Any]:
+        """What reduces these gradients; the ranks compare its collectives the first time."""
         key = (tuple(items), tuple(shard_rows))
         if key not in self._code:
             if len(self._code) >= _MAX_FLUSHES:
@@ -98,7 +101,10 @@ class Lowering:
             for level in (Level.JOINT, Level.BACKWARD):
                 run_passes(gm.graph, self._pipeline.at(level))
             gm.recompile()
-            self._code[key] = self._codegen(gm, fakes)
+            code = self._codegen(gm, fakes)
+            if timeout_s is not None:
+                agree(gm.graph, "of the end of a window", timeout_s)
+            self._code[key] = code
         return self._code[key]
 
 
@@ -115,7 +121,7 @@ def flush(window: Window, timeout_s: float | None, failure: str | None = None) -
     try:
         items, text = _agreed(window, _held(window), timeout_s, failure)
         if items and failure is None:
-            _reduce(window, items, text)
+            _reduce(window, items, text, timeout_s)
     finally:
         window.drop()
 
@@ -156,7 +162,7 @@ def _order(item: Item) -> tuple[int, str]:
 
 
 def _common(texts: Any) -> str:
-    known = set(texts)
+    known = {text for text in texts if text}  # eager code has no passes; those of a graph are as good for it
     return known.pop() if len(known) == 1 else ""
 
 
@@ -171,7 +177,7 @@ def groups_of(window: Window) -> list[str]:
 
 
 # --- reducing --------------------------------------------------------------------------------------------------------------------
-def _reduce(window: Window, items: Sequence[Item], text: str) -> None:
+def _reduce(window: Window, items: Sequence[Item], text: str, timeout_s: float | None) -> None:
     params = window.params
     lowering = _lowering(params, text)
     totals, shard_rows = [], []
@@ -186,7 +192,12 @@ def _reduce(window: Window, items: Sequence[Item], text: str) -> None:
     if lowering is None:
         grads: Any = [_by_dialect(item, totals.pop(0), rows) for item, rows in zip(items, shard_rows, strict=True)]
     else:
-        code = lowering.code(items, totals, shard_rows)
+        try:
+            code = lowering.code(items, totals, shard_rows, timeout_s)
+        except Exception as error:
+            if timeout_s is not None and not is_reported(error):
+                report_failure(groups_of(window), "of the end of a window", error)
+            raise
         grads = code(totals)
     _deliver([params[item.place] for item in items], grads)
 

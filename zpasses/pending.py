@@ -203,9 +203,13 @@ class StepWindow(Window):
 
 
 def windows_of(params: Sequence[Any]) -> list[Window]:
-    """The windows that these parameters are in, each once."""
-    found = (getattr(param, PENDING_ATTRIBUTE, None) for param in params)
-    return list(dict.fromkeys(entry.window for entry in found if entry is not None and entry.window is not None))
+    """The windows that these parameters are in, each once. Called in every backward: most often there is none."""
+    found: dict[Window, None] = {}
+    for param in params:
+        entry = getattr(param, PENDING_ATTRIBUTE, None)
+        if entry is not None and (entry.opened is not None or (entry.steps is not None and entry.steps.per_step > 1)):
+            found[entry.window] = None
+    return list(found)
 
 
 def count_together(holders: Sequence[tuple[nn.Module, str]]) -> None:
@@ -238,12 +242,12 @@ def intercept(grad: Tensor, rows: int, dtype: torch.dtype, reduce_dtype: torch.d
     if type(grad) is not Tensor:
         return grad  # traced
     found = compat.sharded_inputs()
-    if found is None or len(found) != 1:
+    if found is None or len(found.zpasses_params) != 1:
         return grad  # not a read of `module.weight`
-    ((param, accumulator),) = found
+    (param,) = found.zpasses_params
     entry = getattr(param, PENDING_ATTRIBUTE, None)
     window = entry.window if entry is not None else None
-    wanted = compat.will_accumulate(accumulator) if window is not None else None
+    wanted = compat.will_accumulate(compat.takers(found)[0]) if window is not None else None
     if window is None or entry is None or wanted is None:
         return grad
     if not wanted:
