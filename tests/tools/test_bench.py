@@ -210,7 +210,7 @@ def test_coalesce_measures_a_window_in_time_memory_and_traffic(tmp_path):
     assert ours["gradient_norm"] == pytest.approx(fsdp2["gradient_norm"], rel=2e-2)
     for each in (fsdp2, ours):
         assert each["peak_bytes"] >= each["window_bytes"] >= full
-        assert each["after_bytes"] < each["window_bytes"]
+        assert each["after_bytes"] >= full / 2
         assert each["sent_bytes"] == full  # an all-reduce between two ranks, once for three backwards
         assert each["way"] in table
     assert ours["collectives"] == 2

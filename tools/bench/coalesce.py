@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from zpasses.tools.bench.launch import RankError, run_ranks
@@ -65,7 +64,8 @@ class CoalesceConfig:
 
 @dataclass
 class CoalesceResult:
-    """One way at one number of backwards. Seconds and bytes of one rank, the largest; bytes beside its parameters and the data."""
+    """One way at one number of backwards. Seconds and bytes of one rank, the largest: what gradients and the step itself need, above
+    what is held between steps."""
 
     way: str
     backwards: int
@@ -105,6 +105,8 @@ class Runner:
         around: Callable[[bool], AbstractContextManager[Any]] = lambda last: contextlib.nullcontext(),
     ) -> None:
         self.model, self.forward, self.window, self.around = model, forward, window, around
+        self.kept_bytes = 0
+        """Memory for gradients that is held between steps as well."""
 
     def step(self, data: Sequence[tuple[Tensor, ...]], before_last: Callable[[], object]) -> None:
         with self.window(len(data)):
@@ -143,7 +145,9 @@ def _ddp(no_sync: bool) -> Callable[[nn.Module, DeviceMesh], Runner]:
         def around(last: bool) -> AbstractContextManager[Any]:
             return wrapped.no_sync() if no_sync and not last else contextlib.nullcontext()
 
-        return Runner(wrapped, torch.compile(wrapped), around=around)
+        runner = Runner(wrapped, torch.compile(wrapped), around=around)
+        runner.kept_bytes = sum(param.nbytes for param in model.parameters())  # its buckets
+        return runner
 
     return build
 
@@ -355,24 +359,17 @@ def _memory(job: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
                         with memory.mark(f"{name} {count}"):
                             pass
 
+                look("before")
                 with memory.mark(f"step {count}") if number == 2 else contextlib.nullcontext():
                     runner.step(data[:count], functools.partial(look, "window"))
                 look("after")
                 runner.clear()
-        own = _nbytes(runner.model.parameters()) + _nbytes(tensor for batch in data for tensor in batch)
     found = {}
     for count in config["backwards"]:
-        window, after = (memory.read(f"{name} {count}")[0] for name in ("window", "after"))
-        found[count] = {"peak_bytes": sum(memory.read(f"step {count}")) - own, "window_bytes": window - own, "after_bytes": after - own}
+        before, window, after = (memory.read(f"{name} {count}")[0] for name in ("before", "window", "after"))
+        base = before - runner.kept_bytes
+        found[count] = {"peak_bytes": sum(memory.read(f"step {count}")) - base, "window_bytes": window - base, "after_bytes": after - base}
     return found
-
-
-def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of this rank's part."""
-    return sum(
-        local.numel() * local.element_size()
-        for local in (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    )
 
 
 def _main(job_file: str, result_file: str) -> None:

@@ -120,7 +120,7 @@ def scaling_table(report: ScalingReport) -> str:
 
 # --- coalesce ----------------------------------------------------------------------------------------------------------------------
 def coalesce_table(report: CoalesceReport) -> str:
-    """One line a way and number of backwards; memory is what is held beside parameters and data."""
+    """One line a way and number of backwards; memory is above what is held between steps."""
     rows = [_coalesce_row(result, report.config.baseline) for result in sorted(report.results, key=lambda each: each.backwards)]
     lines = [tabulate(rows, headers="keys", missingval="-", disable_numparse=True, stralign="right") if rows else "No way ran."]
     lines += [f"{name}: skipped, {reason}" for name, reason in report.skipped.items()]
