@@ -1,11 +1,27 @@
 """The catalogue: one rewrite a file, and the named pipelines made of them."""
 
+from zpasses.passes.bucket import Bucket
+from zpasses.passes.defer_reduction import DeferReduction
 from zpasses.passes.flatten_on_device import FlattenOnDevice
 from zpasses.passes.gather_params import GatherParams
 from zpasses.passes.keep_params import KeepParams
 from zpasses.passes.merge_reads import MergeReads
+from zpasses.passes.overlap import Overlap
 from zpasses.passes.pipelines import ZERO1, ZERO2, ZERO3
 from zpasses.passes.reduce_grads import ReduceGrads
 from zpasses.passes.regather import Regather
 
-__all__ = ["ZERO1", "ZERO2", "ZERO3", "FlattenOnDevice", "GatherParams", "KeepParams", "MergeReads", "ReduceGrads", "Regather"]
+__all__ = [
+    "ZERO1",
+    "ZERO2",
+    "ZERO3",
+    "Bucket",
+    "DeferReduction",
+    "FlattenOnDevice",
+    "GatherParams",
+    "KeepParams",
+    "MergeReads",
+    "Overlap",
+    "ReduceGrads",
+    "Regather",
+]

@@ -187,7 +187,7 @@ class _Writer:
         assert collective is not None
         self._group, self._op, self._reduce_op = collective.group, collective.op, collective.reduce_op
         self.ranks = group_size(collective.group)
-        self.params = tuple(dict.fromkeys(name for item in items for name in item.tag.params))
+        self.params = tuple(item.tag.params[0] for item in items)  # one a member, in their order
         self.nbytes = sum(item.tag.nbytes for item in items)
         self._graph = graph
 
@@ -247,7 +247,7 @@ class _Writer:
     def _reduce_flat_whole(self, edit: Editor) -> None:
         sources = [item.source for item in self.items]
         stacked = _width(self.items[0]) is not None
-        flat = edit.call(aten.cat.default, sources if stacked else [edit.call(aten.reshape.default, each, [-1]) for each in sources])
+        flat = edit.call(aten.cat.default, sources if stacked else [self._reshaped(edit, item, [-1]) for item in self.items])
         self._tag(flat, "reduce_input")
         started = edit.call(compat.functional.all_reduce.default, flat, self._reduce_op, self._group)
         reduced = self._await(edit, started)
@@ -266,7 +266,7 @@ class _Writer:
 
     def _reduce_flat_parts(self, edit: Editor) -> None:
         """A rank's part of the bucket is its part of each gradient, so that what it gets back is views."""
-        packed = edit.call(aten.cat.default, [edit.call(aten.reshape.default, item.source, [self.ranks, -1]) for item in self.items], 1)
+        packed = edit.call(aten.cat.default, [self._reshaped(edit, item, [self.ranks, -1]) for item in self.items], 1)
         flat = edit.call(aten.view.default, packed, [-1])
         for node in (packed, flat):
             self._tag(node, "reduce_input")
@@ -279,6 +279,11 @@ class _Writer:
             self._stand_in(edit.call(aten.view.default, part, list(value.shape)), item)
             offset += value.numel()
         self._clean_up()
+
+    def _reshaped(self, edit: Editor, item: Movable, shape: list[int]) -> fx.Node:
+        node = edit.call(aten.reshape.default, item.source, shape)
+        add_tag(node, Tag("reduce_input", item.tag.params, 0, self._number, self._origin))
+        return node
 
     def _reduce_at(self) -> Editor:
         """Make room behind the last member: its results, and those of all others, come after it."""

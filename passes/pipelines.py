@@ -2,21 +2,24 @@
 
 | stage | full parameters live | gradients |
 | --- | --- | --- |
-| 1 | from the first forward after a step until gradients are reduced | reduced to shards in each backward |
-| 2 | the same | reduced to shards in each backward |
-| 3 | around their use; gathered again in backward | reduced to shards in each backward |
+| 1 | from the first forward after a step until gradients are reduced | reduced to shards in each backward, or in the last of a window |
+| 2 | the same | the same |
+| 3 | around their use; gathered again in backward | the same |
 """
 
+from zpasses.passes.bucket import Bucket
+from zpasses.passes.defer_reduction import DeferReduction
 from zpasses.passes.gather_params import GatherParams
 from zpasses.passes.keep_params import KeepParams
 from zpasses.passes.merge_reads import MergeReads
+from zpasses.passes.overlap import Overlap
 from zpasses.passes.reduce_grads import ReduceGrads
 from zpasses.passes.regather import Regather
 from zpasses.pipeline import Pipeline
 
 __all__ = ["ZERO1", "ZERO2", "ZERO3"]
 
-ZERO2 = Pipeline((MergeReads(), GatherParams(), ReduceGrads(), KeepParams()))
+ZERO2 = Pipeline((MergeReads(), GatherParams(), ReduceGrads(), KeepParams(), Bucket(), Overlap(), DeferReduction()))
 ZERO1 = ZERO2
-"""The same as stage 2 until reductions can be deferred."""
-ZERO3 = Pipeline((MergeReads(hold_mb=1.0), GatherParams(), ReduceGrads(), Regather()))
+"""The same passes as stage 2: windows (`backwards_per_step`) decide how long gradients stay full, which is what tells the two apart."""
+ZERO3 = Pipeline((MergeReads(hold_mb=1.0), GatherParams(), ReduceGrads(), Regather(), Bucket(), Overlap(), DeferReduction()))

@@ -23,7 +23,7 @@ from zpasses import compat
 from zpasses.graph import Editor, calls, nbytes, replace_node, value_of
 from zpasses.ops import REDUCE_GRAD, group_size, rows_per_rank
 from zpasses.pipeline import Level, Pass
-from zpasses.tags import Tag, add_tag, tag_of
+from zpasses.tags import Reduction, Tag, add_tag, tag_of
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ class ReduceGrads(Pass):
         lowering = _Lowering(Editor(graph, before=node), tag.params if tag else (grad.name,), self.name, str(group), reduce_dtype)
         value = value_of(grad)
         if value.dim() and nbytes(value) == 0:
-            mine = lowering.edit.call(aten.empty.memory_format, [shard_rows, *value.shape[1:]], dtype=dtype, device=value.device)
+            mine = lowering.edit.call(aten.new_empty.default, grad, [shard_rows, *value.shape[1:]], dtype=dtype)
         elif value.dim() == 0:
             mine = lowering.all_reduce(lowering.cast(grad))
         elif lowering.size == 1:
@@ -64,7 +64,8 @@ class ReduceGrads(Pass):
         mine = lowering.finish(mine, grad, dtype)
         full_rows = max(value.shape[0], 1) if value.dim() else 1
         whole = nbytes(value) // value.element_size() // full_rows * rows_per_rank(full_rows, lowering.size) * dtype.itemsize
-        add_tag(mine, Tag("shard_grad", lowering.params, origin=self.name, block_bytes=whole))
+        reduction = Reduction(rows, dtype, reduce_dtype, lowering.group)
+        add_tag(mine, Tag("shard_grad", lowering.params, origin=self.name, block_bytes=whole, reduction=reduction))
         replace_node(node, mine)
 
     def _all_reduces(self, group: str) -> bool:

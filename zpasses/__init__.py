@@ -1,6 +1,7 @@
 """zpasses: ZeRO as graph passes."""
 
 from zpasses import ops as _ops  # registers the dialect, which code from a warm compile cache may call
+from zpasses.accumulation import coalesce_grad_reduction
 from zpasses.errors import AgreementError, OptionError, PassError, ShardingError, ZpassesError
 from zpasses.options import Options
 from zpasses.packing import pack_parameters
@@ -19,6 +20,7 @@ __all__ = [
     "Pipeline",
     "ShardingError",
     "ZpassesError",
+    "coalesce_grad_reduction",
     "invalidate",
     "pack_parameters",
     "pack_shards",

@@ -26,7 +26,7 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.graph import Collective, collectives
 
-__all__ = ["agree", "digest", "exchange", "report_failure"]
+__all__ = ["agree", "consult", "digest", "exchange", "is_reported", "report_failure"]
 
 _VERDICT_SLACK_S = 10.0
 """How much longer the others wait than the first rank of the group, who collects and decides."""
@@ -70,16 +70,106 @@ def agree(graph: fx.Graph, graph_name: str, timeout_s: float) -> None:
 def report_failure(groups: Sequence[str], graph_name: str, error: BaseException) -> None:
     """Tell the other ranks of these groups that this rank will not vote, because its compile failed."""
     for name in groups:
-        if not _is_real(name):
-            continue
-        group, store = compat.process_group(name), compat.default_store()
-        ledger = _ledger(name, group, store)
-        reason = f"rank {dist.get_rank()} failed while compiling graph {graph_name}: {type(error).__name__}: {str(error)[:500]}"
-        ballot = _pack({"failed": reason})
-        store.set(f"{ledger.prefix}/{ledger.votes}/{group.rank()}", ballot)
-        if group.rank() == 0:
-            store.set(f"{ledger.prefix}/{ledger.votes}/verdict", _pack({"error": reason}))
-        ledger.votes += 1
+        _post_failure(name, f"rank {dist.get_rank()} failed while compiling graph {graph_name}: {type(error).__name__}: {str(error)[:500]}")
+    error._zpasses_reported = True  # type: ignore[attr-defined]
+
+
+def is_reported(error: BaseException | None) -> bool:
+    """Whether the other ranks know of a failure already."""
+    while error is not None:
+        if isinstance(error, AgreementError) or hasattr(error, "_zpasses_reported"):
+            return True
+        error = compat.wrapped_error(error) or error.__cause__ or error.__context__
+    return False
+
+
+def consult(
+    name: str,
+    occasion: str,
+    ballot: dict[str, Any],
+    unite: Callable[[Sequence[dict[str, Any]]], dict[str, Any]],
+    timeout_s: float,
+    failure: str | None = None,
+) -> dict[str, Any]:
+    """Exchange what the ranks of a group know; every rank gets what `unite` makes of all ballots on the group's first rank.
+
+    Args:
+        name: the process group.
+        occasion: what the ranks are at, for errors: ranks that are at different ones must not mistake each other.
+        ballot: this rank's part, plain values.
+        timeout_s: seconds to wait for the other ranks.
+        failure: why this rank cannot go on; it tells the others and returns its own ballot at once.
+
+    Raises:
+        AgreementError: when a rank failed, did not come in time, or is at something else.
+    """
+    if not _is_real(name):
+        return unite([ballot])
+    if failure is not None:
+        _post_failure(name, f"rank {dist.get_rank()} {failure}")
+        return ballot
+    group, store = compat.process_group(name), compat.default_store()
+    ledger = _ledger(name, group, store)
+    vote = f"{ledger.prefix}/{ledger.votes}"
+    ledger.votes += 1
+    store.set(f"{vote}/{group.rank()}", _pack({"occasion": occasion, "ballot": ballot}))
+    if group.rank() == 0:
+        verdict = _collect(store, vote, name, occasion, unite, timeout_s)
+        store.set(f"{vote}/verdict", _pack(verdict))
+    elif _wait(store, [f"{vote}/verdict"], timeout_s + _VERDICT_SLACK_S):
+        verdict = {"error": _absent(name, occasion, store, vote, timeout_s)}
+    else:
+        verdict = _unpack(store.get(f"{vote}/verdict"))
+    if verdict["error"]:
+        raise AgreementError(str(verdict["error"]))
+    if "united" not in verdict:
+        raise AgreementError(_apart(dist.get_rank(), occasion, compat.group_ranks(name)[0], "compiling a graph"))
+    united: dict[str, Any] = verdict["united"]
+    return united
+
+
+def _collect(
+    store: Any, vote: str, name: str, occasion: str, unite: Callable[[Sequence[dict[str, Any]]], dict[str, Any]], timeout_s: float
+) -> dict[str, Any]:
+    ranks = compat.group_ranks(name)
+    keys = [f"{vote}/{rank}" for rank in range(len(ranks))]
+    missing = _wait(store, keys, timeout_s)
+    ballots = {rank: _unpack(store.get(key)) for rank, key in zip(ranks, keys, strict=True) if key not in missing}
+    for ballot in ballots.values():
+        if "failed" in ballot:
+            return {"error": str(ballot["failed"])}
+    if missing:
+        return {"error": _absent(name, occasion, store, vote, timeout_s)}
+    for rank, ballot in ballots.items():
+        other = ballot.get("occasion", "compiling a graph")
+        if other != occasion:
+            return {"error": _apart(ranks[0], occasion, rank, other)}
+    return {"error": None, "united": unite([ballot["ballot"] for ballot in ballots.values()])}
+
+
+def _absent(group: str, occasion: str, store: Any, vote: str, timeout_s: float) -> str:
+    missing = [rank for i, rank in enumerate(compat.group_ranks(group)) if not store.check([f"{vote}/{i}"])]
+    return (
+        f"rank {', '.join(map(str, missing or compat.group_ranks(group)[:1]))} of group {group!r} did not reach {occasion} within "
+        f"{timeout_s:g} s, but the others did. It stopped, is much slower, or runs other code. Look at its log; timeout_s=... waits longer."
+    )
+
+
+def _apart(rank: int, occasion: str, other_rank: int, other: str) -> str:
+    return (
+        f"rank {rank} is at {occasion}, but rank {other_rank} at {other}: every rank must run the same backwards and leave windows alike."
+    )
+
+
+def _post_failure(name: str, reason: str) -> None:
+    if not _is_real(name):
+        return
+    group, store = compat.process_group(name), compat.default_store()
+    ledger = _ledger(name, group, store)
+    store.set(f"{ledger.prefix}/{ledger.votes}/{group.rank()}", _pack({"failed": reason}))
+    if group.rank() == 0:
+        store.set(f"{ledger.prefix}/{ledger.votes}/verdict", _pack({"error": reason}))
+    ledger.votes += 1
 
 
 def exchange(group: str, question: str, mine: Any, timeout_s: float, *, once: bool = False) -> list[Any]:
@@ -100,21 +190,11 @@ def exchange(group: str, question: str, mine: Any, timeout_s: float, *, once: bo
     """
     if not _is_real(group):
         return [mine]
-    members, store = compat.process_group(group), compat.default_store()
-    ledger = _ledger(group, members, store)
+    ledger = _ledger(group, compat.process_group(group), compat.default_store())
     if once and question in ledger.answers:
         return ledger.answers[question]
-    vote = f"{ledger.prefix}/{ledger.votes}"
-    ledger.votes += 1
-    store.set(f"{vote}/{members.rank()}", _pack({"graph": compat.compile_name(), "question": question, "answer": mine}))
-    if members.rank() == 0:
-        verdict = _collect(store, vote, group, question, timeout_s)
-        store.set(f"{vote}/verdict", _pack(verdict))
-    else:
-        verdict = _read_verdict(store, vote, group, question, timeout_s)
-    if verdict["error"]:
-        raise AgreementError(verdict["error"])
-    answers: list[Any] = verdict["answers"]
+    united = consult(group, question, {"answer": mine}, lambda ballots: {"answers": [ballot["answer"] for ballot in ballots]}, timeout_s)
+    answers: list[Any] = united["answers"]
     if once:
         ledger.answers[question] = answers
     return answers
@@ -155,53 +235,20 @@ def _vote(name: str, graph_name: str, sequence: list[Collective], timeout_s: flo
 
 def _decide(store: Any, vote: str, name: str, graph_name: str, timeout_s: float) -> str | None:
     ranks = compat.group_ranks(name)
-    ballots, error = _ballots(store, vote, ranks, lambda late: _late(graph_name, name, late, timeout_s), timeout_s)
-    if error:
-        return error
-    for rank, ballot in zip(ranks, ballots, strict=True):
-        if "digest" not in ballot or ballot["digest"] != ballots[0].get("digest"):
-            return _first_difference(name, ranks[0], ballots[0], rank, ballot)
-    return None
-
-
-def _collect(store: Any, vote: str, name: str, question: str, timeout_s: float) -> dict[str, Any]:
-    ranks = compat.group_ranks(name)
-    ballots, error = _ballots(store, vote, ranks, lambda late: _unanswered(question, name, late, timeout_s), timeout_s)
-    for rank, ballot in zip(ranks, ballots, strict=False):
-        if not error and ballot.get("question") != question:
-            error = (
-                f"ranks of group {name!r} ask for different things: rank {ranks[0]} for {question!r}, rank {rank} for "
-                f"{ballot.get('question', 'the collectives of graph ' + str(ballot.get('graph')))!r}. Every rank must compile the same "
-                "graphs and pack the same parameters, in the same order."
-            )
-    return {"error": error, "answers": None if error else [ballot["answer"] for ballot in ballots]}
-
-
-def _ballots(
-    store: Any, vote: str, ranks: list[int], late: Callable[[list[int]], str], timeout_s: float
-) -> tuple[list[dict[str, Any]], str | None]:
-    """One ballot a rank, or why there is none."""
     keys = [f"{vote}/{rank}" for rank in range(len(ranks))]
     missing = _wait(store, keys, timeout_s)
     if missing:
-        return [], late([ranks[keys.index(key)] for key in missing])
+        return _late(graph_name, name, [ranks[keys.index(key)] for key in missing], timeout_s)
     ballots = [_unpack(store.get(key)) for key in keys]
-    return ballots, next((str(ballot["failed"]) for ballot in ballots if "failed" in ballot), None)
-
-
-def _read_verdict(store: Any, vote: str, name: str, question: str, timeout_s: float) -> dict[str, Any]:
-    if not _wait(store, [f"{vote}/verdict"], timeout_s + _VERDICT_SLACK_S):
-        verdict = _unpack(store.get(f"{vote}/verdict"))
-        if verdict["error"] or "answers" in verdict:
-            return verdict
-    return {"error": _unanswered(question, name, compat.group_ranks(name)[:1], timeout_s)}
-
-
-def _unanswered(question: str, group: str, ranks: list[int], timeout_s: float) -> str:
-    return (
-        f"{question}: rank {', '.join(map(str, ranks))} of group {group!r} did not answer within {timeout_s:g} s, but the others did. It "
-        "stopped, is much slower, or does something else. Look at its log; a larger timeout_s waits longer."
-    )
+    for ballot in ballots:
+        if "failed" in ballot:
+            return str(ballot["failed"])
+    for rank, ballot in zip(ranks, ballots, strict=True):
+        if "digest" not in ballot:
+            return _apart(ranks[0], f"compiling graph {graph_name}", rank, str(ballot["occasion"]))
+        if ballot["digest"] != ballots[0]["digest"]:
+            return _first_difference(name, ranks[0], ballots[0], rank, ballot)
+    return None
 
 
 def _await_verdict(store: Any, vote: str, name: str, graph_name: str, timeout_s: float) -> str | None:
@@ -231,7 +278,7 @@ def _late(graph_name: str, group: str, ranks: list[int], timeout_s: float) -> st
 
 
 def _first_difference(group: str, rank_a: int, a: dict[str, Any], rank_b: int, b: dict[str, Any]) -> str:
-    lines_a, lines_b = a.get("lines", ["a question"]), b.get("lines", ["a question"])
+    lines_a, lines_b = a["lines"], b["lines"]
     at = next((i for i, (x, y) in enumerate(zip(lines_a, lines_b, strict=False)) if x != y), min(len(lines_a), len(lines_b)))
     this, that = (lines[at] if at < len(lines) else "nothing more" for lines in (lines_a, lines_b))
     return (

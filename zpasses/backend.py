@@ -13,14 +13,20 @@ import torch
 from torch import fx
 
 from zpasses import compat
+from zpasses.accumulation import watch_optimizers
 from zpasses.agreement import agree, report_failure
+from zpasses.backward import BackwardDispatch, warning_of_windows
 from zpasses.capture import Capture, capture, tag_joint
+from zpasses.codegen import boxed, uncompiled
+from zpasses.deferral import BackwardVariant, always_reduced, cut_backward, grad_slots
 from zpasses.errors import AgreementError, OptionError
+from zpasses.flush import Lowering, flush
 from zpasses.ops import UNSHARD
 from zpasses.options import Options
+from zpasses.pending import StepWindow
 from zpasses.pipeline import Level, PassRecord, Pipeline, run_passes
 from zpasses.reads import with_plain_inputs
-from zpasses.runtime import BoundParameters, ForwardDispatch, boxed, with_local_shards
+from zpasses.runtime import Accumulation, BoundParameters, ForwardDispatch, with_local_shards
 from zpasses.target import Target, planning_for
 from zpasses.variants import Variant, cut_variant, is_retained, launches, release_returned, slots
 
@@ -106,14 +112,21 @@ class _GraphCompiler:
         gm, inputs = self._captured.gm, self._captured.inputs
         self._run_level(gm, Level.CAPTURED, "captured")
         if self._options.codegen == "eager":
-            backward = functools.partial(self._backward, _eager)
-            inference = functools.partial(self._forward, _eager, inference=True)
-            compiled = compat.aot_compile(gm, inputs, functools.partial(self._forward, _eager), backward, inference, self._partition)
+            backward = functools.partial(self._backward, uncompiled)
+            inference = functools.partial(self._forward, uncompiled, inference=True)
+            compiled = compat.aot_compile(gm, inputs, functools.partial(self._forward, uncompiled), backward, inference, self._partition)
         else:
             patches = compat.inductor_patches(_Partitioner(self._partition, self._pipeline.uuid()), self._options.inductor)
             compiled = compat.inductor_compile(gm, inputs, functools.partial(self._inductor_inner, patches), patches)
         positions, names = list(self._captured.shards), list(self._captured.shards.values())
-        return with_local_shards(compiled, positions, names, self._bound if self._retains else None)
+        return with_local_shards(compiled, positions, names, self._bound if self._retains else None, self._accumulation())
+
+    def _accumulation(self) -> Accumulation:
+        options = self._options
+        if options.backwards_per_step > 1:
+            watch_optimizers()
+        timeout_s = options.agreement_timeout_s if options.agreement else None
+        return Accumulation(options.backwards_per_step, options.grad_accum_dtype, timeout_s, _close)
 
     # --- levels ---------------------------------------------------------------------------------------------------------------------
     def _partition(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -147,8 +160,34 @@ class _GraphCompiler:
 
     def _backward(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         self._run_level(gm, Level.BACKWARD, "backward")
-        self._agree(gm)
-        return codegen(gm, inputs)
+        order = {name: i for i, name in enumerate(self._captured.shards.values())}
+        left = [name for name in always_reduced(gm.graph) if name in order]
+        compiled = self._deferring(codegen, gm, inputs, order)
+        return boxed(warning_of_windows(compiled, self.name, left, order)) if left else compiled
+
+    def _deferring(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any], order: Mapping[str, int]) -> Compiled:
+        found = grad_slots(gm.graph)
+        if not found or not all(slot.param in order and slot.reduction for slot in found):
+            self._agree(gm)
+            return codegen(gm, inputs)
+        state = compat.CompilerState()
+        template = compat.clone_graph_module(gm)
+
+        def compile_variant(variant: BackwardVariant) -> Compiled:
+            cut, extra = cut_backward(template, variant)
+            self._agree(cut)  # on what runs: a rank may defer gradients that others do not have
+            log.debug("graph %s: %s of %d gradients", self.name, variant, len(found))
+            with state.restored():
+                return codegen(cut, [*inputs, *extra])
+
+        outputs = len(cast(Sequence[Any], gm.graph.output_node().args[0]))
+        return boxed(BackwardDispatch(found, outputs, order, self._lowering(), compile_variant))
+
+    def _lowering(self) -> Lowering:
+        if self._options.codegen == "eager":
+            return Lowering(self._pipeline, uncompiled)
+        patches = compat.inductor_patches(_Partitioner(self._partition, self._pipeline.uuid()), self._options.inductor)
+        return Lowering(self._pipeline, functools.partial(compat.inductor_codegen_alone, patches=patches))
 
     def _run_level(self, gm: fx.GraphModule, level: Level, kind: str) -> None:
         if level is Level.JOINT:
@@ -175,6 +214,10 @@ class _GraphCompiler:
         return self._forward(codegen, gm, inputs, inference=bool(kwargs.get("is_inference")))
 
 
+def _close(window: StepWindow) -> None:
+    flush(window, window.agreement_timeout_s, window.broken)
+
+
 _Codegen = Callable[[fx.GraphModule, Sequence[Any]], Compiled]
 
 
@@ -196,10 +239,3 @@ class _Partitioner(compat.CustomPartitionerFn):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self._uuid,)  # and pickles it for the key of its cache
-
-
-def _eager(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-    """Run the graph node by node, freeing inputs at their last use."""
-    gm.graph.set_codegen(compat.BOXED_CODEGEN())
-    gm.recompile()
-    return boxed(gm.forward)

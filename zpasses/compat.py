@@ -148,7 +148,10 @@ _DETACH = torch.ops.aten.detach.default
 
 
 def arriving_gradient(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A gradient of `spec` around a local one that nobody else holds."""
+    """A gradient of `spec` around a local one that nobody else holds; one that autograd follows (create_graph) stays in its graph."""
+    if local.requires_grad:
+        meta = cast(TensorMeta, spec.tensor_meta)
+        return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride)
     build = cast(Callable[..., DTensor], ArrivingGradient)
     return build(local, spec, requires_grad=False)
 
@@ -235,9 +238,59 @@ def is_restart(error: BaseException) -> bool:
     return isinstance(error, RestartAnalysis)
 
 
+def wrapped_error(error: BaseException) -> BaseException | None:
+    """What a backend raised, of the exception that Dynamo makes of it."""
+    inner = getattr(error, "inner_exception", None)
+    return inner if isinstance(inner, BaseException) else None
+
+
 def undynamo(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Keep Dynamo out of a function that runs inside compiled code."""
     return cast(Callable[..., Any], dynamo_disable(fn))
+
+
+# --- autograd --------------------------------------------------------------------------------------------------------------------
+def current_engine_run() -> int:
+    """Number of the innermost run of the autograd engine that calls this; raises RuntimeError outside a backward."""
+    number = cast(Any, torch._C)._current_graph_task_id()
+    if number < 0:
+        raise RuntimeError("no backward is running")
+    return int(number)
+
+
+def queue_engine_callback(fn: Callable[[], None]) -> None:
+    """Call `fn` when the current run of the engine has succeeded. The engine holds it until that run is over, whatever its end."""
+    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(fn)
+
+
+def in_backward() -> bool:
+    return cast(Any, torch._C)._current_autograd_node() is not None
+
+
+def sharded_inputs() -> Any:
+    """The node of `zpasses.runtime` that gave shards to the node of autograd that runs right now; None if there is none."""
+    node = cast(Any, torch._C)._current_autograd_node()
+    for source, _ in node.next_functions if node is not None else ():
+        if hasattr(source, "zpasses_params"):
+            return source
+    return None
+
+
+def takers(source: Any) -> list[Any]:
+    """For each input of a node of autograd what takes its gradient; None where nothing does."""
+    return [taker for taker, _ in source.next_functions]
+
+
+def will_accumulate(taker: Any) -> bool | None:
+    """Whether the current run of the engine adds a gradient to `param.grad`; None if it hands it to somebody else."""
+    if taker is None:
+        return False
+    if not hasattr(taker, "variable"):
+        return None  # no leaf: autograd goes on behind it
+    try:
+        return bool(cast(Any, torch._C)._will_engine_execute_node(taker))
+    except RuntimeError:  # torch.autograd.grad asks for it
+        return None
 
 
 # --- AOTAutograd -----------------------------------------------------------------------------------------------------------------
@@ -405,8 +458,43 @@ def inductor_codegen(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[st
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
+    _decompose_casts(gm)
     with config.patch(patches):
         return cast(Callable[..., Any], compile_fx_inner(gm, cast(Any, inputs), **kwargs))
+
+
+def _decompose_casts(gm: fx.GraphModule) -> None:
+    """Casts that passes inserted, in Inductor's own words: it knows `_to_copy` only as something that was decomposed before."""
+    for node in list(gm.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)):
+        if not node.kwargs.keys() <= {"dtype", "memory_format"}:
+            continue
+        source, dtype = node.args[0], node.kwargs.get("dtype")
+        with gm.graph.inserting_before(node):
+            cast = gm.graph.call_function(torch.ops.prims.convert_element_type.default, (source, dtype)) if dtype else source
+            cast = cast if cast is source else _described(cast, node)
+            if cast is source or "memory_format" in node.kwargs:
+                cast = _described(gm.graph.call_function(torch.ops.aten.clone.default, (cast,), _format(node)), node)
+        node.replace_all_uses_with(cast)
+        gm.graph.erase_node(node)
+    gm.recompile()
+
+
+def _described(node: fx.Node, like: fx.Node) -> fx.Node:
+    node.meta = copy.copy(like.meta)
+    return node
+
+
+def _format(node: fx.Node) -> dict[str, Any]:
+    return {key: value for key, value in node.kwargs.items() if key == "memory_format"}
+
+
+def inductor_codegen_alone(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
+    """As `inductor_codegen`, for a graph without gradients that no compile of torch is behind."""
+    from torch._inductor.virtualized import V
+
+    mode = fake_mode_of(inputs)
+    with V.set_fake_mode(mode), tracing(TracingContext(mode)):
+        return inductor_codegen(gm, inputs, patches, {"is_inference": True, "static_input_idxs": ()})
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.graph import collective_of, is_wait, nbytes, value_of
@@ -103,18 +103,35 @@ class _Tracker:
         """What each node's output tensors live in; None for memory of the caller."""
         self._pending: dict[fx.Node, list[Buffer]] = {}
         """What a collective that was started needs until it is awaited."""
+        self._storages: dict[int, Buffer] = {}
+        self._retained: list[fx.Node] = []
+        """Full parameters that outlive the call, whether or not the graph returns them yet."""
         self._dying, self._bytes_of, self._end = dying, bytes_of, len(nodes) - 1
 
     def visit(self, index: int, node: fx.Node) -> None:
-        for item in node.all_input_nodes:
+        for item in (*node.all_input_nodes, *(self._retained if node.op == "output" else ())):
             for buffer in self._held.get(item, ()):
                 if buffer is not None:
                     buffer.last = index
         if node.op == "placeholder":
-            self._held[node] = self._allocate(0, node) if node in self._dying else [None]
+            self._held[node] = [self._saved(node)] if node in self._dying else [None]
         elif node.op == "call_function":
             self._held[node] = self._aliased(node) or self._allocate(index, node)
             self._communicate(index, node)
+            tag = tag_of(node)
+            if tag is not None and tag.retained:
+                self._retained.append(node)
+
+    def _saved(self, node: fx.Node) -> Buffer | None:
+        """What forward handed over: values that are views of one tensor keep that tensor alive, and it once."""
+        value = value_of(node)
+        if not isinstance(value, Tensor):
+            return None
+        key = compat.storage_id(value)
+        if key not in self._storages:
+            self._storages[key] = Buffer(node, compat.size_hint(value.untyped_storage().nbytes()), 0, 0)
+            self.buffers.append(self._storages[key])
+        return self._storages[key]
 
     def _aliased(self, node: fx.Node) -> list[Buffer | None] | None:
         inputs = node.all_input_nodes

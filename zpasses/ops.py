@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from zpasses import compat
+from zpasses.pending import intercept
 
 __all__ = ["REDUCE_GRAD", "UNSHARD", "group_size", "rows_per_rank"]
 
@@ -117,7 +118,10 @@ def _remember_shard(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -
 
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return torch.ops.zpasses.reduce_grad(grad, *ctx.call), None, None, None, None
+    rows, _, *how = ctx.call
+    total = intercept(grad, rows, *how)
+    mine = None if total is None else torch.ops.zpasses.reduce_grad(total, *ctx.call)
+    return mine, None, None, None, None
 
 
 def _remember_grad(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:

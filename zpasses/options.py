@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from zpasses import compat
 from zpasses.errors import OptionError, nearest
 from zpasses.fields import build
@@ -34,6 +36,10 @@ class Options:
     """Compare the collectives of every graph between ranks before it runs."""
     agreement_timeout_s: float = 300.0
     """Seconds to wait for the other ranks' part of that comparison."""
+    backwards_per_step: int = 1
+    """Reduce gradients in every Nth backward alone, for accumulation over N micro-batches (see zpasses.coalesce_grad_reduction)."""
+    grad_accum_dtype: torch.dtype | None = None
+    """Add up gradients that wait for their reduction in this dtype; None: in the dtype in which they are computed."""
     inductor: dict[str, Any] = field(default_factory=dict)
     """Options for torch._inductor.config during this compile, e.g. {"max_autotune": True}."""
 
@@ -52,6 +58,10 @@ class Options:
             )
         if options.agreement_timeout_s <= 0:
             raise OptionError(f"agreement_timeout_s={options.agreement_timeout_s}; expected seconds > 0. agreement=False turns it off.")
+        if options.backwards_per_step < 1:
+            raise OptionError(f"backwards_per_step={options.backwards_per_step}; expected how many backwards an optimizer step has, >= 1.")
+        if options.grad_accum_dtype is not None and not options.grad_accum_dtype.is_floating_point:
+            raise OptionError(f"grad_accum_dtype={options.grad_accum_dtype}; expected a floating-point dtype such as torch.float32.")
         known = compat.inductor_option_names()
         for name in options.inductor:
             if name not in known:

@@ -22,6 +22,8 @@ from zpasses import compat
 from zpasses.edits import FaithfulEdits
 from zpasses.errors import ShardingError
 from zpasses.ops import rows_per_rank
+from zpasses.pending import PENDING_ATTRIBUTE, pending_of
+from zpasses.runtime import local_shard
 
 __all__ = ["GatheredCopy", "Read", "ShardedModule", "as_shard", "cut", "own_rows", "sharded_class", "shards", "with_plain_inputs"]
 
@@ -165,10 +167,10 @@ def _reader(read: Read, class_name: str) -> property:
         if not isinstance(param, DTensor):
             return param  # None, or a tensor swapped in by torch.func.functional_call
         rows = param.shape[0] if param.dim() else 0
-        full: Tensor = torch.ops.zpasses.unshard(param.to_local(), rows, param_dtype, reduce_dtype, group)
         if torch.compiler.is_compiling():
-            return full
-        return _guard(full, label)
+            traced: Tensor = torch.ops.zpasses.unshard(param.to_local(), rows, param_dtype, reduce_dtype, group)
+            return traced
+        return _guard(torch.ops.zpasses.unshard(local_shard(param), rows, param_dtype, reduce_dtype, group), label)
 
     return property(gather, doc=f"{name}, gathered for reading")
 
@@ -195,6 +197,14 @@ class ShardedModule(nn.Module):
             if isinstance(value, Tensor) and not isinstance(value, DTensor) and current is not None and value.shape == current.shape:
                 state_dict[prefix + name] = cut(value, read.mesh)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedModule:
+        """Moves and casts give a parameter other attributes; whose backwards it counts with stays."""
+        before = {name: pending_of(param) for name in self._zpasses_reads if (param := self._parameters.get(name)) is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, entry in before.items():
+            setattr(self._parameters[name], PENDING_ATTRIBUTE, entry)
+        return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> ShardedModule:
         """As nn.Module.apply; `fn` sees this module's parameters as DTensors, so that initialisers work on the shards."""

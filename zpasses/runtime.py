@@ -4,30 +4,42 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
+from zpasses.pending import StepWindow, pending_of, step_windows
 from zpasses.retained import Retained, retained_of, watch_optimizers
 from zpasses.variants import Slot, Variant
 
-__all__ = ["BoundParameters", "ForwardDispatch", "boxed", "with_local_shards"]
+__all__ = ["Accumulation", "BoundParameters", "ForwardDispatch", "local_shard", "with_local_shards"]
 
 _MAX_VARIANTS = 4
 """Patterns of fresh and stale parameters that get a variant of their own; further ones run as the first call did."""
 
 
-def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """A function that torch knows to take one list of inputs, which it may empty."""
+@dataclass(frozen=True)
+class Accumulation:
+    """What the options of a compile say about several backwards in one step."""
 
-    def run(args: list[Any]) -> Any:
-        return fn(args)
+    per_step: int
+    accum_dtype: torch.dtype | None
+    timeout_s: float | None
+    """Seconds to wait for other ranks; None does not ask them."""
+    close: Callable[[StepWindow], None]
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    def apply(self, params: Sequence[Any]) -> None:
+        """Tell the parameters of a call, whose backward is to follow."""
+        if self.per_step == 1 and self.accum_dtype is None:
+            first = pending_of(params[0]).steps
+            if first is None or (first.per_step == 1 and first.accum_dtype is None):
+                return
+        for window in step_windows(params):
+            window.configure(self.per_step, self.accum_dtype, self.timeout_s, self.close)
 
 
 class BoundParameters(threading.local):
@@ -113,14 +125,14 @@ class _LocalShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *params: DTensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # a missing gradient must stay missing
-        ctx.params = params
+        ctx.zpasses_params = params  # backward graphs look here for what they work for
         # Views: an autograd function must not return, and so mark as its output, the parameter's own tensor.
         return tuple([compat.local_of(param).view_as(compat.local_of(param)) for param in params])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
         result: list[DTensor | None] = []
-        for param, grad in zip(ctx.params, grads, strict=True):
+        for param, grad in zip(ctx.zpasses_params, grads, strict=True):
             if grad is None:
                 result.append(None)
                 continue
@@ -131,8 +143,20 @@ class _LocalShards(torch.autograd.Function):
         return tuple(result)
 
 
+def local_shard(param: DTensor) -> Tensor:
+    """The local shard of a parameter that eager code reads; its gradient may be reduced later."""
+    if not (torch.is_grad_enabled() and param.requires_grad):
+        return compat.local_of(param)
+    (shard,) = _LocalShards.apply(param)  # type: ignore[no-untyped-call]
+    return cast(Tensor, shard)
+
+
 def with_local_shards(
-    compiled: Callable[..., Any], positions: Sequence[int], names: Sequence[str], bound: BoundParameters | None
+    compiled: Callable[..., Any],
+    positions: Sequence[int],
+    names: Sequence[str],
+    bound: BoundParameters | None,
+    accumulation: Accumulation,
 ) -> Callable[..., Any]:
     """`compiled`, called with DTensor parameters at `positions` instead of their shards."""
     if not positions:
@@ -144,6 +168,7 @@ def with_local_shards(
         if bound is not None:
             bound.bind(params, names)
         if torch.is_grad_enabled():
+            accumulation.apply(params)
             shards: Sequence[Tensor] = _LocalShards.apply(*params)  # type: ignore[no-untyped-call]
         else:
             shards = [compat.local_of(param) for param in params]

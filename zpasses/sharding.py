@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.packed_shards import check_pack_mb, lay_out, next_batch
+from zpasses.pending import count_together
 from zpasses.reads import Read, ShardedModule, as_shard, cut, own_rows, sharded_class
 from zpasses.retained import forget
 
@@ -82,6 +83,7 @@ def shard(
         batch.clear()  # the full parameters die here
     for module, own in reads.items():
         _swap_class(module, own)
+    count_together([(module, read.name) for module, own in reads.items() for read in own])
     return model
 
 

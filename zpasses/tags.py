@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import fx
 
-__all__ = ["GATHER_ROLES", "Role", "Tag", "add_tag", "retag", "tag_of", "tagged"]
+__all__ = ["GATHER_ROLES", "REDUCE_ROLES", "Reduction", "Role", "Tag", "add_tag", "retag", "tag_of", "tagged"]
 
 Role = Literal["shard", "gather_input", "gather", "gathered", "full", "reduce_input", "reduce", "reduced", "shard_grad", "flat"]
 """What a node does for a parameter.
@@ -24,6 +25,23 @@ that the model reads. shard_grad: the reduced gradient of the shard. flat: makes
 
 GATHER_ROLES: frozenset[Role] = frozenset({"gather_input", "gather", "gathered", "full"})
 """Everything between a shard and its full parameter."""
+
+REDUCE_ROLES: frozenset[Role] = frozenset({"reduce_input", "reduce", "reduced", "shard_grad"})
+"""Everything between a full gradient and the gradient of the shard."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How a gradient becomes a shard's: what ranks share of the arguments of `zpasses::reduce_grad`."""
+
+    rows: int
+    """Rows of the full parameter; 0 for a 0-dimensional one."""
+    dtype: torch.dtype
+    """The shard's."""
+    reduce_dtype: torch.dtype | None
+    """To communicate and add in; None is the gradient's."""
+    group: str
+    """Name of the process group."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +63,10 @@ class Tag:
     """For values whose size differs between ranks: bytes where a rank holds all the rows that it can; the same on all of them."""
     note: str = ""
     """What the pass chose here, for listings and dumps."""
+    reduction: Reduction | None = None
+    """Of a shard_grad: how to reduce a gradient that was not reduced here."""
+    deferrable: bool = False
+    """Of a shard_grad: it may be reduced in a later call."""
 
 
 _KEY = "zpasses"

@@ -215,4 +215,25 @@ def test_wrong_options_are_refused_with_a_clear_message(arguments, message, caps
 def test_help_names_the_suites():
     run = bench("--help")
     assert run.returncode == 0
-    assert all(suite in run.stdout for suite in ("train", "overhead", "scaling", "flatten"))
+    assert all(suite in run.stdout for suite in ("train", "coalesce", "overhead", "scaling", "flatten"))
+
+
+# --- coalesce ----------------------------------------------------------------------------------------------------------------------
+@pytest.mark.inductor
+def test_coalesce_measures_a_window_in_time_memory_and_traffic(tmp_path):
+    size = ["--width", "64", "--layers", "2", "--batch", "1", "--backwards", "3", "--steps", "1", "--warmup", "1"]
+    ways = ("fsdp2 deferred", "zpasses-3 coalesced")
+    table, result = measured(tmp_path, "coalesce", *size, "--ways", ",".join(ways), "--baseline", ways[0])
+    assert not result["failed"]
+    full = 2 * 64 * 64 * 2  # bfloat16
+    fsdp2, ours = result["results"]
+    assert (fsdp2["way"], ours["way"]) == ways
+    assert fsdp2["ratio"] == 1.0
+    assert ours["ratio"] == pytest.approx(ours["wall_s"] / fsdp2["wall_s"])
+    assert ours["gradient_norm"] == pytest.approx(fsdp2["gradient_norm"], rel=2e-2)
+    for each in (fsdp2, ours):
+        assert each["peak_bytes"] >= each["window_bytes"] >= full
+        assert each["after_bytes"] >= full / 2
+        assert each["sent_bytes"] == full  # an all-reduce between two ranks, once for three backwards
+        assert each["way"] in table
+    assert ours["collectives"] == 2

@@ -71,10 +71,7 @@ def test_empty_text_is_the_empty_pipeline(text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "gather-param",
-            r"no pass is called 'gather-param'. Did you mean \"gather-params\"\? Known: flatten-on-device, gather-params, keep-params",
-        ),
+        ("gather-param", r"no pass is called 'gather-param'. Did you mean \"gather-params\"\? Known: bucket, defer-reduction, flatten"),
         ("zebra", r"no pass is called 'zebra'"),
         ("merge-reads{hold=2}", r"pass 'merge-reads' has no option 'hold'. Did you mean \"hold_mb\"\?"),
         ("merge-reads{hold_mb=big}", r"pass 'merge-reads', option 'hold_mb': got 'big' \(str\); expected float or none"),

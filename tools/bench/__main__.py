@@ -9,12 +9,13 @@ from dataclasses import fields
 
 import zpasses.tools.bench as bench
 from zpasses.errors import nearest
+from zpasses.tools.bench.coalesce import WAYS, CoalesceConfig, run_coalesce
 from zpasses.tools.bench.flatten import FORMS, FlattenConfig, run_flatten
 from zpasses.tools.bench.launch import RankError
 from zpasses.tools.bench.model import ModelSize
 from zpasses.tools.bench.overhead import OverheadConfig, run_overhead
 from zpasses.tools.bench.peers import PEERS
-from zpasses.tools.bench.report import flatten_table, overhead_table, scaling_table, train_table, write_json
+from zpasses.tools.bench.report import coalesce_table, flatten_table, overhead_table, scaling_table, train_table, write_json
 from zpasses.tools.bench.scaling import ScalingConfig, run_scaling
 from zpasses.tools.bench.train import TrainConfig, run_train
 
@@ -156,8 +157,36 @@ def _flatten(options: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
+# --- coalesce ----------------------------------------------------------------------------------------------------------------------
+def _coalesce_options(parser: argparse.ArgumentParser) -> None:
+    default = CoalesceConfig(())
+    parser.add_argument("--ways", type=_names(list(WAYS)), default=",".join(WAYS), metavar="A,B", help="which to run, in this order")
+    parser.add_argument("--baseline", choices=list(WAYS), default=default.baseline, metavar="WAY", help="ratios are to this one")
+    parser.add_argument("--model", choices=("mlp", "gpt"), default=default.model, help="square layers in bfloat16, or the GPT of train")
+    parser.add_argument("--backwards", type=_numbers(1), default=",".join(map(str, default.backwards)), metavar="N,N", help="in a step")
+    for name in ("width", "layers", "batch", "seq"):
+        parser.add_argument(f"--{name}", type=_at_least(1), default=getattr(default, name), help="of the model")
+    parser.add_argument("--ranks", type=_at_least(2), default=default.ranks, help="processes, one thread each")
+    parser.add_argument("--steps", type=_at_least(1), default=default.steps, help="timed steps of a run")
+    parser.add_argument("--warmup", type=_at_least(1), default=default.warmup, help="steps before those")
+
+
+def _coalesce(options: argparse.Namespace) -> int:
+    if options.model == "gpt":
+        wrong = ModelSize(width=options.width, layers=options.layers, seq=options.seq, batch=options.batch).check()
+        if wrong:
+            options.parser.error(wrong)
+    names = ("ways", "model", "width", "layers", "batch", "seq", "backwards", "ranks", "steps", "warmup", "baseline")
+    report = run_coalesce(CoalesceConfig(timeout_s=options.timeout, **{name: getattr(options, name) for name in names}))
+    print(coalesce_table(report))
+    if options.json:
+        write_json(options.json, "coalesce", report)
+    return 1 if report.failed else 0
+
+
 _SUITES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]] = {
     "train": (_train_options, _train, "peers train the same GPT on the same data"),
+    "coalesce": (_coalesce_options, _coalesce, "several backwards in one step: reduced in each, or once"),
     "overhead": (_overhead_options, _overhead, "runtime overhead per parameter and step"),
     "scaling": (_scaling_options, _scaling, "compile time against the number of layers, on fake ranks"),
     "flatten": (_flatten_options, _flatten, "flat buffers made on the host, on the device, and in parts"),

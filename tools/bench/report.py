@@ -13,17 +13,21 @@ import torch
 from tabulate import tabulate
 
 import zpasses
+from zpasses.tools.bench.coalesce import CoalesceReport, CoalesceResult
 from zpasses.tools.bench.flatten import FlattenReport
 from zpasses.tools.bench.overhead import OverheadReport
 from zpasses.tools.bench.scaling import ScalingReport
 from zpasses.tools.bench.train import PeerResult, TrainReport
 
-__all__ = ["flatten_table", "overhead_table", "scaling_table", "train_table", "write_json"]
+__all__ = ["coalesce_table", "flatten_table", "overhead_table", "scaling_table", "train_table", "write_json"]
 
 _MIB = float(1 << 20)
 
 
-def write_json(path: str, suite: str, report: TrainReport | OverheadReport | ScalingReport | FlattenReport) -> None:
+_Report = TrainReport | CoalesceReport | OverheadReport | ScalingReport | FlattenReport
+
+
+def write_json(path: str, suite: str, report: _Report) -> None:
     """Everything measured, with the versions it was measured on."""
     about = {"torch": torch.__version__, "zpasses": zpasses.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
     Path(path).write_text(json.dumps({"suite": suite, "versions": about, **dataclasses.asdict(report)}, indent=2) + "\n")
@@ -144,3 +148,27 @@ def flatten_table(report: FlattenReport) -> str:
         )
     lines += [f"FAILED {form}: {reason}" for form, reason in report.failed.items()]
     return "\n".join(lines)
+
+
+# --- coalesce ----------------------------------------------------------------------------------------------------------------------
+def coalesce_table(report: CoalesceReport) -> str:
+    """One line a way and number of backwards; memory is above what is held between steps."""
+    rows = [_coalesce_row(result, report.config.baseline) for result in sorted(report.results, key=lambda each: each.backwards)]
+    lines = [tabulate(rows, headers="keys", missingval="-", disable_numparse=True, stralign="right") if rows else "No way ran."]
+    lines += [f"{name}: skipped, {reason}" for name, reason in report.skipped.items()]
+    lines += [f"FAILED {name}: {reason}" for name, reason in report.failed.items()]
+    return "\n".join(lines)
+
+
+def _coalesce_row(result: CoalesceResult, baseline: str) -> dict[str, str]:
+    return {
+        "backwards": str(result.backwards),
+        "way": result.way,
+        "peak MiB": f"{result.peak_bytes / _MIB:.1f}",
+        "in window MiB": f"{result.window_bytes / _MIB:.1f}",
+        "after MiB": f"{result.after_bytes / _MIB:.1f}",
+        "wall ms": f"{result.wall_s * 1e3:.1f}",
+        f"x {baseline}": "-" if result.ratio is None else f"{result.ratio:.2f}",
+        "reductions": f"{result.collectives:g}",
+        "sent MiB": f"{result.sent_bytes / _MIB:.1f}",
+    }

@@ -1,0 +1,296 @@
+import operator
+
+import pytest
+import torch
+from torch import nn
+
+from tests.foreign import leave_alone, simple_fsdp
+from tests.graphs import expect_listing
+from tests.zpasses.models import Odd
+from zpasses import Level, Pipeline
+from zpasses.deferral import BackwardVariant, always_reduced, cut_backward, grad_slots
+from zpasses.graph import Editor, collectives
+from zpasses.passes import ZERO1, ZERO2, ZERO3, DeferReduction
+from zpasses.pipeline import run_passes
+from zpasses.tags import Reduction, Tag, add_tag, tagged
+from zpasses.testing import capture_graphs, capture_ranks, copy_graph, fake_world, listing, random_inputs, simulate, trace_joint
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+X = torch.zeros(2, 6)
+
+
+def everything(graphs):
+    return frozenset(range(len(grad_slots(graphs[0].graph))))
+
+
+def variants(graphs, **choices):
+    return [cut_backward(graph, BackwardVariant(**choices))[0] for graph in graphs]
+
+
+def in_a_window(graphs, inputs, count, accum_dtype=None):
+    """What each of `count` backwards that reduce together returns, and the reductions that it runs."""
+    every = everything(graphs)
+    own = len(graphs[0].graph.output_node().args[0])
+    first = simulate(variants(graphs, deferred=every, accum_dtype=accum_dtype), inputs)
+    pending = [run.outputs[own:] for run in first]
+    runs = [first]
+    for number in range(1, count):
+        deferred = every if number < count - 1 else frozenset()
+        graphs_now = variants(graphs, given=every, deferred=deferred, accum_dtype=accum_dtype)
+        runs.append(simulate(graphs_now, [[*values, *given] for values, given in zip(inputs, pending, strict=True)]))
+    return [([run.outputs[:own] for run in ranks], [each for each in ranks[0].collectives if "reduce" in each.op]) for ranks in runs]
+
+
+def assert_window_is_the_sum(graphs, count=3, accum_dtype=None):
+    """A window of equal backwards reduces once and gives so many times what one backward does."""
+    inputs = random_inputs(graphs)
+    plain = simulate(graphs, inputs)
+    *before, (last, reductions) = in_a_window(graphs, inputs, count, accum_dtype)
+    gradients = {i for i, value in enumerate(before[0][0][0]) if value is None and plain[0].outputs[i] is not None}
+    assert gradients
+    assert all(ran == [] for _, ran in before)
+    assert len(reductions) == len([each for each in plain[0].collectives if "reduce" in each.op])
+    for ours, theirs in zip(last, plain, strict=True):
+        for i, wanted in enumerate(theirs.outputs):
+            expected = wanted * count if i in gradients else wanted
+            assert (ours[i] is None) == (wanted is None)
+            assert wanted is None or torch.equal(ours[i], expected)
+            assert wanted is None or ours[i].dtype == wanted.dtype
+
+
+def backwards(model, x, world_size, pipeline, **shard):
+    captured = capture_ranks(model, (x,), world_size=world_size, pipeline=pipeline, shard=shard or None)
+    return [each.after.backward for each in captured]
+
+
+def test_the_four_variants_of_a_linear_layer():
+    graph = capture_graphs(nn.Linear(6, 4, bias=False), (X,), world_size=2, pipeline="gather-params,reduce-grads{form=reduce_scatter}")
+    gm = copy_graph(graph.after.backward)
+    DeferReduction()(gm.graph)
+    none, zero = frozenset(), frozenset({0})
+    shown = [
+        listing(cut_backward(gm, BackwardVariant(given=given, deferred=deferred))[0])
+        for given, deferred in ((none, none), (zero, none), (none, zero), (zero, zero))
+    ]
+    expect_listing(
+        "\n\n".join(shown),
+        """\
+primals_2: f32[2, 6]
+tangents_1: f32[2, 4]
+t_1 = t(tangents_1)                                                        # f32[4, 2]
+mm_1 = mm(t_1, primals_2)                                                  # f32[4, 6]
+t_2 = t(mm_1)                                                              # f32[6, 4]
+t_3 = t(t_2)                                                               # f32[4, 6]
+reduce_scatter_tensor_default = reduce_scatter_tensor(t_3, 'avg', 2, '0')  # f32[2, 6]; reduce: weight
+wait_tensor_default_1 = wait_tensor(reduce_scatter_tensor_default)         # f32[2, 6]; shard_grad: weight
+return (wait_tensor_default_1, None)
+
+primals_2: f32[2, 6]
+tangents_1: f32[2, 4]
+pending_0: f32[4, 6]
+t_1 = t(tangents_1)                                                                # f32[4, 2]
+mm_1 = mm(t_1, primals_2)                                                          # f32[4, 6]
+t_2 = t(mm_1)                                                                      # f32[6, 4]
+t_3 = t(t_2)                                                                       # f32[4, 6]
+add__tensor = add_(pending_0, t_3)                                                 # f32[4, 6]
+reduce_scatter_tensor_default = reduce_scatter_tensor(add__tensor, 'avg', 2, '0')  # f32[2, 6]; reduce: weight
+wait_tensor_default_1 = wait_tensor(reduce_scatter_tensor_default)                 # f32[2, 6]; shard_grad: weight
+return (wait_tensor_default_1, None)
+
+primals_2: f32[2, 6]
+tangents_1: f32[2, 4]
+t_1 = t(tangents_1)        # f32[4, 2]
+mm_1 = mm(t_1, primals_2)  # f32[4, 6]
+t_2 = t(mm_1)              # f32[6, 4]
+t_3 = t(t_2)               # f32[4, 6]
+return (None, None, t_3)
+
+primals_2: f32[2, 6]
+tangents_1: f32[2, 4]
+pending_0: f32[4, 6]
+t_1 = t(tangents_1)                 # f32[4, 2]
+mm_1 = mm(t_1, primals_2)           # f32[4, 6]
+t_2 = t(mm_1)                       # f32[6, 4]
+t_3 = t(t_2)                        # f32[4, 6]
+add__tensor = add_(pending_0, t_3)  # f32[4, 6]
+return (None, None)
+""",
+    )
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    ["zero3", "defer-reduction", "gather-params,reduce-grads{form=reduce_scatter},defer-reduction"],
+    ids=["all_reduce", "dialect", "reduce_scatter"],
+)
+def test_a_window_gives_the_sum_of_its_backwards(pipeline):
+    for world_size in (1, 3):
+        assert_window_is_the_sum(backwards(Odd(), torch.zeros(2, 7), world_size, pipeline))
+
+
+@pytest.mark.parametrize("accum_dtype", [None, torch.float32])
+@pytest.mark.parametrize("shard", [{"reduce_dtype": torch.float32}, {}], ids=["reduced in float32", "reduced in bfloat16"])
+def test_mixed_precision_is_deferred_before_the_cast_of_the_reduction(accum_dtype, shard):
+    graphs = backwards(nn.Linear(6, 5), X.bfloat16(), 2, "zero2", param_dtype=torch.bfloat16, **shard)
+    assert {slot.dtype for slot in grad_slots(graphs[0].graph)} == {torch.bfloat16}
+    _, extra = cut_backward(graphs[0], BackwardVariant(given=everything(graphs), accum_dtype=accum_dtype))
+    assert {value.dtype for value in extra} == {accum_dtype or torch.bfloat16}
+    assert_window_is_the_sum(graphs, accum_dtype=accum_dtype)
+    given = cut_backward(graphs[0], BackwardVariant(given=everything(graphs), accum_dtype=accum_dtype))[0]
+    assert [each.dtypes for _, each in collectives(given.graph)] == [each.dtypes for _, each in collectives(graphs[0].graph)]
+
+
+def test_gradients_may_differ_in_what_becomes_of_them():
+    graphs = backwards(nn.Linear(6, 5), X, 2, "zero2")
+    assert len(everything(graphs)) == 2
+    inputs = random_inputs(graphs)
+    plain = simulate(graphs, inputs)
+    mixed = simulate(variants(graphs, deferred=frozenset({0}), dropped=frozenset({1})), inputs)
+    assert all(len(run.collectives) == 0 for run in mixed)
+    half = simulate(variants(graphs, deferred=frozenset({0})), inputs)
+    for ours, theirs in zip(half, plain, strict=True):
+        missing = [i for i, value in enumerate(theirs.outputs) if value is not None and ours.outputs[i] is None]
+        assert len(missing) == 1
+        assert len(ours.collectives) == len(theirs.collectives) - 1
+
+
+class Twice(nn.Module):
+    """A parameter read twice, whose gradients are reduced one by one unless reads are merged."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x):
+        return self.layer(self.layer(x).relu())
+
+
+def test_gradients_that_are_reduced_one_by_one_wait_as_one():
+    graphs = backwards(Twice(), X, 2, "gather-params,reduce-grads,defer-reduction")
+    assert len([each for _, each in collectives(graphs[0].graph) if "reduce" in each.op]) == 2
+    assert len(everything(graphs)) == 1
+    assert_window_is_the_sum(graphs)
+
+
+class Shared(nn.Module):
+    """Two parameters with one and the same gradient, which neither may hand out as its own memory to both."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return x + self.a + self.b
+
+
+def test_pending_gradients_own_their_memory():
+    graphs = backwards(Shared(), torch.zeros(6), 2, "zero3")
+    own = len(graphs[0].graph.output_node().args[0])
+    inputs = random_inputs(graphs)
+    for run, values in zip(simulate(variants(graphs, deferred=everything(graphs)), inputs), inputs, strict=True):
+        storages = {value.untyped_storage().data_ptr() for value in run.outputs[own:]}
+        assert len(storages) == 2
+        assert not storages & {value.untyped_storage().data_ptr() for value in values}
+
+
+# --- reductions that were merged ---------------------------------------------------------------------------------------------------
+SHAPES = ((4, 3), (2, 5), (6,))
+
+
+def merged(form):
+    """A backward graph of one rank of two whose three gradients one collective reduces."""
+
+    def fn(*values):
+        return tuple(value * 2.0 for value in values)
+
+    gm = trace_joint(fn, [torch.zeros(shape, requires_grad=True) for shape in SHAPES])
+    graph = gm.graph
+    output = graph.output_node()
+    grads = list(output.args[0])[-len(SHAPES) :]
+    edit = Editor(graph, output)
+    names = tuple(f"p{i}" for i in range(len(SHAPES)))
+
+    def call(role, params, target, *args):
+        node = edit.call(target, *args)
+        add_tag(node, Tag(role, params, 1, bucket=0, origin="test"))
+        return node
+
+    if form == "coalesced":
+        started = call("reduce", names, c10d.reduce_scatter_tensor_coalesced.default, grads, "avg", 2, "0")
+        done = [call("reduced", (name,), c10d.wait_tensor.default, edit.call(operator.getitem, started, i)) for i, name in enumerate(names)]
+    else:
+        flat = [edit.call(aten.view.default, grad, [2, -1]) for grad in grads]
+        if form == "packed and tagged":
+            for node, name in zip(flat, names, strict=True):
+                add_tag(node, Tag("reduce_input", (name,), origin="test"))
+        packed = call("reduce_input", names, aten.cat.default, flat, 1)
+        started = call("reduce", names, c10d.reduce_scatter_tensor.default, packed, "avg", 2, "0")
+        whole = call("reduced", names, c10d.wait_tensor.default, started)
+        sizes = [torch.Size(shape).numel() // 2 for shape in SHAPES]
+        parts = [edit.call(aten.slice.Tensor, whole, 1, sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+        done = [edit.call(aten.view.default, part, [shape[0] // 2, *shape[1:]]) for part, shape in zip(parts, SHAPES, strict=True)]
+    shards = [edit.call(aten.clone.default, node) for node in done]
+    for node, name, shape in zip(shards, names, SHAPES, strict=True):
+        add_tag(node, Tag("shard_grad", (name,), origin="test", reduction=Reduction(shape[0], torch.float32, None, "0")))
+    output.args = (tuple(shards),)
+    gm.recompile()
+    return gm
+
+
+@pytest.mark.parametrize("form", ["coalesced", "packed", "packed and tagged"])
+def test_merged_reductions_are_deferred_gradient_by_gradient(form):
+    graphs = []
+    for rank in range(2):
+        with fake_world(2, rank):
+            graphs.append(merged(form))
+            assert run_passes(graphs[-1].graph, [DeferReduction()])[0].changes == 3
+    assert [slot.shape for slot in grad_slots(graphs[0].graph)] == list(SHAPES)
+    assert_window_is_the_sum(graphs)
+
+
+def test_a_merged_reduction_whose_parts_cannot_be_told_is_left_alone():
+    with fake_world(2):
+        gm = merged("packed")
+        for node, tag in list(tagged(gm.graph, "reduce_input")):
+            add_tag(node, Tag("reduce_input", (*tag.params, "another"), origin="test"))
+        assert DeferReduction().rewrite(gm.graph) == 0
+    assert grad_slots(gm.graph) == []
+    assert always_reduced(gm.graph) == ["p0", "p1", "p2"]
+
+
+# --- graphs from elsewhere ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_reductions_of_a_model_that_zpasses_did_not_shard(dtype):
+    x = X if dtype is None else X.to(dtype)
+    graphs = []
+    for rank in range(2):
+        with fake_world(2, rank) as mesh:
+            step = capture_graphs(simple_fsdp(mesh, dtype), (x,), pipeline=Pipeline((DeferReduction(),)), shard=leave_alone)
+        graphs.append(step.after.backward)
+    assert len(everything(graphs)) == 2
+    assert_window_is_the_sum(graphs)
+
+
+# --- the pass ------------------------------------------------------------------------------------------------------------------------
+def test_marking_adds_no_node_and_counts_gradients():
+    record = next(
+        each
+        for each in capture_graphs(Odd(), (torch.zeros(2, 7),), world_size=2, pipeline="zero3").records
+        if each.name == "defer-reduction"
+    )
+    assert record.changes == 5
+    assert (record.nodes_before, record.collectives_before) == (record.nodes_after, record.collectives_after)
+
+
+def test_graph_without_reductions_is_left_alone():
+    gm = trace_joint(lambda x: x * 2.0, [torch.ones(3, requires_grad=True)])
+    before = listing(gm)
+    assert run_passes(gm.graph, [DeferReduction()])[0].changes == 0
+    assert listing(gm) == before
+    assert grad_slots(gm.graph) == []
+
+
+def test_every_stage_can_defer_and_the_pass_runs_last():
+    for pipeline in (ZERO1, ZERO2, ZERO3):
+        assert pipeline.at(Level.BACKWARD) == (DeferReduction(),)
+        assert pipeline.passes[-1] == DeferReduction()

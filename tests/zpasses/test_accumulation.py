@@ -1,0 +1,376 @@
+"""Windows on real ranks: whatever the way, the gradients are those of a backward each and of the unsharded model, bit for bit.
+
+Data are small integers, so that every order of summation gives the same bits. Collectives are counted by the process group.
+"""
+
+import copy
+import itertools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import load, save
+
+import zpasses
+from tests.ranks import run_in_fresh_ranks, run_on_ranks, world_mesh
+from tests.zpasses.models import assert_same, full_gradients, integers
+from zpasses import AgreementError, Level, Pass, Pipeline, compat
+from zpasses.pending import pending_of
+
+pytestmark = pytest.mark.processes
+
+EAGER = {"codegen": "eager"}
+N = 3
+
+
+class Net(nn.Module):
+    """Odd rows, a parameter read twice, a scalar, a frozen one, one without rows, one that nobody reads."""
+
+    def __init__(self, graph_break=False):
+        super().__init__()
+        self.graph_break = graph_break
+        self.wide = nn.Linear(4, 5, bias=False)
+        self.deep = nn.Linear(5, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.unread = nn.Parameter(torch.ones(3))
+        with torch.no_grad():
+            for seed, param in enumerate((self.wide.weight, self.deep.weight, self.deep.bias)):
+                param.copy_(integers(*param.shape, seed=seed).sign())
+
+    def forward(self, x):
+        x = self.deep(self.wide(x))
+        if self.graph_break:
+            torch._dynamo.graph_break()
+            x = x * self.scale  # by eager code, between two graphs
+        return self.wide(x * self.scale + self.frozen).sum() + self.empty.sum()
+
+
+def data(rank=None, count=N):
+    rank = dist.get_rank() if rank is None else rank
+    return [integers(1, 4, seed=10 * rank + i).sign() for i in range(count)]
+
+
+def unsharded(model, dtype):
+    """Mean over ranks of the sum over batches."""
+    model = copy.deepcopy(model)
+    for rank in range(dist.get_world_size()):
+        for x in data(rank):
+            cast = {name: param.to(dtype) for name, param in model.named_parameters()}
+            torch.func.functional_call(model, cast, (x.to(dtype),)).backward()
+    return {name: None if param.grad is None else param.grad / dist.get_world_size() for name, param in model.named_parameters()}
+
+
+def reductions():
+    """How many reductions the process groups have run so far, as they recorded it themselves."""
+    return sum("reduce" in entry["profiling_name"] for entry in compat.flight_record())
+
+
+def per_backward(step, batches, **options):
+    for x in batches:
+        step(x).backward()
+
+
+def flushed(step, batches, **options):
+    with zpasses.coalesce_grad_reduction(step, **options):
+        per_backward(step, batches)
+        assert all(param.grad is None for param in step.parameters())
+
+
+def counted(step, batches, **options):
+    with zpasses.coalesce_grad_reduction(step, backwards=len(batches), **options):
+        for x in batches:
+            assert all(param.grad is None for param in step.parameters())
+            step(x).backward()
+
+
+def announced(step, batches, **options):
+    with zpasses.coalesce_grad_reduction(step, **options) as window:
+        per_backward(step, batches[:-1])
+        assert all(param.grad is None for param in step.parameters())
+        window.last()
+        step(batches[-1]).backward()
+
+
+WAYS = (flushed, counted, announced)
+DTYPES = {
+    "float32": {},
+    "bfloat16": {"param_dtype": torch.bfloat16},
+    "mixed": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+}
+
+
+def _count(fn, *args, **kwargs):
+    before = reductions()
+    fn(*args, **kwargs)
+    return reductions() - before
+
+
+def _matrix(cells, codegen="eager"):
+    """For each (stage, dtype, graph break): reductions that one backward runs, and what a window of N runs in each way."""
+    counts = {}
+    for stage, dtype, graph_break in cells:
+        torch._dynamo.reset()
+        reference, shard = Net(graph_break), DTYPES[dtype]
+        batches = [x.to(shard.get("param_dtype", torch.float32)) for x in data()]
+        expected = unsharded(reference, shard.get("param_dtype", torch.float32))
+        options = {"zero_stage": stage, "codegen": codegen}
+        found = []
+        for per_step in (1, N) if dtype == "float32" else (1,):
+            model = zpasses.shard(copy.deepcopy(reference), mesh=world_mesh(), **shard)
+            step = torch.compile(model, backend="zpasses", options={**options, "backwards_per_step": per_step})
+            ways = [(per_backward, None), *itertools.product(WAYS, (None, torch.float32))] if per_step == 1 else [(per_backward, None)] * 2
+            for way, accum in ways:
+                model.zero_grad()
+                found.append(_count(way, step, batches, grad_accum_dtype=accum))
+                assert_same(full_gradients(model), expected)
+                assert not any(pending_of(param).parts for param in model.parameters())
+        counts[stage, dtype, graph_break] = found
+    return counts
+
+
+MATRIX = [(1, "float32", False), *itertools.product((2, 3), DTYPES, (False,)), (2, "float32", True), (3, "mixed", True)]
+"""Stage 1 is made of the passes of stage 2."""
+
+
+def test_every_way_gives_the_gradients_of_a_backward_each_with_one_reduction():
+    outcomes = run_in_fresh_ranks(_matrix, MATRIX, env={"TORCH_FR_BUFFER_SIZE": "100000"}, timeout=240)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    for (stage, dtype, graph_break), found in outcomes[0].result.items():
+        each, *windows = found
+        assert each > 0
+        assert each % N == 0
+        once = {each // N} if not graph_break else set(range(4, each // N + 1))  # a flush reduces once for both graphs
+        assert set(windows) <= once, (stage, dtype, graph_break, found)
+
+
+@pytest.mark.inductor
+def test_windows_through_inductor():
+    run_on_ranks(_inductor, timeout=240)
+
+
+def _inductor():
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2, bias=False))
+    with torch.no_grad():
+        for seed, param in enumerate(model.parameters()):
+            param.copy_(integers(*param.shape, seed=seed))
+    shard = DTYPES["mixed"]
+    zpasses.shard(model, mesh=world_mesh(), **shard)
+    step = torch.compile(model, backend="zpasses")
+    batches = [x.bfloat16() for x in data()]
+    for x in batches:
+        step(x).sum().backward()
+    expected = full_gradients(model)
+    for backwards in (N, None):
+        model.zero_grad()
+        with zpasses.coalesce_grad_reduction(model, backwards=backwards, grad_accum_dtype=torch.float32):
+            for x in batches:
+                assert all(param.grad is None for param in model.parameters())
+                step(x).sum().backward()
+        assert_same(full_gradients(model), expected)
+
+
+# --- ranks that differ -----------------------------------------------------------------------------------------------------------
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Linear(4, 3, bias=False) for _ in range(4))
+
+    def forward(self, x, which):
+        outputs = [tower(x).sum() for tower in self.towers]  # every rank gathers alike
+        return sum(outputs[i] for i in which)
+
+
+def _first_of(grads):
+    return [None if grad is None else grad[0, 0].item() for grad in grads.values()]
+
+
+def _sets_differ():
+    """Rank 0 trains towers 0 and 1, rank 1 towers 1 and 2, in as many backwards as it likes; some towers compiled, some eager."""
+    model = zpasses.shard(Towers(), mesh=world_mesh())
+    rank, x = dist.get_rank(), torch.ones(1, 4)
+    found = []
+    for compiled in range(3):
+        for tower in model.towers[:compiled]:
+            tower.compile(backend="zpasses", options={"zero_stage": 2, **EAGER})
+        model.zero_grad()
+        with zpasses.coalesce_grad_reduction(model, timeout_s=30):
+            losses = [model(x, (0, 1) if rank == 0 else (1, 2)), model(x, (2,))]
+            for loss in losses[: rank + 1]:
+                loss.backward()
+        found.append(_first_of(full_gradients(model)))
+    return found
+
+
+def test_the_set_that_is_reduced_is_agreed():
+    for found in run_on_ranks(_sets_differ):
+        assert found == [[0.5, 1.0, 1.0, None]] * 3
+
+
+# --- failures --------------------------------------------------------------------------------------------------------------------
+def _one_rank_fails():
+    """What each rank sees when rank 1 fails at different places of a window, and that the next window is right."""
+    rank, x = dist.get_rank(), torch.ones(1, 4)
+    model = zpasses.shard(nn.Linear(4, 3), mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
+    step(x).sum().backward()
+    model.zero_grad()
+    errors = []
+
+    def attempt(backwards, fail_at):
+        with zpasses.coalesce_grad_reduction(model, backwards=backwards, timeout_s=30):
+            for i, loss in enumerate([step(x).sum(), step(x).sum()]):
+                if rank == 1 and fail_at == i:
+                    raise ValueError(f"at {i}")
+                loss.backward()
+            if rank == 1 and fail_at == 2:
+                raise ValueError("at 2")
+
+    for backwards, fail_at in ((None, 0), (None, 2), (2, 0), (2, 1)):
+        with pytest.raises(ValueError if rank == 1 else AgreementError) as caught:
+            attempt(backwards, fail_at)
+        errors.append(str(caught.value))
+        assert all(param.grad is None and not pending_of(param).parts for param in model.parameters())
+        with zpasses.coalesce_grad_reduction(model, backwards=backwards):
+            step(x).sum().backward()
+            step(x).sum().backward()
+        assert torch.equal(model._parameters["weight"].grad.full_tensor(), torch.full((3, 4), 2.0))
+        model.zero_grad()
+    return errors
+
+
+def test_an_exception_on_one_rank_gets_every_rank_out():
+    told, raised = run_on_ranks(_one_rank_fails)
+    assert raised == ["at 0", "at 2", "at 0", "at 1"]
+    for error, mine in zip(told, raised, strict=True):
+        assert f"rank 1 left a window with ValueError: {mine}" in error
+
+
+@dataclass(frozen=True)
+class FailsOnRank1(Pass):
+    name: ClassVar[str] = "fails-on-rank-1"
+    level: ClassVar[Level] = Level.JOINT
+
+    def rewrite(self, graph):
+        if dist.get_rank() == 1:
+            raise ValueError("mine")
+        return 0
+
+
+def _compile_fails():
+    """A model of a shape that no other test has: what ranks agreed on once needs no second vote."""
+    model = zpasses.shard(nn.Linear(4, 9), mesh=world_mesh())
+    pipeline = Pipeline((FailsOnRank1(), *Pipeline.parse("zero3")))
+    step = torch.compile(model, backend="zpasses", options={"pipeline": pipeline, "agreement_timeout_s": 30, **EAGER})
+    with pytest.raises(Exception, match=r"rank 1 failed while|mine") as caught, zpasses.coalesce_grad_reduction(model, timeout_s=30):
+        step(torch.ones(1, 4)).sum().backward()
+    with zpasses.coalesce_grad_reduction(model, timeout_s=30):
+        model(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(model._parameters["weight"].grad.full_tensor(), torch.ones(9, 4))
+    return str(caught.value)
+
+
+def test_a_failed_compile_inside_a_window_is_told_once():
+    told, _ = run_on_ranks(_compile_fails)
+    assert "rank 1 failed while compiling" in told
+
+
+def _late():
+    model = zpasses.shard(nn.Linear(4, 3), mesh=world_mesh())
+    loss = model(torch.ones(1, 4)).sum()
+    if dist.get_rank() == 1:
+        return None
+    with pytest.raises(AgreementError) as caught, zpasses.coalesce_grad_reduction(model, timeout_s=1):
+        loss.backward()
+    return str(caught.value)
+
+
+def test_a_rank_that_never_comes_is_waited_for_a_limited_time():
+    said = run_in_fresh_ranks(_late, timeout=60)[0].result
+    assert "rank 1 of group '0' did not reach the end of a window within 1 s" in said
+
+
+# --- training --------------------------------------------------------------------------------------------------------------------
+def _fp16_with_a_scaler():
+    """Steps that were skipped, with an overflow on rank 1 alone in the second of three steps."""
+    model = nn.Linear(4, 3, bias=False)
+    zpasses.shard(model, mesh=world_mesh(), param_dtype=torch.float16, reduce_dtype=torch.float32)
+    step = torch.compile(model, backend="zpasses", options=EAGER)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    skipped, weights = [], []
+    for number in range(3):
+        with zpasses.coalesce_grad_reduction(model):
+            for _ in range(2):
+                x = torch.ones(1, 4, dtype=torch.float16)
+                loss = step(x).sum()
+                if number == 1 and dist.get_rank() == 1:
+                    loss = loss * 6e4 * 6e4
+                scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        skipped.append(scaler.get_scale() < before)
+        weights.append(model._parameters["weight"].full_tensor())
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], weights[2])
+    return skipped
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all():
+    assert run_on_ranks(_fp16_with_a_scaler) == [[False, True, False]] * 2
+
+
+def _trains_with(way, folder):
+    """Windows, clipping, a schedule, a checkpoint between steps, against an unsharded model that averages by hand."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    model = zpasses.shard(copy.deepcopy(reference), mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, reference)]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda number: 0.5**number) for each in optimizers]
+    for number in range(3):
+        batches = [torch.randn(2, 4, generator=torch.Generator().manual_seed(100 * number + i)) for i in range(N)]
+        way(_Loss(step), batches)
+        for x in batches:
+            reference(x).square().mean().backward()
+        for each in (model, reference):
+            nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+        for name, param in reference.named_parameters():
+            torch.testing.assert_close(full_gradients(model)[name], param.grad, rtol=1e-4, atol=1e-6)
+        for each, schedule in zip(optimizers, schedules, strict=True):
+            each.step()
+            each.zero_grad()
+            schedule.step()
+        state = model.state_dict()
+        save(state, checkpoint_id=f"{folder}/{number}")
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        load(state, checkpoint_id=f"{folder}/{number}")
+        model.load_state_dict(state)
+
+
+class _Loss(nn.Module):
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def forward(self, x):
+        return self.step(x).square().mean()
+
+
+def test_training_with_windows_equals_the_unsharded_model(tmp_path):
+    run_on_ranks(_trains, str(tmp_path))
+
+
+def _trains(folder):
+    for way in WAYS:
+        _trains_with(way, f"{folder}/{way.__name__}")

@@ -1,0 +1,29 @@
+"""Code without a compiler, and the calling convention that all generated code has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from zpasses import compat
+
+__all__ = ["boxed", "uncompiled"]
+
+
+def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A function that torch knows to take one list of inputs, which it may empty."""
+
+    def run(args: list[Any]) -> Any:
+        return fn(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def uncompiled(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """Run the graph node by node, freeing inputs at their last use."""
+    gm.graph.set_codegen(compat.BOXED_CODEGEN())
+    gm.recompile()
+    return boxed(gm.forward)
