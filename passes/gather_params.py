@@ -64,14 +64,16 @@ class GatherParams(Pass):
         if block == 0 or 0 in value.shape[1:]:
             return edit.call(aten.empty.memory_format, [rows, *value.shape[1:]], dtype=dtype or value.dtype, device=value.device)
         source = shard
+        # Of what differs between ranks, the last counts: it is what the collective reads, and no rank needs more steps to make it.
+        whole, padded = 0, value.shape[0] < block
         if dtype is not None and dtype != value.dtype:
             source = edit.call(aten._to_copy.default, source, dtype=dtype)
             whole = block * math.prod(compat.size_hint(size) for size in value.shape[1:]) * dtype.itemsize
-            add_tag(source, Tag("gather_input", params, origin=self.name, block_bytes=whole))
-        if value.shape[0] < block:
+            add_tag(source, Tag("gather_input", params, origin=self.name, block_bytes=0 if padded else whole))
+        if padded:
             padding = [0, 0] * (value.dim() - 1) + [0, block - value.shape[0]]
             source = edit.call(aten.constant_pad_nd.default, source, padding, 0.0)
-            add_tag(source, Tag("gather_input", params, origin=self.name))
+            add_tag(source, Tag("gather_input", params, origin=self.name, block_bytes=whole))
         started = edit.call(compat.functional.all_gather_into_tensor.default, source, size, group)
         add_tag(started, Tag("gather", params, nbytes(value_of(source)), origin=self.name))
         full = edit.call(compat.functional.wait_tensor.default, started)

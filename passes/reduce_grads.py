@@ -58,9 +58,9 @@ class ReduceGrads(Pass):
         elif lowering.size == 1:
             mine = lowering.cast(grad)
         elif self._all_reduces(str(group)):
-            mine = lowering.cut_from_all_reduce(grad, rows, shard_rows)
+            mine = lowering.cut_from_all_reduce(grad, rows, shard_rows, dtype)
         else:
-            mine = lowering.reduce_scatter(grad, rows, shard_rows)
+            mine = lowering.reduce_scatter(grad, rows, shard_rows, dtype)
         mine = lowering.finish(mine, grad, dtype)
         full_rows = max(value.shape[0], 1) if value.dim() else 1
         whole = nbytes(value) // value.element_size() // full_rows * rows_per_rank(full_rows, lowering.size) * dtype.itemsize
@@ -96,12 +96,12 @@ class _Lowering:
     def all_reduce(self, source: fx.Node) -> fx.Node:
         return self._await(self.edit.call(compat.functional.all_reduce.default, source, "avg", self.group), source)
 
-    def cut_from_all_reduce(self, grad: fx.Node, rows: Any, shard_rows: Any) -> fx.Node:
+    def cut_from_all_reduce(self, grad: fx.Node, rows: Any, shard_rows: Any, dtype: torch.dtype) -> fx.Node:
         total = self.all_reduce(self.cast(grad))
         start = min(_group_rank(self.group) * rows_per_rank(rows, self.size), rows)
-        return self._cut(total, start, start + shard_rows)
+        return self._cut(total, start, start + shard_rows, dtype)
 
-    def reduce_scatter(self, grad: fx.Node, rows: Any, shard_rows: Any) -> fx.Node:
+    def reduce_scatter(self, grad: fx.Node, rows: Any, shard_rows: Any, dtype: torch.dtype) -> fx.Node:
         source = self.cast(grad)
         block = rows_per_rank(rows, self.size)
         if block * self.size != rows:
@@ -109,11 +109,12 @@ class _Lowering:
             source = self._prepare(self.edit.call(aten.constant_pad_nd.default, source, padding, 0.0))
         started = self.edit.call(compat.functional.reduce_scatter_tensor.default, source, "avg", self.size, self.group)
         mine = self._await(started, source)
-        return mine if shard_rows == block else self._cut(mine, 0, shard_rows)
+        return mine if shard_rows == block else self._cut(mine, 0, shard_rows, dtype)
 
-    def _cut(self, whole: fx.Node, start: Any, end: Any) -> fx.Node:
-        # Not slice and clone: Inductor drops such a clone, and with it the right to free what it was cut from.
-        return self.edit.call(aten.slice_copy.Tensor, whole, 0, start, end)
+    def _cut(self, whole: fx.Node, start: Any, end: Any, dtype: torch.dtype) -> fx.Node:
+        # Not slice and clone: Inductor drops such a clone, and with it the right to free what it was cut from. A cast copies anyway.
+        copies = value_of(whole).dtype == dtype
+        return self.edit.call(aten.slice_copy.Tensor if copies else aten.slice.Tensor, whole, 0, start, end)
 
     def finish(self, mine: fx.Node, grad: fx.Node, dtype: torch.dtype) -> fx.Node:
         if value_of(mine).dtype != dtype:

@@ -2,11 +2,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._inductor import config
 
 from tests.graphs import WORLDS, Param, assert_same_on_all_ranks, before_and_after, expect_listing, few, joint, param_lists
 from zpasses import OptionError, Pipeline
 from zpasses.graph import collectives
-from zpasses.passes import ReduceGrads
+from zpasses.passes import GatherParams, ReduceGrads
 from zpasses.tags import tagged
 from zpasses.testing import assert_deterministic, fake_world, listing, trace_joint
 
@@ -68,17 +69,16 @@ def test_all_reduce_form_cuts_this_rank_s_rows_out_of_the_total():
     expect_listing(
         listing(after),
         """\
-primals_1: f32[3, 2]                                                  # shard: p0
+primals_1: f32[3, 2]                                          # shard: p0
 primals_2: f32[7, 2]
 tangents_1: f32[7, 2]
-unshard = zpasses.unshard(primals_1, 7, None, None, '0')              # f32[7, 2]; gather: p0
-mul = mul(unshard, primals_2)                                         # f32[7, 2]
-mul_1 = mul(tangents_1, primals_2)                                    # f32[7, 2]
-all_reduce_default = all_reduce(mul_1, 'avg', '0')                    # f32[7, 2]; reduce: p0
-wait_tensor_default = wait_tensor(all_reduce_default)                 # f32[7, 2]; reduced: p0
-slice_tensor = slice(wait_tensor_default, 0, 3, 6)                    # f32[3, 2]
-clone_default = clone(slice_tensor, memory_format=contiguous_format)  # f32[3, 2]; shard_grad: p0
-return [mul, clone_default, None]
+unshard = zpasses.unshard(primals_1, 7, None, None, '0')      # f32[7, 2]; gather: p0
+mul = mul(unshard, primals_2)                                 # f32[7, 2]
+mul_1 = mul(tangents_1, primals_2)                            # f32[7, 2]
+all_reduce_default = all_reduce(mul_1, 'avg', '0')            # f32[7, 2]; reduce: p0
+wait_tensor_default = wait_tensor(all_reduce_default)         # f32[7, 2]; reduced: p0
+slice_copy_tensor = slice_copy(wait_tensor_default, 0, 3, 6)  # f32[3, 2]; shard_grad: p0
+return [mul, slice_copy_tensor, None]
 """,
     )
 
@@ -109,7 +109,26 @@ def test_full_blocks_are_reduced_without_padding_cast_or_copy():
 def test_gradient_that_is_cut_out_of_something_larger_owns_its_memory(form):
     gm = lowered(3, 2, Param((7, 2)), form=form)
     ((grad, _),) = tagged(gm.graph, "shard_grad")
-    assert grad.target is torch.ops.aten.clone.default
+    assert grad.target is torch.ops.aten.slice_copy.Tensor
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradient_that_is_cast_is_cut_without_another_copy(form):
+    gm = lowered(3, 2, Param((7, 2), reduce_dtype=torch.float64), form=form)
+    assert [name for name in targets(gm) if name in ("slice", "slice_copy", "clone")] == ["slice"]
+
+
+@pytest.mark.inductor
+def test_gradient_owns_its_memory_under_inductor_too():
+    def fn(shard, x):
+        return x * torch.ops.zpasses.unshard(shard, 7, None, None, "0")
+
+    lower = Pipeline((GatherParams(), ReduceGrads("all_reduce")))
+    patches = {"post_grad_custom_post_pass": lower, "force_disable_caches": True}
+    with fake_world(3, 2), config.patch(patches):
+        shard = torch.zeros(1, 2, requires_grad=True)
+        torch.compile(fn, fullgraph=True)(shard, torch.ones(7, 2)).sum().backward()
+    assert shard.grad.untyped_storage().nbytes() == shard.grad.nbytes == 8
 
 
 def test_bytes_of_the_reduction_are_in_the_reduction_s_dtype():
