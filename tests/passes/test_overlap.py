@@ -1,0 +1,237 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.foreign import leave_alone, simple_fsdp
+from tests.graphs import Param, assert_step_equals_reference, few, joint, param_lists, rewritten
+from zpasses import OptionError, Pipeline
+from zpasses.graph import collective_of, collectives, is_wait
+from zpasses.memory import liveness
+from zpasses.passes import GatherParams, ReduceGrads
+from zpasses.passes.bucket import Bucket
+from zpasses.passes.overlap import Overlap
+from zpasses.tags import tag_of
+from zpasses.testing import (
+    assert_deterministic,
+    assert_equal_bits,
+    capture_graphs,
+    capture_ranks,
+    fake_world,
+    listing,
+    random_inputs,
+    trace_joint,
+)
+
+ROOMY = "1GiB"
+PARAMS = [Param((4, 2)), Param((6, 2)), Param((8, 2))]
+
+
+def lower(form="reduce_scatter"):
+    return GatherParams(), ReduceGrads(form)
+
+
+def overlapped(*params, budget=ROOMY, world_size=2, rank=0, form="reduce_scatter", passes=()):
+    with fake_world(world_size, rank):
+        plain = rewritten(joint(params, rank, world_size), *lower(form), *passes)
+        return plain, rewritten(plain, Overlap(budget))
+
+
+def steps(gm):
+    """What happens, in order: starts and waits of collectives by parameter, and computation."""
+    found = []
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        source = node.all_input_nodes[0] if is_wait(node) else node
+        if is_wait(node) or collective_of(node) is not None:
+            tag = tag_of(source)
+            found.append(f"{'await' if is_wait(node) else 'start'} {tag.role} {','.join(tag.params)}")
+        else:
+            found.append(node.name)
+    return found
+
+
+def test_gathers_start_after_the_one_before_and_reductions_are_awaited_after_the_next():
+    plain, moved = overlapped(*PARAMS)
+    assert steps(plain) == [
+        *("start gather p0", "await gather p0", "mul"),
+        *("start gather p1", "await gather p1", "mul_1"),
+        *("start gather p2", "await gather p2", "mul_2"),
+        *("mul_3", "start reduce p2", "await reduce p2"),
+        *("mul_4", "start reduce p1", "await reduce p1"),
+        *("mul_5", "start reduce p0", "await reduce p0"),
+    ]
+    assert steps(moved) == [
+        *("start gather p0", "await gather p0", "start gather p1", "mul"),
+        *("await gather p1", "start gather p2", "mul_1"),
+        *("await gather p2", "mul_2"),
+        *("mul_3", "start reduce p2"),
+        *("mul_4", "start reduce p1", "await reduce p2"),
+        *("mul_5", "start reduce p0", "await reduce p1"),
+        "await reduce p0",
+    ]
+
+
+def test_number_of_moves_is_counted():
+    with fake_world(2):
+        gm = rewritten(joint(PARAMS, 0, 2), *lower())
+        assert Overlap(ROOMY).rewrite(gm.graph) == 4  # not the first gather, nor the last reduction
+
+
+def test_nothing_is_made_and_nothing_else_moves():
+    plain, moved = overlapped(*PARAMS, Param((7, 2), param_dtype=torch.bfloat16, reduce_dtype=torch.float32), world_size=3, rank=2)
+    assert sorted(listing(plain).splitlines()) == sorted(listing(moved).splitlines())
+    moving = ("all_gather", "reduce_scatter", "wait", "_to_copy", "constant_pad", "slice")
+    still = [[node.name for node in gm.graph.nodes if not node.name.startswith(moving)] for gm in (plain, moved)]
+    assert still[0] == still[1]
+
+
+def test_casts_and_padding_start_early_with_their_gather():
+    _, moved = overlapped(Param((4, 2)), Param((7, 2), param_dtype=torch.bfloat16), world_size=3, rank=2)
+    names = [node.name for node in moved.graph.nodes if node.op == "call_function"]
+    first = names.index("mul")
+    wanted = ["_to_copy_default", "constant_pad_nd_default_1", "all_gather_into_tensor_default_1"]
+    assert [name for name in names[:first] if name in wanted] == wanted
+
+
+def test_slices_of_a_gradient_follow_its_wait():
+    _, moved = overlapped(Param((7, 2)), Param((7, 3)), world_size=3, rank=1, form="all_reduce")
+    names = [node.name for node in moved.graph.nodes if node.op == "call_function"]
+    # wait of the first gradient only after the second has started, and its copy right behind
+    started = names.index("all_reduce_default_1")
+    assert names[started + 1 : started + 3] == ["wait_tensor_default_2", "slice_copy_tensor"]
+
+
+@pytest.mark.parametrize("mode", ["coalesced", "flat"])
+def test_buckets_move_as_wholes(mode):
+    bucket = Bucket(mb=100 / (1 << 20), mode=mode, memory_budget=ROOMY)
+    params = [Param((4, 2)), Param((6, 2)), Param((8, 2)), Param((2, 2))]
+    plain, moved = overlapped(*params, passes=(bucket,))
+    assert [each for _, each in collectives(plain.graph)] == [each for _, each in collectives(moved.graph)]
+    order = steps(moved)
+    starts = [at for at, step in enumerate(order) if step.startswith("start gather")]
+    assert len(starts) == 2
+    assert starts[1] < order.index("mul")
+    waits = [at for at, step in enumerate(order) if step.startswith("await reduce")]
+    assert waits[0] > [at for at, step in enumerate(order) if step.startswith("start reduce")][1]
+
+
+def test_budget_limits_how_far_collectives_move():
+    params = [Param((64, 4))] * 4
+    peaks, moves = [], []
+    for budget in ("0%", "10%", "1GiB"):
+        plain, moved = overlapped(*params, budget=budget)
+        with fake_world(2):
+            before, after = liveness(plain.graph).peak_bytes, liveness(moved.graph).peak_bytes
+        peaks.append(after / before)
+        moves.append(sum(a is not b for a, b in zip(steps(plain), steps(moved), strict=True) if a != b))
+    assert peaks[0] == 1
+    assert peaks[1] <= 1.1
+    assert moves[0] < moves[2]
+    assert moves == sorted(moves)
+
+
+def test_no_budget_bytes_below_the_peak_forbid_what_costs_nothing():
+    plain, moved = overlapped(*PARAMS, budget="1B")
+    with fake_world(2):
+        assert liveness(moved.graph).peak_bytes == liveness(plain.graph).peak_bytes
+
+
+def in_flight(gm, kind):
+    """The most collectives of a kind that are under way at once."""
+    most, pending = 0, set()
+    for node in gm.graph.nodes:
+        collective = collective_of(node)
+        if collective is not None and kind in collective.op:
+            pending.add(node)
+        elif is_wait(node):
+            pending.discard(node.all_input_nodes[0])
+        most = max(most, len(pending))
+    return most
+
+
+@few
+@given(
+    param_lists(max_size=5),
+    st.sampled_from([2, 3]),
+    st.sampled_from(["reduce_scatter", "all_reduce"]),
+    st.sampled_from(["0%", "20%", ROOMY]),
+)
+def test_drawn_graphs_stay_equal_within_the_budget_with_one_gather_under_way(params, world_size, form, budget):
+    before, after = [], []
+    for rank in range(world_size):
+        with fake_world(world_size, rank):
+            before.append(joint(params, rank, world_size))
+            plain = rewritten(before[-1], *lower(form))
+            after.append(rewritten(plain, Overlap(budget)))
+            assert in_flight(after[-1], "gather") <= 1
+            assert in_flight(after[-1], "reduce") <= 2
+            if budget == "0%" and rank == 0:  # its rows are the blocks that plans count
+                assert liveness(after[-1].graph).peak_bytes <= liveness(plain.graph).peak_bytes
+    assert_equal_bits(before, after, random_inputs(before))
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(3)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_step_of_a_model_equals_the_dialect():
+    pipeline = "merge-reads,gather-params,reduce-grads,regather,bucket{mb=0.0002,memory_budget=1GiB},overlap{memory_budget=1GiB}"
+    captures = capture_ranks(Mlp(), (torch.zeros(2, 5),), world_size=3, pipeline=pipeline)
+    assert [record.changes > 0 for record in captures[0].records if record.name == "overlap"] == [True, True]
+    assert_step_equals_reference(captures)
+
+
+def test_gathers_that_others_inserted_start_early():
+    captures = []
+    for rank in range(2):
+        with fake_world(2, rank) as mesh:
+            pipeline = Pipeline((Overlap(ROOMY),))
+            captures.append(capture_graphs(simple_fsdp(mesh), (torch.ones(2, 6),), shard=leave_alone, pipeline=pipeline))
+    order = [step.rpartition(" ")[0] for step in steps(captures[0].after.forward) if "gather" in step]
+    assert order == ["start gather", "await gather", "start gather", "await gather"]
+    names = [node.name for node in captures[0].after.forward.graph.nodes]
+    (second,) = [name for name in names if name.startswith("all_gather") and name.endswith("_1")]
+    (product,) = [name for name in names if name == "mm"]
+    assert names.index(second) < names.index(product)
+    assert_step_equals_reference(captures)
+
+
+def test_graphs_with_nothing_to_move_are_left_alone():
+    with fake_world(2):
+        lonely = rewritten(joint([Param((4, 2), frozen=True)], 0, 2), *lower())
+        plain = trace_joint(lambda x: (x * 2).relu(), [torch.ones(3, requires_grad=True)])
+        for gm in (lonely, plain, joint([Param((4, 2)), Param((6, 2))], 0, 2)):
+            before = listing(gm)
+            assert Overlap(ROOMY).rewrite(gm.graph) == 0
+            assert listing(gm) == before
+
+
+def test_moving_twice_is_the_same_as_once():
+    _, once = overlapped(*PARAMS)
+    with fake_world(2):
+        twice = rewritten(once, Overlap(ROOMY))
+    assert listing(once) == listing(twice)
+
+
+def test_order_does_not_depend_on_addresses():
+    with fake_world(2):
+        assert_deterministic(Overlap(ROOMY), rewritten(joint(PARAMS, 0, 2), *lower()))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("overlap{memory_budget=5}", r"pass 'overlap', option 'memory_budget': got '5'; expected how far the peak may rise \('5%'\)"),
+        ("overlap{mb=5}", r"pass 'overlap' has no option 'mb'"),
+    ],
+)
+def test_wrong_options_say_what_is_expected(text, message):
+    with pytest.raises(OptionError, match=message):
+        Pipeline.parse(text)
