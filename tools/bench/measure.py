@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zpasses import compat
 
-__all__ = ["MemoryProfile", "Traffic", "Work", "observe_work", "sent_bytes", "traffic"]
+__all__ = ["MemoryProfile", "ResidentMemory", "Traffic", "Work", "held_bytes", "observe_work", "sent_bytes", "traffic"]
 
 
 # --- memory ------------------------------------------------------------------------------------------------------------------------
@@ -62,6 +65,41 @@ class MemoryProfile:
             elif event.start_ns() <= end:
                 peak = max(peak, live)
         return resting, peak - resting
+
+
+class ResidentMemory:
+    """The most memory that this process held since the object was made, above what it held then (Linux).
+
+    By the kernel's count, so that it does not matter which thread allocates and frees: gloo's free what they communicated, which torch's
+    profiler does not see. The process must have been started with `ENVIRONMENT`, which has malloc return what is freed.
+    """
+
+    ENVIRONMENT: ClassVar[dict[str, str]] = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        self._before = self._status("VmRSS")
+
+    def peak_bytes(self) -> int:
+        return self._status("VmHWM") - self._before
+
+    @staticmethod
+    def _status(key: str) -> int:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":"))
+        return int(line.split()[1]) * 1024
+
+
+def held_bytes() -> int:
+    """Bytes of all tensors that Python objects hold, each piece of memory once."""
+    storages: dict[int, int] = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), Tensor) and type(each) in _PLAIN and each.device.type != "meta":
+            storage = each.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+_PLAIN = (Tensor, nn.Parameter)  # DTensors hold such a one; fake tensors hold nothing
 
 
 # --- collectives -------------------------------------------------------------------------------------------------------------------

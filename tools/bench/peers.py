@@ -29,6 +29,8 @@ class Trainer:
 
     def __init__(self, model: nn.Module, step: Callable[..., Tensor], gradient_scale: float = 1.0) -> None:
         self.model, self._forward, self._gradient_scale = model, step, gradient_scale
+        self.unseen_bytes = 0
+        """Memory between steps that no Python object holds."""
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -80,7 +82,9 @@ def _compute(model: GPT, mesh: DeviceMesh) -> Trainer:
 
 def _ddp(model: GPT, mesh: DeviceMesh) -> Trainer:
     wrapped = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), gradient_as_bucket_view=True)
-    return Trainer(wrapped, torch.compile(wrapped))
+    trainer = Trainer(wrapped, torch.compile(wrapped))
+    trainer.unseen_bytes = sum(param.numel() * param.element_size() for param in model.parameters())  # the buckets
+    return trainer
 
 
 def _fsdp2(compiled: bool) -> Callable[[GPT, DeviceMesh], Trainer]:

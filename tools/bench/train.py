@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from zpasses.tools.bench.launch import RankError, run_ranks
+from zpasses.tools.bench.measure import ResidentMemory
 from zpasses.tools.bench.model import ModelSize
 from zpasses.tools.bench.peers import PEERS, Peer
 
@@ -135,7 +136,7 @@ def _run_round(config: TrainConfig, result: PeerResult, number: int, caches: str
     result.passes_share = (result.passes_s + result.checks_s) / result.compile_s if result.compile_s else 0.0
     result.collectives, result.sent_bytes = ranks[0]["collectives"], ranks[0]["sent_bytes"]
     result.losses = [statistics.fmean(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
-    memory = _run(config, "memory", PEERS[result.peer], env)
+    memory = _run(config, "memory", PEERS[result.peer], {**env, **ResidentMemory.ENVIRONMENT})
     for name in ("resting_bytes", "peak_bytes", "backward_peak_bytes"):
         setattr(result, name, max(rank[name] for rank in memory))
     result.gradient_norm = memory[0]["gradient_norm"]

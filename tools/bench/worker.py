@@ -1,7 +1,7 @@
 """One rank of one training measurement: `python -m zpasses.tools.bench.worker JOB RESULT`, started by `launch.run_ranks`.
 
-A job says what to do: "time" trains and takes times, losses and collectives; "memory" trains two steps and follows every allocation
-of a third; "bounds" times bare collectives over the bytes of all parameters.
+A job says what to do: "time" trains and takes times, losses and collectives; "memory" trains three steps and watches
+the memory of the process in a fourth; "bounds" times bare collectives over the bytes of all parameters.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zpasses.tools.bench.measure import MemoryProfile, observe_work, sent_bytes, traffic
+from zpasses.tools.bench.measure import ResidentMemory, held_bytes, observe_work, sent_bytes, traffic
 from zpasses.tools.bench.model import ModelSize, batches, build_model
 from zpasses.tools.bench.peers import PEERS
 
-_MEMORY_WARMUP = 2
+_MEMORY_WARMUP = 3
 _SETTLE_S = 0.2
 _BOUND_REPEATS = 5
 
@@ -72,22 +72,25 @@ def _time(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str, A
 def _memory(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str, Any]:
     """Bytes held between steps and the most that a step adds, and the norm of its gradient."""
     data = batches(size, _MEMORY_WARMUP + 1, dist.get_rank())
-    memory = MemoryProfile()
-    with memory:
-        trainer = PEERS[job["peer"]].build(build_model(size), mesh)
-        for batch in data[:-1]:
-            trainer.backward(*batch)
-            norm = trainer.gradient_norm()
-            trainer.update()
-        dist.barrier()
-        gc.collect()  # compiling leaves cycles behind, which hold tensors
-        time.sleep(_SETTLE_S)  # gloo's threads let go of a collective's tensors only after it is awaited
-        with memory.mark("step"):
-            with memory.mark("backward"):
-                trainer.backward(*data[-1])
-            trainer.update()
-    resting, peak = memory.read("step")
-    return {"resting_bytes": resting, "peak_bytes": peak, "backward_peak_bytes": memory.read("backward")[1], "gradient_norm": norm}
+    trainer = PEERS[job["peer"]].build(build_model(size), mesh)
+    for batch in data[:-1]:
+        trainer.backward(*batch)
+        norm = trainer.gradient_norm()
+        trainer.update()
+    dist.barrier()
+    gc.collect()  # compiling leaves cycles behind, which hold tensors
+    time.sleep(_SETTLE_S)  # gloo's threads let go of a collective's tensors only after it is awaited
+    resting = held_bytes() + trainer.unseen_bytes
+    memory = ResidentMemory()
+    trainer.backward(*data[-1])
+    backward_peak = memory.peak_bytes()
+    trainer.update()
+    return {
+        "resting_bytes": resting,
+        "peak_bytes": memory.peak_bytes(),
+        "backward_peak_bytes": backward_peak,
+        "gradient_norm": norm,
+    }
 
 
 def _bounds(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str, Any]:
