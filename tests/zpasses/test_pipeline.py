@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.graphs import Param, joint
 from zpasses import Level, OptionError, Pass, PassError, Pipeline
 from zpasses.fields import field_types
-from zpasses.passes import ZERO3, GatherParams, KeepParams, MergeReads, ReduceGrads, Regather
+from zpasses.passes import ZERO3, Bucket, GatherParams, KeepParams, MergeReads, Overlap, ReduceGrads, Regather
 from zpasses.pipeline import catalogue, describe_records, run_passes
 from zpasses.testing import fake_world, listing, trace_joint
 
@@ -98,6 +98,10 @@ PASSES = st.one_of(
     st.builds(ReduceGrads, st.sampled_from(["auto", "reduce_scatter", "all_reduce"])),
     st.just(Regather()),
     st.just(KeepParams()),
+    st.builds(
+        Bucket, st.floats(0, 1e6, allow_nan=False), st.sampled_from(["auto", "coalesced", "flat"]), st.sampled_from(["5%", "300MiB"])
+    ),
+    st.builds(Overlap, st.sampled_from(["5%", "0%", "1.5GiB"])),
 )
 
 
@@ -162,6 +166,9 @@ CHANGED = {
     "frees_inputs": True,
     "device": "cuda",
     "timeout_s": 7.0,
+    "mb": 7.0,
+    "mode": "flat",
+    "memory_budget": "7MiB",
 }
 
 
