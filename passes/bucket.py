@@ -144,7 +144,7 @@ def _plan(items: Sequence[Movable], curve: MemoryCurve, options: Bucket) -> list
         mode = options.mode if options.mode != "auto" else _cheapest(item, gathers)
         if mode == "single":
             continue
-        key = (*_key(item), mode, _width(item) if mode == "flat" and not gathers else None)
+        key = (*_key(item), mode, _width(item) if mode == "flat" and "all_reduce" in _key(item) else None)
         bucket = open_.get(key)
         if bucket is None or not bucket.join(item, curve, options.mb * _MIB):
             open_[key] = bucket = _Bucket(gathers, mode, compat.is_gloo(key[1]), [item])
@@ -159,7 +159,7 @@ def _key(item: Movable) -> tuple[Any, ...]:
 
 
 def _width(item: Movable) -> tuple[int, ...] | None:
-    """Shape of a row, for gradients that can be stacked row on row; None for those that cannot."""
+    """Shape of a row, for gradients that can be stacked row on row (to be reduced as a whole); None for those that cannot."""
     shape = value_of(item.source).shape
     return tuple(shape[1:]) if len(shape) > 1 and all(isinstance(size, int) for size in shape) else None
 
