@@ -1,0 +1,99 @@
+"""Buckets and overlap on real gloo ranks, all cases in one start of processes."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import run_in_fresh_ranks, world_mesh
+
+LAYERS = 6
+UNMERGED = {1: "merge-reads,gather-params,reduce-grads,keep-params", 3: "merge-reads,gather-params,reduce-grads,regather"}
+UNMERGED[2] = UNMERGED[1]
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(9, 9) for _ in range(LAYERS)))
+
+
+def collectives():
+    """Gathers and reductions that process groups ran so far."""
+    from zpasses import compat
+
+    names = [entry["profiling_name"] for entry in compat.flight_record()]
+    return sum("gather" in name for name in names), sum("reduce" in name for name in names)
+
+
+def train(options):
+    """Collectives of the last of three steps, each compared with the unsharded model on the batches of all ranks."""
+    import torch.distributed as dist
+
+    import zpasses
+
+    torch._dynamo.reset()
+    reference, sharded = model(), model()
+    zpasses.shard(sharded, mesh=world_mesh())
+    step = torch.compile(sharded, backend="zpasses", fullgraph=True, options=options)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, sharded)]
+    for number in range(3):
+        data = [torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * number + rank)) for rank in range(dist.get_world_size())]
+        before = collectives()
+        step(data[dist.get_rank()]).square().sum().backward()
+        ran = [now - then for now, then in zip(collectives(), before, strict=True)]
+        for batch in data:
+            (reference(batch).square().sum() / len(data)).backward()
+        for ours, theirs in zip(sharded.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return ran
+
+
+def gathered_after_edits():
+    """Gathers of one forward after another: at first, again, and after an edit of one shard."""
+    import zpasses
+
+    torch._dynamo.reset()
+    reference = model()
+    sharded = copy.deepcopy(reference)
+    zpasses.shard(sharded, mesh=world_mesh())
+    options = {"pipeline": f"{UNMERGED[2]},bucket{{mode=coalesced,memory_budget=1GiB}}", "codegen": "eager"}
+    step = torch.compile(sharded, backend="zpasses", fullgraph=True, options=options)
+    x, counts = torch.ones(2, 9), []
+    for edit in (False, False, True, False):
+        if edit:
+            with torch.no_grad():
+                dict(sharded.named_parameters())["2.weight"].mul_(2)
+                reference[2].weight.mul_(2)
+        before = collectives()[0]
+        torch.testing.assert_close(step(x), reference(x))
+        counts.append(collectives()[0] - before)
+    return counts
+
+
+def everything():
+    found = {"edits": gathered_after_edits()}
+    for stage in (1, 2, 3):
+        pipeline = f"zero{stage},bucket{{mb=1,memory_budget=1GiB}},overlap{{memory_budget=1GiB}}"
+        found[stage] = train({"pipeline": UNMERGED[stage], "codegen": "eager"}), train({"pipeline": pipeline})
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.inductor
+def test_stages_train_like_the_unsharded_model_with_fewer_collectives():
+    outcomes = run_in_fresh_ranks(everything, timeout=280, env={"TORCH_FR_BUFFER_SIZE": "20000"})
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    first, second = (outcome.result for outcome in outcomes)
+    assert first == second
+    for stage in (1, 2, 3):
+        (gathers, reductions), (fewer_gathers, fewer_reductions) = first[stage]
+        assert reductions == 2 * LAYERS, stage
+        assert gathers >= 2 * LAYERS
+        assert fewer_reductions <= reductions / 3, first
+        assert fewer_gathers <= gathers / 2, first
+    # Nothing is gathered twice while it is fresh; a bucket of which one member is stale is gathered as a whole.
+    assert first["edits"] == [1, 0, 1, 0]
