@@ -19,6 +19,7 @@ are stacked row on row, which lets Inductor have each producer write into the bu
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ import torch
 from torch import fx
 
 from zpasses import compat
+from zpasses.agreement import exchange
 from zpasses.cost import copy_us, latency_us
 from zpasses.errors import OptionError
 from zpasses.foreign import tag_foreign_gathers
@@ -72,6 +74,7 @@ class Bucket(Pass):
             return 0
         curve = MemoryCurve(graph, parse_budget(self.memory_budget, self.name))
         planned = [*_plan(gathers, curve, self), *_plan(reductions, curve, self)]
+        planned = _adopted(planned, [*gathers, *reductions], str(self))
         for number, bucket in enumerate(planned):
             _WRITERS[bucket.gathers, bucket.mode](_Writer(graph, bucket.items, number, self.name))
         return sum(len(bucket.items) - 1 for bucket in planned)
@@ -140,6 +143,8 @@ def _plan(items: Sequence[Movable], curve: MemoryCurve, options: Bucket) -> list
     done: list[_Bucket] = []
     open_: dict[Any, _Bucket] = {}
     for item in items:
+        if value_of(item.source).dim() == 0:
+            continue  # scalars have no rows to be told by; they are few
         gathers = item.tag.role == "gather"
         mode = options.mode if options.mode != "auto" else _cheapest(item, gathers)
         if mode == "single":
@@ -150,6 +155,30 @@ def _plan(items: Sequence[Movable], curve: MemoryCurve, options: Bucket) -> list
             open_[key] = bucket = _Bucket(gathers, mode, compat.is_gloo(key[1]), [item])
             done.append(bucket)
     return [bucket for bucket in done if len(bucket.items) > 1]
+
+
+def _adopted(planned: list[_Bucket], items: Sequence[Movable], options: str) -> list[_Bucket]:
+    """The plan of each group's first rank.
+
+    What fits depends on shapes, which ranks may not share, and a rank may recompile alone: so the same collectives get the same buckets.
+    """
+    adopted: list[_Bucket] = []
+    for group in dict.fromkeys(str(_key(item)[1]) for item in items):
+        own = [item for item in items if str(_key(item)[1]) == group]
+        numbers = {item: number for number, item in enumerate(own)}
+        mine = [(bucket.mode, [numbers[item] for item in bucket.items]) for bucket in planned if bucket.items[0] in numbers]
+        described = [(*map(str, _key(item)), item.tag.params, item.full_bytes) for item in own]
+        signature = hashlib.sha256(repr((options, described)).encode()).hexdigest()
+        answers = exchange(group, "the choice of buckets", [signature, mine], _TIMEOUT_S, remember=signature)
+        # Other collectives on another rank are found, and named, when the collectives themselves are compared.
+        agreed = answers[0][1] if all(answer[0] == signature for answer in answers) else mine
+        for mode, members_of_bucket in agreed:
+            bucket_items = [own[number] for number in members_of_bucket]
+            adopted.append(_Bucket(bucket_items[0].tag.role == "gather", mode, compat.is_gloo(group), bucket_items))
+    return adopted
+
+
+_TIMEOUT_S = 300.0
 
 
 def _key(item: Movable) -> tuple[Any, ...]:
@@ -307,7 +336,8 @@ class _Writer:
         behind = self.items[0].wait
         for at, item in enumerate(self.items):
             part = edit.call(operator.getitem, started, at)
-            add_tag(part, Tag(item.tag.role, item.tag.params, 0, self._number, self._origin))
+            role: Role = "gathered" if item.tag.role == "gather" else "reduced"
+            add_tag(part, Tag(role, item.tag.params, 0, self._number, self._origin))
             item.wait.replace_input_with(item.started, part)
             if tag_of(item.wait) is not None:
                 retag(item.wait, bucket=self._number)

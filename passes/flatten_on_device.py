@@ -140,7 +140,8 @@ class FlattenOnDevice(Pass):
             return [Choice(_TIERS[tier], reason) for tier, reason in mine]
         sizes = ", ".join(f"{plan.flattening.dtype}[{plan.flattening.numel}]" for plan in plans)
         # A rank may compile alone, for a new batch shape: inside a compile, a graph that was asked about keeps its answer.
-        votes = exchange(self.group, f"{self} of {sizes}", mine, self.timeout_s, once=compat.is_tracing())
+        question = f"{self} of {sizes}"
+        votes = exchange(self.group, question, mine, self.timeout_s, remember=question if compat.is_tracing() else None)
         ranks = compat.group_ranks(self.group) if len(votes) > 1 else [torch.distributed.get_rank()]
         choices = []
         for column in zip(*votes, strict=True):

@@ -157,7 +157,8 @@ def _absent(group: str, occasion: str, store: Any, vote: str, timeout_s: float) 
 
 def _apart(rank: int, occasion: str, other_rank: int, other: str) -> str:
     return (
-        f"rank {rank} is at {occasion}, but rank {other_rank} at {other}: every rank must run the same backwards and leave windows alike."
+        f"rank {rank} is at {occasion}, but rank {other_rank} at {other}: every rank must do the same things in the same order."
+        " Compile the same graphs, run the same backwards, leave windows alike."
     )
 
 
@@ -172,7 +173,7 @@ def _post_failure(name: str, reason: str) -> None:
     ledger.votes += 1
 
 
-def exchange(group: str, question: str, mine: Any, timeout_s: float, *, once: bool = False) -> list[Any]:
+def exchange(group: str, question: str, mine: Any, timeout_s: float, *, remember: str | None = None) -> list[Any]:
     """Every rank of a group tells the others what it would answer, so that all can choose alike.
 
     Args:
@@ -180,7 +181,7 @@ def exchange(group: str, question: str, mine: Any, timeout_s: float, *, once: bo
         question: what is asked; it must be the same on all ranks.
         mine: this rank's answer, of plain JSON values.
         timeout_s: seconds to wait for the other ranks.
-        once: if this question was asked before, return the answers of then: for compiles, which a rank may repeat alone.
+        remember: a key; if something was asked under it before, return the answers of then: for compiles, which a rank may repeat alone.
 
     Returns:
         The answers, in the order of the group's ranks; the same list on every rank.
@@ -191,12 +192,12 @@ def exchange(group: str, question: str, mine: Any, timeout_s: float, *, once: bo
     if not _is_real(group):
         return [mine]
     ledger = _ledger(group, compat.process_group(group), compat.default_store())
-    if once and question in ledger.answers:
-        return ledger.answers[question]
+    if remember is not None and remember in ledger.answers:
+        return ledger.answers[remember]
     united = consult(group, question, {"answer": mine}, lambda ballots: {"answers": [ballot["answer"] for ballot in ballots]}, timeout_s)
     answers: list[Any] = united["answers"]
-    if once:
-        ledger.answers[question] = answers
+    if remember is not None:
+        ledger.answers[remember] = answers
     return answers
 
 

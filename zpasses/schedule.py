@@ -150,7 +150,7 @@ def gather_launches(graph: fx.Graph) -> list[Launch]:
             continue
         before, ends = _preparation(node), _parts_and_waits(node)
         if before is not None and ends is not None:
-            held = nbytes(value_of(node)) + sum(nbytes(value_of(each)) for each in before[-1:]) + scratch_bytes(node)
+            held = nbytes(value_of(node)) + sum(_block_bytes(each) for each in before) + scratch_bytes(node)
             found.append(Launch(node, before, *ends, (), held))
     return found
 
@@ -169,6 +169,11 @@ def reduction_launches(graph: fx.Graph) -> list[Launch]:
             held = collective.nbytes + (0 if "all_reduce" in collective.op else nbytes(value_of(node)))
             found.append(Launch(node, (), *ends, last, held))
     return found
+
+
+def _block_bytes(node: fx.Node) -> int:
+    tag = tag_of(node)
+    return tag.block_bytes if tag is not None else 0
 
 
 def _preparation(started: fx.Node) -> tuple[fx.Node, ...] | None:
@@ -214,7 +219,6 @@ class MemoryCurve:
     def __init__(self, graph: fx.Graph, budget: float | int) -> None:
         self.base: Liveness = liveness(graph, bytes_of=_common_bytes)
         self.live_bytes = list(self.base.live_bytes)
-        self.first_call = next((index for index, node in enumerate(self.base.nodes) if node.op != "placeholder"), 0)
         self.position = {node: index for index, node in enumerate(self.base.nodes)}
         peak = self.base.peak_bytes
         self.limit_bytes = int(peak * (1 + budget)) if isinstance(budget, float) else max(budget, peak)
@@ -226,20 +230,6 @@ class MemoryCurve:
     def add(self, start: int, end: int, added_bytes: int) -> None:
         for index in range(start, end):
             self.live_bytes[index] += added_bytes
-
-    def earliest(self, start: int, end: int, added_bytes: int) -> int:
-        """The first position from which so many bytes may live until `end`, not before `start`; `end` if there is none."""
-        position = end
-        while position > start and self.live_bytes[position - 1] + added_bytes <= self.limit_bytes:
-            position -= 1
-        return position
-
-    def latest(self, start: int, end: int, added_bytes: int) -> int:
-        """The last position until which so many bytes may live on from `start`, not after `end`."""
-        position = start
-        while position < end and self.live_bytes[position] + added_bytes <= self.limit_bytes:
-            position += 1
-        return position
 
 
 def _common_bytes(node: fx.Node) -> int | None:

@@ -7,11 +7,9 @@ from tests.foreign import leave_alone, simple_fsdp
 from tests.graphs import Param, assert_step_equals_reference, few, joint, param_lists, rewritten
 from zpasses import OptionError, Pipeline
 from zpasses.graph import collective_of, collectives, is_wait
-from zpasses.memory import liveness
 from zpasses.passes import GatherParams, ReduceGrads
 from zpasses.passes.bucket import Bucket
 from zpasses.passes.overlap import Overlap
-from zpasses.schedule import MemoryCurve, parse_budget
 from zpasses.tags import tag_of
 from zpasses.testing import (
     assert_deterministic,
@@ -32,10 +30,10 @@ def lower(form="reduce_scatter"):
     return GatherParams(), ReduceGrads(form)
 
 
-def overlapped(*params, budget=ROOMY, world_size=2, rank=0, form="reduce_scatter", passes=()):
+def overlapped(*params, world_size=2, rank=0, form="reduce_scatter", passes=()):
     with fake_world(world_size, rank):
         plain = rewritten(joint(params, rank, world_size), *lower(form), *passes)
-        return plain, rewritten(plain, Overlap(budget))
+        return plain, rewritten(plain, Overlap())
 
 
 def steps(gm):
@@ -77,7 +75,7 @@ def test_gathers_start_after_the_one_before_and_reductions_are_awaited_after_the
 def test_number_of_moves_is_counted():
     with fake_world(2):
         gm = rewritten(joint(PARAMS, 0, 2), *lower())
-        assert Overlap(ROOMY).rewrite(gm.graph) == 4  # not the first gather, nor the last reduction
+        assert Overlap().rewrite(gm.graph) == 4  # not the first gather, nor the last reduction
 
 
 def test_nothing_is_made_and_nothing_else_moves():
@@ -118,28 +116,6 @@ def test_buckets_move_as_wholes(mode):
     assert waits[0] > [at for at, step in enumerate(order) if step.startswith("start reduce")][1]
 
 
-def test_budget_limits_how_far_collectives_move():
-    params = [Param((64, 4))] * 4
-    peaks, moves = [], []
-    for budget in ("0%", "10%", "1GiB"):
-        plain, moved = overlapped(*params, budget=budget)
-        with fake_world(2):
-            before, after = liveness(plain.graph).peak_bytes, liveness(moved.graph).peak_bytes
-        peaks.append(after / before)
-        moves.append(sum(a is not b for a, b in zip(steps(plain), steps(moved), strict=True) if a != b))
-    assert peaks[0] == 1
-    assert peaks[1] <= 1.1
-    assert moves[0] < moves[2]
-    assert moves == sorted(moves)
-
-
-def test_bytes_below_the_peak_let_move_what_costs_nothing():
-    plain, moved = overlapped(*PARAMS, budget="1B")
-    assert steps(plain) != steps(moved)
-    with fake_world(2):
-        assert liveness(moved.graph).peak_bytes == liveness(plain.graph).peak_bytes
-
-
 def in_flight(gm, kind):
     """The most collectives of a kind that are under way at once."""
     most, pending = 0, set()
@@ -158,19 +134,16 @@ def in_flight(gm, kind):
     param_lists(max_size=5),
     st.sampled_from([2, 3]),
     st.sampled_from(["reduce_scatter", "all_reduce"]),
-    st.sampled_from(["0%", "20%", ROOMY]),
 )
-def test_drawn_graphs_stay_equal_within_the_budget_with_one_gather_under_way(params, world_size, form, budget):
+def test_drawn_graphs_stay_equal_with_one_gather_under_way(params, world_size, form):
     before, after = [], []
     for rank in range(world_size):
         with fake_world(world_size, rank):
             before.append(joint(params, rank, world_size))
             plain = rewritten(before[-1], *lower(form))
-            after.append(rewritten(plain, Overlap(budget)))
+            after.append(rewritten(plain, Overlap()))
             assert in_flight(after[-1], "gather") <= 1
             assert in_flight(after[-1], "reduce") <= 2
-            limit = MemoryCurve(plain.graph, parse_budget(budget, "here")).limit_bytes
-            assert MemoryCurve(after[-1].graph, 0.0).base.peak_bytes <= limit
     assert_equal_bits(before, after, random_inputs(before))
 
 
@@ -184,7 +157,7 @@ class Mlp(torch.nn.Module):
 
 
 def test_step_of_a_model_equals_the_dialect():
-    pipeline = "merge-reads,gather-params,reduce-grads,regather,bucket{mb=0.0002,memory_budget=1GiB},overlap{memory_budget=1GiB}"
+    pipeline = "merge-reads,gather-params,reduce-grads,regather,bucket{mb=0.0002,memory_budget=1GiB},overlap"
     captures = capture_ranks(Mlp(), (torch.zeros(2, 5),), world_size=3, pipeline=pipeline)
     assert [record.changes > 0 for record in captures[0].records if record.name == "overlap"] == [True, True]
     assert_step_equals_reference(captures)
@@ -194,7 +167,7 @@ def test_gathers_that_others_inserted_start_early():
     captures = []
     for rank in range(2):
         with fake_world(2, rank) as mesh:
-            pipeline = Pipeline((Overlap(ROOMY),))
+            pipeline = Pipeline((Overlap(),))
             captures.append(capture_graphs(simple_fsdp(mesh), (torch.ones(2, 6),), shard=leave_alone, pipeline=pipeline))
     order = [step.rpartition(" ")[0] for step in steps(captures[0].after.forward) if "gather" in step]
     assert order == ["start gather", "await gather", "start gather", "await gather"]
@@ -211,26 +184,25 @@ def test_graphs_with_nothing_to_move_are_left_alone():
         plain = trace_joint(lambda x: (x * 2).relu(), [torch.ones(3, requires_grad=True)])
         for gm in (lonely, plain, joint([Param((4, 2)), Param((6, 2))], 0, 2)):
             before = listing(gm)
-            assert Overlap(ROOMY).rewrite(gm.graph) == 0
+            assert Overlap().rewrite(gm.graph) == 0
             assert listing(gm) == before
 
 
 def test_moving_twice_is_the_same_as_once():
     _, once = overlapped(*PARAMS)
     with fake_world(2):
-        twice = rewritten(once, Overlap(ROOMY))
+        twice = rewritten(once, Overlap())
     assert listing(once) == listing(twice)
 
 
 def test_order_does_not_depend_on_addresses():
     with fake_world(2):
-        assert_deterministic(Overlap(ROOMY), rewritten(joint(PARAMS, 0, 2), *lower()))
+        assert_deterministic(Overlap(), rewritten(joint(PARAMS, 0, 2), *lower()))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("overlap{memory_budget=5}", r"pass 'overlap', option 'memory_budget': got '5'; expected how far the peak may rise \('5%'\)"),
         ("overlap{mb=5}", r"pass 'overlap' has no option 'mb'"),
     ],
 )

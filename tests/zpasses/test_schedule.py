@@ -146,21 +146,6 @@ def test_added_bytes_are_there_from_start_until_before_end():
     assert curve.live_bytes == [1, 5, 5, 1]
 
 
-def test_earliest_goes_back_until_something_is_in_the_way():
-    curve = flat_curve([1, 6, 2, 3, 1], 6)
-    assert curve.earliest(0, 4, 3) == 2
-    assert curve.earliest(3, 4, 3) == 3
-    assert curve.earliest(0, 4, 4) == 4
-    assert curve.earliest(0, 1, 5) == 0
-
-
-def test_latest_goes_on_until_something_is_in_the_way():
-    curve = flat_curve([1, 2, 3, 6, 1], 6)
-    assert curve.latest(0, 4, 3) == 3
-    assert curve.latest(0, 2, 3) == 2
-    assert curve.latest(3, 4, 1) == 3
-
-
 def test_ranks_whose_rows_differ_plan_with_the_same_bytes():
     """A full, a partly filled and an empty shard; with a cast, which reads and writes what only this rank has."""
     for form in ("all_reduce", "reduce_scatter"):

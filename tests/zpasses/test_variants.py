@@ -7,6 +7,9 @@ from zpasses.tags import tagged
 from zpasses.testing import assert_equal_bits, capture_ranks, copy_graph, listing, random_inputs, simulate
 from zpasses.variants import Slot, Variant, cut_variant, slots
 
+PIPELINE = "merge-reads,gather-params,reduce-grads,keep-params"
+"""Stage 2 without buckets, so that parameters are gathered one by one."""
+
 
 class Model(nn.Module):
     """One parameter read in two dtypes, one of uneven rows, a scalar."""
@@ -22,7 +25,7 @@ class Model(nn.Module):
 @pytest.fixture(scope="module")
 def graphs():
     """Forward graphs of three ranks."""
-    return [each.after.forward for each in capture_ranks(Model(), (torch.zeros(2, 6),), world_size=3, pipeline="zero2")]
+    return [each.after.forward for each in capture_ranks(Model(), (torch.zeros(2, 6),), world_size=3, pipeline=PIPELINE)]
 
 
 def gathered(gm):
@@ -105,7 +108,7 @@ def test_read_in_two_dtypes_has_one_slot_as_there_is_room_for_one_copy():
         def forward(self, x):
             return self.inner(x)
 
-    graph = copy_graph(capture_ranks(TwoDtypes(), (torch.zeros(2, 6),), world_size=1, pipeline="zero2")[0].after.forward).graph
+    graph = copy_graph(capture_ranks(TwoDtypes(), (torch.zeros(2, 6),), world_size=1, pipeline=PIPELINE)[0].after.forward).graph
     ((full, _),) = tagged(graph, "full")
     with graph.inserting_after(full):
         second = graph.call_function(torch.ops.aten._to_copy.default, (full,), {"dtype": torch.bfloat16})
