@@ -321,7 +321,7 @@ def eliminate_common_subexpressions(gm: fx.GraphModule, distinct: Sequence[fx.No
 
 
 def partition(
-    gm: fx.GraphModule, joint_inputs: Sequence[Any], *, recompute_elementwise: bool, **kwargs: Any
+    gm: fx.GraphModule, joint_inputs: Sequence[Any], *, recompute_elementwise: bool = False, **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Min-cut partition of a joint graph whose common subexpressions were merged already.
 

@@ -118,8 +118,8 @@ primals_4: f32[6, 2]
 tangents_1: f32[4, 2]
 tangents_2: f32[6, 2]
 all_gather_coalesced = all_gather_coalesced([primals_1, primals_3], 2, '0')  # (f32[4, 2], f32[6, 2]); gather: p0, p1 in bucket 0
-getitem = getitem(all_gather_coalesced, 0)  # f32[4, 2]; gather: p0 in bucket 0
-getitem_1 = getitem(all_gather_coalesced, 1)  # f32[6, 2]; gather: p1 in bucket 0
+getitem = getitem(all_gather_coalesced, 0)  # f32[4, 2]; gathered: p0 in bucket 0
+getitem_1 = getitem(all_gather_coalesced, 1)  # f32[6, 2]; gathered: p1 in bucket 0
 wait_tensor = wait_tensor(getitem)  # f32[4, 2]; full: p0 in bucket 0
 wait_tensor_1 = wait_tensor(getitem_1)  # f32[6, 2]; full: p1 in bucket 0
 mul = mul(wait_tensor, primals_2)  # f32[4, 2]
@@ -127,8 +127,8 @@ mul_1 = mul(wait_tensor_1, primals_4)  # f32[6, 2]
 mul_2 = mul(tangents_2, primals_4)  # f32[6, 2]
 mul_3 = mul(tangents_1, primals_2)  # f32[4, 2]
 reduce_scatter_coalesced = reduce_scatter_coalesced([mul_2, mul_3], 'avg', 2, '0')  # (f32[3, 2], f32[2, 2]); reduce: p1, p0 in bucket 1
-getitem_2 = getitem(reduce_scatter_coalesced, 0)  # f32[3, 2]; reduce: p1 in bucket 1
-getitem_3 = getitem(reduce_scatter_coalesced, 1)  # f32[2, 2]; reduce: p0 in bucket 1
+getitem_2 = getitem(reduce_scatter_coalesced, 0)  # f32[3, 2]; reduced: p1 in bucket 1
+getitem_3 = getitem(reduce_scatter_coalesced, 1)  # f32[2, 2]; reduced: p0 in bucket 1
 wait_tensor_2 = wait_tensor(getitem_2)  # f32[3, 2]; shard_grad: p1 in bucket 1
 wait_tensor_3 = wait_tensor(getitem_3)  # f32[2, 2]; shard_grad: p0 in bucket 1
 return [mul, mul_1, wait_tensor_3, None, wait_tensor_2, None]
@@ -185,8 +185,8 @@ def test_coalesced_all_reduces_are_cut_after_the_last_wait():
 mul_2 = mul(tangents_2, primals_4)  # f32[3]
 mul_3 = mul(tangents_1, primals_2)  # f32[7, 2]
 all_reduce_coalesced = all_reduce_coalesced([mul_2, mul_3], 'avg', '0')  # (f32[3], f32[7, 2]); reduce: p1, p0 in bucket 1
-getitem_2 = getitem(all_reduce_coalesced, 0)  # f32[3]; reduce: p1 in bucket 1
-getitem_3 = getitem(all_reduce_coalesced, 1)  # f32[7, 2]; reduce: p0 in bucket 1
+getitem_2 = getitem(all_reduce_coalesced, 0)  # f32[3]; reduced: p1 in bucket 1
+getitem_3 = getitem(all_reduce_coalesced, 1)  # f32[7, 2]; reduced: p0 in bucket 1
 wait_tensor_2 = wait_tensor(getitem_2)  # f32[3]; reduced: p1 in bucket 1
 wait_tensor_3 = wait_tensor(getitem_3)  # f32[7, 2]; reduced: p0 in bucket 1
 slice_copy_tensor = slice_copy(wait_tensor_2, 0, 1, 2)  # f32[1]; shard_grad: p1
@@ -285,7 +285,7 @@ EVERY = [(form, {"mode": mode}) for form in FORMS for mode in MODES]
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_buckets_compute_the_same_bits_on_all_ranks(world_size):
     for plain, merged in equal_after_bucketing(world_size, ODD, EVERY):
-        assert counts(merged)[1] < counts(plain)[1]
+        assert counts(merged)[1] < counts(plain)[1] or world_size == 1
         assert counts(merged)[0] < counts(plain)[0] or world_size == 1
 
 

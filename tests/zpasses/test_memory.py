@@ -216,7 +216,7 @@ def test_an_empty_graph_takes_nothing():
 SIZE = ModelSize(width=128, layers=2, heads=4, vocab=256, seq=64, batch=4)
 
 
-LARGE = "bucket{mb=1,memory_budget=1GiB},overlap{memory_budget=1GiB}"
+LARGE = "bucket{mb=1,memory_budget=1GiB},overlap"
 
 
 @pytest.mark.parametrize("last", ["keep-params", f"regather,{LARGE}"])
