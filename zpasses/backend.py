@@ -89,7 +89,7 @@ def zpasses_backend(
     captured = capture(gm, example_inputs)
     compiler = _GraphCompiler(captured, parsed, parsed.passes())
     try:
-        with planning_for(Target.parse(parsed.target) if parsed.target else None):
+        with planning_for(compiler.target):
             return with_plain_inputs(compiler.compile(), example_inputs)
     except AgreementError:
         raise
@@ -104,6 +104,7 @@ class _GraphCompiler:
 
     def __init__(self, captured: Capture, options: Options, pipeline: Pipeline) -> None:
         self.name = compat.compile_name()
+        self.target = Target.parse(options.target) if options.target else None
         self._captured, self._options, self._pipeline = captured, options, pipeline
         self._bound = BoundParameters()
         self._retains = False
@@ -192,7 +193,8 @@ class _GraphCompiler:
     def _run_level(self, gm: fx.GraphModule, level: Level, kind: str) -> None:
         if level is Level.JOINT:
             tag_joint(gm.graph, self._captured.shards)
-        records = run_passes(gm.graph, self._pipeline.at(level))
+        with planning_for(self.target):  # torch may compile a backward late
+            records = run_passes(gm.graph, self._pipeline.at(level))
         gm.recompile()
         name = f"{self.name} {kind}"
         for record in records:
