@@ -439,7 +439,7 @@ def _votes():
     dist.barrier()
     if rank == 1:
         dist.barrier()  # rank 0 has given up by then, and rank 1 is told
-    with pytest.raises(AgreementError, match=r"rank 1 of group '0' did not answer within 1 s"):
+    with pytest.raises(AgreementError, match=r"rank 1 of group '0' did not reach .* within 1 s"):
         FlattenOnDevice(group="0", timeout_s=1.0)(copy_graph(gm).graph)
     if rank == 0:
         dist.barrier()

@@ -57,9 +57,8 @@ def _check_traffic(result, fsdp2, zpasses):
     nbytes = result["bounds"]["bytes"]
     # Root and block are gathered, and the block again in backward; gloo runs a reduce-scatter as an all-reduce.
     assert fsdp2["collectives"] == {"all_gather": 3, "all_reduce": 2}
-    assert zpasses["collectives"]["all_reduce"] == PARAMETERS
-    # Forward gathers every parameter, backward at least the weights of the matrix products and norms.
-    assert PARAMETERS + 8 <= zpasses["collectives"]["all_gather"] <= 2 * PARAMETERS
+    assert 1 <= zpasses["collectives"]["all_reduce"] < PARAMETERS  # buckets
+    assert 2 <= sum(count for kind, count in zpasses["collectives"].items() if "gather" in kind) < PARAMETERS
     for peer in (fsdp2, zpasses):
         assert peer["sent_bytes"]["all_reduce"] == nbytes  # 2 (n - 1) / n of it, two ranks
         assert nbytes / 2 < peer["sent_bytes"]["all_gather"] <= nbytes
@@ -68,11 +67,10 @@ def _check_traffic(result, fsdp2, zpasses):
 
 def _check_memory(result, fsdp2, zpasses):
     shards = result["bounds"]["bytes"] / 2
-    # Shards and two moments of AdamW; FSDP2 holds on to more than that.
-    assert zpasses["resting_bytes"] == pytest.approx(3 * shards, rel=0.2)
-    assert fsdp2["resting_bytes"] >= 3 * shards
     for peer in (fsdp2, zpasses):
-        assert shards < peer["backward_peak_bytes"] <= peer["peak_bytes"]
+        # Shards and two moments of AdamW, and whatever small tensors the process has.
+        assert 3 * shards <= peer["resting_bytes"] < 3 * shards + (1 << 20)
+        assert 0 < peer["backward_peak_bytes"] <= peer["peak_bytes"]
 
 
 @pytest.mark.inductor
