@@ -70,7 +70,7 @@ def _check_memory(result, fsdp2, zpasses):
     for peer in (fsdp2, zpasses):
         # Shards and two moments of AdamW, and whatever small tensors the process has.
         assert 3 * shards <= peer["resting_bytes"] < 3 * shards + (1 << 20)
-        assert 0 < peer["backward_peak_bytes"] <= peer["peak_bytes"]
+        assert 0 <= peer["backward_peak_bytes"] <= peer["peak_bytes"]
 
 
 @pytest.mark.inductor

@@ -81,7 +81,7 @@ class ResidentMemory:
         self._before = self._status("VmRSS")
 
     def peak_bytes(self) -> int:
-        return self._status("VmHWM") - self._before
+        return max(self._status("VmHWM") - self._before, 0)  # the kernel counts to within some pages a thread
 
     @staticmethod
     def _status(key: str) -> int:
