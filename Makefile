@@ -1,7 +1,7 @@
 # Every target sets itself up: Python >= 3.10 and make are all that is needed.
 #
 #   make demo          train a small GPT on two ranks and compare with one process; ARGS="--zero-stage 2 --steps 50"
-#   make test          lint and run all tests;                                      ARGS="-k gather -x"
+#   make test          lint and run all tests, two at a time;                       ARGS="-k gather -x", ARGS="-n 0 --pdb"
 #   make lint          ruff, ruff format, mypy
 #   make bench         step time, memory and communication against other systems;   ARGS="--help"
 #   make clean         remove what was built; `make distclean` removes .venv too
@@ -26,7 +26,7 @@ demo: $(INSTALLED)
 	$(PY) examples/train_gpt.py --ranks 2 $(ARGS)
 
 test: lint
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 # mypy sees the package as it is imported: zpasses/ with passes/ and tools/ in it, as links, because it cannot follow the editable
 # install's mapping.

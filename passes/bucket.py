@@ -19,6 +19,7 @@ are stacked row on row, which lets Inductor have each producer write into the bu
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.agreement import exchange
+from zpasses.bucketing import Bucketed, Choice, Mode, plan_buckets
 from zpasses.cost import copy_us, latency_us
 from zpasses.errors import OptionError
 from zpasses.foreign import tag_foreign_gathers
@@ -58,6 +60,9 @@ class Bucket(Pass):
     by itself included."""
     memory_budget: str = "5%"
     """How far the graph's peak may rise ("5%"), or the peak it may reach ("300MiB"; never below what it is without buckets)."""
+    overlapped: bool = False
+    """Whether `overlap` runs behind: it makes buckets live longer, and the budget is about the peak that it leaves, with and without
+    buckets."""
 
     def __post_init__(self) -> None:
         parse_budget(self.memory_budget, f"pass {self.name!r}, option 'memory_budget'")
@@ -72,97 +77,36 @@ class Bucket(Pass):
         gathers, reductions = movable_gathers(graph), movable_reductions(graph)
         if len(gathers) < 2 and len(reductions) < 2:
             return 0
+        items = [*gathers, *reductions]
+        planned, _ = self.plan(graph, items)
+        adopted = _adopted(planned, items, str(self))
+        for number, (mode, members) in enumerate(adopted):
+            _WRITERS[members[0].tag.role == "gather", mode](_Writer(graph, members, number, self.name))
+        return sum(len(members) - 1 for _, members in adopted)
+
+    def plan(self, graph: fx.Graph, items: Sequence[Movable]) -> tuple[list[Bucketed], MemoryCurve]:
+        """The buckets that this rank would make of these collectives, and the graph's memory with them."""
         curve = MemoryCurve(graph, parse_budget(self.memory_budget, self.name))
-        planned = [*_plan(gathers, curve, self), *_plan(reductions, curve, self)]
-        planned = _adopted(planned, [*gathers, *reductions], str(self))
-        for number, bucket in enumerate(planned):
-            _WRITERS[bucket.gathers, bucket.mode](_Writer(graph, bucket.items, number, self.name))
-        return sum(len(bucket.items) - 1 for bucket in planned)
-
-
-_Mode = Literal["single", "coalesced", "flat"]
+        choose = functools.partial(_choice, options=self)
+        return plan_buckets(items, choose, curve, self.mb * _MIB, overlapped=self.overlapped), curve
 
 
 # --- planning ----------------------------------------------------------------------------------------------------------------------
-_AT_ONCE = 2
-"""Positions, a start and its wait, at which a collective's scratch memory is alive."""
+def _choice(item: Movable, options: Bucket) -> Choice:
+    gathers, key = item.tag.role == "gather", _key(item)
+    mode: Mode = options.mode if options.mode != "auto" else _cheapest(item, gathers)
+    if value_of(item.source).dim() == 0:
+        mode = "single"  # scalars have no rows to be told by; they are few
+    width = _width(item) if mode == "flat" and "all_reduce" in key else None
+    return Choice(mode, (*key, width), compat.is_gloo(key[1]))
 
 
-@dataclass
-class _Bucket:
-    """Collectives that will be one."""
-
-    gathers: bool
-    mode: _Mode
-    gloo: bool
-    items: list[Movable]
-    extra_bytes: int = 0
-    """Memory at its launch that its members by themselves do not take."""
-
-    @property
-    def full_bytes(self) -> int:
-        return sum(item.full_bytes for item in self.items)
-
-    def extra_with(self, item: Movable) -> int:
-        items = [*self.items, item]
-        full, parts = sum(each.full_bytes for each in items), sum(each.tag.nbytes for each in items)
-        packed = (parts if self.gathers else full) if self.mode == "flat" or self.gloo else 0
-        if not self.gathers:
-            return packed
-        unpacked = full if self.mode == "flat" else 0
-        scratch = full - items[0].full_bytes if self.gloo else 0  # gloo copies what it gathers; one member does so anyway
-        return packed + unpacked + scratch
-
-    def join(self, item: Movable, curve: MemoryCurve, cap_bytes: float) -> bool:
-        """Add a member unless the bucket would be too large or its memory would not fit."""
-        if self.full_bytes + item.full_bytes > cap_bytes:
-            return False
-        extra = self.extra_with(item)
-        at, last = curve.position[item.started], curve.position[self.items[-1].started]
-        if self.gathers:  # the new member is gathered earlier
-            first = curve.position[self.items[0].started]
-            added = extra - self.extra_bytes
-            if not (curve.fits(first, at, item.full_bytes) and curve.fits(first, first + _AT_ONCE, item.full_bytes + added)):
-                return False
-            curve.add(first, at, item.full_bytes)
-            curve.add(first, first + _AT_ONCE, added)
-        else:  # all others are reduced later
-            curve.add(last, last + _AT_ONCE, -self.extra_bytes)
-            if not (curve.fits(last, at, self.full_bytes) and curve.fits(at, at + _AT_ONCE, self.full_bytes + extra)):
-                curve.add(last, last + _AT_ONCE, self.extra_bytes)
-                return False
-            curve.add(last, at + 1, self.full_bytes)
-            curve.add(at, at + _AT_ONCE, extra)
-        self.items.append(item)
-        self.extra_bytes = extra
-        return True
-
-
-def _plan(items: Sequence[Movable], curve: MemoryCurve, options: Bucket) -> list[_Bucket]:
-    """Buckets of two and more, each member joined because it pays and fits."""
-    done: list[_Bucket] = []
-    open_: dict[Any, _Bucket] = {}
-    for item in items:
-        if value_of(item.source).dim() == 0:
-            continue  # scalars have no rows to be told by; they are few
-        gathers = item.tag.role == "gather"
-        mode = options.mode if options.mode != "auto" else _cheapest(item, gathers)
-        if mode == "single":
-            continue
-        key = (*_key(item), mode, _width(item) if mode == "flat" and "all_reduce" in _key(item) else None)
-        bucket = open_.get(key)
-        if bucket is None or not bucket.join(item, curve, options.mb * _MIB):
-            open_[key] = bucket = _Bucket(gathers, mode, compat.is_gloo(key[1]), [item])
-            done.append(bucket)
-    return [bucket for bucket in done if len(bucket.items) > 1]
-
-
-def _adopted(planned: list[_Bucket], items: Sequence[Movable], options: str) -> list[_Bucket]:
+def _adopted(planned: list[Bucketed], items: Sequence[Movable], options: str) -> list[tuple[Mode, list[Movable]]]:
     """The plan of each group's first rank.
 
     What fits depends on shapes, which ranks may not share, and a rank may recompile alone: so the same collectives get the same buckets.
     """
-    adopted: list[_Bucket] = []
+    adopted: list[tuple[Mode, list[Movable]]] = []
     for group in dict.fromkeys(str(_key(item)[1]) for item in items):
         own = [item for item in items if str(_key(item)[1]) == group]
         numbers = {item: number for number, item in enumerate(own)}
@@ -172,9 +116,7 @@ def _adopted(planned: list[_Bucket], items: Sequence[Movable], options: str) -> 
         answers = exchange(group, "the choice of buckets", [signature, mine], _TIMEOUT_S, remember=signature)
         # Other collectives on another rank are found, and named, when the collectives themselves are compared.
         agreed = answers[0][1] if all(answer[0] == signature for answer in answers) else mine
-        for mode, members_of_bucket in agreed:
-            bucket_items = [own[number] for number in members_of_bucket]
-            adopted.append(_Bucket(bucket_items[0].tag.role == "gather", mode, compat.is_gloo(group), bucket_items))
+        adopted += [(mode, [own[number] for number in members]) for mode, members in agreed]
     return adopted
 
 
@@ -193,12 +135,12 @@ def _width(item: Movable) -> tuple[int, ...] | None:
     return tuple(shape[1:]) if len(shape) > 1 and all(isinstance(size, int) for size in shape) else None
 
 
-def _cheapest(item: Movable, gathers: bool) -> _Mode:
+def _cheapest(item: Movable, gathers: bool) -> Mode:
     """What costs a member least: its own launch, or the copies that sharing one takes."""
     collective, target = collective_of(item.started), current_target()
     assert collective is not None
     ranks = group_size(collective.group)
-    costs: dict[_Mode, float] = {"single": latency_us(collective.op, ranks, target)}
+    costs: dict[Mode, float] = {"single": latency_us(collective.op, ranks, target)}
     copied = 2 * copy_us(item.full_bytes, target) if compat.is_gloo(collective.group) else 0.0
     # gloo copies what it gathers in any case, and what it reduces together; other backends launch a group without copies.
     costs["coalesced"] = 0.0 if gathers else copied

@@ -67,6 +67,8 @@ def _prefetch(launches: list[Launch], nodes: tuple[fx.Node, ...]) -> list[_Plan]
         if any(node not in launch.before and node.op == "call_function" for node in nodes[arrived:at]):
             plans.append(((*launch.before, launch.started, *launch.parts), nodes[arrived]))
         arrived = min(position[wait] for wait in launch.waits) + 1
+        while nodes[arrived] in launch.waits:  # of one collective: nothing is let go before the last
+            arrived += 1
     return plans
 
 

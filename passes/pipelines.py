@@ -19,7 +19,9 @@ from zpasses.pipeline import Pipeline
 
 __all__ = ["ZERO1", "ZERO2", "ZERO3"]
 
-ZERO2 = Pipeline((MergeReads(), GatherParams(), ReduceGrads(), KeepParams(), Bucket(), Overlap(), DeferReduction()))
+_LAST = (Overlap(), DeferReduction())
+
+ZERO2 = Pipeline((MergeReads(), GatherParams(), ReduceGrads(), KeepParams(), Bucket(overlapped=True), *_LAST))
 ZERO1 = ZERO2
 """The same passes as stage 2: windows (`backwards_per_step`) decide how long gradients stay full, which is what tells the two apart."""
-ZERO3 = Pipeline((MergeReads(hold_mb=1.0), GatherParams(), ReduceGrads(), Regather(), Bucket(mb=12.0), Overlap(), DeferReduction()))
+ZERO3 = Pipeline((MergeReads(hold_mb=1.0), GatherParams(), ReduceGrads(), Regather(), Bucket(mb=12.0, overlapped=True), *_LAST))

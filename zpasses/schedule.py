@@ -220,12 +220,13 @@ class MemoryCurve:
         self.base: Liveness = liveness(graph, bytes_of=_common_bytes)
         self.live_bytes = list(self.base.live_bytes)
         self.position = {node: index for index, node in enumerate(self.base.nodes)}
-        peak = self.base.peak_bytes
-        self.limit_bytes = int(peak * (1 + budget)) if isinstance(budget, float) else max(budget, peak)
+        self._budget = budget
+        self.rebase()
 
-    def fits(self, start: int, end: int, added_bytes: int) -> bool:
-        """Whether so many bytes may live longer, from `start` until before `end`."""
-        return start >= end or added_bytes <= 0 or max(self.live_bytes[start:end]) + added_bytes <= self.limit_bytes
+    def rebase(self) -> None:
+        """Take the limit from the curve as it is now."""
+        peak, budget = max(self.live_bytes, default=0), self._budget
+        self.limit_bytes = int(peak * (1 + budget)) if isinstance(budget, float) else max(budget, peak)
 
     def add(self, start: int, end: int, added_bytes: int) -> None:
         for index in range(start, end):

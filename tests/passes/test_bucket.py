@@ -19,7 +19,8 @@ from tests.graphs import (
 from zpasses import OptionError, Pipeline
 from zpasses.graph import collectives
 from zpasses.passes import GatherParams, KeepParams, ReduceGrads
-from zpasses.passes.bucket import Bucket, _plan
+from zpasses.passes.bucket import Bucket
+from zpasses.passes.overlap import Overlap
 from zpasses.schedule import MemoryCurve, movable_gathers, movable_reductions, parse_budget
 from zpasses.tags import tagged
 from zpasses.target import TARGETS, Target, planning_for
@@ -403,36 +404,50 @@ def test_kept_parameters_of_a_bucket_are_gathered_together_or_not_at_all():
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------------------
-def planned(params, budget, mode, form):
+def planned(params, budget, mode, form, overlapped=False, gloo=False):
     """The curve once the buckets are planned, and the graph that they make."""
-    with fake_world(3):
+    with fake_world(3), pytest.MonkeyPatch.context() as patched:
+        if gloo:  # which takes scratch memory
+            patched.setattr("zpasses.compat.is_gloo", lambda group: True)
         gm = rewritten(joint(params, 0, 3), *lower(form))
-        options = Bucket(mode=mode, memory_budget=budget)
-        curve = MemoryCurve(gm.graph, parse_budget(budget, "here"))
-        for items in (movable_gathers(gm.graph), movable_reductions(gm.graph)):
-            _plan(items, curve, options)
+        options = Bucket(mode=mode, memory_budget=budget, overlapped=overlapped)
+        _, curve = options.plan(gm.graph, [*movable_gathers(gm.graph), *movable_reductions(gm.graph)])
+        alone = rewritten(gm, *([Overlap()] if overlapped else []))
         before = counts(gm)
         options(gm.graph)
-        # What was planned bounds what the rewritten graph takes.
-        assert MemoryCurve(gm.graph, 0.0).base.peak_bytes <= curve.limit_bytes
+        if overlapped:
+            Overlap()(gm.graph)
+        # What was planned bounds what the rewritten graph takes, and the limit follows from what it takes without buckets.
+        assert peak_of(gm) <= curve.limit_bytes
+        assert curve.limit_bytes <= MemoryCurve(alone.graph, parse_budget(budget, "here")).limit_bytes
         return curve, before, counts(gm)
+
+
+def peak_of(gm):
+    return MemoryCurve(gm.graph, 0.0).base.peak_bytes
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_smaller_budget_makes_fewer_buckets(mode, form):
     params = [Param((8, 16))] * 6
-    (_, before, none), (_, _, some), (_, _, many) = (planned(params, budget, mode, form) for budget in ("0%", "40%", "1GiB"))
+    (_, before, none), (_, _, some), (_, _, many) = (planned(params, budget, mode, form) for budget in ("0%", "5%", "1GiB"))
     assert before == (6, 6)
     assert many == (1, 1)
-    assert sum(many) < sum(some) < sum(before)
-    assert sum(some) <= sum(none) <= sum(before)
+    assert sum(many) <= sum(some) <= sum(none) <= sum(before)
+    assert sum(many) < sum(none)
+
+
+def test_a_budget_for_what_overlap_leaves_is_another_one():
+    params = [Param((8, 16))] * 6
+    (_, _, bare), (_, _, overlapped) = (planned(params, "5%", "coalesced", "reduce_scatter", each) for each in (False, True))
+    assert bare != overlapped
 
 
 @few
-@given(param_lists(max_size=6), st.integers(0, 100), st.sampled_from(MODES), st.sampled_from(FORMS))
-def test_the_modelled_peak_stays_within_the_budget(params, percent, mode, form):
-    curve, _, _ = planned(params, f"{percent}%", mode, form)
+@given(param_lists(max_size=6), st.integers(0, 100), st.sampled_from(MODES), st.sampled_from(FORMS), st.booleans(), st.booleans())
+def test_the_modelled_peak_stays_within_the_budget(params, percent, mode, form, overlapped, gloo):
+    curve, _, _ = planned(params, f"{percent}%", mode, form, overlapped, gloo)
     assert max(curve.live_bytes) <= curve.limit_bytes
 
 

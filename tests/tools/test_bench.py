@@ -198,6 +198,8 @@ def test_flatten_makes_one_buffer_in_three_ways(tmp_path):
         (["scaling", "--layers", "2,x"], "'x' is not a whole number"),
         (["scaling", "--zero-stage", "4"], "--zero-stage"),
         (["scaling", "--heads", "63"], "--hidden must divide by --heads"),
+        (["buckets", "--modes", "flatt"], 'Did you mean "flat"?'),
+        (["buckets", "--memory-budget", "lots"], "--memory-budget: got 'lots'"),
         (["flatten", "--forms", "hosts"], 'Did you mean "host"?'),
     ],
 )
@@ -213,7 +215,7 @@ def test_wrong_options_are_refused_with_a_clear_message(arguments, message, caps
 def test_help_names_the_suites():
     run = bench("--help")
     assert run.returncode == 0
-    assert all(suite in run.stdout for suite in ("train", "coalesce", "overhead", "scaling", "flatten"))
+    assert all(suite in run.stdout for suite in ("train", "coalesce", "buckets", "overhead", "scaling", "flatten"))
 
 
 # --- coalesce ----------------------------------------------------------------------------------------------------------------------
@@ -235,3 +237,17 @@ def test_coalesce_measures_a_window_in_time_memory_and_traffic(tmp_path):
         assert each["sent_bytes"] == full  # an all-reduce between two ranks, once for three backwards
         assert each["way"] in table
     assert ours["collectives"] == 2
+
+
+# --- buckets -----------------------------------------------------------------------------------------------------------------------
+@pytest.mark.inductor
+def test_buckets_are_fewer_collectives_of_the_same_bytes_within_the_budget(tmp_path):
+    size = ["--params", "24", "--width", "16", "--batch", "64", "--steps", "1", "--warmup", "1", "--memory-budget", "10%"]
+    table, result = measured(tmp_path, "buckets", *size, "--modes", "single,coalesced")
+    assert not result["failed"]
+    single, coalesced = result["results"]
+    assert (single["ratio"], single["peak_ratio"]) == (1.0, 1.0)
+    assert coalesced["collectives"] < single["collectives"]
+    assert coalesced["sent_bytes"] == single["sent_bytes"]
+    assert coalesced["peak_bytes"] <= 1.1 * single["peak_bytes"]
+    assert "modelled peak" in table

@@ -169,6 +169,7 @@ CHANGED = {
     "mb": 7.0,
     "mode": "flat",
     "memory_budget": "7MiB",
+    "overlapped": True,
 }
 
 

@@ -114,14 +114,6 @@ def test_a_moved_all_reduce_holds_its_input_alone():
 
 
 # --- the curve ----------------------------------------------------------------------------------------------------------------------
-def flat_curve(live, limit):
-    """A curve of these bytes."""
-    curve = MemoryCurve(lowered(Param((6, 2))), 0.0)
-    curve.live_bytes[:] = live
-    curve.limit_bytes = limit
-    return curve
-
-
 def test_limit_is_a_share_above_the_peak_or_bytes_but_never_below_it():
     graph = lowered(Param((6, 2)))
     peak = MemoryCurve(graph, 0.0).limit_bytes
@@ -131,17 +123,16 @@ def test_limit_is_a_share_above_the_peak_or_bytes_but_never_below_it():
     assert MemoryCurve(graph, 1).limit_bytes == peak
 
 
-def test_bytes_fit_up_to_the_limit_over_the_whole_range():
-    curve = flat_curve([1, 5, 2, 1], 6)
-    assert curve.fits(0, 4, 1)
-    assert not curve.fits(0, 4, 2)
-    assert curve.fits(2, 4, 4)
-    assert curve.fits(2, 2, 100)  # no time at all
-    assert curve.fits(1, 2, -3)
+def test_limit_can_follow_from_the_curve_as_it_is_now():
+    curve = MemoryCurve(lowered(Param((6, 2))), 0.5)
+    curve.live_bytes[:] = [4] * len(curve.live_bytes)
+    curve.rebase()
+    assert curve.limit_bytes == 6
 
 
 def test_added_bytes_are_there_from_start_until_before_end():
-    curve = flat_curve([1, 1, 1, 1], 6)
+    curve = MemoryCurve(lowered(Param((6, 2))), 0.0)
+    curve.live_bytes[:] = [1, 1, 1, 1]
     curve.add(1, 3, 4)
     assert curve.live_bytes == [1, 5, 5, 1]
 

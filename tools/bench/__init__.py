@@ -1,6 +1,8 @@
 """The benchmark: zpasses beside its peers, its overhead per parameter, and its compile time at scale.
 
     python -m zpasses.tools.bench [train]     peers train the same GPT on the same data
+    python -m zpasses.tools.bench coalesce    several backwards in one step: reduced in each, or once
+    python -m zpasses.tools.bench buckets     many small parameters: collectives one by one, and in buckets
     python -m zpasses.tools.bench overhead    runtime overhead per parameter
     python -m zpasses.tools.bench scaling     compile time against the number of layers, on 512 fake ranks
     python -m zpasses.tools.bench flatten     flat buffers made on the host, on the device, and in parts by all ranks

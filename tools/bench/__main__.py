@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 import zpasses.tools.bench as bench
-from zpasses.errors import nearest
+from zpasses.errors import OptionError, nearest
+from zpasses.schedule import parse_budget
+from zpasses.tools.bench.buckets import MODES, BucketsConfig, run_buckets
 from zpasses.tools.bench.coalesce import WAYS, CoalesceConfig, run_coalesce
 from zpasses.tools.bench.flatten import FORMS, FlattenConfig, run_flatten
 from zpasses.tools.bench.launch import RankError
 from zpasses.tools.bench.model import ModelSize
 from zpasses.tools.bench.overhead import OverheadConfig, run_overhead
 from zpasses.tools.bench.peers import PEERS
-from zpasses.tools.bench.report import coalesce_table, flatten_table, overhead_table, scaling_table, train_table, write_json
+from zpasses.tools.bench.report import buckets_table, coalesce_table, flatten_table, overhead_table, scaling_table, train_table, write_json
 from zpasses.tools.bench.scaling import ScalingConfig, run_scaling
 from zpasses.tools.bench.train import TrainConfig, run_train
 
@@ -157,6 +159,35 @@ def _flatten(options: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
+# --- buckets -----------------------------------------------------------------------------------------------------------------------
+def _buckets_options(parser: argparse.ArgumentParser) -> None:
+    default = BucketsConfig()
+    parser.add_argument("--params", type=_at_least(4), default=default.params, help="parameters of the model")
+    parser.add_argument("--width", type=_at_least(1), default=default.width, help="of each layer")
+    parser.add_argument("--batch", type=_at_least(1), default=default.batch, help="samples per rank and step")
+    parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=default.stage, help="ZeRO stage")
+    parser.add_argument("--memory-budget", default=default.memory_budget, metavar="B", help="of the pass: '5%%' or '300MiB'")
+    parser.add_argument("--modes", type=_names(MODES), default=",".join(MODES), metavar="A,B", help="which to run, in this order")
+    parser.add_argument("--ranks", type=_at_least(1), default=default.ranks, help="processes, one thread each")
+    parser.add_argument("--steps", type=_at_least(1), default=default.steps, help="timed steps of a run")
+    parser.add_argument("--warmup", type=_at_least(1), default=default.warmup, help="steps before those")
+    parser.add_argument("--rounds", type=_at_least(1), default=default.rounds, help="runs of every form, interleaved")
+
+
+def _buckets(options: argparse.Namespace) -> int:
+    try:
+        parse_budget(options.memory_budget, "--memory-budget")
+    except OptionError as error:
+        options.parser.error(str(error))
+    names = ("params", "width", "batch", "memory_budget", "modes", "ranks", "steps", "warmup", "rounds")
+    chosen = {name: getattr(options, name) for name in names}
+    report = run_buckets(BucketsConfig(stage=options.zero_stage, timeout_s=options.timeout, **chosen))
+    print(buckets_table(report))
+    if options.json:
+        write_json(options.json, "buckets", report)
+    return 1 if report.failed else 0
+
+
 # --- coalesce ----------------------------------------------------------------------------------------------------------------------
 def _coalesce_options(parser: argparse.ArgumentParser) -> None:
     default = CoalesceConfig(())
@@ -187,6 +218,7 @@ def _coalesce(options: argparse.Namespace) -> int:
 _SUITES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]] = {
     "train": (_train_options, _train, "peers train the same GPT on the same data"),
     "coalesce": (_coalesce_options, _coalesce, "several backwards in one step: reduced in each, or once"),
+    "buckets": (_buckets_options, _buckets, "many small parameters: collectives one by one, and in buckets"),
     "overhead": (_overhead_options, _overhead, "runtime overhead per parameter and step"),
     "scaling": (_scaling_options, _scaling, "compile time against the number of layers, on fake ranks"),
     "flatten": (_flatten_options, _flatten, "flat buffers made on the host, on the device, and in parts"),

@@ -13,18 +13,19 @@ import torch
 from tabulate import tabulate
 
 import zpasses
+from zpasses.tools.bench.buckets import BucketsReport
 from zpasses.tools.bench.coalesce import CoalesceReport, CoalesceResult
 from zpasses.tools.bench.flatten import FlattenReport
 from zpasses.tools.bench.overhead import OverheadReport
 from zpasses.tools.bench.scaling import ScalingReport
 from zpasses.tools.bench.train import PeerResult, TrainReport
 
-__all__ = ["coalesce_table", "flatten_table", "overhead_table", "scaling_table", "train_table", "write_json"]
+__all__ = ["buckets_table", "coalesce_table", "flatten_table", "overhead_table", "scaling_table", "train_table", "write_json"]
 
 _MIB = float(1 << 20)
 
 
-_Report = TrainReport | CoalesceReport | OverheadReport | ScalingReport | FlattenReport
+_Report = TrainReport | CoalesceReport | OverheadReport | ScalingReport | FlattenReport | BucketsReport
 
 
 def write_json(path: str, suite: str, report: _Report) -> None:
@@ -147,6 +148,29 @@ def flatten_table(report: FlattenReport) -> str:
             "No accelerator: the host stands in for the device. Its peak is of both sides, and times say nothing about accelerators."
         )
     lines += [f"FAILED {form}: {reason}" for form, reason in report.failed.items()]
+    return "\n".join(lines)
+
+
+# --- buckets -----------------------------------------------------------------------------------------------------------------------
+def buckets_table(report: BucketsReport) -> str:
+    """One line a form."""
+    config = report.config
+    rows = [
+        {
+            "form": result.mode,
+            "step ms": f"{result.step_s * 1e3:.1f}",
+            "/ single": "-" if result.ratio is None else f"{result.ratio:.2f}",
+            "collectives": f"{result.collectives:g}",
+            "sent MiB": f"{result.sent_bytes / _MIB:.2f}",
+            "modelled peak KiB": f"{result.peak_bytes / 1024:.1f}",
+            "peak / single": "-" if result.peak_ratio is None else f"{result.peak_ratio:.3f}",
+            "loss": f"{result.loss:.6f}",
+        }
+        for result in report.results
+    ]
+    lines = [f"{config.params} parameters of width {config.width}, stage {config.stage}, {config.ranks} ranks"]
+    lines += [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
+    lines += [f"FAILED {mode}: {reason}" for mode, reason in report.failed.items()]
     return "\n".join(lines)
 
 
