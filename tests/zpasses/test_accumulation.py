@@ -5,7 +5,7 @@ Data are small integers, so that every order of summation gives the same bits. C
 
 import copy
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -34,16 +34,18 @@ class Net(nn.Module):
         self.graph_break = graph_break
         self.wide = nn.Linear(4, 5, bias=False)
         self.deep = nn.Linear(5, 4)
+        self.side = nn.Linear(5, 4, bias=False)
         self.scale = nn.Parameter(torch.ones(()))
         self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
         self.empty = nn.Parameter(torch.empty(0, 4))
         self.unread = nn.Parameter(torch.ones(3))
         with torch.no_grad():
-            for seed, param in enumerate((self.wide.weight, self.deep.weight, self.deep.bias)):
+            for seed, param in enumerate((self.wide.weight, self.deep.weight, self.deep.bias, self.side.weight)):
                 param.copy_(integers(*param.shape, seed=seed).sign())
 
     def forward(self, x):
-        x = self.deep(self.wide(x))
+        x = self.wide(x)
+        x = self.deep(x) + self.side(x)
         if self.graph_break:
             torch._dynamo.graph_break()
             x = x * self.scale  # by eager code, between two graphs
@@ -110,15 +112,21 @@ def _count(fn, *args, **kwargs):
     return reductions() - before
 
 
-def _matrix(cells, codegen="eager"):
-    """For each (stage, dtype, graph break): reductions that one backward runs, and what a window of N runs in each way."""
+def pipeline(stage, form):
+    """The named pipeline with its collectives one by one, or in buckets of one form and whatever they cost."""
+    changes = {"mb": 0.0} if form == "single" else {"mode": form, "memory_budget": "1GiB"}
+    return ",".join(str(replace(each, **changes) if each.name == "bucket" else each) for each in Pipeline.parse(f"zero{stage}"))
+
+
+def _matrix(cells):
+    """For each (stage, form, dtype, graph break): reductions that N backwards run, and what a window of N runs in each way."""
     counts = {}
-    for stage, dtype, graph_break in cells:
+    for stage, form, dtype, graph_break in cells:
         torch._dynamo.reset()
         reference, shard = Net(graph_break), DTYPES[dtype]
         batches = [x.to(shard.get("param_dtype", torch.float32)) for x in data()]
         expected = unsharded(reference, shard.get("param_dtype", torch.float32))
-        options = {"zero_stage": stage, "codegen": codegen}
+        options = {"pipeline": pipeline(stage, form), "codegen": "eager"}
         found = []
         for per_step in (1, N) if dtype == "float32" else (1,):
             model = zpasses.shard(copy.deepcopy(reference), mesh=world_mesh(), **shard)
@@ -129,23 +137,32 @@ def _matrix(cells, codegen="eager"):
                 found.append(_count(way, step, batches, grad_accum_dtype=accum))
                 assert_same(full_gradients(model), expected)
                 assert not any(pending_of(param).parts for param in model.parameters())
-        counts[stage, dtype, graph_break] = found
+        counts[stage, form, dtype, graph_break] = found
     return counts
 
 
-MATRIX = [(1, "float32", False), *itertools.product((2, 3), DTYPES, (False,)), (2, "float32", True), (3, "mixed", True)]
-"""Stage 1 is made of the passes of stage 2."""
+FORMS = ("single", "coalesced", "flat")
+MATRIX = [
+    *((1, form, "float32", False) for form in FORMS),  # stage 1 is made of the passes of stage 2
+    *itertools.product((2, 3), FORMS, ("mixed",), (False,)),
+    *itertools.product((2, 3), ("single", "flat"), ("float32", "bfloat16"), (False,)),
+    (2, "single", "float32", True),
+    (3, "coalesced", "mixed", True),
+]
 
 
 def test_every_way_gives_the_gradients_of_a_backward_each_with_one_reduction():
-    outcomes = run_in_fresh_ranks(_matrix, MATRIX, env={"TORCH_FR_BUFFER_SIZE": "100000"}, timeout=240)
+    outcomes = run_in_fresh_ranks(_matrix, MATRIX, env={"TORCH_FR_BUFFER_SIZE": "100000"}, timeout=280)
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
-    for (stage, dtype, graph_break), found in outcomes[0].result.items():
+    counts = outcomes[0].result
+    for (stage, form, dtype, graph_break), found in counts.items():
         each, *windows = found
         assert each > 0
         assert each % N == 0
-        once = {each // N} if not graph_break else set(range(4, each // N + 1))  # a flush reduces once for both graphs
-        assert set(windows) <= once, (stage, dtype, graph_break, found)
+        once = {each // N} if not graph_break else set(range(1, each // N + 1))  # a flush reduces once for both graphs
+        assert set(windows) <= once, (stage, form, dtype, graph_break, found)
+        if form != "single" and not graph_break:
+            assert each < counts[stage, "single", dtype, graph_break][0], "no buckets"
 
 
 @pytest.mark.inductor

@@ -1,14 +1,13 @@
 """The suite "coalesce": one optimizer step of several backwards, reduced in each of them or once.
 
-Each way runs in fresh processes of its own, once for time and traffic and once under the memory profiler; one process measures all
-window lengths. A step is the backwards and the reduction, without the optimizer, which is the same everywhere.
+Each way runs in fresh processes of its own, once for time and traffic and once for memory; one process measures all window lengths.
+A step is the backwards and the reduction, without the optimizer, which is the same everywhere.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import json
 import statistics
@@ -27,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
 from zpasses.tools.bench.launch import RankError, run_ranks
-from zpasses.tools.bench.measure import MemoryProfile, traffic
+from zpasses.tools.bench.measure import ResidentMemory, held_bytes, traffic
 from zpasses.tools.bench.model import ModelSize, batches, build_model
 from zpasses.tools.bench.peers import _DEEPSPEED, Peer
 
@@ -35,6 +34,7 @@ __all__ = ["WAYS", "CoalesceConfig", "CoalesceReport", "CoalesceResult", "Way", 
 
 _WORKER = "zpasses.tools.bench.coalesce"
 _SETTLE_S = 0.2
+_MEMORY_WARMUP = 2
 
 NORM_TOLERANCE = {"gpt": 1e-3, "mlp": 2e-2}
 """Largest relative difference of a gradient's norm from the first way's; the MLP computes and reduces in bfloat16."""
@@ -106,7 +106,8 @@ class Runner:
     ) -> None:
         self.model, self.forward, self.window, self.around = model, forward, window, around
         self.kept_bytes = 0
-        """Memory for gradients that is held between steps as well."""
+
+    """Memory for gradients that is held between steps as well, by no Python object."""
 
     def step(self, data: Sequence[tuple[Tensor, ...]], before_last: Callable[[], object]) -> None:
         with self.window(len(data)):
@@ -263,7 +264,8 @@ def run_coalesce(config: CoalesceConfig) -> CoalesceReport:
 
 def _run(config: CoalesceConfig, way: str, kind: str) -> list[Any]:
     job = {"kind": kind, "way": way, "config": dataclasses.asdict(config)}
-    return run_ranks(_WORKER, job, ranks=config.ranks, timeout_s=config.timeout_s)
+    env = ResidentMemory.ENVIRONMENT if kind == "memory" else None
+    return run_ranks(_WORKER, job, ranks=config.ranks, timeout_s=config.timeout_s, env=env)
 
 
 def _result(way: str, count: int, timed: Sequence[Any], held: Sequence[Any]) -> CoalesceResult:
@@ -345,30 +347,28 @@ def _time(job: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
 
 def _memory(job: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
     config = job["config"]
-    memory = MemoryProfile()
-    with memory:
-        model, data = _build(config)
-        runner = WAYS[job["way"]].build(model, mesh)
-        for count in config["backwards"]:
-            for number in range(3):  # the last one is looked at
-
-                def look(name: str, count: int = count, number: int = number) -> None:
-                    if number == 2:
-                        gc.collect()
-                        time.sleep(_SETTLE_S)  # gloo's threads let go of tensors only after their collective is awaited
-                        with memory.mark(f"{name} {count}"):
-                            pass
-
-                look("before")
-                with memory.mark(f"step {count}") if number == 2 else contextlib.nullcontext():
-                    runner.step(data[:count], functools.partial(look, "window"))
-                look("after")
-                runner.clear()
+    model, data = _build(config)
+    runner = WAYS[job["way"]].build(model, mesh)
     found = {}
     for count in config["backwards"]:
-        before, window, after = (memory.read(f"{name} {count}")[0] for name in ("before", "window", "after"))
-        base = before - runner.kept_bytes
-        found[count] = {"peak_bytes": sum(memory.read(f"step {count}")) - base, "window_bytes": window - base, "after_bytes": after - base}
+        for _ in range(_MEMORY_WARMUP):
+            runner.step(data[:count], lambda: None)
+            runner.clear()
+        held: list[int] = []
+
+        def look(held: list[int] = held) -> None:
+            gc.collect()
+            time.sleep(_SETTLE_S)  # gloo's threads let go of tensors only after their collective is awaited
+            held.append(held_bytes())
+
+        look()
+        memory = ResidentMemory()
+        runner.step(data[:count], look)
+        peak = memory.peak_bytes() + runner.kept_bytes
+        look()
+        runner.clear()
+        before, window, after = held
+        found[count] = {"peak_bytes": peak, "window_bytes": window - before, "after_bytes": after - before}
     return found
 
 

@@ -90,12 +90,17 @@ class ResidentMemory:
 
 
 def held_bytes() -> int:
-    """Bytes of all tensors that Python objects hold, each piece of memory once."""
+    """Bytes of all tensors that Python objects hold, and of their gradients, each piece of memory once."""
     storages: dict[int, int] = {}
     for each in gc.get_objects():
-        if issubclass(type(each), Tensor) and type(each) in _PLAIN and each.device.type != "meta":
-            storage = each.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+        if not issubclass(type(each), Tensor):
+            continue
+        # A gradient that only autograd has seen is no object of Python's until it is asked for.
+        grad = each.grad if each.is_leaf else None
+        for held in (each, getattr(grad, "_local_tensor", grad)):
+            if isinstance(held, Tensor) and type(held) in _PLAIN and held.device.type != "meta":
+                storage = held.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
