@@ -1,12 +1,14 @@
 """Buckets and overlap on real gloo ranks, all cases in one start of processes."""
 
 import copy
+import re
 
 import pytest
 import torch
 from torch import nn
 
-from tests.ranks import run_in_fresh_ranks, world_mesh
+import zpasses
+from tests.ranks import run_in_fresh_ranks, run_on_ranks, world_mesh
 
 LAYERS = 6
 UNMERGED = {1: "merge-reads,gather-params,reduce-grads,keep-params", 3: "merge-reads,gather-params,reduce-grads,regather"}
@@ -30,8 +32,6 @@ def train(options):
     """Collectives of the last of three steps, each compared with the unsharded model on the batches of all ranks."""
     import torch.distributed as dist
 
-    import zpasses
-
     torch._dynamo.reset()
     reference, sharded = model(), model()
     zpasses.shard(sharded, mesh=world_mesh())
@@ -54,8 +54,6 @@ def train(options):
 
 def gathered_after_edits():
     """Gathers of one forward after another: at first, again, and after an edit of one shard."""
-    import zpasses
-
     torch._dynamo.reset()
     reference = model()
     sharded = copy.deepcopy(reference)
@@ -97,3 +95,26 @@ def test_stages_train_like_the_unsharded_model_with_fewer_collectives():
         assert fewer_gathers <= gathers / 2, first
     # Nothing is gathered twice while it is fresh; a bucket of which one member is stale is gathered as a whole.
     assert first["edits"] == [1, 0, 1, 0]
+
+
+def backward_code():
+    """What Inductor generates for a backward whose three gradients share a flat all-reduce."""
+    from torch._inductor.utils import run_and_get_code
+
+    zpasses.shard(squares := nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3))), mesh=world_mesh())
+    pipeline = "merge-reads,gather-params,reduce-grads{form=all_reduce},regather,bucket{mode=flat,memory_budget=1GiB}"
+    step = torch.compile(squares, backend="zpasses", options={"pipeline": pipeline})
+    _, codes = run_and_get_code(lambda: step(torch.ones(8, 16)).tanh().sum().backward())
+    return codes[-1]
+
+
+@pytest.mark.processes
+@pytest.mark.inductor
+def test_gradients_are_computed_into_their_slots_of_a_flat_bucket():
+    code = run_on_ranks(backward_code)[0]
+    (bucket,) = re.findall(r"_c10d_functional\.all_reduce_\.default\((\w+),", code)
+    slots = dict(re.findall(rf"(\w+) = reinterpret_tensor\({bucket}, \(16, 16\), \(16, 1\), (\d+)\)  # alias", code))
+    assert sorted(map(int, slots.values())) == [0, 256, 512]
+    for slot in slots:
+        assert re.search(rf"extern_kernels\.mm\(.*out={slot}\)", code), code
+    assert "cat" not in code.partition("def call")[2]

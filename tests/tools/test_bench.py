@@ -198,7 +198,9 @@ def test_flatten_makes_one_buffer_in_three_ways(tmp_path):
         (["scaling", "--layers", "2,x"], "'x' is not a whole number"),
         (["scaling", "--zero-stage", "4"], "--zero-stage"),
         (["scaling", "--heads", "63"], "--hidden must divide by --heads"),
-        (["buckets", "--modes", "flatt"], 'Did you mean "flat"?'),
+        (["buckets", "--caps", "1,x"], "'1,x' is not a list of MiB above 0"),
+        (["buckets", "--large", "1", "--large-width", "65"], "--large-width 65 does not divide by --width 64"),
+        (["buckets", "--forms", "flatt"], 'Did you mean "flat"?'),
         (["buckets", "--memory-budget", "lots"], "--memory-budget: got 'lots'"),
         (["flatten", "--forms", "hosts"], 'Did you mean "host"?'),
     ],
@@ -242,12 +244,14 @@ def test_coalesce_measures_a_window_in_time_memory_and_traffic(tmp_path):
 # --- buckets -----------------------------------------------------------------------------------------------------------------------
 @pytest.mark.inductor
 def test_buckets_are_fewer_collectives_of_the_same_bytes_within_the_budget(tmp_path):
-    size = ["--params", "24", "--width", "16", "--batch", "64", "--steps", "1", "--warmup", "1", "--memory-budget", "10%"]
-    table, result = measured(tmp_path, "buckets", *size, "--modes", "single,coalesced")
+    size = ["--params", "16", "--width", "16", "--large", "1", "--large-width", "64", "--batch", "64", "--steps", "1", "--warmup", "1"]
+    table, result = measured(tmp_path, "buckets", *size, "--forms", "single,coalesced", "--caps", "0.01", "--memory-budget", "10%")
     assert not result["failed"]
     single, coalesced = result["results"]
-    assert (single["ratio"], single["peak_ratio"]) == (1.0, 1.0)
+    assert (single["ratio"], single["modelled_ratio"]) == (1.0, 1.0)
+    assert coalesced["cap_mb"] == 0.01
     assert coalesced["collectives"] < single["collectives"]
     assert coalesced["sent_bytes"] == single["sent_bytes"]
-    assert coalesced["peak_bytes"] <= 1.1 * single["peak_bytes"]
-    assert "modelled peak" in table
+    assert coalesced["modelled_bytes"] <= 1.1 * single["modelled_bytes"]
+    assert coalesced["loss"] == pytest.approx(single["loss"], rel=1e-5)
+    assert "modelled / single" in table

@@ -10,7 +10,8 @@ from dataclasses import fields
 import zpasses.tools.bench as bench
 from zpasses.errors import OptionError, nearest
 from zpasses.schedule import parse_budget
-from zpasses.tools.bench.buckets import MODES, BucketsConfig, run_buckets
+from zpasses.tools.bench.buckets import FORMS as BUCKET_FORMS
+from zpasses.tools.bench.buckets import BucketsConfig, run_buckets
 from zpasses.tools.bench.coalesce import WAYS, CoalesceConfig, run_coalesce
 from zpasses.tools.bench.flatten import FORMS, FlattenConfig, run_flatten
 from zpasses.tools.bench.launch import RankError
@@ -162,16 +163,29 @@ def _flatten(options: argparse.Namespace) -> int:
 # --- buckets -----------------------------------------------------------------------------------------------------------------------
 def _buckets_options(parser: argparse.ArgumentParser) -> None:
     default = BucketsConfig()
-    parser.add_argument("--params", type=_at_least(4), default=default.params, help="parameters of the model")
-    parser.add_argument("--width", type=_at_least(1), default=default.width, help="of each layer")
+    parser.add_argument("--params", type=_at_least(4), default=default.params, help="small parameters of the model")
+    parser.add_argument("--width", type=_at_least(1), default=default.width, help="of the layers that they are in")
+    parser.add_argument("--large", type=_at_least(0), default=default.large, help="large square parameters among them")
+    parser.add_argument("--large-width", type=_at_least(1), default=default.large_width, help="of those")
     parser.add_argument("--batch", type=_at_least(1), default=default.batch, help="samples per rank and step")
     parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=default.stage, help="ZeRO stage")
+    parser.add_argument("--caps", type=_caps, default=None, metavar="MB,MB", help="sizes of buckets, MiB; by default the stage's own")
     parser.add_argument("--memory-budget", default=default.memory_budget, metavar="B", help="of the pass: '5%%' or '300MiB'")
-    parser.add_argument("--modes", type=_names(MODES), default=",".join(MODES), metavar="A,B", help="which to run, in this order")
+    parser.add_argument("--forms", type=_names(BUCKET_FORMS), default=",".join(BUCKET_FORMS), metavar="A,B", help="what to run")
     parser.add_argument("--ranks", type=_at_least(1), default=default.ranks, help="processes, one thread each")
     parser.add_argument("--steps", type=_at_least(1), default=default.steps, help="timed steps of a run")
     parser.add_argument("--warmup", type=_at_least(1), default=default.warmup, help="steps before those")
     parser.add_argument("--rounds", type=_at_least(1), default=default.rounds, help="runs of every form, interleaved")
+
+
+def _caps(text: str) -> tuple[float, ...]:
+    try:
+        caps = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        caps = ()
+    if not caps or min(caps) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of MiB above 0, like 1,12.5")
+    return caps
 
 
 def _buckets(options: argparse.Namespace) -> int:
@@ -179,9 +193,12 @@ def _buckets(options: argparse.Namespace) -> int:
         parse_budget(options.memory_budget, "--memory-budget")
     except OptionError as error:
         options.parser.error(str(error))
-    names = ("params", "width", "batch", "memory_budget", "modes", "ranks", "steps", "warmup", "rounds")
+    if options.large and options.large_width % options.width:
+        options.parser.error(f"--large-width {options.large_width} does not divide by --width {options.width}")
+    names = ("params", "width", "large", "large_width", "batch", "memory_budget", "forms", "ranks", "steps", "warmup", "rounds")
     chosen = {name: getattr(options, name) for name in names}
-    report = run_buckets(BucketsConfig(stage=options.zero_stage, timeout_s=options.timeout, **chosen))
+    config = BucketsConfig(stage=options.zero_stage, caps=options.caps or (), timeout_s=options.timeout, **chosen)
+    report = run_buckets(config)
     print(buckets_table(report))
     if options.json:
         write_json(options.json, "buckets", report)

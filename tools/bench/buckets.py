@@ -1,14 +1,18 @@
-"""The suite "buckets": a model of many small parameters, whose collectives go out one by one, coalesced, flat, or as `auto` chooses.
+"""The suite "buckets": a model of many small and some large parameters, whose collectives go out one by one, coalesced, flat, or as `auto`
+chooses, with buckets of several sizes; and FSDP2 beside them, which gathers a layer at a time.
 
-Each form trains in fresh processes, on the same data, with nothing different but the options of the pass `bucket`.
+Each form trains in fresh processes, once for time and once for memory, on the same data; of zpasses' forms nothing differs but the
+options of the pass `bucket`.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +20,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zpasses.tools.bench.launch import RankError, run_ranks
-from zpasses.tools.bench.measure import traffic
+from zpasses.tools.bench.measure import ResidentMemory, traffic
 
-__all__ = ["MODES", "BucketsConfig", "BucketsReport", "BucketsResult", "run_buckets"]
+__all__ = ["FORMS", "BucketsConfig", "BucketsReport", "BucketsResult", "run_buckets"]
 
 _WORKER = "zpasses.tools.bench.buckets"
 _PARAMS_PER_LAYER = 4
+_LOSS_TOLERANCE = 1e-4
+_MEMORY_WARMUP = 3
+_SETTLE_S = 0.2
 
-MODES = ("single", "coalesced", "flat", "auto")
-"""The forms; "single" is `bucket{mb=0}`, the baseline."""
+FORMS = ("single", "coalesced", "flat", "auto", "fsdp2")
+"""What can be run; "single" is `bucket{mb=0}`, the baseline."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +42,15 @@ class BucketsConfig:
     """What is trained, and how it is measured."""
 
     params: int = 400
-    """Parameters of the model: in each layer the two of a LayerNorm and the two of a linear map."""
+    """Small parameters: in each layer the two of a LayerNorm and the two of a linear map."""
     width: int = 64
+    large: int = 0
+    """Large parameters, square matrices among the layers."""
+    large_width: int = 1024
     batch: int = 16
     stage: int = 3
+    caps: tuple[float, ...] = ()
+    """Sizes of buckets, MiB; none: that of the stage's named pipeline."""
     memory_budget: str = "5%"
     ranks: int = 2
     steps: int = 20
@@ -47,15 +59,21 @@ class BucketsConfig:
     """Steps before those; compilation falls here."""
     rounds: int = 1
     """Runs of every form, interleaved, so that the ratio to the baseline is between neighbours in time."""
-    modes: tuple[str, ...] = MODES
+    forms: tuple[str, ...] = FORMS
     timeout_s: float = 600.0
+
+    def runs(self) -> list[tuple[str, float | None]]:
+        """Form and size of buckets of each run."""
+        bucketed = ("coalesced", "flat", "auto")
+        return [(form, cap) for form in self.forms for cap in ((self.caps or (None,)) if form in bucketed else (None,))]
 
 
 @dataclass
 class BucketsResult:
-    """One form; of all ranks the slowest."""
+    """One form; of all ranks the slowest, or the largest."""
 
-    mode: str
+    form: str
+    cap_mb: float | None
     rounds_s: list[float]
     """Median step time of each round, seconds."""
     collectives: float
@@ -63,6 +81,8 @@ class BucketsResult:
     sent_bytes: float
     """By one rank, per step."""
     peak_bytes: int
+    """What a step holds above the resting state, by the kernel's count."""
+    modelled_bytes: int | None
     """The larger of forward's and backward's peak, by zpasses' memory model."""
     loss: float
     """The last one, the mean of all ranks."""
@@ -70,8 +90,8 @@ class BucketsResult:
     """Median of the rounds."""
     ratio: float | None = None
     """Step time over the baseline's in the same round; the median of the rounds."""
-    peak_ratio: float | None = None
-    """Peak over the baseline's."""
+    modelled_ratio: float | None = None
+    """Modelled peak over the baseline's."""
 
 
 @dataclass
@@ -85,39 +105,48 @@ class BucketsReport:
 def run_buckets(config: BucketsConfig) -> BucketsReport:
     """Measure each form and relate it to the unbucketed one."""
     report = BucketsReport(config)
-    found: dict[str, BucketsResult] = {}
+    found: dict[tuple[str, float | None], BucketsResult] = {}
     for _ in range(config.rounds):
-        for mode in config.modes:
-            if mode in report.failed:
+        for form, cap in config.runs():
+            if form in report.failed:
                 continue
             try:
-                ranks = run_ranks(_WORKER, {**asdict(config), "mode": mode}, ranks=config.ranks, timeout_s=config.timeout_s)
+                ranks = _run(config, form, cap, "time")
+                step_s = max(rank["step_s"] for rank in ranks)
+                if (form, cap) in found:
+                    found[form, cap].rounds_s.append(step_s)
+                    continue
+                peak = max(rank["peak_bytes"] for rank in _run(config, form, cap, "memory"))
             except RankError as error:
-                report.failed[mode] = str(error)
+                report.failed[form] = str(error)
                 continue
-            step_s = max(rank["step_s"] for rank in ranks)
+            modelled = max((rank["modelled_bytes"] for rank in ranks if rank["modelled_bytes"]), default=None)
             loss = statistics.mean(rank["loss"] for rank in ranks)
-            if mode in found:
-                found[mode].rounds_s.append(step_s)
-            else:
-                peak = max(rank["peak_bytes"] for rank in ranks)
-                found[mode] = BucketsResult(mode, [step_s], ranks[0]["collectives"], ranks[0]["sent_bytes"], peak, loss)
-    report.results = [found[mode] for mode in config.modes if mode in found]
+            first = ranks[0]
+            found[form, cap] = BucketsResult(form, cap, [step_s], first["collectives"], first["sent_bytes"], peak, modelled, loss)
+    report.results = [found[run] for run in config.runs() if run in found]
     _relate(report)
     return report
+
+
+def _run(config: BucketsConfig, form: str, cap: float | None, kind: str) -> list[Any]:
+    job = {**asdict(config), "form": form, "cap": cap, "kind": kind}
+    env = ResidentMemory.ENVIRONMENT if kind == "memory" else None
+    return run_ranks(_WORKER, job, ranks=config.ranks, timeout_s=config.timeout_s, env=env)
 
 
 def _relate(report: BucketsReport) -> None:
     for each in report.results:
         each.step_s = statistics.median(each.rounds_s)
-    base = next((each for each in report.results if each.mode == "single"), None)
+    base = next((each for each in report.results if each.form == "single"), None)
     if base is None:
         return
     for each in report.results:
         each.ratio = statistics.median(own / other for own, other in zip(each.rounds_s, base.rounds_s, strict=False))
-        each.peak_ratio = each.peak_bytes / base.peak_bytes
-        if abs(each.loss - base.loss) > 1e-4 * abs(base.loss):
-            report.failed[each.mode] = f"trained something else: its last loss is {each.loss:.6g}, that of single {base.loss:.6g}"
+        if each.modelled_bytes and base.modelled_bytes:
+            each.modelled_ratio = each.modelled_bytes / base.modelled_bytes
+        if abs(each.loss - base.loss) > _LOSS_TOLERANCE * abs(base.loss):
+            report.failed[each.form] = f"trained something else: its last loss is {each.loss:.6g}, that of single {base.loss:.6g}"
 
 
 # --- in the processes that measure -------------------------------------------------------------------------------------------------
@@ -133,12 +162,28 @@ class Layer(nn.Module):
         return y
 
 
-class Model(nn.Module):
-    """As many layers as have so many parameters."""
+class Wide(nn.Module):
+    """One large square matrix, between copies of a narrow input."""
 
-    def __init__(self, params: int, width: int) -> None:
+    def __init__(self, width: int, large: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(width) for _ in range(params // _PARAMS_PER_LAYER))
+        self.copies = large // width
+        self.mix = nn.Linear(large, large, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.tanh(self.mix(x.repeat(1, self.copies))).unflatten(1, (self.copies, -1)).mean(1)
+        return x + y
+
+
+class Model(nn.Module):
+    """Layers of small parameters, with the large ones spread among them."""
+
+    def __init__(self, params: int, width: int, large: int, large_width: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [Layer(width) for _ in range(params // _PARAMS_PER_LAYER)]
+        for number in range(large):
+            layers.insert((number + 1) * len(layers) // (large + 1), Wide(width, large_width))
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:
         """A scalar; `x` is [batch, width]."""
@@ -148,56 +193,88 @@ class Model(nn.Module):
         return (y - x).square().mean()
 
 
-def pipeline(stage: int, mode: str, memory_budget: str) -> str:
+def pipeline(stage: int, form: str, cap_mb: float | None, memory_budget: str) -> str:
     """The named pipeline of a stage, with `bucket` as a form needs it."""
     from zpasses import Pipeline
     from zpasses.passes import Bucket
 
-    changes: dict[str, Any] = {"mb": 0.0} if mode == "single" else {"mode": mode, "memory_budget": memory_budget}
+    changes: dict[str, Any] = {"mb": 0.0} if form == "single" else {"mode": form, "memory_budget": memory_budget}
+    if cap_mb is not None:
+        changes["mb"] = cap_mb
     named = Pipeline.parse(f"zero{stage}")
     return ",".join(str(replace(each, **changes) if isinstance(each, Bucket) else each) for each in named)
 
 
+def _build(job: dict[str, Any], mesh: DeviceMesh) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    torch.manual_seed(0)
+    model = Model(job["params"], job["width"], job["large"], job["large_width"])
+    if job["form"] == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model, model
+    import zpasses
+
+    zpasses.shard(model, mesh=mesh)
+    text = pipeline(job["stage"], job["form"], job["cap"], job["memory_budget"])
+    return model, torch.compile(model, backend="zpasses", options={"pipeline": text})
+
+
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """One form on this rank."""
-    import zpasses
     from zpasses.backend import GraphLog, observe_graphs
     from zpasses.memory import liveness
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    model = zpasses.shard(Model(job["params"], job["width"]), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    text = pipeline(job["stage"], job["mode"], job["memory_budget"])
-    step = torch.compile(model, backend="zpasses", options={"pipeline": text})
+    model, step = _build(job, init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1 + dist.get_rank())
     x = torch.randn(job["batch"], job["width"])
-    peaks: list[int] = []
+    modelled: list[int] = []
 
     def look(graph: GraphLog) -> None:
         if graph.kind in ("forward", "backward"):
-            peaks.append(liveness(graph.graph).peak_bytes)
+            modelled.append(liveness(graph.graph).peak_bytes)
 
-    times = []
+    def train() -> Tensor:
+        loss = step(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
     with observe_graphs(look):
+        if job["kind"] == "memory":
+            return {"peak_bytes": _peak_bytes(train)}
+        times = []
         for number in range(job["warmup"] + job["steps"]):
             if number == job["warmup"]:
                 before = traffic()
             started = time.perf_counter()
-            loss = step(x)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            loss = train()
             times.append(time.perf_counter() - started)
     ran = traffic().per_step(before, job["steps"])
     return {
         "step_s": statistics.median(times[job["warmup"] :]),
         "collectives": sum(ran.counts.values()),
         "sent_bytes": sum(ran.sent_bytes.values()),
-        "peak_bytes": max(peaks),
-        "loss": float(loss.detach()),
+        "modelled_bytes": max(modelled, default=None),
+        "loss": float(loss),
     }
+
+
+def _peak_bytes(train: Callable[[], Tensor]) -> int:
+    for _ in range(_MEMORY_WARMUP):
+        train()
+    dist.barrier()
+    gc.collect()
+    time.sleep(_SETTLE_S)  # gloo's threads let go of a collective's tensors only after it is awaited
+    memory = ResidentMemory()
+    train()
+    return memory.peak_bytes()
 
 
 if __name__ == "__main__":

@@ -153,24 +153,26 @@ def flatten_table(report: FlattenReport) -> str:
 
 # --- buckets -----------------------------------------------------------------------------------------------------------------------
 def buckets_table(report: BucketsReport) -> str:
-    """One line a form."""
+    """One line a form and size of buckets."""
     config = report.config
     rows = [
         {
-            "form": result.mode,
+            "form": result.form,
+            "cap MiB": "-" if result.cap_mb is None else f"{result.cap_mb:g}",
             "step ms": f"{result.step_s * 1e3:.1f}",
             "/ single": "-" if result.ratio is None else f"{result.ratio:.2f}",
             "collectives": f"{result.collectives:g}",
             "sent MiB": f"{result.sent_bytes / _MIB:.2f}",
-            "modelled peak KiB": f"{result.peak_bytes / 1024:.1f}",
-            "peak / single": "-" if result.peak_ratio is None else f"{result.peak_ratio:.3f}",
+            "peak MiB": f"{result.peak_bytes / _MIB:.2f}",
+            "modelled MiB": "-" if result.modelled_bytes is None else f"{result.modelled_bytes / _MIB:.3f}",
+            "modelled / single": "-" if result.modelled_ratio is None else f"{result.modelled_ratio:.3f}",
             "loss": f"{result.loss:.6f}",
         }
         for result in report.results
     ]
-    lines = [f"{config.params} parameters of width {config.width}, stage {config.stage}, {config.ranks} ranks"]
+    lines = [f"{config.params} parameters of width {config.width}, {config.large} of {config.large_width}, stage {config.stage}"]
     lines += [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
-    lines += [f"FAILED {mode}: {reason}" for mode, reason in report.failed.items()]
+    lines += [f"FAILED {form}: {reason}" for form, reason in report.failed.items()]
     return "\n".join(lines)
 
 
