@@ -169,6 +169,8 @@ CHANGED = {
     "mb": 7.0,
     "mode": "flat",
     "memory_budget": "7MiB",
+    "min_mb": 7.0,
+    "overlap": 0.7,
 }
 
 
