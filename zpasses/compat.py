@@ -527,25 +527,28 @@ def lower_own_collectives() -> None:
     An operator that Inductor does not know becomes a plain call, after which it reuses the memory of the arguments.
     """
     from torch._inductor import ir
-    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, lowerings, register_lowering
+    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, lowerings
+    from torch._inductor.virtualized import V
 
-    def lower_out_of_place(op: torch._ops.OpOverload) -> None:
-        def lower(inputs: Any, *args: Any) -> Any:
-            return pytree.tree_map(ir.TensorBox.create, cast(Any, ir)._CollectiveKernel.create_out_of_place(op, inputs, *args))
+    kernel: Any = cast(Any, ir)._CollectiveKernel
 
-        register_lowering(op)(lower)
+    def out_of_place(op: torch._ops.OpOverload) -> Callable[..., Any]:
+        return lambda inputs, *args: pytree.tree_map(ir.TensorBox.create, kernel.create_out_of_place(op, inputs, *args))
 
-    def lower_out(op: torch._ops.OpOverload) -> None:
+    def into_given(op: torch._ops.OpOverload) -> Callable[..., Any]:
         def lower(source: Any, *args: Any, out: Any) -> Any:
-            cast(Any, ir)._CollectiveKernel.create_inplace(op, source, *args, out=out)
+            kernel.create_inplace(op, source, *args, out=out)
+            # The wait will be of `out` alone: Inductor may let go of the input before, which the op keeps alive, but not write to it.
+            V.graph.never_reuse_buffers.add(source.get_name())
             return out
 
-        register_lowering(op)(lower)
+        return lower
 
     for op, writes_out in _own_collectives.items():
         if op not in lowerings:
             add_layout_constraint(op, constrain_to_fx_strides)
-            (lower_out if writes_out else lower_out_of_place)(op)
+            # Past `register_lowering`, which takes no op with an argument `out` but torch's own.
+            lowerings[op] = (into_given if writes_out else out_of_place)(op)
 
 
 def inductor_is_lowering() -> bool:
