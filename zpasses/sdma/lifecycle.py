@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from zpasses.sdma import mori_route, symm_route
 from zpasses.sdma.platform import Platform, platform_of
 from zpasses.sdma.routes import C10dRoute, Route, refuse_capture
 
-__all__ = ["Choice", "chosen", "init", "report", "route_of", "shutdown"]
+__all__ = ["Choice", "available_routes", "chosen", "init", "report", "route_of", "shutdown"]
 
 log = logging.getLogger("zpasses")
 
@@ -89,6 +90,18 @@ def chosen(group: str) -> Choice | None:
     return next((choice for _, choice in known.values()), None)
 
 
+def available_routes(group: str, device: torch.device, timeout_s: float = TIMEOUT_S) -> dict[str, Route]:
+    """Every route that the group can take, started, the functional collective first; for measuring them side by side.
+
+    All ranks of the group must call it alike. The group's own choice is not touched.
+    """
+    routes: dict[str, Route] = {"c10d": C10dRoute()}
+    for name in _CANDIDATES:
+        route, _ = _choose(group, device.type, CAPACITY_MIB << 20, timeout_s, (name,))
+        routes[route.name] = route
+    return routes
+
+
 def report() -> list[Choice]:
     """All choices so far."""
     return [choice for known in _routes.values() for _, choice in known.values()]
@@ -128,7 +141,7 @@ def _route(group: str, device: torch.device, capacity_bytes: int, timeout_s: flo
         return found
 
 
-def _choose(group: str, device: str, capacity_bytes: int, timeout_s: float) -> tuple[Route, str]:
+def _choose(group: str, device: str, capacity_bytes: int, timeout_s: float, names: Sequence[str] = tuple(_CANDIDATES)) -> tuple[Route, str]:
     fallback = C10dRoute()
     if compat.group_backend(group) == "fake" or compat.process_group(group).size() == 1:
         return fallback, "the group has no other ranks"
@@ -137,7 +150,8 @@ def _choose(group: str, device: str, capacity_bytes: int, timeout_s: float) -> t
     if platform is None or any(answer is None for answer in answers):
         return fallback, f"{device} has no copy engines for collectives"
     reasons: list[str] = []
-    for name, candidate in _CANDIDATES.items():
+    for name in names:
+        candidate = _CANDIDATES[name]
         reason = candidate.check(group, [answer[name] for answer in answers])
         route = reason or candidate.start(group, platform, capacity_bytes, timeout_s)
         if not isinstance(route, str):

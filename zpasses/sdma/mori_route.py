@@ -32,7 +32,7 @@ from zpasses.sdma.platform import Platform, SideStream, node_name
 from zpasses.sdma.routes import Pending, Route, gathered_shape, plain, refuse_capture
 from zpasses.sdma.vote import Answer, everyone_says_yes, first_refusal, one_node, within
 
-__all__ = ["MoriRoute", "check", "examine", "forget", "is_started", "shut_down", "start"]
+__all__ = ["MoriRoute", "check", "examine", "forget", "installed_version", "is_started", "shut_down", "start"]
 
 MAX_RANKS = 8
 MAX_BYTES = 1 << 30
@@ -67,7 +67,7 @@ def examine(group: str, platform: Platform, capacity_bytes: int) -> Answer:
         "no": _obstacle(group, platform, capacity_bytes),
         "node": node_name(),
         "device": platform.device_id(),
-        "version": _version(),
+        "version": installed_version(),
         "engines": list(_engines.ranks) if _engines is not None else None,
     }
 
@@ -88,14 +88,15 @@ def _obstacle(group: str, platform: Platform, capacity_bytes: int) -> str | None
     except Exception as error:
         return f"mori cannot be imported ({type(error).__name__}: {error}); pip install amd-mori"
     if "capturing" not in parameters:
-        return f"mori {_version()} makes the CPU wait in every call; amd-mori >= 1.2.4 does not"
+        return f"mori {installed_version()} makes the CPU wait in every call; amd-mori >= 1.2.4 does not"
     needed = _HANDLES * (size + 1) * capacity_bytes
     if _engines is None and platform.free_bytes() < needed:
         return f"mori's buffers take {needed >> 20} MiB, but {platform.free_bytes() >> 20} MiB are free"
     return None
 
 
-def _version() -> str:
+def installed_version() -> str:
+    """Release of the installed mori."""
     try:
         return str(getattr(sys.modules.get("mori"), "__version__", None) or importlib.metadata.version("amd-mori"))
     except importlib.metadata.PackageNotFoundError:
