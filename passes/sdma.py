@@ -27,7 +27,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.agreement import exchange
-from zpasses.cost import beside_us, compute_us, route_us
+from zpasses.cost import beside_us, compute_us, engine_us, route_us
 from zpasses.errors import OptionError
 from zpasses.foreign import tag_foreign_gathers
 from zpasses.graph import Collective, collective_of, is_wait, named_arguments, nbytes, value_of
@@ -64,7 +64,7 @@ class Verdict:
     group: str
     """Name of the process group."""
     route: str = ""
-    """The copy-engine route with the largest gain, where one could be weighed."""
+    """The copy-engine route that was weighed: the one that the target prefers."""
     gather_us: float = 0.0
     """Predicted time of the gather by that route, in microseconds."""
     compute_us: float = 0.0
@@ -130,14 +130,14 @@ class Sdma(Pass):
             return verdict("dtype", f"{opaque[0]} is not plain bytes")
         if collective.nbytes < self.min_mb * _MIB:
             return verdict("too small", f"{collective.nbytes / _MIB:.3g} of {self.min_mb:g} MiB a rank")
-        best = max((_weigh(node, collective, route, hidden, target) for route in target.routes), key=lambda each: each["gain_us"])
-        gather, compute, gain = best["gather_us"], best["compute_us"], best["gain_us"]
-        told = f"{collective.nbytes / _MIB:.3g} MiB a rank in {gather:.0f} us by {best['route']}, beside {compute:.0f} us of compute"
+        weighed = _weigh(node, collective, target.routes[0], hidden, target)
+        gather, compute, gain = weighed["gather_us"], weighed["compute_us"], weighed["gain_us"]
+        told = f"{collective.nbytes / _MIB:.3g} MiB a rank in {gather:.0f} us by {weighed['route']}, beside {compute:.0f} us of compute"
         if compute < self.overlap * gather:
-            return verdict("nothing to hide behind", told, **best)
+            return verdict("nothing to hide behind", told, **weighed)
         if self.overlap and gain <= 0:
-            return verdict("nothing to hide behind", f"{told}, would lose {-gain:.0f} us", **best)
-        return verdict("swapped", f"{told}, gains {gain:.0f} us", **best)
+            return verdict("nothing to hide behind", f"{told}, would lose {-gain:.0f} us", **weighed)
+        return verdict("swapped", f"{told}, gains {gain:.0f} us", **weighed)
 
 
 # --- weighing ----------------------------------------------------------------------------------------------------------------------
@@ -165,9 +165,8 @@ def _weigh(node: fx.Node, collective: Collective, route: str, hidden: _Compute, 
     assert plain is not None
     assert engine is not None
     full = [nbytes(value) * ranks for value in _inputs(node)]
-    # One launch of the functional collective takes several tensors; engines take them one by one.
     by_plain = route_us(plain, collective.op, sum(full), ranks, target)
-    by_engine = sum(route_us(engine, collective.op, each, ranks, target) for each in full)
+    by_engine = engine_us(engine, collective.op, full, ranks, target)
     compute = hidden.between(node)
     gain = beside_us(compute, by_plain, plain.compute_slowdown) - beside_us(compute, by_engine, engine.compute_slowdown)
     return {"route": route, "gather_us": by_engine, "compute_us": compute, "gain_us": gain}

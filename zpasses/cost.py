@@ -12,6 +12,7 @@ A collective can take several routes: "c10d" (RCCL, NCCL or gloo) takes compute 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.graph import collective_of, nbytes, value_of
-from zpasses.route_figures import RouteFigures
+from zpasses.route_figures import PIECE_BYTES, RouteFigures
 from zpasses.target import Target
 
-__all__ = ["beside_us", "collective_us", "compute_us", "copy_us", "latency_us", "route_us"]
+__all__ = ["beside_us", "collective_us", "compute_us", "copy_us", "engine_us", "latency_us", "route_us"]
 
 
 def latency_us(kind: str, ranks: int, target: Target) -> float:
@@ -65,6 +66,18 @@ def route_us(figures: RouteFigures, kind: str, full_bytes: int, ranks: int, targ
     moving = passes * (ranks - 1) / ranks * full_bytes / (figures.gb_s * 1e3)
     copied = figures.copied_full * full_bytes + figures.copied_parts * full_bytes / ranks
     return figures.latency_us + moving + (copy_us(int(copied), target) if copied else 0.0)
+
+
+def engine_us(figures: RouteFigures, kind: str, full_bytes: Sequence[int], ranks: int, target: Target) -> float:
+    """Time of one launch of several tensors by a copy engine: they are packed into pieces, gathered, and copied out.
+
+    Args:
+        full_bytes: bytes of each full tensor; one by itself needs no packing.
+    """
+    total = sum(full_bytes)
+    pieces = math.ceil(total / ranks / PIECE_BYTES) if ranks else 0
+    packing = copy_us(total + total // ranks, target) if len(full_bytes) > 1 else 0.0
+    return route_us(figures, kind, total, ranks, target) + max(pieces - 1, 0) * figures.latency_us + packing
 
 
 def beside_us(compute: float, collective: float, compute_slowdown: float) -> float:

@@ -19,10 +19,12 @@ import torch
 from zpasses.errors import OptionError
 from zpasses.target import Target
 
-__all__ = ["RouteFigures", "calibrated_figures", "figures_of", "known_figures", "machine_key"]
+__all__ = ["PIECE_BYTES", "RouteFigures", "calibrated_figures", "figures_of", "known_figures", "machine_key"]
 
 CALIBRATION_VARIABLE = "ZPASSES_CALIBRATION"
 FORMAT = 1
+PIECE_BYTES = 64 << 20
+"""Most bytes of one rank that a copy engine gathers in one call; larger gathers go in pieces."""
 
 
 @dataclass(frozen=True)

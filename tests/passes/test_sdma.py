@@ -150,7 +150,7 @@ def test_gathers_of_activations_are_swapped_and_named():
         (ALL, "mi300x,ranks_per_node=16", 9, "group", "9 ranks; at most 8 can take a route"),
         (Sdma(), "mi300x", 2, "too small", "of 16 MiB a rank"),
         (Sdma(min_mb=0.0), "mi300x", 2, "nothing to hide behind", "beside 5 us of compute"),
-        (Sdma(min_mb=0.0), "mi300x,kernel_us=70", 2, "nothing to hide behind", "beside 70 us of compute, would lose "),
+        (Sdma(min_mb=0.0), "mi300x,kernel_us=150", 2, "nothing to hide behind", "beside 150 us of compute, would lose "),
     ],
 )
 def test_every_gather_gets_a_verdict_with_its_reason(each, target, world_size, what, why):

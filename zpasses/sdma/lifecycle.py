@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from zpasses import compat
 from zpasses.agreement import exchange
+from zpasses.route_figures import PIECE_BYTES
 from zpasses.sdma import mori_route, symm_route
 from zpasses.sdma.platform import Platform, platform_of
 from zpasses.sdma.routes import C10dRoute, Route, refuse_capture
@@ -27,7 +28,7 @@ __all__ = ["Choice", "available_routes", "chosen", "init", "report", "route_of",
 
 log = logging.getLogger("zpasses")
 
-CAPACITY_MIB = 64
+CAPACITY_MIB = PIECE_BYTES >> 20
 """Most MiB of one rank in one call of mori, unless `init` says otherwise; larger gathers go in pieces. Its buffers take 18 times that."""
 TIMEOUT_S = 300.0
 

@@ -15,6 +15,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import itertools
 import os
 import sys
 import threading
@@ -221,9 +222,25 @@ class MoriRoute(Route):
         stream = self._engines.stream
         with MoriRoute._lock:
             stream.follow_current()
-            for source, target in pairs:
-                needs = self._gather_bytes(_as_bytes(source), _as_bytes(target))
-                compat.register_work(target, Pending(stream.record(), (source, target, *needs)))
+            for pack in _packs(pairs, self._engines.capacity_bytes):
+                needs = self._gather_pack(pack) if len(pack) > 1 else self._gather_bytes(*map(_as_bytes, pack[0]))
+                event = stream.record()
+                for source, target in pack:
+                    compat.register_work(target, Pending(event, (source, target, *needs)))
+
+    def _gather_pack(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Gather several tensors in one call: a call costs more than copies of what it moves."""
+        stream, size = self._engines.stream, len(self._engines.ranks)
+        packed = stream.empty(sum(_padded(source.nbytes) for source, _ in pairs), pairs[0][0].device)
+        gathered = stream.empty(packed.numel() * size, packed.device)
+        places = list(itertools.accumulate((_padded(source.nbytes) for source, _ in pairs), initial=0))
+        for (source, _), place in zip(pairs, places, strict=False):
+            stream.run(functools.partial(packed[place : place + source.nbytes].copy_, _as_bytes(source)))
+        self._launch(packed, gathered)
+        for (source, target), place in zip(pairs, places, strict=False):
+            parts = gathered.view(size, -1)[:, place : place + source.nbytes]
+            stream.run(functools.partial(_as_bytes(target).view(size, -1).copy_, parts))
+        return [packed, gathered]
 
     def _gather_bytes(self, source: Tensor, target: Tensor) -> list[Tensor]:
         """Gather in one call where bytes and addresses allow it, else in pieces through memory that is returned, to be kept."""
@@ -237,7 +254,7 @@ class MoriRoute(Route):
 
     def _gather_piece(self, source: Tensor, target: Tensor, offset: int, count: int) -> tuple[Tensor, Tensor]:
         stream, size = self._engines.stream, len(self._engines.ranks)
-        part, padded = source[offset : offset + count], -(-count // _WORD) * _WORD
+        part, padded = source[offset : offset + count], _padded(count)
         if padded != count or part.data_ptr() % _ALIGNMENT:
             given, part = part, stream.empty(padded, source.device)
             stream.run(functools.partial(part[:count].copy_, given))
@@ -257,6 +274,25 @@ class MoriRoute(Route):
                 f"mori refused to gather {source.numel()} bytes a rank, which other ranks may have started: this run cannot go on. "
                 "Leave the pass 'sdma' out of the pipeline, or set MORI_ENABLE_SDMA=0."
             )
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _WORD) * _WORD
+
+
+def _packs(pairs: Sequence[tuple[Tensor, Tensor]], capacity_bytes: int) -> list[list[tuple[Tensor, Tensor]]]:
+    """Neighbours that fit into one call together, in order; what has no bytes is by itself."""
+    packs: list[list[tuple[Tensor, Tensor]]] = []
+    room = 0
+    for source, target in pairs:
+        needed = _padded(source.nbytes)
+        if packs and 0 < needed <= room:
+            packs[-1].append((source, target))
+            room -= needed
+        else:
+            packs.append([(source, target)])
+            room = capacity_bytes - needed if needed else 0
+    return packs
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

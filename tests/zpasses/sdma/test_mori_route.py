@@ -122,7 +122,7 @@ def gathered_into_given_memory():
     import zpasses
 
     rank, size, group = world()
-    with installed():
+    with installed() as fake:
         zpasses.sdma.init(capacity_mib=1)
         for count in (16, 5, CAPACITY + 3):
             parts = [drawn(count, torch.uint8, each) for each in range(size)]
@@ -133,9 +133,13 @@ def gathered_into_given_memory():
             assert returned.data_ptr() == out.data_ptr()
             wait(returned)
             assert bits(out) == expected(parts), count
-        parts = [[drawn(count, torch.float32, each, count) for count in (8, 3)] for each in range(size)]
+        before = len(fake.calls)
+        sizes = (8, 5, CAPACITY // 2, 0, CAPACITY // 2 - 16, 3, CAPACITY + 4)
+        parts = [[drawn(count, torch.uint8, each, count) for count in sizes] for each in range(size)]
         for place, full in enumerate(sdma.sdma_all_gather_coalesced(parts[rank], size, group)):
             assert bits(wait(full)) == expected([each[place] for each in parts])
+        # Neighbours go together as long as they fit; the last is split.
+        assert fake.calls[before:] == [8 + 8 + CAPACITY // 2, CAPACITY // 2 - 16 + 4, CAPACITY, 4]
         with pytest.raises(ValueError, match=r"out is torch.uint8 \[3\] on cpu, contiguous; expected torch.uint8, 8 elements"):
             sdma.sdma_all_gather_out(torch.zeros(4, dtype=torch.uint8), size, group, out=torch.zeros(3, dtype=torch.uint8))
 
