@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,14 +26,13 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.agreement import exchange
-from zpasses.cost import beside_us, compute_us, engine_us, route_us
 from zpasses.errors import OptionError
 from zpasses.foreign import tag_foreign_gathers
-from zpasses.graph import Collective, collective_of, is_wait, named_arguments, nbytes, value_of
+from zpasses.graph import Collective, collective_of, named_arguments, nbytes, value_of
 from zpasses.pipeline import Level, Pass
-from zpasses.route_figures import figures_of
 from zpasses.sdma import chosen
 from zpasses.sdma.ops import SDMA_ALL_GATHER, SDMA_ALL_GATHER_COALESCED, SDMA_ALL_GATHER_OUT
+from zpasses.step_time import Timeline
 from zpasses.tags import Tag, add_tag, retag, tag_of
 from zpasses.target import Target, current_target
 
@@ -70,7 +68,7 @@ class Verdict:
     compute_us: float = 0.0
     """Predicted time of the compute between its start and its wait."""
     gain_us: float = 0.0
-    """By how much both are predicted to be done sooner than with the functional collective."""
+    """By how much the graph is predicted to be done sooner than with the functional collective."""
 
     def __str__(self) -> str:
         return f"{self.what}: {self.why}"
@@ -111,12 +109,19 @@ class Sdma(Pass):
         return swapped
 
     def judge(self, graph: fx.Graph) -> list[Verdict]:
-        """What this rank by itself would make of each gather, in graph order."""
+        """What this rank by itself would make of each gather, in graph order: each is weighed with those before it swapped or not."""
         target = current_target()
-        hidden = _Compute(graph, target)
-        return [self._judge(node, collective, hidden, target) for node in graph.nodes if (collective := _gather(node)) is not None]
+        timeline, taken = Timeline(graph, target), set[fx.Node]()
+        verdicts = []
+        for node in graph.nodes:
+            collective = _gather(node)
+            if collective is not None:
+                verdicts.append(self._judge(node, collective, timeline, taken, target))
+                if verdicts[-1].what == "swapped":
+                    taken.add(node)
+        return verdicts
 
-    def _judge(self, node: fx.Node, collective: Collective, hidden: _Compute, target: Target) -> Verdict:
+    def _judge(self, node: fx.Node, collective: Collective, timeline: Timeline, taken: set[fx.Node], target: Target) -> Verdict:
         def verdict(what: What, why: str, **figures: Any) -> Verdict:
             return Verdict(node, what, why, collective.group, **figures)
 
@@ -130,17 +135,18 @@ class Sdma(Pass):
             return verdict("dtype", f"{opaque[0]} is not plain bytes")
         if collective.nbytes < self.min_mb * _MIB:
             return verdict("too small", f"{collective.nbytes / _MIB:.3g} of {self.min_mb:g} MiB a rank")
-        weighed = _weigh(node, collective, target.routes[0], hidden, target)
-        gather, compute, gain = weighed["gather_us"], weighed["compute_us"], weighed["gain_us"]
-        told = f"{collective.nbytes / _MIB:.3g} MiB a rank in {gather:.0f} us by {weighed['route']}, beside {compute:.0f} us of compute"
+        gather, compute = timeline.ride(node, True).took_us, timeline.compute_until_wait(node)
+        gain = timeline.run(taken).total_us - timeline.run(taken | {node}).total_us
+        figures = {"route": target.routes[0], "gather_us": gather, "compute_us": compute, "gain_us": gain}
+        told = f"{collective.nbytes / _MIB:.3g} MiB a rank in {gather:.0f} us by {target.routes[0]}, beside {compute:.0f} us of compute"
         if compute < self.overlap * gather:
-            return verdict("nothing to hide behind", told, **weighed)
+            return verdict("nothing to hide behind", told, **figures)
         if self.overlap and gain <= 0:
-            return verdict("nothing to hide behind", f"{told}, would lose {-gain:.0f} us", **weighed)
-        return verdict("swapped", f"{told}, gains {gain:.0f} us", **weighed)
+            return verdict("nothing to hide behind", f"{told}, would lose {-gain:.0f} us", **figures)
+        return verdict("swapped", f"{told}, {'gains' if gain > 0 else 'loses'} {abs(gain):.0f} us", **figures)
 
 
-# --- weighing ----------------------------------------------------------------------------------------------------------------------
+# --- looking ----------------------------------------------------------------------------------------------------------------------
 def _gather(node: fx.Node) -> Collective | None:
     return collective_of(node) if node.op == "call_function" and node.target in _SWAPS else None
 
@@ -157,35 +163,6 @@ def _unfit_group(ranks: Sequence[int], target: Target) -> str:
     if len({rank // target.ranks_per_node for rank in ranks}) > 1:
         return f"ranks {ranks[0]} to {ranks[-1]} are not on one node of {target.ranks_per_node}"
     return f"{len(ranks)} ranks; at most {MAX_RANKS} can take a route" if len(ranks) > MAX_RANKS else ""
-
-
-def _weigh(node: fx.Node, collective: Collective, route: str, hidden: _Compute, target: Target) -> dict[str, Any]:
-    ranks = len(compat.group_ranks(collective.group))
-    plain, engine = figures_of("c10d", target), figures_of(route, target)
-    assert plain is not None
-    assert engine is not None
-    full = [nbytes(value) * ranks for value in _inputs(node)]
-    by_plain = route_us(plain, collective.op, sum(full), ranks, target)
-    by_engine = engine_us(engine, collective.op, full, ranks, target)
-    compute = hidden.between(node)
-    gain = beside_us(compute, by_plain, plain.compute_slowdown) - beside_us(compute, by_engine, engine.compute_slowdown)
-    return {"route": route, "gather_us": by_engine, "compute_us": compute, "gain_us": gain}
-
-
-class _Compute:
-    """How much compute a graph has between a collective and its wait."""
-
-    def __init__(self, graph: fx.Graph, target: Target) -> None:
-        self._until, total = {}, 0.0
-        for node in graph.nodes:
-            self._until[node] = total
-            total += compute_us(node, target)
-
-    def between(self, started: fx.Node) -> float:
-        """Microseconds until the first wait."""
-        parts = [user for user in started.users if user.target is operator.getitem] or [started]
-        waits = [user for part in parts for user in part.users if is_wait(user)]
-        return min((self._until[wait] for wait in waits), default=self._until[started]) - self._until[started]
 
 
 # --- agreeing ----------------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from zpasses.graph import collective_of, nbytes, value_of
 from zpasses.route_figures import PIECE_BYTES, RouteFigures
 from zpasses.target import Target
 
-__all__ = ["beside_us", "collective_us", "compute_us", "copy_us", "engine_us", "latency_us", "route_us"]
+__all__ = ["collective_us", "compute_us", "copy_us", "engine_us", "latency_us", "route_us"]
 
 
 def latency_us(kind: str, ranks: int, target: Target) -> float:
@@ -78,11 +78,6 @@ def engine_us(figures: RouteFigures, kind: str, full_bytes: Sequence[int], ranks
     pieces = math.ceil(total / ranks / PIECE_BYTES) if ranks else 0
     packing = copy_us(total + total // ranks, target) if len(full_bytes) > 1 else 0.0
     return route_us(figures, kind, total, ranks, target) + max(pieces - 1, 0) * figures.latency_us + packing
-
-
-def beside_us(compute: float, collective: float, compute_slowdown: float) -> float:
-    """Time until both are done that start together: compute runs slower while the collective is under way."""
-    return max(collective, compute + collective * (1 - 1 / compute_slowdown))
 
 
 def _is_all_reduce(kind: str) -> bool:

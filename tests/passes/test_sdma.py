@@ -12,6 +12,7 @@ from zpasses import OptionError, Pipeline, compat
 from zpasses.graph import collectives
 from zpasses.passes import ZERO3, ZERO3_SDMA, Bucket, GatherParams, Overlap, ReduceGrads, Sdma
 from zpasses.sdma.ops import SDMA_ALL_GATHER_OUT
+from zpasses.step_time import step_time
 from zpasses.tags import tag_of, tagged
 from zpasses.target import Target, planning_for
 from zpasses.testing import assert_deterministic, assert_equal_bits, capture_graphs, capture_ranks, fake_world, listing, random_inputs
@@ -194,6 +195,17 @@ def test_a_gather_that_pays_is_swapped_and_one_that_cannot_hide_is_not():
     assert slow[1].gain_us > 0
     assert slow[1].route in ("mori", "symm_mem")
     assert "32 MiB a rank in " in slow[1].why
+
+
+@few
+@given(param_lists(max_size=6), st.sampled_from([20, 100, 500]), st.sampled_from([0.0, 4.0]))
+def test_swaps_never_make_the_predicted_step_longer(params, kernel_us, launch_us):
+    """Collectives share the links: what one gather gains, another may lose."""
+    target = Target.parse(f"mi300x,kernel_us={kernel_us},hop_us=0.5,launch_us={launch_us or 0.5}")
+    with fake_world(2), planning_for(target):
+        before = rewritten(joint(params, 0, 2), *LOWER)
+        after = rewritten(before, Sdma(min_mb=0.0, overlap=0.01))
+        assert step_time([after.graph], target).total_us <= step_time([before.graph], target).total_us + 1e-6
 
 
 def judge(graph, target):

@@ -6,7 +6,7 @@ from torch import fx
 
 from tests.graphs import Param, joint, rewritten
 from zpasses import compat
-from zpasses.cost import beside_us, collective_us, compute_us, copy_us, engine_us, latency_us, route_us
+from zpasses.cost import collective_us, compute_us, copy_us, engine_us, latency_us, route_us
 from zpasses.graph import collective_of, is_wait
 from zpasses.passes import GatherParams
 from zpasses.route_figures import RouteFigures
@@ -128,16 +128,3 @@ def test_several_tensors_are_packed_and_go_in_pieces():
     assert engine_us(ENGINE, "all_gather", [4 * MIB] * 2, 8, T) == pytest.approx(one + copy_us(9 * MIB, T))
     large = 8 * 65 * MIB
     assert engine_us(ENGINE, "all_gather", [large], 8, T) == pytest.approx(route_us(ENGINE, "all_gather", large, 8, T) + 20)
-
-
-@pytest.mark.parametrize(
-    ("compute", "collective", "slowdown", "us"),
-    [
-        (100, 40, 1.0, 100),  # hidden for nothing
-        (100, 40, 2.0, 120),  # half of what runs beside it is lost
-        (10, 40, 2.0, 40),  # hidden itself
-        (0, 40, 1.5, 40),
-    ],
-)
-def test_what_runs_beside_a_collective_is_slowed_while_it_lasts(compute, collective, slowdown, us):
-    assert beside_us(compute, collective, slowdown) == pytest.approx(us)

@@ -65,13 +65,14 @@ def test_graphs_follow_each_other():
     assert both.compute_us == pytest.approx(6000)
 
 
-def test_collectives_of_one_route_follow_each_other():
+@pytest.mark.parametrize(("other", "took"), [(GATHER, RCCL), (SDMA_ALL_GATHER, MORI)])
+def test_collectives_share_the_links_whatever_their_route(other, took):
     def fn(a, b):
-        started = [GATHER(a, 8, "0"), GATHER(b, 8, "0")]
+        started = [GATHER(a, 8, "0"), other(b, 8, "0")]
         return [FUNCTIONAL.wait_tensor(each) for each in started]
 
     mode = compat.FakeTensorMode()
     with fake_world(8):
         with mode:
             inputs = [torch.empty(PART, dtype=torch.uint8) for _ in range(2)]
-        assert step_time([compat.trace_aten(fn, inputs).graph], TARGET).waited_us == pytest.approx(2 * RCCL)
+        assert step_time([compat.trace_aten(fn, inputs).graph], TARGET).waited_us == pytest.approx(RCCL + took)
