@@ -2,15 +2,22 @@
 
 import operator
 import re
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch._inductor import lowering
+from torch import nn
+from torch._inductor import config, lowering
 from torch._inductor.utils import run_and_get_code
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from zpasses import compat
-from zpasses.graph import Editor
+from tests.foreign import simple_fsdp
+from zpasses import Level, Pass, Pipeline, compat
+from zpasses.graph import Editor, collectives
+from zpasses.passes import Sdma
 from zpasses.sdma.ops import SDMA_ALL_GATHER, SDMA_ALL_GATHER_COALESCED, SDMA_ALL_GATHER_OUT
 from zpasses.testing import fake_world
 
@@ -123,8 +130,44 @@ def test_without_the_lowering_the_input_is_freed_while_it_is_read(monkeypatch):
 
 def test_lowering_belongs_to_the_key_of_the_cache(monkeypatch):
     """Inductor's own key does not know lowerings; the toolkit's source, which holds them, is in that of each pass."""
-    from zpasses.passes import Sdma
-
     before = Sdma().uuid()
     monkeypatch.setattr("zpasses.pipeline._toolkit_digest", lambda: "another lowering")
     assert Sdma().uuid() != before
+
+
+@dataclass(frozen=True)
+class Watch(Pass):
+    """Notes the collectives of every graph it sees."""
+
+    name: ClassVar[str] = "watch"
+    level: ClassVar[Level] = Level.PARTITIONED
+
+    seen: list = field(default_factory=list)
+
+    def rewrite(self, graph):
+        self.seen.append([each.op for _, each in collectives(graph)])
+        return 0
+
+
+def tensor_parallel(mesh):
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(input_layouts=Shard(0)), "1": RowwiseParallel(output_layouts=Shard(0))})
+
+
+def test_graphs_of_other_libraries_are_swapped_in_inductors_hook(monkeypatch):
+    """The lowering comes with the pass: nobody else has told Inductor of the ops."""
+    monkeypatch.setenv("ZPASSES_TARGET", "mi300x")
+    seen = {}
+    for name, make, width in (("simple_fsdp", simple_fsdp, 6), ("tensor_parallel", tensor_parallel, 8)):
+        watch = Watch()
+        hook = Pipeline((Sdma(min_mb=0.0, overlap=0.0), watch))
+        torch._dynamo.reset()
+        monkeypatch.delitem(lowering.lowerings, SDMA_ALL_GATHER, raising=False)
+        with fake_world(2) as mesh, config.patch(post_grad_custom_post_pass=hook, force_disable_caches=True):
+            model = make(mesh, activation=nn.Identity) if make is simple_fsdp else make(mesh)
+            torch.compile(model, fullgraph=True)(torch.ones(2, width)).sum().backward()
+        assert SDMA_ALL_GATHER in lowering.lowerings
+        seen[name] = watch.seen
+    assert seen["simple_fsdp"][0] == ["sdma_all_gather"] * 2
+    forward, backward = seen["tensor_parallel"]
+    assert (forward[0], "sdma_all_gather" in backward) == ("sdma_all_gather", True)
