@@ -7,14 +7,16 @@ from zpasses.passes.gather_params import GatherParams
 from zpasses.passes.keep_params import KeepParams
 from zpasses.passes.merge_reads import MergeReads
 from zpasses.passes.overlap import Overlap
-from zpasses.passes.pipelines import ZERO1, ZERO2, ZERO3
+from zpasses.passes.pipelines import ZERO1, ZERO2, ZERO3, ZERO3_SDMA
 from zpasses.passes.reduce_grads import ReduceGrads
 from zpasses.passes.regather import Regather
+from zpasses.passes.sdma import Sdma
 
 __all__ = [
     "ZERO1",
     "ZERO2",
     "ZERO3",
+    "ZERO3_SDMA",
     "Bucket",
     "DeferReduction",
     "FlattenOnDevice",
@@ -24,4 +26,5 @@ __all__ = [
     "Overlap",
     "ReduceGrads",
     "Regather",
+    "Sdma",
 ]

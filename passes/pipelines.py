@@ -15,13 +15,18 @@ from zpasses.passes.merge_reads import MergeReads
 from zpasses.passes.overlap import Overlap
 from zpasses.passes.reduce_grads import ReduceGrads
 from zpasses.passes.regather import Regather
+from zpasses.passes.sdma import Sdma
 from zpasses.pipeline import Pipeline
 
-__all__ = ["ZERO1", "ZERO2", "ZERO3"]
+__all__ = ["ZERO1", "ZERO2", "ZERO3", "ZERO3_SDMA"]
 
 _LAST = (Overlap(), DeferReduction())
 
 ZERO2 = Pipeline((MergeReads(), GatherParams(), ReduceGrads(), KeepParams(), Bucket(overlapped=True), *_LAST))
 ZERO1 = ZERO2
 """The same passes as stage 2: windows (`backwards_per_step`) decide how long gradients stay full, which is what tells the two apart."""
-ZERO3 = Pipeline((MergeReads(hold_mb=1.0), GatherParams(), ReduceGrads(), Regather(), Bucket(mb=12.0, overlapped=True), *_LAST))
+_STAGE3 = (MergeReads(hold_mb=1.0), GatherParams(), ReduceGrads(), Regather())
+
+ZERO3 = Pipeline((*_STAGE3, Bucket(mb=12.0, overlapped=True), *_LAST))
+ZERO3_SDMA = Pipeline((*_STAGE3, Bucket(mb=512.0, overlapped=True), *_LAST, Sdma()))
+"""Stage 3 for nodes with copy engines: buckets of a layer rather than of a few MiB, since engines take longer to start."""

@@ -1,6 +1,7 @@
 """zpasses: ZeRO as graph passes."""
 
 from zpasses import ops as _ops  # registers the dialect, which code from a warm compile cache may call
+from zpasses import sdma
 from zpasses.accumulation import coalesce_grad_reduction
 from zpasses.errors import AgreementError, OptionError, PassError, ShardingError, ZpassesError
 from zpasses.options import Options
@@ -24,6 +25,7 @@ __all__ = [
     "invalidate",
     "pack_parameters",
     "pack_shards",
+    "sdma",
     "shard",
     "shards",
 ]

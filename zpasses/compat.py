@@ -10,6 +10,7 @@ import contextlib
 import copy
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -41,6 +42,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "Work",
     "functional",
     "statically_known_true",
 ]
@@ -50,6 +52,10 @@ BOXED_CODEGEN = _BoxedCodeGen
 
 functional = torch.ops._c10d_functional
 """The functional collectives."""
+
+
+Work: Any = torch._C._distributed_c10d.Work if dist.is_available() else object
+"""What a collective that was started is awaited by; derive from it and override `wait`."""
 
 
 # --- process groups --------------------------------------------------------------------------------------------------------------
@@ -108,6 +114,45 @@ def flight_record() -> list[dict[str, Any]]:
     """
     dump = cast(Any, torch._C._distributed_c10d)._dump_fr_trace_json
     return cast(list[dict[str, Any]], json.loads(dump(True, False)).get("entries", []))
+
+
+def register_work(tensor: Tensor, work: Any) -> None:
+    """Let `wait_tensor` of this tensor, or of a view of it, call `work.wait()`."""
+    cast(Any, torch._C._distributed_c10d)._register_work(tensor, work)
+
+
+def symmetric_memory() -> Any:
+    """The module that defines the operators `torch.ops.symm_mem`; raises ImportError where torch was built without it."""
+    import torch.distributed._symmetric_memory as module
+
+    return module
+
+
+def low_contention_all_gather(source: Tensor, group: str) -> Tensor:
+    """Gather by copy engines through symmetric memory; under way, as the functional collectives are."""
+    symmetric_memory()
+    result: Tensor = torch.ops.symm_mem._low_contention_all_gather(source, group)
+    return result
+
+
+def low_contention_reduce_scatter(source: Tensor, reduce_op: str, group: str) -> Tensor:
+    """Exchange by copy engines and reduce ("sum", "avg"); under way, as the functional collectives are."""
+    symmetric_memory()
+    result: Tensor = torch.ops.symm_mem._low_contention_reduce_scatter(source, reduce_op, group)
+    return result
+
+
+def symmetric_stream() -> torch.cuda.Stream:
+    """The stream on which low-contention collectives run."""
+    return cast(torch.cuda.Stream, symmetric_memory()._get_backend_stream())
+
+
+def storage_reference(tensor: Tensor) -> Callable[[], bool]:
+    """Asks whether a tensor's memory has been freed, without keeping it."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    reference = StorageWeakRef(tensor.untyped_storage())
+    return lambda: bool(reference.expired())
 
 
 # --- DTensor ---------------------------------------------------------------------------------------------------------------------
@@ -458,9 +503,57 @@ def inductor_codegen(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[st
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
+    lower_own_collectives()
     _decompose_casts(gm)
     with config.patch(patches):
         return cast(Callable[..., Any], compile_fx_inner(gm, cast(Any, inputs), **kwargs))
+
+
+_own_collectives: dict[torch._ops.OpOverload, bool] = {}
+
+
+def declare_collective(op: torch._ops.OpOverload, *, writes_out: bool = False) -> None:
+    """Say that an operator of ours returns at once and is awaited by `wait_tensor`, as the functional collectives are.
+
+    Args:
+        writes_out: it has an argument `out`, which it returns.
+    """
+    _own_collectives[op] = writes_out
+
+
+def lower_own_collectives() -> None:
+    """Teach Inductor the declared collectives: what they read and write stays untouched, and is not freed, until it is awaited.
+
+    An operator that Inductor does not know becomes a plain call, after which it reuses the memory of the arguments.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, lowerings
+    from torch._inductor.virtualized import V
+
+    kernel: Any = cast(Any, ir)._CollectiveKernel
+
+    def out_of_place(op: torch._ops.OpOverload) -> Callable[..., Any]:
+        return lambda inputs, *args: pytree.tree_map(ir.TensorBox.create, kernel.create_out_of_place(op, inputs, *args))
+
+    def into_given(op: torch._ops.OpOverload) -> Callable[..., Any]:
+        def lower(source: Any, *args: Any, out: Any) -> Any:
+            kernel.create_inplace(op, source, *args, out=out)
+            # The wait will be of `out` alone: Inductor may let go of the input before, which the op keeps alive, but not write to it.
+            V.graph.never_reuse_buffers.add(source.get_name())
+            return out
+
+        return lower
+
+    for op, writes_out in _own_collectives.items():
+        if op not in lowerings:
+            add_layout_constraint(op, constrain_to_fx_strides)
+            # Past `register_lowering`, which takes no op with an argument `out` but torch's own.
+            lowerings[op] = (into_given if writes_out else out_of_place)(op)
+
+
+def inductor_is_lowering() -> bool:
+    """Whether a pass runs inside a compile by Inductor that zpasses did not start (a hook of Inductor), or may do so."""
+    return "torch._inductor.lowering" in sys.modules
 
 
 def _decompose_casts(gm: fx.GraphModule) -> None:

@@ -4,11 +4,15 @@ A collective costs a latency that does not depend on its size and the time of it
 Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005). A kernel takes what the slower of
 memory and arithmetic needs (Williams, Waterman, Patterson: Roofline, 2009). Such figures are good enough to compare two forms of one
 graph; they are no predictions.
+
+A collective can take several routes: "c10d" (RCCL, NCCL or gloo) takes compute units away from what runs beside it, copy engines do not.
+`zpasses.route_figures` has what is known of each.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +20,10 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.graph import collective_of, nbytes, value_of
+from zpasses.route_figures import PIECE_BYTES, RouteFigures
 from zpasses.target import Target
 
-__all__ = ["collective_us", "compute_us", "copy_us", "latency_us"]
+__all__ = ["collective_us", "compute_us", "copy_us", "engine_us", "latency_us", "route_us"]
 
 
 def latency_us(kind: str, ranks: int, target: Target) -> float:
@@ -47,6 +52,32 @@ def collective_us(kind: str, full_bytes: int, ranks: int, target: Target) -> flo
     bandwidth = target.link_gb_s if ranks <= target.ranks_per_node else min(target.link_gb_s, target.network_gb_s)
     passes = 2 if _is_all_reduce(kind) else 1
     return latency_us(kind, ranks, target) + passes * (ranks - 1) / ranks * full_bytes / (bandwidth * 1e3)
+
+
+def route_us(figures: RouteFigures, kind: str, full_bytes: int, ranks: int, target: Target) -> float:
+    """Time of one collective by a route within a node, with nothing beside it.
+
+    Args:
+        kind, full_bytes: as in `collective_us`.
+    """
+    if ranks <= 1:
+        return 0.0
+    passes = 2 if _is_all_reduce(kind) else 1
+    moving = passes * (ranks - 1) / ranks * full_bytes / (figures.gb_s * 1e3)
+    copied = figures.copied_full * full_bytes + figures.copied_parts * full_bytes / ranks
+    return figures.latency_us + moving + (copy_us(int(copied), target) if copied else 0.0)
+
+
+def engine_us(figures: RouteFigures, kind: str, full_bytes: Sequence[int], ranks: int, target: Target) -> float:
+    """Time of one launch of several tensors by a copy engine: they are packed into pieces, gathered, and copied out.
+
+    Args:
+        full_bytes: bytes of each full tensor; one by itself needs no packing.
+    """
+    total = sum(full_bytes)
+    pieces = math.ceil(total / ranks / PIECE_BYTES) if ranks else 0
+    packing = copy_us(total + total // ranks, target) if len(full_bytes) > 1 else 0.0
+    return route_us(figures, kind, total, ranks, target) + max(pieces - 1, 0) * figures.latency_us + packing
 
 
 def _is_all_reduce(kind: str) -> bool:

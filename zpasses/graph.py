@@ -22,6 +22,7 @@ __all__ = [
     "collectives",
     "erase_dead",
     "is_wait",
+    "named_arguments",
     "nbytes",
     "propagate",
     "value_of",
@@ -80,7 +81,7 @@ def collective_of(node: fx.Node) -> Collective | None:
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target.namespace not in _NAMESPACES:
         return None
-    arguments = _named_arguments(node, target)
+    arguments = named_arguments(node, target)
     if target is _WAIT or "group_name" not in arguments:
         return None
     # Ranks may hold different numbers of rows: a dialect op is described by its full parameter.
@@ -98,7 +99,8 @@ def collective_of(node: fx.Node) -> Collective | None:
     )
 
 
-def _named_arguments(node: fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:
+def named_arguments(node: fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:
+    """The arguments of a call by name, those left out left out."""
     names = [argument.name for argument in target._schema.arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 

@@ -184,7 +184,8 @@ def scratch_bytes(node: fx.Node) -> int:
     """Memory of a collective besides its inputs and outputs: gloo packs several tensors into one, and gathers into a flat tensor of its
     own that it copies out of."""
     collective: Any = collective_of(node)
-    if node.target.namespace != "_c10d_functional" or not compat.is_gloo(collective.group):  # type: ignore[union-attr]
+    is_plain = node.target.namespace == "_c10d_functional" or collective.op.startswith("sdma_")  # type: ignore[union-attr]
+    if not is_plain or not compat.is_gloo(collective.group):
         return 0
     packed = collective.nbytes if len(collective.shapes) > 1 else 0
     return packed + (nbytes(value_of(node)) if "gather" in collective.op else 0)

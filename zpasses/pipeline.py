@@ -25,6 +25,7 @@ from zpasses.checks import Snapshot, check, check_unchanged
 from zpasses.errors import AgreementError, OptionError, PassError, nearest
 from zpasses.fields import build, format_value
 from zpasses.graph import collectives
+from zpasses.route_figures import known_figures
 from zpasses.target import current_target
 
 __all__ = ["Level", "Pass", "PassRecord", "Pipeline", "catalogue", "run_passes"]
@@ -66,7 +67,7 @@ class Pass(compat.CustomGraphPass):
         run_passes(graph, [self])
 
     def uuid(self) -> str:
-        """A key for compile caches: the source of the toolkit and of the pass, its options, and the process groups there are."""
+        """A key for compile caches: the source of the toolkit and of the pass, its options, the process groups, and the target."""
         module = inspect.getsourcefile(type(self))
         parts = (_toolkit_digest(), _file_digest(module), str(self), repr(sorted(_environment().items())))
         return hashlib.sha256("|".join(parts).encode()).hexdigest()
@@ -299,7 +300,8 @@ def _file_digest(path: str | None) -> str:
 def _environment() -> dict[str, str]:
     """What a pass may look up besides the graph: the backend of each process group, and the target."""
     groups = compat.group_backends() if torch.distributed.is_initialized() else {}
-    return {**groups, "target": repr(current_target())}
+    target = current_target()
+    return {**groups, "target": repr(target), "routes": repr(known_figures(target))}
 
 
 def describe_records(records: Sequence[PassRecord]) -> list[dict[str, Any]]:

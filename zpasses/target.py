@@ -1,4 +1,4 @@
-"""What a graph will run on: the figures that the cost model needs.
+"""What a graph will run on: the figures that the cost model needs, and what the hardware can do.
 
 A target is detected from the process (`Target.detect`) or named (`Target.parse("mi300x,ranks_per_node=8")`, the environment variable
 `ZPASSES_TARGET`, the backend's option `target`), so that a graph can be planned for hardware that is not here. Every figure is a
@@ -55,6 +55,10 @@ class Target:
     """A kernel that does nothing."""
     source: str = ""
     """Where the figures are from."""
+    architecture: str = "cpu"
+    """What the compiler calls the device: "gfx942", "gfx950", "sm90", ..., "cpu"."""
+    routes: tuple[str, ...] = ()
+    """Ways to communicate by copy engines that this hardware has ("mori", "symm_mem"), the preferred one first."""
 
     @classmethod
     def parse(cls, text: str) -> Target:
@@ -66,7 +70,7 @@ class Target:
         name, *changes = [part.strip() for part in text.split(",")]
         if name not in TARGETS:
             raise OptionError(f"target {text!r}: nothing is called {name!r}.{nearest(name, TARGETS)}")
-        types = {key: kind for key, kind in field_types(cast(Any, cls)).items() if key not in ("name", "source")}
+        types = {key: kind for key, kind in field_types(cast(Any, cls)).items() if key not in _FIXED}
         values = {}
         for change in changes:
             key, equals, value = change.partition("=")
@@ -87,7 +91,7 @@ class Target:
             return TARGETS["cpu"]
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return dataclasses.replace(
-            target_of(properties.name, getattr(properties, "gcnArchName", "")),
+            target_of(properties.name, getattr(properties, "gcnArchName", ""), properties.multi_processor_count, properties.total_memory),
             ranks_per_node=torch.cuda.device_count(),
             memory_bytes=properties.total_memory,
         )
@@ -100,10 +104,15 @@ class Target:
         return ",".join([self.name, *(f"{key}={getattr(self, key)}" for key in changed)])
 
 
+_FIXED = ("name", "source", "architecture", "routes")
+"""Not figures: what the hardware is."""
+
+
 # Ring over NVLink or Infinity Fabric, "simple" protocol: base and hop latencies as in NCCL's tuning constants, src/graph/tuning.cc,
 # of which RCCL's are a copy. The network is one 400 Gbit/s adapter a device, as in vendors' reference nodes.
-def _gpu(name: str, link: float, memory: float, tflops: float, gib: int, source: str) -> Target:
-    return Target(name, 8, link, 50.0, memory, tflops, gib * _GIB, 8.4, 3.4, 14.0, 5.0, source)
+def _gpu(name: str, link: float, memory: float, tflops: float, gib: int, architecture: str, source: str) -> Target:
+    routes = ("mori", "symm_mem") if architecture in ("gfx942", "gfx950") else ("symm_mem",)
+    return Target(name, 8, link, 50.0, memory, tflops, gib * _GIB, 8.4, 3.4, 14.0, 5.0, source, architecture, routes)
 
 
 TARGETS: Mapping[str, Target] = MappingProxyType(
@@ -113,28 +122,43 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
             # Two gloo ranks on one machine of two cores: python -m zpasses.tools.bench train (bare collectives), 78 MB in 0.14 s;
             # a collective of 2 KB takes 0.15 ms.
             Target("cpu", 2, 0.56, 0.56, 5.0, 0.1, 16 * _GIB, 100.0, 50.0, 100.0, 1.0, "docs/measurements.md"),
-            _gpu("a100", 300.0, 2039.0, 312.0, 80, "NVIDIA A100 80GB SXM data sheet"),
-            _gpu("h100", 450.0, 3350.0, 989.0, 80, "NVIDIA H100 SXM data sheet"),
-            _gpu("h200", 450.0, 4800.0, 989.0, 141, "NVIDIA H200 SXM data sheet"),
-            _gpu("b200", 900.0, 8000.0, 2250.0, 180, "NVIDIA DGX B200 data sheet, a GPU's share"),
-            _gpu("mi300x", 448.0, 5300.0, 1307.0, 192, "AMD Instinct MI300X data sheet"),
-            _gpu("mi300a", 384.0, 5300.0, 981.0, 128, "AMD Instinct MI300A data sheet"),
-            _gpu("mi325x", 448.0, 6000.0, 1307.0, 256, "AMD Instinct MI325X data sheet"),
-            _gpu("mi355x", 538.0, 8000.0, 2517.0, 288, "AMD Instinct MI355X data sheet"),
+            _gpu("a100", 300.0, 2039.0, 312.0, 80, "sm80", "NVIDIA A100 80GB SXM data sheet"),
+            _gpu("h100", 450.0, 3350.0, 989.0, 80, "sm90", "NVIDIA H100 SXM data sheet"),
+            _gpu("h200", 450.0, 4800.0, 989.0, 141, "sm90", "NVIDIA H200 SXM data sheet"),
+            _gpu("b200", 900.0, 8000.0, 2250.0, 180, "sm100", "NVIDIA DGX B200 data sheet, a GPU's share"),
+            _gpu("mi300x", 448.0, 5300.0, 1307.0, 192, "gfx942", "AMD Instinct MI300X data sheet"),
+            _gpu("mi300a", 384.0, 5300.0, 981.0, 128, "gfx942", "AMD Instinct MI300A data sheet"),
+            _gpu("mi308x", 448.0, 5300.0, 344.0, 192, "gfx942", "MI300X's figures with 80 of its 304 compute units"),
+            _gpu("mi325x", 448.0, 6000.0, 1307.0, 256, "gfx942", "AMD Instinct MI325X data sheet"),
+            _gpu("mi355x", 538.0, 8000.0, 2517.0, 288, "gfx950", "AMD Instinct MI355X data sheet"),
         )
     }
 )
 """The targets that are known by name."""
 
 
-def target_of(device: str, architecture: str = "") -> Target:
-    """The target of a device by the name (and, on ROCm, the architecture) that it reports; H100's figures for one not known."""
+def target_of(device: str, architecture: str = "", compute_units: int = 0, memory_bytes: int = 0) -> Target:
+    """The target of a device by what it reports; H100's figures for one not known.
+
+    Args:
+        device: its name. AMD's may be no more than "AMD Radeon Graphics".
+        architecture: "gfx942:sramecc+:xnack-" and the like; "" on CUDA.
+        compute_units, memory_bytes: tell devices of one architecture apart where the name does not; 0 if not known.
+    """
     squeezed = device.lower().replace(" ", "").replace("-", "")
     for name, target in TARGETS.items():
         if name != "cpu" and name in squeezed:
             return target
-    by_architecture = {"gfx942": "mi300x", "gfx950": "mi355x"}
-    return TARGETS[by_architecture.get(architecture.partition(":")[0], "h100")]
+    base = architecture.partition(":")[0]
+    if base == "gfx942":
+        if compute_units in _GFX942_UNITS:
+            return TARGETS[_GFX942_UNITS[compute_units]]
+        return TARGETS["mi325x" if memory_bytes > 200 * _GIB else "mi300x"]
+    return TARGETS["mi355x" if base == "gfx950" else "h100"]
+
+
+_GFX942_UNITS = {228: "mi300a", 80: "mi308x"}
+"""Compute units of those that have another number than MI300X and MI325X, which have 304."""
 
 
 _current: contextvars.ContextVar[Target | None] = contextvars.ContextVar("zpasses.target", default=None)

@@ -1,12 +1,15 @@
+import dataclasses
+
 import pytest
 import torch
 from torch import fx
 
 from tests.graphs import Param, joint, rewritten
 from zpasses import compat
-from zpasses.cost import collective_us, compute_us, copy_us, latency_us
+from zpasses.cost import collective_us, compute_us, copy_us, engine_us, latency_us, route_us
 from zpasses.graph import collective_of, is_wait
 from zpasses.passes import GatherParams
+from zpasses.route_figures import RouteFigures
 from zpasses.target import TARGETS, Target
 from zpasses.testing import fake_world
 
@@ -104,3 +107,24 @@ def test_dynamic_sizes_count_by_their_hints():
     (product,) = [node for node in seen if node.target is aten.mm.default]
     assert not all(isinstance(size, int) for size in product.meta["example_value"].shape)
     assert compute_us(product, T) == pytest.approx(2 * 200 * 300 * 400 / 1e6)
+
+
+# --- routes -------------------------------------------------------------------------------------------------------------------------
+ENGINE = RouteFigures(latency_us=20, gb_s=100, compute_slowdown=1.0, copied_full=1.0)
+
+
+def test_a_route_takes_its_latency_its_bytes_and_its_copies():
+    moved = 20 + 7 / 8 * 8e6 / 1e5
+    assert route_us(dataclasses.replace(ENGINE, copied_full=0.0), "all_gather", 8_000_000, 8, T) == pytest.approx(moved)
+    assert route_us(ENGINE, "all_gather", 8_000_000, 8, T) == pytest.approx(moved + copy_us(8_000_000, T))
+    parts = dataclasses.replace(ENGINE, copied_full=0.0, copied_parts=1.0)
+    assert route_us(parts, "all_gather", 8_000_000, 8, T) == pytest.approx(moved + copy_us(1_000_000, T))
+    assert route_us(ENGINE, "all_gather", MIB, 1, T) == 0
+
+
+def test_several_tensors_are_packed_and_go_in_pieces():
+    one = route_us(ENGINE, "all_gather", 8 * MIB, 8, T)
+    assert engine_us(ENGINE, "all_gather", [8 * MIB], 8, T) == one
+    assert engine_us(ENGINE, "all_gather", [4 * MIB] * 2, 8, T) == pytest.approx(one + copy_us(9 * MIB, T))
+    large = 8 * 65 * MIB
+    assert engine_us(ENGINE, "all_gather", [large], 8, T) == pytest.approx(route_us(ENGINE, "all_gather", large, 8, T) + 20)

@@ -170,6 +170,8 @@ CHANGED = {
     "mode": "flat",
     "memory_budget": "7MiB",
     "overlapped": True,
+    "min_mb": 7.0,
+    "overlap": 0.7,
 }
 
 

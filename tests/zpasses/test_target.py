@@ -40,6 +40,7 @@ def test_text_of_a_target_reads_back(text):
         ("h100,link_gbs=3", r"cannot read 'link_gbs=3'; expected figure=value. Did you mean \"link_gb_s\"\?"),
         ("h100,link_gb_s", r"cannot read 'link_gb_s'; expected figure=value"),
         ("h100,name=x", r"cannot read 'name=x'"),
+        ("h100,routes=mori", r"cannot read 'routes=mori'"),
         ("h100,link_gb_s=fast", r"target 'h100', 'link_gb_s': got 'fast' \(str\); expected float"),
         ("h100,ranks_per_node=2.5", r"'ranks_per_node': got '2.5' \(str\); expected int"),
         ("h100,launch_us=0", r"launch_us must be greater than 0, got 0"),
@@ -67,6 +68,20 @@ def test_wrong_text_says_what_is_wrong(text, message):
 )
 def test_devices_are_known_by_what_they_report(device, architecture, name):
     assert target_of(device, architecture).name == name
+
+
+@pytest.mark.parametrize(
+    ("units", "gib", "name"), [(304, 192, "mi300x"), (304, 256, "mi325x"), (228, 128, "mi300a"), (80, 192, "mi308x"), (0, 0, "mi300x")]
+)
+def test_devices_of_the_gfx942_family_are_told_apart_without_a_name(units, gib, name):
+    assert target_of("AMD Radeon Graphics", "gfx942:sramecc+:xnack-", units, gib << 30).name == name
+
+
+def test_targets_say_which_copy_engine_routes_they_have():
+    assert TARGETS["mi300x"].routes == TARGETS["mi308x"].routes == TARGETS["mi355x"].routes == ("mori", "symm_mem")
+    assert TARGETS["h100"].routes == ("symm_mem",)
+    assert TARGETS["cpu"].routes == ()
+    assert [TARGETS[name].architecture for name in ("mi300a", "mi325x", "mi355x", "h100")] == ["gfx942", "gfx942", "gfx950", "sm90"]
 
 
 def test_environment_names_the_target(monkeypatch):

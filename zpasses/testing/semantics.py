@@ -111,6 +111,8 @@ _REDUCTIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 SEMANTICS: Mapping[str, Semantics] = {
     "all_gather_into_tensor": _all_gather,
     "reduce_scatter_tensor": _reduce_scatter,
+    "sdma_all_gather": _all_gather,
+    "sdma_reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,
     "broadcast": _broadcast,
     "all_to_all_single": _all_to_all,

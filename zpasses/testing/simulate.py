@@ -282,7 +282,7 @@ class _Rank:
         target = _overload(node)
         if target in self._custom:
             return self._custom[target]
-        if target in (UNSHARD, REDUCE_GRAD) or getattr(target, "namespace", "") in ("_c10d_functional", "_c10d_functional_autograd"):
+        if _is_collective(target):
             name = _base_name(target._opname)
             if name in SEMANTICS:
                 return SEMANTICS[name]
@@ -397,8 +397,14 @@ def _is_call_of(node: fx.Node, packet: Any) -> bool:
 
 
 def _communicates(node: fx.Node) -> bool:
-    target = _overload(node)
-    return target in (UNSHARD, REDUCE_GRAD) or getattr(target, "namespace", "") in ("_c10d_functional", "_c10d_functional_autograd")
+    return _is_collective(_overload(node))
+
+
+def _is_collective(target: Any) -> bool:
+    namespace = getattr(target, "namespace", "")
+    return namespace in ("_c10d_functional", "_c10d_functional_autograd") or (
+        namespace == "zpasses" and "group_name" in str(target._schema)
+    )
 
 
 def _base_name(name: str) -> str:

@@ -1,0 +1,130 @@
+"""Compile a training step for 8 x MI300X on any machine: which gathers would copy engines take, and what is that predicted to gain?
+
+    python examples/sdma_mi300/dry_run.py
+    python examples/sdma_mi300/dry_run.py --model gpt-7b --gathers
+
+Nothing is allocated, computed or communicated: the ranks are fake, and so are the tensors. The whole model is captured, which takes
+minutes; --layers 4 captures four layers, and says nothing about the reported times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from model import MODELS, Decoder, Shape
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+
+import zpasses
+from zpasses.backend import GraphLog, observe_graphs
+from zpasses.passes import ZERO3_SDMA
+from zpasses.route_figures import known_figures
+from zpasses.step_time import StepTime, step_time
+from zpasses.tags import tagged
+from zpasses.target import Target, planning_for
+from zpasses.testing import copy_graph, fake_world
+
+SHARES = (1.0, 0.5, 0.25)
+"""Of the data sheet's operations a second: what matrix products reach on a machine is not known here, so several are tried."""
+
+
+def step_graphs(shape: Shape, ranks: int, target: Target) -> dict[str, fx.GraphModule]:
+    """Forward and backward graph of one rank, before the last pass; to be called in a fake world."""
+    graphs: dict[str, fx.GraphModule] = {}
+
+    def keep(log: GraphLog) -> None:
+        if log.kind in ("forward", "backward"):
+            graphs[log.kind] = copy_graph(log.graph)
+
+    options = {"pipeline": zpasses.Pipeline(ZERO3_SDMA.passes[:-1]), "codegen": "eager", "agreement": False, "target": str(target)}
+    mesh = init_device_mesh("cpu", (ranks,))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), observe_graphs(keep):
+            model = Decoder(shape)
+            zpasses.shard(model, mesh=mesh)
+            step = torch.compile(model, backend="zpasses", fullgraph=True, options=options)
+            tokens = torch.zeros(1, shape.seq, dtype=torch.long)
+            step(tokens, tokens).backward()
+    finally:
+        torch.set_default_dtype(before)
+    return graphs
+
+
+def swapped(graphs: Mapping[str, fx.GraphModule], target: Target) -> dict[str, fx.GraphModule]:
+    """Copies of the graphs after the pass `sdma`."""
+    copies = {kind: copy_graph(gm) for kind, gm in graphs.items()}
+    with planning_for(target):
+        for gm in copies.values():
+            ZERO3_SDMA.passes[-1](gm.graph)
+    return copies
+
+
+def verdicts(graph: fx.Graph) -> list[str]:
+    """What became of each gather, with the parameters that it gathers."""
+    return [f"{', '.join(tag.params[:2])}{' ...' if len(tag.params) > 2 else ''}: {tag.note}" for _, tag in tagged(graph, "gather")]
+
+
+def time_of(graphs: Mapping[str, fx.GraphModule], target: Target) -> StepTime:
+    return step_time([gm.graph for gm in graphs.values()], target)
+
+
+def describe(what: str, each: StepTime) -> str:
+    parts = f"kernels {each.compute_us / 1e3:.1f}, slowed by {each.slowed_us / 1e3:.1f}, waiting {each.waited_us / 1e3:.1f}"
+    return f"  {what} {each.total_us / 1e3:7.1f} ms: {parts}; collectives take {each.collective_us / 1e3:.1f}"
+
+
+def show(name: str, shape: Shape, target: Target, list_gathers: bool) -> None:
+    """Print what is predicted for one model, at each share of the peak."""
+    with fake_world(8):
+        graphs = step_graphs(shape, 8, target)
+        for share in SHARES:
+            slower = dataclasses.replace(target, tflops=share * target.tflops)
+            after = swapped(graphs, slower)
+            print(f"{name}, products at {share:.0%} of {target.tflops:.0f} TFLOPS")
+            for kind, gm in after.items():
+                notes = verdicts(gm.graph)
+                counts = Counter(note.partition("sdma ")[2].partition(":")[0] for note in notes)
+                print(f"  {kind}: {len(notes)} gathers: {', '.join(f'{count} {what}' for what, count in counts.most_common())}")
+                for note in notes if list_gathers else ():
+                    print(f"    {note}")
+            plain, engines = time_of(graphs, slower), time_of(after, slower)
+            print(describe("RCCL", plain))
+            print(describe("SDMA", engines))
+            gain = 1 - engines.total_us / plain.total_us
+            print(f"  predicted gain {gain:.1%}{compared(name, shape, gain, plain)}")
+
+
+def compared(name: str, shape: Shape, gain: float, plain: StepTime) -> str:
+    """The prediction beside what was reported, where the whole model was captured."""
+    if shape != MODELS[name]:
+        return ""
+    before, after = shape.reported_ms
+    reported = 1 - after / before
+    told = f"; reported {reported:.1%} ({before} -> {after} ms): off by {gain - reported:+.1%} of a step"
+    return f"{told}; the step with RCCL is {plain.total_us / 1e3 / before:.2f} x the reported one"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, action="append", help="one of the models; both by default")
+    parser.add_argument("--target", default="mi300x", help='hardware to plan for, e.g. "mi325x" or "mi300x,link_gb_s=400"')
+    parser.add_argument("--layers", type=int, help="capture so many layers instead of all")
+    parser.add_argument("--gathers", action="store_true", help="list the verdict on every gather")
+    options = parser.parse_args()
+    target = Target.parse(options.target)
+    for route, figures in known_figures(target).items():
+        speed = f"{figures.gb_s:.0f} GB/s after {figures.latency_us:.0f} us"
+        print(f"{route}: {speed}, slows compute {figures.compute_slowdown} x ({figures.source})")
+    for name in options.model or MODELS:
+        show(name, dataclasses.replace(MODELS[name], layers=options.layers or MODELS[name].layers), target, options.gathers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The example for MI300X, as far as it goes without one."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import run_on_ranks
+from zpasses.testing.fake_mori import installed
+
+FOLDER = Path(__file__).parents[2] / "examples" / "sdma_mi300"
+
+
+def test_the_dry_run_says_which_gathers_would_be_swapped_and_what_that_gains():
+    command = [sys.executable, str(FOLDER / "dry_run.py"), "--model", "gpt-7b", "--layers", "2", "--gathers"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "literature, uncalibrated" in done.stdout
+    assert "sdma swapped: " in done.stdout
+    assert "sdma nothing to hide behind: " in done.stdout
+    assert done.stdout.count("predicted gain") == 3  # at three speeds
+    assert "reported" not in done.stdout  # two layers are not the model that was measured
+
+
+def trained():
+    sys.path.insert(0, str(FOLDER))
+    try:
+        example, model = runpy.run_path(str(FOLDER / "train.py")), __import__("model")
+    finally:
+        sys.path.remove(str(FOLDER))
+    os.environ["ZPASSES_TARGET"] = "mi300x"
+    losses = []
+    try:
+        for gated in (False, True):
+            shape = model.Shape(2, 32, 4, 2 if gated else 4, 64, 50, 12, gated=gated, head_width=8)
+            for pipeline in ("zero3", "zero3,sdma{min_mb=0,overlap=0}"):
+                with installed() as fake:
+                    losses.append(example["train"](shape, pipeline, 3, torch.device("cpu"), codegen="eager")[0])
+                    assert bool(fake.calls) == ("sdma" in pipeline)
+    finally:
+        del os.environ["ZPASSES_TARGET"]
+    return losses
+
+
+@pytest.mark.processes
+def test_the_models_train_alike_with_and_without_the_swap():
+    for plain, swapped, gated, gated_swapped in run_on_ranks(trained):
+        assert plain == swapped
+        assert gated == gated_swapped
+        assert plain != gated
+        assert len(set(plain)) > 1  # it trains
+
+
+def test_the_script_is_a_shell_script():
+    assert subprocess.run(["sh", "-n", str(FOLDER / "run.sh")], check=False).returncode == 0

@@ -1,0 +1,276 @@
+import logging
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.foreign import leave_alone, simple_fsdp
+from tests.graphs import Param, assert_step_equals_reference, few, joint, param_lists, rewritten
+from zpasses import OptionError, Pipeline, compat
+from zpasses.graph import collectives
+from zpasses.passes import ZERO3, ZERO3_SDMA, Bucket, GatherParams, Overlap, ReduceGrads, Sdma
+from zpasses.sdma.ops import SDMA_ALL_GATHER_OUT
+from zpasses.step_time import step_time
+from zpasses.tags import tag_of, tagged
+from zpasses.target import Target, planning_for
+from zpasses.testing import assert_deterministic, assert_equal_bits, capture_graphs, capture_ranks, fake_world, listing, random_inputs
+
+ALL = Sdma(min_mb=0.0, overlap=0.0)
+LOWER = (GatherParams(), ReduceGrads("reduce_scatter"), Overlap())
+PARAMS = [Param((4, 2)), Param((6, 2)), Param((8, 2))]
+
+
+@pytest.fixture(autouse=True)
+def mi300x(monkeypatch):
+    monkeypatch.setenv("ZPASSES_TARGET", "mi300x")
+
+
+def lowered(*params, world_size=2, rank=0, passes=()):
+    with fake_world(world_size, rank):
+        return rewritten(joint(params, rank, world_size), *LOWER, *passes)
+
+
+def ops(gm):
+    return [each.op for _, each in collectives(gm.graph)]
+
+
+def verdicts(gm, each, world_size=2, target="mi300x", rank=0):
+    with fake_world(world_size, rank), planning_for(Target.parse(target)):
+        return each.judge(gm.graph)
+
+
+# --- what is swapped ---------------------------------------------------------------------------------------------------------------
+def test_listing_after():
+    gm = lowered(Param((4, 2)), Param((6, 2), frozen=True), passes=(ALL,))
+    lines = [line.partition(" # ")[0].rstrip() for line in listing(gm).splitlines() if "gather" in line]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+all_gather_into_tensor_default = zpasses.sdma_all_gather(primals_1, 2, '0')
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)
+all_gather_into_tensor_default_1 = zpasses.sdma_all_gather(primals_3, 2, '0')
+wait_tensor_default_1 = wait_tensor(all_gather_into_tensor_default_1)""",
+    )
+
+
+@pytest.mark.parametrize("mode", ["single", "coalesced", "flat"])
+def test_single_coalesced_and_flat_gathers_are_swapped(mode):
+    bucket = () if mode == "single" else (Bucket(mb=1.0, mode=mode, memory_budget="1GiB"),)
+    gm = lowered(*PARAMS, passes=(*bucket, ALL))
+    name = "sdma_all_gather_coalesced" if mode == "coalesced" else "sdma_all_gather"
+    assert [op for op in ops(gm) if "gather" in op] == [name] * (3 if mode == "single" else 1)
+    assert not any("sdma" in op for op in ops(gm) if "reduce" in op)
+
+
+def test_gathers_into_given_memory_are_swapped():
+    """As Inductor's bucketing makes them: this rank's part lies in the output."""
+    graph = torch.fx.Graph()
+    functional = torch.ops._c10d_functional
+    with fake_world(2), torch._subclasses.FakeTensorMode():
+        mine = graph.placeholder("mine")
+        out = graph.call_function(torch.ops.aten.new_empty.default, (mine, [8, 2]))
+        part = graph.call_function(torch.ops.aten.slice.Tensor, (out, 0, 0, 4))
+        filled = graph.call_function(torch.ops.aten.copy_.default, (part, mine))
+        gather = graph.call_function(functional.all_gather_into_tensor_out.default, (filled, 2, "0"), {"out": out})
+        done = graph.call_function(functional.wait_tensor.default, (gather,))
+        graph.output((done,))
+        mine.meta["val"] = torch.empty(4, 2)
+        out.meta["val"] = gather.meta["val"] = done.meta["val"] = torch.empty(8, 2)
+        part.meta["val"] = filled.meta["val"] = out.meta["val"][:4]
+        gm = torch.fx.GraphModule({}, graph)
+        after = rewritten(gm, ALL)
+    (swapped,) = after.graph.find_nodes(op="call_function", target=SDMA_ALL_GATHER_OUT)
+    assert (list(swapped.args[1:]), list(swapped.kwargs)) == ([2, "0"], ["out"])
+    assert_equal_bits_of_out(gm, after)
+
+
+def assert_equal_bits_of_out(before, after):
+    # Rank 1 writes its part to the place of rank 0, and gathers it from there: what matters is that both graphs do the same.
+    assert_equal_bits([before] * 2, [after] * 2, [[torch.full((4, 2), float(rank))] for rank in range(2)])
+
+
+@few
+@given(param_lists(max_size=4), st.sampled_from([2, 3]), st.sampled_from(["auto", "coalesced", "flat"]))
+def test_drawn_graphs_stay_equal(params, world_size, mode):
+    before, after = [], []
+    for rank in range(world_size):
+        with fake_world(world_size, rank):
+            before.append(joint(params, rank, world_size))
+            after.append(rewritten(before[-1], *LOWER, Bucket(mode=mode, memory_budget="1GiB"), ALL))
+            assert all(op.startswith("sdma") for op in ops(after[-1]) if "gather" in op)
+    assert_equal_bits(before, after, random_inputs(before))
+
+
+def test_step_of_a_model_equals_the_dialect():
+    pipeline = "merge-reads,gather-params,reduce-grads,regather,bucket{mode=coalesced},overlap,sdma{min_mb=0,overlap=0}"
+    model = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(3)))
+    captures = capture_ranks(model, (torch.zeros(2, 5),), world_size=3, pipeline=pipeline)
+    assert [record.changes > 0 for record in captures[0].records if record.name == "sdma"] == [True, True]
+    assert_step_equals_reference(captures)
+
+
+def test_gathers_that_others_inserted_are_swapped():
+    captures = []
+    for rank in range(2):
+        with fake_world(2, rank) as mesh:
+            captures.append(capture_graphs(simple_fsdp(mesh), (torch.ones(2, 6),), shard=leave_alone, pipeline=Pipeline((ALL,))))
+    assert ops(captures[0].after.forward) == ["sdma_all_gather"] * 2
+    assert_step_equals_reference(captures)
+
+
+def gathering(fn, ranks=2):
+    """A gather of what `fn` computes."""
+
+    def layer(x):
+        started = torch.ops._c10d_functional.all_gather_into_tensor(fn(x), ranks, "0")
+        return torch.ops._c10d_functional.wait_tensor(started) + 1
+
+    return compat.trace_aten(layer, [torch.ones(2, 3)])
+
+
+def test_gathers_of_activations_are_swapped_and_named():
+    """As tensor parallelism makes them: they depend on computed values."""
+    with fake_world(2):
+        gm = rewritten(gathering(lambda x: x * 2), ALL)
+        assert ops(gm) == ["sdma_all_gather"]
+        ((_, tag),) = tagged(gm.graph, "gather")
+    assert (tag.params, tag.nbytes, tag.origin) == ((), 24, "sdma")
+    assert tag.note.startswith("sdma swapped: ")
+
+
+# --- what is not -------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("each", "target", "world_size", "what", "why"),
+    [
+        (ALL, "h100", 2, "swapped", "by symm_mem, beside"),
+        (ALL, "cpu", 2, "route missing", "cpu has no copy-engine route"),
+        (ALL, "mi300x,ranks_per_node=1", 2, "group", "ranks 0 to 1 are not on one node of 1"),
+        (ALL, "mi300x", 16, "group", "ranks 0 to 15 are not on one node of 8"),
+        (ALL, "mi300x,ranks_per_node=16", 9, "group", "9 ranks; at most 8 can take a route"),
+        (Sdma(), "mi300x", 2, "too small", "of 16 MiB a rank"),
+        (Sdma(min_mb=0.0), "mi300x", 2, "nothing to hide behind", "beside 5 us of compute"),
+        (Sdma(min_mb=0.0), "mi300x,kernel_us=150", 2, "nothing to hide behind", "beside 150 us of compute, would lose "),
+    ],
+)
+def test_every_gather_gets_a_verdict_with_its_reason(each, target, world_size, what, why):
+    first, second = verdicts(lowered(*PARAMS[:2], world_size=world_size), each, world_size, target)
+    assert first.what == second.what == what
+    assert why in second.why, second.why
+
+
+def test_one_rank_has_nothing_to_gather():
+    with fake_world(1):
+        (verdict,) = ALL.judge(gathering(lambda x: x * 2, ranks=1).graph)
+    assert str(verdict) == "group: one rank has nothing to gather"
+
+
+def test_quantized_gathers_stay():
+    gm = lowered(Param((4, 2)))
+    (node,) = [node for node, each in collectives(gm.graph) if "gather" in each.op]
+    node.args[0].meta["val"] = torch.quantize_per_tensor(torch.ones(2, 2), 1.0, 0, torch.qint8)
+    assert [(each.what, each.why) for each in verdicts(gm, ALL)] == [("dtype", "torch.qint8 is not plain bytes")]
+
+
+def test_a_gather_that_pays_is_swapped_and_one_that_cannot_hide_is_not():
+    """32 MiB a rank, 0.1 ms: the first right before its wait, the second beside a product of 2 ms or none to speak of."""
+    functional = torch.ops._c10d_functional
+
+    def fn(a, b, x):
+        first = functional.wait_tensor(functional.all_gather_into_tensor(a, 2, "0"))
+        second = functional.all_gather_into_tensor(b, 2, "0")
+        hidden = x @ x
+        return first, functional.wait_tensor(second), hidden
+
+    mode = compat.FakeTensorMode()
+    with fake_world(2):
+        with mode:
+            inputs = [torch.empty(8 << 20), torch.empty(8 << 20), torch.empty(1024, 1024)]
+        graph = compat.trace_aten(fn, inputs).graph
+        quick, slow = judge(graph, "mi300x"), judge(graph, "mi300x,tflops=1")
+    assert [each.what for each in quick] == ["nothing to hide behind"] * 2
+    assert [each.what for each in slow] == ["nothing to hide behind", "swapped"]
+    assert slow[1].gather_us < slow[1].compute_us
+    assert slow[1].gain_us > 0
+    assert slow[1].route in ("mori", "symm_mem")
+    assert "32 MiB a rank in " in slow[1].why
+
+
+@few
+@given(param_lists(max_size=6), st.sampled_from([20, 100, 500]), st.sampled_from([0.0, 4.0]))
+def test_swaps_never_make_the_predicted_step_longer(params, kernel_us, launch_us):
+    """Collectives share the links: what one gather gains, another may lose."""
+    target = Target.parse(f"mi300x,kernel_us={kernel_us},hop_us=0.5,launch_us={launch_us or 0.5}")
+    with fake_world(2), planning_for(target):
+        before = rewritten(joint(params, 0, 2), *LOWER)
+        after = rewritten(before, Sdma(min_mb=0.0, overlap=0.01))
+        assert step_time([after.graph], target).total_us <= step_time([before.graph], target).total_us + 1e-6
+
+
+def judge(graph, target):
+    with planning_for(Target.parse(target)):
+        return Sdma().judge(graph)
+
+
+def test_verdicts_stand_in_the_tags_and_are_counted(caplog):
+    with caplog.at_level(logging.INFO, logger="zpasses"):
+        gm = lowered(*PARAMS, passes=(Sdma(min_mb=2e-5, overlap=0.0),))  # 21 bytes: the first has 16, the others 24 and 32
+    notes = [tag_of(node).note for node, each in collectives(gm.graph) if "gather" in each.op]
+    assert [note.partition(":")[0] for note in notes] == ["sdma too small", "sdma swapped", "sdma swapped"]
+    assert "sdma: 3 gathers: 2 swapped, 1 too small" in caplog.messages
+
+
+def test_what_one_rank_would_not_swap_no_rank_swaps(monkeypatch):
+    def others_refuse_the_second(group, question, mine, timeout_s, remember):
+        return [mine, [mine[0], [True, False, True]]]
+
+    monkeypatch.setattr("zpasses.passes.sdma.exchange", others_refuse_the_second)
+    gm = lowered(*PARAMS, passes=(ALL,))
+    assert [op for op in ops(gm) if "gather" in op] == ["sdma_all_gather", "all_gather_into_tensor", "sdma_all_gather"]
+    assert any("sdma other ranks: not all ranks would swap it" in tag.note for _, tag in tagged(gm.graph, "gather"))
+
+
+def test_ranks_that_gather_otherwise_swap_nothing(monkeypatch):
+    monkeypatch.setattr("zpasses.passes.sdma.exchange", lambda group, question, mine, *_, **__: [mine, ["another", [True]]])
+    assert not any("sdma" in op for op in ops(lowered(*PARAMS, passes=(ALL,))))
+
+
+def test_a_route_that_is_known_already_is_told(monkeypatch):
+    from zpasses.sdma import Choice
+
+    monkeypatch.setattr("zpasses.passes.sdma.chosen", lambda group: Choice(group, "cuda", "c10d", "mori: rank 3: no"))
+    gm = lowered(Param((4, 2)), passes=(ALL,))
+    ((_, tag),) = tagged(gm.graph, "gather")
+    assert tag.note.endswith("; runs by c10d, since mori: rank 3: no")
+
+
+# --- the rest ----------------------------------------------------------------------------------------------------------------------
+def test_swapping_twice_is_the_same_as_once_and_order_is_settled():
+    once = lowered(*PARAMS, passes=(ALL,))
+    with fake_world(2):
+        assert ALL.rewrite(rewritten(once).graph) == 0
+        assert_deterministic(ALL, lowered_again())
+
+
+def lowered_again():
+    return rewritten(joint(PARAMS, 0, 2), *LOWER)
+
+
+def test_stage_3_for_copy_engines_ends_with_the_swap():
+    assert str(ZERO3_SDMA.passes[-1]) == "sdma"
+    assert [each.name for each in ZERO3_SDMA.passes[:-1]] == [each.name for each in ZERO3.passes]
+    assert Pipeline.parse("zero3-sdma") == ZERO3_SDMA
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sdma{min_mb=-1}", r"option 'min_mb': got -1.0; expected MiB >= 0"),
+        ("sdma{overlap=-0.1}", r"option 'overlap': got -0.1; expected a share of a gather's time, >= 0"),
+        ("sdma{overlap=yes}", r"option 'overlap': got 'yes' \(str\); expected float"),
+    ],
+)
+def test_wrong_options_say_what_is_expected(text, message):
+    with pytest.raises(OptionError, match=message):
+        Pipeline.parse(text)

@@ -1,0 +1,98 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.ranks import run_on_ranks
+from zpasses.route_figures import calibrated_figures, figures_of
+from zpasses.target import TARGETS
+from zpasses.testing.fake_mori import Settings, installed
+from zpasses.tools.calibrate import Sample, fit, main, write
+
+MIB = 1 << 20
+
+
+def sample(full_bytes, latency=50.0, gb_s=100.0, lost=0.0, route="mori"):
+    alone = latency + full_bytes * 7 / 8 / (gb_s * 1e3)
+    return Sample(route, full_bytes, 8, alone, 2 * alone, 2 * alone + lost * alone)
+
+
+def test_figures_of_exact_times_are_found_again():
+    figures = fit([sample(64 << 10 << shift, lost=0.2) for shift in range(0, 14, 2)])
+    assert figures["latency_us"] == pytest.approx(50, rel=1e-3)
+    assert figures["gb_s"] == pytest.approx(100, rel=1e-3)
+    assert figures["compute_slowdown"] == pytest.approx(1 / 0.8, rel=1e-3)
+
+
+def test_small_and_large_gathers_count_alike():
+    """One time that is off by a tenth must not cost the latency of all others."""
+    samples = [sample(64 << 10 << shift) for shift in range(0, 14, 2)]
+    off = Sample("mori", samples[-1].full_bytes, 8, samples[-1].alone_us * 1.1, 0.0, 0.0)
+    assert fit([*samples[:-1], off])["latency_us"] == pytest.approx(50, rel=0.1)
+
+
+def test_compute_that_is_not_slowed_is_not_sped_up_either():
+    assert sample(MIB, lost=-0.3).slowdown == 1
+    assert sample(MIB, lost=5.0).slowdown == pytest.approx(10)
+
+
+def test_one_size_is_not_enough():
+    with pytest.raises(ValueError, match="got samples of 1 size; expected at least two"):
+        fit([sample(MIB), sample(MIB)])
+
+
+def test_machines_are_kept_by_architecture_and_versions_and_used(tmp_path, monkeypatch):
+    path = tmp_path / "c.json"
+    samples = [sample(MIB), sample(64 * MIB)]
+    for architecture, version in (("gfx942", "1"), ("gfx950", "1"), ("gfx942", "2"), ("gfx942", "2")):
+        write(path, samples, architecture, {"torch": version})
+    content = json.loads(path.read_text())
+    assert list(content["machines"]) == ["gfx942 torch=1", "gfx950 torch=1", "gfx942 torch=2"]
+    assert len(content["machines"]["gfx942 torch=1"]["samples"]) == 2
+    monkeypatch.setenv("ZPASSES_CALIBRATION", str(path))
+    assert figures_of("mori", TARGETS["mi300x"]).gb_s == pytest.approx(100, rel=1e-3)
+    assert figures_of("mori", TARGETS["mi355x"]).latency_us == pytest.approx(50, rel=1e-2)
+
+
+def measured():
+    import torch.distributed as dist
+
+    from zpasses.tools.calibrate import measure
+
+    group = dist.group.WORLD.group_name
+    with installed(Settings(latency_s=0.02)):
+        return measure(group, torch.device("cpu"), [64 << 10, 4 * MIB], repeat=2, matrix=64)
+
+
+@pytest.mark.processes
+def test_every_route_of_real_ranks_is_measured():
+    first, second = run_on_ranks(measured)
+    assert first == second  # the slowest rank's times, on all of them
+    assert [(each.route, each.full_bytes) for each in first] == [
+        (route, size) for route in ("c10d", "mori") for size in (64 << 10, 4 * MIB)
+    ]
+    assert all(each.alone_us > 20_000 for each in first if each.route == "mori")
+    assert all(each.alone_us > 0 and each.compute_us > 0 and each.beside_us > 0 for each in first)
+
+
+@pytest.mark.processes
+def test_the_command_writes_what_the_model_reads(tmp_path):
+    out = tmp_path / "c.json"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zpasses.tools.calibrate"]
+    command = [*launch, "--out", str(out), "--largest-mib", "1", "--repeat", "2", "--matrix", "64"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert set(calibrated_figures(out, "cpu")) == {"c10d"}
+    assert '"gb_s"' in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [([], "torchrun --nproc-per-node 8"), (["--repeat", "0"], "must be at least 1"), (["--largest-mib", "x"], "invalid int value")],
+)
+def test_wrong_use_says_what_to_do(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err

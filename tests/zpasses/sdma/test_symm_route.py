@@ -1,0 +1,90 @@
+"""The route through torch's symmetric memory, with what needs a device taken out; on a device it has not run."""
+
+import contextlib
+
+import pytest
+import torch
+
+from tests.ranks import run_on_ranks
+from zpasses import compat
+from zpasses.sdma import symm_route
+from zpasses.testing import fake_world
+
+wait = torch.ops._c10d_functional.wait_tensor
+
+
+class Stream:
+    """Stands for the stream of torch's low-contention collectives."""
+
+    def record_event(self):
+        return self
+
+    def wait(self):
+        pass
+
+
+@contextlib.contextmanager
+def without_device(monkeypatch, kept):
+    """torch's two operators as functional collectives, streams as nothing; `kept` gets what is recorded as in use."""
+
+    def gather(source, group):
+        return compat.functional.all_gather_into_tensor(source, compat.process_group(group).size(), group)
+
+    def reduce(source, op, group):
+        return compat.functional.reduce_scatter_tensor(source, op, compat.process_group(group).size(), group)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compat, "low_contention_all_gather", gather)
+        patch.setattr(compat, "low_contention_reduce_scatter", reduce)
+        patch.setattr(compat, "symmetric_stream", Stream)
+        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.append(tensor.data_ptr()))
+        yield
+
+
+def gathered():
+    import torch.distributed as dist
+
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
+    kept, route = [], symm_route.SymmRoute()
+    with without_device(pytest.MonkeyPatch(), kept):
+        for make in (
+            lambda each: torch.arange(6.0).reshape(3, 2) + each,
+            lambda each: torch.full((3, 4), each, dtype=torch.int64).t(),
+            lambda each: torch.tensor(float(each)),
+            lambda each: torch.empty(0, 3),
+            lambda each: torch.full((5,), each, dtype=torch.bool),
+        ):
+            parts = [make(each) for each in range(size)]
+            expected = torch.cat([part.reshape(-1, *part.shape[1:]) for part in parts])
+            full, other = route.all_gather([parts[rank], parts[rank]], size, group)
+            assert torch.equal(wait(full), expected)
+            assert torch.equal(wait(other), expected)
+            out = torch.empty_like(expected)
+            assert route.all_gather_out(parts[rank], size, group, out) is out
+            assert torch.equal(wait(out), expected)
+        assert kept  # the copies run on another stream than the one that frees
+        grads = torch.arange(4.0).reshape(4, 1) * (rank + 1)
+        total = wait(route.reduce_scatter(grads, "sum", size, group))
+        assert torch.equal(total, torch.arange(4.0).reshape(4, 1)[2 * rank : 2 * rank + 2] * 3)
+        largest = wait(route.reduce_scatter(grads, "max", size, group))  # not what torch's operator can do
+        assert torch.equal(largest, torch.arange(4.0).reshape(4, 1)[2 * rank : 2 * rank + 2] * 2)
+
+
+@pytest.mark.processes
+def test_tensors_of_every_kind_are_gathered_as_bytes():
+    run_on_ranks(gathered)
+
+
+def test_conditions_are_told(monkeypatch):
+    with fake_world(2):
+        assert symm_route._obstacle("0") == "symmetric memory needs an accelerator"
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        assert symm_route._obstacle("0") == "symmetric memory needs a group of backend nccl; this one is fake"
+        monkeypatch.setattr("zpasses.compat.group_backend", lambda group: "nccl")
+        assert symm_route._obstacle("0") is None
+        monkeypatch.setattr("zpasses.compat.symmetric_memory", lambda: __import__("no_such_module"))
+        assert "this torch has no symmetric memory" in symm_route._obstacle("0")
+        answers = [{"no": None, "node": node, "device": "0"} for node in ("a", "b")]
+        assert symm_route.check("0", answers) == "the group spans 2 nodes"
+        assert symm_route.check("0", [{**answer, "node": "a"} for answer in answers]) == "ranks of the group share a device"

@@ -1,0 +1,239 @@
+"""Measure the routes that a collective can take on this machine, for the cost model.
+
+    torchrun --nproc-per-node 8 -m zpasses.tools.calibrate --out mi300x.json
+    ZPASSES_CALIBRATION=mi300x.json torchrun --nproc-per-node 8 train.py
+
+Every rank of one node takes part. For each route that the ranks agree on, all-gathers of several sizes are timed alone and beside matrix
+products; a latency, a bandwidth and a slowdown of compute are fitted to the slowest rank's times. Figures are kept by architecture and
+versions, in one file for several machines. Measure on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zpasses import compat, sdma
+from zpasses.route_figures import FORMAT, machine_key
+from zpasses.sdma.lifecycle import available_routes
+from zpasses.sdma.mori_route import installed_version
+from zpasses.sdma.platform import platform_of
+from zpasses.sdma.routes import Route
+
+__all__ = ["Sample", "fit", "main", "measure", "write"]
+
+SMALLEST = 64 << 10
+LARGEST = 1 << 30
+
+
+@dataclass(frozen=True)
+class Sample:
+    """All-gathers of one size by one route; times are medians, of the slowest rank, in microseconds."""
+
+    route: str
+    full_bytes: int
+    """Bytes of the full tensor."""
+    ranks: int
+    alone_us: float
+    compute_us: float
+    """Matrix products by themselves, enough of them to cover the gather."""
+    beside_us: float
+    """The same products, started after the gather was."""
+
+    @property
+    def moved_bytes(self) -> float:
+        """What a rank receives."""
+        return self.full_bytes * (self.ranks - 1) / self.ranks
+
+    @property
+    def slowdown(self) -> float:
+        """How many times longer compute took while the gather was under way; 1 where it was not longer."""
+        lost = (self.beside_us - self.compute_us) / self.alone_us
+        return 1 / (1 - min(max(lost, 0.0), 0.9))
+
+
+def fit(samples: Sequence[Sample]) -> dict[str, float]:
+    """Figures of one route: the line through times over bytes that errs least in relation to the times, and the slowdown of large gathers.
+
+    Raises:
+        ValueError: for samples of fewer than two sizes.
+    """
+    if len({sample.full_bytes for sample in samples}) < 2:
+        raise ValueError(f"fit: got samples of {len({sample.full_bytes for sample in samples})} size; expected at least two.")
+    rows = torch.tensor([[1.0, sample.moved_bytes] for sample in samples], dtype=torch.float64)
+    times = torch.tensor([sample.alone_us for sample in samples], dtype=torch.float64)
+    scale = torch.tensor([1.0, float(rows[:, 1].max())], dtype=torch.float64)
+    solution = torch.linalg.lstsq(rows / scale / times[:, None], torch.ones_like(times)[:, None]).solution[:, 0] / scale
+    latency, us_per_byte = max(float(solution[0]), 0.0), max(float(solution[1]), 1e-12)
+    large = sorted(samples, key=lambda sample: sample.full_bytes)[-3:]
+    return {
+        "latency_us": round(latency, 3),
+        "gb_s": round(1e-3 / us_per_byte, 4),
+        "compute_slowdown": round(statistics.median(sample.slowdown for sample in large), 4),
+    }
+
+
+def measure(group: str, device: torch.device, sizes: Sequence[int], repeat: int = 10, matrix: int = 4096) -> list[Sample]:
+    """Time all-gathers of these sizes by every route that the group has; every rank of the group must call it alike.
+
+    Args:
+        group: name of the process group.
+        sizes: bytes of the full tensors.
+        repeat: runs of which the median counts.
+        matrix: rows and columns of the matrices multiplied beside.
+    """
+    clock = _Clock(group, device, repeat)
+    product = _products(device, matrix)
+    one = clock.time(lambda: product(1))
+    samples = []
+    for name, route in available_routes(group, device).items():
+        for size in sizes:
+            samples.append(_sample(name, route, size, clock, product, one))
+    return samples
+
+
+def _sample(name: str, route: Route, size: int, clock: _Clock, product: Callable[[int], None], one_us: float) -> Sample:
+    source = torch.zeros(size // clock.ranks, dtype=torch.uint8, device=clock.device)
+
+    def gather() -> Any:
+        return route.all_gather([source], clock.ranks, clock.group)[0]
+
+    alone = clock.time(lambda: compat.functional.wait_tensor(gather()))
+    count = max(1, round(1.5 * alone / one_us))
+    compute = clock.time(lambda: product(count))
+
+    def beside() -> Any:
+        started = gather()
+        product(count)
+        clock.mark()
+        compat.functional.wait_tensor(started)
+
+    return Sample(name, size // clock.ranks * clock.ranks, clock.ranks, alone, compute, clock.time(beside))
+
+
+def _products(device: torch.device, matrix: int) -> Callable[[int], None]:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    factor, result = (torch.zeros(matrix, matrix, dtype=dtype, device=device) for _ in range(2))
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            torch.mm(factor, factor, out=result)
+
+    return run
+
+
+class _Clock:
+    """Times work on the current stream; all ranks start together, and the slowest counts."""
+
+    def __init__(self, group: str, device: torch.device, repeat: int) -> None:
+        self.group, self.device, self.ranks = group, device, compat.process_group(group).size()
+        self._repeat = repeat
+        self._marked: Any = None
+
+    def mark(self) -> None:
+        """End the time here, before the work does."""
+        self._marked = self._now()
+
+    def time(self, work: Callable[[], Any]) -> float:
+        """Median microseconds of the slowest rank."""
+        work()
+        times = []
+        for _ in range(self._repeat):
+            dist.barrier(compat.process_group(self.group))
+            self._synchronize()
+            self._marked, began = None, self._now()
+            work()
+            ended = self._marked or self._now()
+            self._synchronize()
+            times.append(self._between(began, ended))
+        slowest = torch.tensor([statistics.median(times)], dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, compat.process_group(self.group))
+        return float(slowest)
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, began: Any, ended: Any) -> float:
+        return float((ended - began) * 1e6 if self.device.type != "cuda" else began.elapsed_time(ended) * 1e3)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def write(path: Path, samples: Sequence[Sample], architecture: str, versions: dict[str, str]) -> dict[str, Any]:
+    """Add a machine to a file, in place of an earlier entry of the same architecture and versions; returns the entry."""
+    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"format": FORMAT, "machines": {}}
+    by_route: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_route.setdefault(sample.route, []).append(sample)
+    machine = {
+        "architecture": architecture,
+        "versions": versions,
+        "routes": {route: fit(each) for route, each in by_route.items()},
+        "samples": [asdict(sample) for sample in samples],
+    }
+    content["machines"][machine_key(architecture, versions)] = machine
+    partial = path.with_suffix(path.suffix + ".new")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.rename(path)
+    return machine
+
+
+def _versions(routes: Sequence[str]) -> dict[str, str]:
+    found = {"torch": str(torch.__version__)}
+    if torch.version.hip:
+        found["hip"] = str(torch.version.hip)
+    if "mori" in routes:
+        found["mori"] = installed_version()
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m zpasses.tools.calibrate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("calibration.json"), help="file to write, or to add this machine to")
+    parser.add_argument("--largest-mib", type=int, default=LARGEST >> 20, help="largest full tensor, in MiB; the smallest has 64 KiB")
+    parser.add_argument("--repeat", type=int, default=10, help="runs of which the median counts")
+    parser.add_argument("--matrix", type=int, default=4096, help="rows and columns of the matrices multiplied beside")
+    options = parser.parse_args(arguments)
+    if options.largest_mib < 1 or options.repeat < 1 or options.matrix < 1:
+        parser.error("--largest-mib, --repeat and --matrix must be at least 1")
+    if "RANK" not in os.environ:
+        parser.error("start it on all devices of a node: torchrun --nproc-per-node 8 -m zpasses.tools.calibrate")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        sizes = [SMALLEST << shift for shift in range(0, 32, 2) if SMALLEST << shift <= options.largest_mib << 20]
+        samples = measure(compat.group_name(dist.group.WORLD), device, sizes, options.repeat, options.matrix)
+        if dist.get_rank() == 0:
+            platform = platform_of(device.type)
+            architecture = platform.architecture() if platform is not None else "cpu"
+            machine = write(options.out, samples, architecture, _versions([sample.route for sample in samples]))
+            print(json.dumps(machine["routes"], indent=1))
+        sdma.shutdown()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""How long graphs would take on a target: their nodes in order on one stream, their collectives beside it, one after another.
+
+A kernel takes what the roofline says, and longer while collectives that need compute units are under way. There is no fusion, no CPU and
+no optimizer in it: it compares forms of one step, and is no prediction of what a clock would show.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from zpasses import compat
+from zpasses.cost import collective_us, compute_us, engine_us, route_us
+from zpasses.graph import Collective, collective_of, is_dialect, is_wait, nbytes, value_of
+from zpasses.route_figures import figures_of
+from zpasses.target import Target
+
+__all__ = ["StepTime", "Timeline", "step_time"]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Times in microseconds."""
+
+    total_us: float
+    compute_us: float
+    """Kernels, with nothing beside them."""
+    collective_us: float
+    """Collectives, all added up."""
+    waited_us: float
+    """In which nothing computes, because a collective is not done."""
+
+    @property
+    def slowed_us(self) -> float:
+        """By which kernels took longer because of collectives beside them."""
+        return self.total_us - self.compute_us - self.waited_us
+
+
+def step_time(graphs: Iterable[fx.Graph], target: Target) -> StepTime:
+    """Time of graphs that run one after another, such as forward and backward."""
+    parts = [Timeline(graph, target).run() for graph in graphs]
+    return StepTime(*(sum(values) for values in zip(*(vars(part).values() for part in parts), strict=True)))
+
+
+@dataclass(frozen=True)
+class _Event:
+    """What happens next on the compute stream: kernels, the start of a collective, or a wait for one."""
+
+    work_us: float = 0.0
+    starts: fx.Node | None = None
+    awaits: fx.Node | None = None
+
+
+@dataclass(frozen=True)
+class _Ride:
+    """A collective by one route."""
+
+    took_us: float
+    slowdown: float
+    """Of kernels beside it."""
+
+
+class Timeline:
+    """One graph as what happens in order, to be run with different routes for its collectives.
+
+    Args:
+        graph: a graph with fake values; the groups that it names must exist.
+        target: what it runs on. Copy engines are those of the target's preferred route.
+    """
+
+    def __init__(self, graph: fx.Graph, target: Target) -> None:
+        self._target = target
+        self._events: list[_Event] = []
+        self._by_engine: set[fx.Node] = set()
+        self._collectives: dict[fx.Node, Collective] = {}
+        self._rides: dict[tuple[fx.Node, bool], _Ride] = {}
+        for node in graph.nodes:
+            self._add(node)
+
+    def run(self, engines: Collection[fx.Node] = ()) -> StepTime:
+        """Time of the graph.
+
+        Args:
+            engines: collectives that copy engines carry out, besides those that call `zpasses::sdma` ops already.
+        """
+        return _Run().through(self._events, {node: self.ride(node, node in engines) for node in self._collectives})
+
+    def ride(self, node: fx.Node, by_engine: bool) -> _Ride:
+        """A collective of the graph by copy engines, or as it stands there."""
+        key = node, by_engine or node in self._by_engine
+        if key not in self._rides:
+            self._rides[key] = self._measure(*key)
+        return self._rides[key]
+
+    def compute_until_wait(self, started: fx.Node) -> float:
+        """Microseconds of kernels between a collective and the first wait for it."""
+        events = iter(self._events)
+        for event in events:
+            if event.starts is started:
+                break
+        total = 0.0
+        for event in events:
+            if event.awaits is started:
+                return total
+            total += event.work_us
+        return 0.0
+
+    def _add(self, node: fx.Node) -> None:
+        collective = collective_of(node)
+        if is_wait(node):
+            source = node.all_input_nodes[0]
+            started = source.all_input_nodes[0] if source.target is operator.getitem else source
+            if started in self._collectives:
+                self._events.append(_Event(awaits=started))
+        elif collective is not None and not is_dialect(node):
+            self._collectives[node] = collective
+            if collective.op.startswith("sdma_"):
+                self._by_engine.add(node)
+            self._events.append(_Event(starts=node))
+        elif work := compute_us(node, self._target):
+            self._events.append(_Event(work_us=work))
+
+    def _measure(self, node: fx.Node, by_engine: bool) -> _Ride:
+        target, collective = self._target, self._collectives[node]
+        ranks = len(compat.group_ranks(collective.group))
+        parts = _full_bytes(node, collective, ranks)
+        figures = figures_of(target.routes[0] if by_engine and target.routes else "c10d", target)
+        if figures is None or ranks > target.ranks_per_node:
+            return _Ride(collective_us(collective.op, sum(parts), ranks, target), 1.0)
+        if by_engine and target.routes:
+            return _Ride(engine_us(figures, collective.op, parts, ranks, target), figures.compute_slowdown)
+        return _Ride(route_us(figures, collective.op, sum(parts), ranks, target), figures.compute_slowdown)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    start: float
+    end: float
+    slowdown: float
+
+
+class _Run:
+    def __init__(self) -> None:
+        self._now = self._compute = self._collective = self._waited = 0.0
+        self._free = 0.0
+        """When the links have moved all that was started: routes share them, so that collectives take turns."""
+        self._open: list[_Flight] = []
+
+    def through(self, events: Iterable[_Event], rides: dict[fx.Node, _Ride]) -> StepTime:
+        arrives: dict[fx.Node, float] = {}
+        for event in events:
+            if event.starts is not None:
+                arrives[event.starts] = self._start(rides[event.starts])
+            elif event.awaits is not None:
+                late = max(0.0, arrives[event.awaits] - self._now)
+                self._waited += late
+                self._now += late
+            else:
+                self._work(event.work_us)
+        return StepTime(self._now, self._compute, self._collective, self._waited)
+
+    def _start(self, ride: _Ride) -> float:
+        start = max(self._now, self._free)
+        self._free = start + ride.took_us
+        self._open.append(_Flight(start, self._free, ride.slowdown))
+        self._collective += ride.took_us
+        return self._free
+
+    def _work(self, left: float) -> None:
+        self._compute += left
+        while left > 1e-9:
+            self._open = [each for each in self._open if each.end > self._now]
+            slowdown = max((each.slowdown for each in self._open if each.start <= self._now), default=1.0)
+            turns = [at for each in self._open for at in (each.start, each.end) if at > self._now]
+            spent = min(left * slowdown, min(turns, default=float("inf")) - self._now)
+            left -= spent / slowdown
+            self._now += spent
+
+
+def _full_bytes(node: fx.Node, collective: Collective, ranks: int) -> list[int]:
+    """Bytes of the full tensors that a call gathers or reduces."""
+    given = node.args[0] if node.args else node.kwargs["input"]
+    inputs = [value_of(item) for item in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(item, fx.Node)]
+    times = ranks if "gather" in collective.op else 1
+    return [nbytes(value) * times for value in inputs if isinstance(value, Tensor)]

@@ -1,0 +1,410 @@
+"""A stand-in for mori and for a device with SDMA engines, for real processes on CPU tensors.
+
+It does what amd-mori does where that can hurt: takes raw addresses and keeps nothing alive; moves whole 4-byte words through buffers that
+all ranks write to, without checking that they fit; lets a rank that is ahead overwrite what a slower one has not copied out yet; connects
+one set of ranks in a process; returns -1 or ends the process where others raise. Calls are put in order on streams, each a thread, and
+deliver late, so a result that is read before it was awaited is poison.
+
+    with fake_mori.installed(fake_mori.Settings(copy_out_s=0.05)):   # on every rank
+        zpasses.sdma.init()
+        ...
+
+What would be a crash or a hang of a device is a `DeviceFaultError`, raised where the stream is awaited.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import itertools
+import mmap
+import os
+import queue
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zpasses import compat
+from zpasses.sdma.lifecycle import start_afresh
+from zpasses.sdma.platform import register_platform
+
+__all__ = ["DeviceFaultError", "HostStream", "Settings", "installed"]
+
+_POISON = 0xA5
+_UID_BYTES = 128
+_MAX_PES = 8
+_DEFAULT_TRANSIT = 512 << 20
+
+
+@dataclass
+class Settings:
+    """What the stand-in is on one rank."""
+
+    version: str = "1.2.4"
+    capturing: bool = True
+    """Whether calls take `capturing`, without which they make the CPU wait; 1.2.4 does, earlier releases do not."""
+    architecture: str = "gfx942"
+    free_bytes: int = 192 << 30
+    device_id: str | None = None
+    """Names the device; None: another one for each process."""
+    latency_s: float = 0.002
+    """From the start of a call until this rank sends."""
+    copy_out_s: float = 0.0
+    """From the arrival of all parts until this rank copies them out."""
+    fail: str = ""
+    """Where this rank fails: "import", "unique_id", "init", "init_raises", "exit", "init_hangs", "handle", "wrong_bytes" or "call"."""
+    time_limit_s: float = 20.0
+    """After which a device that waits for another counts as hung."""
+    calls: list[int] = field(default_factory=list)
+    """Bytes of one rank in each call, in order; filled as calls are made."""
+    blocking: int = 0
+    """Calls that made the CPU wait."""
+
+
+class DeviceFaultError(RuntimeError):
+    """What a real device would have crashed, corrupted memory or hung on."""
+
+
+@contextlib.contextmanager
+def installed(settings: Settings | None = None) -> Iterator[Settings]:
+    """Inside, `import mori` gives the stand-in, and CPU tensors are on a device with SDMA engines."""
+    given = settings or Settings()
+    names = ("mori", "mori.ccl", "mori.shmem")
+    before = {name: sys.modules.get(name) for name in names}
+    variable = os.environ.pop("MORI_ENABLE_SDMA", None)
+    modules = _modules(given)
+    sys.modules.update(modules)
+    register_platform("cpu", _Host(given))
+    start_afresh()
+    try:
+        yield given
+    finally:
+        start_afresh()
+        register_platform("cpu", None)
+        for name in names:
+            sys.modules.pop(name, None)
+            if before[name] is not None:
+                sys.modules[name] = before[name]  # type: ignore[assignment]
+        os.environ.pop("MORI_ENABLE_SDMA", None)
+        if variable is not None:
+            os.environ["MORI_ENABLE_SDMA"] = variable
+
+
+# --- the device --------------------------------------------------------------------------------------------------------------------
+class _Host:
+    """This process as a device."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def architecture(self) -> str:
+        return self._settings.architecture
+
+    def device_id(self) -> str:
+        return self._settings.device_id or str(os.getpid())
+
+    def free_bytes(self) -> int:
+        return self._settings.free_bytes
+
+    def side_stream(self) -> HostStream:
+        return HostStream(self._settings.time_limit_s)
+
+    def bind_thread(self) -> Callable[[], None]:
+        return lambda: None
+
+
+class HostStream:
+    """Runs what is put in order on it in a thread of its own."""
+
+    _numbers = itertools.count(1)
+    _by_handle: dict[int, HostStream] = {}
+
+    def __init__(self, time_limit_s: float) -> None:
+        self.handle = next(HostStream._numbers)
+        HostStream._by_handle[self.handle] = self
+        self._limit_s, self._queue, self.fault = time_limit_s, queue.Queue[Callable[[], Any]](), ""
+        threading.Thread(target=self._serve, name=f"stream {self.handle}", daemon=True).start()
+
+    @classmethod
+    def of(cls, handle: int) -> HostStream:
+        return cls._by_handle[handle]
+
+    def _serve(self) -> None:
+        while True:
+            work = self._queue.get()
+            try:
+                if not self.fault or isinstance(work, _Signal):
+                    work()
+            except Exception as error:
+                self.fault = f"{type(error).__name__}: {error}"
+
+    def follow_current(self) -> None:
+        """CPU operators are done when they return."""
+
+    def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def run(self, work: Callable[[], Any]) -> None:
+        self._queue.put(work)
+
+    def record(self) -> _HostEvent:
+        event = _HostEvent(self, self._limit_s)
+        self._queue.put(_Signal(event))
+        return event
+
+    def synchronize(self) -> None:
+        self.record().wait()
+
+
+class _HostEvent:
+    def __init__(self, stream: HostStream, limit_s: float) -> None:
+        self.reached, self._stream, self._limit_s = threading.Event(), stream, limit_s
+
+    def wait(self) -> None:
+        if not self.reached.wait(2 * self._limit_s):
+            raise DeviceFaultError(f"stream {self._stream.handle} hangs")
+        if self._stream.fault:
+            raise DeviceFaultError(self._stream.fault)
+
+
+class _Signal:
+    def __init__(self, event: _HostEvent) -> None:
+        self._event = event
+
+    def __call__(self) -> None:
+        self._event.reached.set()
+
+
+# --- mori --------------------------------------------------------------------------------------------------------------------------
+class _World:
+    """What `mori.shmem` knows in one process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.rank, self.size, self.folder = -1, 0, Path()
+        self.handles = itertools.count()
+
+    def shmem_get_unique_id(self) -> bytes:
+        if self.settings.fail == "unique_id":
+            raise RuntimeError("bootstrap: no interface")
+        folder = tempfile.mkdtemp(prefix="fake-mori-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return folder.encode().ljust(_UID_BYTES, b"\0")
+
+    def shmem_init_attr(self, flags: int, rank: int, size: int, unique_id: bytes) -> int:
+        fail = self.settings.fail
+        if self.size:
+            return 0  # silently, whatever was asked for
+        if fail == "init":
+            return -1
+        if fail == "init_raises":
+            raise RuntimeError("hsa: out of resources")
+        if fail == "exit":
+            os._exit(255)
+        if fail == "init_hangs":
+            time.sleep(3600)
+        self.rank, self.size, self.folder = rank, size, Path(unique_id.rstrip(b"\0").decode())
+        return 0 if self._meet("init") else -1
+
+    def shmem_mype(self) -> int:
+        return self.rank
+
+    def shmem_npes(self) -> int:
+        return self.size
+
+    def shmem_finalize(self) -> None:
+        if not self._meet("finalize"):
+            raise DeviceFaultError("shmem_finalize hangs: not all ranks came")
+
+    def _meet(self, where: str) -> bool:
+        (self.folder / f"{where}-{self.rank}").touch()
+        present = [self.folder / f"{where}-{rank}" for rank in range(self.size)]
+        return _until(lambda: all(each.exists() for each in present), time.monotonic() + self.settings.time_limit_s)
+
+
+def _until(condition: Callable[[], bool], deadline: float) -> bool:
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.0005)
+    return True
+
+
+class _Region:
+    """One PE's buffer and flags, memory that all PEs write to."""
+
+    def __init__(self, path: Path, nbytes: int, pes: int, create: bool) -> None:
+        if create:
+            partial = path.with_suffix(".new")
+            with open(partial, "wb") as new:
+                new.truncate(nbytes + 8 * pes)
+            partial.rename(path)  # nobody may open it before it has its size
+        with open(path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), nbytes + 8 * pes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.flags = (ctypes.c_uint64 * pes).from_buffer(self._map, nbytes)
+
+
+class _Gather:
+    """`mori.ccl.AllgatherSdma`."""
+
+    def __init__(
+        self,
+        world: _World,
+        my_pe: int,
+        npes: int,
+        input_buffer_size: int | None = None,
+        output_buffer_size: int | None = None,
+        transit_buffer_size: int | None = None,
+        copy_output_to_user: bool = True,
+    ) -> None:
+        if os.environ.get("MORI_ENABLE_SDMA") != "1":
+            raise RuntimeError("AllgatherSdma needs MORI_ENABLE_SDMA=1 before shmem is initialised")
+        if world.settings.fail == "handle":
+            raise RuntimeError("shmem_malloc: out of memory")
+        halves = (transit_buffer_size or _DEFAULT_TRANSIT) // 2
+        self._in_bytes, self._out_bytes = input_buffer_size or halves, (output_buffer_size or halves) // 4 * 4
+        self._world, self._me, self._pes, self._number = world, my_pe, npes, next(world.handles)
+        self._mine = _Region(self._path(my_pe), self._out_bytes, npes, create=True)
+        self._peers: dict[int, _Region] = {my_pe: self._mine}
+        self._sequence, self._busy = 0, threading.Lock()
+        self._in_flight: tuple[Any, ...] | None = None
+
+    def _path(self, pe: int) -> Path:
+        return self._world.folder / f"handle-{self._number}-{pe}"
+
+    def _peer(self, pe: int) -> _Region:
+        if pe not in self._peers:
+            if not _until(self._path(pe).exists, time.monotonic() + self._world.settings.time_limit_s):
+                raise DeviceFaultError(f"PE {pe} has no handle {self._number}")
+            self._peers[pe] = _Region(self._path(pe), self._out_bytes, self._pes, create=False)
+        return self._peers[pe]
+
+    def enqueue(self, source: Tensor, target: Tensor, count: int, stream: int, *, block: bool) -> bool:
+        settings, nbytes = self._world.settings, count * source.element_size()
+        if count == 0:
+            raise ValueError("AllgatherSdma: count is 0")
+        if settings.fail == "call" and len(settings.calls) > 1:
+            return False
+        settings.calls.append(nbytes)
+        self._sequence += 1
+        call = (self._sequence, *_view(source, target), -(-nbytes // 4) * 4)
+        order = HostStream.of(stream) if stream else HostStream(settings.time_limit_s)
+        order.run(lambda: self._run(*call))
+        if block or not stream:
+            settings.blocking += 1
+            order.synchronize()
+        return True
+
+    def _run(self, sequence: int, source: _Raw, target: _Raw, moved: int) -> None:
+        if not self._busy.acquire(blocking=False):
+            raise DeviceFaultError(f"handle {self._number} was entered twice")
+        try:
+            self._put(sequence, source, moved)
+            self._take(sequence, target, moved)
+        finally:
+            self._busy.release()
+
+    def _put(self, sequence: int, source: _Raw, moved: int) -> None:
+        settings = self._world.settings
+        time.sleep(settings.latency_s)
+        if source.nbytes < moved:
+            raise DeviceFaultError(f"reads {moved} bytes of a tensor of {source.nbytes}")
+        if self._pes * moved > self._out_bytes or moved > self._in_bytes:
+            raise DeviceFaultError(f"{self._pes} x {moved} bytes do not fit into buffers of {self._in_bytes} and {self._out_bytes}")
+        data = bytes([_POISON]) * moved if source.freed() else ctypes.string_at(source.address, moved)
+        if settings.fail == "wrong_bytes":
+            data = bytes(moved)
+        for pe in range(self._pes):
+            peer = self._peer(pe)
+            ctypes.memmove(peer.address + self._me * moved, data, moved)
+            peer.flags[self._me] = sequence
+
+    def _take(self, sequence: int, target: _Raw, moved: int) -> None:
+        settings, flags = self._world.settings, self._mine.flags
+        deadline = time.monotonic() + settings.time_limit_s
+        if self._pes > _MAX_PES or not _until(lambda: all(flag >= sequence for flag in flags), deadline):
+            raise DeviceFaultError(f"call {sequence} of handle {self._number} hangs: flags are {list(flags)}")
+        time.sleep(settings.copy_out_s)
+        if target.nbytes < self._pes * moved:
+            raise DeviceFaultError(f"writes {self._pes * moved} bytes into a tensor of {target.nbytes}")
+        if target.freed():
+            raise DeviceFaultError("writes into a tensor that was freed")
+        ctypes.memmove(target.address, self._mine.address, self._pes * moved)
+
+    def start_async(self, source: Tensor, target: Tensor, count: int, stream: int | None = None) -> bool:
+        if self._in_flight is not None:
+            return False
+        self._sequence += 1
+        self._in_flight = (self._sequence, *_view(source, target), -(-count * source.element_size() // 4) * 4)
+        sequence, source_raw, _, moved = self._in_flight
+        HostStream.of(stream or 0).run(lambda: self._put(sequence, source_raw, moved))
+        return True
+
+    def wait_async(self, stream: int | None = None) -> float:
+        """Delivers, and makes the CPU wait."""
+        if self._in_flight is None:
+            raise RuntimeError("AllgatherSdma: nothing is in flight")
+        sequence, _, target, moved = self._in_flight
+        self._in_flight = None
+        order = HostStream.of(stream or 0)
+        order.run(lambda: self._take(sequence, target, moved))
+        self._world.settings.blocking += 1
+        order.synchronize()
+        return 0.0
+
+
+class _Raw:
+    """An address, of which one can ask afterwards whether it is still somebody's."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.address, self.freed = tensor.data_ptr(), compat.storage_reference(tensor)
+        self.nbytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+
+
+def _view(source: Tensor, target: Tensor) -> tuple[_Raw, _Raw]:
+    """Both as addresses; the target is poisoned until its bytes arrive, unless the source is a part of it."""
+    raw = _Raw(source), _Raw(target)
+    if source.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
+        target.fill_(_POISON)
+    return raw
+
+
+def _modules(settings: Settings) -> dict[str, types.ModuleType]:
+    world = _World(settings)
+    package, ccl, shmem = (types.ModuleType(name) for name in ("mori", "mori.ccl", "mori.shmem"))
+
+    class AllgatherSdma(_Gather):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(world, *args, **kwargs)
+
+        def __call__(self, input_data: Tensor, output_data: Tensor, count: int, stream: int | None = None, capturing: bool = False) -> bool:
+            return self.enqueue(input_data, output_data, count, stream or 0, block=not capturing)
+
+    class OlderAllgatherSdma(AllgatherSdma):
+        def __call__(self, input_data: Tensor, output_data: Tensor, count: int, stream: int | None = None) -> bool:  # type: ignore[override]
+            return self.enqueue(input_data, output_data, count, stream or 0, block=True)
+
+    contents: dict[types.ModuleType, dict[str, Any]] = {
+        package: {"__version__": settings.version, "__path__": [], "ccl": ccl, "shmem": shmem},
+        ccl: {} if settings.fail == "import" else {"AllgatherSdma": AllgatherSdma if settings.capturing else OlderAllgatherSdma},
+        shmem: {
+            "MORI_SHMEM_INIT_WITH_UNIQUEID": 1,
+            **{name: getattr(world, name) for name in dir(world) if name.startswith("shmem_")},
+        },
+    }
+    for module, names in contents.items():
+        for name, value in names.items():
+            setattr(module, name, value)
+    return {module.__name__: module for module in contents}
