@@ -230,9 +230,7 @@ class Snapshot:
         """(who allocated it, buffer) of what is alive while a node runs, largest first; sums up to `live_at`."""
         position = self.position
         at = position[node if isinstance(node, int) else node.id]
-        alive = [
-            (each, buffer) for each in self.nodes for buffer in each.buffers if position[buffer.first] <= at <= position[buffer.last]
-        ]
+        alive = [(each, buffer) for each in self.nodes for buffer in each.buffers if position[buffer.first] <= at <= position[buffer.last]]
         return sorted(alive, key=lambda pair: -pair[1].nbytes)
 
 
