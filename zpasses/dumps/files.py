@@ -71,9 +71,7 @@ def _opened(path: Path, limits: Limits) -> Iterator[Any]:
             raise DumpPathError(f"{path} is {_kind(before.st_mode)}; a dump has plain files only. Nothing behind it was read.")
         handle = os.open(path, flags)
     except FileNotFoundError as error:
-        raise DamagedDumpError(
-            f"{path} is missing: the dump was cut off, or copied in part. Dump again, or copy the whole folder."
-        ) from error
+        raise DamagedDumpError(f"{path} is missing: the dump was cut off, or copied in part. Copy the whole folder.") from error
     except OSError as error:
         raise DumpPathError(f"{path}: cannot be opened: {error.strerror or error}.") from error
     with os.fdopen(handle, "rb") as file:
@@ -114,12 +112,10 @@ def lines(path: Path, limits: Limits) -> Iterator[tuple[int, str]]:
             left -= len(data)
             if len(data) > limits.line_bytes or left < 0:
                 raise DumpTooLargeError(
-                    f"{path}, line {number}: longer than {limits.line_bytes} bytes, or the file than {limits.file_bytes}; Limits(...) allows more."
+                    f"{path}, line {number}: has more than {limits.line_bytes} bytes, or the file {limits.file_bytes}; see Limits."
                 )
             if not data.endswith(b"\n"):
-                raise DamagedDumpError(
-                    f"{path}, line {number}: the file ends in the middle of a line: it was cut off. Dump or copy it again."
-                )
+                raise DamagedDumpError(f"{path}, line {number}: ends in the middle: the file was cut off. Copy or dump it again.")
             yield number, _text(data, path, number)
 
 

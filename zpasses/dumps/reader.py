@@ -75,8 +75,8 @@ def _meta(root: Path, limits: Limits) -> Record:
     version = meta.integer("version")
     if version > VERSION:
         raise NewerDumpError(
-            f"{root} is a dump of version {version}, written by zpasses {str(meta.data.get('zpasses', '?'))[:40]}; this zpasses reads up to "
-            f"version {VERSION}. Update zpasses (pip install -U zpasses)."
+            f"{root} is a dump of version {version}, written by zpasses {str(meta.data.get('zpasses', '?'))[:40]}; this zpasses reads "
+            f"up to version {VERSION}. Update zpasses (pip install -U zpasses)."
         )
     if version < 1:
         raise meta.fail("version", "an integer >= 1")

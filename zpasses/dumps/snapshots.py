@@ -44,9 +44,7 @@ class SnapshotFiles:
 
     def _open(self, number: int) -> _File:
         if number not in self._paths:
-            raise DamagedDumpError(
-                f"snapshot {number} is missing: the dump was cut off, or copied in part. Dump again, or copy the whole folder."
-            )
+            raise DamagedDumpError(f"snapshot {number} is missing: the dump was cut off, or copied in part. Copy the whole folder.")
         return _File(self._paths[number], number, self._limits)
 
 
