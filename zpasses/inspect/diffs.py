@@ -1,0 +1,127 @@
+"""The inspector's pages on what changed: by a pass, by all passes of a graph, between ranks, and between dumps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from zpasses.inspect.difference import KINDS, Change, Difference, compare
+from zpasses.inspect.find import NotInDumpError, Picked, snapshot_of, step_after, step_before, step_title
+from zpasses.inspect.listing import call_text, note_text
+from zpasses.inspect.pairing import pair
+from zpasses.inspect.units import bytes_text, change_text
+from zpasses.inspect.view import Marked, View
+
+__all__ = ["between_view", "differences_view", "pass_differences"]
+
+Named = tuple[str, Difference]
+
+
+def pass_differences(picked: Sequence[Picked], pass_name: str | int | None = None) -> list[Named]:
+    """What one pass changed in each graph, or (None) what all of them changed together.
+
+    Raises:
+        NotInDumpError: when the pass ran on none of the graphs.
+    """
+    found, missing = [], None
+    for each in picked:
+        if pass_name is None:
+            start, end = each.graph.first, each.graph.last
+            title = f"{each.title}, all {sum(1 for step in each.graph.steps if step.run)} passes"
+        else:
+            try:
+                end = step_after(each, pass_name)
+            except NotInDumpError as error:
+                missing = missing or error
+                continue
+            start, title = step_before(each, end), f"{each.title}, {step_title(end)}"
+        found.append((title, compare(snapshot_of(each, start), snapshot_of(each, end))))
+    if missing is not None and not found:
+        raise missing
+    return found
+
+
+def between(first: Sequence[Picked], second: Sequence[Picked], after: str | int | None = None) -> tuple[list[Named], list[str]]:
+    """What is different between graphs of the same compile and name; and the titles of those that only one side has.
+
+    Compiles are matched in order, because two runs may number them differently.
+    """
+    one, other = _by_order(first), _by_order(second)
+    found = []
+    for key in one:
+        if key in other:
+            a, b = (snapshot_of(each, step_after(each, after)) for each in (one[key], other[key]))
+            found.append((f"{one[key].title}, {step_title(step_after(one[key], after))}", compare(a, b, pair(a, b))))
+    alone = [f"only in the first: {one[key].title}" for key in one if key not in other]
+    return found, alone + [f"only in the second: {other[key].title}" for key in other if key not in one]
+
+
+def _by_order(picked: Sequence[Picked]) -> dict[tuple[int, str], Picked]:
+    order = {folder: at for at, folder in enumerate(dict.fromkeys(each.compile.folder for each in picked))}
+    return {(order[each.compile.folder], each.graph.name): each for each in picked}
+
+
+def between_view(first: Sequence[Picked], second: Sequence[Picked], after: str | int | None = None, limit: int = 40) -> View:
+    """The page on `between`; its data say `same` for all graphs together.
+
+    Raises:
+        NotInDumpError: when no graph is in both.
+    """
+    found, alone = between(first, second, after)
+    if not found:
+        raise NotInDumpError(f"the two have no graph in common; {'; '.join(alone) or 'both are empty'}.")
+    return differences_view(found, limit, alone)
+
+
+def differences_view(found: Iterable[Named], limit: int = 40, alone: Sequence[str] = ()) -> View:
+    """Differences as a page: a summary of each graph first, then its changes by kind, at most `limit` of each (0: all)."""
+    parts: list[Marked | str] = []
+    data = []
+    found = list(found)
+    summary = [("", f"{title}: {difference.summary}{_figures(difference)}") for title, difference in found]
+    parts.append(Marked((*summary, *(("", each) for each in alone))))
+    for title, difference in found:
+        if difference:
+            parts.append(Marked(((("", f"{title}:")), *_lines(difference, limit))))
+        about = {"title": title, "same": not difference, "counts": difference.counts}
+        data.append({**about, "changes": [change_data(change) for change in difference.changes]})
+    same = not alone and all(entry["same"] for entry in data)
+    return View("", tuple(parts), {"same": same, "only_one_side": list(alone), "graphs": data})
+
+
+def change_data(change: Change) -> dict[str, Any]:
+    """{kind, before, after, before_name, after_name, detail}; ids and names of the node, None on the side where it is not."""
+    old, new = change.before, change.after
+    ids = {"before": old.id if old else None, "after": new.id if new else None}
+    names = {"before_name": old.name if old else None, "after_name": new.name if new else None}
+    return {"kind": change.kind, **ids, **names, "detail": change.detail}
+
+
+def _figures(difference: Difference) -> str:
+    before, after = difference.before, difference.after
+    said = []
+    if len(before.nodes) != len(after.nodes):
+        said.append(f"{len(before.nodes)} -> {len(after.nodes)} nodes")
+    if before.peak_bytes != after.peak_bytes:
+        by = change_text(before.peak_bytes, after.peak_bytes)
+        said.append(f"peak {bytes_text(before.peak_bytes)} -> {bytes_text(after.peak_bytes)} ({by})")
+    return f"; {', '.join(said)}" if said else ""
+
+
+def _lines(difference: Difference, limit: int) -> list[tuple[str, str]]:
+    shown: list[tuple[str, str]] = []
+    old, new = ({node.id: node.name for node in snapshot.nodes} for snapshot in (difference.before, difference.after))
+    for kind in KINDS:
+        changes = difference.of_kind(kind)
+        for change in changes[: limit or None]:
+            shown.append((kind, _change_text(change, old if kind == "removed" else new)))
+        if limit and len(changes) > limit:
+            shown.append(("", f"  ... and {len(changes) - limit} more {kind} (--limit 0 shows all)"))
+    return shown
+
+
+def _change_text(change: Change, names: dict[int, str]) -> str:
+    if change.kind in ("inserted", "removed"):
+        note = note_text(change.node)
+        return f"{change.kind} {call_text(change.node, names)}" + (f"  # {note}" if note else "")
+    return f"{change.kind} {change.node.name}: {change.detail}"
