@@ -16,8 +16,8 @@ from zpasses.dumps.format import Source
 __all__ = ["SourceTable"]
 
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in [^\n]*(?:\n[ \t]+([^\n]*))?')
-_PART = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]|\.([A-Za-z_]\w*)")
-_OURS = (str(Path(torch.__file__).parent) + "/", str(Path(__file__).parents[1]) + "/")
+_PART = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]|\.(\w+)")
+_TORCH, _ZPASSES = str(Path(torch.__file__).parent) + "/", str(Path(__file__).parents[1]) + "/"
 _FILE_BYTES, _ALL_BYTES = 512 << 10, 4 << 20
 """Of the user's code that a dump holds."""
 
@@ -42,8 +42,8 @@ class SourceTable:
         return self._known[key]
 
     def _source(self, trace: str, module: str) -> Source | None:
-        frames = _FRAME.findall(trace)
-        own = [frame for frame in frames if not frame[0].startswith(_OURS)] or frames
+        frames = [frame for frame in _FRAME.findall(trace) if not frame[0].startswith(_ZPASSES)]
+        own = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
         if not own:
             return Source("", 0, "", module) if module else None
         file, line, text = own[-1]
@@ -56,7 +56,7 @@ class SourceTable:
         found, left = {}, _ALL_BYTES
         for name, path in sorted(self._files.items()):
             text = "".join(linecache.getlines(path))
-            if text and not path.startswith(_OURS) and len(text) <= min(_FILE_BYTES, left):
+            if text and not path.startswith(_TORCH) and len(text) <= min(_FILE_BYTES, left):
                 found[name] = text
                 left -= len(text)
         return found
