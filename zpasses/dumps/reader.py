@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zpasses.dumps.errors import DamagedDumpError, NewerDumpError, NotADumpError
+from zpasses.dumps.errors import DamagedDumpError, DumpTooLargeError, NewerDumpError, NotADumpError
 from zpasses.dumps.files import Limits, Record, lines, listing, parse, whole
 from zpasses.dumps.format import (
     FORMAT,
@@ -134,7 +134,7 @@ def _events(path: Path, limits: Limits) -> list[Record]:
     found = []
     for number, text in lines(path, limits):
         if number > limits.entries:
-            raise DamagedDumpError(f"{path} has more than {limits.entries} records; Limits(entries=...) allows more.")
+            raise DumpTooLargeError(f"{path} has more than {limits.entries} records; Limits(entries=...) allows more.")
         found.append(parse(text, f"{path}, line {number}", limits))
     return found
 

@@ -163,7 +163,7 @@ def _tag(record: Record) -> Tag:
 
 
 def _source(record: Record) -> Source:
-    return Source(record.text("file"), record.integer("line"), record.text("text", ""), record.text("module", ""))
+    return Source(record.text("file", ""), record.integer("line"), record.text("text", ""), record.text("module", ""))
 
 
 def _buffer(record: Record, node: int) -> Buffer:

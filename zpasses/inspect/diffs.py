@@ -113,11 +113,39 @@ def _lines(difference: Difference, limit: int) -> list[tuple[str, str]]:
     old, new = ({node.id: node.name for node in snapshot.nodes} for snapshot in (difference.before, difference.after))
     for kind in KINDS:
         changes = difference.of_kind(kind)
-        for change in changes[: limit or None]:
-            shown.append((kind, _change_text(change, old if kind == "removed" else new)))
-        if limit and len(changes) > limit:
-            shown.append(("", f"  ... and {len(changes) - limit} more {kind} (--limit 0 shows all)"))
+        if kind == "moved":
+            texts = [_moved_text(block) for block in _blocks(difference, changes)]
+        else:
+            texts = [_change_text(change, old if kind == "removed" else new) for change in changes]
+        shown += [(kind, text) for text in texts[: limit or None]]
+        if limit and len(texts) > limit:
+            shown.append(("", f"  ... and {len(texts) - limit} more {kind} (--limit 0 shows all)"))
     return shown
+
+
+def _blocks(difference: Difference, changes: Sequence[Change]) -> Iterable[list[Change]]:
+    """Moved nodes that stood together and stand together again."""
+    block: list[Change] = []
+    for change in changes:
+        if block and _step(difference, block[-1], change) != (1, 1):
+            yield block
+            block = []
+        block.append(change)
+    if block:
+        yield block
+
+
+def _step(difference: Difference, one: Change, other: Change) -> tuple[int, int]:
+    """How far one moved node is behind another, in both graphs."""
+    old, new = difference.before.position, difference.after.position
+    places = [(old[each.before.id], new[each.after.id]) for each in (one, other) if each.before and each.after]
+    return places[1][0] - places[0][0], places[1][1] - places[0][1]
+
+
+def _moved_text(block: Sequence[Change]) -> str:
+    first, last = block[0], block[-1]
+    to = f" to {last.node.name} ({len(block)} nodes)" if len(block) > 1 else ""
+    return f"moved {first.node.name}{to}: {first.detail}"
 
 
 def _change_text(change: Change, names: dict[int, str]) -> str:

@@ -11,8 +11,8 @@ from zpasses.inspect.communication import Communication, communication
 from zpasses.inspect.difference import Difference, compare
 from zpasses.inspect.diffs import between_view, differences_view, pass_differences
 from zpasses.inspect.find import Picked, node_named, pick, picked_to_run, snapshot_of, step_after
-from zpasses.inspect.listing import Where
-from zpasses.inspect.memory import Memory, memory
+from zpasses.inspect.listing import MOST, Where
+from zpasses.inspect.memory import Memory, memory, sizes
 from zpasses.inspect.schedule import Schedule, schedule
 from zpasses.inspect.timeline import chrome_trace
 from zpasses.inspect.view import View
@@ -58,9 +58,9 @@ class Inspection:
         """Compiles, graphs and passes."""
         return list_view(self.dump, self._where["rank"])
 
-    def show(self, graph: str | None = None, after: str | int | None = None, where: Where | None = None) -> View:
-        """Listings of graphs, after a pass or after the last."""
-        return show_view(self._pick(graph), after, where)
+    def show(self, graph: str | None = None, after: str | int | None = None, where: Where | None = None, *, full: bool = False) -> View:
+        """Listings of graphs, after a pass or after the last. `full` shows long lists as a whole."""
+        return show_view(self._pick(graph), after, where, None if full else MOST)
 
     def diff(self, graph: str | None = None, pass_name: str | int | None = None, *, limit: int = 40) -> View:
         """What a pass changed, or all passes together."""
@@ -119,7 +119,7 @@ class Inspection:
     def memory_of(self, graph: str, after: str | int | None = None, at: str | None = None) -> Memory:
         picked = self._pick(graph)[0]
         snapshot = snapshot_of(picked, step_after(picked, after))
-        return memory(snapshot, node_named(snapshot, at) if at is not None else None)
+        return memory(snapshot, node_named(snapshot, at) if at is not None else None, sizes(picked.compile))
 
     def schedule_of(self, graph: str, after: str | int | None = None) -> Schedule:
         picked = self._pick(graph)[0]

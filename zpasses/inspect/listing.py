@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from zpasses.dumps.format import Argument, Node, Ref, Snapshot, Text, Value
 from zpasses.inspect.units import bytes_text
 
-__all__ = ["Line", "Where", "argument_text", "call_text", "lines", "listing", "note_text", "op_text", "value_text"]
+__all__ = ["MOST", "Line", "Where", "argument_text", "call_text", "lines", "listing", "note_text", "op_text", "value_text"]
 
 _SHORT = {
     **{f"float{bits}": f"f{bits}" for bits in (16, 32, 64)},
@@ -17,7 +17,10 @@ _SHORT = {
     **{f"uint{bits}": f"u{bits}" for bits in (8, 16, 32, 64)},
     "bfloat16": "bf16",
 }
-_PLAIN_NAMESPACES = ("aten.", "_c10d_functional.")
+_PLAIN_NAMESPACES = ("aten.", "_c10d_functional.", "operator.")
+
+MOST = 6
+"""Items of a list that a line shows, before it counts the rest: a bucket may have hundreds."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,17 @@ def _matches(patterns: Sequence[str], words: Iterable[str]) -> bool:
     return not patterns or any(fnmatchcase(word, pattern) for word in words for pattern in patterns)
 
 
-def lines(snapshot: Snapshot, where: Callable[[Node], bool] | None = None) -> list[Line]:
-    """The nodes of a graph as text, in order."""
+def lines(snapshot: Snapshot, where: Callable[[Node], bool] | None = None, most: int | None = MOST) -> list[Line]:
+    """The nodes of a graph as text, in order.
+
+    Args:
+        most: items of a list to show, before the rest is counted; None for all.
+    """
     names = {node.id: node.name for node in snapshot.nodes}
-    return [Line(node, call_text(node, names), note_text(node)) for node in snapshot.nodes if where is None or where(node)]
+    return [Line(node, call_text(node, names, most), note_text(node, most)) for node in snapshot.nodes if where is None or where(node)]
 
 
-def listing(snapshot: Snapshot, where: Callable[[Node], bool] | None = None) -> str:
+def listing(snapshot: Snapshot, where: Callable[[Node], bool] | None = None, most: int | None = MOST) -> str:
     """A graph as text.
 
         w_shard: f32[3, 5]                                    # 60 B; shard: w
@@ -77,9 +84,10 @@ def listing(snapshot: Snapshot, where: Callable[[Node], bool] | None = None) -> 
         return (w,)
 
     After the `#` stand dtype, shape and bytes of what the node makes, what its tag says it does and for which parameters, its bucket,
-    and what a pass chose there. `aten` and `_c10d_functional` are left out of the names of ops.
+    and what a pass chose there. `aten` and `_c10d_functional` are left out of the names of ops, and
+    of long lists all but a few items.
     """
-    found = lines(snapshot, where)
+    found = lines(snapshot, where, most)
     width = min(max((len(line.code) for line in found if line.note), default=0), 88)
     return "\n".join(line.text(width) for line in found)
 
@@ -92,22 +100,22 @@ def op_text(target: str) -> str:
     return head if (dot and overload in ("default", "out")) or (dot and head.count(".") < 1 and overload[:1].isupper()) else target
 
 
-def call_text(node: Node, names: Mapping[int, str]) -> str:
+def call_text(node: Node, names: Mapping[int, str], most: int | None = MOST) -> str:
     """A node as code. `names` are those of the nodes that it may read, by id."""
     if node.op == "placeholder":
-        return f"{node.name}: {value_text(node.vals)}" if node.vals else node.name
+        return f"{node.name}: {value_text(node.vals, most)}" if node.vals else node.name
     if node.op == "output":
-        return f"return {argument_text(node.args[0] if node.args else (), names)}"
+        return f"return {argument_text(node.args[0] if node.args else (), names, most)}"
     if node.op == "get_attr":
         return f"{node.name} = self.{node.target}"
-    given = [argument_text(argument, names) for argument in node.args]
-    given += [f"{key}={argument_text(argument, names)}" for key, argument in node.kwargs.items()]
+    given = [argument_text(argument, names, most) for argument in node.args]
+    given += [f"{key}={argument_text(argument, names, most)}" for key, argument in node.kwargs.items()]
     if node.op == "call_method":
         return f"{node.name} = {given[0] if given else '?'}.{node.target}({', '.join(given[1:])})"
     return f"{node.name} = {'self.' if node.op == 'call_module' else ''}{op_text(node.target)}({', '.join(given)})"
 
 
-def argument_text(argument: Argument, names: Mapping[int, str]) -> str:
+def argument_text(argument: Argument, names: Mapping[int, str], most: int | None = MOST) -> str:
     """An argument as code."""
     if isinstance(argument, Ref):
         return names.get(argument.node, f"<node {argument.node}>")
@@ -115,16 +123,22 @@ def argument_text(argument: Argument, names: Mapping[int, str]) -> str:
         text = argument.text.removeprefix("torch.")
         return _SHORT.get(text, text)
     if isinstance(argument, tuple):
-        return f"[{', '.join(argument_text(item, names) for item in argument)}]"
+        return f"[{_joined([argument_text(item, names, most) for item in argument], most)}]"
     if isinstance(argument, Mapping):
-        return f"{{{', '.join(f'{key}: {argument_text(item, names)}' for key, item in argument.items())}}}"
+        return f"{{{', '.join(f'{key}: {argument_text(item, names, most)}' for key, item in argument.items())}}}"
     return repr(argument)
 
 
-def value_text(vals: Sequence[Value]) -> str:
+def _joined(items: Sequence[str], most: int | None) -> str:
+    if most is None or len(items) <= most:
+        return ", ".join(items)
+    return ", ".join([*items[: most - 1], f"... {len(items) - most} more", items[-1]])
+
+
+def value_text(vals: Sequence[Value], most: int | None = MOST) -> str:
     """ "f32[64, 128]", or several in brackets."""
     each = [f"{_SHORT.get(value.dtype, value.dtype)}{_shape(value)}" for value in vals]
-    return each[0] if len(each) == 1 else f"({', '.join(each)})" if each else ""
+    return each[0] if len(each) == 1 else f"({_joined(each, most)})" if each else ""
 
 
 def _shape(value: Value) -> str:
@@ -132,18 +146,18 @@ def _shape(value: Value) -> str:
     return f"[{', '.join(map(str, value.shape))}]" if tensor else ""
 
 
-def note_text(node: Node) -> str:
+def note_text(node: Node, most: int | None = MOST) -> str:
     """What a listing says of a node after the `#`."""
     notes = []
     if node.vals and node.op != "output":
         size = bytes_text(node.nbytes) if node.nbytes else ""
-        notes.append(size if node.op == "placeholder" else f"{value_text(node.vals)} {size}".strip())
+        notes.append(size if node.op == "placeholder" else f"{value_text(node.vals, most)} {size}".strip())
     tag = node.tag
     if tag is not None:
         bucket = "" if tag.bucket is None else f" in bucket {tag.bucket}"
-        notes.append(f"{tag.role}: {', '.join(tag.params)}{bucket}" if tag.params else f"{tag.role}{bucket}")
+        notes.append(f"{tag.role}: {_joined(tag.params, most)}{bucket}" if tag.params else f"{tag.role}{bucket}")
         notes += ["retained"] if tag.retained else []
         notes += [tag.note] if tag.note else []
     elif node.params:
-        notes.append(", ".join(node.params))
+        notes.append(_joined(node.params, most))
     return "; ".join(note for note in notes if note)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from zpasses.dumps.format import Buffer, Graph, Node, Snapshot
+from zpasses.dumps.format import Buffer, Compile, Graph, Node, Snapshot
 
-__all__ = ["KINDS", "Alive", "Memory", "StepPeak", "memory", "peaks"]
+__all__ = ["KINDS", "Alive", "Memory", "StepPeak", "memory", "peaks", "sizes"]
 
 KINDS = ("parameter", "bucket", "gradient", "activation", "saved", "scratch", "other")
 """Kinds of buffers, in the order in which they are shown."""
@@ -39,6 +39,8 @@ class Memory:
     """The node in question: the first at which the peak is reached, if none was asked for."""
     alive: tuple[Alive, ...]
     """While that node runs, largest first."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Parameter -> bytes of the full one."""
 
     @property
     def live_bytes(self) -> tuple[int, ...]:
@@ -63,9 +65,13 @@ class Memory:
 
     @property
     def by_parameter(self) -> dict[str, int]:
-        """Parameter -> bytes alive that belong to it, most first. What several share counts in equal parts."""
-        found = _sums((name, each.nbytes // len(each.params)) for each in self.alive for name in each.params)
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        """Parameter -> bytes alive that belong to it, most first. What several share counts by their sizes."""
+        found: dict[str, float] = defaultdict(float)
+        for each in self.alive:
+            whole = sum(self.sizes.get(name, 1) for name in each.params) or 1
+            for name in each.params:
+                found[name] += each.nbytes * self.sizes.get(name, 1) / whole
+        return {name: round(nbytes) for name, nbytes in sorted(found.items(), key=lambda item: -item[1])}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -91,12 +97,22 @@ class StepPeak:
     by_kind: dict[str, int]
 
 
-def memory(snapshot: Snapshot, at: Node | None = None) -> Memory:
-    """What is alive at a node of a graph; by default at its peak."""
+def sizes(compiled: Compile) -> dict[str, int]:
+    """Parameter -> bytes of the full one."""
+    return {name: param.nbytes for name, param in compiled.info.parameters.items()}
+
+
+def memory(snapshot: Snapshot, at: Node | None = None, sizes: Mapping[str, int] | None = None) -> Memory:
+    """What is alive at a node of a graph.
+
+    Args:
+        at: None for the first node at which the peak is reached.
+        sizes: parameter -> bytes, by which buffers that parameters share are divided among them; None for equal parts.
+    """
     if at is None:
         at = snapshot.nodes[snapshot.live_bytes.index(snapshot.peak_bytes)]
     names = {node.id: node.name for node in snapshot.nodes}
-    return Memory(snapshot, at, tuple(_alive(node, buffer, names) for node, buffer in snapshot.alive_at(at)))
+    return Memory(snapshot, at, tuple(_alive(node, buffer, names) for node, buffer in snapshot.alive_at(at)), sizes or {})
 
 
 def peaks(graph: Graph) -> list[StepPeak]:

@@ -10,8 +10,8 @@ from typing import Any
 from zpasses.dumps.format import Compile, Dump, Graph, Ref, Step, Text
 from zpasses.inspect.communication import Communication, communication
 from zpasses.inspect.find import Picked, node_named, pick_rank, snapshot_of, step_after, step_title
-from zpasses.inspect.listing import Where, lines
-from zpasses.inspect.memory import Memory, memory, peaks
+from zpasses.inspect.listing import MOST, Where, lines
+from zpasses.inspect.memory import Memory, memory, peaks, sizes
 from zpasses.inspect.units import bytes_text, change_text, time_text
 from zpasses.inspect.view import Code, Table, View, table
 
@@ -100,19 +100,23 @@ def _compile_data(each: Compile) -> dict[str, Any]:
     return {"folder": each.folder, **plain(each.info), "error": plain(each.error), "graphs": graphs}
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 # --- show --------------------------------------------------------------------------------------------------------------------------
-def show_view(picked: Sequence[Picked], after: str | int | None = None, where: Where | None = None) -> View:
+def show_view(picked: Sequence[Picked], after: str | int | None = None, where: Where | None = None, most: int | None = MOST) -> View:
     """Listings of graphs, each before its passes, after one of them, or (None) after the last."""
     parts: list[Code | str] = []
     data = []
     for each in picked:
         step = step_after(each, after)
         snapshot = snapshot_of(each, step)
-        found = lines(snapshot, where or Where())
+        found = lines(snapshot, where or Where(), most)
         width = min(max((len(line.code) for line in found if line.note), default=0), 88)
         some = f", {len(found)} of them shown" if len(found) < len(snapshot.nodes) else ""
         peak = bytes_text(snapshot.peak_bytes)
@@ -172,8 +176,8 @@ def _params(params: Sequence[str]) -> str:
 def _totals(found: Communication) -> str:
     plan = found.schedule
     return (
-        f"{len(found.rows)} collectives, {bytes_text(found.nbytes)} put in. Communication {time_text(plan.communication_us)}, compute "
-        f"{time_text(plan.compute_us)}; exposed {time_text(plan.exposed_us)}, hidden {plan.hidden:.0%}. By the model of the target."
+        f"{_count(len(found.rows), 'collective')}, {bytes_text(found.nbytes)} put in. Communication {time_text(plan.communication_us)}, "
+        f"compute {time_text(plan.compute_us)}; exposed {time_text(plan.exposed_us)}, hidden {plan.hidden:.0%}. By the target's model."
     )
 
 
@@ -187,7 +191,7 @@ def memory_view(picked: Sequence[Picked], after: str | int | None = None, at: st
         snapshot = snapshot_of(each, step)
         if not snapshot.nodes:
             continue
-        found = memory(snapshot, node_named(snapshot, at) if at is not None else None)
+        found = memory(snapshot, node_named(snapshot, at) if at is not None else None, sizes(each.compile))
         steps = peaks(each.graph)
         before = [steps[0].peak_bytes, *(peak.peak_bytes for peak in steps)]
         rows = [
