@@ -41,6 +41,7 @@ def list_(dump: Path, rank: int | None, as_json: bool) -> None:
 @click.option("--param", "params", multiple=True, metavar="PATTERN", help="Only nodes of parameters like this: 'layers.3.*'.")
 @click.option("--op", "ops", multiple=True, metavar="PATTERN", help="Only nodes whose op is like this: 'mm', 'all_gather*'.")
 @click.option("--node", "names", multiple=True, metavar="PATTERN", help="Only nodes of such names.")
+@click.option("--full", is_flag=True, help="Long lists as a whole.")
 @picking
 @as_json
 @explained
@@ -52,6 +53,7 @@ def show(
     params: tuple[str, ...],
     ops: tuple[str, ...],
     names: tuple[str, ...],
+    full: bool,
     rank: int | None,
     compile_name: str | None,
     as_json: bool,
@@ -62,7 +64,7 @@ def show(
     """
     from zpasses.inspect import Where
 
-    show_page(_open(dump, rank, compile_name).show(graph, after, Where(collectives, params, ops, names)), as_json)
+    show_page(_open(dump, rank, compile_name).show(graph, after, Where(collectives, params, ops, names), full=full), as_json)
 
 
 @click.command()
