@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from zpasses.tools.capture.command import capture
 from zpasses.tools.cli.common import Group
 from zpasses.tools.cli.completion import completion
 from zpasses.tools.cli.reading import collectives, diff, html, list_, memory, show, timeline
@@ -23,7 +24,7 @@ def cli() -> None:
     """
 
 
-for _command in (passes, list_, show, diff, collectives, memory, timeline, html, completion):
+for _command in (passes, list_, show, diff, collectives, memory, timeline, html, capture, completion):
     cli.add_command(_command)
 
 
