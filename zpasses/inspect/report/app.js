@@ -18,7 +18,7 @@ function header() {
       : compiles.length === 1 && el("span", {}, `compile ${compiles[0].name}`),
     el("span", { class: "muted" }, [`rank ${report.rank} of ${meta.world}`, compiles[0] && compiles[0].target.name, `torch ${meta.torch}`].filter(Boolean).join(" · ")),
     el("span", { class: "stretch" }),
-    el("span", { class: "muted path", title: report.path }, report.path),
+    el("span", { class: "muted path", title: report.path }, report.path.split("/").slice(-3).join("/")),
     button("◐", nextTheme, { class: "quiet", id: "theme", "aria-label": "Light or dark", title: "Light, dark, or as the system" }));
 }
 

@@ -2,10 +2,10 @@
 
 const COLUMNS = [
   { key: "number", name: "#", right: true, value: (each) => each.number, text: (each) => each.number + 1 },
-  { key: "node", name: "node", value: (each) => each.form.name, text: (each) => each.form.name },
+  { key: "node", name: "node", value: (each) => each.form.name, text: (each) => middle(each.form.name, 26) },
   { key: "kind", name: "kind", value: (each) => each.form.collective.kind, text: (each) => each.form.collective.kind.replace("_into_tensor", "").replace("_tensor", "") },
   { key: "group", name: "group", value: (each) => each.form.collective.group, text: (each) => `${each.form.collective.group} (${each.form.collective.ranks})` },
-  { key: "params", name: "parameters", value: (each) => each.form.params[0] || "", text: (each) => each.form.params.length > 1 ? `${each.form.params[0]} +${each.form.params.length - 1}` : each.form.params[0] || "" },
+  { key: "params", name: "parameters", value: (each) => each.form.params[0] || "", text: (each) => each.form.params.length > 1 ? `${middle(each.form.params[0], 30)} +${each.form.params.length - 1}` : each.form.params[0] || "" },
   { key: "bytes", name: "bytes", right: true, value: (each) => each.form.collective.nbytes, text: (each) => bytesText(each.form.collective.nbytes) },
   { key: "distance", name: "distance", right: true, value: (each) => each.distance, text: (each) => each.distance.toLocaleString("en") },
   { key: "compute", name: "compute between", right: true, value: (each) => each.compute, text: (each) => timeText(each.compute) },
@@ -45,6 +45,8 @@ function drawCollectives(main) {
       el("b", { class: "exposed-text" }, `${timeText(sum((each) => each.exposed))} exposed`));
     clear(head, columns.map((each) => sortButton(each, fill)));
     list.fill(shown.length, shown.findIndex((each) => each.id === state.node));
+    // The head stands over the rows, which a scroll bar may narrow.
+    requestAnimationFrame(() => { head.style.paddingRight = `${14 + list.element.offsetWidth - list.element.clientWidth}px`; });
   };
   const kinds = [...new Set(all.map((each) => each.form.collective.kind))];
   put(main,
@@ -70,6 +72,7 @@ function sortButton(column, fill) {
 }
 
 function collectiveRow(columns, each) {
-  return el("div", { class: `grid-row columns-${columns.length}`, title: each.form.params.join("\n") }, columns.map((column) =>
-    el("span", { role: "gridcell", class: `${column.right ? "right" : ""} col-${column.key}${column.key === "exposed" && each.exposed ? " exposed-text" : ""}` }, column.text(each))));
+  return el("div", { class: `grid-row columns-${columns.length}`, title: [each.form.name, ...each.form.params].join("\n") }, columns.map((column) =>
+    el("span", { role: "gridcell", class: `${column.right ? "right" : ""} col-${column.key}${column.key === "exposed" && each.exposed ? " exposed-text" : ""}`,
+      style: column.key === "exposed" && each.time ? { "--share": `${100 * Math.min(1, each.exposed / each.time)}%` } : {} }, column.text(each))));
 }

@@ -32,7 +32,7 @@ function facts(form, graph) {
   const rows = [
     ["op", form.op === "call_function" ? form.target : `${form.op} ${form.target}`],
     ["makes", form.values && `${form.values} · ${bytesText(form.nbytes)}`],
-    ["parameters", form.params.join(", ")],
+    ["parameters", someOf(form.params, 6)],
     ["alive while it runs", bytesText(graph.curves.live[at])],
     ...form.buffers.map((buffer) => [
       "allocates", `${bytesText(buffer.nbytes)} ${buffer.kind}, until ${(graph.node(buffer.last) || form).name}`]),
@@ -70,6 +70,10 @@ function sourceFacts(form) {
     el("pre", { class: "snippet" }, shown.map(([number, code]) =>
       el("span", { class: number === line ? "here" : "" }, `${String(number).padStart(4)}  ${code}\n`))),
     button("Show in source", () => go({ tab: "source" })));
+}
+
+function someOf(names, most) {
+  return names.length > most ? `${names.slice(0, most).join(", ")} and ${names.length - most} more` : names.join(", ");
 }
 
 function shortPath(path) {

@@ -3,8 +3,10 @@
 function el(tag, props, ...children) {
   const made = document.createElement(tag);
   for (const [key, value] of Object.entries(props || {})) {
-    if (value === null || value === undefined || value === false) continue;
-    if (key === "class") made.className = value;
+    if (value === null || value === undefined) continue;
+    if (key.startsWith("aria-")) made.setAttribute(key, String(value));
+    else if (value === false) continue;
+    else if (key === "class") made.className = value;
     else if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
     else if (key === "style") for (const [name, text] of Object.entries(value)) made.style.setProperty(name, text);
     else made.setAttribute(key, value === true ? "" : String(value));
@@ -65,6 +67,13 @@ function themeColor(name) {
 
 function chip(kind, text, title) {
   return el("span", { class: `chip ${kind}`, title }, text);
+}
+
+// The two ends of a long name, which tell more than its beginning.
+function middle(text, most) {
+  if (text.length <= most) return text;
+  const head = Math.floor((most - 1) * 0.45);
+  return `${text.slice(0, head)}…${text.slice(text.length - (most - 1 - head))}`;
 }
 
 function button(text, onclick, props) {

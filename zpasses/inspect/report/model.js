@@ -68,6 +68,7 @@ class Graph {
       const byKind = {};
       const live = new Float64Array(size + 1);
       for (const { nbytes, kind, from, to } of this.buffers) {
+        if (!nbytes) continue;
         byKind[kind] ||= new Float64Array(size + 1);
         for (const curve of [byKind[kind], live]) { curve[from] += nbytes; curve[to + 1] -= nbytes; }
       }

@@ -12,7 +12,7 @@ function drawTimeline(main) {
   const view = { from: 0, to: plan.total };
   let chosen = null;
   const chart = canvas({
-    height: 190,
+    height: 158,
     label: `Compute and communication in time: ${timeText(plan.total)}, ${timeText(plan.exposed)} of it exposed. Plus and minus zoom, arrows move, 0 shows all.`,
     props: { role: "application" },
     draw: (pen, width, height) => paintTimeline(pen, width, height, { view, spans, flights, stalls, chosen, graph }),
