@@ -113,7 +113,34 @@ gather_v  all_gather  0              2  v                32 B           1       
 
 
 def test_memory_before_and_after_each_pass():
-    expect(Inspection(small_dump()).memory("forward"), """""")
+    shown = str(Inspection(small_dump()).memory("forward"))  # expecttest takes no bars
+    assert shown == """\
+0/0 forward
+  step  after           peak    change  at node
+------  ------------  ------  --------  ---------
+     0  -              256 B         =  mm_1
+     1  bucket{mb=0}   256 B         =  mm_1
+     2  overlap        320 B    +25.0%  mm
+
+after overlap:
+   ▄▄▇█▅▇▂  320 B
+At the peak, 320 B are alive while mm runs.
+
+kind          bytes    share
+----------  -------  -------
+parameter     256 B      80%
+activation     64 B      20%
+
+allocated by    kind          bytes  parameters    needed until
+--------------  ----------  -------  ------------  --------------
+gather_w        parameter     128 B  w             mm
+gather_v        parameter     128 B  v             mm_1
+mm              activation     64 B                mm_1
+
+parameter      bytes
+-----------  -------
+w              128 B
+v              128 B"""
 
 
 # --- figures -----------------------------------------------------------------------------------------------------------------------
