@@ -26,7 +26,7 @@ from zpasses.options import Options
 from zpasses.pending import StepWindow
 from zpasses.pipeline import Level, PassRecord, Pipeline
 from zpasses.reads import with_plain_inputs
-from zpasses.recording import Recorders, recorded_passes, recorders_for
+from zpasses.recording import Recorders, Recording, on_trial, recorded_passes, recorders_for
 from zpasses.runtime import Accumulation, BoundParameters, ForwardDispatch, with_local_shards
 from zpasses.target import Target, current_target, planning_for
 from zpasses.variants import Slot, Variant, cut_variant, is_retained, launches, release_returned, slots
@@ -88,11 +88,12 @@ def zpasses_backend(
         raise OptionError(f"backend 'zpasses' has no modes (got {mode!r}); set Inductor's options with options={{'inductor': {{...}}}}.")
     parsed = Options.parse(options)
     captured = capture(gm, example_inputs)
-    compiler = _GraphCompiler(captured, parsed, parsed.passes())
+    pipeline, record = on_trial(parsed.passes(), compat.compile_name())
+    compiler = _GraphCompiler(captured, parsed, pipeline, record)
     try:
         with planning_for(compiler.target):
             compiler.open_recorders(example_inputs)
-            return with_plain_inputs(compiler.compile(), example_inputs)
+            return record(with_plain_inputs(compiler.compile(), example_inputs), "outputs")
     except AgreementError as error:
         compiler.recorder.problem("agreement", error)
         raise
@@ -109,8 +110,9 @@ def zpasses_backend(
 class _GraphCompiler:
     """Takes one captured graph through the levels of a pipeline to runnable code."""
 
-    def __init__(self, captured: Capture, options: Options, pipeline: Pipeline) -> None:
+    def __init__(self, captured: Capture, options: Options, pipeline: Pipeline, record: Recording) -> None:
         self.name = compat.compile_name()
+        self._record = record
         self.target = Target.parse(options.target) if options.target else None
         self.recorder = Recorders()
         self._captured, self._options, self._pipeline = captured, options, pipeline
@@ -186,7 +188,7 @@ class _GraphCompiler:
         self._run_level(gm, Level.BACKWARD, "backward")
         order = {name: i for i, name in enumerate(self._captured.shards.values())}
         left = [name for name in always_reduced(gm.graph) if name in order]
-        compiled = self._deferring(codegen, gm, inputs, order)
+        compiled = boxed(self._record(self._deferring(codegen, gm, inputs, order), "gradients"))
         return boxed(warning_of_windows(compiled, self.name, left, order)) if left else compiled
 
     def _deferring(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any], order: Mapping[str, int]) -> Compiled:

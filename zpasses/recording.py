@@ -1,4 +1,4 @@
-"""Who watches a compile: dumps, and torch's structured trace. Nothing here costs anything while nobody watches.
+"""Who watches a compile: dumps, torch's structured trace, trials. Nothing here costs anything while nobody watches.
 
 A `Recorder` is told of every graph before and after each pass. The backend, flushes and packs run their passes through
 `recorded_passes`, so that all graphs are seen alike, those of a failing compile too.
@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,10 +21,10 @@ from zpasses import compat
 from zpasses.agreement import digest, has_other_ranks
 from zpasses.errors import AgreementError, PassError
 from zpasses.graph import Collective, collectives
-from zpasses.pipeline import Pass, PassRecord, run_passes
+from zpasses.pipeline import Pass, PassRecord, Pipeline, run_passes
 from zpasses.target import Target
 
-__all__ = ["Recorder", "Recorders", "note", "options_of", "recorded_passes", "recorders_for"]
+__all__ = ["Recorder", "Recorders", "Recording", "note", "on_trial", "options_of", "recorded_passes", "recorders_for"]
 
 log = logging.getLogger("zpasses")
 
@@ -166,6 +167,25 @@ def _taken() -> list[str]:
 def options_of(each: Pass) -> dict[str, object]:
     """All options of a pass, defaults too."""
     return {field.name: getattr(each, field.name) for field in dataclasses.fields(each) if field.init}  # type: ignore[arg-type]
+
+
+# --- trials ------------------------------------------------------------------------------------------------------------------------
+Recording = Callable[[Callable[..., Any], str], Callable[..., Any]]
+"""Takes a compiled function and what its results are, and gives one that also writes them down."""
+
+
+def on_trial(pipeline: Pipeline, compile_name: str) -> tuple[Pipeline, Recording]:
+    """The passes that may run, and what to do with results: all and nothing, unless `zpasses bisect` runs this program.
+
+    Raises:
+        OptionError: when the environment variable ZPASSES_BISECT does not hold what `zpasses bisect` sets.
+    """
+    if not os.environ.get("ZPASSES_BISECT"):
+        return pipeline, lambda fn, _: fn
+    from zpasses.trial import Trial
+
+    trial = Trial.current()
+    return trial.prefix(pipeline, compile_name), lambda fn, what: trial.recorded(fn, f"{compile_name} {what}")
 
 
 # --- who watches -------------------------------------------------------------------------------------------------------------------

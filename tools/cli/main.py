@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from zpasses.tools.bisect.command import bisect
 from zpasses.tools.capture.command import capture
 from zpasses.tools.cli.common import Group
 from zpasses.tools.cli.completion import completion
@@ -24,7 +25,7 @@ def cli() -> None:
     """
 
 
-for _command in (passes, list_, show, diff, collectives, memory, timeline, html, capture, completion):
+for _command in (passes, list_, show, diff, collectives, memory, timeline, html, capture, bisect, completion):
     cli.add_command(_command)
 
 

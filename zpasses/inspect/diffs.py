@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zpasses.inspect.difference import KINDS, Change, Difference, compare
-from zpasses.inspect.find import NotInDumpError, Picked, snapshot_of, step_after, step_before, step_title
+from zpasses.inspect.find import NotInDumpError, Picked, snapshot_of, step_after, step_before, step_title, steps_after
 from zpasses.inspect.listing import call_text, note_text
 from zpasses.inspect.pairing import pair
 from zpasses.inspect.units import bytes_text, change_text
@@ -23,21 +23,15 @@ def pass_differences(picked: Sequence[Picked], pass_name: str | int | None = Non
     Raises:
         NotInDumpError: when the pass ran on none of the graphs.
     """
-    found, missing = [], None
-    for each in picked:
-        if pass_name is None:
-            start, end = each.graph.first, each.graph.last
-            title = f"{each.title}, all {sum(1 for step in each.graph.steps if step.run)} passes"
-        else:
-            try:
-                end = step_after(each, pass_name)
-            except NotInDumpError as error:
-                missing = missing or error
-                continue
-            start, title = step_before(each, end), f"{each.title}, {step_title(end)}"
-        found.append((title, compare(snapshot_of(each, start), snapshot_of(each, end))))
-    if missing is not None and not found:
-        raise missing
+    if pass_name is None:
+        ends = [(each, each.graph.last) for each in picked]
+    else:
+        ends = steps_after(picked, pass_name)
+    found = []
+    for each, end in ends:
+        start = each.graph.first if pass_name is None else step_before(each, end)
+        said = f"all {sum(1 for step in each.graph.steps if step.run)} passes" if pass_name is None else step_title(end)
+        found.append((f"{each.title}, {said}", compare(snapshot_of(each, start), snapshot_of(each, end))))
     return found
 
 

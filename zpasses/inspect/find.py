@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zpasses.dumps.errors import DumpError
 from zpasses.dumps.format import Compile, Dump, Graph, Node, Snapshot, Step
 from zpasses.errors import nearest
 
-__all__ = ["NotInDumpError", "Picked", "node_named", "pick", "pick_rank", "picked_to_run", "snapshot_of", "step_after", "step_before"]
+__all__ = [
+    "NotInDumpError",
+    "Picked",
+    "node_named",
+    "pick",
+    "pick_rank",
+    "picked_to_run",
+    "snapshot_of",
+    "step_after",
+    "step_before",
+    "step_title",
+    "steps_after",
+]
 
 
 class NotInDumpError(DumpError):
@@ -108,6 +121,26 @@ def step_after(picked: Picked, after: str | int | None) -> Step:
             return step
     known = dict.fromkeys(_name(step) for step in steps if step.after is not None)
     raise NotInDumpError(f"no pass {after!r} ran on graph {picked.title}.{nearest(after, known) if known else ' No pass did.'}")
+
+
+def steps_after(picked: Sequence[Picked], after: str | int | None) -> list[tuple[Picked, Step]]:
+    """The step of each graph after a pass, of those in which it ran.
+
+    Raises:
+        NotInDumpError: when it ran in none of them.
+    """
+    found, missing = [], None
+    for each in picked:
+        try:
+            found.append((each, step_after(each, after)))
+        except NotInDumpError as error:
+            missing = error
+    if missing is not None and not found:
+        if len(picked) == 1:
+            raise missing
+        known = dict.fromkeys(_name(step) for each in picked for step in each.graph.steps if step.after is not None)
+        raise NotInDumpError(f"no pass {after!r} ran on {', '.join(each.title for each in picked)}.{nearest(str(after), known)}")
+    return found
 
 
 def step_before(picked: Picked, step: Step) -> Step:

@@ -10,7 +10,7 @@ from zpasses.dumps import Dump, Limits, Step, read
 from zpasses.inspect.communication import Communication, communication
 from zpasses.inspect.difference import Difference, compare
 from zpasses.inspect.diffs import between_view, differences_view, pass_differences
-from zpasses.inspect.find import Picked, node_named, pick, picked_to_run, snapshot_of, step_after
+from zpasses.inspect.find import Picked, node_named, pick, picked_to_run, snapshot_of, step_after, steps_after
 from zpasses.inspect.listing import MOST, Where
 from zpasses.inspect.memory import Memory, memory, sizes
 from zpasses.inspect.schedule import Schedule, schedule
@@ -80,8 +80,8 @@ class Inspection:
 
     def timeline(self, graph: str | None = None, after: str | int | None = None) -> dict[str, Any]:
         """Both streams as a Chrome trace."""
-        found = self._to_run(graph)
-        return chrome_trace([(each.title, snapshot_of(each, step_after(each, after))) for each in found])
+        found = steps_after(self._to_run(graph), after)
+        return chrome_trace([(each.title, snapshot_of(each, step)) for each, step in found])
 
     def html(self) -> str:
         """The whole dump as one page that needs nothing else."""

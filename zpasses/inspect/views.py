@@ -9,7 +9,7 @@ from typing import Any
 
 from zpasses.dumps.format import Compile, Dump, Graph, Ref, Step, Text
 from zpasses.inspect.communication import Communication, communication
-from zpasses.inspect.find import Picked, node_named, pick_rank, snapshot_of, step_after, step_title
+from zpasses.inspect.find import Picked, node_named, pick_rank, snapshot_of, step_title, steps_after
 from zpasses.inspect.listing import MOST, Where, lines
 from zpasses.inspect.memory import Memory, memory, peaks, sizes
 from zpasses.inspect.units import bytes_text, change_text, time_text
@@ -113,8 +113,7 @@ def show_view(picked: Sequence[Picked], after: str | int | None = None, where: W
     """Listings of graphs, each before its passes, after one of them, or (None) after the last."""
     parts: list[Code | str] = []
     data = []
-    for each in picked:
-        step = step_after(each, after)
+    for each, step in steps_after(picked, after):
         snapshot = snapshot_of(each, step)
         found = lines(snapshot, where or Where(), most)
         width = min(max((len(line.code) for line in found if line.note), default=0), 88)
@@ -136,8 +135,7 @@ def collectives_view(picked: Sequence[Picked], after: str | int | None = None) -
     """Tables of collectives, with totals."""
     parts: list[Table | str] = []
     data = []
-    for each in picked:
-        step = step_after(each, after)
+    for each, step in steps_after(picked, after):
         found = communication(snapshot_of(each, step))
         about = {"rank": each.rank, "compile": each.compile.name, "graph": each.graph.name, "step": step.index, "after": step.after}
         data.append({**about, **found.to_json()})
@@ -186,8 +184,7 @@ def memory_view(picked: Sequence[Picked], after: str | int | None = None, at: st
     """Peaks before and after each pass, the curve of one step, and what is alive there at its peak or at the node `at`."""
     parts: list[Table | str] = []
     data = []
-    for each in picked:
-        step = step_after(each, after)
+    for each, step in steps_after(picked, after):
         snapshot = snapshot_of(each, step)
         if not snapshot.nodes:
             continue
