@@ -114,7 +114,9 @@ gather_v  all_gather  0              2  v                32 B           1       
 
 def test_memory_before_and_after_each_pass():
     shown = str(Inspection(small_dump()).memory("forward"))  # expecttest takes no bars
-    assert shown == """\
+    assert (
+        shown
+        == """\
 0/0 forward
   step  after           peak    change  at node
 ------  ------------  ------  --------  ---------
@@ -141,6 +143,7 @@ parameter      bytes
 -----------  -------
 w              128 B
 v              128 B"""
+    )
 
 
 # --- figures -----------------------------------------------------------------------------------------------------------------------
