@@ -137,7 +137,7 @@ def test_diff_stands_side_by_side_and_folds_what_did_not_change(page):
     browser = page(Inspection(small_dump()), "0/forward/2/diff/")
     assert "peak 256 B → 320 B +25.0 %" in one(browser, ".runline").text
     moved = [each.text for each in all_of(browser, ".cell.moved")]
-    assert [re.sub(r"\s+", " ", text).partition(" =")[0] for text in moved] == ["7 ↕ gather_v", "6 ↕ gather_v"]
+    assert [re.sub(r"\s+", " ", text).partition(" =")[0] for text in moved] == ["6 ↕ gather_v", "7 ↕ gather_v"]
     browser = page(Inspection(dump_of(graph_of("joint", (None, chain(60)), ("retag", retagged(chain(60), 30))))), "0/joint/1/diff/")
     assert [text for text in rows(browser) if "as before" in text] == ["⋯ 27 nodes as before", "⋯ 27 nodes as before"]
     one(browser, ".row.gap").click()
@@ -159,10 +159,8 @@ def test_pass_that_changed_nothing_says_so_and_a_failed_one_why(page):
     browser = page(Inspection(dump_of(graph_of("joint", (None, chain(5)), ("sdma", None), error=failure), error=failure)))
     assert "node x has no wait" in one(browser, ".failure").text
     assert one(browser, ".nav .failed").text == "failed"
-    assert (
-        "was not written"
-        in one(page(Inspection(dump_of(graph_of("joint", (None, chain(5)), ("s", None), error=failure))), "0/joint/1/diff/"), "main").text
-    )
+    early = dump_of(graph_of("joint", (None, chain(5)), ("s", None), error=failure))
+    assert "was not written" in one(page(Inspection(early), "0/joint/1/diff/"), "main").text
 
 
 @needs_browser
@@ -227,12 +225,9 @@ def test_timeline_and_memory_answer_to_pointer_and_keys(page):
     chart = one(browser, "canvas")
     wait_for(browser, "document.querySelector('canvas').width > 300")
     # Of 28 us, the second gather moves its bytes from 10 to 20: half way, in the lower track.
-    where = browser.execute_script(
-        "const c = document.querySelector('canvas'); return TRACK.left + (c.clientWidth - TRACK.left - 8) * 15 / 28"
-    )
-    ActionChains(browser).move_to_element_with_offset(
-        chart, int(where - chart.size["width"] / 2), int(110 - chart.size["height"] / 2)
-    ).perform()
+    across = browser.execute_script("return TRACK.left + (document.querySelector('canvas').clientWidth - TRACK.left - 8) * 15 / 28")
+    middle = (chart.size["width"] / 2, chart.size["height"] / 2)
+    ActionChains(browser).move_to_element_with_offset(chart, int(across - middle[0]), int(110 - middle[1])).perform()
     assert "gather_v" in one(browser, ".hint").text
     ActionChains(browser).click().perform()
     assert one(browser, ".detail h2").text == "gather_v"
@@ -302,9 +297,8 @@ def hostile_dump():
     )
     nodes = (node(0, HOSTILE, HOSTILE, op="placeholder"), started, node(2, f"{HOSTILE}2", WAIT, (Ref(1),), source=source))
     failure = Failure(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
-    graph = graph_of(
-        "joint", (None, snapshot(*nodes[:1])), (HOSTILE, snapshot(*nodes, live=[0, 64, 64], number=1)), (HOSTILE, None), error=failure
-    )
+    states = (None, snapshot(*nodes[:1])), (HOSTILE, snapshot(*nodes, live=[0, 64, 64], number=1)), (HOSTILE, None)
+    graph = graph_of("joint", *states, error=failure)
     return dump_of(graph, error=failure, sources={HOSTILE: HOSTILE}, options={HOSTILE: HOSTILE})
 
 
@@ -329,7 +323,7 @@ def test_hostile_names_are_shown_as_text_and_never_run(page):
 
 
 @needs_browser
-def test_twenty_thousand_nodes_are_quick(page):
+def test_of_twenty_thousand_nodes_only_those_in_sight_are_on_the_page(page):
     size = 20_000
     before = chain(size)
     nodes = list(before.nodes)
@@ -337,11 +331,9 @@ def test_twenty_thousand_nodes_are_quick(page):
         nodes.insert(at, node(100_000 + at, f"extra{at}", args=(Ref(0),), buffers=(Buffer(1 << 20, 100_000 + at, size, "bucket"),)))
     after = snapshot(*nodes, live=[0] * len(nodes), number=1)
     browser = page(Inspection(dump_of(graph_of("joint", (None, before), ("insert", after)))))
-    for tab, limit_ms in (("diff", 2500), ("memory", 2500), ("timeline", 2500), ("listing", 1500), ("overview", 1500)):
-        took = browser.execute_script(
-            f"const t = performance.now(); go({{graph: 'joint', step: 1, tab: '{tab}'}}); return performance.now() - t"
-        )
-        assert took < limit_ms, tab
-        assert len(all_of(browser, "main *")) < 3000, tab
+    for tab in ("diff", "memory", "timeline", "listing", "source", "overview"):
+        browser.execute_script(f"go({{graph: 'joint', step: 1, tab: '{tab}'}})")
+        assert len(all_of(browser, "body *")) < 3000, tab
+    assert "50" in one(browser, "main .chip.inserted").text
     browser.execute_script("go({graph: 'joint', step: 1, tab: 'listing', node: 19990})")
     assert "n19990 = " in wait_for(browser, "document.querySelector('main .row.active')?.textContent")

@@ -100,5 +100,5 @@ function codeParts(form) {
     parts.push(form.code);
   }
   if (form.note) parts.push(el("span", { class: "note" }, `  # ${form.note}`));
-  return parts;
+  return el("span", { class: "text" }, parts);
 }
