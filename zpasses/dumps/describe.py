@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Mapping
@@ -99,8 +100,7 @@ class Trace:
     # --- nodes ----------------------------------------------------------------------------------------------------------------------
     def _node(self, node: fx.Node, buffers: tuple[data.Buffer, ...]) -> data.Node:
         value, tag = value_of(node), tag_of(node)
-        communicates = collective_of(node) if self._may_communicate(node) else None
-        waits = tuple(self._numbers[each] for each in _waits(node)) if communicates else ()
+        waits = tuple(self._numbers[each] for each in _waits(node)) if _may_communicate(node) else ()
         key = (node.name, node.op, node.target, node.args, node.kwargs, id(value), tag, waits, buffers)
         known = self._known.get(node)
         if known is not None and known[0] == key:
@@ -108,6 +108,7 @@ class Trace:
         args = tuple(self._argument(item) for item in node.args)
         kwargs = {str(name): self._argument(item) for name, item in node.kwargs.items()}
         collective = None
+        communicates = collective_of(node) if _may_communicate(node) else None
         if communicates is not None:
             ranks = self._describer.group_size(communicates.group)
             gathers = "gather" in communicates.op or node.target is UNSHARD
@@ -136,9 +137,6 @@ class Trace:
         )
         self._known[node] = (key, described)
         return described
-
-    def _may_communicate(self, node: fx.Node) -> bool:
-        return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
 
     def _cost(self, node: fx.Node, collective: data.Collective | None) -> tuple[float, str | None]:
         if not self._modelled:
@@ -180,6 +178,7 @@ def counts(nodes: int, collectives: int, put_in_bytes: int) -> dict[str, int]:
     return {"nodes": nodes, "collectives": collectives, "bytes": put_in_bytes}
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def target_text(target: Any) -> str:
     """What a node calls: "aten.mm.default", "operator.getitem", the name of an input."""
     if isinstance(target, (str, torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)):
@@ -187,6 +186,11 @@ def target_text(target: Any) -> str:
     module = str(getattr(target, "__module__", "") or "").removeprefix("_").replace("torch._C.", "torch.")
     name = str(getattr(target, "__qualname__", getattr(target, "__name__", repr(target))))
     return f"{module}.{name}" if module else name
+
+
+def _may_communicate(node: fx.Node) -> bool:
+    """A cheap answer, "no" where `collective_of` is sure to say none."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "aten"
 
 
 def _values(value: Any) -> tuple[data.Value, ...]:

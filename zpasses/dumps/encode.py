@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -104,6 +105,7 @@ def _collective(collective: Collective) -> dict[str, Any]:
 # --- Python ------------------------------------------------------------------------------------------------------------------------
 _DTYPES = {"float": "f", "int": "i", "uint": "u", "complex": "c"}
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 def program(snapshot: Snapshot, name: str, title: str) -> str:
@@ -129,11 +131,13 @@ def _aligned(lines: list[tuple[str, str]]) -> list[str]:
     return [f"    {code:{width}}  # {note}" if note else f"    {code}" for code, note in lines]
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def _identifier(name: str) -> str:
     cleaned = re.sub(r"\W", "_", name)
     return cleaned if _NAME.fullmatch(cleaned) else f"_{cleaned}"
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def _dotted(name: str) -> str:
     return ".".join(_identifier(part) for part in name.split("."))
 
@@ -151,7 +155,7 @@ def _text(value: Argument, names: Mapping[int, str]) -> str:
     if isinstance(value, Ref):
         return names[value.node]
     if isinstance(value, Text):
-        return value.text if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", value.text) else repr(value.text)
+        return value.text if _DOTTED.fullmatch(value.text) else repr(value.text)
     if isinstance(value, tuple):
         return f"[{', '.join(_text(item, names) for item in value)}]"
     if isinstance(value, Mapping):
@@ -168,6 +172,7 @@ def _note(node: Node) -> str:
     return " ".join("; ".join(notes).split())
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def _value(value: Value) -> str:
     match = re.fullmatch(r"(float|int|uint|complex)(\d+)", value.dtype)
     short = _DTYPES[match[1]] + match[2] if match else {"bfloat16": "bf16"}.get(value.dtype, value.dtype)
