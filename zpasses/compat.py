@@ -507,7 +507,7 @@ def is_structured_trace_on() -> bool:
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Put a text into torch's structured trace, where tlparse shows it with the compile under way."""
-    from torch._logging import trace_structured
+    from torch._logging._internal import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 

@@ -6,7 +6,6 @@ The buffers are made by a graph of their own, which says plainly that everything
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,7 +126,10 @@ _NAME = "pack"
 def _recorder(flatten: Pass) -> Recorders:
     """A pack is no compile, so it has no options: the environment alone asks for a dump of it."""
     options = Options()
-    describe = functools.partial(dict, name=_NAME, pipeline=str(flatten), codegen="eager")
+
+    def describe() -> dict[str, Any]:
+        return {"name": _NAME, "pipeline": str(flatten), "codegen": "eager"}
+
     return recorders_for(options.dump_folder(), options.dumping_ranks(), current_target(), describe)
 
 

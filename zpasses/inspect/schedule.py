@@ -121,6 +121,6 @@ def schedule(snapshot: Snapshot) -> Schedule:
             computed += node.cost_us
     flights = []
     for key, (node, start, end, at, before) in flying.items():
-        wait, place, after = first_wait.get(key, (node, at, before))
-        flights.append(Flight(node, start, end, wait, max(place - at - 1, 0), after - before, tuple(stalls[key])))
+        awaiting, place, after = first_wait.get(key, (node, at, before))
+        flights.append(Flight(node, start, end, awaiting, max(place - at - 1, 0), after - before, tuple(stalls[key])))
     return Schedule(tuple(spans), tuple(flights), max(now, free))
