@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
 from zpasses.tools.bisect.command import bisect
@@ -32,7 +30,3 @@ for _command in (passes, list_, show, diff, collectives, memory, timeline, html,
 def main() -> None:
     """Entry point of the console script."""
     cli(prog_name="zpasses")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
