@@ -77,16 +77,13 @@ def _step_row(graph: Graph, step: Step) -> tuple[Any, ...]:
 
 
 def _counts(graph: Graph, step: Step) -> dict[str, int] | None:
-    """Nodes, collectives and bytes of a step, from the records of passes where they say, because reading a graph takes time."""
+    """Nodes, collectives and bytes of a step, as the records of passes say; None where no pass ran, because reading graphs takes time."""
     if step.run is not None:
         return asdict(step.run.after)
     following = graph.steps[step.index + 1].run if step.index + 1 < len(graph.steps) else None
     if following is not None:
         return asdict(following.before)
-    if step.snapshot is None:
-        return None
-    found = [node.collective for node in step.snapshot.nodes if node.collective is not None]
-    return {"nodes": len(step.snapshot.nodes), "collectives": len(found), "nbytes": sum(each.nbytes for each in found)}
+    return None
 
 
 def _compile_data(each: Compile) -> dict[str, Any]:
