@@ -1,6 +1,7 @@
 # Every target sets itself up: Python >= 3.10 and make are all that is needed.
 #
-#   make demo          train a small GPT on two ranks and compare with one process; ARGS="--zero-stage 2 --steps 50"
+#   make demo          train a small GPT on two ranks and compare with one process, write build/demo/report.html;
+#                      ARGS="--zero-stage 2 --steps 50"
 #   make test          lint and run all tests, two at a time;                       ARGS="-k gather -x", ARGS="-n 0 --pdb"
 #   make lint          ruff, ruff format, mypy
 #   make bench         step time, memory and communication against other systems;   ARGS="--help"
@@ -23,7 +24,8 @@ help:
 setup: $(INSTALLED)
 
 demo: $(INSTALLED)
-	$(PY) examples/train_gpt.py --ranks 2 $(ARGS)
+	@rm -rf build/demo
+	$(PY) examples/train_gpt.py --ranks 2 --dump build/demo $(ARGS)
 
 test: lint
 	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)

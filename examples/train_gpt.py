@@ -37,6 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 import zpasses
+import zpasses.inspect
 from zpasses.backend import GraphLog, observe_graphs
 from zpasses.graph import collectives
 
@@ -261,7 +262,10 @@ def train_sharded(args: argparse.Namespace, batches: Batches, device: torch.devi
     model = build_model(args, args.seed, device)
     reduce_dtype = None if args.param_dtype == torch.float32 else torch.float32
     zpasses.shard(model, mesh=mesh, param_dtype=args.param_dtype, reduce_dtype=reduce_dtype)
-    compiled = torch.compile(model, backend="zpasses", fullgraph=True, options={"zero_stage": args.zero_stage, "codegen": args.codegen})
+    options: dict[str, object] = {"codegen": args.codegen}
+    options |= {"pipeline": args.pipeline} if args.pipeline else {"zero_stage": args.zero_stage}
+    options |= {"dump": str(args.dump)} if args.dump else {}
+    compiled = torch.compile(model, backend="zpasses", fullgraph=True, options=options)
 
     planned: Counter[tuple[str, int]] = Counter()
 
@@ -371,6 +375,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, help="processes to start; under torchrun that decides (default: 2)", default=argparse.SUPPRESS)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu communicates through gloo, cuda through NCCL or RCCL")
     parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=3, help="what is sharded, and for how long")
+    parser.add_argument("--pipeline", help="passes to run instead of those of the stage: see zpasses passes", default=argparse.SUPPRESS)
     parser.add_argument("--codegen", choices=("inductor", "eager"), help="(default: inductor where it works)", default=None)
     parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of compute and gathers")
     parser.add_argument("--steps", type=int, default=100)
@@ -387,7 +392,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--reference-seed", type=int, help="weights of the unsharded run; other than --seed, the comparison must fail")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for another rank before giving up")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the results to this file")
-    parser.set_defaults(text=None, ranks=None)
+    parser.add_argument("--dump", type=Path, metavar="DIR", help="also write what every pass did to this folder, and report.html on it")
+    parser.set_defaults(text=None, ranks=None, pipeline=None)
     args = parser.parse_args(argv)
 
     under_torchrun = "WORLD_SIZE" in os.environ
@@ -515,6 +521,10 @@ def run_rank(args: argparse.Namespace) -> int:
             status = DIVERGED
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1))
+    if args.dump is not None:
+        page = zpasses.inspect.open(args.dump).write_html(args.dump / "report.html")
+        print(f"\nWhat every pass did to the graphs is in {page}; open it in a browser.")
+        print(f"In the terminal: zpasses list {args.dump}; zpasses memory {args.dump}; docs/inspecting.md has more.")
     return status
 
 

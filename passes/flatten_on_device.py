@@ -36,6 +36,7 @@ from zpasses.flattenings import ACCELERATOR, Flattening, Piece, device_source, f
 from zpasses.graph import Editor, erase_dead, nbytes, replace_node, value_of
 from zpasses.ops import group_size
 from zpasses.pipeline import Level, Pass
+from zpasses.recording import note
 from zpasses.tags import Tag, add_tag, tag_of
 
 __all__ = ["CHOICE", "Choice", "FlattenOnDevice", "Tier"]
@@ -113,7 +114,7 @@ class FlattenOnDevice(Pass):
         for plan, choice in zip(plans, self._choose(plans), strict=True):
             flat = plan.flattening.move
             what = f"{str(plan.flattening.dtype).removeprefix('torch.')}[{plan.flattening.numel}] of {len(plan.flattening.names)} tensors"
-            log.info("%s: %s flattened as %s: %s", self.name, what, choice.tier, choice.reason)
+            note(f"{self.name}: {what} flattened as {choice.tier}: {choice.reason}")
             if choice.tier != "host":
                 flat = plan.apply(graph, choice.tier)
             add_tag(flat, plan.tag(f"{choice.tier}: {choice.reason}"))

@@ -52,9 +52,14 @@ def test_documented_commands_exist(command):
     if command.startswith("make "):
         done = subprocess.run(["make", "-n", *command.split()[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
     else:
-        assert command.startswith("python -m zpasses."), f"say in this test how to check {command!r}"
-        words = [word for word in command.split()[2:] if not word.startswith("-")][:2]  # the module and its subcommand
-        done = subprocess.run([sys.executable, "-m", *words, "--help"], capture_output=True, text=True, timeout=60, check=False)
+        if command.startswith("zpasses "):
+            words = ["-m", *command.split()[:2]]  # the command line is a module as well
+        elif command.startswith("python examples/"):
+            words = [str(ROOT / command.split()[1])]
+        else:
+            assert command.startswith("python -m zpasses."), f"say in this test how to check {command!r}"
+            words = ["-m", *[word for word in command.split()[2:] if not word.startswith("-")][:2]]  # the module and its subcommand
+        done = subprocess.run([sys.executable, *words, "--help"], capture_output=True, text=True, timeout=60, check=False)
         options = [word for word in command.split() if word.startswith("--")]
         assert all(option in done.stdout for option in options), done.stdout
     assert done.returncode == 0, done.stderr

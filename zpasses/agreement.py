@@ -26,7 +26,7 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.graph import Collective, collectives
 
-__all__ = ["agree", "consult", "digest", "exchange", "is_reported", "report_failure"]
+__all__ = ["agree", "consult", "digest", "exchange", "has_other_ranks", "is_reported", "report_failure"]
 
 _VERDICT_SLACK_S = 10.0
 """How much longer the others wait than the first rank of the group, who collects and decides."""
@@ -103,7 +103,7 @@ def consult(
     Raises:
         AgreementError: when a rank failed, did not come in time, or is at something else.
     """
-    if not _is_real(name):
+    if not has_other_ranks(name):
         return unite([ballot])
     if failure is not None:
         _post_failure(name, f"rank {dist.get_rank()} {failure}")
@@ -163,7 +163,7 @@ def _apart(rank: int, occasion: str, other_rank: int, other: str) -> str:
 
 
 def _post_failure(name: str, reason: str) -> None:
-    if not _is_real(name):
+    if not has_other_ranks(name):
         return
     group, store = compat.process_group(name), compat.default_store()
     ledger = _ledger(name, group, store)
@@ -189,7 +189,7 @@ def exchange(group: str, question: str, mine: Any, timeout_s: float, *, remember
     Raises:
         AgreementError: on every rank, when one of them asks something else, failed, or does not answer in time.
     """
-    if not _is_real(group):
+    if not has_other_ranks(group):
         return [mine]
     ledger = _ledger(group, compat.process_group(group), compat.default_store())
     if remember is not None and remember in ledger.answers:
@@ -201,7 +201,8 @@ def exchange(group: str, question: str, mine: Any, timeout_s: float, *, remember
     return answers
 
 
-def _is_real(group: str) -> bool:
+def has_other_ranks(group: str) -> bool:
+    """Whether a group has ranks besides this one that can be asked: those of a fake world cannot."""
     return compat.group_backend(group) != "fake" and compat.process_group(group).size() > 1
 
 
@@ -215,7 +216,7 @@ def _ledger(name: str, group: dist.ProcessGroup, store: Any) -> _Ledger:
 
 
 def _vote(name: str, graph_name: str, sequence: list[Collective], timeout_s: float) -> None:
-    if not _is_real(name):
+    if not has_other_ranks(name):
         return
     group, store = compat.process_group(name), compat.default_store()
     ledger, mine = _ledger(name, group, store), digest(sequence)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,19 +16,20 @@ from zpasses import compat
 from zpasses.accumulation import watch_optimizers
 from zpasses.agreement import agree, report_failure
 from zpasses.backward import BackwardDispatch, warning_of_windows
-from zpasses.capture import Capture, capture, tag_joint
+from zpasses.capture import Capture, capture, describe_inputs, tag_joint
 from zpasses.codegen import boxed, uncompiled
-from zpasses.deferral import BackwardVariant, always_reduced, cut_backward, grad_slots
+from zpasses.deferral import BackwardVariant, GradSlot, always_reduced, cut_backward, grad_slots
 from zpasses.errors import AgreementError, OptionError
 from zpasses.flush import Lowering, flush
 from zpasses.ops import UNSHARD
 from zpasses.options import Options
 from zpasses.pending import StepWindow
-from zpasses.pipeline import Level, PassRecord, Pipeline, run_passes
+from zpasses.pipeline import Level, PassRecord, Pipeline
 from zpasses.reads import with_plain_inputs
+from zpasses.recording import Recorders, Recording, on_trial, recorded_passes, recorders_for
 from zpasses.runtime import Accumulation, BoundParameters, ForwardDispatch, with_local_shards
-from zpasses.target import Target, planning_for
-from zpasses.variants import Variant, cut_variant, is_retained, launches, release_returned, slots
+from zpasses.target import Target, current_target, planning_for
+from zpasses.variants import Slot, Variant, cut_variant, is_retained, launches, release_returned, slots
 
 __all__ = ["GraphLog", "announce", "observe_graphs", "zpasses_backend"]
 
@@ -87,14 +88,21 @@ def zpasses_backend(
         raise OptionError(f"backend 'zpasses' has no modes (got {mode!r}); set Inductor's options with options={{'inductor': {{...}}}}.")
     parsed = Options.parse(options)
     captured = capture(gm, example_inputs)
-    compiler = _GraphCompiler(captured, parsed, parsed.passes())
+    pipeline, record = on_trial(parsed.passes(), compat.compile_name())
+    compiler = _GraphCompiler(captured, parsed, pipeline, record)
     try:
         with planning_for(compiler.target):
-            return with_plain_inputs(compiler.compile(), example_inputs)
-    except AgreementError:
+            compiler.open_recorders(example_inputs)
+            return record(with_plain_inputs(compiler.compile(), example_inputs), "outputs")
+    except AgreementError as error:
+        compiler.recorder.problem("agreement", error)
         raise
     except Exception as error:
-        if parsed.agreement and not compat.is_restart(error):
+        if compat.is_restart(error):
+            compiler.recorder.restarted()
+            raise
+        compiler.recorder.problem("compile", error)
+        if parsed.agreement:
             report_failure(captured.groups, compiler.name, error)
         raise
 
@@ -102,12 +110,25 @@ def zpasses_backend(
 class _GraphCompiler:
     """Takes one captured graph through the levels of a pipeline to runnable code."""
 
-    def __init__(self, captured: Capture, options: Options, pipeline: Pipeline) -> None:
+    def __init__(self, captured: Capture, options: Options, pipeline: Pipeline, record: Recording) -> None:
         self.name = compat.compile_name()
+        self._record = record
         self.target = Target.parse(options.target) if options.target else None
+        self.recorder = Recorders()
         self._captured, self._options, self._pipeline = captured, options, pipeline
         self._bound = BoundParameters()
         self._retains = False
+
+    def open_recorders(self, example_inputs: Sequence[Any]) -> None:
+        """Start the dump of this compile, if somebody wants one."""
+
+        def describe() -> dict[str, Any]:
+            options, pipeline = self._options.as_text(), str(self._pipeline)
+            parts = {"name": self.name, "options": options, "pipeline": pipeline, "codegen": self._options.codegen}
+            return {**parts, **describe_inputs(self._captured, example_inputs)}
+
+        ranks = self._options.dumping_ranks()
+        self.recorder = recorders_for(self._options.dump_folder(), ranks, self.target or current_target(), describe)
 
     def compile(self) -> Callable[..., Any]:
         gm, inputs = self._captured.gm, self._captured.inputs
@@ -119,6 +140,7 @@ class _GraphCompiler:
         else:
             patches = compat.inductor_patches(_Partitioner(self._partition, self._pipeline.uuid()), self._options.inductor)
             compiled = compat.inductor_compile(gm, inputs, functools.partial(self._inductor_inner, patches), patches)
+        self.recorder.done()
         positions, names = list(self._captured.shards), list(self._captured.shards.values())
         return with_local_shards(compiled, positions, names, self._bound if self._retains else None, self._accumulation())
 
@@ -140,12 +162,14 @@ class _GraphCompiler:
         if inference:
             self._run_level(gm, Level.JOINT, "inference")
         self._run_level(gm, Level.FORWARD, "inference" if inference else "forward")
-        self._agree(gm)
+        name = "inference" if inference else "forward"
+        self._agree(gm, name)
         values = cast(Sequence[Any], gm.graph.output_node().args[0])
         release_returned(gm.graph, compat.returned_to_caller(values))
         found = slots(gm.graph)
         if not found:
-            return codegen(gm, inputs)
+            with self.recorder.watching(f"code of {name}"):
+                return codegen(gm, inputs)
         self._retains = True
         compat.withdraw_donations(values, is_retained(gm.graph))
         state = compat.CompilerState()
@@ -154,7 +178,8 @@ class _GraphCompiler:
         def compile_variant(variant: Variant) -> Compiled:
             cut, extra = cut_variant(template, variant)
             log.debug("graph %s: variant given %d of %d parameters, keeps %d", self.name, len(variant.given), len(found), len(variant.kept))
-            with state.restored():
+            self.recorder.variant(name, name, _named(found, variant.given), _named(found, variant.kept), cut.graph)
+            with state.restored(), self.recorder.watching(f"code of a variant of {name}"):
                 return codegen(cut, [*inputs, *extra])
 
         return boxed(ForwardDispatch(found, launches(template.graph), len(values), self._bound, inference, compile_variant))
@@ -163,22 +188,24 @@ class _GraphCompiler:
         self._run_level(gm, Level.BACKWARD, "backward")
         order = {name: i for i, name in enumerate(self._captured.shards.values())}
         left = [name for name in always_reduced(gm.graph) if name in order]
-        compiled = self._deferring(codegen, gm, inputs, order)
+        compiled = boxed(self._record(self._deferring(codegen, gm, inputs, order), "gradients"))
         return boxed(warning_of_windows(compiled, self.name, left, order)) if left else compiled
 
     def _deferring(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any], order: Mapping[str, int]) -> Compiled:
         found = grad_slots(gm.graph)
         if not found or not all(slot.param in order and slot.reduction for slot in found):
-            self._agree(gm)
-            return codegen(gm, inputs)
+            self._agree(gm, "backward")
+            with self.recorder.watching("code of backward"):
+                return codegen(gm, inputs)
         state = compat.CompilerState()
         template = compat.clone_graph_module(gm)
 
         def compile_variant(variant: BackwardVariant) -> Compiled:
             cut, extra = cut_backward(template, variant)
-            self._agree(cut)  # on what runs: a rank may defer gradients that others do not have
+            self.recorder.variant("backward", "backward", _named(found, variant.given), _named(found, variant.deferred), cut.graph)
+            self._agree(cut, "backward")  # on what runs: a rank may defer gradients that others do not have
             log.debug("graph %s: %s of %d gradients", self.name, variant, len(found))
-            with state.restored():
+            with state.restored(), self.recorder.watching("code of a variant of backward"):
                 return codegen(cut, [*inputs, *extra])
 
         outputs = len(cast(Sequence[Any], gm.graph.output_node().args[0]))
@@ -186,15 +213,15 @@ class _GraphCompiler:
 
     def _lowering(self) -> Lowering:
         if self._options.codegen == "eager":
-            return Lowering(self._pipeline, uncompiled)
+            return Lowering(self._pipeline, uncompiled, self.recorder)
         patches = compat.inductor_patches(_Partitioner(self._partition, self._pipeline.uuid()), self._options.inductor)
-        return Lowering(self._pipeline, functools.partial(compat.inductor_codegen_alone, patches=patches))
+        return Lowering(self._pipeline, functools.partial(compat.inductor_codegen_alone, patches=patches), self.recorder)
 
     def _run_level(self, gm: fx.GraphModule, level: Level, kind: str) -> None:
         if level is Level.JOINT:
             tag_joint(gm.graph, self._captured.shards)
         with planning_for(self.target):  # torch may compile a backward late
-            records = run_passes(gm.graph, self._pipeline.at(level))
+            records = recorded_passes(self.recorder, kind, level.value, gm.graph, self._pipeline.at(level))
         gm.recompile()
         name = f"{self.name} {kind}"
         for record in records:
@@ -202,9 +229,12 @@ class _GraphCompiler:
             log.debug("graph %s: %s changed %d, %s", name, record.text, record.changes, cost)
         announce(GraphLog(name, kind, gm.graph, records))
 
-    def _agree(self, gm: fx.GraphModule) -> None:
-        if self._options.agreement and torch.distributed.is_initialized():
-            agree(gm.graph, self.name, self._options.agreement_timeout_s)
+    def _agree(self, gm: fx.GraphModule, kind: str) -> None:
+        asks = self._options.agreement and torch.distributed.is_initialized()
+        if asks:
+            with self.recorder.watching("agreement"):
+                agree(gm.graph, self.name, self._options.agreement_timeout_s)
+        self.recorder.agreed(kind, gm.graph, asks)
 
     # --- Inductor -------------------------------------------------------------------------------------------------------------------
     def _inductor_inner(self, patches: dict[str, Any], gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Compiled:
@@ -214,6 +244,10 @@ class _GraphCompiler:
         if kwargs.get("is_backward"):
             return self._backward(codegen, gm, inputs)
         return self._forward(codegen, gm, inputs, inference=bool(kwargs.get("is_inference")))
+
+
+def _named(found: Sequence[Slot] | Sequence[GradSlot], places: Iterable[int]) -> list[str]:
+    return [found[i].param for i in sorted(places)]
 
 
 def _close(window: StepWindow) -> None:

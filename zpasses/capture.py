@@ -22,7 +22,7 @@ from zpasses.graph import nbytes, value_of
 from zpasses.ops import REDUCE_GRAD, UNSHARD
 from zpasses.tags import Tag, add_tag, tag_of
 
-__all__ = ["Capture", "capture", "tag_joint"]
+__all__ = ["Capture", "capture", "describe_inputs", "tag_joint"]
 
 log = logging.getLogger("zpasses")
 
@@ -63,6 +63,36 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
         _warn_of_unsharded(placeholders, example_inputs)
     gm.recompile()
     return Capture(gm, inputs, dict(zip(positions, names, strict=True)), groups)
+
+
+def describe_inputs(captured: Capture, example_inputs: Sequence[Any]) -> dict[str, Any]:
+    """The inputs of a captured graph, and the sharded parameters among them, as plain values for dumps.
+
+    Args:
+        example_inputs: those that Dynamo gave, DTensors in place of shards.
+    """
+    placeholders = [node for node in captured.gm.graph.nodes if node.op == "placeholder"]
+    inputs, parameters = [], {}
+    for i, (node, value) in enumerate(zip(placeholders, captured.inputs, strict=True)):
+        record: dict[str, Any] = {"name": node.name, "param": captured.shards.get(i)}
+        if isinstance(value, torch.Tensor):
+            record |= {"shape": _plain_shape(value), "dtype": str(value.dtype).removeprefix("torch.")}
+        inputs.append(record)
+        full = example_inputs[i]
+        if i in captured.shards and isinstance(full, DTensor):
+            parameters[captured.shards[i]] = {
+                "shape": list(full.shape),
+                "dtype": record["dtype"],
+                "bytes": full.numel() * full.element_size(),
+                "shard_bytes": nbytes(value),
+                "rows": full.shape[0] if full.dim() else 0,
+                "group": compat.group_name(full.device_mesh.get_group()),
+            }
+    return {"inputs": inputs, "parameters": parameters}
+
+
+def _plain_shape(value: torch.Tensor) -> list[int | str]:
+    return [size if isinstance(size, int) else str(size) for size in value.shape]
 
 
 def _only_read_locally(gm: fx.GraphModule, node: fx.Node) -> bool:

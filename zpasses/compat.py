@@ -590,6 +590,21 @@ def inductor_codegen_alone(gm: fx.GraphModule, inputs: Sequence[Any], patches: d
         return inductor_codegen(gm, inputs, patches, {"is_inference": True, "static_input_idxs": ()})
 
 
+# --- structured trace -------------------------------------------------------------------------------------------------------------
+def is_structured_trace_on() -> bool:
+    """Whether somebody listens to torch's structured trace: TORCH_TRACE is set, or torch's own tests listen."""
+    from torch._logging._internal import trace_log
+
+    return bool(trace_log.handlers) and trace_log.isEnabledFor(10)
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Put a text into torch's structured trace, where tlparse shows it with the compile under way."""
+    from torch._logging._internal import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+
+
 # --- figures ---------------------------------------------------------------------------------------------------------------------
 def flop_formula(target: object) -> Callable[..., int] | None:
     """How many floating-point operations a call of `target` takes, as torch counts them; None where it counts none."""

@@ -22,7 +22,8 @@ from zpasses.errors import AgreementError, OptionError, ZpassesError
 from zpasses.graph import nbytes
 from zpasses.ops import REDUCE_GRAD
 from zpasses.pending import Window, pending_of
-from zpasses.pipeline import Level, Pipeline, run_passes
+from zpasses.pipeline import Level, Pipeline
+from zpasses.recording import Recorders, recorded_passes
 from zpasses.tags import Reduction, Tag, add_tag
 
 __all__ = ["Lowering", "flush"]
@@ -81,8 +82,13 @@ def _dtype(name: str) -> torch.dtype:
 class Lowering:
     """How the backend that made a graph lowers a flush: with the same passes and the same code generation."""
 
-    def __init__(self, pipeline: Pipeline, codegen: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]) -> None:
-        self._pipeline, self._codegen = pipeline, codegen
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        codegen: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
+        recorder: Recorders | None = None,
+    ) -> None:
+        self._pipeline, self._codegen, self._recorder = pipeline, codegen, recorder or Recorders()
         self._code: dict[Any, Callable[[list[Any]], Any]] = {}
         try:
             self.text = str(pipeline) if Pipeline.parse(str(pipeline)) == pipeline else ""
@@ -99,11 +105,12 @@ class Lowering:
                 self._code.clear()
             gm, fakes = flush_graph(items, totals, shard_rows)
             for level in (Level.JOINT, Level.BACKWARD):
-                run_passes(gm.graph, self._pipeline.at(level))
+                recorded_passes(self._recorder, "flush", level.value, gm.graph, self._pipeline.at(level))
             gm.recompile()
             code = self._codegen(gm, fakes)
             if timeout_s is not None:
                 agree(gm.graph, "of the end of a window", timeout_s)
+            self._recorder.agreed("flush", gm.graph, timeout_s is not None)
             self._code[key] = code
         return self._code[key]
 

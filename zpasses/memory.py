@@ -36,6 +36,8 @@ class Buffer:
     """Index of the node during which it is allocated."""
     last: int
     """Index of the last node that needs it."""
+    scratch: bool = False
+    """Whether it is working memory of a collective's backend, which no value lives in."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class _Tracker:
 
     def _communicate(self, index: int, node: fx.Node) -> None:
         if collective_of(node) is not None and node.target is not operator.getitem:
-            scratch = Buffer(node, scratch_bytes(node), index, index)
+            scratch = Buffer(node, scratch_bytes(node), index, index, scratch=True)
             if scratch.nbytes:
                 self.buffers.append(scratch)
             # Outputs belong to it as well: of several, none is let go before all were awaited.

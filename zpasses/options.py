@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -40,6 +42,10 @@ class Options:
     """Reduce gradients in every Nth backward alone, for accumulation over N micro-batches (see zpasses.coalesce_grad_reduction)."""
     grad_accum_dtype: torch.dtype | None = None
     """Add up gradients that wait for their reduction in this dtype; None: in the dtype in which they are computed."""
+    dump: str | Path | None = None
+    """Folder to write every graph into, before and after every pass (docs/dump-format.md). None: ZPASSES_DUMP, else nowhere."""
+    dump_ranks: str | None = None
+    """Which ranks do: "all", or numbers, "0,3". None: ZPASSES_DUMP_RANKS, else rank 0."""
     inductor: dict[str, Any] = field(default_factory=dict)
     """Options for torch._inductor.config during this compile, e.g. {"max_autotune": True}."""
 
@@ -67,6 +73,7 @@ class Options:
             if name not in known:
                 raise OptionError(f"option 'inductor': torch._inductor.config has no {name!r}.{nearest(name, known).split(' Known')[0]}")
         options.passes()
+        options.dumping_ranks()
         if options.target is not None:
             Target.parse(options.target)
         return options
@@ -76,6 +83,27 @@ class Options:
         if self.recompute_elementwise is None:
             return any(each.name == "regather" for each in self.passes())
         return self.recompute_elementwise
+
+    def as_text(self) -> dict[str, Any]:
+        """The options that differ from their defaults, as plain values."""
+        default = Options()
+        given = {each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != getattr(default, each.name)}
+        return {key: value if isinstance(value, (bool, int, float)) else str(value) for key, value in given.items()}
+
+    def dump_folder(self) -> str | None:
+        """Where to dump; None is nowhere."""
+        return str(self.dump) if self.dump else os.environ.get("ZPASSES_DUMP") or None
+
+    def dumping_ranks(self) -> frozenset[int] | None:
+        """Which ranks dump; None is all."""
+        text = self.dump_ranks if self.dump_ranks is not None else os.environ.get("ZPASSES_DUMP_RANKS") or "0"
+        numbers = [part.strip() for part in text.split(",")]
+        if text.strip() == "all":
+            return None
+        if not all(number.isdecimal() for number in numbers):
+            where = "option 'dump_ranks'" if self.dump_ranks is not None else "ZPASSES_DUMP_RANKS"
+            raise OptionError(f"{where}: got {text!r}; expected 'all', or ranks by number: '0,3'.")
+        return frozenset(map(int, numbers))
 
     def passes(self) -> Pipeline:
         """The pipeline that these options choose."""

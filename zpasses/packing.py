@@ -19,8 +19,11 @@ from zpasses.agreement import report_failure
 from zpasses.backend import GraphLog, announce
 from zpasses.errors import AgreementError, OptionError
 from zpasses.fields import build
-from zpasses.pipeline import Pass, catalogue, run_passes
+from zpasses.options import Options
+from zpasses.pipeline import Pass, catalogue
+from zpasses.recording import Recorders, recorded_passes, recorders_for
 from zpasses.tags import Tag, add_tag, tag_of
+from zpasses.target import current_target
 
 __all__ = ["Flat", "pack_parameters"]
 
@@ -94,7 +97,9 @@ def pack_parameters(
         layouts = _lay_out(unique, positions, align_bytes, reserve)
         labels = {at: names[i] if names is not None else str(i) for i, at in reversed(positions.items())}
         graph = _graph(unique, labels, layouts, target, stands_in=given.get("device") == "cpu")
-        records = run_passes(graph.graph, [flatten])
+        recorder = _recorder(flatten)
+        records = recorded_passes(recorder, _NAME, flatten.level.value, graph.graph, [flatten])
+        recorder.done()
     except AgreementError:
         raise
     except Exception as error:
@@ -116,6 +121,16 @@ def pack_parameters(
 
 
 _NAME = "pack"
+
+
+def _recorder(flatten: Pass) -> Recorders:
+    """A pack is no compile, so it has no options: the environment alone asks for a dump of it."""
+    options = Options()
+
+    def describe() -> dict[str, Any]:
+        return {"name": _NAME, "pipeline": str(flatten), "codegen": "eager"}
+
+    return recorders_for(options.dump_folder(), options.dumping_ranks(), current_target(), describe)
 
 
 def _flatten_pass(options: dict[str, Any]) -> Pass:

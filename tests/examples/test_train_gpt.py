@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -11,6 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+
+import zpasses.inspect
+from zpasses import Pipeline
+from zpasses.tools.cli.main import cli
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 SIZES = {"steps": 2, "layers": 1, "width": 32, "heads": 2, "seq": 16, "batch": 4, "timeout": 60}
@@ -43,8 +50,10 @@ def test_sharded_training_equals_unsharded(tmp_path: Path, stage: int) -> None:
 
 @pytest.mark.processes
 def test_report_is_complete_and_counts_what_ran(tmp_path: Path) -> None:
-    done, result = train(tmp_path / "out.json", "--ranks", 2, "--no-compare", "--steps", 3)
+    dump = tmp_path / "dump"
+    done, result = train(tmp_path / "out.json", "--ranks", 2, "--no-compare", "--steps", 3, "--dump", dump, "--pipeline", PIPELINE)
     assert done.returncode == 0, done.stderr
+    check_dump(dump, done.stdout)
     assert result["options"]["ranks"] == 2
     assert result["tokens_per_s"] > 0
     assert result["compile_s"] > 0
@@ -55,10 +64,29 @@ def test_report_is_complete_and_counts_what_ran(tmp_path: Path) -> None:
         assert usage["peak_bytes"] > 0
         planned = sum(each["calls"] for each in result["collectives"])
         assert sum(usage["counted"].values()) == planned + 1  # and the norm of the gradient
-    gathered = sum(each["calls"] * each["nbytes"] for each in result["collectives"] if each["op"].startswith("all_gather_into_tensor"))
+    gathered = sum(each["calls"] * each["nbytes"] for each in result["collectives"] if "all_gather" in each["op"])
     assert parameters * 4 / 2 <= gathered <= 2 * parameters * 4 / 2  # in forward, and most again in backward
     for heading in ("tokens/s", "peak of a step", "all_gather_into_tensor", "together"):
         assert heading in done.stdout
+
+
+PIPELINE = "merge-reads,gather-params,reduce-grads,regather,bucket{mb=1},overlap,defer-reduction"
+
+
+def check_dump(dump: Path, said: str) -> None:
+    """It holds the passes that were asked for, the page is there, and the commands of docs/inspecting.md run on it."""
+    opened = zpasses.inspect.open(dump)
+    assert sorted(opened.dump.ranks) == [0]
+    assert opened.dump.ranks[0].compiles[0].info.pipeline == str(Pipeline.parse(PIPELINE))
+    assert f"is in {dump / 'report.html'}" in said
+    assert (dump / "report.html").read_text().startswith("<!doctype html>")
+    blocks = re.findall(r"```bash\n(.*?)```", (EXAMPLE.parents[1] / "docs" / "inspecting.md").read_text(), re.DOTALL)
+    commands = [line for block in blocks for line in block.splitlines() if line.startswith("zpasses ")]
+    assert len(commands) > 10
+    for command in commands:
+        words = shlex.split(re.sub(r"build/(demo|small)\b", str(dump), command).replace("build/", f"{dump.parent}/"), comments=True)
+        ran = CliRunner().invoke(cli, words[1:])
+        assert ran.exit_code == (1 if "--pass" in words else 0), (command, ran.output)
 
 
 @pytest.mark.processes

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.zpasses.inspect.real import real_dump
 from zpasses.tools.bench.model import ModelSize, batches, build_model
 from zpasses.tools.bench.train import PeerResult, TrainConfig, TrainReport, _difference, _relate
 
@@ -184,6 +185,18 @@ def test_flatten_makes_one_buffer_in_three_ways(tmp_path):
     assert "the host stands in for the device" in table
 
 
+# --- startup -----------------------------------------------------------------------------------------------------------------------
+def test_startup_times_the_command_line_and_what_it_reads(tmp_path):
+    table, result = measured(tmp_path, "startup", "--rounds", "1", "--dump", str(real_dump()[0]))
+    commands = [each["command"] for each in result["results"]]
+    assert commands == ["python", "zpasses --help", "zpasses list DUMP", "zpasses memory DUMP", "import torch"]
+    assert all(len(each["rounds_s"]) == 1 for each in result["results"])
+    assert all(command in table for command in commands)
+    refused = bench("startup", "--rounds", "1", "--dump", str(tmp_path))
+    assert refused.returncode == 1
+    assert "is not a dump" in refused.stderr
+
+
 # --- options -----------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -217,7 +230,7 @@ def test_wrong_options_are_refused_with_a_clear_message(arguments, message, caps
 def test_help_names_the_suites():
     run = bench("--help")
     assert run.returncode == 0
-    assert all(suite in run.stdout for suite in ("train", "coalesce", "buckets", "overhead", "scaling", "flatten"))
+    assert all(suite in run.stdout for suite in ("train", "coalesce", "buckets", "overhead", "scaling", "startup", "flatten"))
 
 
 # --- coalesce ----------------------------------------------------------------------------------------------------------------------

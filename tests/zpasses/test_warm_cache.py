@@ -8,6 +8,7 @@ import torch.nn as nn
 
 import zpasses
 from tests.ranks import run_in_fresh_ranks, world_mesh
+from zpasses.dumps import read
 
 pytestmark = [pytest.mark.processes, pytest.mark.inductor]
 
@@ -53,8 +54,13 @@ def test_warm_caches_give_the_code_of_the_options_at_hand(tmp_path):
     assert hits == 0
     assert ran == {"all_gather_into_tensor": 5, "all_reduce_": 3}  # `down`'s weight again in backward; two gradients are one bucket
 
-    again, ran_again, hits = run({"zero_stage": 3}, tmp_path)
+    dump = tmp_path / "dump"
+    again, ran_again, hits = run({"zero_stage": 3, "dump": dump, "dump_ranks": "all"}, tmp_path)
     assert hits == 2, "the second run must come from the cache, or this test shows nothing"
+    for rank in (0, 1):  # passes run in front of the cache, so its hits are dumped too
+        (compiled,) = read(dump).ranks[rank].compiles
+        assert compiled.graphs["backward"].last.after == "defer-reduction"
+        assert {each.verdict for graph in compiled.graphs.values() for each in graph.agreements} == {"agreed"}
     assert (again, ran_again) == (losses, ran)
 
     for options, expected in [

@@ -18,8 +18,18 @@ from zpasses.tools.bench.launch import RankError
 from zpasses.tools.bench.model import ModelSize
 from zpasses.tools.bench.overhead import OverheadConfig, run_overhead
 from zpasses.tools.bench.peers import PEERS
-from zpasses.tools.bench.report import buckets_table, coalesce_table, flatten_table, overhead_table, scaling_table, train_table, write_json
+from zpasses.tools.bench.report import (
+    buckets_table,
+    coalesce_table,
+    flatten_table,
+    overhead_table,
+    scaling_table,
+    startup_table,
+    train_table,
+    write_json,
+)
 from zpasses.tools.bench.scaling import ScalingConfig, run_scaling
+from zpasses.tools.bench.startup import StartupConfig, run_startup
 from zpasses.tools.bench.train import TrainConfig, run_train
 
 __all__ = ["main"]
@@ -232,12 +242,28 @@ def _coalesce(options: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
+# --- startup -----------------------------------------------------------------------------------------------------------------------
+def _startup_options(parser: argparse.ArgumentParser) -> None:
+    default = StartupConfig()
+    parser.add_argument("--rounds", type=_at_least(1), default=default.rounds, help="counted starts of each command")
+    parser.add_argument("--dump", metavar="DIR", default=default.dump, help="also read this dump")
+
+
+def _startup(options: argparse.Namespace) -> int:
+    report = run_startup(StartupConfig(options.rounds, options.dump, options.timeout))
+    print(startup_table(report))
+    if options.json:
+        write_json(options.json, "startup", report)
+    return 0
+
+
 _SUITES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]] = {
     "train": (_train_options, _train, "peers train the same GPT on the same data"),
     "coalesce": (_coalesce_options, _coalesce, "several backwards in one step: reduced in each, or once"),
     "buckets": (_buckets_options, _buckets, "many small parameters: collectives one by one, and in buckets"),
     "overhead": (_overhead_options, _overhead, "runtime overhead per parameter and step"),
     "scaling": (_scaling_options, _scaling, "compile time against the number of layers, on fake ranks"),
+    "startup": (_startup_options, _startup, "how long the command line takes to start"),
     "flatten": (_flatten_options, _flatten, "flat buffers made on the host, on the device, and in parts"),
 }
 

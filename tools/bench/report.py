@@ -18,14 +18,24 @@ from zpasses.tools.bench.coalesce import CoalesceReport, CoalesceResult
 from zpasses.tools.bench.flatten import FlattenReport
 from zpasses.tools.bench.overhead import OverheadReport
 from zpasses.tools.bench.scaling import ScalingReport
+from zpasses.tools.bench.startup import StartupReport
 from zpasses.tools.bench.train import PeerResult, TrainReport
 
-__all__ = ["buckets_table", "coalesce_table", "flatten_table", "overhead_table", "scaling_table", "train_table", "write_json"]
+__all__ = [
+    "buckets_table",
+    "coalesce_table",
+    "flatten_table",
+    "overhead_table",
+    "scaling_table",
+    "startup_table",
+    "train_table",
+    "write_json",
+]
 
 _MIB = float(1 << 20)
 
 
-_Report = TrainReport | CoalesceReport | OverheadReport | ScalingReport | FlattenReport | BucketsReport
+_Report = TrainReport | CoalesceReport | OverheadReport | ScalingReport | FlattenReport | BucketsReport | StartupReport
 
 
 def write_json(path: str, suite: str, report: _Report) -> None:
@@ -198,3 +208,19 @@ def _coalesce_row(result: CoalesceResult, baseline: str) -> dict[str, str]:
         "reductions": f"{result.collectives:g}",
         "sent MiB": f"{result.sent_bytes / _MIB:.1f}",
     }
+
+
+# --- startup -----------------------------------------------------------------------------------------------------------------------
+def startup_table(report: StartupReport) -> str:
+    """One line a command: median and extremes of its wall time."""
+    return _table(
+        [
+            {
+                "command": each.command,
+                "median ms": each.median_s * 1e3,
+                "least ms": min(each.rounds_s) * 1e3,
+                "most ms": max(each.rounds_s) * 1e3,
+            }
+            for each in report.results
+        ]
+    )

@@ -13,9 +13,9 @@ A pass is tested in four lines, in one process, for as many ranks as one likes:
 milliseconds; `simulate` raises where real ranks would hang, race or disagree.
 """
 
+from zpasses.listing import listing
 from zpasses.testing.capture import StepCapture, StepGraphs, capture_graphs, capture_ranks, copy_graph, trace_joint
 from zpasses.testing.compare import assert_deterministic, assert_equal_bits, random_inputs
-from zpasses.testing.listing import listing
 from zpasses.testing.semantics import SEMANTICS, Semantics
 from zpasses.testing.simulate import RankRun, SimulationError, simulate
 from zpasses.testing.worlds import fake_world

@@ -1,0 +1,36 @@
+"""Takes graphs through the dump format: what is read must be what was written, and the Python beside it must be Python."""
+
+import ast
+
+from zpasses.dumps import Limits
+from zpasses.dumps.describe import Describer
+from zpasses.dumps.encode import program, snapshot_lines
+from zpasses.dumps.snapshots import SnapshotFiles
+from zpasses.memory import liveness
+from zpasses.target import TARGETS
+
+
+def write_snapshot(folder, snapshot, base=None):
+    path = folder / f"{snapshot.number:03d}-graph.jsonl"
+    path.write_bytes(b"".join(line + b"\n" for line in snapshot_lines(snapshot, {"graph": "graph"}, base)))
+    return path
+
+
+def round_trip(graph, folder, *, modelled=True):
+    """Returns the snapshot that was read."""
+    snapshot = Describer(TARGETS["mi300x"]).trace("graph", modelled=modelled).snapshot(graph, 0)
+    read = SnapshotFiles({0: write_snapshot(folder, snapshot)}, Limits()).load(0)
+    assert read == snapshot
+    ast.parse(program(read, "graph", "title"))
+    assert [node.name for node in read.nodes] == [node.name for node in graph.nodes]
+    if modelled:
+        memory = liveness(graph)
+        assert read.live_bytes == memory.live_bytes
+        for node in read.nodes[:: max(len(read.nodes) // 20, 1)]:
+            assert sum(buffer.nbytes for _, buffer in read.alive_at(node)) == read.live_at(node)
+    return read
+
+
+def round_trip_of(log, folder):
+    """An observer of graphs."""
+    round_trip(log.graph, folder, modelled=log.kind != "captured")

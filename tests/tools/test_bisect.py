@@ -1,0 +1,226 @@
+"""Bisection: on programs that only pretend to compile, and on a real one."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zpasses
+from zpasses.dumps import read
+from zpasses.testing import fake_world
+from zpasses.tools.bisect.compare import first_difference, read_journals
+from zpasses.tools.bisect.run import BisectError, BisectRequest, run_bisect
+from zpasses.trial import Trial
+
+STAND_IN = """
+import json, os, sys, time
+trial = json.loads(os.environ["ZPASSES_BISECT"])
+passes = ["one", "two{x=1}", "three", "four"]
+ran = passes if trial["passes"] is None else passes[: trial["passes"]]
+with open(trial["folder"] + "/rank0.jsonl", "w") as out:
+    def call(name, *norms):
+        values = [{"shape": [2], "dtype": "float32", "norm": norm, "weighted": norm / 3, "not_finite": 0} for norm in norms]
+        out.write(json.dumps({"call": name, "values": values}) + chr(10))
+        out.flush()
+    out.write(json.dumps({"compile": "0/0", "pipeline": passes}) + chr(10))
+    call("0/0 outputs", 1.0)
+"""
+
+
+COUNTS = "with open(__file__ + '.n', 'a') as runs: runs.write('x')\ncall('0/0 outputs', float(os.path.getsize(__file__ + '.n')))"
+
+
+def bisect(tmp_path, program, *arguments, **options):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(STAND_IN) + textwrap.indent(textwrap.dedent(program), "    "))
+    said = []
+    return run_bisect(BisectRequest((str(script), *arguments), **{"timeout_s": 60.0, **options}), said.append), said
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "reason"),
+    [
+        ("if 'three' in ran: raise ValueError('no')", {}, "the program ended with status 1"),
+        ("if 'three' in ran: os.kill(os.getpid(), 11)", {}, "the program died of SIGSEGV"),
+        ("if 'three' in ran: time.sleep(60)", {"timeout_s": 2.0}, "the program did not end within 2 s"),
+        (
+            "call('0/0 gradients', 3.0, 5.0 if 'three' in ran else 5.1)",
+            {},
+            "rank0, call 2 (0/0 gradients), value 1 (float32[2])",
+        ),
+        ("if 'three' not in ran: call('0/0 outputs', 1.0)", {}, "rank0 made 1 compiled calls, and 2 before"),
+        ("call('1/0 outputs' if 'three' in ran else '0/0 outputs', 1.0)", {}, "rank0, call 2: is of 1/0 outputs, and was of 0/0 outputs"),
+    ],
+)
+def test_the_first_pass_after_which_a_run_goes_wrong_is_found(tmp_path, program, options, reason):
+    report, said = bisect(tmp_path, program, **options)
+    assert (report.culprit, report.passes[report.culprit]) == (2, "three")
+    assert report.reason.startswith(reason)
+    assert [line.partition(": ")[2] for line in said if line.startswith("run")] == [
+        "all passes",
+        "no passes",
+        "no passes, again",
+        "and one",
+        "and two{x=1}",
+        "and three",
+    ]
+    assert ("ValueError: no" in report.tail) == ("raise" in program)
+
+
+def test_a_pass_that_a_later_one_mends_is_found_where_it_first_went_wrong(tmp_path):
+    report, _ = bisect(tmp_path, "call('0/0 outputs', 2.0 if 'two{x=1}' in ran else 1.0)")
+    assert report.culprit == 1
+
+
+def test_a_run_that_is_right_with_all_passes_takes_two_runs(tmp_path):
+    report, said = bisect(tmp_path, "call('0/0 outputs', 1.0 + len(ran) * 1e-5)\nassert sys.argv[1:] == ['--lr', '3']", "--lr", "3")
+    assert (report.culprit, report.runs, len(said)) == (None, 2, 4)
+    assert bisect(tmp_path, "call('0/0 outputs', 1.0 + len(ran) * 1e-5)", tolerance=1e-6)[0].culprit == 0
+
+
+def test_what_waits_and_what_is_rounding_beside_the_rest_is_no_difference(tmp_path):
+    program = "call('0/0 gradients', 1e6, len(ran) * 1e-4)\nout.write(json.dumps({'call': 'x', 'values': [None]}) + chr(10))"
+    assert bisect(tmp_path, program)[0].culprit is None
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("raise ValueError('always')", r"ended with status 1 without any passes too, so no pass is to blame:(.|\n)*ValueError: always"),
+        (COUNTS, r"two runs without passes are not alike .*Seed all random numbers"),
+    ],
+)
+def test_what_no_pass_is_to_blame_for_is_said(tmp_path, program, message):
+    with pytest.raises(BisectError, match=message):
+        bisect(tmp_path, program)
+
+
+def test_a_program_without_zpasses_and_a_command_that_is_none_are_said(tmp_path):
+    (tmp_path / "other.py").write_text("print('hello')")
+    with pytest.raises(BisectError, match=r'nothing with torch.compile\(..., backend="zpasses"\)'):
+        run_bisect(BisectRequest((str(tmp_path / "other.py"),)))
+    with pytest.raises(BisectError, match="cannot be run: No such file"):
+        run_bisect(BisectRequest((str(tmp_path / "nothing"),)))
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "old").write_text("")
+    with pytest.raises(BisectError, match="is not empty"):
+        run_bisect(BisectRequest(("x.py",), out=tmp_path / "kept"))
+
+
+# --- in the program ----------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def on_trial(tmp_path, monkeypatch):
+    def start(passes, calls=32):
+        folder = tmp_path / f"trial{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        monkeypatch.setenv("ZPASSES_BISECT", json.dumps({"passes": passes, "folder": str(folder), "calls": calls}))
+        monkeypatch.setattr("zpasses.trial._written", [0])
+        Trial.current.cache_clear()
+        return folder
+
+    yield start
+    Trial.current.cache_clear()
+
+
+def train(dump, steps=2):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with fake_world(1) as mesh:
+        model = zpasses.shard(nn.Linear(4, 3), mesh=mesh)
+        step = torch.compile(model, backend="zpasses", options={"codegen": "eager", "zero_stage": 3, "dump": dump})
+        for _ in range(steps):
+            step(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_trial_runs_the_first_passes_alone_and_writes_down_what_calls_return(tmp_path, on_trial):
+    folder = on_trial(2, calls=3)
+    train(tmp_path / "dump")
+    (journal,) = read_journals(folder).values()
+    names = [text.partition("{")[0] for text in journal.pipelines["0/0"]]
+    assert names == ["merge-reads", "gather-params", "reduce-grads", "regather", "bucket", "overlap", "defer-reduction"]
+    assert [call["call"] for call in journal.calls] == ["0/0 outputs", "0/0 gradients", "0/0 outputs"]
+    assert [value["shape"] for value in journal.calls[0]["values"]] == [[2, 3]]
+    assert [value and value["shape"] for value in journal.calls[1]["values"]] == [[3, 4], [3], None]
+    assert journal.calls[1]["values"][1]["norm"] == pytest.approx(2 * 3**0.5)
+    (compiled,) = read(tmp_path / "dump").ranks[0].compiles
+    assert [step.run.name for graph in compiled.graphs.values() for step in graph.steps if step.run] == ["merge-reads", "gather-params"]
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [(lambda x: x, False), (lambda x: x * 1.01, True), (lambda x: -x, True), (lambda x: x.flip(0), True)],
+)
+def test_a_few_numbers_a_tensor_tell_different_ones_apart(tmp_path, on_trial, change, found):
+    journals = []
+    for fn in (lambda x: x, change):
+        folder = on_trial(None)
+        run = Trial.current().recorded(lambda x, fn=fn: (fn(x), 3, None), "outputs")
+        run(torch.arange(5.0))
+        journals.append(read_journals(folder))
+    assert bool(first_difference(*journals, 1e-3)) == found
+
+
+def test_infinities_and_dtypes_differ(tmp_path, on_trial):
+    values = [torch.tensor([1.0, 2.0]), torch.tensor([1.0, float("inf")]), torch.tensor([1.0, 2.0], dtype=torch.float64)]
+    journals = []
+    for value in values:
+        folder = on_trial(None)
+        Trial.current().recorded(lambda value=value: value, "outputs")()
+        journals.append(read_journals(folder))
+    assert "has 1 infinities" in first_difference(journals[0], journals[1], 1e-3)
+    assert "is float64[2], and was float32[2]" in first_difference(journals[0], journals[2], 1e-3)
+
+
+def test_an_environment_that_no_bisection_set_is_refused(on_trial, monkeypatch):
+    monkeypatch.setenv("ZPASSES_BISECT", "yes")
+    with pytest.raises(zpasses.OptionError, match="unset it"):
+        Trial.current()
+
+
+REAL = '''
+from dataclasses import dataclass
+from typing import ClassVar
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+import zpasses
+
+@dataclass(frozen=True)
+class Spoil(zpasses.Pass):
+    """Computes something else."""
+
+    name: ClassVar[str] = "spoil"
+    level: ClassVar[zpasses.Level] = zpasses.Level.JOINT
+
+    def rewrite(self, graph):
+        found = [node for node in graph.nodes if node.target is torch.ops.aten.tanh.default]
+        for node in found:
+            node.target = torch.ops.aten.sin.default
+        return len(found)
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.manual_seed(0)
+model = zpasses.shard(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), mesh=init_device_mesh("cpu", (1,)))
+pipeline = zpasses.Pipeline((Spoil(),))
+step = torch.compile(model, backend="zpasses", options={"codegen": "eager", "pipeline": pipeline})
+step(torch.ones(2, 3)).sum().backward()
+'''
+
+
+@pytest.mark.processes
+def test_a_real_program_from_the_command_line(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(REAL)
+    command = [sys.executable, "-m", "zpasses", "bisect", "-o", str(tmp_path / "kept"), str(script), "--ignored"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "First wrong after pass 1 of 1: spoil\nrank0, call 1 (0/0 outputs), value 0 (float32[2, 3]) differs by" in done.stdout
+    (compiled,) = read(tmp_path / "kept" / "01-all-passes" / "dump").ranks[0].compiles
+    assert compiled.graphs["joint"].last.after == "spoil"
+    assert Path(tmp_path / "kept" / "03-0-passes" / "log.txt").exists()

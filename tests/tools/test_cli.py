@@ -1,0 +1,219 @@
+"""The command line."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from tests.zpasses.inspect.real import real_dump
+from zpasses.tools.cli.main import cli
+
+
+@pytest.fixture(scope="module")
+def dump():
+    return str(real_dump()[0])
+
+
+def zpasses(*arguments, **environment):
+    command = [sys.executable, "-m", "zpasses", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment})
+
+
+def run(*arguments):
+    """In this process, which is quicker."""
+    return CliRunner().invoke(cli, arguments)
+
+
+def values(*arguments):
+    done = run(*arguments, "--json")
+    assert done.exit_code in (0, 1), done.output
+    return json.loads(done.stdout)
+
+
+# --- as a process ------------------------------------------------------------------------------------------------------------------
+def test_reading_a_dump_loads_no_torch(dump):
+    code = (
+        "import sys; from zpasses.tools.cli.main import cli\n"
+        f"for command in ('list', 'show', 'diff', 'collectives', 'memory'): cli([command, {dump!r}], standalone_mode=False)\n"
+        f"cli(['html', {dump!r}, '-o', {os.devnull!r}], standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_diff_ends_with_the_status_that_says_same_or_different(dump):
+    assert zpasses("diff", dump, dump).returncode == 0
+    assert zpasses("diff", dump, "forward", "--pass", "overlap").returncode == 0
+    assert zpasses("diff", dump, "forward").returncode == 1
+    nothing = zpasses("diff", dump, "forwad")
+    assert (nothing.returncode, nothing.stdout) == (2, "")
+    assert nothing.stderr.startswith("zpasses: ")
+    assert 'Did you mean "forward"?' in nothing.stderr
+    assert "Traceback" not in nothing.stderr
+
+
+def test_console_script_is_installed():
+    from importlib.metadata import entry_points
+
+    (script,) = entry_points(group="console_scripts", name="zpasses")
+    assert script.value == "zpasses.tools.cli:main"
+
+
+def on_a_terminal(*arguments, **environment):
+    """Standard output of a command that believes to write to a terminal."""
+    main, side = pty.openpty()
+    env = {**{key: value for key, value in os.environ.items() if key != "NO_COLOR"}, "TERM": "xterm", **environment}
+    process = subprocess.Popen([sys.executable, "-m", "zpasses", *arguments], stdout=side, stderr=side, env=env)
+    os.close(side)
+    shown = b""
+    while True:
+        try:
+            block = os.read(main, 65536)
+        except OSError:  # how Linux says that the other side is closed
+            block = b""
+        if not block:
+            break
+        shown += block
+    os.close(main)
+    assert process.wait(60) == 0
+    return shown.decode()
+
+
+def test_colours_are_for_terminals_that_want_them(dump):
+    show = ("show", dump, "forward")
+    assert "\x1b[" in on_a_terminal(*show)
+    assert "\x1b[" not in on_a_terminal(*show, NO_COLOR="1")
+    assert "\x1b[" not in on_a_terminal(*show, TERM="dumb")
+    assert "\x1b[" not in zpasses(*show).stdout
+
+
+# --- reading -----------------------------------------------------------------------------------------------------------------------
+def test_list_names_graphs_and_passes(dump):
+    shown = run("list", dump).output
+    assert all(word in shown for word in ("joint", "backward", "bucket{memory_budget=1MiB}", "Rank 0 of those dumped: 0, 1"))
+    graphs = values("list", dump)["compiles"][0]["graphs"]
+    assert [graph["name"] for graph in graphs] == ["captured", "joint", "forward", "backward"]
+    assert graphs[2]["steps"][1]["run"]["options"]["memory_budget"] == "1MiB"
+
+
+def test_show_filters(dump):
+    shown = run("show", dump, "forward", "--after", "0", "--param", "layers.1.*", "--op", "all_gather*").output
+    assert shown.count("\n") == 2
+    assert "gather: layers.1.weight" in shown
+    assert [node["op"] for node in values("show", dump, "forward", "--op", "output")[0]["nodes"]] == ["output"]
+    (started,) = values("show", dump, "forward", "--node", "all_gather*")[0]["nodes"]
+    assert started["collective"]["kind"] == "all_gather_into_tensor_coalesced"
+    assert len(run("show", dump, "forward", "--collectives").output.splitlines()) == 1 + 4
+
+
+def test_show_without_a_graph_shows_those_in_which_the_pass_ran(dump):
+    assert [each["graph"] for each in values("show", dump, "--after", "bucket")] == ["forward", "backward"]
+    assert [each["graph"] for each in values("show", dump)] == ["captured", "joint", "forward", "backward"]
+
+
+def test_show_full_shows_long_lists(dump):
+    short, full = (run("show", dump, "forward", "--node", "output", *more).output for more in ((), ("--full",)))
+    assert "more" in short
+    assert "more" not in full
+
+
+def test_diff_says_what_a_pass_did(dump):
+    shown = run("diff", dump, "backward", "--pass", "bucket")
+    assert shown.exit_code == 1
+    assert shown.output.startswith("0/0 backward, after bucket{memory_budget=1MiB}: ")
+    assert "+ inserted all_gather_into_tensor_coalesced_default = " in shown.output
+    found = values("diff", dump, "backward", "--pass", "bucket")
+    assert not found["same"]
+    assert found["graphs"][0]["counts"]["inserted"] == sum(change["kind"] == "inserted" for change in found["graphs"][0]["changes"])
+    assert "more inserted (--limit 0 shows all)" in run("diff", dump, "backward", "--pass", "bucket", "--limit", "1").output
+
+
+def test_diff_between_dumps_and_ranks(dump, tmp_path):
+    from tests.zpasses.inspect.real import dump_training_step
+
+    assert run("diff", dump, "--ranks", "0", "1").exit_code == 0
+    dump_training_step(tmp_path / "other", pipeline="merge-reads,gather-params,reduce-grads,regather")
+    different = run("diff", dump, str(tmp_path / "other"))
+    assert different.exit_code == 1
+    assert "0/0 joint, after regather: no change" in different.output
+    assert run("diff", dump, str(tmp_path / "other"), "joint").exit_code == 0
+    assert run("diff", dump, str(tmp_path / "other"), "forward", "--after", "0").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["diff", "DUMP", "--ranks", "0", "1", "--rank", "0"], "leave out the second dump and --rank"),
+        (["diff", "DUMP", "--ranks", "0", "1", "--pass", "bucket"], "--after names the graphs to compare"),
+        (["diff", "DUMP", "forward", "--after", "bucket"], "--pass shows what a pass did"),
+        (["diff", "DUMP", "--pass", "buckt"], 'Did you mean "bucket"?'),
+        (["show", "DUMP", "--rank", "7"], "holds nothing of rank 7, but of 0, 1"),
+        (["show", "DUMP", "--compile", "3/0"], "has no compile '3/0'"),
+        (["memory", "DUMP", "forward", "--at", "mmm"], "has no node 'mmm'"),
+        (["list", "/nowhere"], "/nowhere does not exist"),
+        (["lst", "DUMP"], 'Did you mean "list"?'),
+        (["timeline", "DUMP", "-o", "/nowhere/trace.json"], "cannot write /nowhere/trace.json"),
+    ],
+)
+def test_errors_say_what_to_do_and_end_with_status_2(dump, arguments, message):
+    done = run(*(dump if each == "DUMP" else each for each in arguments))
+    assert done.exit_code == 2
+    assert message in done.output
+
+
+def test_collectives_and_memory_have_totals(dump):
+    both = values("collectives", dump)
+    assert [each["graph"] for each in both] == ["forward", "backward"]
+    for each in both:
+        assert each["totals"]["exposed_us"] == pytest.approx(sum(row["exposed_us"] for row in each["collectives"]))
+    (memory,) = values("memory", dump, "backward")
+    assert memory["peak_bytes"] == max(memory["live_bytes"]) == sum(memory["by_kind"].values())
+    assert [step["after"] for step in memory["steps"]] == [None, "bucket{memory_budget=1MiB}", "overlap"]
+    assert "smaller ones (--limit 0 shows all)" in run("memory", dump, "backward", "--limit", "1").output
+    assert values("memory", dump, "backward", "--at", "output")[0]["at"] == "output"
+
+
+def test_timeline_and_page_are_written(dump, tmp_path):
+    assert run("timeline", dump, "-o", str(tmp_path / "trace.json")).exit_code == 0
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert run("html", dump, "-o", str(tmp_path / "report.html")).exit_code == 0
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    assert '"traceEvents"' in run("timeline", dump, "forward", "-o", "-").output
+
+
+def test_completion_is_printed_for_each_shell():
+    for shell in ("bash", "zsh", "fish"):
+        assert "_ZPASSES_COMPLETE" in run("completion", shell).output
+
+
+# --- the catalogue -----------------------------------------------------------------------------------------------------------------
+def test_catalogue_lists_every_pass_with_level_and_options():
+    from zpasses.pipeline import catalogue
+
+    listed = values("passes")
+    assert {each["name"] for each in listed["passes"]} | set(listed["pipelines"]) == set(catalogue())
+    (bucket,) = [each for each in listed["passes"] if each["name"] == "bucket"]
+    assert bucket["level"] == "partitioned"
+    assert {option["name"]: option["default"] for option in bucket["options"]}["mb"] == "25.0"
+    assert "Merge neighbouring collectives" in run("passes").output
+
+
+def test_page_of_a_pass_shows_the_graph_before_and_after():
+    page = values("passes", "gather-params")
+    assert "Lower every" in page["document"] or "unshard" in page["document"]
+    (example,) = page["example"]
+    assert "zpasses.unshard" in example["before"]
+    assert "zpasses.unshard" not in example["after"]
+    assert "all_gather_into_tensor" in example["after"]
+
+
+def test_page_of_a_pipeline_names_its_passes_and_unknown_names_are_refused():
+    assert values("passes", "zero3")["passes"][1] == "gather-params"
+    done = run("passes", "buckets")
+    assert done.exit_code == 2
+    assert 'Did you mean "bucket"?' in done.output

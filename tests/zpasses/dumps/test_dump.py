@@ -1,0 +1,300 @@
+"""Dumps that the backend writes: what is in them, and what becomes of failures."""
+
+import ast
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import zpasses
+from zpasses import Level, Pass, PassError, Pipeline, compat
+from zpasses.dumps import DumpError, DumpPathError, NewerDumpError, NotADumpError, read
+from zpasses.errors import OptionError
+from zpasses.testing import fake_world
+
+X = torch.ones(2, 4)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 3)])
+
+    def forward(self, x):
+        for layer in self.inner:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def train(options, *, world=2, rank=0, model=None, backward=True, **shard):
+    """One step as one rank of a fake world, with the options given and eager code."""
+    torch._dynamo.reset()
+    with fake_world(world, rank) as mesh:
+        model = zpasses.shard(model or Net(), mesh=mesh, **shard)
+        step = torch.compile(model, backend="zpasses", options={"codegen": "eager", **options})
+        loss = step(X).sum()
+        if backward:
+            loss.backward()
+    return model
+
+
+def only_compile(folder, rank=0):
+    (found,) = read(folder).ranks[rank].compiles
+    return found
+
+
+def test_a_dump_holds_every_graph_before_and_after_every_pass(tmp_path):
+    train({"zero_stage": 3, "dump": tmp_path, "target": "mi300x"})
+    found = only_compile(tmp_path)
+    assert (found.name, found.info.state, found.error) == ("0/0", "done", None)
+    assert list(found.graphs) == ["captured", "joint", "forward", "backward", "backward.variant0"]
+    joint = found.graphs["joint"]
+    assert [step.after for step in joint.steps] == [None, "merge-reads{hold_mb=1.0}", "gather-params", "reduce-grads", "regather"]
+    assert [step.number for step in joint.steps[:2]] == [1, 1]  # nothing is read twice, so merge-reads left the graph alone
+    for step in joint.steps[1:]:
+        assert step.run.changes == (step.number != 1) * step.run.changes
+        assert step.run.after.nodes == len(step.snapshot.nodes)
+        assert step.run.checks == (("lint", "values", "waits", "tags") if step.run.changes else ("unchanged",))
+    assert joint.steps[1].run.options == {"hold_mb": 1.0}
+    gathers = [node for node in joint.last.snapshot.nodes if node.collective and "gather" in node.collective.kind]
+    assert [node.params for node in gathers] == [("inner.0.weight",), ("inner.0.bias",), ("inner.1.weight",), ("inner.1.bias",)]
+    assert gathers[0].source.module == "inner.0"
+    assert gathers[0].collective.nbytes == 3 * 4 * 4  # three of six rows
+
+
+def test_a_dump_says_what_was_compiled_for_what(tmp_path):
+    train({"zero_stage": 2, "dump": tmp_path, "target": "mi300x,ranks_per_node=4"})
+    found = only_compile(tmp_path)
+    assert found.info.options == {"zero_stage": 2, "codegen": "eager", "target": "mi300x,ranks_per_node=4", "dump": str(tmp_path)}
+    assert found.info.pipeline == str(Pipeline.parse("zero2"))
+    assert (found.info.target["name"], found.info.target["ranks_per_node"]) == ("mi300x", 4)
+    assert found.info.groups == {"0": (0, 1)}
+    weight = found.info.parameters["inner.0.weight"]
+    assert (weight.shape, weight.nbytes, weight.shard_bytes, weight.rows, weight.group) == ((6, 4), 96, 48, 6, "0")
+    assert [each["param"] for each in found.info.inputs].count(None) == 1
+    (agreement,) = found.graphs["forward"].agreements
+    assert (agreement.group, agreement.verdict, agreement.collectives) == ("0", "alone", 1)
+    assert "class Net" in found.sources["tests/zpasses/dumps/test_dump.py"]
+
+
+def test_variants_say_what_they_take_and_hand_out(tmp_path):
+    train({"zero_stage": 2, "dump": tmp_path})
+    variant = only_compile(tmp_path).graphs["forward.variant0"]
+    names = ("inner.0.weight", "inner.0.bias", "inner.1.weight", "inner.1.bias")
+    assert (variant.of, variant.given, sorted(variant.kept)) == ("forward", (), sorted(names))
+    first = variant.first.snapshot
+    assert len(first.nodes[-1].inputs) == 4 + len(only_compile(tmp_path).graphs["forward"].last.snapshot.nodes[-1].inputs)
+
+
+def test_numbers_of_nodes_hold_from_the_joint_graph_to_its_halves(tmp_path):
+    train({"zero_stage": 3, "dump": tmp_path})
+    graphs = only_compile(tmp_path).graphs
+    joint = graphs["joint"].last.snapshot
+    for half in ("forward", "backward"):
+        same = [node for node in graphs[half].first.snapshot.nodes if node.id in joint.by_id and node.op != "output"]
+        assert len(same) >= 8
+        assert all(joint.by_id[node.id].name == node.name for node in same)
+
+
+def test_what_is_for_people_is_python(tmp_path):
+    train({"zero_stage": 3, "dump": tmp_path})
+    listings = sorted(only_compile(tmp_path).path.glob("*.py"))
+    assert [path.stem for path in listings] == [path.stem for path in sorted(only_compile(tmp_path).path.glob("[0-9]*.jsonl"))]
+    for path in listings:
+        ast.parse(path.read_text())
+    text = next(path for path in listings if "gather-params" in path.name).read_text()
+    assert "_c10d_functional.all_gather_into_tensor.default(primals_1, 2, '0')" in text
+    assert "f32[6, 4]; gather: inner.0.weight" in text
+
+
+def test_a_call_without_gradients_is_one_graph(tmp_path):
+    with torch.no_grad():
+        train({"zero_stage": 3, "dump": tmp_path}, backward=False)
+    graph = only_compile(tmp_path).graphs["inference"]
+    levels = [step.level for step in graph.steps if step.after is None]
+    assert levels == ["joint", "forward"]
+
+
+def test_every_compile_and_every_run_gets_a_folder_of_its_own(tmp_path):
+    for stage in (2, 3):
+        train({"zero_stage": stage, "dump": tmp_path}, rank=1, backward=False) if stage == 2 else None
+        train({"zero_stage": stage, "dump": tmp_path})
+    assert [each.folder for each in read(tmp_path).ranks[0].compiles] == ["000-0_0", "001-0_0"]
+
+
+@pytest.mark.parametrize(("ranks", "dumping"), [(None, {0}), ("0, 2", {0, 2}), ("7", set())])
+def test_rank_0_dumps_unless_told_otherwise(tmp_path, ranks, dumping):
+    folder = tmp_path / "dump"
+    for rank in (0, 2):
+        train({"zero_stage": 3, "dump": folder, **({} if ranks is None else {"dump_ranks": ranks})}, world=3, rank=rank, backward=False)
+    assert set(read(folder).ranks if dumping else []) == dumping
+    assert folder.exists() == bool(dumping)
+
+
+def test_the_environment_asks_for_dumps_and_the_option_names_another_place(tmp_path, monkeypatch):
+    monkeypatch.setenv("ZPASSES_DUMP", str(tmp_path / "environment"))
+    monkeypatch.setenv("ZPASSES_DUMP_RANKS", "1")
+    train({}, rank=1, backward=False)
+    train({"dump": str(tmp_path / "option"), "dump_ranks": "all"}, backward=False)
+    assert list(read(tmp_path / "environment").ranks) == [1]
+    assert list(read(tmp_path / "option").ranks) == [0]
+    monkeypatch.setenv("ZPASSES_DUMP_RANKS", "first")
+    with pytest.raises(OptionError, match="ZPASSES_DUMP_RANKS: got 'first'; expected 'all', or ranks by number"):
+        zpasses.Options.parse({})
+    with pytest.raises(OptionError, match="option 'dump_ranks'"):
+        zpasses.Options.parse({"dump_ranks": "-1"})
+
+
+def test_packing_is_dumped_by_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("ZPASSES_DUMP", str(tmp_path))
+    zpasses.pack_parameters([torch.ones(3), torch.ones(2, 2)], names=["a", "b"])
+    found = only_compile(tmp_path)
+    assert (found.name, list(found.graphs)) == ("pack", ["pack"])
+    assert found.graphs["pack"].steps[-1].run.name == "flatten-on-device"
+
+
+def test_the_flush_of_a_window_is_dumped_with_the_compile_that_left_it(tmp_path):
+    with fake_world(2) as mesh:
+        model = zpasses.shard(Net(), mesh=mesh)
+        step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, "codegen": "eager", "dump": tmp_path})
+        for _ in range(2):
+            with zpasses.coalesce_grad_reduction(model):
+                step(X).sum().backward()
+    graphs = only_compile(tmp_path).graphs
+    assert {step.level for step in graphs["flush"].steps} == {"joint", "backward"}
+    assert "flush.2" not in graphs  # its code was kept
+    deferring = [graph for graph in graphs.values() if graph.of == "backward"]
+    assert sorted(deferring[0].kept) == sorted(only_compile(tmp_path).info.parameters)
+
+
+# --- failures ----------------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Raises(Pass):
+    """Raises, or leaves a graph that is wrong."""
+
+    name: ClassVar[str] = "raises"
+    level: ClassVar[Level] = Level.JOINT
+    wrong: bool = False
+
+    def rewrite(self, graph):
+        if not self.wrong:
+            raise ValueError("no idea")
+        first = next(node for node in graph.nodes if node.op == "call_function")
+        graph.output_node().prepend(first)  # its readers come before it now
+        return 1
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_pass_that_fails_leaves_the_graph_before_it_and_the_error(tmp_path, wrong):
+    pipeline = Pipeline((*Pipeline.parse("gather-params").passes, Raises(wrong)))
+    with pytest.raises(Exception, match="raises") as caught:
+        train({"pipeline": pipeline, "dump": tmp_path})
+    assert isinstance(compat.wrapped_error(caught.value) or caught.value, PassError)
+    found = only_compile(tmp_path)
+    assert found.info.state == "failed"
+    assert (found.error.type, found.error.where) == ("PassError", str(Raises(wrong)))
+    assert "malformed" in found.error.message if wrong else "no idea" in found.error.message
+    assert "in rewrite" in found.error.traceback or wrong
+    joint = found.graphs["joint"]
+    assert joint.error == joint.steps[-1].error
+    assert joint.last.after == "gather-params"
+    assert len(joint.last.snapshot.nodes) == joint.last.run.after.nodes
+    left = [node.name for node in joint.steps[-1].snapshot.nodes]
+    assert (left == [node.name for node in joint.last.snapshot.nodes]) == (not wrong)
+
+
+def test_a_compile_that_fails_behind_the_passes_says_where(tmp_path, monkeypatch):
+    monkeypatch.setattr(compat, "partition", lambda *_, **__: 1 / 0)
+    with pytest.raises(Exception, match="division by zero"):
+        train({"zero_stage": 3, "dump": tmp_path})
+    found = only_compile(tmp_path)
+    assert (found.info.state, found.error.type, found.error.where) == ("failed", "ZeroDivisionError", "compile")
+    assert found.graphs["joint"].last.after == "regather"
+
+
+def test_places_where_no_dump_can_be_are_refused_with_what_to_do(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("")
+    (tmp_path / "newer").mkdir()
+    (tmp_path / "newer" / "zpasses-dump.json").write_text('{"format": "zpasses-dump", "version": 99}')
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "zpasses-dump.json").write_text('{"format": "zpasses-dump", "version": 1}')
+    (tmp_path / "linked" / "rank0").symlink_to(tmp_path / "full")
+    for name, kind, text in [
+        ("file", DumpPathError, "is a file"),
+        ("file/below", DumpPathError, "is a file or lies below one"),
+        ("full", NotADumpError, r"holds 'thesis.tex' and no dump"),
+        ("newer", NewerDumpError, "version 99"),
+        ("linked", DumpPathError, "symbolic link"),
+    ]:
+        with pytest.raises(Exception, match=text) as caught:
+            train({"dump": tmp_path / name}, backward=False)
+        error = compat.wrapped_error(caught.value) or caught.value
+        assert isinstance(error, kind)
+        assert isinstance(error, DumpError)
+        assert "ZPASSES_DUMP" in str(error)
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.tex"]
+
+
+def test_a_full_disk_ends_the_dump_and_not_the_training(tmp_path, monkeypatch, caplog):
+    from zpasses.dumps import writer
+
+    write = writer._write
+
+    def full(path, lines):
+        if "gather-params" in path.name:
+            raise OSError(28, "No space left on device")
+        write(path, lines)
+
+    monkeypatch.setattr(writer, "_write", full)
+    model = train({"zero_stage": 3, "dump": tmp_path})
+    assert all(param.grad is not None for param in model.parameters())
+    assert "is incomplete: [Errno 28] No space left" in caplog.text
+    found = only_compile(tmp_path)
+    assert found.info.state == "compiling"
+    assert [step.after for step in found.graphs["joint"].steps] == [None, "merge-reads{hold_mb=1.0}"]
+
+
+# --- without -----------------------------------------------------------------------------------------------------------------------
+def test_reading_loads_no_torch_and_compiling_without_a_dump_no_writer_but_tells_torchs_trace(tmp_path):
+    code = """
+import sys
+import zpasses.dumps
+assert "torch" not in sys.modules
+import torch, zpasses
+from zpasses.testing import fake_world
+with fake_world(2) as mesh:
+    model = zpasses.shard(torch.nn.Linear(2, 2), mesh=mesh)
+    torch.compile(model, backend="zpasses", options={"codegen": "eager"})(torch.ones(1, 2)).sum().backward()
+assert "zpasses.dumps.writer" not in sys.modules and "zpasses.dumps.describe" not in sys.modules
+"""
+    environment = {**os.environ, "TORCH_TRACE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    (trace,) = tmp_path.iterdir()
+    artifact, _, graph = trace.read_text().partition('"zpasses_02_joint_after_gather-params"')[2].partition("\n")
+    assert '"encoding": "string"' in artifact
+    assert "full: weight" in graph
+
+
+def test_torchs_structured_trace_gets_the_graphs_of_every_pass(monkeypatch):
+    artifacts = {}
+    monkeypatch.setattr(compat, "is_structured_trace_on", lambda: True)
+    monkeypatch.setattr(compat, "trace_artifact", lambda name, text: artifacts.update({name: text()}))
+    train({"zero_stage": 3})
+    names = [name.split("_", 2)[2] for name in artifacts]
+    assert names[:5] == [
+        "captured_before_captured_passes",
+        "joint_before_joint_passes",
+        "joint_after_gather-params",
+        "joint_after_reduce-grads",
+        "joint_after_regather",
+    ]
+    assert "all_gather_into_tensor" in artifacts["zpasses_02_joint_after_gather-params"]
+    assert "all_gather_into_tensor" not in artifacts["zpasses_01_joint_before_joint_passes"]

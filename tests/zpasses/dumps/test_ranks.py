@@ -1,0 +1,47 @@
+"""Dumps of real ranks: into one folder, and a rank whose dump cannot be written."""
+
+import pytest
+import torch
+from torch import nn
+
+import zpasses
+from tests.ranks import run_on_ranks, world_mesh
+from zpasses.dumps import read
+
+pytestmark = pytest.mark.processes
+
+
+def _train(options, width=5):
+    torch._dynamo.reset()
+    model = zpasses.shard(nn.Linear(width, 3), mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options={"codegen": "eager", "agreement_timeout_s": 20.0, **options})
+    step(torch.ones(2, width)).sum().backward()
+
+
+def _dump_together_then_where_rank_0_cannot(folder, blocked):
+    _train({"dump": folder, "dump_ranks": "all"})
+    try:
+        _train({"dump": blocked}, width=6)  # ranks do not vote again on what they agreed on
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_share_a_folder_and_a_dump_that_one_cannot_write_is_an_error_on_all(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    errors = run_on_ranks(_dump_together_then_where_rank_0_cannot, str(tmp_path / "dump"), str(blocked))
+    dump = read(tmp_path / "dump")
+    assert list(dump.ranks) == [0, 1]
+    digests = []
+    for rank in (0, 1):
+        (compiled,) = dump.ranks[rank].compiles
+        assert (compiled.info.rank, compiled.info.world) == (rank, 2)
+        agreements = [each for graph in compiled.graphs.values() for each in graph.agreements]
+        assert {each.verdict for each in agreements} == {"agreed"}
+        digests.append([each.digest for each in agreements])
+        assert compiled.info.parameters["weight"].shard_bytes == (2, 1)[rank] * 5 * 4
+    assert digests[0] == digests[1]
+    assert f"{blocked} is a file" in errors[0]
+    assert "rank 0 failed while compiling" in errors[1]
+    assert "is a file" in errors[1]

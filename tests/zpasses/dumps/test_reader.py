@@ -1,0 +1,186 @@
+"""Dumps of strangers: whatever is wrong with them is a DumpError, and nothing outside is read."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import zpasses
+from zpasses.dumps import DamagedDumpError, DumpError, DumpPathError, DumpTooLargeError, Limits, NewerDumpError, NotADumpError, read
+from zpasses.testing import fake_world
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("original") / "dump"
+    with fake_world(2) as mesh:
+        model = zpasses.shard(nn.Linear(4, 3), mesh=mesh)
+        step = torch.compile(model, backend="zpasses", options={"zero_stage": 3, "codegen": "eager", "dump": folder})
+        step(torch.ones(2, 4)).sum().backward()
+    return folder
+
+
+@pytest.fixture
+def dump(original, tmp_path):
+    shutil.copytree(original, tmp_path / "dump")
+    return tmp_path / "dump"
+
+
+def read_all(folder, limits=None):
+    found = read(folder, limits)
+    steps = [step for rank in found.ranks.values() for each in rank.compiles for graph in each.graphs.values() for step in graph.steps]
+    return found, [step.snapshot for step in steps]
+
+
+def compile_folder(folder):
+    (found,) = (folder / "rank0").iterdir()
+    return found
+
+
+def files(folder):
+    return sorted(path for path in folder.rglob("*") if path.suffix in (".json", ".jsonl"))
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_damaged_bytes_are_read_right_or_refused(original, tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("damaged") / "dump"
+    shutil.copytree(original, folder)
+    for _ in range(data.draw(st.integers(1, 3))):
+        path = data.draw(st.sampled_from(files(folder)))
+        content = path.read_bytes()
+        at = data.draw(st.integers(0, max(len(content) - 1, 0)))
+        length = data.draw(st.sampled_from([0, 1, 5, len(content)]))
+        odd = [b"-1", b"[", b"]}", b'"', b"null", b"1e999", b"\n", b"9" * 5000]
+        inserted = data.draw(st.one_of(st.binary(max_size=8), st.sampled_from(odd)))
+        path.write_bytes(content[:at] + inserted + content[at + length :])
+    try:
+        _, snapshots = read_all(folder)
+    except DumpError:
+        pass
+    else:
+        for snapshot in snapshots:
+            assert snapshot is None or len(snapshot.users) == len(snapshot.nodes) == len(snapshot.live_bytes)
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_a_copy_is_as_good_as_the_dump(original, dump):
+    found, snapshots = read_all(dump)
+    assert snapshots == read_all(original)[1]
+    assert list(found.ranks) == [0]
+    assert found.meta["world"] == 2
+
+
+@pytest.mark.parametrize("name", ["zpasses-dump.json", "compile.json", "events.jsonl", "000-captured.jsonl", "sources.json"])
+def test_a_link_is_refused_and_not_followed(dump, tmp_path, name):
+    path = dump / name if name == "zpasses-dump.json" else compile_folder(dump) / name
+    secret = tmp_path / "secret"
+    shutil.move(path, secret) if path.exists() else secret.write_text("{}")
+    path.symlink_to(secret)
+    with pytest.raises(DumpPathError, match="symbolic link"):
+        read_all(dump)
+
+
+@pytest.mark.parametrize("name", ["rank0", "compile"])
+def test_a_linked_folder_is_refused(dump, tmp_path, name):
+    folder = dump / "rank0" if name == "rank0" else compile_folder(dump)
+    shutil.move(folder, tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DumpPathError, match="symbolic link"):
+        read(dump)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(dump):
+    path = compile_folder(dump) / "events.jsonl"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DumpPathError, match="pipe"):
+        read(dump)
+
+
+def test_a_file_that_was_cut_off_is_named(dump):
+    path = next(compile_folder(dump).glob("*-joint.jsonl"))
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DamagedDumpError, match=rf"{path.name}.*cut off"):
+        read_all(dump)
+    path.unlink()
+    with pytest.raises(DamagedDumpError, match=r"events.jsonl, line 2: snapshot 1 is missing"):
+        read(dump)
+
+
+@pytest.mark.parametrize(
+    ("limits", "text"),
+    [
+        (Limits(file_bytes=100), "Limits"),
+        (Limits(line_bytes=200), "Limits"),
+        (Limits(nodes=3), "more than 3 nodes"),
+        (Limits(entries=4), "more than 4"),
+    ],
+)
+def test_what_is_larger_than_the_limits_is_refused(dump, limits, text):
+    with pytest.raises(DumpTooLargeError, match=text):
+        read_all(dump, limits)
+
+
+@pytest.mark.parametrize("depth", [100, 200_000])
+def test_deep_nesting_is_refused(dump, depth):
+    info = compile_folder(dump) / "compile.json"
+    info.write_text(info.read_text().strip()[:-1] + ',"more":' + "[" * depth + "]" * depth + "}\n")
+    with pytest.raises(DumpError, match=r"deeper|recursion"):
+        read(dump)
+
+
+def test_half_a_character_and_numbers_that_are_none_are_refused(dump):
+    info = compile_folder(dump) / "compile.json"
+    for bad in (r'"\ud800"', "NaN", "Infinity"):
+        text = info.read_text()
+        info.write_text(text.strip()[:-1] + f',"more":{bad}' + "}\n")
+        with pytest.raises(DamagedDumpError, match="is not JSON"):
+            read(dump)
+        info.write_text(text)
+
+
+def test_two_snapshots_of_one_number_are_refused(dump):
+    folder = compile_folder(dump)
+    shutil.copy(folder / "000-captured.jsonl", folder / "000-other.jsonl")
+    with pytest.raises(DamagedDumpError, match="have one number"):
+        read(dump)
+
+
+def test_what_a_later_version_adds_is_passed_over(dump):
+    folder = compile_folder(dump)
+    with (folder / "events.jsonl").open("a") as events:
+        events.write('{"event": "music", "loud": true}\n')
+    (folder / "notes.txt").write_text("mine")
+    (dump / "report.html").write_text("<p>")
+    (dump / "rank0x").mkdir()
+    compiled = read(dump).ranks[0].compiles[0]
+    assert compiled.events[-1].kind == "music"
+    assert compiled.graphs.keys() >= {"joint", "forward"}
+
+
+def test_a_newer_dump_is_refused_with_what_to_do(dump):
+    header = json.loads((dump / "zpasses-dump.json").read_text())
+    (dump / "zpasses-dump.json").write_text(json.dumps({**header, "version": 2, "zpasses": "9.9"}))
+    with pytest.raises(NewerDumpError, match=r"version 2, written by zpasses 9.9.*up to version 1.*pip install -U"):
+        read(dump)
+
+
+def test_what_is_no_dump_says_where_one_is(dump, tmp_path):
+    for path, text in [
+        (tmp_path / "nothing", "does not exist"),
+        (dump / "zpasses-dump.json", "is a file"),
+        (tmp_path, "dump in it is one"),
+        (dump / "rank0", "above it is one"),
+    ]:
+        with pytest.raises(NotADumpError, match=text):
+            read(path)
+    (dump / "zpasses-dump.json").write_text('{"format": "zip"}')
+    with pytest.raises(NotADumpError, match=r"'zip'; expected 'zpasses-dump'"):
+        read(dump)

@@ -1,0 +1,52 @@
+"""A dump of a real compile, made once for all tests that look at one."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import zpasses
+from zpasses.backend import observe_graphs
+from zpasses.memory import liveness
+from zpasses.testing import fake_world
+
+BUCKETS = "merge-reads,gather-params,reduce-grads,regather,bucket{memory_budget=1MiB},overlap"
+
+
+class Layers(nn.Module):
+    """Three linear layers, and a nonlinearity between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def dump_training_step(folder, world=2, rank=0, **options):
+    """Compile a step of `Layers` as one rank of a fake world; returns kind -> bytes alive along the graph after its passes."""
+    seen = {}
+    with fake_world(world, rank) as mesh, observe_graphs(lambda log: seen.update({log.kind: liveness(log.graph).live_bytes})):
+        model = zpasses.shard(Layers(), mesh=mesh)
+        given = {"codegen": "eager", "agreement": False, "pipeline": BUCKETS, "dump": str(folder), "dump_ranks": "all", **options}
+        torch._dynamo.reset()
+        torch.compile(model, backend="zpasses", options=given)(torch.ones(8, 64)).sum().backward()
+        torch._dynamo.reset()
+    return seen
+
+
+_folders = []
+
+
+@functools.cache
+def real_dump():
+    """(folder, kind -> bytes alive along the graph after its passes): ranks 0 and 1 of two."""
+    _folders.append(tempfile.TemporaryDirectory())  # goes with the process
+    folder = Path(_folders[-1].name) / "dump"
+    dump_training_step(folder, rank=1)
+    return folder, dump_training_step(folder)

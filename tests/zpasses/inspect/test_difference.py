@@ -1,0 +1,181 @@
+"""Differences name what was changed, and nothing else."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.zpasses.inspect.graphs import chain, node, snapshot, two_gathers
+from zpasses.dumps.format import Ref, Tag
+from zpasses.inspect import compare, pair
+
+
+def changes(difference):
+    return {(change.kind, change.node.name) for change in difference.changes}
+
+
+def test_equal_graphs_have_no_difference():
+    difference = compare(two_gathers(), two_gathers())
+    assert not difference
+    assert difference.summary == "no change"
+    assert difference.changes == ()
+
+
+def test_moved_collective_is_named_and_not_the_compute_it_passed():
+    difference = compare(two_gathers(), two_gathers(early=True))
+    assert [(change.kind, change.node.name, change.detail) for change in difference.changes] == [("moved", "gather_v", "behind w (-1)")]
+
+
+def test_details_say_what_was_and_what_is():
+    before = two_gathers()
+    nodes = list(before.nodes)
+    nodes[5] = replace(nodes[5], args=(Ref(4), Ref(4)), inputs=(4,), tag=Tag("full", ("w", "v"), bucket=3))
+    nodes[8] = replace(nodes[8], vals=(replace(nodes[8].vals[0], dtype="bfloat16"),), name="product")
+    nodes.insert(6, node(20, "extra", args=(Ref(5),)))
+    difference = compare(before, snapshot(*nodes))
+    assert [(change.kind, change.detail) for change in difference.changes] == [
+        ("inserted", "behind mm"),
+        ("rewired", "args[0]: x -> w"),
+        ("retagged", "no tag -> full"),
+        ("retyped", "f32[4, 4] -> bf16[4, 4]"),
+        ("renamed", "mm_1 -> product"),
+    ]
+    assert difference.summary == "1 inserted, 1 rewired, 1 retagged, 1 retyped, 1 renamed"
+    backward = compare(snapshot(*nodes), before)
+    assert (backward.changes[0].kind, backward.changes[0].detail) == ("removed", "nothing read it")
+
+
+# --- planted changes ---------------------------------------------------------------------------------------------------------------
+def insert(nodes, at, draw):
+    fresh = node(1000, "fresh", args=(Ref(nodes[at - 1].id),))
+    nodes.insert(at, fresh)
+    return {("inserted", "fresh")}
+
+
+def remove(nodes, at, draw):
+    gone = nodes.pop(at)
+    expected = {("removed", gone.name)}
+    for index, each in enumerate(nodes):
+        if gone.id in each.inputs:
+            reads = tuple(dict.fromkeys(0 if read == gone.id else read for read in each.inputs))
+            rewired = replace(each, args=rewire(each.args, gone.id, 0), inputs=reads)
+            nodes[index] = rewired
+            expected.add(("rewired", each.name))
+    return expected
+
+
+def rewire(args, old, new):
+    return tuple(Ref(new) if arg == Ref(old) else rewire(arg, old, new) if isinstance(arg, tuple) else arg for arg in args)
+
+
+def move(nodes, at, draw):
+    moved = nodes.pop(at)
+    others = [place for place in range(1, len(nodes)) if abs(place - at) > 1]  # of two neighbours either may have moved
+    nodes.insert(draw(st.sampled_from(others)), moved)
+    return {("moved", moved.name)}
+
+
+def retarget(nodes, at, draw):
+    nodes[at] = replace(nodes[at], target="aten.other.default")
+    return {("rewired", nodes[at].name)}
+
+
+def retag(nodes, at, draw):
+    nodes[at] = replace(nodes[at], tag=Tag("full", ("w",)))
+    return {("retagged", nodes[at].name)}
+
+
+def retype(nodes, at, draw):
+    nodes[at] = replace(nodes[at], vals=(replace(nodes[at].vals[0], shape=(16,)),))
+    return {("retyped", nodes[at].name)}
+
+
+def rename(nodes, at, draw):
+    nodes[at] = replace(nodes[at], name="other")
+    return {("renamed", "other")}
+
+
+EDITS = (insert, remove, move, retarget, retag, retype, rename)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(data=st.data(), seed=st.integers(0, 50), edit=st.sampled_from(EDITS))
+def test_difference_names_exactly_the_planted_change(data, seed, edit):
+    before = chain(16, seed)
+    nodes = list(before.nodes)
+    expected = edit(nodes, data.draw(st.integers(1, 15)), data.draw)
+    difference = compare(before, snapshot(*nodes))
+    assert changes(difference) == expected
+    assert sum(difference.counts.values()) == len(expected)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_fewest_nodes_are_said_to_move(data):
+    before = chain(9)
+    order = data.draw(st.permutations(before.nodes))
+    moved = {change.node.id for change in compare(before, snapshot(*order)).of_kind("moved")}
+    stayed = [each.id for each in order if each.id not in moved]
+    assert stayed == sorted(stayed)
+    rising = [1] * len(order)  # the length of the longest rising subsequence that ends at each place
+    for at, each in enumerate(order):
+        rising[at] = 1 + max((rising[i] for i in range(at) if order[i].id < each.id), default=0)
+    assert len(stayed) == max(rising)
+
+
+# --- between compiles --------------------------------------------------------------------------------------------------------------
+def renumbered(graph, offset=100, names=None):
+    """The same graph as another compile would number and name it."""
+
+    def shifted(argument):
+        if isinstance(argument, Ref):
+            return Ref(argument.node + offset)
+        return tuple(map(shifted, argument)) if isinstance(argument, tuple) else argument
+
+    return snapshot(
+        *(
+            replace(
+                each,
+                id=each.id + offset,
+                name=(names or {}).get(each.name, each.name),
+                args=shifted(each.args),
+                inputs=tuple(read + offset for read in each.inputs),
+            )
+            for each in graph.nodes
+        )
+    )
+
+
+def test_graphs_of_two_compiles_are_paired_by_what_they_compute():
+    before, after = two_gathers(), renumbered(two_gathers(), names={"mm": "mm_7", "mm_1": "mm"})
+    difference = compare(before, after, pair(before, after))
+    assert changes(difference) == {("renamed", "mm_7"), ("renamed", "mm")}
+
+
+def test_node_inserted_early_does_not_make_the_rest_different():
+    before = two_gathers()
+    nodes = list(before.nodes)
+    nodes.insert(5, node(50, "cast", "aten._to_copy.default", (Ref(0),)))
+    nodes[6] = replace(nodes[6], args=(Ref(50), Ref(4)), inputs=(50, 4))
+    after = renumbered(snapshot(*nodes))
+    assert changes(compare(before, after, pair(before, after))) == {("inserted", "cast"), ("rewired", "mm")}
+
+
+def test_node_of_another_name_behind_a_change_is_found_by_what_it_reads():
+    before = two_gathers()
+    nodes = [replace(each, target="aten.bmm.default") if each.name == "mm" else each for each in before.nodes]
+    nodes = [replace(each, name="mm_9") if each.name == "mm_1" else each for each in nodes]
+    after = renumbered(snapshot(*nodes))
+    assert changes(compare(before, after, pair(before, after))) == {
+        ("inserted", "mm"),
+        ("removed", "mm"),
+        ("rewired", "mm_9"),
+        ("renamed", "mm_9"),
+    }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_node_of_an_equal_graph_is_paired(seed):
+    before, after = chain(40, seed), renumbered(chain(40, seed))
+    assert pair(before, after) == {each.id: each.id + 100 for each in before.nodes}

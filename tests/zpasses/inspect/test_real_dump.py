@@ -1,0 +1,75 @@
+"""The inspector on what a real compile left."""
+
+import itertools
+import json
+
+import pytest
+
+import zpasses
+from tests.zpasses.inspect.real import real_dump
+from zpasses.inspect import DumpError, compare
+
+
+@pytest.fixture(scope="module")
+def dump():
+    return zpasses.inspect.open(real_dump()[0])
+
+
+@pytest.mark.parametrize("kind", ["joint", "forward", "backward"])
+def test_memory_shown_is_that_of_the_liveness_model(dump, kind):
+    expected = real_dump()[1][kind]
+    shown = dump.memory_of(kind)
+    assert shown.live_bytes == expected
+    assert shown.peak_bytes == shown.nbytes == max(expected) == sum(shown.by_kind.values())
+    for at, node in enumerate(shown.snapshot.nodes):
+        assert dump.memory_of(kind, at=node.name).nbytes == expected[at]
+
+
+def test_differences_of_passes_add_up(dump):
+    joint = dump.dump.ranks[0].compiles[0].graphs["joint"]
+    nodes = len(joint.steps[0].snapshot.nodes)
+    for before, after in itertools.pairwise(joint.steps):
+        counts = compare(before.snapshot, after.snapshot).counts
+        nodes += counts.get("inserted", 0) - counts.get("removed", 0)
+        assert nodes == len(after.snapshot.nodes)
+    whole = dump.diff_of_steps("joint", 0, len(joint.steps) - 1)
+    assert {change.node.target for change in whole.of_kind("removed")} == {"zpasses.unshard.default", "zpasses.reduce_grad.default"}
+
+
+def test_every_gather_is_a_row_with_its_parameters(dump):
+    before, after = dump.collectives_of("forward", 0), dump.collectives_of("forward")
+    assert [row.params for row in before.rows] == [(f"layers.{i}.weight",) for i in range(3)]
+    (bucket,) = after.rows
+    assert bucket.params == tuple(f"layers.{i}.weight" for i in range(3))
+    assert (bucket.route, bucket.nbytes) == ("coalesced", 3 * 8192)
+    assert after.schedule.exposed_us < before.schedule.exposed_us
+
+
+def test_ranks_with_equal_shards_have_the_same_graphs(dump):
+    other = zpasses.inspect.open(real_dump()[0], rank=1)
+    assert dump.diff_to(other).data["same"]
+    assert not dump.diff_to(other, after=0, graph="forward").data["graphs"][0]["changes"]
+    assert not dump.diff_to(other, "forward").data["only_one_side"]
+
+
+def test_trace_has_two_tracks_a_graph_and_as_much_time_as_the_schedule(dump):
+    events = json.loads(json.dumps(dump.timeline()))["traceEvents"]
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert sorted(names.values()) == ["communication", "communication", "compute", "compute"]
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["0/0 forward", "0/0 backward"]
+    slices = [event for event in events if event["ph"] == "X"]
+    for process, kind in ((1, "forward"), (2, "backward")):
+        plan = dump.schedule_of(kind)
+        took = dict.fromkeys(("compute", "communication", "exposed"), 0.0)
+        for event in slices:
+            if event["pid"] == process:
+                took["exposed" if event["cat"] == "exposed" else names[process, event["tid"]]] += event["dur"]
+        assert took == pytest.approx({"compute": plan.compute_us, "communication": plan.communication_us, "exposed": plan.exposed_us})
+    for track in names:  # no two slices of a track at once
+        own = sorted((event["ts"], event["ts"] + event["dur"]) for event in slices if (event["pid"], event["tid"]) == track)
+        assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(own))
+
+
+def test_what_is_no_dump_is_refused(tmp_path):
+    with pytest.raises(DumpError, match="is not a dump"):
+        zpasses.inspect.open(tmp_path)

@@ -1,0 +1,339 @@
+"""report.html in a headless browser: it opens without errors, its filters and jumps work, and nothing of a dump is ever run."""
+
+import importlib.util
+import json
+import re
+import shutil
+import time
+
+import pytest
+
+from tests.zpasses.inspect.graphs import GATHER, WAIT, chain, dump_of, graph_of, node, small_dump, snapshot
+from tests.zpasses.inspect.real import real_dump
+from zpasses.dumps.format import Buffer, Collective, Failure, Ref, Source, Tag
+from zpasses.inspect import Inspection
+from zpasses.inspect import open as open_dump
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+needs_browser = pytest.mark.skipif(
+    BROWSER is None or DRIVER is None or importlib.util.find_spec("selenium") is None,
+    reason="needs Chromium and its driver (Debian: apt install chromium chromium-driver) and selenium (pip install -e '.[dev]')",
+)
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1280,800",
+)
+HOSTILE = '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script>${window.hacked=1}\'"\u202e'
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    driver.set_page_load_timeout(60)
+    driver.set_script_timeout(30)
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def page(browser, tmp_path):
+    """Opens an inspection's page; whatever the browser complains of while a test looks at it fails the test."""
+
+    def show(inspection, address=""):
+        path = tmp_path / "report.html"
+        path.write_text(inspection.html(), encoding="utf-8")
+        browser.get("about:blank")
+        browser.get(f"{path.as_uri()}{address and '#' + address}")
+        return browser
+
+    browser.get_log("browser")
+    yield show
+    assert [entry["message"] for entry in browser.get_log("browser")] == []
+
+
+def all_of(browser, selector):
+    return browser.find_elements("css selector", selector)
+
+
+def one(browser, selector, text=None):
+    """The element that is visible and has this text, waited for a little."""
+    deadline = time.monotonic() + 10
+    while True:
+        found = [each for each in all_of(browser, selector) if each.is_displayed() and (text is None or text in each.text)]
+        if found:
+            return found[0]
+        assert time.monotonic() < deadline, f"no {selector} with {text!r}"
+        time.sleep(0.05)
+
+
+def wait_for(browser, script, *arguments):
+    deadline = time.monotonic() + 10
+    while not (value := browser.execute_script(f"return {script}", *arguments)):
+        assert time.monotonic() < deadline, script
+        time.sleep(0.05)
+    return value
+
+
+def keys(browser, *pressed):
+    from selenium.webdriver import ActionChains, Keys
+
+    chain_ = ActionChains(browser)
+    for key in pressed:
+        chain_.send_keys(getattr(Keys, key) if len(key) > 1 else key)
+    chain_.perform()
+
+
+def rows(browser):
+    return [each.text for each in all_of(browser, "main .rows .row") if each.is_displayed()]
+
+
+# --- what it shows -----------------------------------------------------------------------------------------------------------------
+@needs_browser
+def test_every_view_of_a_real_dump_opens(page):
+    browser = page(open_dump(real_dump()[0]))
+    assert "zpasses report" in browser.title
+    for tab in ("Diff", "Memory", "Timeline", "Collectives", "Graph", "Source", "Overview"):
+        one(browser, ".tabs button", tab).click()
+        assert one(browser, '.tabs [aria-selected="true"]').text == tab
+        assert one(browser, "main").text.strip()
+    overview = one(browser, "main").text
+    for word in ("Exposed communication", "Peak memory", "bucket{memory_budget=1MiB}", "merge-reads", "backward"):
+        assert word in overview
+
+
+@needs_browser
+def test_memory_and_time_on_the_page_are_those_of_the_models(page):
+    inspection = open_dump(real_dump()[0])
+    browser = page(inspection)
+    curves = "compiles[0].graphs.flatMap(g => g.steps.map((s, i) => Array.from(compiles[0].at(g, i).curves.live).slice(0, -1)))"
+    graphs = inspection.dump.ranks[0].compiles[0].graphs.values()
+    assert browser.execute_script(f"return {curves}") == [list(step.snapshot.live_bytes) for graph in graphs for step in graph.steps]
+    for kind in ("forward", "backward"):
+        spans = f"compiles[0].at(compiles[0].graphData('{kind}'), 1).spans.map(s => [s.form.name, s.start, s.end])"
+        expected = [[span.node.name, span.start_us, span.end_us] for span in inspection.schedule_of(kind, 1).compute]
+        for shown, (name, start, end) in zip(browser.execute_script(f"return {spans}"), expected, strict=True):
+            assert shown == [name, pytest.approx(start, abs=0.05), pytest.approx(end, abs=0.05)]
+
+
+@needs_browser
+def test_diff_stands_side_by_side_and_folds_what_did_not_change(page):
+    browser = page(Inspection(small_dump()), "0/forward/2/diff/")
+    assert "peak 256 B → 320 B +25.0 %" in one(browser, ".runline").text
+    moved = [each.text for each in all_of(browser, ".cell.moved")]
+    assert [re.sub(r"\s+", " ", text).partition(" =")[0] for text in moved] == ["6 ↕ gather_v", "7 ↕ gather_v"]
+    browser = page(Inspection(dump_of(graph_of("joint", (None, chain(60)), ("retag", retagged(chain(60), 30))))), "0/joint/1/diff/")
+    assert [text for text in rows(browser) if "as before" in text] == ["⋯ 27 nodes as before", "⋯ 27 nodes as before"]
+    one(browser, ".row.gap").click()
+    wait_for(browser, "document.querySelectorAll('main .gap').length < 2")
+
+
+def retagged(graph, at):
+    from dataclasses import replace
+
+    nodes = list(graph.nodes)
+    nodes[at] = replace(nodes[at], tag=Tag("full", ("w",)))
+    return snapshot(*nodes, number=1)
+
+
+@needs_browser
+def test_pass_that_changed_nothing_says_so_and_a_failed_one_why(page):
+    assert "changed nothing" in one(page(Inspection(small_dump()), "0/forward/1/diff/"), "main").text
+    failure = Failure("PassError", "pass 'sdma': node x has no wait", "sdma", "Traceback ...")
+    browser = page(Inspection(dump_of(graph_of("joint", (None, chain(5)), ("sdma", None), error=failure), error=failure)))
+    assert "node x has no wait" in one(browser, ".failure").text
+    assert one(browser, ".nav .failed").text == "failed"
+    early = dump_of(graph_of("joint", (None, chain(5)), ("s", None), error=failure))
+    assert "was not written" in one(page(Inspection(early), "0/joint/1/diff/"), "main").text
+
+
+@needs_browser
+def test_dump_without_graphs_says_why(page):
+    failure = Failure("OptionError", "no pass is called 'x'", "options")
+    assert "no pass is called 'x'" in one(page(Inspection(dump_of(error=failure))), "main").text
+
+
+# --- filters and jumps -------------------------------------------------------------------------------------------------------------
+@needs_browser
+def test_listing_is_filtered_and_leads_to_the_node(page):
+    browser = page(Inspection(small_dump()), "0/forward/2/listing/")
+    assert len(rows(browser)) == 10
+    one(browser, ".filter").send_keys("is:collective v")
+    wait_for(browser, "document.querySelectorAll('main .row').length === 1")
+    assert "1 of 10 nodes" in one(browser, ".bar").text
+    one(browser, "main .row").click()
+    detail = one(browser, ".detail").text
+    assert all(word in detail for word in ("gather_v", "all_gather_into_tensor", "puts in", "exposed", "2 µs", "is read by (1)"))
+    one(browser, ".detail .links button", "v_shard").click()
+    assert one(browser, ".detail h2").text == "v_shard"
+    browser.back()
+    wait_for(browser, "document.querySelector('.detail h2').textContent === 'gather_v'")
+
+
+@needs_browser
+def test_collectives_sort_filter_and_jump(page):
+    browser = page(Inspection(small_dump()), "0/forward/2/collectives/")
+    names = lambda: [each.text for each in all_of(browser, "main .row .col-node")]  # noqa: E731
+    assert names() == ["gather_w", "gather_v"]
+    one(browser, ".grid-head button", "exposed").click()
+    assert names() == ["gather_w", "gather_v"]
+    assert one(browser, ".col-exposed[role=columnheader]").get_attribute("aria-sort") == "descending"
+    one(browser, ".grid-head button", "exposed").click()
+    assert names() == ["gather_v", "gather_w"]
+    one(browser, ".filter").send_keys("gather_v")
+    wait_for(browser, "document.querySelectorAll('main .row').length === 1")
+    assert "1 of 2 collectives" in one(browser, ".bar").text
+    one(browser, "main .row").click()
+    assert one(browser, ".detail h2").text == "gather_v"
+    one(browser, ".detail .actions button", "Show in listing").click()
+    active = wait_for(browser, "document.querySelector('main .row.active')?.textContent")
+    assert "gather_v = all_gather_into_tensor" in active
+
+
+@needs_browser
+def test_exposed_filter_and_kind_filter_of_collectives(page):
+    browser = page(open_dump(real_dump()[0]), "0/backward/0/collectives/")
+    every = len(all_of(browser, "main .row"))
+    browser.execute_script("const s = document.querySelector('main select'); s.selectedIndex = 1; s.dispatchEvent(new Event('change'))")
+    some = wait_for(browser, "document.querySelectorAll('main .row').length")
+    assert 0 < some < every
+    one(browser, "main input[type=checkbox]").click()
+    assert f"of {every} collectives" in one(browser, ".bar").text
+
+
+@needs_browser
+def test_timeline_and_memory_answer_to_pointer_and_keys(page):
+    from selenium.webdriver import ActionChains
+
+    browser = page(Inspection(small_dump()), "0/forward/2/timeline/")
+    chart = one(browser, "canvas")
+    wait_for(browser, "document.querySelector('canvas').width > 300")
+    # Of 28 us, the second gather moves its bytes from 10 to 20: half way, in the lower track.
+    across = browser.execute_script("return TRACK.left + (document.querySelector('canvas').clientWidth - TRACK.left - 8) * 15 / 28")
+    middle = (chart.size["width"] / 2, chart.size["height"] / 2)
+    ActionChains(browser).move_to_element_with_offset(chart, int(across - middle[0]), int(110 - middle[1])).perform()
+    assert "gather_v" in one(browser, ".hint").text
+    ActionChains(browser).click().perform()
+    assert one(browser, ".detail h2").text == "gather_v"
+    assert "2 µs" in one(browser, "main table").text
+
+    browser = page(Inspection(small_dump()), "0/forward/2/memory/")
+    assert one(browser, ".alive h2").text.startswith("320 B")
+    browser.execute_script("document.querySelector('canvas').focus()")
+    keys(browser, "HOME")
+    assert one(browser, "canvas").get_attribute("aria-valuetext") == "0 B while x runs"
+    keys(browser, "END", "ARROW_LEFT")
+    assert "mm_1" in one(browser, ".alive-head").text
+    keys(browser, "ENTER")
+    assert one(browser, ".detail h2").text == "mm_1"
+
+
+@needs_browser
+def test_source_stands_beside_the_nodes_that_came_from_it(page):
+    text = "class Model:\n    def forward(self, x):\n        x = self.up(x)\n        return x\n"
+    browser = page(Inspection(small_dump(sources={"model.py": text})), "0/forward/2/source/5")
+    assert "x = self.up(x)" in one(browser, ".row.chosen").text
+    assert "mm = mm(x, w)" in one(browser, ".nodes-of .row").text
+    assert "model.py:3 · layers.0.up" in one(browser, ".detail figcaption").text
+
+
+@needs_browser
+def test_keys_reach_everything(page):
+    browser = page(Inspection(small_dump()))
+    keys(browser, "TAB")
+    assert browser.switch_to.active_element.text == "Skip to the content"
+    reached = []
+    for _ in range(12):
+        keys(browser, "TAB")
+        reached.append(browser.switch_to.active_element.get_attribute("role") or browser.switch_to.active_element.tag_name)
+    assert {"button", "tab"} <= set(reached)
+    one(browser, '.tabs [aria-selected="true"]').send_keys("")
+    browser.execute_script("document.getElementById('tab-overview').focus()")
+    keys(browser, "ARROW_RIGHT")
+    assert browser.switch_to.active_element.text == "Diff"
+    outline = browser.execute_script("return getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+    browser.execute_script("go({tab: 'listing', node: null}); document.querySelector('.rows').focus()")
+    keys(browser, "ARROW_DOWN", "ARROW_DOWN", "ENTER")
+    assert one(browser, ".detail h2").text == "w_shard"
+    keys(browser, "ESCAPE")
+    assert not one(browser, "body").find_element("css selector", ".detail").is_displayed()
+    keys(browser, "[")
+    assert "bucket{mb=0}" in one(browser, ".nav [aria-current]").text
+
+
+# --- hostile and large -------------------------------------------------------------------------------------------------------------
+def hostile_dump():
+    source = Source(HOSTILE, 1, HOSTILE, HOSTILE)
+    tag = Tag(HOSTILE, (HOSTILE,), origin=HOSTILE, note=HOSTILE)
+    started = node(
+        1,
+        HOSTILE,
+        GATHER,
+        (Ref(0), HOSTILE),
+        tag=tag,
+        source=source,
+        params=(HOSTILE,),
+        stream="communication",
+        cost_us=5.0,
+        collective=Collective(HOSTILE, HOSTILE, 2, 32, 64, (2,), HOSTILE, HOSTILE),
+        buffers=(Buffer(64, 1, 2, HOSTILE, (HOSTILE,)),),
+    )
+    nodes = (node(0, HOSTILE, HOSTILE, op="placeholder"), started, node(2, f"{HOSTILE}2", WAIT, (Ref(1),), source=source))
+    failure = Failure(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
+    states = (None, snapshot(*nodes[:1])), (HOSTILE, snapshot(*nodes, live=[0, 64, 64], number=1)), (HOSTILE, None)
+    graph = graph_of("joint", *states, error=failure)
+    return dump_of(graph, error=failure, sources={HOSTILE: HOSTILE}, options={HOSTILE: HOSTILE})
+
+
+def test_data_can_neither_end_their_element_nor_begin_another():
+    text = Inspection(hostile_dump()).html()
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1]
+    assert not set("<>&") & set(data)
+    assert json.loads(data)["compiles"][0]["options"] == {HOSTILE: HOSTILE}
+    assert text.count("<script") == 2
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text.replace(data, ""))  # a name of SVG, not an address
+
+
+@needs_browser
+def test_hostile_names_are_shown_as_text_and_never_run(page):
+    browser = page(Inspection(hostile_dump()))
+    for tab in ("overview", "diff", "memory", "timeline", "collectives", "listing", "source"):
+        browser.execute_script(f"go({{graph: 'joint', step: 1, tab: '{tab}', node: 1}})")
+        assert '<img src=x onerror="window.hacked=1">' in one(browser, ".detail h2").text
+        assert browser.execute_script("return window.hacked === undefined && document.querySelectorAll('img').length === 0")
+        assert len(all_of(browser, "script")) == 2
+    assert HOSTILE[:20] in one(browser, ".nav").text
+
+
+@needs_browser
+def test_of_twenty_thousand_nodes_only_those_in_sight_are_on_the_page(page):
+    size = 20_000
+    before = chain(size)
+    nodes = list(before.nodes)
+    for at in range(100, size, 400):
+        nodes.insert(at, node(100_000 + at, f"extra{at}", args=(Ref(0),), buffers=(Buffer(1 << 20, 100_000 + at, size, "bucket"),)))
+    after = snapshot(*nodes, live=[0] * len(nodes), number=1)
+    browser = page(Inspection(dump_of(graph_of("joint", (None, before), ("insert", after)))))
+    for tab in ("diff", "memory", "timeline", "listing", "source", "overview"):
+        browser.execute_script(f"go({{graph: 'joint', step: 1, tab: '{tab}'}})")
+        assert len(all_of(browser, "body *")) < 3000, tab
+    assert "50" in one(browser, "main .chip.inserted").text
+    browser.execute_script("go({graph: 'joint', step: 1, tab: 'listing', node: 19990})")
+    assert "n19990 = " in wait_for(browser, "document.querySelector('main .row.active')?.textContent")

@@ -1,0 +1,258 @@
+"""What the inspector shows, as text."""
+
+import expecttest
+import pytest
+
+from tests.zpasses.inspect.graphs import chain, dump_of, graph_of, node, small_dump, snapshot
+from zpasses.dumps.format import Buffer, Collective, Failure
+from zpasses.inspect import Inspection, NotInDumpError, Where, communication, listing, memory, schedule
+
+
+def expect(view, text):
+    expecttest.assert_expected_inline(str(view), text, skip=1)
+
+
+# --- pages -------------------------------------------------------------------------------------------------------------------------
+def test_overview_lists_graphs_and_passes():
+    expect(
+        Inspection(small_dump()).overview(),
+        """\
+dump: zpasses 0.1.0, torch 2.13.0, world of 2
+
+Rank 0 was dumped.
+
+Compile 0/0 (000-0_0): done, codegen eager, target cpu
+pipeline: overlap
+
+graph      step  after           changes    nodes    collectives    bytes put in    pass    checks
+-------  ------  ------------  ---------  -------  -------------  --------------  ------  --------  --
+forward       0  -                             10              2            64 B
+              1  bucket{mb=0}          0       10              2            64 B  1.5 ms    250 us
+              2  overlap               1       10              2            64 B  1.5 ms    250 us""",
+    )
+
+
+def test_overview_shows_a_failed_pass():
+    failure = Failure("ValueError", "no such group", "sdma")
+    dump = dump_of(graph_of("joint", (None, chain(3)), ("sdma", None), error=failure), error=failure)
+    expect(
+        Inspection(dump).overview(),
+        """\
+dump: zpasses 0.1.0, torch 2.13.0, world of 2
+
+Rank 0 was dumped.
+
+Compile 0/0 (000-0_0): failed, codegen eager, target cpu
+pipeline: overlap
+
+graph      step  after      changes    nodes    collectives    bytes put in    pass    checks
+-------  ------  -------  ---------  -------  -------------  --------------  ------  --------  ------------------
+joint         0  -
+              1  sdma                                                                          FAILED: ValueError
+
+FAILED in sdma: ValueError: no such group""",
+    )
+
+
+def test_show_names_shapes_bytes_and_parameters():
+    expect(
+        Inspection(small_dump()).show("forward"),
+        """\
+# 0/0 forward, after overlap: 10 nodes; peak 320 B
+x: f32[4, 4]                                        # 64 B
+w_shard: f32[4, 4]                                  # 64 B; shard: w
+v_shard: f32[4, 4]                                  # 64 B; shard: v
+gather_w = all_gather_into_tensor(w_shard, 2, '0')  # f32[4, 4] 64 B; gather: w
+w = wait_tensor(gather_w)                           # f32[4, 4] 64 B; full: w
+gather_v = all_gather_into_tensor(v_shard, 2, '0')  # f32[4, 4] 64 B; gather: v
+mm = mm(x, w)                                       # f32[4, 4] 64 B
+v = wait_tensor(gather_v)                           # f32[4, 4] 64 B; full: v
+mm_1 = mm(mm, v)                                    # f32[4, 4] 64 B
+return [mm_1]""",
+    )
+
+
+def test_difference_of_a_pass():
+    expect(
+        Inspection(small_dump()).diff("forward", "overlap"),
+        """\
+0/0 forward, after overlap: 1 moved; peak 256 B -> 320 B (+25.0%)
+
+0/0 forward, after overlap:
+> moved gather_v: behind w (-1)""",
+    )
+
+
+def test_difference_groups_what_moved_together():
+    before = chain(8)
+    nodes = list(before.nodes)
+    after = snapshot(*nodes[:1], *nodes[5:7], *nodes[1:5], *nodes[7:])
+    dump = dump_of(graph_of("joint", (None, before), ("shuffle", after)))
+    expect(
+        Inspection(dump).diff("joint", "shuffle"),
+        """\
+0/0 joint, after shuffle: 2 moved
+
+0/0 joint, after shuffle:
+> moved n5 to n6 (2 nodes): behind x (-4)""",
+    )
+
+
+def test_collectives_with_exposed_time_and_totals():
+    expect(
+        Inspection(small_dump()).collectives("forward"),
+        """\
+0/0 forward, after overlap
+node      kind        group      ranks  parameters      bytes    distance    compute between    time    exposed
+--------  ----------  -------  -------  ------------  -------  ----------  -----------------  ------  ---------
+gather_w  all_gather  0              2  w                32 B           0                  0   10 us      10 us
+gather_v  all_gather  0              2  v                32 B           1               8 us   10 us       2 us
+
+2 collectives, 64 B put in. Communication 20 us, compute 16 us; exposed 12 us, hidden 40%. By the target's model.""",
+    )
+
+
+def test_memory_before_and_after_each_pass():
+    shown = str(Inspection(small_dump()).memory("forward"))  # expecttest takes no bars
+    assert (
+        shown
+        == """\
+0/0 forward
+  step  after           peak    change  at node
+------  ------------  ------  --------  ---------
+     0  -              256 B         =  mm_1
+     1  bucket{mb=0}   256 B         =  mm_1
+     2  overlap        320 B    +25.0%  mm
+
+after overlap:
+   ▄▄▇█▅▇▂  320 B
+At the peak, 320 B are alive while mm runs.
+
+kind          bytes    share
+----------  -------  -------
+parameter     256 B      80%
+activation     64 B      20%
+
+allocated by    kind          bytes  parameters    needed until
+--------------  ----------  -------  ------------  --------------
+gather_w        parameter     128 B  w             mm
+gather_v        parameter     128 B  v             mm_1
+mm              activation     64 B                mm_1
+
+parameter      bytes
+-----------  -------
+w              128 B
+v              128 B"""
+    )
+
+
+# --- figures -----------------------------------------------------------------------------------------------------------------------
+def test_gather_beside_compute_is_exposed_for_what_compute_leaves():
+    late = Inspection(small_dump()).collectives_of("forward", 0)
+    early = Inspection(small_dump()).collectives_of("forward")
+    assert [(row.distance, row.compute_us, row.time_us, row.exposed_us) for row in late.rows] == [(0, 0, 10, 10), (0, 0, 10, 10)]
+    assert [(row.distance, row.compute_us, row.time_us, row.exposed_us) for row in early.rows] == [(0, 0, 10, 10), (1, 8, 10, 2)]
+    assert (late.schedule.total_us, early.schedule.total_us) == (36, 28)
+    assert early.schedule.hidden == pytest.approx(0.4)
+
+
+def test_collectives_share_one_stream():
+    # Both start at once; the second moves its bytes behind the first, so compute hides the first and a part of the second.
+    graph = Inspection(small_dump()).step_of("forward").snapshot
+    by = graph.by_name
+    order = ("x", "w_shard", "v_shard", "gather_w", "gather_v", "w", "mm", "v", "mm_1", "output")
+    plan = schedule(snapshot(*(by[name] for name in order)))
+    assert [(flight.start_us, flight.end_us, flight.exposed_us) for flight in plan.flights] == [(0, 10, 10), (10, 20, 2)]
+    assert plan.exposed_us == plan.total_us - plan.compute_us == 12
+
+
+def test_collective_that_waits_by_itself_is_exposed_as_a_whole():
+    op = node(1, "full", "zpasses.unshard.default", cost_us=5.0, stream="communication", collective=Collective("unshard", "0", 2, 8, 16))
+    (row,) = communication(snapshot(node(0, "x", "x", op="placeholder"), op)).rows
+    assert (row.exposed_us, row.wait, row.distance) == (5, "full", 0)
+
+
+def test_memory_at_a_node_and_at_the_peak():
+    inspection = Inspection(small_dump())
+    peak = inspection.memory_of("forward")
+    assert (peak.at.name, peak.nbytes, peak.peak_bytes) == ("mm", 320, 320)
+    assert peak.by_kind == {"parameter": 256, "activation": 64}
+    assert peak.by_parameter == {"w": 128, "v": 128}
+    assert [each.node for each in inspection.memory_of("forward", at="mm_1").alive] == ["gather_v", "mm", "mm_1"]
+
+
+def test_shared_buffer_counts_for_its_parameters_by_size():
+    graph = snapshot(node(0, "flat", buffers=(Buffer(120, 0, 0, "bucket", ("a", "b")),)), live=[120])
+    assert memory(graph).by_parameter == {"a": 60, "b": 60}
+    assert memory(graph, sizes={"a": 10, "b": 30}).by_parameter == {"b": 90, "a": 30}
+
+
+# --- selection ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("where", "names"),
+    [
+        (Where(collectives=True), ["gather_w", "w", "gather_v", "v"]),
+        (Where(params=("v*",)), ["v_shard", "gather_v", "v"]),
+        (Where(ops=("mm",)), ["mm", "mm_1"]),
+        (Where(names=("mm*", "x")), ["x", "mm", "mm_1"]),
+        (Where(collectives=True, params=("w",)), ["gather_w", "w"]),
+    ],
+)
+def test_listings_are_filtered(where, names):
+    shown = Inspection(small_dump()).show("forward", 0, where).data[0]["nodes"]
+    assert [each["name"] for each in shown] == names
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda it: it.show("foward"), "has no graph 'foward'. Did you mean \"forward\"?"),
+        (
+            lambda it: it.show("forward", "overlp"),
+            "no pass 'overlp' ran on graph 0/0 forward. Did you mean \"overlap\"? Known: bucket, overlap.",
+        ),
+        (lambda it: it.show("forward", 7), "has no step 7; expected 0 (before the first pass) to 2"),
+        (lambda it: it.memory("forward", at="mmm"), "has no node 'mmm'. Did you mean \"mm\"?"),
+        (lambda it: Inspection(it.dump, 3).show(), "holds nothing of rank 3, but of 0"),
+        (lambda it: Inspection(it.dump, None, "1/0").show(), "has no compile '1/0'. Did you mean \"0/0\"?"),
+    ],
+)
+def test_what_is_not_there_is_answered_with_what_is(ask, message):
+    with pytest.raises(NotInDumpError) as caught:
+        ask(Inspection(small_dump()))
+    assert message in str(caught.value)
+
+
+def test_steps_are_found_by_name_text_and_number():
+    inspection = Inspection(small_dump())
+    assert [inspection.step_of("forward", after).index for after in ("bucket", "bucket{mb=0}", "1", 1, None, "overlap")] == [
+        1,
+        1,
+        1,
+        1,
+        2,
+        2,
+    ]
+
+
+def test_long_lists_are_counted_unless_asked_for():
+    wide = node(0, "cat", "aten.cat.default", (tuple(range(40)),))
+    assert "cat = cat([0, 1, 2, 3, 4, ... 34 more, 39])" in listing(snapshot(wide))
+    assert "... " not in listing(snapshot(wide), most=None)
+
+
+def test_what_steers_a_terminal_is_spelled_out():
+    dump = dump_of(graph_of("joint", (None, snapshot(node(0, "evil\x1b[2J\u202e", "x", op="placeholder")))))
+    page = Inspection(dump).show("joint")
+    assert "evil\\x1b[2J\\u202e" in page.text()
+    for steering in ("\x1b[2J", "\u202e"):
+        assert steering not in page.text(color=True)
+
+
+def test_notebooks_show_pages_as_html_with_names_as_text():
+    hostile = "<script>alert(1)</script>"
+    dump = dump_of(graph_of("joint", (None, snapshot(node(0, hostile, hostile, op="placeholder"))), ("retag", snapshot(node(1, hostile)))))
+    inspection = Inspection(dump)
+    for view in (inspection, inspection.show(), inspection.diff(), inspection.memory("joint"), inspection.collectives("joint")):
+        assert "<script" not in view._repr_html_()
+    assert "&lt;script&gt;" in inspection.diff()._repr_html_()

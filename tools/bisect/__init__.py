@@ -1,0 +1,1 @@
+"""Find the pass that breaks a run."""

@@ -1,0 +1,184 @@
+"""Run a program again and again, with one pass more each time, until it goes wrong. Loads no torch; the program does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zpasses.errors import ZpassesError
+from zpasses.tools.bisect.compare import Journal, first_difference, read_journals
+
+__all__ = ["BisectError", "BisectReport", "BisectRequest", "TrialOutcome", "run_bisect"]
+
+_TAIL_LINES = 25
+
+
+class BisectError(ZpassesError):
+    """The program says nothing about passes: it compiles nothing with zpasses, fails without passes too, or is not repeatable."""
+
+
+@dataclass(frozen=True)
+class BisectRequest:
+    """What to run, and what counts as wrong."""
+
+    command: tuple[str, ...]
+    """A Python file with its arguments, or any command: ("torchrun", "--nproc-per-node", "2", "train.py")."""
+    tolerance: float = 1e-3
+    """How far what compiled calls return may lie from the unlowered run, relative to the norm of each tensor."""
+    calls: int = 32
+    """Compiled calls to compare, forwards and backwards of each rank counted together."""
+    timeout_s: float = 1800.0
+    """Of one run; one that takes longer went wrong."""
+    out: Path | None = None
+    """Folder for the log and the dump of every run; None keeps nothing."""
+
+
+@dataclass(frozen=True)
+class TrialOutcome:
+    """One run of the program."""
+
+    passes: int | None
+    """How many passes ran; None is all."""
+    failure: str | None
+    """Why it counts as wrong by itself: its exit status, or its time."""
+    seconds: float
+    journals: Mapping[str, Journal]
+    tail: str
+    """The end of what it printed."""
+
+
+@dataclass(frozen=True)
+class BisectReport:
+    """What was found."""
+
+    passes: tuple[str, ...]
+    """The passes in the order in which they run, as text; of several pipelines, each place with all of them."""
+    culprit: int | None
+    """Index of the first pass after which the run goes wrong; None if none does."""
+    reason: str
+    """What goes wrong then."""
+    tail: str = ""
+    """The end of what that run printed, if it failed."""
+    runs: int = 0
+
+
+def run_bisect(request: BisectRequest, say: Callable[[str], None] = lambda _: None) -> BisectReport:
+    """Find the first pass after which a program fails, or returns something else than without passes.
+
+    Args:
+        say: told of each run.
+
+    Raises:
+        BisectError: see there.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = request.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zpasses-bisect-")))
+        if request.out is not None:
+            _make(request.out)
+        return _Bisection(request, folder, say).run()
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise BisectError(f"{folder} is not empty; name a new folder with -o.")
+    except OSError as error:
+        raise BisectError(f"{folder} cannot be made: {error.strerror}; name another folder with -o.") from error
+
+
+class _Bisection:
+    def __init__(self, request: BisectRequest, folder: Path, say: Callable[[str], None]) -> None:
+        self._request, self._folder, self._say = request, folder, say
+        self._runs = 0
+
+    def run(self) -> BisectReport:
+        whole = self._try("all passes", None)
+        passes = _passes(whole.journals)
+        if not whole.journals:
+            why = f" It {whole.failure}:\n{whole.tail}" if whole.failure else ""
+            raise BisectError(f'the program compiled nothing with torch.compile(..., backend="zpasses").{why}')
+        reference = self._try("no passes", 0)
+        if reference.failure:
+            raise BisectError(f"the program {reference.failure} without any passes too, so no pass is to blame:\n{reference.tail}")
+        if self._wrong(whole, reference) is None:
+            return BisectReport(passes, None, "the run with all passes is as the one without", runs=self._runs)
+        again = self._try("no passes, again", 0)
+        unlike = again.failure or first_difference(reference.journals, again.journals, self._request.tolerance)
+        if unlike:
+            raise BisectError(
+                f"two runs without passes are not alike ({unlike}), so nothing can be compared. Seed all random numbers "
+                "(torch.manual_seed), or allow more with --tolerance."
+            )
+        for count in range(1, len(passes) + 1):
+            outcome = whole if count == len(passes) else self._try(f"and {passes[count - 1]}", count)
+            wrong = self._wrong(outcome, reference)
+            if wrong:
+                return BisectReport(passes, count - 1, wrong, outcome.tail if outcome.failure else "", self._runs)
+        raise AssertionError("the last of the runs is the one with all passes, which went wrong")
+
+    def _wrong(self, outcome: TrialOutcome, reference: TrialOutcome) -> str | None:
+        if outcome.failure:
+            return f"the program {outcome.failure}"
+        return first_difference(reference.journals, outcome.journals, self._request.tolerance)
+
+    def _try(self, what: str, passes: int | None) -> TrialOutcome:
+        self._runs += 1
+        folder = self._folder / f"{self._runs:02d}-{'all' if passes is None else passes}-passes"
+        folder.mkdir()
+        self._say(f"run {self._runs}: {what}")
+        environment = {**os.environ, "ZPASSES_BISECT": json.dumps({"passes": passes, "folder": str(folder), "calls": self._request.calls})}
+        if self._request.out is not None:
+            environment["ZPASSES_DUMP"] = str(folder / "dump")
+        started = time.monotonic()
+        failure, tail = _execute(_command(self._request.command), environment, folder / "log.txt", self._request.timeout_s)
+        seconds = time.monotonic() - started
+        self._say(f"       {failure or 'ended well'}, {seconds:.0f} s")
+        return TrialOutcome(passes, failure, seconds, read_journals(folder), tail)
+
+
+def _passes(journals: Mapping[str, Journal]) -> tuple[str, ...]:
+    pipelines = list(dict.fromkeys(pipeline for journal in journals.values() for pipeline in journal.pipelines.values()))
+    longest = max(map(len, pipelines), default=0)
+    return tuple(" / ".join(dict.fromkeys(each[at] for each in pipelines if at < len(each))) for at in range(longest))
+
+
+def _command(command: Sequence[str]) -> list[str]:
+    if command[0].endswith(".py"):
+        return [sys.executable, *command]
+    if command[0] == "torchrun":  # of this environment, which need not be on PATH
+        return [sys.executable, "-m", "torch.distributed.run", *command[1:]]
+    return list(command)
+
+
+def _execute(command: list[str], environment: Mapping[str, str], log: Path, timeout_s: float) -> tuple[str | None, str]:
+    """(what went wrong, the end of the output)."""
+    with log.open("wb") as output:
+        try:
+            process = subprocess.Popen(
+                command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        except OSError as error:
+            raise BisectError(
+                f"{command[0]} cannot be run: {error.strerror}; give a Python file, or a command, with its arguments."
+            ) from error
+        try:
+            status = process.wait(timeout_s)
+            failure = None if status == 0 else f"ended with status {status}" if status > 0 else f"died of {signal.Signals(-status).name}"
+        except subprocess.TimeoutExpired:
+            failure = f"did not end within {timeout_s:g} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # the ranks that it started, too
+            process.wait()
+    lines = log.read_text(errors="replace").splitlines()
+    return failure, "\n".join(lines[-_TAIL_LINES:])

@@ -1,0 +1,204 @@
+"""Build, shard, compile and "run" a model on fake tensors in a fake process group: nothing is allocated, computed or communicated.
+
+A capture names a function, `MODULE:FUNCTION` or `FILE.py:FUNCTION`. It is called on fake tensors, as one rank of the fake process group,
+and returns `(model, inputs)` or `(model, inputs, loss)`:
+
+    model    an nn.Module. It is sharded over all ranks unless it has DTensor parameters already.
+    inputs   a tensor, a tuple of positional arguments, or a dict of keyword arguments
+    loss     called with what the model returns, gives the scalar to differentiate. Without it, the result's `loss` is taken if it has one,
+             else the sum of all its differentiable tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+import zpasses
+from zpasses import compat
+from zpasses.errors import OptionError, ZpassesError, nearest
+from zpasses.testing.worlds import fake_world
+
+__all__ = ["CaptureError", "CaptureReport", "CaptureRequest", "load", "run_capture"]
+
+
+class CaptureError(ZpassesError):
+    """The function cannot be found, or does not return what a capture needs, or the model cannot be captured."""
+
+
+@dataclass(frozen=True)
+class CaptureRequest:
+    """What to capture, for whom."""
+
+    function: str
+    """`MODULE:FUNCTION` or `FILE.py:FUNCTION`."""
+    out: Path
+    """The dump's folder."""
+    world: int = 8
+    """Ranks of the fake process group."""
+    ranks: tuple[int, ...] = (0,)
+    """As which of them to capture, one after the other."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function."""
+    train: bool = True
+    """Forward and backward; False captures a call without gradients."""
+    shard: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of zpasses.shard: param_dtype, reduce_dtype."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the backend: zero_stage, pipeline, target, ..."""
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """What a capture took."""
+
+    seconds: Mapping[str, float]
+    """build, shard, step (Dynamo, tracing, passes, checks, dump), of all ranks together."""
+    peak_rss_bytes: int
+    """Of this process, from its start."""
+
+
+def run_capture(request: CaptureRequest) -> CaptureReport:
+    """Capture, run the passes, and dump.
+
+    Raises:
+        CaptureError: see there; the exception of the function or of torch is its cause.
+        OptionError: for options that the backend does not know.
+        PassError: when a pass fails; the graph before it is in the dump.
+        DumpError: when the folder cannot take a dump.
+    """
+    if not all(0 <= rank < request.world for rank in request.ranks):
+        raise OptionError(f"capture: ranks {request.ranks} of a world of {request.world}; expected numbers from 0 to {request.world - 1}.")
+    function = load(request.function)
+    _check_arguments(request.function, function, request.arguments)
+    options = {"codegen": "eager", "agreement": False, **request.options, "dump": request.out, "dump_ranks": "all"}
+    zpasses.Options.parse(options)
+    seconds = dict.fromkeys(("build", "shard", "step"), 0.0)
+    for rank in request.ranks:
+        _capture_rank(request, function, rank, options, seconds)
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return CaptureReport(seconds, usage * (1 if sys.platform == "darwin" else 1024))
+
+
+def load(name: str) -> Callable[..., Any]:
+    """The function that `MODULE:FUNCTION` or `FILE.py:FUNCTION` names.
+
+    Raises:
+        CaptureError: where there is none.
+    """
+    place, colon, attribute = name.rpartition(":")
+    if not colon or not place or not attribute.isidentifier():
+        raise CaptureError(f"{name!r} names no function; expected MODULE:FUNCTION or FILE.py:FUNCTION, as in train.model:build.")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
+    try:
+        module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"{place} cannot be imported: {type(error).__name__}: {error}. Run where it can be.") from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+        raise CaptureError(f"{place} has no function {attribute!r}.{nearest(attribute, functions)}")
+    return found  # type: ignore[no-any-return]
+
+
+def _module_of_file(path: Path) -> Any:
+    if not path.is_file():
+        raise CaptureError(f"there is no file {path}; expected MODULE:FUNCTION or FILE.py:FUNCTION.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and torch look modules up
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check_arguments(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise CaptureError(f"{name}{inspect.signature(function)}: {error}. Give arguments as --arg NAME=VALUE.") from error
+
+
+def _capture_rank(
+    request: CaptureRequest, function: Callable[..., Any], rank: int, options: Mapping[str, Any], seconds: dict[str, float]
+) -> None:
+    torch._dynamo.reset()
+    with fake_world(request.world, rank) as mesh, compat.FakeTensorMode(allow_non_fake_inputs=True):
+        with _timed(seconds, "build"):
+            try:
+                made = function(**request.arguments)
+            except Exception as error:
+                raise CaptureError(f"{request.function} raised {type(error).__name__}: {error}") from error
+            model, inputs, loss = _unpacked(request.function, made)
+        with _timed(seconds, "shard"):
+            if not any(isinstance(param, DTensor) for param in model.parameters()):
+                zpasses.shard(model, mesh=mesh, **request.shard)
+        with _timed(seconds, "step"), torch.set_grad_enabled(request.train):
+            compiled = torch.compile(model, backend="zpasses", options=dict(options))
+            try:
+                _step(compiled, inputs, loss if request.train else None, request.train)
+            except Exception as error:
+                raise _explained(error) from error
+    torch._dynamo.reset()
+
+
+def _unpacked(name: str, made: Any) -> tuple[nn.Module, Any, Callable[[Any], Any] | None]:
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+        what = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+        raise CaptureError(f"{name} returned {what}; expected (model, inputs) or (model, inputs, loss), model an nn.Module.")
+    model, inputs, *loss = made
+    if not isinstance(inputs, (Tensor, tuple, list, dict)):
+        raise CaptureError(f"{name} returned inputs of type {type(inputs).__name__}; expected a tensor, a tuple, or a dict of keywords.")
+    return model, inputs, loss[0] if loss else None
+
+
+def _step(compiled: Any, inputs: Any, loss: Callable[[Any], Any] | None, train: bool) -> None:
+    if isinstance(inputs, dict):
+        result = compiled(**inputs)
+    else:
+        result = compiled(*([inputs] if isinstance(inputs, Tensor) else inputs))
+    if not train:
+        return
+    scalar = loss(result) if loss is not None else getattr(result, "loss", None)
+    ends = (
+        [scalar] if scalar is not None else [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    )
+    if not ends or not all(isinstance(end, Tensor) and end.requires_grad for end in ends):
+        raise CaptureError("nothing that the model returned has a gradient; return a loss function as third value, or use --no-train.")
+    torch.autograd.backward([end.sum() for end in ends])
+
+
+def _explained(error: Exception) -> Exception:
+    inner = compat.wrapped_error(error) or error
+    if isinstance(inner, (ZpassesError, OptionError)):
+        return inner if isinstance(inner, Exception) else error
+    return CaptureError(f"the step failed on fake tensors: {type(inner).__name__}: {inner}")
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Any:
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] += time.perf_counter() - started

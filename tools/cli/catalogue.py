@@ -1,0 +1,153 @@
+"""The catalogue of passes as pages. This needs torch, because passes are made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import textwrap
+from typing import Any
+
+from zpasses.errors import OptionError, nearest
+from zpasses.fields import describe, field_types, format_value
+from zpasses.inspect.view import Code, Table, View, table
+from zpasses.pipeline import Level, Pass, Pipeline, catalogue
+
+__all__ = ["all_passes_view", "pass_view"]
+
+_EXAMPLES = {"bucket": "bucket{memory_budget=1MiB}", "keep-params": "keep-params", "merge-reads": "merge-reads"}
+"""Passes of the small example that want other options than in the named pipelines, to have something to show."""
+
+
+def all_passes_view() -> View:
+    """Every installed pass, and the named pipelines."""
+    known = catalogue()
+    rows, data = [], []
+    for name, entry in known.items():
+        if isinstance(entry, type):
+            options = _options(entry)
+            shown = ", ".join(f"{option['name']}={option['default']}" for option in options)
+            rows.append((name, entry.level.value, _first_sentence(entry), textwrap.fill(shown, 60)))
+            data.append({"name": name, "level": entry.level.value, "summary": _first_sentence(entry), "options": options})
+    pipelines = [(name, str(entry)) for name, entry in known.items() if isinstance(entry, Pipeline)]
+    parts = (
+        table(("pass", "level", "what it does", "options"), rows),
+        table(("pipeline", "passes"), pipelines),
+        "zpasses passes NAME shows a pass with the graph before and after.",
+    )
+    return View("", parts, {"passes": data, "pipelines": dict(pipelines)})
+
+
+def pass_view(name: str) -> View:
+    """One pass: what it does, its options, and a small graph before and after it.
+
+    Raises:
+        OptionError: for a name that is not known.
+    """
+    entry = catalogue().get(name)
+    if entry is None:
+        raise OptionError(f"no pass is called {name!r}.{nearest(name, catalogue())}")
+    if isinstance(entry, Pipeline):
+        passes = [str(each) for each in entry]
+        return View(name, (f"A named pipeline: {entry}",), {"name": name, "passes": passes})
+    options = _options(entry)
+    document = inspect.getdoc(inspect.getmodule(entry)) or inspect.getdoc(entry) or ""
+    parts: list[Table | Code | str] = [document]
+    if options:
+        rows = [(option["name"], option["type"], option["default"], textwrap.fill(option["doc"], 80)) for option in options]
+        parts.append(table(("option", "type", "default", ""), rows))
+    example = _example(name, entry)
+    for title, before, after in example:
+        parts += [Code((f"# {title}, before", *before.splitlines())), Code((f"# {title}, after", *after.splitlines()))]
+    shown = [{"graph": title, "before": before, "after": after} for title, before, after in example]
+    data = {"name": name, "level": entry.level.value, "document": document, "options": options, "example": shown}
+    return View(f"{name} ({entry.level.value})", tuple(parts), data)
+
+
+def _first_sentence(entry: type[Pass]) -> str:
+    return (inspect.getdoc(entry) or "").partition("\n")[0].rstrip(".")
+
+
+def _options(entry: type[Pass]) -> list[dict[str, Any]]:
+    """Name, type, default and documentation of each option of a pass."""
+    docs = _field_docs(entry)
+    kinds = field_types(entry)
+    fields = [field for field in dataclasses.fields(entry) if field.init]  # type: ignore[arg-type]
+    return [
+        {
+            "name": field.name,
+            "type": describe(kinds[field.name]),
+            "default": "(required)" if field.default is dataclasses.MISSING else format_value(field.default),
+            "doc": docs.get(field.name, ""),
+        }
+        for field in fields
+    ]
+
+
+def _field_docs(entry: type[Pass]) -> dict[str, str]:
+    """Field -> the text that stands under it; empty where there is no source."""
+    import ast
+
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(entry))).body[0]
+    except (OSError, SyntaxError):
+        return {}
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            target = field.target
+            if isinstance(target, ast.Name) and isinstance(text.value.value, str):
+                found[target.id] = " ".join(text.value.value.split())
+    return found
+
+
+# --- the example -------------------------------------------------------------------------------------------------------------------
+def _example(name: str, entry: type[Pass]) -> list[tuple[str, str, str]]:
+    """(graph, listing before, listing after) for the graphs of a small model on two ranks that the pass changes."""
+    from zpasses.testing import listing
+
+    pipeline = _pipeline_to(name)
+    if pipeline is None:
+        return []
+    records, after = _captured(pipeline)
+    _, before = _captured(pipeline[:-1])
+    kinds = [kind for kind in _kinds(entry.level) if kind in after and listing(after[kind]) != listing(before[kind])]
+    return [(f"{kind} graph of the example", listing(before[kind]), listing(after[kind])) for kind in kinds] if records else []
+
+
+def _kinds(level: Level) -> tuple[str, ...]:
+    both = ("forward", "backward")
+    return both if level is Level.PARTITIONED else (level.value,)
+
+
+def _pipeline_to(name: str) -> list[Pass] | None:
+    """The first named pipeline that has the pass, up to it; None if none has."""
+    for pipeline in ("zero3", "zero2"):
+        passes = list(Pipeline.parse(pipeline))
+        at = next((at for at, each in enumerate(passes) if each.name == name), None)
+        if at is not None:
+            return [*passes[:at], *Pipeline.parse(_EXAMPLES.get(name, str(passes[at])))]
+    return None
+
+
+def _captured(passes: list[Pass]) -> tuple[int, dict[str, Any]]:
+    """Changes of the last pass, and the graphs after all of them."""
+    import torch
+    from torch import nn
+
+    from zpasses.testing import capture_graphs
+
+    class Example(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):  # so that there are reads to merge
+                x = self.down(self.up(x).relu())
+            return x
+
+    step = capture_graphs(Example(), (torch.ones(2, 4),), world_size=2, pipeline=Pipeline(tuple(passes)))
+    graphs = {kind: getattr(step.after, kind) for kind in ("captured", "joint", "forward", "backward")}
+    changes = sum(record.changes for record in step.records if passes and record.name == passes[-1].name)
+    return changes, {kind: graph for kind, graph in graphs.items() if graph is not None}

@@ -1,0 +1,6 @@
+"""`python -m zpasses` is the command line, `zpasses`."""
+
+from zpasses.tools.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Dumps of what passes did to graphs: the format, and reading it. Importing this loads no torch."""
+
+from zpasses.dumps.errors import DamagedDumpError, DumpError, DumpPathError, DumpTooLargeError, NewerDumpError, NotADumpError
+from zpasses.dumps.files import Limits
+from zpasses.dumps.format import VERSION, Compile, Dump, Graph, Node, Rank, Snapshot, Step
+from zpasses.dumps.reader import read
+
+__all__ = [
+    "VERSION",
+    "Compile",
+    "DamagedDumpError",
+    "Dump",
+    "DumpError",
+    "DumpPathError",
+    "DumpTooLargeError",
+    "Graph",
+    "Limits",
+    "NewerDumpError",
+    "Node",
+    "NotADumpError",
+    "Rank",
+    "Snapshot",
+    "Step",
+    "read",
+]

@@ -1,0 +1,257 @@
+"""Graphs as snapshots: what torch knows of each node, and what the models of memory and cost say of it, as plain data."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zpasses import compat
+from zpasses.cost import collective_us, compute_us
+from zpasses.dumps import format as data
+from zpasses.dumps.sources import SourceTable
+from zpasses.graph import collective_of, is_wait, nbytes, value_of
+from zpasses.memory import Buffer as Memory
+from zpasses.memory import Liveness, liveness
+from zpasses.ops import UNSHARD
+from zpasses.tags import GATHER_ROLES, REDUCE_ROLES, Tag, tag_of
+from zpasses.target import Target
+
+__all__ = ["Describer", "Trace", "counts", "plain"]
+
+_LONGEST = 400
+"""Characters of an argument that has no word in JSON."""
+
+
+class Describer:
+    """Describes the graphs of one compile. Nodes are numbered: a node keeps its number through all passes of its graph, and one that
+    another graph took over by name has it there too."""
+
+    def __init__(self, target: Target) -> None:
+        self.target, self.sources = target, SourceTable()
+        self._next = 0
+        self._numbers: dict[str, dict[str, int]] = {}
+        self._group_sizes: dict[str, int] = {}
+
+    def trace(self, graph: str, parent: str | None = None, *, modelled: bool = True) -> Trace:
+        """Start (or go on) describing a graph.
+
+        Args:
+            graph: its name.
+            parent: the graph that it was made from; the graph itself, if it was described before.
+            modelled: whether the models of memory and cost know its ops: they know aten, and not what Dynamo captures.
+        """
+        return Trace(self, graph, self._numbers.get(graph) or self._numbers.get(parent or "", {}), modelled)
+
+    def number(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def remember(self, graph: str, numbers: dict[str, int]) -> None:
+        self._numbers[graph] = numbers
+
+    def group_size(self, name: str) -> int:
+        if name not in self._group_sizes:
+            try:
+                self._group_sizes[name] = len(compat.group_ranks(name))
+            except (RuntimeError, ValueError, KeyError):  # of a process group that is not here
+                self._group_sizes[name] = 1
+        return self._group_sizes[name]
+
+
+class Trace:
+    """One graph while passes run on it."""
+
+    def __init__(self, describer: Describer, graph: str, inherited: Mapping[str, int], modelled: bool) -> None:
+        self._describer, self._graph, self._inherited, self._modelled = describer, graph, inherited, modelled
+        self._numbers: dict[fx.Node, int] = {}
+        self._known: dict[fx.Node, tuple[tuple[Any, ...], data.Node]] = {}
+
+    def snapshot(self, graph: fx.Graph, number: int) -> data.Snapshot:
+        """The graph as it is now."""
+        nodes = tuple(graph.nodes)
+        taken = set(self._numbers.values())
+        for node in nodes:
+            if node not in self._numbers:
+                inherited = None if self._known else self._inherited.get(node.name)
+                fresh = self._describer.number() if inherited is None or inherited in taken else inherited
+                self._numbers[node] = fresh
+        self._describer.remember(self._graph, {node.name: self._numbers[node] for node in nodes})
+        memory = liveness(graph) if self._modelled else Liveness(nodes, (0,) * len(nodes), ())
+        buffers = self._buffers(nodes, memory)
+        described = tuple(self._node(node, buffers.get(node, ())) for node in nodes)
+        return data.Snapshot(number, described, memory.live_bytes)
+
+    # --- memory ---------------------------------------------------------------------------------------------------------------------
+    def _buffers(self, nodes: tuple[fx.Node, ...], memory: Liveness) -> dict[fx.Node, tuple[data.Buffer, ...]]:
+        gradients = _gradients(nodes)
+        found: dict[fx.Node, list[data.Buffer]] = {}
+        for each in memory.buffers:
+            kind, params = _kind(each, gradients)
+            buffer = data.Buffer(each.nbytes, self._numbers[nodes[each.first]], self._numbers[nodes[each.last]], kind, params)
+            found.setdefault(each.node, []).append(buffer)
+        return {node: tuple(buffers) for node, buffers in found.items()}
+
+    # --- nodes ----------------------------------------------------------------------------------------------------------------------
+    def _node(self, node: fx.Node, buffers: tuple[data.Buffer, ...]) -> data.Node:
+        value, tag = value_of(node), tag_of(node)
+        waits = tuple(self._numbers[each] for each in _waits(node)) if _may_communicate(node) else ()
+        key = (node.name, node.op, node.target, node.args, node.kwargs, id(value), tag, waits, buffers)
+        known = self._known.get(node)
+        if known is not None and known[0] == key:
+            return known[1]
+        args = tuple(self._argument(item) for item in node.args)
+        kwargs = {str(name): self._argument(item) for name, item in node.kwargs.items()}
+        collective = None
+        communicates = collective_of(node) if _may_communicate(node) else None
+        if communicates is not None:
+            ranks = self._describer.group_size(communicates.group)
+            gathers = "gather" in communicates.op or node.target is UNSHARD
+            full = nbytes(value) if gathers else communicates.nbytes
+            put_in = communicates.nbytes if node.target is not UNSHARD else nbytes([value_of(item) for item in node.all_input_nodes])
+            route = "coalesced" if "coalesced" in communicates.op else "flat" if tag is not None and tag.bucket is not None else ""
+            verdict = tag.note if tag is not None else ""
+            collective = data.Collective(communicates.op, communicates.group, ranks, put_in, full, waits, route, verdict)
+        cost_us, stream = self._cost(node, collective)
+        described = data.Node(
+            id=self._numbers[node],
+            name=node.name,
+            op=node.op,
+            target=target_text(node.target),
+            args=args,
+            kwargs=kwargs,
+            vals=_values(value),
+            params=tag.params if tag is not None else (),
+            tag=_tag(tag),
+            source=self._describer.sources.of(node),
+            buffers=buffers,
+            cost_us=cost_us,
+            stream=stream,
+            collective=collective,
+            inputs=tuple(dict.fromkeys(id for item in (*args, *kwargs.values()) for id in data.references(item))),
+        )
+        self._known[node] = (key, described)
+        return described
+
+    def _cost(self, node: fx.Node, collective: data.Collective | None) -> tuple[float, str | None]:
+        if not self._modelled:
+            return 0.0, None
+        target = self._describer.target
+        if collective is not None:
+            return round(collective_us(collective.kind, collective.full_bytes, collective.ranks, target), 3), "communication"
+        cost_us = round(compute_us(node, target), 3)
+        return cost_us, "compute" if cost_us else None
+
+    def _argument(self, value: Any) -> data.Argument:
+        if isinstance(value, fx.Node):
+            # A pass that failed may have left a node that reads what it erased.
+            return data.Ref(self._numbers[value]) if value in self._numbers and not value._erased else data.Text(f"erased {value.name}")
+        if isinstance(value, (list, tuple)):
+            return tuple(self._argument(item) for item in value)
+        if isinstance(value, Mapping):
+            return {str(key): self._argument(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return {"start": self._argument(value.start), "stop": self._argument(value.stop), "step": self._argument(value.step)}
+        return plain(value)
+
+
+def plain(value: Any) -> bool | int | float | str | data.Text | None:
+    """A value that JSON has a word for as it is, any other as text."""
+    if value is None or type(value) in (bool, str):
+        return value  # type: ignore[no-any-return]
+    if type(value) is int and abs(value) < 1 << 62:
+        return value
+    if type(value) is float and math.isfinite(value):
+        return value
+    if hasattr(value, "group_name") and not isinstance(value, type):
+        return compat.group_name(value)
+    text = repr(value) if not isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)) else str(value)
+    return data.Text(text if len(text) <= _LONGEST else text[:_LONGEST] + "...")
+
+
+def counts(nodes: int, collectives: int, put_in_bytes: int) -> dict[str, int]:
+    return {"nodes": nodes, "collectives": collectives, "bytes": put_in_bytes}
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def target_text(target: Any) -> str:
+    """What a node calls: "aten.mm.default", "operator.getitem", the name of an input."""
+    if isinstance(target, (str, torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)):
+        return str(target)
+    module = str(getattr(target, "__module__", "") or "").removeprefix("_").replace("torch._C.", "torch.")
+    name = str(getattr(target, "__qualname__", getattr(target, "__name__", repr(target))))
+    return f"{module}.{name}" if module else name
+
+
+def _may_communicate(node: fx.Node) -> bool:
+    """A cheap answer, "no" where `collective_of` is sure to say none."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "aten"
+
+
+def _values(value: Any) -> tuple[data.Value, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (list, tuple)):
+        return tuple(each for item in value for each in _values(item))
+    if not isinstance(value, Tensor):
+        return (data.Value((), type(value).__name__, "", 0),)
+    shape = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
+    return (data.Value(shape, str(value.dtype).removeprefix("torch."), str(value.device), nbytes(value)),)
+
+
+def _tag(tag: Tag | None) -> data.Tag | None:
+    if tag is None:
+        return None
+    return data.Tag(tag.role, tag.params, tag.nbytes, tag.bucket, tag.origin, tag.retained, tag.deferrable, tag.note)
+
+
+def _waits(node: fx.Node) -> list[fx.Node]:
+    found = [user for user in node.users if is_wait(user)]
+    for part in node.users:
+        if part.target is operator.getitem:
+            found += [user for user in part.users if is_wait(user)]
+    return found
+
+
+# --- what memory is for ------------------------------------------------------------------------------------------------------------
+def _gradients(nodes: tuple[fx.Node, ...]) -> dict[fx.Node, tuple[str, ...]]:
+    """Nodes that make a full gradient, which is what is reduced later -> the parameters."""
+    found: dict[fx.Node, tuple[str, ...]] = {}
+    for node in nodes:
+        tag = tag_of(node)
+        if tag is None or tag.role not in ("reduce_input", "reduce", "flat"):
+            continue
+        for item in node.all_input_nodes:
+            source = item
+            while source.op == "call_function" and _is_view(source) and source.all_input_nodes:
+                source = source.all_input_nodes[0]
+            if tag_of(source) is None and source.op == "call_function":
+                found.setdefault(source, tag.params if tag.role != "flat" and len(node.all_input_nodes) == 1 else ())
+    return found
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and (node.target.is_view or node.target is torch.ops.aten._unsafe_view.default)
+
+
+def _kind(buffer: Memory, gradients: Mapping[fx.Node, tuple[str, ...]]) -> tuple[str, tuple[str, ...]]:
+    tag = tag_of(buffer.node)
+    if buffer.scratch:
+        return "scratch", tag.params if tag is not None else ()
+    if tag is not None and (tag.role == "flat" or (tag.bucket is not None and len(tag.params) > 1)):
+        return "bucket", tag.params
+    if tag is not None and (tag.role in GATHER_ROLES or tag.role == "shard"):
+        return "parameter", tag.params
+    if tag is not None and tag.role in REDUCE_ROLES:
+        return "gradient", tag.params
+    if buffer.node in gradients:
+        return "gradient", gradients[buffer.node]
+    value = value_of(buffer.node)
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    floating = isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex())
+    return "activation" if floating else "other", ()

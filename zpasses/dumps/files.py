@@ -1,0 +1,258 @@
+"""Reading a stranger's files: plain files below one folder, within limits, as JSON of known types.
+
+Names of files come out of directory listings that match a pattern, never out of a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from zpasses.dumps.errors import DamagedDumpError, DumpPathError, DumpTooLargeError
+
+__all__ = ["Limits", "Record", "lines", "listing", "parse", "whole"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a reader takes at most. The defaults hold for graphs of some hundred thousand nodes."""
+
+    file_bytes: int = 512 << 20
+    line_bytes: int = 32 << 20
+    nodes: int = 1_000_000
+    """Of one graph."""
+    depth: int = 64
+    """Of lists and objects inside each other."""
+    entries: int = 100_000
+    """Files of a folder, records of a file of events."""
+
+
+def listing(folder: Path, limits: Limits) -> list[str]:
+    """Names in a folder, sorted.
+
+    Raises:
+        DumpPathError: when it is a link, or no folder.
+        DumpTooLargeError: when it has too many entries.
+    """
+    try:
+        status = os.lstat(folder)
+    except OSError as error:
+        raise DamagedDumpError(f"{folder}: cannot be read: {error.strerror or error}.") from error
+    if not stat.S_ISDIR(status.st_mode):
+        raise DumpPathError(f"{folder} is {_kind(status.st_mode)}; a dump has a folder there. Nothing behind it was read.")
+    names: list[str] = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                names.append(entry.name)
+                if len(names) > limits.entries:
+                    raise DumpTooLargeError(f"{folder} has more than {limits.entries} entries; Limits(entries=...) allows more.")
+    except OSError as error:
+        raise DamagedDumpError(f"{folder}: cannot be read: {error.strerror or error}.") from error
+    return sorted(names)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, limits: Limits) -> Iterator[Any]:
+    """A plain file, opened so that neither a link is followed nor a pipe waited for."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    try:
+        before = os.lstat(path)
+        if not stat.S_ISREG(before.st_mode):
+            raise DumpPathError(f"{path} is {_kind(before.st_mode)}; a dump has plain files only. Nothing behind it was read.")
+        handle = os.open(path, flags)
+    except FileNotFoundError as error:
+        raise DamagedDumpError(f"{path} is missing: the dump was cut off, or copied in part. Copy the whole folder.") from error
+    except OSError as error:
+        raise DumpPathError(f"{path}: cannot be opened: {error.strerror or error}.") from error
+    with os.fdopen(handle, "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise DumpPathError(f"{path} is {_kind(status.st_mode)}; a dump has plain files only.")
+        if status.st_size > limits.file_bytes:
+            raise DumpTooLargeError(
+                f"{path} has {status.st_size} bytes, more than {limits.file_bytes}; Limits(file_bytes=...) allows more."
+            )
+        yield file
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISLNK(mode):
+        return "a symbolic link"
+    if stat.S_ISDIR(mode):
+        return "a folder"
+    return "a file" if stat.S_ISREG(mode) else "a device, pipe or socket"
+
+
+def whole(path: Path, limits: Limits) -> str:
+    """The text of one file."""
+    with _opened(path, limits) as file:
+        data = file.read(limits.file_bytes + 1)
+    if len(data) > limits.file_bytes:
+        raise DumpTooLargeError(f"{path} has more than {limits.file_bytes} bytes; Limits(file_bytes=...) allows more.")
+    return _text(data, path, 0)
+
+
+def lines(path: Path, limits: Limits) -> Iterator[tuple[int, str]]:
+    """(number, text) of the lines of one file; each must end, since a file that was cut off ends in the middle of one."""
+    left = limits.file_bytes
+    with _opened(path, limits) as file:
+        number = 0
+        while data := file.readline(limits.line_bytes + 1):
+            number += 1
+            left -= len(data)
+            if len(data) > limits.line_bytes or left < 0:
+                raise DumpTooLargeError(
+                    f"{path}, line {number}: has more than {limits.line_bytes} bytes, or the file {limits.file_bytes}; see Limits."
+                )
+            if not data.endswith(b"\n"):
+                raise DamagedDumpError(f"{path}, line {number}: ends in the middle: the file was cut off. Copy or dump it again.")
+            yield number, _text(data, path, number)
+
+
+def _text(data: bytes, path: Path, number: int) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DamagedDumpError(f"{path}{f', line {number}' if number else ''}: is not UTF-8 text ({error.reason}).") from error
+
+
+def parse(text: str, where: str, limits: Limits) -> Record:
+    """A JSON object."""
+    try:
+        loaded = json.loads(text, parse_constant=_no_constant)
+        if "\\ud" in text.lower():
+            json.dumps(loaded, ensure_ascii=False).encode()  # half a surrogate pair is no text, and cannot be printed
+    except (ValueError, RecursionError) as error:
+        raise DamagedDumpError(f"{where}: is not JSON ({str(error) or type(error).__name__}). Dump or copy it again.") from error
+    _check_depth(loaded, where, limits.depth)
+    if not isinstance(loaded, dict):
+        raise DamagedDumpError(f"{where}: is {_name(loaded)}; expected an object.")
+    return Record(loaded, where)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _check_depth(value: Any, where: str, left: int) -> None:
+    level = [value]
+    while level:
+        if left < 0:
+            raise DumpTooLargeError(f"{where}: lists and objects lie deeper inside each other than Limits(depth=...) allows.")
+        inner = []
+        for item in level:
+            if isinstance(item, dict):
+                inner += [each for each in item.values() if isinstance(each, (dict, list))]
+            elif isinstance(item, list):
+                inner += [each for each in item if isinstance(each, (dict, list))]
+        level, left = inner, left - 1
+
+
+def _name(value: Any) -> str:
+    return {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}.get(
+        type(value), "null"
+    )
+
+
+_REQUIRED: Any = object()
+_MOST = 1 << 63
+
+
+@dataclass(frozen=True)
+class Record:
+    """A JSON object whose fields are read as what they should be; unknown ones are left alone."""
+
+    data: Mapping[str, Any]
+    where: str
+
+    def fail(self, key: str, expected: str) -> DamagedDumpError:
+        given = repr(self.data[key])[:80] if key in self.data else "nothing"
+        return DamagedDumpError(f"{self.where}: {key!r} is {given}; expected {expected}.")
+
+    def text(self, key: str, default: str = _REQUIRED) -> str:
+        value = self.data.get(key, default)
+        if not isinstance(value, str):
+            raise self.fail(key, "text")
+        return value
+
+    def optional_text(self, key: str) -> str | None:
+        return None if self.data.get(key) is None else self.text(key)
+
+    def integer(self, key: str, default: int = _REQUIRED) -> int:
+        """Not negative."""
+        value = self.data.get(key, default)
+        if type(value) is not int or not 0 <= value < _MOST:
+            raise self.fail(key, "an integer >= 0")
+        return value
+
+    def optional_integer(self, key: str) -> int | None:
+        return None if self.data.get(key) is None else self.integer(key)
+
+    def number(self, key: str, default: float = _REQUIRED) -> float:
+        """Not negative, finite."""
+        value = self.data.get(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value < _MOST:
+            raise self.fail(key, "a number >= 0")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self.data.get(key, False)
+        if type(value) is not bool:
+            raise self.fail(key, "true or false")
+        return value
+
+    def items(self, key: str) -> list[Any]:
+        """A list; an absent one is empty."""
+        value = self.data.get(key, [])
+        if not isinstance(value, list):
+            raise self.fail(key, "a list")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        value = self.items(key)
+        if not all(isinstance(item, str) for item in value):
+            raise self.fail(key, "a list of texts")
+        return tuple(value)
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        value = self.items(key)
+        if not all(type(item) is int and 0 <= item < _MOST for item in value):
+            raise self.fail(key, "a list of integers >= 0")
+        return tuple(value)
+
+    def sizes(self, key: str) -> tuple[int | str, ...]:
+        value = self.items(key)
+        if not all((type(item) is int and abs(item) < _MOST) or isinstance(item, str) for item in value):
+            raise self.fail(key, "a list of sizes: integers or texts")
+        return tuple(value)
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """An object; an absent one is empty."""
+        value = self.data.get(key, {})
+        if not isinstance(value, dict):
+            raise self.fail(key, "an object")
+        return value
+
+    def record(self, key: str) -> Record:
+        if not isinstance(self.data.get(key), dict):
+            raise self.fail(key, "an object")
+        return Record(self.data[key], f"{self.where}, {key!r}")
+
+    def optional_record(self, key: str) -> Record | None:
+        return None if self.data.get(key) is None else self.record(key)
+
+    def records(self, key: str) -> list[Record]:
+        value = self.items(key)
+        if not all(isinstance(item, dict) for item in value):
+            raise self.fail(key, "a list of objects")
+        return [Record(item, f"{self.where}, {key!r}") for item in value]

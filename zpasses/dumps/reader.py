@@ -1,0 +1,257 @@
+"""Read a dump: a folder that may come from a stranger. Whatever is wrong with it becomes a DumpError, and nothing outside is touched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from zpasses.dumps.errors import DamagedDumpError, DumpTooLargeError, NewerDumpError, NotADumpError
+from zpasses.dumps.files import Limits, Record, lines, listing, parse, whole
+from zpasses.dumps.format import (
+    FORMAT,
+    VERSION,
+    Agreement,
+    Compile,
+    CompileInfo,
+    Counts,
+    Dump,
+    Event,
+    Failure,
+    Graph,
+    Param,
+    PassRun,
+    Rank,
+    Snapshot,
+    Step,
+)
+from zpasses.dumps.snapshots import SnapshotFiles
+
+__all__ = ["HEADER", "read"]
+
+HEADER = "zpasses-dump.json"
+_RANK = re.compile(r"rank(0|[1-9]\d{0,6})")
+_COMPILE = re.compile(r"\d{3,6}-[a-z0-9_.-]{1,80}")
+_SNAPSHOT = re.compile(r"(\d{3,6})-[a-z0-9_.-]{1,120}\.jsonl")
+
+
+def read(path: str | Path, limits: Limits | None = None) -> Dump:
+    """Open a dump. Graphs are read when they are first asked for (`Step.snapshot`), all else at once.
+
+    Args:
+        path: the folder that `options={"dump": ...}` named.
+        limits: what to take at most.
+
+    Raises:
+        NotADumpError: there is no dump; NewerDumpError: a newer zpasses wrote it; DamagedDumpError: a file is missing, cut off or
+            says what makes no sense; DumpTooLargeError: it goes beyond the limits; DumpPathError: it has a link or a device in it.
+            All are DumpErrors.
+    """
+    limits, root = limits or Limits(), Path(path)
+    meta = _meta(root, limits)
+    root = root.resolve()
+    ranks = {}
+    for name in listing(root, limits):
+        match = _RANK.fullmatch(name)
+        if match:
+            ranks[int(match[1])] = _rank(root / name, int(match[1]), limits)
+    return Dump(root, VERSION, meta.data, dict(sorted(ranks.items())))
+
+
+def _meta(root: Path, limits: Limits) -> Record:
+    if not root.exists():
+        raise NotADumpError(f"{root} does not exist; expected the folder that options={{'dump': ...}} or ZPASSES_DUMP named.")
+    if not root.is_dir():
+        raise NotADumpError(f"{root} is a file; expected the folder that options={{'dump': ...}} or ZPASSES_DUMP named.")
+    if not (root / HEADER).is_symlink() and not (root / HEADER).exists():
+        raise NotADumpError(
+            f"{root} is not a dump: it has no {HEADER}. Expected the folder that options={{'dump': ...}} or ZPASSES_DUMP named"
+            f"{_near(root)}."
+        )
+    meta = parse(whole(root.resolve() / HEADER, limits), f"{root / HEADER}", limits)
+    if meta.data.get("format") != FORMAT:
+        raise NotADumpError(f"{root / HEADER}: 'format' is {str(meta.data.get('format'))[:80]!r}; expected {FORMAT!r}.")
+    version = meta.integer("version")
+    if version > VERSION:
+        raise NewerDumpError(
+            f"{root} is a dump of version {version}, written by zpasses {str(meta.data.get('zpasses', '?'))[:40]}; this zpasses reads "
+            f"up to version {VERSION}. Update zpasses (pip install -U zpasses)."
+        )
+    if version < 1:
+        raise meta.fail("version", "an integer >= 1")
+    return meta
+
+
+def _near(root: Path) -> str:
+    try:
+        inside = next((each.name for each in sorted(root.iterdir())[:1000] if (each / HEADER).is_file()), None)
+        above = next((each for each in root.resolve().parents if (each / HEADER).is_file()), None)
+    except OSError:
+        return ""
+    return f"; {inside} in it is one" if inside else f"; {above} above it is one" if above else ""
+
+
+def _rank(folder: Path, rank: int, limits: Limits) -> Rank:
+    names = [name for name in listing(folder, limits) if _COMPILE.fullmatch(name)]
+    return Rank(rank, tuple(_compile(folder / name, limits) for name in names))
+
+
+def _compile(folder: Path, limits: Limits) -> Compile:
+    paths: dict[int, Path] = {}
+    for name in listing(folder, limits):
+        match = _SNAPSHOT.fullmatch(name)
+        if match:
+            if int(match[1]) in paths:
+                raise DamagedDumpError(f"{folder}: {name} and {paths[int(match[1])].name} have one number. Dump into an empty folder.")
+            paths[int(match[1])] = folder / name
+    record = parse(whole(folder / "compile.json", limits), str(folder / "compile.json"), limits)
+    files = SnapshotFiles(paths, limits)
+    events = _events(folder / "events.jsonl", limits)
+    error = record.optional_record("error")
+    sources = _sources(folder / "sources.json", limits)
+    return Compile(
+        folder=folder.name,
+        path=folder,
+        info=_info(record),
+        events=tuple(Event(each.text("event"), each.data) for each in events),
+        graphs=_graphs(events, files),
+        error=None if error is None else _failure(error),
+        sources=sources,
+    )
+
+
+def _sources(path: Path, limits: Limits) -> Mapping[str, str]:
+    if not path.is_symlink() and not path.exists():
+        return {}
+    record = parse(whole(path, limits), str(path), limits)
+    return {name: record.text(name) for name in record.data}
+
+
+def _events(path: Path, limits: Limits) -> list[Record]:
+    if not path.is_symlink() and not path.exists():
+        return []  # the compile was killed before the first
+    found = []
+    for number, text in lines(path, limits):
+        if number > limits.entries:
+            raise DumpTooLargeError(f"{path} has more than {limits.entries} records; Limits(entries=...) allows more.")
+        found.append(parse(text, f"{path}, line {number}", limits))
+    return found
+
+
+def _info(record: Record) -> CompileInfo:
+    state = record.text("state")
+    if state not in ("compiling", "done", "failed"):
+        raise record.fail("state", "'compiling', 'done' or 'failed'")
+    groups = Record(record.mapping("groups"), f"{record.where}, 'groups'")
+    params = Record(record.mapping("parameters"), f"{record.where}, 'parameters'")
+    inputs: list[Mapping[str, Any]] = [each.data for each in record.records("inputs")]
+    return CompileInfo(
+        name=record.text("name"),
+        rank=record.integer("rank"),
+        world=record.integer("world"),
+        state=state,
+        created=record.text("created", ""),
+        options=record.mapping("options"),
+        pipeline=record.text("pipeline", ""),
+        codegen=record.text("codegen", ""),
+        target=record.mapping("target"),
+        groups={name: groups.integers(name) for name in groups.data},
+        inputs=tuple(inputs),
+        parameters={name: _param(name, params.record(name)) for name in params.data},
+    )
+
+
+def _param(name: str, record: Record) -> Param:
+    return Param(
+        name=name,
+        shape=record.sizes("shape"),
+        dtype=record.text("dtype"),
+        nbytes=record.integer("bytes"),
+        shard_bytes=record.integer("shard_bytes"),
+        rows=record.integer("rows"),
+        group=record.text("group", ""),
+    )
+
+
+# --- events to graphs --------------------------------------------------------------------------------------------------------------
+class _Growing:
+    """A graph while its events are read."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.agreements: list[Agreement] = []
+        self.of = ""
+        self.given: tuple[str, ...] = ()
+        self.kept: tuple[str, ...] = ()
+
+
+def _graphs(events: list[Record], files: SnapshotFiles) -> dict[str, Graph]:
+    growing: dict[str, _Growing] = {}
+    for event in events:
+        kind = event.text("event")
+        if kind not in ("snapshot", "pass", "variant", "agreement"):
+            continue
+        graph = growing.setdefault(event.text("graph"), _Growing())
+        if kind == "agreement":
+            graph.agreements.append(_agreement(event))
+            continue
+        if kind == "variant":
+            graph.of, graph.given, graph.kept = event.text("of"), event.texts("given"), event.texts("kept")
+        graph.steps.append(_step(event, len(graph.steps), files))
+    return {
+        name: Graph(name, tuple(each.steps), each.of, each.given, each.kept, tuple(each.agreements))
+        for name, each in growing.items()
+        if each.steps
+    }
+
+
+def _step(event: Record, index: int, files: SnapshotFiles) -> Step:
+    number = event.optional_integer("snapshot")
+    if number is not None and number not in files:
+        raise DamagedDumpError(f"{event.where}: snapshot {number} is missing: the dump was cut off, or copied in part.")
+    run = event.optional_record("pass")
+    error = event.optional_record("error")
+    load: Callable[[int], Snapshot] = files.load
+    return Step(
+        index=index,
+        level=event.text("level"),
+        after=event.optional_text("after"),
+        number=number,
+        run=None if run is None else _run(run),
+        error=None if error is None else _failure(error),
+        load=load,
+    )
+
+
+def _run(record: Record) -> PassRun:
+    return PassRun(
+        name=record.text("name"),
+        text=record.text("text"),
+        options=record.mapping("options"),
+        changes=record.integer("changes"),
+        time_us=record.number("time_us"),
+        check_us=record.number("check_us"),
+        checks=record.texts("checks"),
+        before=_counts(record.record("before")),
+        after=_counts(record.record("after")),
+        notes=record.texts("notes"),
+    )
+
+
+def _counts(record: Record) -> Counts:
+    return Counts(record.integer("nodes"), record.integer("collectives"), record.integer("bytes"))
+
+
+def _failure(record: Record) -> Failure:
+    return Failure(record.text("type"), record.text("message"), record.text("where", ""), record.text("traceback", ""))
+
+
+def _agreement(record: Record) -> Agreement:
+    return Agreement(
+        graph=record.text("graph"),
+        group=record.text("group"),
+        digest=record.text("digest"),
+        collectives=record.integer("collectives"),
+        verdict=record.text("verdict"),
+    )

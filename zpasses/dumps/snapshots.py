@@ -1,0 +1,189 @@
+"""Snapshot files: one graph as JSON lines, alone or as what changed since an earlier snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zpasses.dumps.errors import DamagedDumpError, DumpTooLargeError
+from zpasses.dumps.files import Limits, Record, lines, parse
+from zpasses.dumps.format import Argument, Buffer, Collective, Node, Ref, Snapshot, Source, Tag, Text, Value, references
+
+__all__ = ["SnapshotFiles"]
+
+
+class SnapshotFiles:
+    """The snapshots of one compile, each read once, when it is first asked for."""
+
+    def __init__(self, paths: Mapping[int, Path], limits: Limits) -> None:
+        self._paths, self._limits = paths, limits
+        self._read: dict[int, Snapshot] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._paths
+
+    def load(self, number: int) -> Snapshot:
+        """One snapshot, with those that it builds on.
+
+        Raises:
+            DumpError: when a file is missing, damaged or too large.
+        """
+        chain: list[_File] = []
+        at: int | None = number
+        while at is not None and at not in self._read:
+            file = self._open(at)
+            chain.append(file)
+            if file.base is not None and file.base >= at:
+                raise DamagedDumpError(f"{file.where}: builds on snapshot {file.base}, which is not an earlier one. Dump or copy it again.")
+            at = file.base
+        for file in reversed(chain):
+            base = None if file.base is None else self._read[file.base]
+            self._read[file.number] = file.snapshot(base)
+        return self._read[number]
+
+    def _open(self, number: int) -> _File:
+        if number not in self._paths:
+            raise DamagedDumpError(f"snapshot {number} is missing: the dump was cut off, or copied in part. Copy the whole folder.")
+        return _File(self._paths[number], number, self._limits)
+
+
+class _File:
+    """One file, its lines read, its nodes not yet put in order."""
+
+    def __init__(self, path: Path, number: int, limits: Limits) -> None:
+        self.where, self.number, self._limits = str(path), number, limits
+        rows = lines(path, limits)
+        first = next(rows, None)
+        if first is None:
+            raise DamagedDumpError(f"{path} is empty: it was cut off. Dump or copy it again.")
+        self._header = parse(first[1], f"{path}, line 1", limits)
+        if self._header.integer("snapshot") != number:
+            raise self._header.fail("snapshot", f"{number}, as the file's name says")
+        self.base = self._header.optional_integer("base")
+        self._sources = [_source(record) for record in self._header.records("sources")]
+        self.nodes: dict[int, Node] = {}
+        for line, text in rows:
+            if len(self.nodes) >= limits.nodes:
+                raise DumpTooLargeError(f"{path} has more than {limits.nodes} nodes; Limits(nodes=...) allows more.")
+            node = self._node(parse(text, f"{path}, line {line}", limits))
+            if node.id in self.nodes:
+                raise DamagedDumpError(f"{path}, line {line}: node {node.id} was there before; ids are unique.")
+            self.nodes[node.id] = node
+        if len(self.nodes) != self._header.integer("written"):
+            raise DamagedDumpError(f"{path} has {len(self.nodes)} nodes, and should have {self._header.data['written']}: it was cut off.")
+
+    def snapshot(self, base: Snapshot | None) -> Snapshot:
+        known = self.nodes if base is None else {**base.by_id, **self.nodes}
+        order: Sequence[int] = (
+            self._header.integers("order") if "order" in self._header.data else list(known if base is None else base.by_id)
+        )
+        if len(order) > self._limits.nodes:
+            raise DumpTooLargeError(f"{self.where} has more than {self._limits.nodes} nodes; Limits(nodes=...) allows more.")
+        present = set(order)
+        if len(present) != len(order) or not present <= known.keys() or not self.nodes.keys() <= present:
+            raise self._header.fail("order", "each node of the graph once")
+        nodes = tuple(known[id] for id in order)
+        live = self._header.integers("live_bytes")
+        if len(live) != len(nodes):
+            raise DamagedDumpError(
+                f"{self.where}, line 1: 'live_bytes' has {len(live)} figures; expected one for each of {len(nodes)} nodes."
+            )
+        for node in nodes:
+            buffers = {at for buffer in node.buffers for at in (buffer.first, buffer.last)}
+            waits = node.collective.waits if node.collective else ()
+            missing = [id for id in (*node.inputs, *buffers, *waits) if id not in present]
+            if missing:
+                raise DamagedDumpError(
+                    f"{self.where}: node {node.id} ({node.name!r}) refers to node {missing[0]}, which is not in the graph."
+                )
+        return Snapshot(self.number, nodes, live)
+
+    def _node(self, record: Record) -> Node:
+        id = record.integer("id")
+        args = tuple(_argument(item, record.where) for item in record.items("args"))
+        kwargs = {key: _argument(item, record.where) for key, item in record.mapping("kwargs").items()}
+        source = record.optional_integer("source")
+        if source is not None and source >= len(self._sources):
+            raise record.fail("source", f"a number below {len(self._sources)}")
+        tag, collective = record.optional_record("tag"), record.optional_record("collective")
+        stream = record.optional_text("stream")
+        if stream not in (None, "compute", "communication"):
+            raise record.fail("stream", "'compute', 'communication' or null")
+        return Node(
+            id=id,
+            name=record.text("name"),
+            op=record.text("op"),
+            target=record.text("target"),
+            args=args,
+            kwargs=kwargs,
+            vals=tuple(_value(item) for item in record.records("val")),
+            params=record.texts("params"),
+            tag=None if tag is None else _tag(tag),
+            source=None if source is None else self._sources[source],
+            buffers=tuple(_buffer(item, id) for item in record.records("buffers")),
+            cost_us=record.number("cost_us", 0.0),
+            stream=stream,
+            collective=None if collective is None else _collective(collective),
+            inputs=tuple(dict.fromkeys(id for item in (*args, *kwargs.values()) for id in references(item))),
+        )
+
+
+def _argument(value: Any, where: str) -> Argument:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list):
+        return tuple(_argument(item, where) for item in value)
+    if len(value) == 1:
+        ((key, inner),) = value.items()
+        if key == "node" and type(inner) is int:
+            return Ref(inner)
+        if key == "repr" and isinstance(inner, str):
+            return Text(inner)
+        if key == "map" and isinstance(inner, dict):
+            return {name: _argument(item, where) for name, item in inner.items()}
+    raise DamagedDumpError(f'{where}: argument {str(value)[:80]} is none of {{"node": id}}, {{"repr": text}}, {{"map": object}}.')
+
+
+def _value(record: Record) -> Value:
+    return Value(record.sizes("shape"), record.text("dtype"), record.text("device", ""), record.integer("bytes", 0))
+
+
+def _tag(record: Record) -> Tag:
+    return Tag(
+        role=record.text("role"),
+        params=record.texts("params"),
+        nbytes=record.integer("bytes", 0),
+        bucket=record.optional_integer("bucket"),
+        origin=record.text("origin", ""),
+        retained=record.flag("retained"),
+        deferrable=record.flag("deferrable"),
+        note=record.text("note", ""),
+    )
+
+
+def _source(record: Record) -> Source:
+    return Source(record.text("file", ""), record.integer("line"), record.text("text", ""), record.text("module", ""))
+
+
+def _buffer(record: Record, node: int) -> Buffer:
+    return Buffer(
+        nbytes=record.integer("bytes"),
+        first=record.integer("first", node),
+        last=record.integer("last"),
+        kind=record.text("kind"),
+        params=record.texts("params"),
+    )
+
+
+def _collective(record: Record) -> Collective:
+    return Collective(
+        kind=record.text("kind"),
+        group=record.text("group"),
+        ranks=record.integer("ranks"),
+        nbytes=record.integer("bytes"),
+        full_bytes=record.integer("full_bytes"),
+        waits=record.integers("waits"),
+        route=record.text("route", ""),
+        verdict=record.text("verdict", ""),
+    )

@@ -1,0 +1,341 @@
+"""Writing dumps. A folder a compile; files appear whole or not at all, so that a reader may look at any time.
+
+Only zpasses.recording loads this, and only when somebody asked for a dump.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ParamSpec, cast
+
+import torch
+from torch import fx
+
+from zpasses.dumps import format as data
+from zpasses.dumps.describe import Describer, Trace, counts, plain
+from zpasses.dumps.encode import dumps, program, snapshot_lines
+from zpasses.dumps.errors import DumpPathError, NewerDumpError, NotADumpError
+from zpasses.dumps.reader import HEADER
+from zpasses.pipeline import Pass, PassRecord
+from zpasses.recording import Recorder, options_of
+from zpasses.target import Target
+
+__all__ = ["CompileDump", "open_dump"]
+
+log = logging.getLogger("zpasses")
+
+_P = ParamSpec("_P")
+
+_TEMPORARY = ".zpasses-"
+_CHECKED = ("lint", "values", "waits", "tags")
+_MODELLED = ("joint", "forward", "backward", "inference", "pack", "flush")
+
+
+def open_dump(root: str | Path, rank: int, world: int) -> Path:
+    """The folder of one rank in a dump, made if it is not there.
+
+    Raises:
+        DumpPathError: when `root` is a file, or cannot be written to, or has a link where the rank's folder should be.
+        NotADumpError: when `root` holds something else.
+        NewerDumpError: when a newer zpasses wrote there.
+    """
+    root = Path(root)
+    how = "Name a new folder with options={'dump': ...} or ZPASSES_DUMP."
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise DumpPathError(f"dump: {root} is a file or lies below one; expected a folder. {how}") from error
+    except OSError as error:
+        raise DumpPathError(f"dump: {root} cannot be made: {error.strerror}. {how}") from error
+    try:
+        _write_header(root, world, how)
+        folder = root / f"rank{rank}"
+        if folder.is_symlink():
+            raise DumpPathError(f"dump: {folder} is a symbolic link; expected a folder. {how}")
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise DumpPathError(f"dump: {root} cannot be written to: {error.strerror}. {how}") from error
+    return folder
+
+
+def _write_header(root: Path, world: int, how: str) -> None:
+    header = root / HEADER
+    if not header.exists():
+        others = [each.name for each in root.iterdir() if not each.name.startswith(_TEMPORARY)]
+        if others and not header.exists():  # another rank may have written it meanwhile
+            raise NotADumpError(f"dump: {root} holds {others[0]!r} and no dump; expected an empty folder, or an earlier dump. {how}")
+        meta = {
+            "format": data.FORMAT,
+            "version": data.VERSION,
+            "zpasses": _version(),
+            "torch": str(torch.__version__),
+            "created": _now(),
+            "world": world,
+        }
+        _write(header, [dumps(meta)])
+        return
+    try:
+        found = json.loads(header.read_text())
+        version = found["version"] if found["format"] == data.FORMAT else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise NotADumpError(f"dump: {header} is damaged ({error}); expected an empty folder, or an earlier dump. {how}") from error
+    if not isinstance(version, int):
+        raise NotADumpError(f"dump: {header} is no header of a dump. {how}")
+    if version > data.VERSION:
+        raise NewerDumpError(f"dump: {root} holds a dump of version {version}; this zpasses writes version {data.VERSION}. {how}")
+
+
+def _version() -> str:
+    from zpasses import __version__
+
+    return __version__
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def _write(path: Path, lines: Iterator[bytes] | Sequence[bytes]) -> None:
+    """Write a file so that it is there whole or not at all."""
+    temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{threading.get_ident()}-{path.name}")
+    try:
+        with open(temporary, "wb", buffering=1 << 20) as file:
+            for line in lines:
+                file.write(line)
+                file.write(b"\n")
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def slug(name: str) -> str:
+    """A name as a part of a file's: small letters, digits, dots, dashes and underscores."""
+    return re.sub(r"[^a-z0-9_.]+", "-", name.lower().replace("/", "_")).strip("-.")[:60] or "graph"
+
+
+def _guarded(tell: Callable[_P, None]) -> Callable[_P, None]:
+    """One writer at a time; a full disk ends the dump, and not the training."""
+
+    @functools.wraps(tell)
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        dump = cast(CompileDump, args[0])
+        with dump._lock:
+            if dump._broken:
+                return
+            try:
+                tell(*args, **kwargs)
+            except OSError as error:
+                dump._broken = True
+                log.warning("dump: %s is incomplete: %s", dump._folder, error)
+
+    return guarded
+
+
+class CompileDump(Recorder):
+    """The dump of one compile.
+
+    Args:
+        folder: of the rank.
+        info: what compile.json says from the start.
+        target: the hardware whose models tell bytes and times.
+    """
+
+    def __init__(self, folder: Path, info: Mapping[str, Any], target: Target) -> None:
+        self._folder = _claim(folder, slug(str(info["name"])))
+        self._info = {**info, "state": "compiling", "created": _now(), "target": dataclasses.asdict(target), "error": None}
+        self._describer = Describer(target)
+        self._lock = threading.RLock()
+        self._events: list[bytes] = []
+        self._number = 0
+        self._last: dict[str, data.Snapshot] = {}
+        """Of each graph."""
+        self._trace: tuple[str, Trace] | None = None
+        self._broken = False
+        self._failure: BaseException | None = None
+        self._runs: dict[str, int] = {}
+        self._write_info()
+
+    # --- what it is told ------------------------------------------------------------------------------------------------------------
+    @_guarded
+    def before(self, graph_name: str, level: str, graph: fx.Graph) -> None:
+        name = self._name(graph_name, level)
+        trace = self._describer.trace(name, _PARENTS.get(graph_name), modelled=graph_name in _MODELLED)
+        self._trace = (name, trace)
+        self._snapshot(name, level, None, graph)
+
+    @_guarded
+    def after(self, graph_name: str, level: str, each: Pass, record: PassRecord, graph: fx.Graph, notes: Sequence[str]) -> None:
+        name, _ = self._current(graph_name)
+        run = {
+            "name": record.name,
+            "text": record.text,
+            "options": {key: _json(value) for key, value in options_of(each).items()},
+            "changes": record.changes,
+            "time_us": round(record.time_us, 1),
+            "check_us": round(record.check_us, 1),
+            "checks": _CHECKED if record.changes else ("unchanged",),
+            "before": counts(record.nodes_before, record.collectives_before, record.bytes_before),
+            "after": counts(record.nodes_after, record.collectives_after, record.bytes_after),
+            "notes": list(notes),
+        }
+        if record.changes:
+            self._snapshot(name, level, record.text, graph, {"pass": run})
+        else:
+            self._event("pass", graph=name, level=level, after=record.text, snapshot=self._last[name].number, **{"pass": run})
+
+    @_guarded
+    def failed(self, graph_name: str, level: str, each: Pass, error: BaseException, graph: fx.Graph, notes: Sequence[str]) -> None:
+        name, _ = self._current(graph_name)
+        failure = {**_failure(error, str(each)), "notes": list(notes)}
+        try:
+            self._snapshot(name, level, str(each), graph, {"error": failure})
+        except Exception as second:  # a graph that is wrong may be wrong in ways that no description survives
+            log.debug("dump: the graph that %s left cannot be described: %s", each, second)
+            self._event("snapshot", graph=name, level=level, after=str(each), snapshot=None, error=failure)
+        self._fail(str(each), error)
+
+    @_guarded
+    def variant(self, graph_name: str, of: str, given: Sequence[str], kept: Sequence[str], graph: fx.Graph) -> None:
+        number = self._runs[graph_name + ".variant"] = self._runs.get(graph_name + ".variant", -1) + 1
+        name = f"{graph_name}.variant{number}"
+        self._trace = (name, self._describer.trace(name, of))
+        said = {"of": of, "given": list(given), "kept": list(kept)}
+        self._snapshot(name, "variant", None, graph, said, kind="variant", base=self._last.get(of))
+
+    @_guarded
+    def agreement(self, graph_name: str, group: str, digest: str, collectives: int, verdict: str) -> None:
+        self._event("agreement", graph=graph_name, group=group, digest=digest, collectives=collectives, verdict=verdict)
+
+    @_guarded
+    def problem(self, where: str, error: BaseException) -> None:
+        if not _caused_by(error, self._failure):
+            self._event("error", **_failure(error, where))
+            self._fail(where, error)
+
+    @_guarded
+    def done(self) -> None:
+        if self._info["state"] == "compiling":
+            self._info["state"] = "done"
+        self._trace = None  # holds every node of the graphs
+        self._write_info()
+        self._write_sources()
+
+    @_guarded
+    def restarted(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._broken = True
+
+    # --- files ----------------------------------------------------------------------------------------------------------------------
+    def _name(self, graph_name: str, level: str) -> str:
+        """A graph that comes to its first level again (a flush of other gradients) is another graph."""
+        if graph_name in _REPEATED and level == _REPEATED[graph_name]:
+            count = self._runs[graph_name] = self._runs.get(graph_name, 0) + 1
+        else:
+            count = self._runs.get(graph_name, 1)
+        return graph_name if count == 1 else f"{graph_name}.{count}"
+
+    def _current(self, graph_name: str) -> tuple[str, Trace]:
+        if self._trace is None:
+            raise RuntimeError(f"graph {graph_name} has not come to a level")
+        return self._trace
+
+    def _snapshot(
+        self,
+        name: str,
+        level: str,
+        after: str | None,
+        graph: fx.Graph,
+        said: Mapping[str, Any] | None = None,
+        *,
+        kind: str = "snapshot",
+        base: data.Snapshot | None = None,
+    ) -> None:
+        _, trace = self._current(name)
+        snapshot = trace.snapshot(graph, self._number)
+        base = base or self._last.get(name)
+        if after is None and base is not None and base.nodes == snapshot.nodes and kind == "snapshot":
+            self._event(kind, graph=name, level=level, after=None, snapshot=base.number)  # came from one level to the next as it was
+            return
+        stem = f"{self._number:03d}-{slug(name)}" + (f"-{slug(after)}" if after else "")
+        header = {"graph": name, "level": level, "after": after}
+        _write(self._folder / f"{stem}.jsonl", snapshot_lines(snapshot, header, base))
+        title = f"{self._info['name']} {name}: {after or 'as it came'}; {len(snapshot.nodes)} nodes, peak {snapshot.peak_bytes} bytes"
+        _write(self._folder / f"{stem}.py", [program(snapshot, name, title).rstrip("\n").encode("utf-8", "replace")])
+        self._number += 1
+        self._last[name] = snapshot
+        self._event(kind, graph=name, level=level, after=after, snapshot=snapshot.number, **(said or {}))
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        self._events.append(dumps({"event": kind, **fields}))
+        _write(self._folder / "events.jsonl", self._events)
+
+    def _fail(self, where: str, error: BaseException) -> None:
+        self._failure = error
+        self._info.update(state="failed", error=_failure(error, where))
+        self._write_info()
+        self._write_sources()
+
+    def _write_info(self) -> None:
+        _write(self._folder / "compile.json", [dumps(self._info)])
+
+    def _write_sources(self) -> None:
+        texts = self._describer.sources.texts()
+        if texts:
+            _write(self._folder / "sources.json", [dumps(texts)])
+
+
+_PARENTS = {"forward": "joint", "backward": "joint"}
+_REPEATED = {"flush": "joint", "pack": "joint"}
+
+
+def _claim(folder: Path, name: str) -> Path:
+    """A new folder of the next number; other processes may be doing the same."""
+    taken = [int(each.name.partition("-")[0]) for each in folder.iterdir() if each.name.partition("-")[0].isdigit()]
+    number = max(taken, default=-1) + 1
+    while True:
+        claimed = folder / f"{number:03d}-{name}"
+        try:
+            claimed.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return claimed
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_json(item) for item in value]
+    found = plain(value)
+    return found.text if isinstance(found, data.Text) else found
+
+
+def _failure(error: BaseException, where: str) -> dict[str, str]:
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return {"type": type(error).__name__, "message": str(error)[:20_000], "where": where, "traceback": text[-50_000:]}
+
+
+def _caused_by(error: BaseException | None, cause: BaseException | None) -> bool:
+    """Whether an error is one that was recorded already, or comes of it."""
+    seen: set[int] = set()
+    while error is not None and cause is not None and id(error) not in seen:
+        if error is cause:
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,222 @@
+"""What changed between two graphs, by node and not by line.
+
+Nodes of one compile are the same when their ids are. Between compiles, ranks or dumps, nodes are paired by what they compute, then by
+name, then by what they are to nodes that are paired already (`pairing.py`). Of common nodes, the fewest that explain the new order are
+said to have moved.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from zpasses.dumps.format import Argument, Node, Ref, Snapshot
+from zpasses.inspect.listing import argument_text, op_text, value_text
+
+__all__ = ["KINDS", "Change", "Difference", "compare"]
+
+KINDS = ("inserted", "removed", "moved", "rewired", "retagged", "retyped", "renamed")
+"""inserted, removed: only in one of the graphs. moved: at another place among the nodes that both have. rewired: another op, or other
+arguments. retagged: another tag, or other parameters. retyped: another shape, dtype or device. renamed: another name."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference; a node may have several, but if it was inserted or removed."""
+
+    kind: str
+    before: Node | None
+    """The node in the first graph; None if it was inserted."""
+    after: Node | None
+    """The node in the second graph; None if it was removed."""
+    detail: str = ""
+    """What is different, in words."""
+
+    @property
+    def node(self) -> Node:
+        """The newer form of the node."""
+        found = self.after or self.before
+        assert found is not None
+        return found
+
+
+@dataclass(frozen=True)
+class Difference:
+    """All changes from one graph to another, in order of `KINDS`, and in graph order within."""
+
+    before: Snapshot
+    after: Snapshot
+    changes: tuple[Change, ...]
+    pairs: Mapping[int, int]
+    """Id in the first graph -> id of the same node in the second."""
+
+    def __bool__(self) -> bool:
+        """Whether anything is different."""
+        return bool(self.changes)
+
+    def of_kind(self, kind: str) -> tuple[Change, ...]:
+        return tuple(change for change in self.changes if change.kind == kind)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Kind -> number of changes, without kinds that did not occur."""
+        found = {kind: len(self.of_kind(kind)) for kind in KINDS}
+        return {kind: count for kind, count in found.items() if count}
+
+    @property
+    def summary(self) -> str:
+        """ "12 inserted, 3 removed", or "no change"."""
+        return ", ".join(f"{count} {kind}" for kind, count in self.counts.items()) or "no change"
+
+
+def compare(before: Snapshot, after: Snapshot, pairs: Mapping[int, int] | None = None) -> Difference:
+    """What changed from one graph to another.
+
+    Args:
+        pairs: id in `before` -> id in `after` of the nodes that are the same; by default equal ids are, as within one compile.
+            `zpasses.inspect.pairing.pair` makes them for graphs of different compiles.
+    """
+    if pairs is None:
+        pairs = {key: key for key in before.by_id if key in after.by_id}
+    backward = {new: old for old, new in pairs.items()}
+    found = [Change("inserted", None, node, _place(after, node)) for node in after.nodes if node.id not in backward]
+    found += [Change("removed", node, None, _use(before, node)) for node in before.nodes if node.id not in pairs]
+    common = [(before.by_id[backward[node.id]], node) for node in after.nodes if node.id in backward]
+    found += _moves(before, after, common)
+    names = {node.id: node.name for node in before.nodes}, {node.id: node.name for node in after.nodes}
+    kept: dict[str, list[Change]] = {kind: [] for kind in KINDS}
+    for old, new in common:
+        if old is not new:
+            for kind, detail in _edits(old, new, pairs, *names):
+                kept[kind].append(Change(kind, old, new, detail))
+    return Difference(before, after, (*found, *(change for kind in KINDS for change in kept[kind])), pairs)
+
+
+def _edits(old: Node, new: Node, pairs: Mapping[int, int], old_names: Mapping[int, str], new_names: Mapping[int, str]) -> Iterator[Any]:
+    """(kind, detail) of what is different about one node."""
+    wiring = []
+    if (old.op, old.target) != (new.op, new.target) and not (old.op == new.op == "placeholder" and old.name != new.name):
+        wiring.append(f"{op_text(old.target)} -> {op_text(new.target)}")
+    for place, before, after in _arguments(old, new):
+        if before is _MISSING or after is _MISSING or not _same(before, after, pairs):
+            was = "nothing" if before is _MISSING else argument_text(before, old_names)
+            now = "nothing" if after is _MISSING else argument_text(after, new_names)
+            wiring.append(f"{place}: {_short(was)} -> {_short(now)}" if _short(was) != _short(now) else f"{place}: another {_short(now)}")
+    if wiring:
+        yield "rewired", "; ".join(wiring)
+    if old.tag != new.tag or (old.params != new.params and new.tag is None):
+        yield "retagged", _tag_change(old, new)
+    if [(each.shape, each.dtype, each.device) for each in old.vals] != [(each.shape, each.dtype, each.device) for each in new.vals]:
+        was, now = (value_text(each.vals) or "nothing" for each in (old, new))
+        yield "retyped", f"{was} -> {now}" if was != now else f"{now} on another device"
+    if old.name != new.name:
+        yield "renamed", f"{old.name} -> {new.name}"
+
+
+_MISSING: Any = object()
+
+
+def _arguments(old: Node, new: Node) -> Iterator[tuple[str, Argument, Argument]]:
+    """(place, before, after) of every argument that either node has; those of an output one by one."""
+    before, after = _spread(old), _spread(new)
+    for at in range(max(len(before), len(after))):
+        yield f"args[{at}]", before[at] if at < len(before) else _MISSING, after[at] if at < len(after) else _MISSING
+    for key in dict.fromkeys((*old.kwargs, *new.kwargs)):
+        yield key, old.kwargs.get(key, _MISSING), new.kwargs.get(key, _MISSING)
+
+
+def _spread(node: Node) -> tuple[Argument, ...]:
+    only = node.args[0] if node.op == "output" and len(node.args) == 1 else None
+    return only if isinstance(only, tuple) else node.args
+
+
+def _same(before: Argument, after: Argument, pairs: Mapping[int, int]) -> bool:
+    if isinstance(before, Ref):
+        return isinstance(after, Ref) and pairs.get(before.node) == after.node
+    if isinstance(before, tuple):
+        return (
+            isinstance(after, tuple) and len(before) == len(after) and all(_same(a, b, pairs) for a, b in zip(before, after, strict=True))
+        )
+    if isinstance(before, Mapping):
+        return isinstance(after, Mapping) and before.keys() == after.keys() and all(_same(before[key], after[key], pairs) for key in before)
+    return type(before) is type(after) and (before == after or before != before)  # a NaN is the same NaN
+
+
+def _tag_change(old: Node, new: Node) -> str:
+    if old.tag is None or new.tag is None:
+        was, now = (each.tag.role if each.tag else "no tag" for each in (old, new))
+        return f"{was} -> {now}" if was != now else f"parameters {_listed(old.params)} -> {_listed(new.params)}"
+    parts = []
+    for field in fields(new.tag):
+        was, now = getattr(old.tag, field.name), getattr(new.tag, field.name)
+        if was != now:
+            parts.append(f"{field.name}: {_listed(was)} -> {_listed(now)}")
+    return "; ".join(parts)
+
+
+def _listed(value: Any) -> str:
+    text = ", ".join(value) if isinstance(value, tuple) else str(value)
+    return _short(text or "none")
+
+
+def _short(text: str, limit: int = 60) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def _place(snapshot: Snapshot, node: Node) -> str:
+    at = snapshot.position[node.id]
+    return f"behind {snapshot.nodes[at - 1].name}" if at else "first"
+
+
+def _use(snapshot: Snapshot, node: Node) -> str:
+    users = snapshot.users[node.id]
+    if not users:
+        return "nothing read it"
+    first = snapshot.by_id[users[0]].name
+    return f"was read by {first}" + (f" and {len(users) - 1} more" if len(users) > 1 else "")
+
+
+# --- moves -------------------------------------------------------------------------------------------------------------------------
+def _moves(before: Snapshot, after: Snapshot, common: Sequence[tuple[Node, Node]]) -> list[Change]:
+    places = [before.position[old.id] for old, _ in common]
+    # Where either of two neighbours may have moved, say that it was the communication: that is what passes move.
+    stayed = _longest_rising(places, [0 if _communicates(new) else 1 for _, new in common])
+    moved = []
+    for at, (old, new) in enumerate(common):
+        if at not in stayed:
+            steps = after.position[new.id] - before.position[old.id]
+            moved.append(Change("moved", old, new, f"{_place(after, new)} ({steps:+d})" if steps else _place(after, new)))
+    return moved
+
+
+def _communicates(node: Node) -> bool:
+    return node.collective is not None or "wait_tensor" in node.target or (node.tag is not None and "_input" in node.tag.role)
+
+
+def _longest_rising(places: Sequence[int], preference: Sequence[int]) -> set[int]:
+    """Indices of a longest rising subsequence; among those of equal length, one with the highest sum of preferences (0 or 1)."""
+    if all(a < b for a, b in itertools.pairwise(places)):
+        return set(range(len(places)))
+    rank = {place: at + 1 for at, place in enumerate(sorted(places))}
+    size = len(places)
+    tree: list[tuple[int, int]] = [(0, -1)] * (size + 1)  # a Fenwick tree of (best score of a prefix, index that it ends with)
+    link = []
+    for at, place in enumerate(places):
+        best, key = (0, -1), rank[place] - 1
+        while key:
+            best, key = max(best, tree[key]), key & (key - 1)
+        link.append(best[1])
+        entry, key = (best[0] + size + 1 + preference[at], at), rank[place]
+        while key <= size:
+            tree[key], key = max(tree[key], entry), key + (key & -key)
+    end, kept = -1, set()
+    best, key = (0, -1), size
+    while key:
+        best, key = max(best, tree[key]), key & (key - 1)
+    end = best[1]
+    while end >= 0:
+        kept.add(end)
+        end = link[end]
+    return kept

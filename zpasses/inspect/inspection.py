@@ -1,0 +1,132 @@
+"""A dump in Python: the pages of the command line as values, which notebooks show."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from zpasses.dumps import Dump, Limits, Step, read
+from zpasses.inspect.communication import Communication, communication
+from zpasses.inspect.difference import Difference, compare
+from zpasses.inspect.diffs import between_view, differences_view, pass_differences
+from zpasses.inspect.find import Picked, node_named, pick, picked_to_run, snapshot_of, step_after, steps_after
+from zpasses.inspect.listing import MOST, Where
+from zpasses.inspect.memory import Memory, memory, sizes
+from zpasses.inspect.schedule import Schedule, schedule
+from zpasses.inspect.timeline import chrome_trace
+from zpasses.inspect.view import View
+from zpasses.inspect.views import collectives_view, list_view, memory_view, show_view
+
+__all__ = ["Inspection", "open_dump"]
+
+
+def open_dump(path: str | Path, *, rank: int | None = None, compile_name: str | None = None, limits: Limits | None = None) -> Inspection:
+    """Open a dump for looking at.
+
+    Args:
+        path: the folder that `options={"dump": ...}` named.
+        rank: whose graphs; by default the lowest that there is.
+        compile_name: only this compile ("0/0").
+        limits: what to read at most.
+
+    Raises:
+        DumpError: as `zpasses.dumps.read` does, and where a graph, pass or node is asked for that is not there.
+    """
+    return Inspection(read(path, limits), rank, compile_name)
+
+
+class Inspection:
+    """One rank of a dump. Graphs are named "joint", "forward", ...; passes by name, as pipeline text, or by the number of their step.
+
+    Methods that end in `_of` return figures of one graph, those of the first compile that has it; the others return pages (`View`)
+    that print, show in notebooks, and hold plain values in `data`.
+    """
+
+    def __init__(self, dump: Dump, rank: int | None = None, compile_name: str | None = None) -> None:
+        self.dump = dump
+        self._where: dict[str, Any] = {"rank": rank, "compile_name": compile_name}
+
+    def __repr__(self) -> str:
+        return f"<dump {self.dump.path}>"
+
+    def _repr_html_(self) -> str:
+        return self.overview()._repr_html_()
+
+    # --- pages ----------------------------------------------------------------------------------------------------------------------
+    def overview(self) -> View:
+        """Compiles, graphs and passes."""
+        return list_view(self.dump, self._where["rank"])
+
+    def show(self, graph: str | None = None, after: str | int | None = None, where: Where | None = None, *, full: bool = False) -> View:
+        """Listings of graphs, after a pass or after the last. `full` shows long lists as a whole."""
+        return show_view(self._pick(graph), after, where, None if full else MOST)
+
+    def diff(self, graph: str | None = None, pass_name: str | int | None = None, *, limit: int = 40) -> View:
+        """What a pass changed, or all passes together."""
+        return differences_view(pass_differences(self._pick(graph), pass_name), limit)
+
+    def diff_to(self, other: Inspection, graph: str | None = None, after: str | int | None = None, *, limit: int = 40) -> View:
+        """What is different in another dump, or another rank of this one."""
+        return between_view(self._pick(graph), other._pick(graph), after, limit)
+
+    def collectives(self, graph: str | None = None, after: str | int | None = None) -> View:
+        """Every collective, with totals."""
+        return collectives_view(self._to_run(graph), after)
+
+    def memory(self, graph: str | None = None, after: str | int | None = None, at: str | None = None, *, limit: int = 12) -> View:
+        """Peaks of all steps, and what is alive at the peak, or while the node `at` runs."""
+        return memory_view(self._to_run(graph), after, at, limit)
+
+    def timeline(self, graph: str | None = None, after: str | int | None = None) -> dict[str, Any]:
+        """Both streams as a Chrome trace."""
+        found = steps_after(self._to_run(graph), after)
+        return chrome_trace([(each.title, snapshot_of(each, step)) for each, step in found])
+
+    def html(self) -> str:
+        """The whole dump as one page that needs nothing else."""
+        from zpasses.inspect.report import render
+
+        return render(self.dump, **self._where)
+
+    def write_html(self, path: str | Path) -> Path:
+        """Write `html()` to a file."""
+        Path(path).write_text(self.html(), encoding="utf-8")
+        return Path(path)
+
+    def write_timeline(self, path: str | Path, graph: str | None = None) -> Path:
+        """Write `timeline()` to a file."""
+        Path(path).write_text(json.dumps(self.timeline(graph)), encoding="utf-8")
+        return Path(path)
+
+    # --- figures --------------------------------------------------------------------------------------------------------------------
+    def step_of(self, graph: str, after: str | int | None = None) -> Step:
+        """A step, and through it the graph with its nodes."""
+        return step_after(self._pick(graph)[0], after)
+
+    def diff_of(self, graph: str, pass_name: str | int | None = None) -> Difference:
+        return pass_differences(self._pick(graph)[:1], pass_name)[0][1]
+
+    def diff_of_steps(self, graph: str, before: str | int, after: str | int) -> Difference:
+        """What changed from one step of a graph to another."""
+        picked = self._pick(graph)[0]
+        return compare(snapshot_of(picked, step_after(picked, before)), snapshot_of(picked, step_after(picked, after)))
+
+    def collectives_of(self, graph: str, after: str | int | None = None) -> Communication:
+        picked = self._pick(graph)[0]
+        return communication(snapshot_of(picked, step_after(picked, after)))
+
+    def memory_of(self, graph: str, after: str | int | None = None, at: str | None = None) -> Memory:
+        picked = self._pick(graph)[0]
+        snapshot = snapshot_of(picked, step_after(picked, after))
+        return memory(snapshot, node_named(snapshot, at) if at is not None else None, sizes(picked.compile))
+
+    def schedule_of(self, graph: str, after: str | int | None = None) -> Schedule:
+        picked = self._pick(graph)[0]
+        return schedule(snapshot_of(picked, step_after(picked, after)))
+
+    def _pick(self, graph: str | None) -> list[Picked]:
+        return pick(self.dump, graph, **self._where)
+
+    def _to_run(self, graph: str | None) -> list[Picked]:
+        return picked_to_run(self.dump, graph, **self._where)

@@ -1,0 +1,163 @@
+"""A graph as text: one line a node, with what it makes, how large that is, and for which parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from zpasses.dumps.format import Argument, Node, Ref, Snapshot, Text, Value
+from zpasses.inspect.units import bytes_text
+
+__all__ = ["MOST", "Line", "Where", "argument_text", "call_text", "lines", "listing", "note_text", "op_text", "value_text"]
+
+_SHORT = {
+    **{f"float{bits}": f"f{bits}" for bits in (16, 32, 64)},
+    **{f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"u{bits}" for bits in (8, 16, 32, 64)},
+    "bfloat16": "bf16",
+}
+_PLAIN_NAMESPACES = ("aten.", "_c10d_functional.", "operator.")
+
+MOST = 6
+"""Items of a list that a line shows, before it counts the rest: a bucket may have hundreds."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One node as text."""
+
+    node: Node
+    code: str
+    note: str
+
+    def text(self, width: int) -> str:
+        """The code, filled up to `width` columns, and the note."""
+        return f"{self.code:{width}}  # {self.note}" if self.note else self.code
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which nodes to show; a node must meet every condition that is given."""
+
+    collectives: bool = False
+    """Those that communicate, and those that wait for them."""
+    params: tuple[str, ...] = ()
+    """Patterns (`layers.3.*`) of which one must match one of the node's parameters."""
+    ops: tuple[str, ...] = ()
+    """Patterns (`mm`, `all_gather*`) of which one must match the op, with or without its namespace."""
+    names: tuple[str, ...] = ()
+    """Patterns of which one must match the node's name."""
+    ids: Collection[int] | None = None
+
+    def __call__(self, node: Node) -> bool:
+        if self.ids is not None and node.id not in self.ids:
+            return False
+        if self.collectives and node.collective is None and "wait_tensor" not in node.target:
+            return False
+        return (
+            _matches(self.params, node.params)
+            and _matches(self.ops, (op_text(node.target), node.target) if node.op.startswith("call") else (node.op,))
+            and _matches(self.names, (node.name,))
+        )
+
+
+def _matches(patterns: Sequence[str], words: Iterable[str]) -> bool:
+    return not patterns or any(fnmatchcase(word, pattern) for word in words for pattern in patterns)
+
+
+def lines(snapshot: Snapshot, where: Callable[[Node], bool] | None = None, most: int | None = MOST) -> list[Line]:
+    """The nodes of a graph as text, in order.
+
+    Args:
+        most: items of a list to show, before the rest is counted; None for all.
+    """
+    names = {node.id: node.name for node in snapshot.nodes}
+    return [Line(node, call_text(node, names, most), note_text(node, most)) for node in snapshot.nodes if where is None or where(node)]
+
+
+def listing(snapshot: Snapshot, where: Callable[[Node], bool] | None = None, most: int | None = MOST) -> str:
+    """A graph as text.
+
+        w_shard: f32[3, 5]                                    # 60 B; shard: w
+        w = zpasses.unshard(w_shard, 6, None, None, '0')      # f32[6, 5] 120 B; gather: w
+        return (w,)
+
+    After the `#` stand dtype, shape and bytes of what the node makes, what its tag says it does and for which parameters, its bucket,
+    and what a pass chose there. `aten` and `_c10d_functional` are left out of the names of ops, and
+    of long lists all but a few items.
+    """
+    found = lines(snapshot, where, most)
+    width = min(max((len(line.code) for line in found if line.note), default=0), 88)
+    return "\n".join(line.text(width) for line in found)
+
+
+def op_text(target: str) -> str:
+    """ "aten.mm.default" -> "mm", "zpasses.unshard.default" -> "zpasses.unshard"."""
+    for prefix in _PLAIN_NAMESPACES:
+        target = target.removeprefix(prefix)
+    head, dot, overload = target.rpartition(".")
+    return head if (dot and overload in ("default", "out")) or (dot and head.count(".") < 1 and overload[:1].isupper()) else target
+
+
+def call_text(node: Node, names: Mapping[int, str], most: int | None = MOST) -> str:
+    """A node as code. `names` are those of the nodes that it may read, by id."""
+    if node.op == "placeholder":
+        return f"{node.name}: {value_text(node.vals, most)}" if node.vals else node.name
+    if node.op == "output":
+        return f"return {argument_text(node.args[0] if node.args else (), names, most)}"
+    if node.op == "get_attr":
+        return f"{node.name} = self.{node.target}"
+    given = [argument_text(argument, names, most) for argument in node.args]
+    given += [f"{key}={argument_text(argument, names, most)}" for key, argument in node.kwargs.items()]
+    if node.op == "call_method":
+        return f"{node.name} = {given[0] if given else '?'}.{node.target}({', '.join(given[1:])})"
+    return f"{node.name} = {'self.' if node.op == 'call_module' else ''}{op_text(node.target)}({', '.join(given)})"
+
+
+def argument_text(argument: Argument, names: Mapping[int, str], most: int | None = MOST) -> str:
+    """An argument as code."""
+    if isinstance(argument, Ref):
+        return names.get(argument.node, f"<node {argument.node}>")
+    if isinstance(argument, Text):
+        text = argument.text.removeprefix("torch.")
+        return _SHORT.get(text, text)
+    if isinstance(argument, tuple):
+        return f"[{_joined([argument_text(item, names, most) for item in argument], most)}]"
+    if isinstance(argument, Mapping):
+        return f"{{{', '.join(f'{key}: {argument_text(item, names, most)}' for key, item in argument.items())}}}"
+    return repr(argument)
+
+
+def _joined(items: Sequence[str], most: int | None) -> str:
+    if most is None or len(items) <= most:
+        return ", ".join(items)
+    return ", ".join([*items[: most - 1], f"... {len(items) - most} more", items[-1]])
+
+
+def value_text(vals: Sequence[Value], most: int | None = MOST) -> str:
+    """ "f32[64, 128]", or several in brackets."""
+    each = [f"{_SHORT.get(value.dtype, value.dtype)}{_shape(value)}" for value in vals]
+    return each[0] if len(each) == 1 else f"({_joined(each, most)})" if each else ""
+
+
+def _shape(value: Value) -> str:
+    tensor = bool(value.device) or bool(value.shape)
+    return f"[{', '.join(map(str, value.shape))}]" if tensor else ""
+
+
+def note_text(node: Node, most: int | None = MOST) -> str:
+    """What a listing says of a node after the `#`."""
+    notes = []
+    if node.vals and node.op != "output":
+        size = bytes_text(node.nbytes) if node.nbytes else ""
+        notes.append(size if node.op == "placeholder" else f"{value_text(node.vals, most)} {size}".strip())
+    tag = node.tag
+    if tag is not None:
+        bucket = "" if tag.bucket is None else f" in bucket {tag.bucket}"
+        notes.append(f"{tag.role}: {_joined(tag.params, most)}{bucket}" if tag.params else f"{tag.role}{bucket}")
+        notes += ["retained"] if tag.retained else []
+        notes += [tag.note] if tag.note else []
+    elif node.params:
+        notes.append(_joined(node.params, most))
+    return "; ".join(note for note in notes if note)

@@ -1,0 +1,85 @@
+"""Which nodes of two graphs are the same where ids cannot tell: graphs of two dumps, two ranks, or two compiles."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping
+
+from zpasses.dumps.format import Argument, Node, Ref, Snapshot, Text
+
+__all__ = ["pair"]
+
+
+def pair(before: Snapshot, after: Snapshot) -> dict[int, int]:
+    """Id in `before` -> id in `after`.
+
+    Three rounds, each over the nodes that the ones before left. First what computes the same from the same inputs; equal
+    computations are paired by name, then in order. Then what has the same op and name. Then, in graph order, what has the same op and
+    reads a node that is paired, at the same place.
+    """
+    pairs: dict[int, int] = {}
+    old, new = _expressions(before), _expressions(after)
+    _match(before, after, pairs, lambda node, side: (old if side == 0 else new)[node.id])
+    _match(before, after, pairs, lambda node, _: (node.op, node.name, "" if node.op == "placeholder" else node.target))
+    _match_by_inputs(before, after, pairs)
+    return pairs
+
+
+def _match(before: Snapshot, after: Snapshot, pairs: dict[int, int], key: Callable[[Node, int], Hashable]) -> None:
+    taken = set(pairs.values())
+    free: dict[Hashable, list[Node]] = defaultdict(list)
+    for node in after.nodes:
+        if node.id not in taken:
+            free[key(node, 1)].append(node)
+    left: dict[Hashable, list[Node]] = defaultdict(list)
+    for node in before.nodes:
+        if node.id not in pairs:
+            left[key(node, 0)].append(node)
+    for same, nodes in left.items():
+        candidates = {node.name: node for node in free.get(same, ())}
+        named = [(node, candidates.pop(node.name)) for node in nodes if node.name in candidates]
+        rest = [node for node in nodes if node.name not in {each.name for each, _ in named}]
+        for one, other in (*named, *zip(rest, candidates.values(), strict=False)):
+            pairs[one.id] = other.id
+
+
+def _expressions(snapshot: Snapshot) -> dict[int, int]:
+    """Id -> a number that equal computations share: of op, arguments and values, all the way up to the inputs."""
+    found: dict[int, int] = {}
+    for node in snapshot.nodes:
+        # An input is what it is called, or the parameter that it holds: the same for all ranks, and in all runs of one model.
+        start = (node.params or node.target) if node.op in ("placeholder", "get_attr") else node.target
+        values = tuple((each.shape, each.dtype) for each in node.vals)
+        args = tuple(_expression(argument, found) for argument in node.args)
+        kwargs = tuple((key, _expression(argument, found)) for key, argument in sorted(node.kwargs.items()))
+        found[node.id] = hash((node.op, start, values, args, kwargs))
+    return found
+
+
+def _expression(argument: Argument, found: Mapping[int, int]) -> Hashable:
+    if isinstance(argument, Ref):
+        return ("node", found.get(argument.node))
+    if isinstance(argument, tuple):
+        return tuple(_expression(item, found) for item in argument)
+    if isinstance(argument, Mapping):
+        return tuple((key, _expression(item, found)) for key, item in sorted(argument.items()))
+    return (type(argument).__name__, argument.text if isinstance(argument, Text) else argument)
+
+
+def _match_by_inputs(before: Snapshot, after: Snapshot, pairs: dict[int, int]) -> None:
+    taken = set(pairs.values())
+    for node in before.nodes:
+        if node.id in pairs:
+            continue
+        for place, read in enumerate(node.inputs):
+            users = after.users.get(pairs.get(read, -1), ())
+            candidates = (after.by_id[user] for user in users if user not in taken)
+            found = next((each for each in candidates if _alike(node, each) and each.inputs.index(pairs[read]) == place), None)
+            if found is not None:
+                pairs[node.id] = found.id
+                taken.add(found.id)
+                break
+
+
+def _alike(one: Node, other: Node) -> bool:
+    return (one.op, one.target) == (other.op, other.target)

@@ -1,0 +1,66 @@
+"""report.html: a dump as one page that needs no network, no server and no torch.
+
+The data are JSON in a script element that is never run, and everything that comes from the dump is put on the page as text. A content
+security policy allows this page's one script by its hash and nothing else, and no connection to anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from importlib.resources import files
+from typing import Any
+
+from zpasses.dumps.format import Dump
+from zpasses.inspect.report.payload import payload
+
+__all__ = ["render"]
+
+_SCRIPTS = (
+    "dom",
+    "model",
+    "rows",
+    "state",
+    "detail",
+    "overview",
+    "listing",
+    "diff",
+    "chart",
+    "memory",
+    "timeline",
+    "collectives",
+    "source",
+    "app",
+)
+"""In the order in which they are put together; each stands in one block of its own."""
+
+
+def render(dump: Dump, rank: int | None = None, compile_name: str | None = None) -> str:
+    """One rank of a dump as a page.
+
+    Args:
+        rank: None for the lowest that there is.
+        compile_name: None for all compiles.
+
+    Raises:
+        NotInDumpError: when there is no such rank or compile.
+        DumpError: when a graph of the dump cannot be read.
+    """
+    from jinja2 import Environment, select_autoescape
+
+    data = payload(dump, rank, compile_name)
+    script = '"use strict";\n' + "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
+    template = Environment(autoescape=select_autoescape(default=True)).from_string(_asset("page.html"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return template.render(title=data["title"], style=_asset("style.css"), script=script, digest=digest, data=_inert(data))
+
+
+def _asset(name: str) -> str:
+    return (files("zpasses.inspect.report") / name).read_text(encoding="utf-8")
+
+
+def _inert(data: dict[str, Any]) -> str:
+    """JSON in which no character can end the element that holds it, or begin another."""
+    text = json.dumps(data, separators=(",", ":"))  # not ASCII is escaped by default
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -1,0 +1,81 @@
+// Elements and figures. Text reaches the page through text nodes and attributes alone: nothing from the dump is ever read as markup.
+
+function el(tag, props, ...children) {
+  const made = document.createElement(tag);
+  for (const [key, value] of Object.entries(props || {})) {
+    if (value === null || value === undefined) continue;
+    if (key.startsWith("aria-")) made.setAttribute(key, String(value));
+    else if (value === false) continue;
+    else if (key === "class") made.className = value;
+    else if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
+    else if (key === "style") for (const [name, text] of Object.entries(value)) made.style.setProperty(name, text);
+    else made.setAttribute(key, value === true ? "" : String(value));
+  }
+  put(made, ...children);
+  return made;
+}
+
+function put(parent, ...children) {
+  for (const child of children.flat(3)) {
+    if (child === null || child === undefined || child === false) continue;
+    parent.append(child instanceof Node ? child : document.createTextNode(String(child)));
+  }
+  return parent;
+}
+
+function clear(parent, ...children) {
+  parent.replaceChildren();
+  return put(parent, ...children);
+}
+
+function digits(size) {
+  const text = Math.abs(size) < 9.995 ? size.toFixed(2) : Math.abs(size) < 99.95 ? size.toFixed(1) : size.toFixed(0);
+  return text.includes(".") ? text.replace(/\.?0+$/, "") : text;
+}
+
+function bytesText(count) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let size = count, unit = 0;
+  while (Math.abs(size) >= 1023.95 && unit < units.length - 1) { size /= 1024; unit += 1; }
+  return unit === 0 ? `${size.toFixed(0)} B` : `${digits(size)} ${units[unit]}`;
+}
+
+function timeText(us) {
+  if (us === 0) return "0";
+  if (Math.abs(us) >= 999.5e3) return `${digits(us / 1e6)} s`;
+  return Math.abs(us) >= 999.5 ? `${digits(us / 1e3)} ms` : `${digits(us)} µs`;
+}
+
+function changeText(before, after) {
+  if (before === after) return "=";
+  if (before === 0) return "new";
+  const share = (after - before) / before * 100;
+  return `${share >= 0 ? "+" : "−"}${Math.abs(share).toFixed(1)} %`;
+}
+
+function plural(count, what) {
+  return `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;
+}
+
+// The colour that a custom property of the style sheet has now, for canvases.
+const colorProbe = document.createElement("span");
+function themeColor(name) {
+  if (!colorProbe.isConnected) { colorProbe.hidden = true; document.body.append(colorProbe); }
+  colorProbe.style.color = `var(--${name})`;
+  return getComputedStyle(colorProbe).color;
+}
+
+function chip(kind, text, title) {
+  return el("span", { class: `chip ${kind}`, title }, text);
+}
+
+// The two ends of a long name, which tell more than its beginning.
+function middle(text, most) {
+  if (text.length <= most) return text;
+  const head = Math.floor((most - 1) * 0.45);
+  return `${text.slice(0, head)}…${text.slice(text.length - (most - 1 - head))}`;
+}
+
+function button(text, onclick, props) {
+  return el("button", { type: "button", onclick, ...props }, text);
+}

@@ -1,0 +1,170 @@
+// The dump as `payload.py` wrote it, taken apart when it is asked for.
+
+const KINDS = ["parameter", "bucket", "gradient", "activation", "saved", "scratch", "other"];
+const CHANGES = ["inserted", "removed", "moved", "rewired", "retagged", "retyped", "renamed"];
+const SIGNS = { inserted: "+", removed: "−", moved: "↕", rewired: "~", retagged: "#", retyped: ":", renamed: "=" };
+const RUN = ["forward", "inference", "backward"];
+
+class Form {
+  // A node in one state.
+  constructor(row, text) {
+    const [id, name, op, target, code, note, values, nbytes, params, tag, source, cost, inputs, buffers, collective] = row;
+    Object.assign(this, { id, nbytes, cost, inputs });
+    this.name = text[name];
+    this.op = text[op];
+    this.target = text[target];
+    this.code = text[code];
+    this.note = text[note];
+    this.values = text[values];
+    this.params = params.map((at) => text[at]);
+    this.tag = tag && { role: text[tag[0]], bucket: tag[1], origin: text[tag[2]] };
+    this.source = source && { file: text[source[0]], line: source[1], text: text[source[2]], module: text[source[3]] };
+    this.buffers = buffers.map(([size, first, last, kind, owners]) =>
+      ({ nbytes: size, first, last, kind: text[kind], params: owners.map((at) => text[at]), form: this }));
+    this.collective = collective && {
+      kind: text[collective[0]], group: text[collective[1]], ranks: collective[2], nbytes: collective[3],
+      full: collective[4], route: text[collective[5]], verdict: text[collective[6]],
+    };
+  }
+
+  get waits() { return this.target.includes("wait_tensor"); }
+}
+
+class Graph {
+  // A graph at one step, nodes in the order in which they run.
+  constructor(compile, step) {
+    this.compile = compile;
+    this.step = step;
+    this.nodes = [];
+    for (const [first, count] of step.order) for (let at = first; at < first + count; at++) this.nodes.push(compile.form(at));
+    this.index = new Map(this.nodes.map((form, at) => [form.id, at]));
+    this.kept = {};
+  }
+
+  once(name, make) {
+    if (!(name in this.kept)) this.kept[name] = make();
+    return this.kept[name];
+  }
+
+  node(id) { return this.nodes[this.index.get(id)]; }
+
+  get users() {
+    return this.once("users", () => {
+      const found = new Map();
+      for (const form of this.nodes) for (const read of form.inputs) found.set(read, [...(found.get(read) || []), form.id]);
+      return found;
+    });
+  }
+
+  get buffers() {
+    return this.once("buffers", () => this.nodes.flatMap((form) => form.buffers.map((buffer) =>
+      ({ ...buffer, from: this.index.get(buffer.first), to: this.index.get(buffer.last) }))));
+  }
+
+  get curves() {
+    // Bytes alive while each node runs, of all kinds together and of each.
+    return this.once("curves", () => {
+      const size = this.nodes.length;
+      const byKind = {};
+      const live = new Float64Array(size + 1);
+      for (const { nbytes, kind, from, to } of this.buffers) {
+        if (!nbytes) continue;
+        byKind[kind] ||= new Float64Array(size + 1);
+        for (const curve of [byKind[kind], live]) { curve[from] += nbytes; curve[to + 1] -= nbytes; }
+      }
+      for (const curve of [live, ...Object.values(byKind)]) for (let at = 1; at <= size; at++) curve[at] += curve[at - 1];
+      const kinds = [...KINDS.filter((kind) => byKind[kind]), ...Object.keys(byKind).filter((kind) => !KINDS.includes(kind))];
+      let peak = 0;
+      for (let at = 1; at < size; at++) if (live[at] > live[peak]) peak = at;
+      return { live, byKind, kinds, peak };
+    });
+  }
+
+  alive(at) {
+    return this.buffers.filter((buffer) => buffer.from <= at && at <= buffer.to && buffer.nbytes).sort((a, b) => b.nbytes - a.nbytes);
+  }
+
+  get flights() {
+    return this.once("flights", () => this.step.schedule.flights.map(([id, start, end, wait, distance, compute, stalls], at) => ({
+      id, form: this.node(id), start, end, time: end - start, wait, distance, compute, number: at,
+      stalls: stalls.map(([where, from, to]) => ({ at: where, start: from, end: to })),
+      exposed: stalls.reduce((sum, [, from, to]) => sum + to - from, 0),
+    })));
+  }
+
+  get spans() {
+    // When each computing node runs: one after the other, held up where a collective is awaited.
+    return this.once("spans", () => {
+      const until = new Map();
+      for (const flight of this.flights) for (const stall of flight.stalls) until.set(stall.at, Math.max(until.get(stall.at) || 0, stall.end));
+      const spans = [];
+      let now = 0;
+      this.nodes.forEach((form, at) => {
+        now = Math.max(now, until.get(form.id) || 0);
+        if (form.cost > 0 && !form.collective) {
+          spans.push({ form, at, start: now, end: now + form.cost });
+          now += form.cost;
+        }
+      });
+      return spans;
+    });
+  }
+
+  get changes() {
+    // Id -> [kind, detail] of what the step's pass did.
+    return this.once("changes", () => {
+      const found = new Map();
+      for (const kind of CHANGES) {
+        for (const [id, detail] of (this.step.diff || {})[kind] || []) found.set(id, [...(found.get(id) || []), [kind, detail]]);
+      }
+      return found;
+    });
+  }
+}
+
+class Compile {
+  constructor(data) {
+    Object.assign(this, data);
+    this.forms = [];
+    this.made = new Map();
+  }
+
+  form(at) {
+    this.forms[at] ||= new Form(this.nodes[at], this.strings);
+    return this.forms[at];
+  }
+
+  graphData(name) { return this.graphs.find((graph) => graph.name === name) || this.graphs[0]; }
+
+  // The step that holds the graph of a step: an earlier one, where the pass changed nothing.
+  holder(graph, index) {
+    const step = graph.steps[index];
+    return step.same === undefined ? step : graph.steps[step.same];
+  }
+
+  at(graph, index) {
+    const step = this.holder(graph, index);
+    if (!step.order) return null;
+    const key = `${graph.name}\n${step.index}`;
+    if (!this.made.has(key)) this.made.set(key, new Graph(this, step));
+    return this.made.get(key);
+  }
+
+  before(graph, index) {
+    for (let at = index - 1; at >= 0; at--) if (this.holder(graph, at).order) return this.at(graph, at);
+    return null;
+  }
+
+  last(graph) {
+    for (let at = graph.steps.length - 1; at > 0; at--) if (this.holder(graph, at).order && !graph.steps[at].error) return at;
+    return 0;
+  }
+
+  get running() {
+    const found = this.graphs.filter((graph) => RUN.includes(graph.name) && graph.steps.some((step) => step.order));
+    return found.length ? found : this.graphs.filter((graph) => graph.steps.some((step) => step.order)).slice(-1);
+  }
+}
+
+const report = JSON.parse(document.getElementById("data").textContent);
+const compiles = report.compiles.map((data) => new Compile(data));

@@ -1,0 +1,194 @@
+"""What report.html shows, as JSON: each form of a node once, and every step as runs of them.
+
+`model.js` is the reader of this. Differences and schedules are worked out here, with the code that the command line uses; the page works
+out memory curves from the buffers' ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from zpasses.dumps.format import Compile, Dump, Graph, Node, Snapshot, Step
+from zpasses.inspect.difference import Difference, compare
+from zpasses.inspect.find import Picked, pick, pick_rank
+from zpasses.inspect.listing import call_text, note_text, op_text, value_text
+from zpasses.inspect.schedule import schedule
+from zpasses.inspect.view import printable
+from zpasses.inspect.views import plain
+
+__all__ = ["payload"]
+
+
+def payload(dump: Dump, rank: int | None, compile_name: str | None) -> dict[str, Any]:
+    """Everything that the page shows of one rank."""
+    rank = pick_rank(dump, rank)
+    picked = pick(dump, rank=rank, compile_name=compile_name)
+    chosen = dict.fromkeys(each.compile.folder for each in picked)
+    compiles = [each for each in dump.ranks[rank].compiles if each.folder in chosen or (compile_name is None and each.error is not None)]
+    return {
+        "title": f"zpasses report: {dump.path.name}",
+        "path": str(dump.path),
+        "meta": plain(dump.meta),
+        "rank": rank,
+        "ranks": sorted(dump.ranks),
+        "compiles": [_compile(each, rank) for each in compiles],
+    }
+
+
+def _compile(each: Compile, rank: int) -> dict[str, Any]:
+    pool = _Pool(each)
+    graphs = [_graph(Picked(rank, each, graph), pool) for graph in each.graphs.values()]
+    info = each.info
+    return {
+        "name": info.name,
+        "folder": each.folder,
+        "state": info.state,
+        "codegen": info.codegen,
+        "pipeline": info.pipeline,
+        "target": plain(info.target),
+        "options": plain(info.options),
+        "groups": plain(info.groups),
+        "parameters": {name: [param.nbytes, param.shard_bytes, list(param.shape), param.dtype] for name, param in info.parameters.items()},
+        "error": plain(each.error),
+        "sources": {file: text.splitlines() for file, text in each.sources.items() if file in pool.files},
+        "strings": pool.strings,
+        "nodes": pool.rows,
+        "graphs": graphs,
+    }
+
+
+def _graph(picked: Picked, pool: _Pool) -> dict[str, Any]:
+    graph = picked.graph
+    return {
+        "name": graph.name,
+        "of": graph.of,
+        "error": plain(graph.error),
+        "agreements": plain(graph.agreements),
+        "steps": [_step(graph, step, pool) for step in graph.steps],
+    }
+
+
+def _step(graph: Graph, step: Step, pool: _Pool) -> dict[str, Any]:
+    about = {"index": step.index, "level": step.level, "after": step.after, "run": plain(step.run), "error": plain(step.error)}
+    if step.snapshot is None:
+        return {**about, "number": None}
+    earlier = next((each for each in graph.steps[: step.index] if each.number == step.number), None)
+    if earlier is not None:
+        return {**about, "number": step.number, "same": earlier.index}
+    before = next((each.snapshot for each in reversed(graph.steps[: step.index]) if each.snapshot is not None), None)
+    snapshot = step.snapshot
+    peak = snapshot.live_bytes.index(snapshot.peak_bytes) if snapshot.nodes else 0
+    return {
+        **about,
+        "number": step.number,
+        "order": _runs(pool.row(node, snapshot) for node in snapshot.nodes),
+        "peak": [snapshot.peak_bytes, snapshot.nodes[peak].id if snapshot.nodes else None],
+        "schedule": _schedule(snapshot),
+        "diff": None if before is None else _difference(compare(before, snapshot)),
+    }
+
+
+def _runs(rows: Iterable[int]) -> list[list[int]]:
+    """3, 4, 5, 9 -> [[3, 3], [9, 1]]: first and length of each run."""
+    runs: list[list[int]] = []
+    for row in rows:
+        if runs and runs[-1][0] + runs[-1][1] == row:
+            runs[-1][1] += 1
+        else:
+            runs.append([row, 1])
+    return runs
+
+
+def _difference(difference: Difference) -> dict[str, list[list[Any]]]:
+    """Kind -> [id, detail] of each change."""
+    return {kind: [[change.node.id, printable(change.detail)] for change in difference.of_kind(kind)] for kind in difference.counts}
+
+
+def _schedule(snapshot: Snapshot) -> dict[str, Any]:
+    plan = schedule(snapshot)
+    flights = [
+        [
+            flight.node.id,
+            _us(flight.start_us),
+            _us(flight.end_us),
+            flight.wait.id,
+            flight.distance,
+            _us(flight.compute_us),
+            [[stall.at.id, _us(stall.start_us), _us(stall.end_us)] for stall in flight.stalls],
+        ]
+        for flight in plan.flights
+    ]
+    totals = {"total": plan.total_us, "compute": plan.compute_us, "communication": plan.communication_us, "exposed": plan.exposed_us}
+    return {"flights": flights, **{key: _us(value) for key, value in totals.items()}}
+
+
+def _us(value: float) -> float:
+    return round(value, 3)
+
+
+class _Pool:
+    """Forms of nodes, each once: a form is what a node is in one snapshot, and most stay as they are from pass to pass."""
+
+    def __init__(self, each: Compile) -> None:
+        self.rows: list[list[Any]] = []
+        self.strings: list[str] = []
+        self.files: set[str] = set()
+        self._numbers: dict[str, int] = {}
+        self._forms: dict[int, tuple[Node, int]] = {}
+        self._names: tuple[Snapshot | None, dict[int, str]] = (None, {})
+
+    def row(self, node: Node, snapshot: Snapshot) -> int:
+        """Number of the node's form."""
+        known = self._forms.get(id(node))
+        if known is not None:
+            return known[1]
+        if self._names[0] is not snapshot:
+            self._names = (snapshot, {each.id: each.name for each in snapshot.nodes})
+        self._forms[id(node)] = (node, len(self.rows))  # the node itself is held, so that its number is not given to another
+        self.rows.append(self._form(node, self._names[1]))
+        return len(self.rows) - 1
+
+    def _form(self, node: Node, names: dict[int, str]) -> list[Any]:
+        source = node.source
+        if source is not None:
+            self.files.add(source.file)
+        collective = node.collective
+        return [
+            node.id,
+            self._text(node.name),
+            self._text(node.op),
+            self._text(op_text(node.target)),
+            self._text(call_text(node, names)),
+            self._text(note_text(node)),
+            self._text(value_text(node.vals)),
+            node.nbytes,
+            [self._text(name) for name in node.params],
+            None if node.tag is None else [self._text(node.tag.role), node.tag.bucket, self._text(node.tag.origin)],
+            None if source is None else [self._text(source.file), source.line, self._text(source.text), self._text(source.module)],
+            _us(node.cost_us),
+            list(node.inputs),
+            [[each.nbytes, each.first, each.last, self._text(each.kind), self._texts(each.params)] for each in node.buffers],
+            None
+            if collective is None
+            else [
+                self._text(collective.kind),
+                self._text(collective.group),
+                collective.ranks,
+                collective.nbytes,
+                collective.full_bytes,
+                self._text(collective.route),
+                self._text(collective.verdict),
+            ],
+        ]
+
+    def _texts(self, texts: Sequence[str]) -> list[int]:
+        return [self._text(text) for text in texts]
+
+    def _text(self, text: str) -> int:
+        """Number of a text."""
+        number = self._numbers.get(text)
+        if number is None:
+            number = self._numbers[text] = len(self.strings)
+            self.strings.append(printable(text))
+        return number

@@ -1,0 +1,210 @@
+// Two streams in time: computation above, communication below, and in red where computation stands still for communication.
+
+const TRACK = { left: 108, top: 14, height: 44, gap: 26 };
+
+function drawTimeline(main) {
+  const graph = current.graph;
+  if (!graph) return put(main, notWritten());
+  const plan = graph.step.schedule;
+  if (!plan.total) return put(main, el("p", { class: "muted pad" }, "Nothing in this graph takes time by the model."));
+  const spans = graph.spans, flights = graph.flights;
+  const stalls = flights.flatMap((flight) => flight.stalls.map((stall) => ({ ...stall, flight })));
+  const view = { from: 0, to: plan.total };
+  let chosen = null;
+  const chart = canvas({
+    height: 158,
+    label: `Compute and communication in time: ${timeText(plan.total)}, ${timeText(plan.exposed)} of it exposed. Plus and minus zoom, arrows move, 0 shows all.`,
+    props: { role: "application" },
+    draw: (pen, width, height) => paintTimeline(pen, width, height, { view, spans, flights, stalls, chosen, graph }),
+  });
+  const scale = () => (chart.clientWidth - TRACK.left - 8) / (view.to - view.from);
+  const timeAt = (clientX) => view.from + (clientX - chart.getBoundingClientRect().left - TRACK.left) / scale();
+  const window_ = (from, to) => {
+    const width = Math.min(plan.total, Math.max(plan.total / 1e5, to - from));
+    view.from = Math.max(0, Math.min(plan.total - width, from));
+    view.to = view.from + width;
+    chart.repaint();
+  };
+  const zoom = (factor, around) => window_(around - (around - view.from) * factor, around + (view.to - around) * factor);
+  const hit = (event) => {
+    const y = event.clientY - chart.getBoundingClientRect().top, time = timeAt(event.clientX), slack = 2 / scale();
+    const inside = (item) => item.start - slack <= time && time <= item.end + slack;
+    if (y < TRACK.top || y > TRACK.top + 2 * TRACK.height + TRACK.gap) return null;
+    if (y < TRACK.top + TRACK.height) {
+      const stall = stalls.find((item) => item.end > item.start && item.start <= time && time <= item.end);
+      if (stall) return { stall, id: stall.flight.id };
+      const span = nearest(spans, time, slack);
+      return span && { span, id: span.form.id };
+    }
+    const flight = flights.find(inside);
+    return y > TRACK.top + TRACK.height + TRACK.gap && flight ? { flight, id: flight.id } : null;
+  };
+  let drag = null;
+  chart.addEventListener("wheel", (event) => { zoom(event.deltaY > 0 ? 1.2 : 1 / 1.2, timeAt(event.clientX)); event.preventDefault(); }, { passive: false });
+  chart.addEventListener("pointerdown", (event) => { drag = { x: event.clientX, from: view.from, to: view.to, moved: false }; chart.setPointerCapture(event.pointerId); });
+  chart.addEventListener("pointermove", (event) => {
+    if (drag) {
+      const by = (drag.x - event.clientX) / scale();
+      drag.moved ||= Math.abs(event.clientX - drag.x) > 3;
+      if (drag.moved) return window_(drag.from + by, drag.to + by);
+    }
+    const found = hit(event);
+    chosen = found;
+    chart.repaint();
+    return found ? showHint(event.clientX, event.clientY, ...timelineHint(graph, found)) : hideHint();
+  });
+  chart.addEventListener("pointerup", (event) => {
+    const found = hit(event);
+    if (drag && !drag.moved && found) go({ node: found.id });
+    drag = null;
+  });
+  chart.addEventListener("pointerleave", () => { chosen = null; hideHint(); chart.repaint(); });
+  chart.addEventListener("keydown", (event) => {
+    const width = view.to - view.from, middle = (view.from + view.to) / 2;
+    if (event.key === "+" || event.key === "=") zoom(0.7, middle);
+    else if (event.key === "-") zoom(1 / 0.7, middle);
+    else if (event.key === "0") window_(0, plan.total);
+    else if (event.key === "ArrowRight") window_(view.from + width / 10, view.to + width / 10);
+    else if (event.key === "ArrowLeft") window_(view.from - width / 10, view.to - width / 10);
+    else return;
+    event.preventDefault();
+  });
+  const selected = flights.find((flight) => flight.id === state.node) || spans.find((span) => span.form.id === state.node);
+  if (selected) {
+    const margin = Math.max((selected.end - selected.start) * 4, plan.total / 12);
+    window_(selected.start - margin, selected.end + margin);
+  }
+  put(main,
+    current.step.after && runLine(current.step),
+    split(plan),
+    el("div", { class: "bar" },
+      el("span", { class: "legend" }, el("i", { style: { background: "var(--compute)" } }), "compute"),
+      el("span", { class: "legend" }, el("i", { style: { background: "var(--gather)" } }), "gather"),
+      el("span", { class: "legend" }, el("i", { style: { background: "var(--reduce)" } }), "reduce"),
+      el("span", { class: "legend" }, el("i", { style: { background: "var(--exposed)" } }), "exposed: compute waits"),
+      el("span", { class: "stretch" }),
+      button("−", () => zoom(1 / 0.7, (view.from + view.to) / 2), { "aria-label": "Zoom out" }),
+      button("+", () => zoom(0.7, (view.from + view.to) / 2), { "aria-label": "Zoom in" }),
+      button("All", () => window_(0, plan.total))),
+    chart,
+    exposedTable(graph, stalls));
+}
+
+function nearest(spans, time, slack) {
+  let low = 0, high = spans.length - 1;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (spans[middle].start <= time) low = middle; else high = middle - 1;
+  }
+  const found = spans[low];
+  return found && found.start - slack <= time && time <= found.end + slack ? found : null;
+}
+
+function split(plan) {
+  const total = plan.total || 1;
+  const hidden = plan.communication ? Math.max(0, Math.round(100 * (1 - plan.exposed / plan.communication))) : 100;
+  return el("div", { class: "split" },
+    el("p", {}, el("b", {}, timeText(plan.total)), " by the target's model: ", el("b", {}, timeText(plan.compute)), " compute and ",
+      el("b", { class: "exposed-text" }, timeText(plan.exposed)), ` exposed; ${hidden} % of ${timeText(plan.communication)} of communication hides.`),
+    el("div", { class: "stack", role: "img", "aria-label": "Shares of compute and exposed communication" },
+      el("i", { style: { background: "var(--compute)", width: `${100 * plan.compute / total}%` } }),
+      el("i", { style: { background: "var(--exposed)", width: `${100 * plan.exposed / total}%` } })));
+}
+
+function flightColor(form) {
+  return themeColor(/reduce|grad/.test(form.collective.kind) ? "reduce" : "gather");
+}
+
+function paintTimeline(pen, width, height, { view, spans, flights, stalls, chosen, graph }) {
+  const right = width - 8, scale = (right - TRACK.left) / (view.to - view.from);
+  const x = (time) => TRACK.left + (time - view.from) * scale;
+  const lower = TRACK.top + TRACK.height + TRACK.gap, bottom = lower + TRACK.height;
+  pen.font = FONT;
+  pen.textBaseline = "middle";
+  pen.textAlign = "left";
+  pen.fillStyle = themeColor("muted");
+  pen.fillText("compute", 8, TRACK.top + TRACK.height / 2);
+  pen.fillText("communication", 8, lower + TRACK.height / 2);
+  pen.textAlign = "center";
+  for (const tick of ticks(view.to - view.from, 7)) {
+    const time = view.from + tick;
+    pen.strokeStyle = themeColor("line");
+    pen.beginPath(); pen.moveTo(x(time), TRACK.top); pen.lineTo(x(time), bottom + 6); pen.stroke();
+    pen.fillText(timeText(Number(time.toPrecision(4))), Math.min(Math.max(x(time), TRACK.left + 20), right - 24), bottom + 18);
+  }
+  pen.save();
+  pen.beginPath(); pen.rect(TRACK.left, 0, right - TRACK.left, height); pen.clip();
+  const seen = (item) => item.end >= view.from && item.start <= view.to;
+  const box = (item, top, color, text) => {
+    const from = x(item.start), size = Math.max(1, (item.end - item.start) * scale - (scale * (item.end - item.start) > 4 ? 1 : 0));
+    pen.fillStyle = color;
+    pen.fillRect(from, top, size, TRACK.height);
+    const shown = Math.max(from, TRACK.left), room = from + size - shown;
+    if (room > 44) {
+      pen.save();
+      pen.beginPath(); pen.rect(shown, top, room - 4, TRACK.height); pen.clip();
+      pen.fillStyle = themeColor("on-fill");
+      pen.textAlign = "left";
+      pen.fillText(text, shown + 6, top + TRACK.height / 2);
+      pen.restore();
+    }
+  };
+  const compute = themeColor("compute"), exposed = themeColor("exposed");
+  for (const span of spans) if (seen(span)) box(span, TRACK.top, compute, span.form.name);
+  for (const stall of stalls) if (seen(stall) && stall.end > stall.start) box(stall, TRACK.top, exposed, "waits");
+  for (const flight of flights) if (seen(flight)) box(flight, lower, flightColor(flight.form), flight.form.params.length > 1 ? `${flight.form.params[0]} +${flight.form.params.length - 1}` : flight.form.params[0] || flight.form.name);
+  const shown = chosen ? chosen.id : state.node;
+  const flight = flights.find((each) => each.id === shown);
+  if (flight) lead(pen, x, flight, graph, lower);
+  const marked = flight || spans.find((span) => span.form.id === shown);
+  if (marked) {
+    pen.strokeStyle = themeColor("text");
+    pen.lineWidth = 2;
+    pen.strokeRect(x(marked.start), (flight ? lower : TRACK.top) + 1, Math.max(2, (marked.end - marked.start) * scale), TRACK.height - 2);
+  }
+  pen.restore();
+}
+
+// From a collective to where it is awaited.
+function lead(pen, x, flight, graph, lower) {
+  const wait = graph.index.get(flight.wait);
+  const next = graph.spans.find((span) => span.at >= wait);
+  const stall = flight.stalls[0];
+  const time = stall ? stall.end : next ? next.start : flight.end;
+  pen.strokeStyle = themeColor("text");
+  pen.lineWidth = 1.5;
+  pen.beginPath();
+  pen.moveTo(x(flight.end), lower);
+  pen.bezierCurveTo(x(flight.end), lower - TRACK.gap / 2, x(time), lower - TRACK.gap / 2, x(time), TRACK.top + TRACK.height);
+  pen.stroke();
+  pen.beginPath(); pen.arc(x(time), TRACK.top + TRACK.height, 3, 0, 7); pen.fillStyle = themeColor("text"); pen.fill();
+}
+
+function timelineHint(graph, { span, flight, stall }) {
+  if (stall) return [el("b", {}, `${timeText(stall.end - stall.start)} exposed`), el("p", {}, `compute waits for ${stall.flight.form.name}`), paramLine(stall.flight.form)];
+  if (flight) {
+    const wait = graph.node(flight.wait);
+    return [el("b", {}, flight.form.name), el("p", {}, `${flight.form.collective.kind}, ${bytesText(flight.form.collective.nbytes)} put in, ${timeText(flight.time)}`),
+      el("p", {}, flight.exposed ? `${timeText(flight.exposed)} exposed` : "hides behind compute", wait ? `; awaited ${plural(flight.distance, "node")} later` : ""), paramLine(flight.form)];
+  }
+  return [el("b", {}, span.form.name), el("p", {}, `${span.form.target}, ${timeText(span.end - span.start)}`), span.form.source && el("p", { class: "muted" }, `${shortPath(span.form.source.file)}:${span.form.source.line} ${span.form.source.text}`)];
+}
+
+function paramLine(form) {
+  if (!form.params.length) return null;
+  const rest = form.params.length - 3;
+  return el("p", { class: "muted" }, form.params.slice(0, 3).join(", "), rest > 0 ? ` and ${rest} more` : "");
+}
+
+function exposedTable(graph, stalls) {
+  const largest = stalls.filter((stall) => stall.end > stall.start).sort((a, b) => (b.end - b.start) - (a.end - a.start)).slice(0, 12);
+  if (!largest.length) return el("p", { class: "muted pad" }, "No communication is exposed.");
+  return el("section", { class: "card" }, el("header", {}, el("h2", {}, "Where compute waits longest")),
+    el("table", { class: "compact" },
+      el("thead", {}, el("tr", {}, ["exposed", "for", "parameters", "awaited at"].map((name, i) => el("th", { scope: "col", class: i ? "" : "right" }, name)))),
+      el("tbody", {}, largest.map((stall) => el("tr", {},
+        el("td", { class: "right exposed-text" }, timeText(stall.end - stall.start)),
+        el("td", {}, button(stall.flight.form.name, () => go({ node: stall.flight.id }), { class: "link" })),
+        el("td", {}, paramLine(stall.flight.form)),
+        el("td", {}, (graph.node(stall.at) || stall.flight.form).name))))));
+}

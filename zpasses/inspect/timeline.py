@@ -1,0 +1,75 @@
+"""A compile's streams as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from zpasses.dumps.format import Snapshot
+from zpasses.inspect.listing import op_text
+from zpasses.inspect.schedule import Flight, schedule
+
+__all__ = ["chrome_trace"]
+
+_COMPUTE, _COMMUNICATION = 1, 2
+
+
+def chrome_trace(graphs: Sequence[tuple[str, Snapshot]]) -> dict[str, Any]:
+    """One process a graph, one behind the other in time, each with a track for computation and one for communication.
+
+    Stalls are slices of the computation track; arrows lead from a collective's start to the collective and on to its wait; bytes alive
+    are a counter. Times are microseconds, as the format wants them.
+
+    Args:
+        graphs: title and graph.
+    """
+    events: list[dict[str, Any]] = []
+    offset = 0.0
+    for number, (title, snapshot) in enumerate(graphs, start=1):
+        plan = schedule(snapshot)
+        base = {"pid": number}
+        events.append({**base, "ph": "M", "name": "process_name", "args": {"name": title}})
+        events.append({**base, "ph": "M", "name": "process_sort_index", "args": {"sort_index": number}})
+        for thread, name in ((_COMPUTE, "compute"), (_COMMUNICATION, "communication")):
+            events.append({**base, "tid": thread, "ph": "M", "name": "thread_name", "args": {"name": name}})
+            events.append({**base, "tid": thread, "ph": "M", "name": "thread_sort_index", "args": {"sort_index": thread}})
+        live = dict(zip((node.id for node in snapshot.nodes), snapshot.live_bytes, strict=True))
+        for span in plan.compute:
+            node = span.node
+            where = {"source": f"{node.source.file}:{node.source.line}", "module": node.source.module} if node.source else {}
+            about = {"op": node.target, "bytes": node.nbytes, "params": ", ".join(node.params), **where}
+            start, length = offset + span.start_us, span.end_us - span.start_us
+            events.append(_slice(number, _COMPUTE, node.name, op_text(node.target), start, length, about))
+            events.append({**base, "ph": "C", "name": "bytes alive", "ts": start, "args": {"bytes": live[node.id]}})
+        for flight in plan.flights:
+            events += _flight(number, flight, offset, len(events))
+        offset += plan.total_us
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _flight(process: int, flight: Flight, offset: float, key: int) -> Iterator[dict[str, Any]]:
+    node, collective = flight.node, flight.node.collective
+    assert collective is not None
+    about = {
+        "kind": collective.kind,
+        "group": collective.group,
+        "ranks": collective.ranks,
+        "bytes": collective.nbytes,
+        "params": ", ".join(node.params),
+        "exposed_us": flight.exposed_us,
+        "route": collective.route,
+        "verdict": collective.verdict,
+    }
+    yield _slice(process, _COMMUNICATION, node.name, collective.kind, offset + flight.start_us, flight.time_us, about)
+    for at, stall in enumerate(flight.stalls):
+        about = {"awaits": node.name}
+        length = stall.end_us - stall.start_us
+        yield {**_slice(process, _COMPUTE, f"exposed: {node.name}", "exposed", offset + stall.start_us, length, about), "cname": "terrible"}
+        flow = {"pid": process, "cat": "wait", "name": "wait", "id": f"{key}.{at}"}
+        yield {**flow, "tid": _COMMUNICATION, "ph": "s", "ts": offset + flight.start_us}
+        yield {**flow, "tid": _COMPUTE, "ph": "f", "bp": "e", "ts": offset + stall.start_us}
+
+
+def _slice(process: int, thread: int, name: str, category: str, start: float, length: float, about: dict[str, Any]) -> dict[str, Any]:
+    shown = {key: value for key, value in about.items() if value not in ("", None)}
+    return {"pid": process, "tid": thread, "ph": "X", "name": name, "cat": category, "ts": start, "dur": length, "args": shown}

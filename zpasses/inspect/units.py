@@ -1,0 +1,37 @@
+"""Bytes and microseconds as people read them."""
+
+from __future__ import annotations
+
+__all__ = ["bytes_text", "change_text", "time_text"]
+
+_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def bytes_text(count: float) -> str:
+    """1536 -> "1.5 KiB"; three digits."""
+    size, unit = float(count), 0
+    while abs(size) >= 1023.95 and unit < len(_BYTES) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.0f} B" if unit == 0 else f"{_digits(size)} {_BYTES[unit]}"
+
+
+def time_text(us: float) -> str:
+    """1234.5 microseconds -> "1.23 ms"; three digits."""
+    size, unit = us, "us"
+    if abs(us) >= 999.5:
+        size, unit = us / 1e3, "ms"
+    if abs(us) >= 999.5e3:
+        size, unit = us / 1e6, "s"
+    return "0" if us == 0 else f"{_digits(size)} {unit}"
+
+
+def change_text(before: float, after: float) -> str:
+    """How far `after` is from `before`: "+20.0%", "-3.1%", "=" where nothing changed, "new" where there was nothing."""
+    if before == after:
+        return "="
+    return "new" if before == 0 else f"{(after - before) / before:+.1%}"
+
+
+def _digits(size: float) -> str:
+    text = f"{size:.2f}" if abs(size) < 9.995 else f"{size:.1f}" if abs(size) < 99.95 else f"{size:.0f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -1,0 +1,228 @@
+"""The inspector's pages on one dump: what there is, a graph's listing, its collectives, its memory. `diffs.py` has those on changes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any
+
+from zpasses.dumps.format import Compile, Dump, Graph, Ref, Step, Text
+from zpasses.inspect.communication import Communication, communication
+from zpasses.inspect.find import Picked, node_named, pick_rank, snapshot_of, step_title, steps_after
+from zpasses.inspect.listing import MOST, Where, lines
+from zpasses.inspect.memory import Memory, memory, peaks, sizes
+from zpasses.inspect.units import bytes_text, change_text, time_text
+from zpasses.inspect.view import Code, Table, View, table
+
+__all__ = ["collectives_view", "list_view", "memory_view", "plain", "show_view"]
+
+BARS = " ▁▂▃▄▅▆▇█"
+
+
+def plain(value: Any) -> Any:
+    """A dump's data as JSON knows it."""
+    if isinstance(value, Ref):
+        return {"node": value.node}
+    if isinstance(value, Text):
+        return {"repr": value.text}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value) if field.repr}
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+# --- list --------------------------------------------------------------------------------------------------------------------------
+def list_view(dump: Dump, rank: int | None = None) -> View:
+    """Compiles, graphs and passes of one rank."""
+    rank = pick_rank(dump, rank)
+    meta, parts, data = dump.meta, [], []
+    for each in dump.ranks[rank].compiles:
+        parts += _compile_parts(each)
+        data.append(_compile_data(each))
+    ranks = ", ".join(map(str, sorted(dump.ranks)))
+    title = f"{dump.path}: zpasses {meta.get('zpasses', '?')}, torch {meta.get('torch', '?')}, world of {meta.get('world', '?')}"
+    said = f"Rank {rank} of those dumped: {ranks}." if len(dump.ranks) > 1 else f"Rank {rank} was dumped."
+    return View(title, (said, *parts), {"path": str(dump.path), **plain(meta), "rank": rank, "ranks": sorted(dump.ranks), "compiles": data})
+
+
+def _compile_parts(each: Compile) -> list[Table | str]:
+    info = each.info
+    head = f"Compile {info.name} ({each.folder}): {info.state}, codegen {info.codegen or '?'}, target {info.target.get('name', '?')}"
+    rows = []
+    for graph in each.graphs.values():
+        for step in graph.steps:
+            rows.append(_step_row(graph, step))
+    columns = ("graph", "step", "after", "changes", "nodes", "collectives", "bytes put in", "pass", "checks", "")
+    shown: list[Table | str] = [f"{head}\npipeline: {info.pipeline or '(none)'}"]
+    if rows:
+        shown.append(table(columns, rows, right=("step", "changes", "nodes", "collectives", "bytes put in", "pass", "checks")))
+    else:
+        shown.append("No graph was written.")
+    if each.error is not None:
+        shown.append(f"FAILED in {each.error.where or '?'}: {each.error.type}: {each.error.message}")
+    return shown
+
+
+def _step_row(graph: Graph, step: Step) -> tuple[Any, ...]:
+    counts = _counts(graph, step)
+    figures = (counts["nodes"], counts["collectives"], bytes_text(counts["nbytes"])) if counts else ("", "", "")
+    run = step.run
+    times = (run.changes, time_text(run.time_us), time_text(run.check_us)) if run else ("", "", "")
+    said = f"FAILED: {step.error.type}" if step.error else "; ".join(run.notes) if run else ""
+    return (graph.name if step.index == 0 else "", step.index, step.after or "-", times[0], *figures, *times[1:], _cut(said, 60))
+
+
+def _counts(graph: Graph, step: Step) -> dict[str, int] | None:
+    """Nodes, collectives and bytes of a step, as the records of passes say; None where no pass ran, because reading graphs takes time."""
+    if step.run is not None:
+        return asdict(step.run.after)
+    following = graph.steps[step.index + 1].run if step.index + 1 < len(graph.steps) else None
+    if following is not None:
+        return asdict(following.before)
+    return None
+
+
+def _compile_data(each: Compile) -> dict[str, Any]:
+    graphs = []
+    for graph in each.graphs.values():
+        steps = [{"index": step.index, "level": step.level, "after": step.after, "counts": _counts(graph, step)} for step in graph.steps]
+        for step, entry in zip(graph.steps, steps, strict=True):
+            entry |= {"run": plain(step.run), "error": plain(step.error)}
+        about = {"name": graph.name, "of": graph.of, "given": list(graph.given), "kept": list(graph.kept)}
+        graphs.append({**about, "agreements": plain(graph.agreements), "steps": steps})
+    return {"folder": each.folder, **plain(each.info), "error": plain(each.error), "graphs": graphs}
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+# --- show --------------------------------------------------------------------------------------------------------------------------
+def show_view(picked: Sequence[Picked], after: str | int | None = None, where: Where | None = None, most: int | None = MOST) -> View:
+    """Listings of graphs, each before its passes, after one of them, or (None) after the last."""
+    parts: list[Code | str] = []
+    data = []
+    for each, step in steps_after(picked, after):
+        snapshot = snapshot_of(each, step)
+        found = lines(snapshot, where or Where(), most)
+        width = min(max((len(line.code) for line in found if line.note), default=0), 88)
+        some = f", {len(found)} of them shown" if len(found) < len(snapshot.nodes) else ""
+        peak = bytes_text(snapshot.peak_bytes)
+        head = f"# {each.title}, {step_title(step)}: {len(snapshot.nodes)} nodes{some}; peak {peak}"
+        parts.append(Code((head, *(line.text(width) for line in found))))
+        about = {"rank": each.rank, "compile": each.compile.name, "graph": each.graph.name, "step": step.index, "after": step.after}
+        live = dict(zip((node.id for node in snapshot.nodes), snapshot.live_bytes, strict=True))
+        data.append({**about, "nodes": [{**plain(line.node), "live_bytes": live[line.node.id]} for line in found]})
+    return View("", tuple(parts), data)
+
+
+# --- collectives -------------------------------------------------------------------------------------------------------------------
+_FIGURES = ("ranks", "bytes", "distance", "compute between", "time", "exposed")
+
+
+def collectives_view(picked: Sequence[Picked], after: str | int | None = None) -> View:
+    """Tables of collectives, with totals."""
+    parts: list[Table | str] = []
+    data = []
+    for each, step in steps_after(picked, after):
+        found = communication(snapshot_of(each, step))
+        about = {"rank": each.rank, "compile": each.compile.name, "graph": each.graph.name, "step": step.index, "after": step.after}
+        data.append({**about, **found.to_json()})
+        parts += [_collectives_table(f"{each.title}, {step_title(step)}", found), _totals(found)]
+    return View("", tuple(parts), data)
+
+
+def _collectives_table(title: str, found: Communication) -> Table:
+    rows = [
+        (
+            row.node,
+            _cut(row.kind.replace("_into_tensor", "").replace("_tensor", ""), 28),
+            row.group,
+            row.ranks,
+            _params(row.params),
+            bytes_text(row.nbytes),
+            row.distance,
+            time_text(row.compute_us),
+            time_text(row.time_us),
+            time_text(row.exposed_us),
+            row.route,
+            _cut(row.verdict, 40),
+        )
+        for row in found.rows
+    ]
+    headers = ("node", "kind", "group", "ranks", "parameters", "bytes", *_FIGURES[2:], "route", "verdict")
+    empty = {at for at, header in enumerate(headers) if header in ("route", "verdict") and not any(row[at] for row in rows)}
+    kept = [at for at in range(len(headers)) if at not in empty]
+    return table([headers[at] for at in kept], [[row[at] for at in kept] for row in rows], right=_FIGURES, title=title)
+
+
+def _params(params: Sequence[str]) -> str:
+    return f"{_cut(params[0], 40)} and {len(params) - 1} more" if len(params) > 1 else _cut(params[0], 40) if params else ""
+
+
+def _totals(found: Communication) -> str:
+    plan = found.schedule
+    return (
+        f"{_count(len(found.rows), 'collective')}, {bytes_text(found.nbytes)} put in. Communication {time_text(plan.communication_us)}, "
+        f"compute {time_text(plan.compute_us)}; exposed {time_text(plan.exposed_us)}, hidden {plan.hidden:.0%}. By the target's model."
+    )
+
+
+# --- memory ------------------------------------------------------------------------------------------------------------------------
+def memory_view(picked: Sequence[Picked], after: str | int | None = None, at: str | None = None, limit: int = 12) -> View:
+    """Peaks before and after each pass, the curve of one step, and what is alive there at its peak or at the node `at`."""
+    parts: list[Table | str] = []
+    data = []
+    for each, step in steps_after(picked, after):
+        snapshot = snapshot_of(each, step)
+        if not snapshot.nodes:
+            continue
+        found = memory(snapshot, node_named(snapshot, at) if at is not None else None, sizes(each.compile))
+        steps = peaks(each.graph)
+        before = [steps[0].peak_bytes, *(peak.peak_bytes for peak in steps)]
+        rows = [
+            (peak.step, peak.after or "-", bytes_text(peak.peak_bytes), change_text(was, peak.peak_bytes), peak.at)
+            for was, peak in zip(before, steps, strict=False)
+        ]
+        parts.append(table(("step", "after", "peak", "change", "at node"), rows, ("step", "peak", "change"), title=f"{each.title}"))
+        parts += _alive_parts(found, step_title(step), limit)
+        about = {"rank": each.rank, "compile": each.compile.name, "graph": each.graph.name, "step": step.index, "after": step.after}
+        data.append({**about, **found.to_json(), "steps": [asdict(peak) for peak in steps]})
+    return View("", tuple(parts), data)
+
+
+def _alive_parts(found: Memory, title: str, limit: int) -> list[Table | str]:
+    where = "At the peak" if found.nbytes == found.peak_bytes else f"Of the peak's {bytes_text(found.peak_bytes)}"
+    curve = f"{curve_text(found.live_bytes)}  {bytes_text(found.peak_bytes)}"
+    said = f"{title}:\n{curve}\n{where}, {bytes_text(found.nbytes)} are alive while {found.at.name} runs."
+    whole = max(found.nbytes, 1)
+    kinds = table(
+        ("kind", "bytes", "share"),
+        [(kind, bytes_text(size), f"{size / whole:.0%}") for kind, size in found.by_kind.items()],
+        ("bytes", "share"),
+    )
+    largest = [(one.node, one.kind, bytes_text(one.nbytes), _params(one.params), one.last) for one in found.alive if one.nbytes]
+    more = f"and {len(largest) - limit} smaller ones (--limit 0 shows all)." if limit and len(largest) > limit else ""
+    buffers = table(("allocated by", "kind", "bytes", "parameters", "needed until"), largest[: limit or None], ("bytes",))
+    shared = list(found.by_parameter.items())
+    by_param = table(("parameter", "bytes"), [(name, bytes_text(size)) for name, size in shared[: limit or None]], ("bytes",))
+    return [said, kinds, buffers, more, *([by_param] if shared else [])]
+
+
+def curve_text(live_bytes: Sequence[int], width: int = 72) -> str:
+    """A curve as a line of bars, each the most of its part."""
+    width = min(width, len(live_bytes))
+    peak = max(live_bytes, default=0)
+    if not width or not peak:
+        return ""
+    edges = [len(live_bytes) * at // width for at in range(width + 1)]
+    most = [max(live_bytes[start:end]) for start, end in itertools.pairwise(edges)]
+    return "".join(BARS[-(-size * (len(BARS) - 1) // peak)] for size in most)

@@ -1,0 +1,240 @@
+"""Who watches a compile: dumps, torch's structured trace, trials. Nothing here costs anything while nobody watches.
+
+A `Recorder` is told of every graph before and after each pass. The backend, flushes and packs run their passes through
+`recorded_passes`, so that all graphs are seen alike, those of a failing compile too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import fx
+
+from zpasses import compat
+from zpasses.agreement import digest, has_other_ranks
+from zpasses.errors import AgreementError, PassError
+from zpasses.graph import Collective, collectives
+from zpasses.pipeline import Pass, PassRecord, Pipeline, run_passes
+from zpasses.target import Target
+
+__all__ = ["Recorder", "Recorders", "Recording", "note", "on_trial", "options_of", "recorded_passes", "recorders_for"]
+
+log = logging.getLogger("zpasses")
+
+
+class Recorder:
+    """Watches one compile; what it is told is for reading alone."""
+
+    def before(self, graph_name: str, level: str, graph: fx.Graph) -> None:
+        """A graph comes to a level; none of the level's passes has run."""
+
+    def after(self, graph_name: str, level: str, each: Pass, record: PassRecord, graph: fx.Graph, notes: Sequence[str]) -> None:
+        """A pass has run, and the graph was checked."""
+
+    def failed(self, graph_name: str, level: str, each: Pass, error: BaseException, graph: fx.Graph, notes: Sequence[str]) -> None:
+        """A pass raised, or left a graph that is wrong."""
+
+    def variant(self, graph_name: str, of: str, given: Sequence[str], kept: Sequence[str], graph: fx.Graph) -> None:
+        """A form of a graph that carries values from call to call was cut."""
+
+    def agreement(self, graph_name: str, group: str, digest: str, collectives: int, verdict: str) -> None:
+        """The ranks compared what a graph communicates, or did not."""
+
+    def problem(self, where: str, error: BaseException) -> None:
+        """The compile failed outside of any pass."""
+
+    def done(self) -> None:
+        """The backend has what it was called for; a backward that torch compiles late may follow."""
+
+    def restarted(self) -> None:
+        """Torch traces the frame once more: nothing came of this compile."""
+
+
+class Recorders(Recorder):
+    """Tells several recorders, or none."""
+
+    def __init__(self, recorders: Sequence[Recorder] = ()) -> None:
+        self._recorders = tuple(recorders)
+
+    def __bool__(self) -> bool:
+        return bool(self._recorders)
+
+    def before(self, graph_name: str, level: str, graph: fx.Graph) -> None:
+        for each in self._recorders:
+            each.before(graph_name, level, graph)
+
+    def after(self, graph_name: str, level: str, each: Pass, record: PassRecord, graph: fx.Graph, notes: Sequence[str]) -> None:
+        for recorder in self._recorders:
+            recorder.after(graph_name, level, each, record, graph, notes)
+
+    def failed(self, graph_name: str, level: str, each: Pass, error: BaseException, graph: fx.Graph, notes: Sequence[str]) -> None:
+        for recorder in self._recorders:
+            recorder.failed(graph_name, level, each, error, graph, notes)
+
+    def variant(self, graph_name: str, of: str, given: Sequence[str], kept: Sequence[str], graph: fx.Graph) -> None:
+        for each in self._recorders:
+            each.variant(graph_name, of, given, kept, graph)
+
+    def agreement(self, graph_name: str, group: str, digest: str, collectives: int, verdict: str) -> None:
+        for each in self._recorders:
+            each.agreement(graph_name, group, digest, collectives, verdict)
+
+    def problem(self, where: str, error: BaseException) -> None:
+        for each in self._recorders:
+            each.problem(where, error)
+
+    def done(self) -> None:
+        for each in self._recorders:
+            each.done()
+
+    def restarted(self) -> None:
+        for each in self._recorders:
+            each.restarted()
+
+    @contextlib.contextmanager
+    def watching(self, where: str) -> Iterator[None]:
+        """Record what goes wrong inside, and let it go on."""
+        try:
+            yield
+        except Exception as error:
+            self.problem(where, error)
+            raise
+
+    def agreed(self, graph_name: str, graph: fx.Graph, asked: bool) -> None:
+        """Record what the ranks have agreed on.
+
+        Args:
+            asked: whether they were asked at all.
+        """
+        if not self:
+            return
+        by_group: dict[str, list[Collective]] = {}
+        for _, each in collectives(graph):
+            by_group.setdefault(each.group, []).append(each)
+        for group, sequence in sorted(by_group.items()):
+            verdict = "off" if not asked else "agreed" if has_other_ranks(group) else "alone"
+            self.agreement(graph_name, group, digest(sequence), len(sequence), verdict)
+
+
+def recorded_passes(recorder: Recorders, graph_name: str, level: str, graph: fx.Graph, passes: Sequence[Pass]) -> list[PassRecord]:
+    """`run_passes`, watched."""
+    if not recorder:
+        return run_passes(graph, passes)
+    recorder.before(graph_name, level, graph)
+    ran = 0
+
+    def observe(record: PassRecord, rewritten: fx.Graph) -> None:
+        nonlocal ran
+        recorder.after(graph_name, level, passes[ran], record, rewritten, _taken())
+        ran += 1
+
+    token = _notes.set([])
+    try:
+        return run_passes(graph, passes, observe=observe)
+    except (PassError, AgreementError) as error:
+        recorder.failed(graph_name, level, passes[ran], error, graph, _taken())
+        raise
+    finally:
+        _notes.reset(token)
+
+
+# --- notes -------------------------------------------------------------------------------------------------------------------------
+_notes: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("zpasses.notes", default=None)
+
+
+def note(text: str) -> None:
+    """What a pass has to say about its choice: goes to the log, and into the record of the pass that runs."""
+    log.info("%s", text)
+    notes = _notes.get()
+    if notes is not None:
+        notes.append(text)
+
+
+def _taken() -> list[str]:
+    notes = _notes.get() or []
+    taken = list(notes)
+    notes.clear()
+    return taken
+
+
+def options_of(each: Pass) -> dict[str, object]:
+    """All options of a pass, defaults too."""
+    return {field.name: getattr(each, field.name) for field in dataclasses.fields(each) if field.init}  # type: ignore[arg-type]
+
+
+# --- trials ------------------------------------------------------------------------------------------------------------------------
+Recording = Callable[[Callable[..., Any], str], Callable[..., Any]]
+"""Takes a compiled function and what its results are, and gives one that also writes them down."""
+
+
+def on_trial(pipeline: Pipeline, compile_name: str) -> tuple[Pipeline, Recording]:
+    """The passes that may run, and what to do with results: all and nothing, unless `zpasses bisect` runs this program.
+
+    Raises:
+        OptionError: when the environment variable ZPASSES_BISECT does not hold what `zpasses bisect` sets.
+    """
+    if not os.environ.get("ZPASSES_BISECT"):
+        return pipeline, lambda fn, _: fn
+    from zpasses.trial import Trial
+
+    trial = Trial.current()
+    return trial.prefix(pipeline, compile_name), lambda fn, what: trial.recorded(fn, f"{compile_name} {what}")
+
+
+# --- who watches -------------------------------------------------------------------------------------------------------------------
+class TraceArtifacts(Recorder):
+    """Hands every graph to torch's structured trace (TORCH_TRACE, tlparse), as an artifact of the compile."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def before(self, graph_name: str, level: str, graph: fx.Graph) -> None:
+        self._trace(f"{graph_name}_before_{level}_passes", graph)
+
+    def after(self, graph_name: str, level: str, each: Pass, record: PassRecord, graph: fx.Graph, notes: Sequence[str]) -> None:
+        if record.changes:
+            self._trace(f"{graph_name}_after_{each.name}", graph)
+
+    def failed(self, graph_name: str, level: str, each: Pass, error: BaseException, graph: fx.Graph, notes: Sequence[str]) -> None:
+        self._trace(f"{graph_name}_after_failed_{each.name}", graph, f"# {type(error).__name__}: {error}\n".replace("\n", "\n# ")[:-2])
+
+    def variant(self, graph_name: str, of: str, given: Sequence[str], kept: Sequence[str], graph: fx.Graph) -> None:
+        self._trace(f"{graph_name}_variant", graph)
+
+    def _trace(self, name: str, graph: fx.Graph, head: str = "") -> None:
+        from zpasses.listing import listing
+
+        compat.trace_artifact(f"zpasses_{self._number:02d}_{name}", lambda: head + listing(graph))
+        self._number += 1
+
+
+def recorders_for(dump: str | None, ranks: frozenset[int] | None, target: Target, describe: Callable[[], Mapping[str, Any]]) -> Recorders:
+    """Whoever watches a compile of this process.
+
+    Args:
+        dump: folder to dump into; None does not.
+        ranks: which ranks do; None is all.
+        describe: what compile.json says of the compile; called if there is a dump.
+
+    Raises:
+        DumpError: when the folder is none, cannot be written to, or holds something else.
+    """
+    watching: list[Recorder] = []
+    if dump is not None:
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if ranks is None or rank in ranks:
+            from zpasses.dumps.writer import CompileDump, open_dump
+
+            folder = open_dump(dump, rank, world)
+            groups = {name: compat.group_ranks(name) for name in compat.group_backends()} if dist.is_initialized() else {}
+            watching.append(CompileDump(folder, {"rank": rank, "world": world, "groups": groups, **describe()}, target))
+    if compat.is_structured_trace_on():
+        watching.append(TraceArtifacts())
+    return Recorders(watching)
