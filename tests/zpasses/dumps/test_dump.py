@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -226,7 +227,10 @@ def test_places_where_no_dump_can_be_are_refused_with_what_to_do(tmp_path):
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "zpasses-dump.json").write_text('{"format": "zpasses-dump", "version": 1}')
     (tmp_path / "linked" / "rank0").symlink_to(tmp_path / "full")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "zpasses-dump.json").symlink_to(tmp_path / "linked" / "zpasses-dump.json")
     for name, kind, text in [
+        ("elsewhere", DumpPathError, "zpasses-dump.json is a symbolic link"),
         ("file", DumpPathError, "is a file"),
         ("file/below", DumpPathError, "is a file or lies below one"),
         ("full", NotADumpError, r"holds 'thesis.tex' and no dump"),
@@ -240,6 +244,17 @@ def test_places_where_no_dump_can_be_are_refused_with_what_to_do(tmp_path):
         assert isinstance(error, DumpError)
         assert "ZPASSES_DUMP" in str(error)
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.tex"]
+
+
+def test_a_link_in_place_of_a_temporary_file_is_not_written_through(tmp_path):
+    from zpasses.dumps import writer
+
+    (tmp_path / "secret").write_text("mine")
+    planted = tmp_path / f".zpasses-{os.getpid()}-{threading.get_ident()}-events.jsonl"
+    planted.symlink_to(tmp_path / "secret")
+    writer._write(tmp_path / "events.jsonl", [b"{}"])
+    assert (tmp_path / "secret").read_text() == "mine"
+    assert (tmp_path / "events.jsonl").read_text() == "{}\n"
 
 
 def test_a_full_disk_ends_the_dump_and_not_the_training(tmp_path, monkeypatch, caplog):

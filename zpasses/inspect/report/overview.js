@@ -18,7 +18,7 @@ function failure(error, where) {
 }
 
 function tiles(compile) {
-  const graphs = compile.running.map((graph) => ({ graph, first: compile.holder(graph, 0), last: compile.holder(graph, compile.last(graph)) }));
+  const graphs = compile.running.map((graph) => ({ graph, first: graph.steps.find((step) => step.order), last: compile.holder(graph, compile.last(graph)) }));
   if (!graphs.length) return el("p", { class: "muted" }, "No graph was written.");
   const sum = (pick) => graphs.reduce((total, each) => total + pick(each), 0);
   const most = (pick) => Math.max(...graphs.map(pick));
