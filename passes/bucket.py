@@ -36,6 +36,7 @@ from zpasses.foreign import tag_foreign_gathers
 from zpasses.graph import Editor, collective_of, nbytes, value_of
 from zpasses.ops import group_size
 from zpasses.pipeline import Level, Pass
+from zpasses.recording import note
 from zpasses.schedule import MemoryCurve, Movable, movable_gathers, movable_reductions, parse_budget
 from zpasses.tags import Role, Tag, add_tag, retag, tag_of
 from zpasses.target import current_target
@@ -77,7 +78,14 @@ class Bucket(Pass):
         planned = _adopted(planned, [*gathers, *reductions], str(self))
         for number, bucket in enumerate(planned):
             _WRITERS[bucket.gathers, bucket.mode](_Writer(graph, bucket.items, number, self.name))
+        note(f"{self.name}: {_said(gathers, planned, 'gathers')}; {_said(reductions, planned, 'reductions')}")
         return sum(len(bucket.items) - 1 for bucket in planned)
+
+
+def _said(items: Sequence[Movable], planned: Sequence[_Bucket], what: str) -> str:
+    buckets = [bucket for bucket in planned if bucket.gathers == (what == "gathers")]
+    modes = ", ".join(dict.fromkeys(bucket.mode for bucket in buckets)) or "none"
+    return f"{sum(len(bucket.items) for bucket in buckets)} of {len(items)} {what} in {len(buckets)} buckets ({modes})"
 
 
 _Mode = Literal["single", "coalesced", "flat"]

@@ -62,6 +62,9 @@ def test_a_dump_holds_every_graph_before_and_after_every_pass(tmp_path):
         assert step.run.after.nodes == len(step.snapshot.nodes)
         assert step.run.checks == (("lint", "values", "waits", "tags") if step.run.changes else ("unchanged",))
     assert joint.steps[1].run.options == {"hold_mb": 1.0}
+    bucketed = next(step.run for step in found.graphs["backward"].steps if step.run and step.run.name == "bucket")
+    assert bucketed.notes[0].startswith("bucket: ")
+    assert "of 4 reductions in" in bucketed.notes[0]
     gathers = [node for node in joint.last.snapshot.nodes if node.collective and "gather" in node.collective.kind]
     assert [node.params for node in gathers] == [("inner.0.weight",), ("inner.0.bias",), ("inner.1.weight",), ("inner.1.bias",)]
     assert gathers[0].source.module == "inner.0"
