@@ -232,6 +232,11 @@ def test_timeline_and_memory_answer_to_pointer_and_keys(page):
     ActionChains(browser).click().perform()
     assert one(browser, ".detail h2").text == "gather_v"
     assert "2 µs" in one(browser, "main table").text
+    browser.execute_script("document.querySelector('canvas').focus()")
+    keys(browser, "ARROW_UP")
+    assert one(browser, ".detail h2").text == "gather_w"
+    keys(browser, "ARROW_DOWN")  # the canvas is a new one, and has the focus
+    assert one(browser, ".detail h2").text == "gather_v"
 
     browser = page(Inspection(small_dump()), "0/forward/2/memory/")
     assert one(browser, ".alive h2").text.startswith("320 B")
