@@ -32,7 +32,7 @@ class Limits:
     """Of one graph."""
     depth: int = 64
     """Of lists and objects inside each other."""
-    entries: int = 100_000
+    entries: int = 20_000
     """Files of a folder, records of a file of events."""
 
 
