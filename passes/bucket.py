@@ -38,6 +38,7 @@ from zpasses.foreign import tag_foreign_gathers
 from zpasses.graph import Editor, collective_of, nbytes, value_of
 from zpasses.ops import group_size
 from zpasses.pipeline import Level, Pass
+from zpasses.recording import note
 from zpasses.schedule import MemoryCurve, Movable, movable_gathers, movable_reductions, parse_budget
 from zpasses.tags import Role, Tag, add_tag, retag, tag_of
 from zpasses.target import current_target
@@ -82,6 +83,7 @@ class Bucket(Pass):
         adopted = _adopted(planned, items, str(self))
         for number, (mode, members) in enumerate(adopted):
             _WRITERS[members[0].tag.role == "gather", mode](_Writer(graph, members, number, self.name))
+        note(f"{self.name}: {_said(gathers, adopted, 'gathers')}; {_said(reductions, adopted, 'reductions')}")
         return sum(len(members) - 1 for _, members in adopted)
 
     def plan(self, graph: fx.Graph, items: Sequence[Movable]) -> tuple[list[Bucketed], MemoryCurve]:
@@ -89,6 +91,12 @@ class Bucket(Pass):
         curve = MemoryCurve(graph, parse_budget(self.memory_budget, self.name))
         choose = functools.partial(_choice, options=self)
         return plan_buckets(items, choose, curve, self.mb * _MIB, overlapped=self.overlapped), curve
+
+
+def _said(items: Sequence[Movable], adopted: Sequence[tuple[Mode, list[Movable]]], what: str) -> str:
+    buckets = [(mode, members) for mode, members in adopted if (members[0].tag.role == "gather") == (what == "gathers")]
+    modes = ", ".join(dict.fromkeys(mode for mode, _ in buckets)) or "none"
+    return f"{sum(len(members) for _, members in buckets)} of {len(items)} {what} in {len(buckets)} buckets ({modes})"
 
 
 # --- planning ----------------------------------------------------------------------------------------------------------------------

@@ -156,6 +156,7 @@ def test_diff_between_dumps_and_ranks(dump, tmp_path):
         (["show", "DUMP", "--compile", "3/0"], "has no compile '3/0'"),
         (["memory", "DUMP", "forward", "--at", "mmm"], "has no node 'mmm'"),
         (["list", "/nowhere"], "/nowhere does not exist"),
+        (["diff", "DUMP", "/nowhere"], "/nowhere does not exist"),
         (["lst", "DUMP"], 'Did you mean "list"?'),
         (["timeline", "DUMP", "-o", "/nowhere/trace.json"], "cannot write /nowhere/trace.json"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def diff(
 
     The exit status is 0 if nothing is different, 1 if something is, 2 if it cannot be told.
     """
-    second = Path(other) if other is not None and (graph is not None or Path(other).is_dir()) else None
+    second = Path(other) if other is not None and (graph is not None or Path(other).is_dir() or os.sep in other) else None
     name = graph if second is not None else other
     if ranks is not None and (second is not None or rank is not None):
         raise CommandError("--ranks compares ranks of one dump; leave out the second dump and --rank.")

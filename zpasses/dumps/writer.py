@@ -51,7 +51,7 @@ def open_dump(root: str | Path, rank: int, world: int) -> Path:
         NotADumpError: when `root` holds something else.
         NewerDumpError: when a newer zpasses wrote there.
     """
-    root = Path(root)
+    root = Path(root).absolute()  # a program may change its folder before its last compile
     how = "Name a new folder with options={'dump': ...} or ZPASSES_DUMP."
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -72,6 +72,8 @@ def open_dump(root: str | Path, rank: int, world: int) -> Path:
 
 def _write_header(root: Path, world: int, how: str) -> None:
     header = root / HEADER
+    if header.is_symlink():
+        raise DumpPathError(f"dump: {header} is a symbolic link; expected a file. {how}")
     if not header.exists():
         others = [each.name for each in root.iterdir() if not each.name.startswith(_TEMPORARY)]
         if others and not header.exists():  # another rank may have written it meanwhile
@@ -111,7 +113,8 @@ def _write(path: Path, lines: Iterator[bytes] | Sequence[bytes]) -> None:
     """Write a file so that it is there whole or not at all."""
     temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{threading.get_ident()}-{path.name}")
     try:
-        with open(temporary, "wb", buffering=1 << 20) as file:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb", buffering=1 << 20) as file:  # never through a link that somebody left there
             for line in lines:
                 file.write(line)
                 file.write(b"\n")
@@ -155,7 +158,6 @@ class CompileDump(Recorder):
     """
 
     def __init__(self, folder: Path, info: Mapping[str, Any], target: Target) -> None:
-        self._folder = _claim(folder, slug(str(info["name"])))
         self._info = {**info, "state": "compiling", "created": _now(), "target": dataclasses.asdict(target), "error": None}
         self._describer = Describer(target)
         self._lock = threading.RLock()
@@ -167,7 +169,11 @@ class CompileDump(Recorder):
         self._broken = False
         self._failure: BaseException | None = None
         self._runs: dict[str, int] = {}
-        self._write_info()
+        try:
+            self._folder = _claim(folder, slug(str(info["name"])))
+            self._write_info()
+        except OSError as error:
+            raise DumpPathError(f"dump: {folder} cannot be written to: {error.strerror}. Name another folder.") from error
 
     # --- what it is told ------------------------------------------------------------------------------------------------------------
     @_guarded

@@ -24,7 +24,7 @@ def pass_differences(picked: Sequence[Picked], pass_name: str | int | None = Non
         NotInDumpError: when the pass ran on none of the graphs.
     """
     if pass_name is None:
-        ends = [(each, each.graph.last) for each in picked]
+        ends = [(each, each.graph.last) for each in picked if each.graph.first.number is not None or len(picked) == 1]
     else:
         ends = steps_after(picked, pass_name)
     found = []

@@ -124,7 +124,7 @@ def step_after(picked: Picked, after: str | int | None) -> Step:
 
 
 def steps_after(picked: Sequence[Picked], after: str | int | None) -> list[tuple[Picked, Step]]:
-    """The step of each graph after a pass, of those in which it ran.
+    """The step of each graph after a pass, of those in which it ran and left a graph.
 
     Raises:
         NotInDumpError: when it ran in none of them.
@@ -132,7 +132,9 @@ def steps_after(picked: Sequence[Picked], after: str | int | None) -> list[tuple
     found, missing = [], None
     for each in picked:
         try:
-            found.append((each, step_after(each, after)))
+            step = step_after(each, after)
+            if step.number is not None or len(picked) == 1:
+                found.append((each, step))
         except NotInDumpError as error:
             missing = error
     if missing is not None and not found:

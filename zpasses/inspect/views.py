@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
@@ -32,6 +33,8 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value) if field.repr}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no infinity
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 

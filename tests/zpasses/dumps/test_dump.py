@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -61,6 +62,9 @@ def test_a_dump_holds_every_graph_before_and_after_every_pass(tmp_path):
         assert step.run.after.nodes == len(step.snapshot.nodes)
         assert step.run.checks == (("lint", "values", "waits", "tags") if step.run.changes else ("unchanged",))
     assert joint.steps[1].run.options == {"hold_mb": 1.0}
+    bucketed = next(step.run for step in found.graphs["backward"].steps if step.run and step.run.name == "bucket")
+    assert bucketed.notes[0].startswith("bucket: ")
+    assert "of 4 reductions in" in bucketed.notes[0]
     gathers = [node for node in joint.last.snapshot.nodes if node.collective and "gather" in node.collective.kind]
     assert [node.params for node in gathers] == [("inner.0.weight",), ("inner.0.bias",), ("inner.1.weight",), ("inner.1.bias",)]
     assert gathers[0].source.module == "inner.0"
@@ -226,7 +230,10 @@ def test_places_where_no_dump_can_be_are_refused_with_what_to_do(tmp_path):
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "zpasses-dump.json").write_text('{"format": "zpasses-dump", "version": 1}')
     (tmp_path / "linked" / "rank0").symlink_to(tmp_path / "full")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "zpasses-dump.json").symlink_to(tmp_path / "linked" / "zpasses-dump.json")
     for name, kind, text in [
+        ("elsewhere", DumpPathError, "zpasses-dump.json is a symbolic link"),
         ("file", DumpPathError, "is a file"),
         ("file/below", DumpPathError, "is a file or lies below one"),
         ("full", NotADumpError, r"holds 'thesis.tex' and no dump"),
@@ -240,6 +247,17 @@ def test_places_where_no_dump_can_be_are_refused_with_what_to_do(tmp_path):
         assert isinstance(error, DumpError)
         assert "ZPASSES_DUMP" in str(error)
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.tex"]
+
+
+def test_a_link_in_place_of_a_temporary_file_is_not_written_through(tmp_path):
+    from zpasses.dumps import writer
+
+    (tmp_path / "secret").write_text("mine")
+    planted = tmp_path / f".zpasses-{os.getpid()}-{threading.get_ident()}-events.jsonl"
+    planted.symlink_to(tmp_path / "secret")
+    writer._write(tmp_path / "events.jsonl", [b"{}"])
+    assert (tmp_path / "secret").read_text() == "mine"
+    assert (tmp_path / "events.jsonl").read_text() == "{}\n"
 
 
 def test_a_full_disk_ends_the_dump_and_not_the_training(tmp_path, monkeypatch, caplog):

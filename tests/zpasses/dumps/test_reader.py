@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -56,7 +57,7 @@ def test_damaged_bytes_are_read_right_or_refused(original, tmp_path_factory, dat
         content = path.read_bytes()
         at = data.draw(st.integers(0, max(len(content) - 1, 0)))
         length = data.draw(st.sampled_from([0, 1, 5, len(content)]))
-        odd = [b"-1", b"[", b"]}", b'"', b"null", b"1e999", b"\n", b"9" * 5000]
+        odd = [b"-1", b"[", b"]}", b'"', b"null", b"1e999", b"\n", b"9" * 400, b"9" * 5000]
         inserted = data.draw(st.one_of(st.binary(max_size=8), st.sampled_from(odd)))
         path.write_bytes(content[:at] + inserted + content[at + length :])
     try:
@@ -144,6 +145,15 @@ def test_half_a_character_and_numbers_that_are_none_are_refused(dump):
         with pytest.raises(DamagedDumpError, match="is not JSON"):
             read(dump)
         info.write_text(text)
+
+
+def test_a_number_beyond_all_bounds_is_refused(dump):
+    events = compile_folder(dump) / "events.jsonl"
+    text = events.read_text()
+    for bad in ("9" * 400, "1e400", "-1"):
+        events.write_text(re.sub(r'"time_us":[\d.]+', f'"time_us":{bad}', text))
+        with pytest.raises(DamagedDumpError, match=r"'time_us' is .*; expected a number >= 0"):
+            read(dump)
 
 
 def test_two_snapshots_of_one_number_are_refused(dump):

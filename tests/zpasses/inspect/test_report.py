@@ -232,6 +232,11 @@ def test_timeline_and_memory_answer_to_pointer_and_keys(page):
     ActionChains(browser).click().perform()
     assert one(browser, ".detail h2").text == "gather_v"
     assert "2 µs" in one(browser, "main table").text
+    browser.execute_script("document.querySelector('canvas').focus()")
+    keys(browser, "ARROW_UP")
+    assert one(browser, ".detail h2").text == "gather_w"
+    keys(browser, "ARROW_DOWN")  # the canvas is a new one, and has the focus
+    assert one(browser, ".detail h2").text == "gather_v"
 
     browser = page(Inspection(small_dump()), "0/forward/2/memory/")
     assert one(browser, ".alive h2").text.startswith("320 B")
@@ -299,14 +304,14 @@ def hostile_dump():
     failure = Failure(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
     states = (None, snapshot(*nodes[:1])), (HOSTILE, snapshot(*nodes, live=[0, 64, 64], number=1)), (HOSTILE, None)
     graph = graph_of("joint", *states, error=failure)
-    return dump_of(graph, error=failure, sources={HOSTILE: HOSTILE}, options={HOSTILE: HOSTILE})
+    return dump_of(graph, error=failure, sources={HOSTILE: HOSTILE}, options={HOSTILE: HOSTILE, "limit": float("inf")})
 
 
 def test_data_can_neither_end_their_element_nor_begin_another():
     text = Inspection(hostile_dump()).html()
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1]
     assert not set("<>&") & set(data)
-    assert json.loads(data)["compiles"][0]["options"] == {HOSTILE: HOSTILE}
+    assert json.loads(data)["compiles"][0]["options"] == {HOSTILE: HOSTILE, "limit": "inf"}  # a browser's JSON has no infinity
     assert text.count("<script") == 2
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text.replace(data, ""))  # a name of SVG, not an address
 

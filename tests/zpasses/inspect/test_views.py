@@ -256,3 +256,13 @@ def test_notebooks_show_pages_as_html_with_names_as_text():
     for view in (inspection, inspection.show(), inspection.diff(), inspection.memory("joint"), inspection.collectives("joint")):
         assert "<script" not in view._repr_html_()
     assert "&lt;script&gt;" in inspection.diff()._repr_html_()
+
+
+def test_graph_that_was_not_written_does_not_hide_the_others():
+    failure = Failure("OSError", "disk full")
+    inspection = Inspection(dump_of(graph_of("joint", (None, chain(3))), graph_of("forward", (None, None), error=failure)))
+    assert [each["graph"] for each in inspection.show().data] == ["joint"]
+    assert [each["title"] for each in inspection.diff().data["graphs"]] == ["0/0 joint, all 0 passes"]
+    with pytest.raises(NotInDumpError, match="0/0 forward before the first pass was not written"):
+        inspection.show("forward")
+    assert "forward" in inspection.html()

@@ -2,7 +2,7 @@
 
 const COLUMNS = [
   { key: "number", name: "#", right: true, value: (each) => each.number, text: (each) => each.number + 1 },
-  { key: "node", name: "node", value: (each) => each.form.name, text: (each) => middle(each.form.name, 26) },
+  { key: "node", name: "node", value: (each) => each.form.name, text: (each) => middle(each.form.name, 19) },
   { key: "kind", name: "kind", value: (each) => each.form.collective.kind, text: (each) => each.form.collective.kind.replace("_into_tensor", "").replace("_tensor", "") },
   { key: "group", name: "group", value: (each) => each.form.collective.group, text: (each) => `${each.form.collective.group} (${each.form.collective.ranks})` },
   { key: "params", name: "parameters", value: (each) => each.form.params[0] || "", text: (each) => each.form.params.length > 1 ? `${middle(each.form.params[0], 30)} +${each.form.params.length - 1}` : each.form.params[0] || "" },
@@ -51,7 +51,7 @@ function drawCollectives(main) {
   const kinds = [...new Set(all.map((each) => each.form.collective.kind))];
   put(main,
     el("div", { class: "bar" },
-      filterField("Filter collectives: a node, kind or parameter", collectiveFilter.text, (text) => { collectiveFilter.text = text; fill(); }),
+      filterField("Filter: node, kind, parameter", collectiveFilter.text, (text) => { collectiveFilter.text = text; fill(); }),
       el("select", { "aria-label": "Kind of collective", onchange: (event) => { collectiveFilter.kind = event.target.value; fill(); } },
         el("option", { value: "" }, "all kinds"), kinds.map((kind) => el("option", { value: kind, selected: kind === collectiveFilter.kind }, kind))),
       el("label", {}, el("input", { type: "checkbox", checked: collectiveFilter.exposed, onchange: (event) => { collectiveFilter.exposed = event.target.checked; fill(); } }), " exposed only"),

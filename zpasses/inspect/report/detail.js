@@ -68,7 +68,7 @@ function sourceFacts(form) {
   return el("figure", {},
     el("figcaption", {}, `${shortPath(file)}:${line}`, module ? ` · ${module}` : ""),
     el("pre", { class: "snippet" }, shown.map(([number, code]) =>
-      el("span", { class: number === line ? "here" : "" }, `${String(number).padStart(4)}  ${code}\n`))),
+      el("span", { class: number === line ? "here" : "" }, `${String(number).padStart(4)}  ${code}`))),
     button("Show in source", () => go({ tab: "source" })));
 }
 

@@ -9,6 +9,7 @@ function drawDiff(main) {
   if (!after) return put(main, notWritten());
   if (!step.after) return put(main, el("p", { class: "muted pad" }, "This is the graph as it came to this level. Choose a pass on the left to see what it changed."));
   if (!current.changed || !before) return put(main, runLine(step), el("p", { class: "muted pad" }, `${step.after} changed nothing in this graph.`));
+  if (!after.changes.size) return put(main, runLine(step), el("p", { class: "muted pad" }, `${step.after} changed no node: it left marks, such as what backward computes again.`));
   const rows = folded(sideBySide(before, after));
   const list = rowList({
     label: `Nodes before and after ${step.after}`,

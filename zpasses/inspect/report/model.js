@@ -5,6 +5,12 @@ const CHANGES = ["inserted", "removed", "moved", "rewired", "retagged", "retyped
 const SIGNS = { inserted: "+", removed: "−", moved: "↕", rewired: "~", retagged: "#", retyped: ":", renamed: "=" };
 const RUN = ["forward", "inference", "backward"];
 
+// The list under a key, which is made when it is first asked for.
+function listIn(map, key) {
+  if (!map.has(key)) map.set(key, []);
+  return map.get(key);
+}
+
 class Form {
   // A node in one state.
   constructor(row, text) {
@@ -51,7 +57,7 @@ class Graph {
   get users() {
     return this.once("users", () => {
       const found = new Map();
-      for (const form of this.nodes) for (const read of form.inputs) found.set(read, [...(found.get(read) || []), form.id]);
+      for (const form of this.nodes) for (const read of form.inputs) listIn(found, read).push(form.id);
       return found;
     });
   }
@@ -115,7 +121,7 @@ class Graph {
     return this.once("changes", () => {
       const found = new Map();
       for (const kind of CHANGES) {
-        for (const [id, detail] of (this.step.diff || {})[kind] || []) found.set(id, [...(found.get(id) || []), [kind, detail]]);
+        for (const [id, detail] of (this.step.diff || {})[kind] || []) listIn(found, id).push([kind, detail]);
       }
       return found;
     });

@@ -12,13 +12,13 @@ function drawOverview(main) {
 function failure(error, where) {
   if (!error) return null;
   return el("section", { class: "failure", role: "alert" },
-    el("h2", {}, `${where ? `${where}: ` : "This compile failed"}${error.where ? ` in ${error.where}` : ""}`),
+    el("h2", {}, `${where || "This compile failed"}${error.where ? ` in ${error.where}` : ""}`),
     el("p", {}, `${error.type}: ${error.message}`),
     error.traceback && el("details", {}, el("summary", {}, "Traceback"), el("pre", {}, error.traceback)));
 }
 
 function tiles(compile) {
-  const graphs = compile.running.map((graph) => ({ graph, first: compile.holder(graph, 0), last: compile.holder(graph, compile.last(graph)) }));
+  const graphs = compile.running.map((graph) => ({ graph, first: graph.steps.find((step) => step.order), last: compile.holder(graph, compile.last(graph)) }));
   if (!graphs.length) return el("p", { class: "muted" }, "No graph was written.");
   const sum = (pick) => graphs.reduce((total, each) => total + pick(each), 0);
   const most = (pick) => Math.max(...graphs.map(pick));
@@ -40,7 +40,7 @@ function tile(name, figure, change, note) {
 }
 
 function delta(before, after) {
-  if (before === after) return null;
+  if (!before || Math.abs(after - before) < before * 5e-4) return null;
   return el("span", { class: `delta ${after > before ? "worse" : "better"}`, title: "Against the graphs before the passes of their level" }, changeText(before, after));
 }
 
@@ -52,7 +52,7 @@ function graphCard(compile, graph) {
       graph.of && el("span", { class: "muted" }, `a variant of ${graph.of}`),
       el("span", { class: "muted" }, last ? `${plural(last.nodes.length, "node")} · ${plural(last.flights.length, "collective")} · peak ${bytesText(last.step.peak[0])}` : "not written"),
       last && last.nodes.length > 1 && sparkline(last)),
-    failure(graph.error, "A pass failed"),
+    (!compile.error || graph.error?.message !== compile.error.message) && failure(graph.error, "A pass failed"),
     el("div", { class: "scroll" }, el("table", {},
       el("thead", {}, el("tr", {}, ["pass", "what changed", "nodes", "collectives", "peak", "exposed", "pass took", "checks"].map((name, at) =>
         el("th", { scope: "col", class: at > 1 ? "right" : "" }, name)))),
@@ -67,10 +67,16 @@ function stepRow(compile, graph, step, at) {
   const exposed = holder.schedule && el("span", {}, timeText(holder.schedule.exposed), earlier && delta(earlier.step.schedule.exposed, holder.schedule.exposed));
   return el("tr", {},
     el("th", { scope: "row" }, button(stepName(step), () => go({ graph: graph.name, step: at, tab: step.after ? "diff" : "listing", node: null }), { class: "link" })),
-    el("td", {}, step.error ? chip("removed", step.error.type, step.error.message) : changed ? changeChips(step.diff) : step.after ? el("span", { class: "muted" }, "nothing") : "",
+    el("td", {}, step.error ? chip("removed", step.error.type, step.error.message) : changed ? changesOf(step) : step.after ? el("span", { class: "muted" }, "nothing") : "",
       run && run.notes.map((note) => el("div", { class: "muted" }, note))),
     [there ? there.nodes.length.toLocaleString("en") : "", there ? there.flights.length.toLocaleString("en") : "", peak, exposed,
       run ? timeText(run.time_us) : "", run ? timeText(run.check_us) : ""].map((cell) => el("td", { class: "right" }, cell)));
+}
+
+function changesOf(step) {
+  const chips = changeChips(step.diff);
+  // Marks for the partitioner (what to compute again) are no part of a node.
+  return chips.length ? chips : el("span", { class: "muted" }, step.run ? `${plural(step.run.changes, "mark")}, no node` : "no node");
 }
 
 function changeChips(diff) {

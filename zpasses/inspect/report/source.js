@@ -10,7 +10,7 @@ function drawSource(main) {
     if (!form.source) continue;
     if (!byFile.has(form.source.file)) byFile.set(form.source.file, new Map());
     const lines = byFile.get(form.source.file);
-    lines.set(form.source.line, [...(lines.get(form.source.line) || []), form]);
+    listIn(lines, form.source.line).push(form);
   }
   if (!byFile.size) return put(main, el("p", { class: "muted pad" }, "The nodes of this graph do not say where they came from."));
   const chosen = state.node !== null && graph.node(state.node);

@@ -13,7 +13,7 @@ function drawTimeline(main) {
   let chosen = null;
   const chart = canvas({
     height: 158,
-    label: `Compute and communication in time: ${timeText(plan.total)}, ${timeText(plan.exposed)} of it exposed. Plus and minus zoom, arrows move, 0 shows all.`,
+    label: `Compute and communication in time: ${timeText(plan.total)}, ${timeText(plan.exposed)} of it exposed. Plus and minus zoom, left and right move, up and down go from collective to collective, 0 shows all.`,
     props: { role: "application" },
     draw: (pen, width, height) => paintTimeline(pen, width, height, { view, spans, flights, stalls, chosen, graph }),
   });
@@ -65,7 +65,10 @@ function drawTimeline(main) {
     else if (event.key === "-") zoom(1 / 0.7, middle);
     else if (event.key === "0") window_(0, plan.total);
     else if (event.key === "ArrowRight") window_(view.from + width / 10, view.to + width / 10);
-    else if (event.key === "ArrowLeft") window_(view.from - width / 10, view.to - width / 10);
+    else if (event.key === "ArrowDown" || event.key === "ArrowUp") {
+      const next = flights[flights.findIndex((flight) => flight.id === state.node) + (event.key === "ArrowDown" ? 1 : -1)];
+      if (next) go({ node: next.id });
+    } else if (event.key === "ArrowLeft") window_(view.from - width / 10, view.to - width / 10);
     else return;
     event.preventDefault();
   });
