@@ -9,6 +9,7 @@ from zpasses.packing import pack_parameters
 from zpasses.pipeline import Level, Pass, PassRecord, Pipeline
 from zpasses.reads import shards
 from zpasses.sharding import invalidate, pack_shards, shard
+from zpasses.target import Target
 
 __all__ = [
     "AgreementError",
@@ -20,6 +21,7 @@ __all__ = [
     "PassRecord",
     "Pipeline",
     "ShardingError",
+    "Target",
     "ZpassesError",
     "coalesce_grad_reduction",
     "invalidate",

@@ -181,11 +181,16 @@ def _returns_argument(node: fx.Node) -> bool:
 
 
 def scratch_bytes(node: fx.Node) -> int:
-    """Memory of a collective besides its inputs and outputs: gloo packs several tensors into one, and gathers into a flat tensor of its
-    own that it copies out of."""
+    """Memory of a collective besides its inputs and outputs.
+
+    gloo packs several tensors into one, and gathers into a flat tensor of its own that it copies out of; a copy engine that gathers
+    several tensors in one call does both.
+    """
     collective: Any = collective_of(node)
-    is_plain = node.target.namespace == "_c10d_functional" or collective.op.startswith("sdma_")  # type: ignore[union-attr]
-    if not is_plain or not compat.is_gloo(collective.group):
+    by_engine = collective.op.startswith("sdma_")
+    if by_engine and len(collective.shapes) > 1:
+        return int(collective.nbytes) + nbytes(value_of(node))
+    if not (by_engine or node.target.namespace == "_c10d_functional") or not compat.is_gloo(collective.group):  # type: ignore[union-attr]
         return 0
     packed = collective.nbytes if len(collective.shapes) > 1 else 0
     return packed + (nbytes(value_of(node)) if "gather" in collective.op else 0)
