@@ -237,6 +237,15 @@ def test_ranks_that_gather_otherwise_swap_nothing(monkeypatch):
     assert not any("sdma" in op for op in ops(lowered(*PARAMS, passes=(ALL,))))
 
 
+def test_gathers_that_were_compiled_before_get_the_answer_of_then(monkeypatch):
+    """A rank that recompiles alone, for other shapes, must match graphs that the others keep."""
+    monkeypatch.setattr("zpasses.passes.sdma.exchange", lambda group, question, mine, *_, **__: [[mine[0], [True, False]]] * 2)
+    gm = lowered(*PARAMS[:2], passes=(Sdma(),))  # too small now
+    assert [op for op in ops(gm) if "gather" in op] == ["sdma_all_gather", "all_gather_into_tensor"]
+    notes = [tag.note for _, tag in tagged(gm.graph, "gather")]
+    assert notes[0].startswith("sdma swapped: as in an earlier compile of these gathers; now too small: ")
+
+
 def test_a_route_that_is_known_already_is_told(monkeypatch):
     from zpasses.sdma import Choice
 
