@@ -167,6 +167,7 @@ def test_one_rank_has_nothing_to_gather():
     assert str(verdict) == "group: one rank has nothing to gather"
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_quantized_gathers_stay():
     gm = lowered(Param((4, 2)))
     (node,) = [node for node, each in collectives(gm.graph) if "gather" in each.op]
