@@ -18,7 +18,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -181,10 +181,18 @@ def _agreed(verdicts: list[Verdict], options: str) -> list[Verdict]:
         # Other collectives on another rank are found, and named, when the collectives themselves are compared.
         alike = all(answer[0] == signature for answer in answers)
         for place, verdict in enumerate(own):
-            everyone = all(answer[1][place] for answer in answers) if alike else False
-            refused = verdict.what == "swapped" and not everyone
-            agreed[verdict.node] = Verdict(verdict.node, "other ranks", "not all ranks would swap it", group) if refused else verdict
+            everyone = alike and all(answer[1][place] for answer in answers)
+            agreed[verdict.node] = _united(verdict, everyone)
     return [agreed[verdict.node] for verdict in verdicts]
+
+
+def _united(verdict: Verdict, everyone: bool) -> Verdict:
+    """A verdict in the light of what all ranks would do, or did when they compiled the same gathers before."""
+    if verdict.what == "swapped" and not everyone:
+        return replace(verdict, what="other ranks", why="not all ranks would swap it")
+    if verdict.what != "swapped" and everyone:
+        return replace(verdict, what="swapped", why=f"as in an earlier compile of these gathers; now {verdict}")
+    return verdict
 
 
 def _params(verdict: Verdict) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from zpasses.pipeline import Level, Pass, PassRecord, Pipeline
     from zpasses.reads import shards
     from zpasses.sharding import invalidate, pack_shards, shard
+    from zpasses.target import Target
 
 __all__ = [
     "AgreementError",
@@ -28,6 +29,7 @@ __all__ = [
     "PassRecord",
     "Pipeline",
     "ShardingError",
+    "Target",
     "ZpassesError",
     "coalesce_grad_reduction",
     "invalidate",
@@ -50,6 +52,7 @@ _HOMES = {
     "PassRecord": "pipeline",
     "Pipeline": "pipeline",
     "ShardingError": "errors",
+    "Target": "target",
     "ZpassesError": "errors",
     "coalesce_grad_reduction": "accumulation",
     "invalidate": "sharding",

@@ -13,7 +13,6 @@ from typing import Literal
 
 from torch import fx
 
-from zpasses.graph import collective_of, nbytes, value_of
 from zpasses.memory import scratch_bytes
 from zpasses.schedule import MemoryCurve, Movable
 from zpasses.tags import tag_of
@@ -200,27 +199,24 @@ class _Reductions(_Planner):
         if new <= old:
             return
         for item in items:
-            yield old, new, item.full_bytes + _beside(item) + (_output_bytes(item) if item.results else 0)
-            for first, end, made in self._results(item):
-                yield max(first, old), min(max(first, new), end), -made
+            yield old, new, item.full_bytes + _beside(item)
+            for _, end, made in self._allocated(item.started):
+                yield max(old, end), new, made
+            for node in item.results:
+                for first, end, made in self._allocated(node):
+                    yield max(first, old), min(max(first, new), end), -made
 
-    def _results(self, item: Movable) -> list[_Change]:
+    def _allocated(self, node: fx.Node) -> Sequence[_Change]:
+        """What a node allocates, and where that is alive in the graph as it is."""
         if not self._made:
             for buffer in self._curve.base.buffers:
                 self._made.setdefault(buffer.node, []).append((buffer.first, buffer.last + 1, buffer.nbytes))
-        return [made for node in item.results for made in self._made.get(node, ())]
+        return self._made.get(node, ())
 
 
 def _beside(item: Movable) -> int:
     """What one collective holds besides its full tensor: what was cast or padded for it, and its backend's scratch memory."""
     return scratch_bytes(item.started) + sum(tag.block_bytes for node in item.inputs if (tag := tag_of(node)) is not None)
-
-
-def _output_bytes(item: Movable) -> int:
-    """What a reduction returns in memory of its own."""
-    collective = collective_of(item.started)
-    assert collective is not None
-    return 0 if "all_reduce" in collective.op else nbytes(value_of(item.started))
 
 
 def _packed(bucket: Bucketed, items: Sequence[Movable]) -> int:

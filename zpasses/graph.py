@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -174,13 +175,28 @@ def replace_node(old: fx.Node, new: fx.Node) -> None:
 
 
 def erase_dead(graph: fx.Graph, roots: Sequence[fx.Node]) -> int:
-    """Erase those of `roots` that nobody uses, and whatever only they used: collectives and waits too, but never an input."""
+    """Erase those of `roots` that nobody uses, and whatever only they used: collectives and waits too, but never an input.
+
+    Of a collective with several outputs all waits go or none: an output that nobody awaits would never be let go.
+    """
     erased, queue = 0, list(roots)
     while queue:
         node = queue.pop()
         if node.users or node.op in ("placeholder", "output", "get_attr") or node._erased:
             continue
-        queue.extend(node.all_input_nodes)
-        graph.erase_node(node)
-        erased += 1
+        together = _waits_beside(node)
+        if any(wait.users for wait in together):
+            continue
+        for each in together or [node]:
+            queue.extend(each.all_input_nodes)
+            graph.erase_node(each)
+            erased += 1
     return erased
+
+
+def _waits_beside(node: fx.Node) -> list[fx.Node]:
+    """The waits of all outputs of the collective that `node` awaits one of; nothing if it awaits no such."""
+    part = node.all_input_nodes[0] if is_wait(node) else None
+    if part is None or part.target is not operator.getitem:
+        return []
+    return [wait for each in part.all_input_nodes[0].users for wait in each.users if is_wait(wait)]

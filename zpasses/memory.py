@@ -75,14 +75,20 @@ def saved_for_backward(graph: fx.Graph) -> set[fx.Node]:
     return {node for node in inputs if tag_of(node) is None and not node.name.startswith("primals")}
 
 
-def liveness(graph: fx.Graph, *, bytes_of: Callable[[fx.Node], int | None] | None = None) -> Liveness:
+def liveness(
+    graph: fx.Graph,
+    *,
+    bytes_of: Callable[[fx.Node], int | None] | None = None,
+    is_view: Callable[[fx.Node], bool] = lambda node: False,
+) -> Liveness:
     """What is alive while each node runs.
 
     Args:
         bytes_of: overrides what a node allocates; None from it means what the node's value says.
+        is_view: nodes to take for views of their first input besides those that are.
     """
     nodes = tuple(graph.nodes)
-    tracker = _Tracker(nodes, saved_for_backward(graph), bytes_of)
+    tracker = _Tracker(nodes, saved_for_backward(graph), bytes_of, is_view)
     for index, node in enumerate(nodes):
         tracker.visit(index, node)
     changes = [0] * (len(nodes) + 1)
@@ -99,7 +105,13 @@ def liveness(graph: fx.Graph, *, bytes_of: Callable[[fx.Node], int | None] | Non
 class _Tracker:
     """Follows buffers through views, collectives and their waits."""
 
-    def __init__(self, nodes: tuple[fx.Node, ...], dying: set[fx.Node], bytes_of: Callable[[fx.Node], int | None] | None) -> None:
+    def __init__(
+        self,
+        nodes: tuple[fx.Node, ...],
+        dying: set[fx.Node],
+        bytes_of: Callable[[fx.Node], int | None] | None,
+        is_view: Callable[[fx.Node], bool],
+    ) -> None:
         self.buffers: list[Buffer] = []
         self._held: dict[fx.Node, list[Buffer | None]] = {}
         """What each node's output tensors live in; None for memory of the caller."""
@@ -108,7 +120,7 @@ class _Tracker:
         self._storages: dict[int, Buffer] = {}
         self._retained: list[fx.Node] = []
         """Full parameters that outlive the call, whether or not the graph returns them yet."""
-        self._dying, self._bytes_of, self._end = dying, bytes_of, len(nodes) - 1
+        self._dying, self._bytes_of, self._is_view, self._end = dying, bytes_of, is_view, len(nodes) - 1
 
     def visit(self, index: int, node: fx.Node) -> None:
         for item in (*node.all_input_nodes, *(self._retained if node.op == "output" else ())):
@@ -142,7 +154,7 @@ class _Tracker:
         if node.target is operator.getitem:
             whole, at = self._held.get(inputs[0], [None]), node.args[1]
             return [whole[at]] if isinstance(at, int) and len(whole) > 1 else whole[:1]
-        if node.target in _ALIASES or _returns_argument(node):
+        if node.target in _ALIASES or _returns_argument(node) or self._is_view(node):
             return self._held.get(inputs[0], [None])[:1]
         return None
 
@@ -183,11 +195,16 @@ def _returns_argument(node: fx.Node) -> bool:
 
 
 def scratch_bytes(node: fx.Node) -> int:
-    """Memory of a collective besides its inputs and outputs: gloo packs several tensors into one, and gathers into a flat tensor of its
-    own that it copies out of."""
+    """Memory of a collective besides its inputs and outputs.
+
+    gloo packs several tensors into one, and gathers into a flat tensor of its own that it copies out of; a copy engine that gathers
+    several tensors in one call does both.
+    """
     collective: Any = collective_of(node)
-    is_plain = node.target.namespace == "_c10d_functional" or collective.op.startswith("sdma_")  # type: ignore[union-attr]
-    if not is_plain or not compat.is_gloo(collective.group):
+    by_engine = collective.op.startswith("sdma_")
+    if by_engine and len(collective.shapes) > 1:
+        return int(collective.nbytes) + nbytes(value_of(node))
+    if not (by_engine or node.target.namespace == "_c10d_functional") or not compat.is_gloo(collective.group):  # type: ignore[union-attr]
         return 0
     packed = collective.nbytes if len(collective.shapes) > 1 else 0
     return packed + (nbytes(value_of(node)) if "gather" in collective.op else 0)

@@ -217,7 +217,7 @@ class MemoryCurve:
     """
 
     def __init__(self, graph: fx.Graph, budget: float | int) -> None:
-        self.base: Liveness = liveness(graph, bytes_of=_common_bytes)
+        self.base: Liveness = liveness(graph, bytes_of=_common_bytes, is_view=_cuts_own_rows)
         self.live_bytes = list(self.base.live_bytes)
         self.position = {node: index for index, node in enumerate(self.base.nodes)}
         self._budget = budget
@@ -241,3 +241,16 @@ def _common_bytes(node: fx.Node) -> int | None:
         return tag.block_bytes
     target: Any = node.target
     return 0 if isinstance(target, torch._ops.OpOverload) and target.name().startswith("_c10d_functional::all_reduce") else None
+
+
+def _cuts_own_rows(node: fx.Node) -> bool:
+    """Whether a node drops the padding of a reduced block, which ranks with a full block have no node for."""
+    if node.target is not torch.ops.aten.slice_copy.Tensor or not is_wait(node.all_input_nodes[0]):
+        return False
+    collective = collective_of(_launch_of(node.all_input_nodes[0]))
+    return collective is not None and "reduce_scatter" in collective.op
+
+
+def _launch_of(wait: fx.Node) -> fx.Node:
+    started = wait.all_input_nodes[0]
+    return started.all_input_nodes[0] if started.target is operator.getitem else started

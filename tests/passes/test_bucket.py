@@ -451,15 +451,21 @@ def test_the_modelled_peak_stays_within_the_budget(params, percent, mode, form, 
     assert max(curve.live_bytes) <= curve.limit_bytes
 
 
-def test_ranks_that_pad_cast_or_hold_nothing_plan_alike():
-    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float64}
+@pytest.mark.parametrize("dtypes", [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float64}], ids=["plain", "cast"])
+def test_ranks_that_pad_cast_or_hold_nothing_plan_alike(dtypes):
     params = [Param((rows, 8), **dtypes) for rows in (7, 5, 2, 6)]
     plans = []
     for rank in range(3):
         with fake_world(3, rank):
             gm = joint(params, rank, 3)
             lowered = [rewritten(gm, *lower(form)) for form in FORMS]
-            options = [Bucket(mode=mode, memory_budget=f"{percent}%") for mode in MODES for percent in (0, 6, 12, 20, 30, 45)]
+            budgets = [f"{percent}%" for percent in (0, 6, 12, 20, 30, 45)]
+            options = [
+                Bucket(mode=mode, memory_budget=budget, overlapped=overlapped)
+                for mode in MODES
+                for budget in budgets
+                for overlapped in (False, True)
+            ]
             plans.append([plan_of(rewritten(each, option)) for each in lowered for option in options])
     assert plans[0] == plans[1] == plans[2]
     assert len({tuple(plan) for plan in plans[0]}) > 6  # budgets matter

@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+import zpasses
 from zpasses import OptionError
 from zpasses.passes import GatherParams
 from zpasses.target import TARGETS, Target, current_target, planning_for, target_of
@@ -78,6 +79,7 @@ def test_devices_of_the_gfx942_family_are_told_apart_without_a_name(units, gib, 
 
 
 def test_targets_say_which_copy_engine_routes_they_have():
+    assert zpasses.Target is Target
     assert TARGETS["mi300x"].routes == TARGETS["mi308x"].routes == TARGETS["mi355x"].routes == ("mori", "symm_mem")
     assert TARGETS["h100"].routes == ("symm_mem",)
     assert TARGETS["cpu"].routes == ()

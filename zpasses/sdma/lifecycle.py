@@ -71,10 +71,13 @@ def init(group: dist.ProcessGroup | str | None = None, *, capacity_mib: int = CA
 
     Raises:
         ValueError: for a capacity or time limit that is not positive.
+        RuntimeError: where torch.distributed has not been initialised.
         AgreementError: on every rank, when one of them does not come in time.
     """
     if capacity_mib <= 0 or timeout_s <= 0:
         raise ValueError(f"sdma.init: got capacity_mib={capacity_mib}, timeout_s={timeout_s}; expected both to be greater than 0.")
+    if not dist.is_initialized():
+        raise RuntimeError("sdma.init: there is no process group yet; call torch.distributed.init_process_group first.")
     name = compat.group_name(group if group is not None else dist.group.WORLD)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return _route(name, torch.device(device), capacity_mib << 20, timeout_s)[1]

@@ -3,10 +3,13 @@ import torch
 import torch.distributed as dist
 
 from zpasses import compat
-from zpasses.graph import collective_of, value_of
+from zpasses.agreement import digest
+from zpasses.graph import collective_of, collectives, value_of
+from zpasses.memory import scratch_bytes
 from zpasses.sdma.ops import SDMA_ALL_GATHER, SDMA_ALL_GATHER_COALESCED, SDMA_ALL_GATHER_OUT, SDMA_REDUCE_SCATTER
 from zpasses.testing import SimulationError, fake_world, simulate
 
+FUNCTIONAL = torch.ops._c10d_functional.all_gather_into_tensor.default
 wait = torch.ops._c10d_functional.wait_tensor
 
 
@@ -77,3 +80,32 @@ def test_simulated_ranks_gather_and_insist_on_waits():
         assert torch.equal(run.outputs[0], torch.cat([value * 2 for (value,) in inputs]))
     with pytest.raises(SimulationError, match="wait"):
         simulate(graph_of(waits=False), inputs)
+
+
+def gathering(op):
+    return lambda x: wait(op(x, 2, "0"))
+
+
+def test_ranks_that_swap_otherwise_are_found_out_before_they_communicate():
+    """The name of the op is a part of what ranks compare."""
+    with fake_world(2):
+        mode = compat.FakeTensorMode()
+        with mode:
+            x = torch.empty(2, 3)
+        graphs = [compat.trace_aten(gathering(op), [x]).graph for op in (SDMA_ALL_GATHER, FUNCTIONAL)]
+        sequences = [[each for _, each in collectives(graph)] for graph in graphs]
+    assert digest(sequences[0]) != digest(sequences[1])
+    assert [each.nbytes for each in sequences[0]] == [each.nbytes for each in sequences[1]]
+
+
+def test_several_tensors_in_one_call_take_memory_for_packing():
+    with fake_world(2):
+        mode = compat.FakeTensorMode()
+        with mode:
+            x = torch.empty(2, 3)
+
+        def fn(x):
+            return [wait(each) for each in SDMA_ALL_GATHER_COALESCED([x, x], 2, "0")], wait(SDMA_ALL_GATHER(x, 2, "0"))
+
+        nodes = [node for node, _ in collectives(compat.trace_aten(fn, [x]).graph)]
+        assert [scratch_bytes(node) for node in nodes] == [48 + 96, 0]

@@ -15,19 +15,23 @@ SWAP = ",sdma{min_mb=0,overlap=0}"
 
 
 def trained(pipeline, codegen, steps=2):
-    """Losses of each step, and the trained shards."""
+    """Losses of each step, and the trained shards.
+
+    Eager graphs pad and cast; with Inductor there are products alone, so that no kernel must be compiled.
+    """
     import torch.distributed as dist
 
     import zpasses
 
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(33, 33, bias=False) for _ in range(3)))  # 33 rows: padded
-    zpasses.shard(model, mesh=world_mesh(), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    rows, dtype = (33, torch.bfloat16) if codegen == "eager" else (32, torch.float32)
+    model = nn.Sequential(*(nn.Linear(rows, rows, bias=False) for _ in range(3)))
+    zpasses.shard(model, mesh=world_mesh(), param_dtype=dtype, reduce_dtype=torch.float32)
     step = torch.compile(model, backend="zpasses", options={"pipeline": pipeline, "codegen": codegen, "target": "mi300x"})
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
     for number in range(steps):
-        data = torch.randn(4, 33, generator=torch.Generator().manual_seed(10 * number + dist.get_rank())).bfloat16()
+        data = torch.randn(4, rows, generator=torch.Generator().manual_seed(10 * number + dist.get_rank())).to(dtype)
         loss = step(data).float().square().mean()
         loss.backward()
         optimizer.step()
@@ -43,7 +47,7 @@ def differing():
         for pipeline in pipelines:
             losses, params = trained(pipeline, codegen)
             for name, fake in (("mori", Settings(latency_s=0.001)), ("c10d", Settings(architecture="gfx90a"))):
-                if (codegen, name) == ("inductor", "c10d"):
+                if name == "c10d" and (codegen, pipeline) != ("eager", COALESCED):
                     continue
                 with installed(fake):
                     swapped_losses, swapped_params = trained(pipeline + SWAP, codegen)
@@ -66,7 +70,7 @@ def test_swapped_training_equals_the_functional_one_bit_for_bit():
     for (codegen, pipeline, name), count in calls.items():
         if name == "c10d":
             assert count == 0
-        elif pipeline == FLAT:
-            assert trial < count < trial + forward_gathers
-        else:
+        elif pipeline == SINGLE:
             assert count > trial + forward_gathers, (codegen, pipeline, calls)
+        else:
+            assert trial < count < trial + forward_gathers, (codegen, pipeline, calls)

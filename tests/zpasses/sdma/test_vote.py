@@ -297,6 +297,8 @@ def test_wrong_settings_say_what_is_expected():
 
     with pytest.raises(ValueError, match=r"got capacity_mib=0, timeout_s=300.0; expected both to be greater than 0"):
         zpasses.sdma.init(capacity_mib=0)
+    with pytest.raises(RuntimeError, match="there is no process group yet"):
+        zpasses.sdma.init()
 
 
 def test_capture_of_a_cuda_graph_is_refused(monkeypatch):

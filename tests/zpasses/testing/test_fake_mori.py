@@ -1,0 +1,145 @@
+"""The stand-in for mori hurts where mori does. One process, one PE."""
+
+import sys
+import time
+
+import pytest
+import torch
+
+from zpasses.testing.fake_mori import DeviceFaultError, HostStream, Settings, installed
+
+
+@pytest.fixture
+def fake():
+    with installed(Settings(latency_s=0.02, time_limit_s=2)) as settings:
+        yield settings
+
+
+def handle_of(capacity=64, pes=1, **options):
+    import os
+
+    import mori.ccl
+    import mori.shmem
+
+    os.environ["MORI_ENABLE_SDMA"] = "1"
+    unique_id = mori.shmem.shmem_get_unique_id()
+    assert len(unique_id) == 128
+    assert mori.shmem.shmem_init_attr(mori.shmem.MORI_SHMEM_INIT_WITH_UNIQUEID, 0, 1, unique_id) == 0
+    return mori.ccl.AllgatherSdma(0, pes, **(options or {"input_buffer_size": capacity, "output_buffer_size": pes * capacity}))
+
+
+def call(handle, source, target, stream, count=None):
+    return handle(source, target, source.numel() if count is None else count, stream=stream.handle, capturing=True)
+
+
+def test_a_call_delivers_late_and_over_poison(fake):
+    handle, stream = handle_of(), HostStream(2)
+    source, target = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    assert call(handle, source, target, stream)
+    assert target.tolist() == [0xA5] * 8
+    stream.record().wait()
+    assert torch.equal(source, target)
+    assert fake.calls == [8]
+    assert fake.blocking == 0
+
+
+def test_default_buffers_are_halves(fake):
+    handle = handle_of(transit_buffer_size=64)
+    stream = HostStream(2)
+    tensors = [torch.ones(count, dtype=torch.uint8) for count in (32, 32, 36, 36)]
+    call(handle, *tensors[:2], stream)
+    stream.synchronize()
+    call(handle, *tensors[2:], stream)
+    with pytest.raises(DeviceFaultError, match="1 x 36 bytes do not fit into buffers of 32 and 32"):
+        stream.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        (68, 68, "1 x 68 bytes do not fit into buffers of 64 and 64"),
+        (7, 8, "reads 8 bytes of a tensor of 7"),
+        (8, 7, "writes 8 bytes into a tensor of 7"),
+    ],
+)
+def test_what_is_not_checked_faults(fake, source, target, message):
+    handle, stream = handle_of(), HostStream(2)
+    tensors = [torch.ones(count, dtype=torch.uint8) for count in (source, target)]
+    assert call(handle, *tensors, stream)
+    with pytest.raises(DeviceFaultError, match=message):
+        stream.synchronize()
+
+
+def test_an_input_that_was_freed_is_poison(fake):
+    handle, stream, target = handle_of(), HostStream(2), torch.zeros(8, dtype=torch.uint8)
+    call(handle, torch.ones(8, dtype=torch.uint8), target, stream)
+    stream.synchronize()
+    assert target.tolist() == [0xA5] * 8
+
+
+def test_more_than_eight_ranks_hang(fake):
+    fake.time_limit_s = 0.2
+    handle, stream = handle_of(pes=9), HostStream(2)
+    handle._peers = dict.fromkeys(range(9), handle._mine)
+    target = torch.zeros(72, dtype=torch.uint8)
+    call(handle, torch.ones(8, dtype=torch.uint8), target, stream)
+    with pytest.raises(DeviceFaultError, match="hangs"):
+        stream.synchronize()
+
+
+def test_nothing_raises_and_the_default_stream_blocks(fake):
+    handle = handle_of()
+    with pytest.raises(ValueError, match="count is 0"):
+        call(handle, torch.ones(0, dtype=torch.uint8), torch.ones(0, dtype=torch.uint8), HostStream(2))
+    target = torch.zeros(8, dtype=torch.uint8)
+    handle(source := torch.ones(8, dtype=torch.uint8), target, 8, stream=0, capturing=True)
+    assert torch.equal(source, target)
+    assert fake.blocking == 1
+
+
+def test_handles_are_not_reentrant(fake):
+    handle, streams = handle_of(), [HostStream(2), HostStream(2)]
+    tensors = [(torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)) for _ in streams]
+    for stream, (source, target) in zip(streams, tensors, strict=True):
+        call(handle, source, target, stream)
+    time.sleep(0.1)
+    assert [("entered twice" in stream.fault) for stream in streams].count(True) == 1
+
+
+def test_one_call_at_a_time_is_in_flight_and_waiting_for_it_blocks(fake):
+    handle, stream = handle_of(), HostStream(2)
+    source, target = torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    assert handle.start_async(source, target, 8, stream.handle)
+    assert not handle.start_async(source, target, 8, stream.handle)
+    handle.wait_async(stream.handle)
+    assert torch.equal(source, target)
+    assert fake.blocking == 1
+    with pytest.raises(RuntimeError, match="nothing is in flight"):
+        handle.wait_async(stream.handle)
+
+
+def test_a_second_init_is_silently_skipped(fake):
+    handle_of()
+    import mori.shmem
+
+    assert mori.shmem.shmem_init_attr(1, 3, 8, b"other") == 0
+    assert (mori.shmem.shmem_mype(), mori.shmem.shmem_npes()) == (0, 1)
+
+
+def test_older_releases_do_not_take_capturing():
+    with installed(Settings(capturing=False)) as fake:
+        handle, stream = handle_of(), HostStream(2)
+        source, target = torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+        with pytest.raises(TypeError, match="capturing"):
+            handle(source, target, 8, stream=stream.handle, capturing=True)
+        assert handle(source, target, 8, stream=stream.handle)
+        assert torch.equal(source, target)
+        assert fake.blocking == 1
+
+
+def test_what_was_there_before_comes_back():
+    with installed():
+        import mori
+
+        assert mori.__version__ == "1.2.4"
+    assert "mori" not in sys.modules
