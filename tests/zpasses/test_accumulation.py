@@ -143,9 +143,10 @@ def _matrix(cells):
 
 FORMS = ("single", "coalesced", "flat")
 MATRIX = [
-    *((1, form, "float32", False) for form in FORMS),  # stage 1 is made of the passes of stage 2
+    *((1, form, "float32", False) for form in ("single", "flat")),  # stage 1 is made of the passes of stage 2
     *itertools.product((2, 3), FORMS, ("mixed",), (False,)),
-    *itertools.product((2, 3), ("single", "flat"), ("float32", "bfloat16"), (False,)),
+    *((3, form, "float32", False) for form in ("single", "coalesced")),
+    *((stage, "single", "bfloat16", False) for stage in (2, 3)),
     (2, "single", "float32", True),
     (3, "coalesced", "mixed", True),
 ]

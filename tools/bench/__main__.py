@@ -181,6 +181,7 @@ def _buckets_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=default.stage, help="ZeRO stage")
     parser.add_argument("--caps", type=_caps, default=None, metavar="MB,MB", help="sizes of buckets, MiB; by default the stage's own")
     parser.add_argument("--memory-budget", default=default.memory_budget, metavar="B", help="of the pass: '5%%' or '300MiB'")
+    parser.add_argument("--codegen", choices=("inductor", "eager"), default=default.codegen, help="who runs zpasses' graphs")
     parser.add_argument("--forms", type=_names(BUCKET_FORMS), default=",".join(BUCKET_FORMS), metavar="A,B", help="what to run")
     parser.add_argument("--ranks", type=_at_least(1), default=default.ranks, help="processes, one thread each")
     parser.add_argument("--steps", type=_at_least(1), default=default.steps, help="timed steps of a run")
@@ -205,7 +206,7 @@ def _buckets(options: argparse.Namespace) -> int:
         options.parser.error(str(error))
     if options.large and options.large_width % options.width:
         options.parser.error(f"--large-width {options.large_width} does not divide by --width {options.width}")
-    names = ("params", "width", "large", "large_width", "batch", "memory_budget", "forms", "ranks", "steps", "warmup", "rounds")
+    names = ("params", "width", "large", "large_width", "batch", "memory_budget", "codegen", "forms", "ranks", "steps", "warmup", "rounds")
     chosen = {name: getattr(options, name) for name in names}
     config = BucketsConfig(stage=options.zero_stage, caps=options.caps or (), timeout_s=options.timeout, **chosen)
     report = run_buckets(config)

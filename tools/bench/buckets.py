@@ -52,6 +52,7 @@ class BucketsConfig:
     caps: tuple[float, ...] = ()
     """Sizes of buckets, MiB; none: that of the stage's named pipeline."""
     memory_budget: str = "5%"
+    codegen: str = "inductor"
     ranks: int = 2
     steps: int = 20
     """Timed steps of a run."""
@@ -219,7 +220,7 @@ def _build(job: dict[str, Any], mesh: DeviceMesh) -> tuple[nn.Module, Callable[[
 
     zpasses.shard(model, mesh=mesh)
     text = pipeline(job["stage"], job["form"], job["cap"], job["memory_budget"])
-    return model, torch.compile(model, backend="zpasses", options={"pipeline": text})
+    return model, torch.compile(model, backend="zpasses", options={"pipeline": text, "codegen": job["codegen"]})
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
