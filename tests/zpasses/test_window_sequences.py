@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
+from tests.ranks import run_on_ranks
 from tests.zpasses.models import integers
 from zpasses import ZpassesError
 from zpasses.pending import pending_of
@@ -112,9 +113,10 @@ class Program:
             self.announced = True
 
     def forward(self, which, run=None):
-        x = integers(1, 3, seed=len(self.losses)).requires_grad_()
+        batches = [integers(1, 3, seed=len(self.losses) + 10 * rank).requires_grad_() for rank in range(dist.get_world_size())]
         plain = copy.copy(self.values())
-        self.losses.append(((run or self.step)(x, which), lambda: gradients(plain, x, which)))
+        loss = (run or self.step)(batches[dist.get_rank()], which)
+        self.losses.append((loss, lambda: mean([gradients(plain, x, which) for x in batches])))
 
     def eager_forward(self, which):
         self.forward(which, self.model)
@@ -181,6 +183,11 @@ def gradients(values, x, which):
     return [param.grad for param in plain.parameters() if param.requires_grad]
 
 
+def mean(grads):
+    """Over ranks."""
+    return [None if each[0] is None else sum(each) / len(each) for each in zip(*grads, strict=True)]
+
+
 def plus(left, right):
     return [b if a is None else a if b is None else a + b for a, b in zip(left, right, strict=True)]
 
@@ -191,27 +198,39 @@ def same(found, expected):
         assert theirs is None or torch.equal(ours, theirs)
 
 
-@pytest.fixture
-def compiled():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = zpasses.shard(Net(), mesh=init_device_mesh("cpu", (1,)))
-    yield model, torch.compile(model, backend="zpasses", options={"codegen": "eager", "zero_stage": 2}, dynamic=False)
-    dist.destroy_process_group()
+def run_programs(examples, **options):
+    """Random programs, the same on all ranks, each of which has data of its own."""
+    model = zpasses.shard(Net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    step = torch.compile(model, backend="zpasses", options={"codegen": "eager", **options}, dynamic=False)
 
-
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(actions=ACTIONS)
-def test_any_program_gives_the_gradients_of_a_plain_model(compiled, actions):
-    model, step = compiled
-    with torch.no_grad():
-        for seed, param in enumerate(model.parameters()):
-            param.copy_(zpasses.reads.cut(integers(*param.shape, seed=seed).sign(), param.device_mesh))
-            param.grad = None
-    program = Program(model, step)
-    with contextlib.ExitStack() as stack:
-        stack.callback(program.raise_)
-        for action, value in actions:
-            program.run({"raise": "raise_", "step": "step_"}.get(action, action), value)
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(actions=ACTIONS)
+    def run(actions):
+        with torch.no_grad():
+            for seed, param in enumerate(model.parameters()):
+                param.copy_(zpasses.reads.cut(integers(*param.shape, seed=seed).sign(), param.device_mesh))
+                param.grad = None
+        program = Program(model, step)
+        with contextlib.ExitStack() as stack:
+            stack.callback(program.raise_)
+            for action, value in actions:
+                program.run({"raise": "raise_", "step": "step_"}.get(action, action), value)
+                program.check()
+            program.leave(None)
             program.check()
-        program.leave(None)
-        program.check()
+
+    run()
+
+
+def test_any_program_gives_the_gradients_of_a_plain_model():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        run_programs(100, zero_stage=2)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stage", [2, 3])
+def test_any_program_gives_the_mean_of_the_gradients_on_two_ranks(stage):
+    run_on_ranks(run_programs, 20, zero_stage=stage, timeout=240)
