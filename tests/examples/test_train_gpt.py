@@ -84,7 +84,7 @@ def check_dump(dump: Path, said: str) -> None:
     commands = [line for block in blocks for line in block.splitlines() if line.startswith("zpasses ")]
     assert len(commands) > 10
     for command in commands:
-        words = shlex.split(re.sub(r"build/(demo|small)\b", str(dump), command).replace("build/", f"{dump.parent}/"), comments=True)
+        words = shlex.split(re.sub(r"build/(demo|plain)\b", str(dump), command).replace("build/", f"{dump.parent}/"), comments=True)
         ran = CliRunner().invoke(cli, words[1:])
         assert ran.exit_code == (1 if "--pass" in words else 0), (command, ran.output)
 
