@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -12,13 +14,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zpasses.agreement import consult, is_reported
+from zpasses.agreement import is_reported, meet, reported_failure
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.flush import flush, groups_of
+from zpasses.gate import opened
 from zpasses.pending import PENDING_ATTRIBUTE, EngineRun, StepWindow, Window, pending_of
 from zpasses.reads import ShardedModule
 
 __all__ = ["GradientWindow", "coalesce_grad_reduction"]
+
+log = logging.getLogger("zpasses")
 
 
 class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like torch.no_grad
@@ -51,12 +56,12 @@ class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like t
         backwards: number of backwards in the window, if known.
         grad_accum_dtype: add up in this dtype, e.g. torch.float32 for gradients in bfloat16. None takes the option of the compile; without
             that, the dtype in which gradients are computed.
-        timeout_s: seconds to wait for other ranks, before the last backward and on leaving.
+        timeout_s: seconds to wait for other ranks: before each compiled graph that communicates, in collectives, and on leaving.
 
     Raises:
         ZpassesError: for a model without sharded parameters; when entered inside another window of the same parameters, entered twice, or
             in the middle of `backwards_per_step`; for an optimizer step inside, and for a backward after the last.
-        AgreementError: on leaving (or in the last backward), when another rank failed or did not come in time.
+        AgreementError: on leaving (or before a graph that communicates), when another rank failed or did not come in time.
     """
 
     def __init__(
@@ -78,11 +83,14 @@ class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like t
         self._params = _sharded_parameters(model)
         self._backwards, self._dtype, self._timeout_s = backwards, grad_accum_dtype, timeout_s
         self._window: GradientWindow | None = None
+        self._gates: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> GradientWindow:
         _refuse_nesting(self._params)
         watch_optimizers()
         window = GradientWindow(self._params, self._backwards, self._dtype, self._timeout_s)
+        self._gates = opened(groups_of(window), self._timeout_s)
+        self._gates.__enter__()
         for param in self._params:
             pending_of(param).opened = window
         self._window = window
@@ -94,6 +102,7 @@ class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like t
         try:
             window.close(error)
         finally:
+            self._gates.__exit__(None, None, None)
             for entry in window.entries():
                 if entry.opened is window:
                     entry.opened = None
@@ -132,7 +141,7 @@ class GradientWindow(Window):
             return False
         for group in groups_of(self):
             # Reductions follow: a rank that has failed already must not be waited for in them.
-            consult(group, "the last backward of a window", {}, _nothing, self._timeout_s)
+            meet(group, "the last backward of a window", self._timeout_s)
         self._reduced = True
         return True
 
@@ -143,11 +152,10 @@ class GradientWindow(Window):
             if self.broken is not None:
                 raise ZpassesError(f"{self.broken}; what was pending is dropped on all ranks. Let it leave the block, or do not go on.")
         elif not is_reported(error):
+            for group in groups_of(self):
+                if reason := reported_failure(group):
+                    log.error("%s; the %s of this rank may follow from it", reason, type(error).__name__)
             flush(self, self._timeout_s, f"left a window with {type(error).__name__}: {str(error)[:500]}")
-
-
-def _nothing(ballots: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {}
 
 
 def _sharded_parameters(model: nn.Module) -> list[DTensor]:

@@ -26,7 +26,7 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.graph import Collective, collectives
 
-__all__ = ["agree", "consult", "digest", "exchange", "has_other_ranks", "is_reported", "report_failure"]
+__all__ = ["agree", "consult", "digest", "exchange", "has_other_ranks", "is_reported", "meet", "report_failure", "reported_failure"]
 
 _VERDICT_SLACK_S = 10.0
 """How much longer the others wait than the first rank of the group, who collects and decides."""
@@ -39,6 +39,8 @@ class _Ledger:
     prefix: str
     votes: int = 0
     agreed: set[str] = field(default_factory=set)
+    consulted: str | None = None
+    """The last vote in which every rank was heard; what they said is in the store until the next one."""
     answers: dict[str, list[Any]] = field(default_factory=dict)
     """What every rank said to a question that is asked once."""
 
@@ -124,8 +126,24 @@ def consult(
         raise AgreementError(str(verdict["error"]))
     if "united" not in verdict:
         raise AgreementError(_apart(dist.get_rank(), occasion, compat.group_ranks(name)[0], "compiling a graph"))
+    _forget(ledger, store, group.rank())
+    ledger.consulted = vote
     united: dict[str, Any] = verdict["united"]
     return united
+
+
+def meet(name: str, occasion: str, timeout_s: float) -> None:
+    """Wait until all ranks of a group are at the same point, as far as none of them has failed; see `consult`."""
+    consult(name, occasion, {}, lambda ballots: {}, timeout_s)
+
+
+def _forget(ledger: _Ledger, store: Any, rank: int) -> None:
+    """Delete what this rank said in the vote before: all ranks have come to a later one, so all have read it."""
+    if ledger.consulted is None:
+        return
+    store.delete_key(f"{ledger.consulted}/{rank}")
+    if rank == 0:
+        store.delete_key(f"{ledger.consulted}/verdict")
 
 
 def _collect(
@@ -134,7 +152,8 @@ def _collect(
     ranks = compat.group_ranks(name)
     keys = [f"{vote}/{rank}" for rank in range(len(ranks))]
     missing = _wait(store, keys, timeout_s)
-    ballots = {rank: _unpack(store.get(key)) for rank, key in zip(ranks, keys, strict=True) if key not in missing}
+    there = [(rank, key) for rank, key in zip(ranks, keys, strict=True) if key not in missing]
+    ballots = {rank: _unpack(data) for (rank, _), data in zip(there, _read(store, [key for _, key in there]), strict=True)}
     for ballot in ballots.values():
         if "failed" in ballot:
             return {"error": str(ballot["failed"])}
@@ -167,10 +186,21 @@ def _post_failure(name: str, reason: str) -> None:
         return
     group, store = compat.process_group(name), compat.default_store()
     ledger = _ledger(name, group, store)
-    store.set(f"{ledger.prefix}/{ledger.votes}/{group.rank()}", _pack({"failed": reason}))
+    vote = f"{ledger.prefix}/{ledger.votes}"
+    store.set(f"{vote}/{group.rank()}", _pack({"failed": reason}))
+    store.set(f"{vote}/failed", reason)
     if group.rank() == 0:
-        store.set(f"{ledger.prefix}/{ledger.votes}/verdict", _pack({"error": reason}))
+        store.set(f"{vote}/verdict", _pack({"error": reason}))
     ledger.votes += 1
+
+
+def reported_failure(name: str) -> str | None:
+    """Why another rank of the group said that it will not come to the next vote, if one did; asks without waiting."""
+    if not has_other_ranks(name):
+        return None
+    group, store = compat.process_group(name), compat.default_store()
+    key = f"{(ledger := _ledger(name, group, store)).prefix}/{ledger.votes}/failed"
+    return store.get(key).decode() if store.check([key]) else None
 
 
 def exchange(group: str, question: str, mine: Any, timeout_s: float, *, remember: str | None = None) -> list[Any]:
@@ -241,7 +271,7 @@ def _decide(store: Any, vote: str, name: str, graph_name: str, timeout_s: float)
     missing = _wait(store, keys, timeout_s)
     if missing:
         return _late(graph_name, name, [ranks[keys.index(key)] for key in missing], timeout_s)
-    ballots = [_unpack(store.get(key)) for key in keys]
+    ballots = [_unpack(data) for data in _read(store, keys)]
     for ballot in ballots:
         if "failed" in ballot:
             return str(ballot["failed"])
@@ -269,6 +299,12 @@ def _wait(store: Any, keys: list[str], timeout_s: float) -> list[str]:
     except Exception:  # the type depends on the store; what matters is which keys are there
         return [key for key in keys if not store.check([key])]
     return []
+
+
+def _read(store: Any, keys: list[str]) -> list[bytes]:
+    """What lies under keys that are all there: in one round where the store can."""
+    found: list[bytes] = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    return found
 
 
 def _late(graph_name: str, group: str, ranks: list[int], timeout_s: float) -> str:

@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -93,6 +94,25 @@ def is_gloo(name: str) -> bool:
     """Whether CPU tensors of this group communicate through gloo; a group of simulated ranks counts as what it says it is."""
     backend = group_backend(name)
     return "gloo" in backend and "cuda" not in backend
+
+
+@contextlib.contextmanager
+def limited_timeouts(names: Sequence[str], seconds: float) -> Iterator[None]:
+    """Collectives of these groups that start inside give up after `seconds`, if they would wait longer."""
+    limit, before = timedelta(seconds=seconds), []
+    for name in names:
+        group = process_group(name)
+        for device in group._device_types:
+            backend: Any = group._get_backend(device)
+            usual = getattr(getattr(backend, "options", None), "_timeout", None)
+            if usual is not None and usual > limit:
+                backend._set_default_timeout(limit)
+                before.append((backend, usual))
+    try:
+        yield
+    finally:
+        for backend, usual in before:
+            backend._set_default_timeout(usual)
 
 
 def default_store() -> Any:

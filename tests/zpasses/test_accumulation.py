@@ -5,7 +5,10 @@ Data are small integers, so that every order of summation gives the same bits. C
 
 import copy
 import itertools
+import logging
+import time
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import ClassVar
 
 import pytest
@@ -230,27 +233,39 @@ def test_the_set_that_is_reduced_is_agreed():
 
 
 # --- failures --------------------------------------------------------------------------------------------------------------------
-def _one_rank_fails():
+_PLACES = ("before the first forward", "before the second forward", "before the first backward", "before the second backward", "at the end")
+
+
+def _one_rank_fails(stage):
     """What each rank sees when rank 1 fails at different places of a window, and that the next window is right."""
     rank, x = dist.get_rank(), torch.ones(1, 4)
     model = zpasses.shard(nn.Linear(4, 3), mesh=world_mesh())
-    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": stage, **EAGER})
     step(x).sum().backward()
     model.zero_grad()
     errors = []
 
     def attempt(backwards, fail_at):
-        with zpasses.coalesce_grad_reduction(model, backwards=backwards, timeout_s=30):
-            for i, loss in enumerate([step(x).sum(), step(x).sum()]):
-                if rank == 1 and fail_at == i:
-                    raise ValueError(f"at {i}")
-                loss.backward()
-            if rank == 1 and fail_at == 2:
-                raise ValueError("at 2")
+        def come_to(place):
+            if rank == 1 and place == fail_at:
+                raise ValueError(place)
 
-    for backwards, fail_at in ((None, 0), (None, 2), (2, 0), (2, 1)):
+        with zpasses.coalesce_grad_reduction(model, backwards=backwards, timeout_s=30):
+            losses = []
+            for place in _PLACES[:2]:
+                come_to(place)
+                losses.append(step(x).sum())
+            for place, loss in zip(_PLACES[2:4], losses, strict=True):
+                come_to(place)
+                loss.backward()
+            come_to(_PLACES[4])
+
+    cases = [(None, place) for place in _PLACES] + [(2, place) for place in _PLACES[:4]]  # of two, the second reduces already
+    for backwards, fail_at in cases:
+        started = time.monotonic()
         with pytest.raises(ValueError if rank == 1 else AgreementError) as caught:
             attempt(backwards, fail_at)
+        assert time.monotonic() - started < 20, f"{fail_at}: released by the limit of 30 s, not by the other rank"
         errors.append(str(caught.value))
         assert all(param.grad is None and not pending_of(param).parts for param in model.parameters())
         with zpasses.coalesce_grad_reduction(model, backwards=backwards):
@@ -261,11 +276,101 @@ def _one_rank_fails():
     return errors
 
 
-def test_an_exception_on_one_rank_gets_every_rank_out():
-    told, raised = run_on_ranks(_one_rank_fails)
-    assert raised == ["at 0", "at 2", "at 0", "at 1"]
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_exception_on_one_rank_gets_every_rank_out(stage):
+    told, raised = run_on_ranks(_one_rank_fails, stage)
+    assert raised == [*_PLACES, *_PLACES[:4]]
     for error, mine in zip(told, raised, strict=True):
         assert f"rank 1 left a window with ValueError: {mine}" in error
+
+
+@torch.library.custom_op("zpasses_tests::fail_on_rank_1", mutates_args=())
+def fail_on_rank_1(x: torch.Tensor) -> torch.Tensor:
+    if dist.get_rank() == 1 and float(x.flatten()[0]) < 0:
+        raise ValueError("inside")
+    return x.clone()
+
+
+@fail_on_rank_1.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+fail_on_rank_1.register_autograd(lambda ctx, grad: grad)
+
+
+class FailsInside(nn.Module):
+    """Its compiled forward can fail on rank 1 between two gathers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.second(fail_on_rank_1(self.first(x)))
+
+
+class Lines(logging.Handler):
+    """What was logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def _fails_inside():
+    """Rank 1 fails in the middle of a graph that rank 0 waits in: only time gets rank 0 out."""
+    group = dist.group.WORLD._get_backend(torch.device("cpu"))
+    usual, limits = group.options._timeout, []
+    model = FailsInside()
+    nn.init.ones_(model.first.weight)
+    zpasses.shard(model, mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options={"pipeline": "gather-params,reduce-grads,regather", **EAGER})
+    with zpasses.coalesce_grad_reduction(model, timeout_s=3):
+        step(torch.ones(1, 4)).sum().backward()
+    said = Lines()
+    logging.getLogger("zpasses").addHandler(said)
+    started = time.monotonic()
+    window = zpasses.coalesce_grad_reduction(model, timeout_s=3)
+    with pytest.raises((RuntimeError, ValueError)) as caught, window:
+        limits.append(group.options._timeout) or step(-torch.ones(1, 4)).sum().backward()
+    assert limits == [timedelta(seconds=3)]
+    assert group.options._timeout == usual
+    assert all(not pending_of(param).parts for param in model.parameters())
+    seconds = time.monotonic() - started
+    if dist.get_rank() == 1:
+        time.sleep(6)  # ranks that die release the others too
+    return seconds, str(caught.value), said.lines
+
+
+def test_a_rank_that_fails_inside_a_graph_is_waited_for_a_limited_time():
+    (seconds, _, lines), (_, raised, _) = (outcome.result for outcome in run_in_fresh_ranks(_fails_inside, timeout=100))
+    assert raised == "inside"
+    assert 2 < seconds < 15
+    assert "rank 1 left a window with ValueError: inside; the RuntimeError of this rank may follow from it" in lines
+
+
+def _keys(steps):
+    """How many keys the store holds after some windows."""
+    model = zpasses.shard(nn.Linear(4, 3), mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 3, **EAGER})
+    counts = []
+    for _ in range(steps):
+        with zpasses.coalesce_grad_reduction(model, timeout_s=30):
+            for _ in range(2):
+                step(torch.ones(1, 4)).sum().backward()
+        dist.barrier()
+        counts.append(compat.default_store().num_keys())
+        dist.barrier()
+    return counts
+
+
+def test_meetings_leave_nothing_behind_in_the_store():
+    counts, _ = run_on_ranks(_keys, 6)
+    assert len(set(counts[1:])) == 1
 
 
 @dataclass(frozen=True)
