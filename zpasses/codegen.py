@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from zpasses import compat
+from zpasses.memory import overwriting
 
 __all__ = ["boxed", "uncompiled"]
 
@@ -23,7 +24,16 @@ def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def uncompiled(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """Run the graph node by node, freeing inputs at their last use."""
+    """Run the graph node by node, freeing inputs at their last use, and all-reducing in place where compiled code does."""
+    gm = compat.clone_graph_module(gm)  # others look at the graph as the passes left it
+    for node in overwriting(gm.graph):
+        node.target = _IN_PLACE[node.target]
     gm.graph.set_codegen(compat.BOXED_CODEGEN())
     gm.recompile()
     return boxed(gm.forward)
+
+
+_IN_PLACE: dict[Any, Any] = {
+    compat.functional.all_reduce.default: compat.functional.all_reduce_.default,
+    compat.functional.all_reduce_coalesced.default: compat.functional.all_reduce_coalesced_.default,
+}

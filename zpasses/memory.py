@@ -1,14 +1,15 @@
 """Peak memory of a graph, from the order of its nodes: what is alive while each of them runs.
 
-The model is that of a graph run node by node with inputs freed at their last use. Views share the memory of what they view; what a
-collective reads and writes lives until it is awaited, with the scratch memory that its backend takes. Memory that the caller holds
+The model is that of a graph run node by node with inputs freed at their last use. Views share the memory of what they view, and an
+all-reduce writes over its input where it may; what a collective reads and writes lives until it is awaited, with the scratch memory that
+its backend takes. Memory that the caller holds
 (parameters, the batch) is not counted: figures are bytes above the state before the call.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from zpasses import compat
 from zpasses.graph import collective_of, is_wait, nbytes, value_of
 from zpasses.tags import tag_of
 
-__all__ = ["Buffer", "Liveness", "liveness", "saved_for_backward", "scratch_bytes"]
+__all__ = ["Buffer", "Liveness", "liveness", "overwriting", "saved_for_backward", "scratch_bytes"]
 
 aten = torch.ops.aten
 _ALIASES = {aten._unsafe_view.default, aten.lift_fresh_copy.default, torch.ops._c10d_functional.wait_tensor.default}
@@ -88,7 +89,7 @@ def liveness(
         is_view: nodes to take for views of their first input besides those that are.
     """
     nodes = tuple(graph.nodes)
-    tracker = _Tracker(nodes, saved_for_backward(graph), bytes_of, is_view)
+    tracker = _Tracker(nodes, saved_for_backward(graph), overwriting(graph), bytes_of, is_view)
     for index, node in enumerate(nodes):
         tracker.visit(index, node)
     changes = [0] * (len(nodes) + 1)
@@ -102,6 +103,47 @@ def liveness(
     return Liveness(nodes, tuple(curve), tuple(tracker.buffers))
 
 
+def overwriting(graph: fx.Graph) -> set[fx.Node]:
+    """All-reduces that may write over what they read: the graph made it, and nothing reads it afterwards. Generated code does so."""
+    reductions = [node for node in graph.nodes if node.target in _ALL_REDUCES]
+    if not reductions:
+        return set()
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    found = set()
+    for node in reductions:
+        bases = [_base(item) for item in node.all_input_nodes]
+        whole = all(isinstance(value := value_of(item), Tensor) and value.is_contiguous() for item in node.all_input_nodes)
+        own = whole and len(set(bases)) == len(bases) and all(base.op == "call_function" for base in bases)
+        if own and all(position[reader] <= position[node] for base in bases for reader in _readers(base)):
+            found.add(node)
+    return found
+
+
+_ALL_REDUCES = (torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.all_reduce_coalesced.default)
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The node that made the memory which this one's value lies in."""
+    while _is_alias(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _readers(base: fx.Node) -> Iterator[fx.Node]:
+    queue, seen = [base], {base}
+    while queue:
+        for user in queue.pop().users:
+            yield user
+            if user not in seen and _is_alias(user):
+                seen.add(user)
+                queue.append(user)
+
+
+def _is_alias(node: fx.Node) -> bool:
+    known = node.target is operator.getitem or node.target in _ALIASES or _returns_argument(node)
+    return node.op == "call_function" and bool(node.all_input_nodes) and known
+
+
 class _Tracker:
     """Follows buffers through views, collectives and their waits."""
 
@@ -109,6 +151,7 @@ class _Tracker:
         self,
         nodes: tuple[fx.Node, ...],
         dying: set[fx.Node],
+        overwriting: set[fx.Node],
         bytes_of: Callable[[fx.Node], int | None] | None,
         is_view: Callable[[fx.Node], bool],
     ) -> None:
@@ -120,6 +163,7 @@ class _Tracker:
         self._storages: dict[int, Buffer] = {}
         self._retained: list[fx.Node] = []
         """Full parameters that outlive the call, whether or not the graph returns them yet."""
+        self._overwriting = overwriting
         self._dying, self._bytes_of, self._is_view, self._end = dying, bytes_of, is_view, len(nodes) - 1
 
     def visit(self, index: int, node: fx.Node) -> None:
@@ -154,7 +198,9 @@ class _Tracker:
         if node.target is operator.getitem:
             whole, at = self._held.get(inputs[0], [None]), node.args[1]
             return [whole[at]] if isinstance(at, int) and len(whole) > 1 else whole[:1]
-        if node.target in _ALIASES or _returns_argument(node) or self._is_view(node):
+        if node in self._overwriting:
+            return [self._held[item][0] for item in inputs]
+        if _is_alias(node) or self._is_view(node):
             return self._held.get(inputs[0], [None])[:1]
         return None
 

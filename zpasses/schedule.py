@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -234,13 +233,9 @@ class MemoryCurve:
 
 
 def _common_bytes(node: fx.Node) -> int | None:
-    """Of what differs between ranks, what is the same on all of them; and none for the output of an all-reduce, which compiled code
-    writes over its input."""
+    """Of what differs between ranks, what is the same on all of them."""
     tag = tag_of(node)
-    if tag is not None and tag.role in ("gather_input", "shard_grad"):
-        return tag.block_bytes
-    target: Any = node.target
-    return 0 if isinstance(target, torch._ops.OpOverload) and target.name().startswith("_c10d_functional::all_reduce") else None
+    return tag.block_bytes if tag is not None and tag.role in ("gather_input", "shard_grad") else None
 
 
 def _cuts_own_rows(node: fx.Node) -> bool:

@@ -11,8 +11,9 @@ import zpasses
 from tests.graphs import Param, joint, rewritten
 from zpasses import compat
 from zpasses.backend import observe_graphs
+from zpasses.codegen import uncompiled
 from zpasses.graph import collective_of, is_wait
-from zpasses.memory import liveness, saved_for_backward, scratch_bytes
+from zpasses.memory import liveness, overwriting, saved_for_backward, scratch_bytes
 from zpasses.passes import GatherParams, KeepParams, ReduceGrads
 from zpasses.passes.bucket import Bucket
 from zpasses.tags import Tag, add_tag
@@ -181,6 +182,43 @@ def test_gloo_takes_scratch_memory_until_the_wait(monkeypatch):
     at = gloo.nodes.index(wait)
     assert gloo.live_bytes[at] - plain.live_bytes[at] == 120
     assert gloo.live_bytes[at + 2] == plain.live_bytes[at + 2]
+
+
+def _all_reduced(graph, item):
+    started = graph.call(torch.ops._c10d_functional.all_reduce.default, item, "sum", "0")
+    return started, graph.call(torch.ops._c10d_functional.wait_tensor.default, started)
+
+
+def test_an_all_reduce_writes_over_what_the_graph_made_and_reads_no_more():
+    with fake_world(2):
+        given = Graph("x")
+        a = given.call(aten.sin.default, *given.inputs)
+        _, reduced = _all_reduced(given, given.call(aten.view.default, a, [2, 512]))
+        assert given.live(given.call(aten.cos.default, reduced)) == [1, 1, 1, 1, 2, 1]
+
+
+@pytest.mark.parametrize("case", ["input of the graph", "read later", "a view is read later", "returned", "not contiguous"])
+def test_an_all_reduce_leaves_alone_what_others_need(case):
+    with fake_world(2):
+        given = Graph("x")
+        a = given.call(aten.sin.default, *given.inputs)
+        half = given.call(aten.view.default, a, [2, 512])
+        item = {"input of the graph": given.inputs[0], "not contiguous": given.call(aten.t.default, half)}.get(case, a)
+        started, reduced = _all_reduced(given, item)
+        later = {"read later": a, "a view is read later": half}.get(case, reduced)
+        given.graph.output((given.call(aten.cos.default, later), reduced, *([a] if case == "returned" else [])))
+        assert started not in overwriting(given.graph)
+        assert any(buffer.node is started for buffer in liveness(given.graph).buffers)
+
+
+@pytest.mark.parametrize("form", ["coalesced", "flat"])
+def test_code_without_a_compiler_reduces_in_place_and_leaves_the_graph_as_it_is(form):
+    with fake_world(2):
+        gm = rewritten(joint([Param((4, 2)), Param((6, 2))], 0, 2), ReduceGrads("all_reduce"), Bucket(mode=form, memory_budget="1GiB"))
+        before = [node.target for node in gm.graph.nodes]
+        source = uncompiled(gm, []).__closure__[0].cell_contents.__self__.code
+    assert "all_reduce_" + ("coalesced_" if form == "coalesced" else "") + ".default" in source
+    assert [node.target for node in gm.graph.nodes] == before
 
 
 def test_kept_parameters_live_to_the_end():
