@@ -21,7 +21,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
+import math
 import operator
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -45,6 +48,7 @@ from zpasses.target import current_target
 
 aten = torch.ops.aten
 _MIB = 1 << 20
+_log = logging.getLogger("zpasses")
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,10 @@ class Bucket(Pass):
         if len(gathers) < 2 and len(reductions) < 2:
             return 0
         items = [*gathers, *reductions]
-        planned, _ = self.plan(graph, items)
+        planned, curve = self.plan(graph, items)
         adopted = _adopted(planned, items, str(self))
+        if adopted != [(bucket.mode, bucket.items) for bucket in planned]:
+            self._tell_of_excess(graph, items, adopted, curve.limit_bytes)
         for number, (mode, members) in enumerate(adopted):
             _WRITERS[members[0].tag.role == "gather", mode](_Writer(graph, members, number, self.name))
         note(f"{self.name}: {_said(gathers, adopted, 'gathers')}; {_said(reductions, adopted, 'reductions')}")
@@ -91,6 +97,28 @@ class Bucket(Pass):
         curve = MemoryCurve(graph, parse_budget(self.memory_budget, self.name))
         choose = functools.partial(_choice, options=self)
         return plan_buckets(items, choose, curve, self.mb * _MIB, overlapped=self.overlapped), curve
+
+    def _tell_of_excess(
+        self, graph: fx.Graph, items: Sequence[Movable], adopted: Sequence[tuple[Mode, list[Movable]]], limit_bytes: int
+    ) -> None:
+        """The plan was made for other shapes. Ranks must follow it all the same, but not without a word if it takes too much."""
+        taken = {item: (mode, number) for number, (mode, members) in enumerate(adopted) for item in members}
+
+        def choose(item: Movable) -> Choice:
+            mode, number = taken.get(item, ("single", -1))
+            return Choice(mode, number, compat.is_gloo(str(_key(item)[1])))
+
+        curve = MemoryCurve(graph, sys.maxsize)
+        plan_buckets(items, choose, curve, math.inf, overlapped=self.overlapped)
+        peak = max(curve.live_bytes)
+        if peak > limit_bytes:
+            _log.warning(
+                "%s: ranks share the buckets that were planned when these collectives were first compiled, for other shapes. Here they "
+                "raise the peak to %.1f MiB, %.1f above the budget. Compile the shapes with the smallest peak first, or give bytes.",
+                self.name,
+                peak / _MIB,
+                (peak - limit_bytes) / _MIB,
+            )
 
 
 def _said(items: Sequence[Movable], adopted: Sequence[tuple[Mode, list[Movable]]], what: str) -> str:

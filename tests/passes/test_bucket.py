@@ -516,3 +516,18 @@ def test_auto_weighs_launches_against_copies_on_gloo(monkeypatch):
         [("all_gather_into_tensor_coalesced", 2), ("all_reduce", 1)],
         [("all_gather_into_tensor_coalesced", 2), ("all_reduce_coalesced", 2)],
     )
+
+
+def test_a_plan_of_other_shapes_that_takes_more_than_the_budget_is_told(monkeypatch, caplog):
+    params = [Param((8, 16))] * 6
+    everything = [["coalesced", list(range(6))], ["coalesced", list(range(6, 12))]]
+    within = bucketed(*params, memory_budget="0%")
+    monkeypatch.setattr("zpasses.passes.bucket.exchange", lambda group, question, mine, *_, **__: [[mine[0], everything]] * 2)
+    bucketed(*params, memory_budget=ROOMY)
+    assert "planned when" not in caplog.text
+    above = bucketed(*params, memory_budget="0%")
+    assert "ranks share the buckets that were planned when" in caplog.text
+    alone = bucketed(*params, mb=0)
+    with fake_world(3):
+        assert max(MemoryCurve(above.graph, 0.0).live_bytes) > MemoryCurve(alone.graph, 0.0).limit_bytes
+    assert counts(above) == (1, 1) != counts(within)
