@@ -74,6 +74,9 @@ class Bucket(Pass):
         if self.mb < 0:
             raise OptionError(f"pass {self.name!r}, option 'mb': got {self.mb}; expected MiB >= 0 (0: no buckets).")
 
+    def votes(self) -> bool:
+        return self.mb > 0
+
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of collectives saved."""
         if self.mb == 0:

@@ -99,9 +99,12 @@ class FlattenOnDevice(Pass):
                 "them hold the same values (replicated=true)."
             )
 
-    def uuid(self) -> str:
+    def votes(self) -> bool:
+        return self.tier == "auto" and bool(self.group)
+
+    def digest(self) -> str:
         """As every pass's; but a choice by free memory must not be taken from another process's cache."""
-        return super().uuid() + (f"-{_THIS_PROCESS}" if self.tier == "auto" else "")
+        return super().digest() + (f"-{_THIS_PROCESS}" if self.tier == "auto" else "")
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of flat buffers that the device now makes."""

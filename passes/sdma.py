@@ -92,6 +92,9 @@ class Sdma(Pass):
         if not self.overlap >= 0:
             raise OptionError(f"pass {self.name!r}, option 'overlap': got {self.overlap}; expected a share of a gather's time, >= 0.")
 
+    def votes(self) -> bool:
+        return True
+
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of gathers swapped."""
         tag_foreign_gathers(graph, origin=self.name)

@@ -139,7 +139,7 @@ class _GraphCompiler:
             inference = functools.partial(self._forward, uncompiled, inference=True)
             compiled = compat.aot_compile(gm, inputs, functools.partial(self._forward, uncompiled), backward, inference, self._partition)
         else:
-            patches = compat.inductor_patches(_Partitioner(self._partition, self._pipeline.uuid()), self._options.inductor)
+            patches = compat.inductor_patches(_Partitioner(self._partition, self._pipeline.digest()), self._options.inductor)
             compiled = compat.inductor_compile(gm, inputs, functools.partial(self._inductor_inner, patches), patches)
         self.recorder.done()
         positions, names = list(self._captured.shards), list(self._captured.shards.values())
@@ -218,7 +218,7 @@ class _GraphCompiler:
     def _lowering(self) -> Lowering:
         if self._options.codegen == "eager":
             return Lowering(self._pipeline, uncompiled, self.recorder)
-        patches = compat.inductor_patches(_Partitioner(self._partition, self._pipeline.uuid()), self._options.inductor)
+        patches = compat.inductor_patches(_Partitioner(self._partition, self._pipeline.digest()), self._options.inductor)
         return Lowering(self._pipeline, functools.partial(compat.inductor_codegen_alone, patches=patches), self.recorder)
 
     def _run_level(self, gm: fx.GraphModule, level: Level, kind: str) -> None:

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar
+from uuid import uuid4
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from zpasses import compat
@@ -66,8 +68,19 @@ class Pass(compat.CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         run_passes(graph, [self])
 
+    def votes(self) -> bool:
+        """Whether the ranks choose together what the pass does to a graph."""
+        return False
+
     def uuid(self) -> str:
-        """A key for compile caches: the source of the toolkit and of the pass, its options, the process groups, and the target."""
+        """What Inductor's hooks add to the key of their compile caches.
+
+        Where ranks vote, it is another one in each process: a rank whose cache answers would not come to the vote that others wait for.
+        """
+        return self.digest() + _process_of_votes([self])
+
+    def digest(self) -> str:
+        """A key: the source of the toolkit and of the pass, its options, the process groups, and the target."""
         module = inspect.getsourcefile(type(self))
         parts = (_toolkit_digest(), _file_digest(module), str(self), repr(sorted(_environment().items())))
         return hashlib.sha256("|".join(parts).encode()).hexdigest()
@@ -80,6 +93,14 @@ class Pass(compat.CustomGraphPass):
             if field.init and getattr(self, field.name) != field.default
         ]
         return self.name + (f"{{{','.join(options)}}}" if options else "")
+
+
+_THIS_PROCESS = uuid4().hex
+
+
+def _process_of_votes(passes: Iterable[Pass]) -> str:
+    alone = not dist.is_initialized() or all(backend == "fake" for backend in compat.group_backends().values())
+    return "" if alone or not any(each.votes() for each in passes) else f"-{_THIS_PROCESS}"
 
 
 @dataclass(frozen=True)
@@ -143,7 +164,12 @@ class Pipeline(compat.CustomGraphPass):
         run_passes(graph, self.passes)
 
     def uuid(self) -> str:
-        return hashlib.sha256("|".join(each.uuid() for each in self.passes).encode()).hexdigest()
+        """As that of a pass."""
+        return self.digest() + _process_of_votes(self.passes)
+
+    def digest(self) -> str:
+        """A key of what the passes do; the backend, whose passes run in front of all caches, needs no other."""
+        return hashlib.sha256("|".join(each.digest() for each in self.passes).encode()).hexdigest()
 
     def __str__(self) -> str:
         return ",".join(str(each) for each in self.passes)
