@@ -41,7 +41,7 @@ def test_ops_and_fallback_give_what_the_functional_collectives_do(alone):
         sdma.sdma_all_gather_coalesced([x.t(), x], 1, alone)[0],
         sdma.sdma_all_gather_out(x.t(), 1, alone, out=out),
         fallback.all_gather([x.t()], 1, alone)[0],
-        [wait(each) for each in fallback.all_gather([x.t(), x], 1, alone)][0],
+        *map(wait, fallback.all_gather([x.t(), x.t()], 1, alone)),
         fallback.all_gather_out(x.t(), 1, alone, torch.empty_like(expected)),
     ]
     assert all(torch.equal(wait(each), expected) for each in gathered)
