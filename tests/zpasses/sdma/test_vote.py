@@ -78,6 +78,15 @@ def choice_where_rank_0_makes_no_id():
         return first.reason, zpasses.sdma.init(clone).reason
 
 
+def choice_where_rank_1_hangs():
+    import torch.distributed as dist
+
+    import zpasses
+
+    with installed(Settings(fail="init_hangs" if dist.get_rank() == 1 else "", time_limit_s=6)):
+        return zpasses.sdma.init(capacity_mib=1, timeout_s=4).reason, gathers_right(dist.group.WORLD)
+
+
 def choice_of_ranks_that_share_a_device():
     import zpasses
 
@@ -110,6 +119,7 @@ def other_refusals():
     start_afresh()
     return (
         *choice_where_rank_0_makes_no_id(),
+        choice_where_rank_1_hangs(),
         choice_of_ranks_that_share_a_device(),
         choice_where_the_user_says_no(),
         choice_without_a_fake(),
@@ -118,9 +128,11 @@ def other_refusals():
 
 @pytest.mark.processes
 def test_further_refusals_say_why():
-    for first, second, shared, user, without in run_on_ranks(other_refusals):
+    for first, second, hung, shared, user, without in run_on_ranks(other_refusals):
         assert first.startswith("mori: shmem_get_unique_id: rank 0: RuntimeError: bootstrap: no interface")
         assert second.startswith("mori: rank 0: mori failed to start earlier (shmem_get_unique_id: rank 0")
+        assert hung[0].startswith("mori: shmem_init_attr: rank 0: nothing came back within 4 s")
+        assert hung[1]
         assert shared.startswith("mori: ranks of the group share a device")
         assert user.startswith("mori: rank 0: MORI_ENABLE_SDMA=0; mori uses SDMA engines only where it is 1")
         assert without == ("c10d", "cpu has no copy engines for collectives", True)
