@@ -30,6 +30,7 @@ from zpasses.errors import OptionError
 from zpasses.foreign import tag_foreign_gathers
 from zpasses.graph import Collective, collective_of, named_arguments, nbytes, value_of
 from zpasses.pipeline import Level, Pass
+from zpasses.route_figures import known_figures
 from zpasses.sdma import chosen
 from zpasses.sdma.ops import SDMA_ALL_GATHER, SDMA_ALL_GATHER_COALESCED, SDMA_ALL_GATHER_OUT
 from zpasses.step_time import Timeline
@@ -172,15 +173,16 @@ def _unfit_group(ranks: Sequence[int], target: Target) -> str:
 def _agreed(verdicts: list[Verdict], options: str) -> list[Verdict]:
     """Swapped is what every rank of the group would swap: figures depend on shapes, which ranks may not share.
 
-    A rank may recompile the same gathers alone: so they get the same answer again.
+    A rank may recompile the same gathers alone: so they get the same answer again, as long as it plans for the same target.
     """
-    agreed = {}
+    agreed, target = {}, current_target()
+    planned_for = hashlib.sha256(repr((target, known_figures(target))).encode()).hexdigest()
     for group in dict.fromkeys(verdict.group for verdict in verdicts):
         own = [verdict for verdict in verdicts if verdict.group == group]
         described = [(str(verdict.node.target), [str(value.dtype) for value in _inputs(verdict.node)], _params(verdict)) for verdict in own]
         signature = hashlib.sha256(repr((options, described)).encode()).hexdigest()
         mine = [verdict.what == "swapped" for verdict in own]
-        answers = exchange(group, "the choice of copy engines", [signature, mine], _TIMEOUT_S, remember=signature)
+        answers = exchange(group, "the choice of copy engines", [signature, mine], _TIMEOUT_S, remember=f"{signature} {planned_for}")
         # Other collectives on another rank are found, and named, when the collectives themselves are compared.
         alike = all(answer[0] == signature for answer in answers)
         for place, verdict in enumerate(own):

@@ -4,8 +4,8 @@
     ZPASSES_CALIBRATION=mi300x.json torchrun --nproc-per-node 8 train.py
 
 Every rank of one node takes part. For each route that the ranks agree on, all-gathers of several sizes are timed alone and beside matrix
-products; a latency, a bandwidth and a slowdown of compute are fitted to the slowest rank's times. Figures are kept by architecture and
-versions, in one file for several machines. Measure on a machine that does nothing else.
+products; a latency, a bandwidth, and the slowdowns of compute and of gathers side by side are fitted to the slowest rank's times. Figures
+are kept by architecture and versions, in one file for several machines. Measure on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -49,6 +49,10 @@ class Sample:
     """Matrix products by themselves, enough of them to cover the gather."""
     beside_us: float
     """The same products, started after the gather was."""
+    short_us: float
+    """Products of about half the gather's time, started after the gather was."""
+    both_us: float
+    """From the start of that gather until it is over as well."""
 
     @property
     def moved_bytes(self) -> float:
@@ -60,6 +64,12 @@ class Sample:
         """How many times longer compute took while the gather was under way; 1 where it was not longer."""
         lost = (self.beside_us - self.compute_us) / self.alone_us
         return 1 / (1 - min(max(lost, 0.0), 0.9))
+
+    @property
+    def collective_slowdown(self) -> float:
+        """How many times longer the gather took while compute ran beside it; 1 where it was not longer."""
+        moved = self.alone_us - (self.both_us - self.short_us)  # while the products ran, in time of the gather alone
+        return self.short_us / min(max(moved, 0.1 * self.short_us), self.short_us)
 
 
 def fit(samples: Sequence[Sample]) -> dict[str, float]:
@@ -80,6 +90,7 @@ def fit(samples: Sequence[Sample]) -> dict[str, float]:
         "latency_us": round(latency, 3),
         "gb_s": round(1e-3 / us_per_byte, 4),
         "compute_slowdown": round(statistics.median(sample.slowdown for sample in large), 4),
+        "collective_slowdown": round(statistics.median(sample.collective_slowdown for sample in large), 4),
     }
 
 
@@ -112,13 +123,17 @@ def _sample(name: str, route: Route, size: int, clock: _Clock, product: Callable
     count = max(1, round(1.5 * alone / one_us))
     compute = clock.time(lambda: product(count))
 
-    def beside() -> Any:
+    def beside(count: int, mark: bool) -> Any:
         started = gather()
         product(count)
-        clock.mark()
+        if mark:
+            clock.mark()
         compat.functional.wait_tensor(started)
 
-    return Sample(name, size // clock.ranks * clock.ranks, clock.ranks, alone, compute, clock.time(beside))
+    slowed = clock.time(lambda: beside(count, True))
+    few = max(1, round(0.5 * alone / one_us))
+    short, both = clock.time(lambda: beside(few, True)), clock.time(lambda: beside(few, False))
+    return Sample(name, size // clock.ranks * clock.ranks, clock.ranks, alone, compute, slowed, short, both)
 
 
 def _products(device: torch.device, matrix: int) -> Callable[[int], None]:

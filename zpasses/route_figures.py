@@ -37,6 +37,8 @@ class RouteFigures:
     """What a rank sends over all its links together, sustained, in 10^9 bytes a second."""
     compute_slowdown: float
     """How many times longer compute takes while such a collective runs beside it; 1: not at all."""
+    collective_slowdown: float = 1.0
+    """How many times longer the collective takes while compute runs beside it; 1: not at all."""
     copied_full: float = 0.0
     """Copies that each byte of the full tensor takes besides: out of a buffer that all ranks write to."""
     copied_parts: float = 0.0
@@ -49,10 +51,25 @@ _USABLE = 48 / 64
 _SLOWED = 1.22
 """A matrix product beside RCCL takes 1.11 to 1.33 times as long as beside a gather by SDMA engines (AMD's figures for mori): the middle."""
 _FASTER = 1.08
-"""A gather by SDMA engines of tens of MB: from par with RCCL to 16 % more bandwidth: the middle."""
+"""A gather by SDMA engines of tens of MB: from par with RCCL to 16 % more bandwidth: the middle (AMD, arXiv:2511.06605)."""
 _SMALL = 4.5
-"""A small gather by SDMA engines takes 4.5 times as long as RCCL's, if nothing is done about it."""
+"""A small gather by SDMA engines takes 4.5 times as long as RCCL's, if nothing is done about it (the same)."""
+_REALISED = (0.21 + 0.42) / 2
+"""Of what running products and RCCL's collectives side by side could gain at best, MI300X gains 21 %, or 42 % when collectives are started
+first and have compute units of their own (AMD, arXiv:2412.14335). Graphs of ours start them first, and reserve nothing: the middle."""
+_REALISED_BY_ENGINES = 0.72
+"""The same by copy engines."""
 _PRIOR = "literature, uncalibrated"
+
+
+def _slowed(realised: float, compute_slowdown: float) -> float:
+    """How many times longer a collective takes beside compute, if of both, 1 long by themselves, side by side gains such a share of 1.
+
+    Both together take 2 / (1 + realised). The compute takes `compute_slowdown` of that, in which the collective gets on by 1 / slowed; the
+    rest of the collective then runs by itself.
+    """
+    together = 2 / (1 + realised)
+    return compute_slowdown / (1 + compute_slowdown - together)
 
 
 def figures_of(route: str, target: Target) -> RouteFigures | None:
@@ -80,14 +97,14 @@ def _priors(target: Target) -> Mapping[str, RouteFigures]:
     if target.architecture == "cpu":
         return {"c10d": RouteFigures(latency, target.link_gb_s, 1.0, source=target.source)}
     bandwidth = _USABLE * target.link_gb_s
+    by_rccl, by_engines = _slowed(_REALISED, _SLOWED), _slowed(_REALISED_BY_ENGINES, 1.0)
+    rccl = f"{_PRIOR}: RCCL beside matrix products on MI300X"
+    mori = f"{_PRIOR}: AMD's figures for SDMA engines, and mori's copies"
+    symm_mem = f"{_PRIOR}: two barriers and a copy in, as torch's code does"
     figures = {
-        "c10d": RouteFigures(latency, bandwidth, _SLOWED, source=f"{_PRIOR}: RCCL beside matrix products on MI300X"),
-        "mori": RouteFigures(
-            _SMALL * latency, _FASTER * bandwidth, 1.0, copied_full=1.0, copied_parts=1.0, source=f"{_PRIOR}: AMD's figures for mori"
-        ),
-        "symm_mem": RouteFigures(
-            2 * latency, bandwidth, 1.0, copied_parts=1.0, source=f"{_PRIOR}: two barriers and a copy in, as torch's code does"
-        ),
+        "c10d": RouteFigures(latency, bandwidth, _SLOWED, by_rccl, source=rccl),
+        "mori": RouteFigures(_SMALL * latency, _FASTER * bandwidth, 1.0, by_engines, copied_full=1.0, copied_parts=1.0, source=mori),
+        "symm_mem": RouteFigures(2 * latency, bandwidth, 1.0, by_engines, copied_parts=1.0, source=symm_mem),
     }
     return {route: each for route, each in figures.items() if route == "c10d" or route in target.routes}
 

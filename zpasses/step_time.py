@@ -1,12 +1,14 @@
 """How long graphs would take on a target: their nodes in order on one stream, their collectives beside it, one after another.
 
-A kernel takes what the roofline says, and longer while collectives that need compute units are under way. There is no fusion, no CPU and
-no optimizer in it: it compares forms of one step, and is no prediction of what a clock would show.
+A kernel takes what the roofline says, and longer while collectives that need compute units are under way; collectives take longer too,
+while kernels run beside them. There is no fusion, no CPU and no optimizer in it: it compares forms of one step, and is no prediction of
+what a clock would show.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -29,7 +31,7 @@ class StepTime:
     compute_us: float
     """Kernels, with nothing beside them."""
     collective_us: float
-    """Collectives, all added up."""
+    """Collectives with nothing beside them, all added up."""
     waited_us: float
     """In which nothing computes, because a collective is not done."""
 
@@ -59,8 +61,11 @@ class _Ride:
     """A collective by one route."""
 
     took_us: float
-    slowdown: float
-    """Of kernels beside it."""
+    """With nothing beside it."""
+    slows: float = 1.0
+    """How many times longer kernels beside it take."""
+    slowed: float = 1.0
+    """How many times longer it takes beside kernels."""
 
 
 class Timeline:
@@ -129,55 +134,57 @@ class Timeline:
         parts = _full_bytes(node, collective, ranks)
         figures = figures_of(target.routes[0] if by_engine and target.routes else "c10d", target)
         if figures is None or ranks > target.ranks_per_node:
-            return _Ride(collective_us(collective.op, sum(parts), ranks, target), 1.0)
+            return _Ride(collective_us(collective.op, sum(parts), ranks, target))
         if by_engine and target.routes:
-            return _Ride(engine_us(figures, collective.op, parts, ranks, target), figures.compute_slowdown)
-        return _Ride(route_us(figures, collective.op, sum(parts), ranks, target), figures.compute_slowdown)
+            took = engine_us(figures, collective.op, parts, ranks, target)
+        else:
+            took = route_us(figures, collective.op, sum(parts), ranks, target)
+        return _Ride(took, figures.compute_slowdown, figures.collective_slowdown)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Flight:
-    start: float
-    end: float
-    slowdown: float
+    node: fx.Node
+    ride: _Ride
+    left_us: float
+    """What it would still take by itself."""
 
 
 class _Run:
     def __init__(self) -> None:
         self._now = self._compute = self._collective = self._waited = 0.0
-        self._free = 0.0
-        """When the links have moved all that was started: routes share them, so that collectives take turns."""
-        self._open: list[_Flight] = []
+        self._flights: deque[_Flight] = deque()
+        """The first moves: routes share the links, so that collectives take turns."""
 
     def through(self, events: Iterable[_Event], rides: dict[fx.Node, _Ride]) -> StepTime:
-        arrives: dict[fx.Node, float] = {}
         for event in events:
             if event.starts is not None:
-                arrives[event.starts] = self._start(rides[event.starts])
+                ride = rides[event.starts]
+                self._flights.append(_Flight(event.starts, ride, ride.took_us))
+                self._collective += ride.took_us
             elif event.awaits is not None:
-                late = max(0.0, arrives[event.awaits] - self._now)
-                self._waited += late
-                self._now += late
+                self._await(event.awaits)
             else:
                 self._work(event.work_us)
         return StepTime(self._now, self._compute, self._collective, self._waited)
 
-    def _start(self, ride: _Ride) -> float:
-        start = max(self._now, self._free)
-        self._free = start + ride.took_us
-        self._open.append(_Flight(start, self._free, ride.slowdown))
-        self._collective += ride.took_us
-        return self._free
+    def _await(self, node: fx.Node) -> None:
+        while any(flight.node is node for flight in self._flights):
+            late = self._flights.popleft().left_us
+            self._waited += late
+            self._now += late
 
     def _work(self, left: float) -> None:
         self._compute += left
-        while left > 1e-9:
-            self._open = [each for each in self._open if each.end > self._now]
-            slowdown = max((each.slowdown for each in self._open if each.start <= self._now), default=1.0)
-            turns = [at for each in self._open for at in (each.start, each.end) if at > self._now]
-            spent = min(left * slowdown, min(turns, default=float("inf")) - self._now)
-            left -= spent / slowdown
+        while left > 1e-9 and self._flights:
+            flight = self._flights[0]
+            spent = min(left * flight.ride.slows, flight.left_us * flight.ride.slowed)
+            left -= spent / flight.ride.slows
+            flight.left_us -= spent / flight.ride.slowed
             self._now += spent
+            if flight.left_us <= 1e-9:
+                self._flights.popleft()
+        self._now += left
 
 
 def _full_bytes(node: fx.Node, collective: Collective, ranks: int) -> list[int]:

@@ -120,8 +120,8 @@ def main() -> None:
     options = parser.parse_args()
     target = Target.parse(options.target)
     for route, figures in known_figures(target).items():
-        speed = f"{figures.gb_s:.0f} GB/s after {figures.latency_us:.0f} us"
-        print(f"{route}: {speed}, slows compute {figures.compute_slowdown} x ({figures.source})")
+        speed = f"{figures.gb_s:.0f} GB/s after {figures.latency_us:.0f} us, {figures.collective_slowdown:.2f} x as long beside compute"
+        print(f"{route}: {speed}, slows compute {figures.compute_slowdown:.2f} x ({figures.source})")
     for name in options.model or MODELS:
         show(name, dataclasses.replace(MODELS[name], layers=options.layers or MODELS[name].layers), target, options.gathers)
 

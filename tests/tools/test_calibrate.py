@@ -14,28 +14,32 @@ from zpasses.tools.calibrate import Sample, fit, main, write
 MIB = 1 << 20
 
 
-def sample(full_bytes, latency=50.0, gb_s=100.0, lost=0.0, route="mori"):
+def sample(full_bytes, latency=50.0, gb_s=100.0, lost=0.0, slowed=1.0):
+    """The gather is `slowed` times slower beside products, of which a short run takes half the gather's time."""
     alone = latency + full_bytes * 7 / 8 / (gb_s * 1e3)
-    return Sample(route, full_bytes, 8, alone, 2 * alone, 2 * alone + lost * alone)
+    return Sample("mori", full_bytes, 8, alone, 2 * alone, 2 * alone + lost * alone, alone / 2, alone / 2 + alone - alone / 2 / slowed)
 
 
 def test_figures_of_exact_times_are_found_again():
-    figures = fit([sample(64 << 10 << shift, lost=0.2) for shift in range(0, 14, 2)])
+    figures = fit([sample(64 << 10 << shift, lost=0.2, slowed=1.5) for shift in range(0, 14, 2)])
     assert figures["latency_us"] == pytest.approx(50, rel=1e-3)
     assert figures["gb_s"] == pytest.approx(100, rel=1e-3)
     assert figures["compute_slowdown"] == pytest.approx(1 / 0.8, rel=1e-3)
+    assert figures["collective_slowdown"] == pytest.approx(1.5, rel=1e-3)
 
 
 def test_small_and_large_gathers_count_alike():
     """One time that is off by a tenth must not cost the latency of all others."""
     samples = [sample(64 << 10 << shift) for shift in range(0, 14, 2)]
-    off = Sample("mori", samples[-1].full_bytes, 8, samples[-1].alone_us * 1.1, 0.0, 0.0)
+    off = Sample("mori", samples[-1].full_bytes, 8, samples[-1].alone_us * 1.1, 0.0, 0.0, 1.0, 1.0)
     assert fit([*samples[:-1], off])["latency_us"] == pytest.approx(50, rel=0.1)
 
 
 def test_compute_that_is_not_slowed_is_not_sped_up_either():
     assert sample(MIB, lost=-0.3).slowdown == 1
     assert sample(MIB, lost=5.0).slowdown == pytest.approx(10)
+    assert sample(MIB, slowed=0.5).collective_slowdown == 1
+    assert sample(MIB, slowed=50.0).collective_slowdown == pytest.approx(10)
 
 
 def test_one_size_is_not_enough():
@@ -74,7 +78,7 @@ def test_every_route_of_real_ranks_is_measured():
         (route, size) for route in ("c10d", "mori") for size in (64 << 10, 4 * MIB)
     ]
     assert all(each.alone_us > 20_000 for each in first if each.route == "mori")
-    assert all(each.alone_us > 0 and each.compute_us > 0 and each.beside_us > 0 for each in first)
+    assert all(each.alone_us > 0 and each.compute_us > 0 and each.beside_us > 0 and each.both_us > 0 for each in first)
 
 
 @pytest.mark.processes

@@ -24,7 +24,9 @@ def test_targets_have_figures_for_their_routes_and_say_where_they_are_from(targe
         assert each.source
         assert each.compute_slowdown >= 1
         assert ("uncalibrated" in each.source) == (target.name != "cpu")
+        assert each.collective_slowdown >= 1
         assert route == "c10d" or each.compute_slowdown < figures["c10d"].compute_slowdown
+        assert route == "c10d" or each.collective_slowdown < figures["c10d"].collective_slowdown
         assert route == "c10d" or each.latency_us > figures["c10d"].latency_us
     assert figures_of("mori", TARGETS["h100"]) is None
 

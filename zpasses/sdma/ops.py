@@ -104,6 +104,13 @@ def _all_gather_out_fake(input: Tensor, group_size: int, group_name: str, *, out
     return out
 
 
+def _all_gather_out_in_aot(*_: object, **__: object) -> Tensor:
+    raise NotImplementedError(
+        f"sdma_all_gather_out cannot be traced by AOTAutograd of torch {torch.__version__}, which takes no op that returns its argument; "
+        "call sdma_all_gather in a model. The pass 'sdma' comes after that trace, and may insert it."
+    )
+
+
 def _reduce_scatter_fake(input: Tensor, reduce_op: str, group_size: int, group_name: str) -> Tensor:
     return input.new_empty((input.shape[0] // group_size, *input.shape[1:]))
 
@@ -116,6 +123,9 @@ for _name, _impl, _fake in (
 ):
     _library.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"zpasses::{_name}", _fake, lib=_library)
+
+if not hasattr(torch.Tag, "out"):
+    _library.impl("sdma_all_gather_out", _all_gather_out_in_aot, "Functionalize")  # Inductor generates code only for ops that have one
 
 for _op in (SDMA_ALL_GATHER, SDMA_ALL_GATHER_COALESCED, SDMA_REDUCE_SCATTER):
     compat.declare_collective(_op)

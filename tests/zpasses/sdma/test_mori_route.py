@@ -100,6 +100,28 @@ def gathered_in_odd_forms():
     return sizes
 
 
+def gathered_above_the_most_of_a_call():
+    """With a limit of 64 bytes a rank instead of 1 GiB."""
+    import zpasses
+    from zpasses.sdma import mori_route
+
+    rank, size, group = world()
+    most, mori_route.MAX_BYTES = mori_route.MAX_BYTES, 64
+    try:
+        with installed() as fake:
+            zpasses.sdma.init(capacity_mib=1)
+            parts = [drawn(100, torch.uint8, each) for each in range(size)]
+            assert bits(wait(sdma.sdma_all_gather(parts[rank], size, group))) == expected(parts)
+            return most, fake.calls[2:]  # without the trial
+    finally:
+        mori_route.MAX_BYTES = most
+
+
+@pytest.mark.processes
+def test_a_call_takes_no_more_than_mori_can_whatever_its_buffers_hold():
+    assert run_on_ranks(gathered_above_the_most_of_a_call) == [(1 << 30, [64, 36])] * 2
+
+
 @pytest.mark.processes
 def test_what_does_not_fit_is_padded_cloned_or_split():
     for sizes in run_on_ranks(gathered_in_odd_forms):

@@ -109,3 +109,14 @@ def test_several_tensors_in_one_call_take_memory_for_packing():
 
         nodes = [node for node, _ in collectives(compat.trace_aten(fn, [x]).graph)]
         assert [scratch_bytes(node) for node in nodes] == [48 + 96, 0]
+
+
+@pytest.mark.skipif(hasattr(torch.Tag, "out"), reason="this torch traces ops that return their argument")
+def test_older_torch_is_told_how_to_gather_in_a_model(alone):
+    def into(x, out):
+        return wait(SDMA_ALL_GATHER_OUT(x, 1, alone, out=out))
+
+    with pytest.raises(
+        Exception, match=r"sdma_all_gather_out cannot be traced by AOTAutograd of torch .*; call sdma_all_gather in a model"
+    ):
+        torch.compile(into, backend="aot_eager", fullgraph=True)(torch.ones(2), torch.zeros(2))

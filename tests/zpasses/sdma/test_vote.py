@@ -78,6 +78,15 @@ def choice_where_rank_0_makes_no_id():
         return first.reason, zpasses.sdma.init(clone).reason
 
 
+def choice_where_rank_1_hangs():
+    import torch.distributed as dist
+
+    import zpasses
+
+    with installed(Settings(fail="init_hangs" if dist.get_rank() == 1 else "", time_limit_s=6)):
+        return zpasses.sdma.init(capacity_mib=1, timeout_s=4).reason, gathers_right(dist.group.WORLD)
+
+
 def choice_of_ranks_that_share_a_device():
     import zpasses
 
@@ -110,6 +119,7 @@ def other_refusals():
     start_afresh()
     return (
         *choice_where_rank_0_makes_no_id(),
+        choice_where_rank_1_hangs(),
         choice_of_ranks_that_share_a_device(),
         choice_where_the_user_says_no(),
         choice_without_a_fake(),
@@ -118,28 +128,14 @@ def other_refusals():
 
 @pytest.mark.processes
 def test_further_refusals_say_why():
-    for first, second, shared, user, without in run_on_ranks(other_refusals):
+    for first, second, hung, shared, user, without in run_on_ranks(other_refusals):
         assert first.startswith("mori: shmem_get_unique_id: rank 0: RuntimeError: bootstrap: no interface")
         assert second.startswith("mori: rank 0: mori failed to start earlier (shmem_get_unique_id: rank 0")
+        assert hung[0].startswith("mori: shmem_init_attr: rank 0: nothing came back within 4 s")
+        assert hung[1]
         assert shared.startswith("mori: ranks of the group share a device")
         assert user.startswith("mori: rank 0: MORI_ENABLE_SDMA=0; mori uses SDMA engines only where it is 1")
         assert without == ("c10d", "cpu has no copy engines for collectives", True)
-
-
-def dying():
-    import torch.distributed as dist
-
-    import zpasses
-
-    with installed(Settings(fail="exit" if dist.get_rank() == 1 else "", time_limit_s=2)):
-        zpasses.sdma.init(capacity_mib=1, timeout_s=3)
-
-
-@pytest.mark.processes
-def test_a_rank_that_dies_in_init_is_an_error_on_the_others():
-    first, second = run_in_fresh_ranks(dying, timeout=60)
-    assert second.exit_code == 255
-    assert "AgreementError: rank 1 of group" in first.error
 
 
 # --- groups ------------------------------------------------------------------------------------------------------------------------
@@ -241,22 +237,37 @@ def test_routes_start_once_and_leave_together():
         assert after == (True, "sdma was shut down", 0)
 
 
-def lonely_shutdown():
+def lost_in_the_end_and_in_the_beginning():
     import torch.distributed as dist
 
     import zpasses
+    from zpasses import compat
+    from zpasses.errors import AgreementError
 
+    rank, store = dist.get_rank(), compat.default_store()
     with installed():
         zpasses.sdma.init(capacity_mib=1)
-        return zpasses.sdma.shutdown(timeout_s=1) if dist.get_rank() == 0 else None
+        if rank == 1:
+            store.wait(["rank 0 has left"])
+        goodbye = zpasses.sdma.shutdown(timeout_s=1)
+        store.set("rank 0 has left", "")
+    with installed(Settings(fail="exit" if rank == 1 else "", time_limit_s=2)):
+        try:
+            zpasses.sdma.init(capacity_mib=1, timeout_s=3)
+        except AgreementError as error:
+            return goodbye, str(error)
+    return goodbye, "no error"
 
 
 @pytest.mark.processes
-def test_a_goodbye_that_nobody_answers_has_a_time_limit():
-    first, second = run_in_fresh_ranks(lonely_shutdown, timeout=60)
-    assert first.ok
-    assert second.ok
-    assert "did not reach sdma: leaving mori within 1 s" in first.result
+def test_a_rank_that_does_not_come_is_an_error_within_a_time_limit():
+    """One that leaves late, and then one that dies in init."""
+    first, second = run_in_fresh_ranks(lost_in_the_end_and_in_the_beginning, timeout=60)
+    assert first.ok, first
+    goodbye, lost = first.result
+    assert "did not reach sdma: leaving mori within 1 s" in goodbye
+    assert lost.startswith("rank 1 of group")
+    assert second.exit_code == 255
 
 
 def logged():

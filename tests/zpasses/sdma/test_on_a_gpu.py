@@ -1,0 +1,223 @@
+"""What only a GPU can show: streams, and symmetric memory between two processes that share one device.
+
+torch refuses symmetric memory between processes on one device unless an environment variable allows it, and so does our vote; these tests
+set the variable and call the route itself. NCCL takes no two ranks on one device, so the group is one of gloo. They have not run yet.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd import DeviceType
+
+from tests.ranks import run_in_fresh_ranks
+from zpasses import compat
+from zpasses.sdma.routes import C10dRoute, Pending, refuse_capture
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+sdma = torch.ops.zpasses
+wait = torch.ops._c10d_functional.wait_tensor
+LONG = 1 << 31
+"""Cycles that keep a stream busy for about a second."""
+DTYPES = [torch.float32, torch.int64, torch.bfloat16, torch.bool, torch.float8_e4m3fn]  # gloo takes the first two
+
+
+# --- one process -----------------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def alone():
+    """A group of one rank on NCCL; yields its name."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
+
+
+def test_ops_and_fallback_give_what_the_functional_collectives_do(alone):
+    x = torch.randn(6, 5, device="cuda")
+    functional, fallback = torch.ops._c10d_functional, C10dRoute()
+    expected = wait(functional.all_gather_into_tensor(x.t().contiguous(), 1, alone))
+    out = torch.empty_like(expected)
+    gathered = [
+        sdma.sdma_all_gather(x.t(), 1, alone),
+        sdma.sdma_all_gather_coalesced([x.t(), x], 1, alone)[0],
+        sdma.sdma_all_gather_out(x.t(), 1, alone, out=out),
+        fallback.all_gather([x.t()], 1, alone)[0],
+        *map(wait, fallback.all_gather([x.t(), x.t()], 1, alone)),
+        fallback.all_gather_out(x.t(), 1, alone, torch.empty_like(expected)),
+    ]
+    assert all(torch.equal(wait(each), expected) for each in gathered)
+    reduced = wait(functional.reduce_scatter_tensor(x, "sum", 1, alone))
+    assert torch.equal(wait(sdma.sdma_reduce_scatter(x, "sum", 1, alone)), reduced)
+    assert torch.equal(wait(fallback.reduce_scatter(x, "sum", 1, alone)), reduced)
+
+
+def test_a_side_stream_is_awaited_by_the_current_stream_and_not_by_the_cpu():
+    from zpasses.sdma.platform import platform_of
+
+    platform = platform_of("cuda")
+    stream = platform.side_stream()
+    assert stream.handle != 0
+    assert platform.free_bytes() > 0
+    assert platform.architecture().startswith(("sm", "gfx"))
+    for cycles in (1, LONG):  # the first turn loads the kernels, which may make the CPU wait
+        source, target = torch.arange(1 << 20, device="cuda"), torch.zeros(1 << 20, dtype=torch.int64, device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda._sleep(cycles)
+        source.add_(1)
+        stream.follow_current()
+        stream.run(lambda source=source, target=target: target.copy_(source))
+        compat.register_work(target, Pending(stream.record(), (source, target)))
+        result = wait(target) * 2
+        busy = not torch.cuda.current_stream().query()
+    assert busy, "the wait returned when the stream was done"
+    assert torch.equal(result.cpu(), torch.arange(1, (1 << 20) + 1) * 2)
+
+
+def test_a_cuda_graph_refuses_to_capture():
+    x = torch.ones(4, device="cuda")
+    graph, doubled = torch.cuda.CUDAGraph(), x * 2  # loads the kernel
+    with torch.cuda.graph(graph):
+        doubled = x * 2
+        with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
+            refuse_capture(x.device)
+    graph.replay()
+    assert doubled.tolist() == [2.0] * 4
+
+
+# --- two processes on one device ---------------------------------------------------------------------------------------------------------
+def drawn(dtype, each):
+    raw = torch.randint(0, 2, (7 * 24,), generator=torch.Generator().manual_seed(each), dtype=torch.uint8)
+    return raw.view(dtype).reshape(7, -1).cuda() if dtype.itemsize > 1 or dtype is torch.bool else raw.view(dtype).cuda()
+
+
+def wrong_values(gather, rank, size, dtypes):
+    """Types whose gather differs from the parts of all ranks, one below the other."""
+    wrong = []
+    for dtype in dtypes:
+        parts = [drawn(dtype, each) for each in range(size)]
+        expected = torch.cat([part.view(torch.uint8) for part in parts])
+        if not torch.equal(wait(gather(parts[rank])).view(torch.uint8), expected):
+            wrong.append(str(dtype))
+    return wrong
+
+
+def stays_busy(gather, part):
+    """Whether the stream still computes when a gather has been started, and when it has been awaited."""
+    busy = []
+    for cycles in (1, LONG):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(cycles)
+        started = gather(part)
+        busy = [not torch.cuda.current_stream().query()]
+        wait(started)
+        busy.append(not torch.cuda.current_stream().query())
+        torch.cuda.synchronize()
+        del started  # the next one takes its memory, and asks the device for none
+    return busy
+
+
+def spans_beside_products(gather, part):
+    """Copies and matrix products in a trace: [(start, end), ...] of each, in microseconds."""
+    x = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+
+    def step():
+        started = gather(part)
+        for _ in range(200):  # tens of milliseconds: two processes take turns on the device
+            torch.mm(x, x, out=y)
+        wait(started)
+        torch.cuda.synchronize()
+
+    step()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+    spans = {"copies": [], "products": []}
+    for event in profile.events():
+        if event.device_type == DeviceType.CUDA and "barrier" not in event.name and "Memset" not in event.name:
+            kind = "copies" if "Memcpy" in event.name else "products"
+            spans[kind].append((event.time_range.start, event.time_range.end))
+    return spans
+
+
+def on_one_device():
+    import zpasses
+    from zpasses.agreement import exchange
+    from zpasses.sdma.platform import platform_of
+    from zpasses.sdma.symm_route import SymmRoute, examine
+    from zpasses.sdma.vote import one_node
+
+    torch.cuda.set_device(0)
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
+    found = {"voted": one_node(exchange(group, "the device", examine(group, platform_of("cuda"), 1), 60))}
+    choice = zpasses.sdma.init(timeout_s=60)
+    found["choice"] = choice.route, choice.reason
+    found["fallback"] = wrong_values(lambda part: sdma.sdma_all_gather(part, size, group), rank, size, DTYPES[:2])
+
+    route = SymmRoute()
+
+    def gather(part):
+        return route.all_gather([part], size, group)[0]
+
+    try:
+        wait(gather(torch.ones(4, device="cuda")))
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return {**found, "refused": str(error)}
+    found["symm_mem"] = wrong_values(gather, rank, size, DTYPES)
+    grads = torch.arange(4.0, device="cuda") * (rank + 1)
+    found["reduced"] = wait(route.reduce_scatter(grads, "sum", size, group)).tolist()
+    part = torch.full((64 << 20,), rank, dtype=torch.uint8, device="cuda")
+    given = torch.empty(size * part.numel(), dtype=torch.uint8, device="cuda")
+    found["given"] = wait(route.all_gather_out(part, size, group, given)).view(size, -1).float().mean(dim=1).tolist()
+    found["busy"] = stays_busy(gather, part)
+    found["spans"] = spans_beside_products(gather, part)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What two processes on one device found, by rank."""
+    outcomes = run_in_fresh_ranks(on_one_device, env={"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}, timeout=240)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    return [outcome.result for outcome in outcomes]
+
+
+@pytest.fixture
+def allowed(found):
+    if "refused" in found[0]:
+        pytest.skip(f"this torch has no symmetric memory on one device: {found[0]['refused']}")
+    return found
+
+
+@pytest.mark.processes
+def test_ranks_that_share_a_device_take_the_functional_collective(found):
+    for each in found:
+        assert each["voted"] == "ranks of the group share a device"
+        assert each["choice"][0] == "c10d"
+        assert "symm_mem: rank 0: symmetric memory needs a group of backend nccl; this one is gloo" in each["choice"][1]
+        assert each["fallback"] == []
+
+
+@pytest.mark.processes
+def test_symmetric_memory_works_on_one_device_or_says_why_not(found):
+    for rank, each in enumerate(found):
+        if "refused" in each:
+            assert "overlapping devices" in each["refused"]
+        else:
+            assert each["symm_mem"] == []
+            assert each["reduced"] == [[0.0, 3.0], [6.0, 9.0]][rank]
+            assert each["given"] == [0.0, 1.0]
+
+
+@pytest.mark.processes
+def test_symmetric_memory_makes_no_cpu_wait(allowed):
+    assert [each["busy"] for each in allowed] == [[True, True]] * 2
+
+
+@pytest.mark.processes
+def test_copies_run_beside_products(allowed):
+    for each in allowed:
+        copies, products = each["spans"]["copies"], each["spans"]["products"]
+        if not copies or not products:
+            pytest.skip("the profiler records nothing of this device")
+        assert any(start < other_end and other_start < end for start, end in copies for other_start, other_end in products)

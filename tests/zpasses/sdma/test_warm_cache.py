@@ -1,0 +1,137 @@
+"""Compile caches on disk, with copy engines: new processes that share a folder run the code of the target and route at hand."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor import config
+
+from tests.ranks import run_in_fresh_ranks, world_mesh
+from zpasses.testing.fake_mori import Settings, installed
+
+pytestmark = [pytest.mark.processes, pytest.mark.inductor]
+
+PIPELINE = "merge-reads,gather-params,reduce-grads,regather,overlap,sdma{min_mb=0,overlap=0}"
+MORI, OTHER = Settings(latency_s=0), Settings(architecture="gfx90a")
+"""Devices that the vote takes and refuses."""
+
+
+def gathers_of(profile):
+    """Which gathers were called, and how often."""
+    namespaces = ("_c10d_functional", "zpasses")
+    names = [event.name for event in profile.events() if event.name.partition("::")[0] in namespaces]
+    return dict(Counter(name for name in names if "all_gather" in name))
+
+
+def stepped(target):
+    """One step by zpasses; products alone, so that no kernel is compiled. What was trained, and what gathered the parameters."""
+    import zpasses
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = zpasses.shard(nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)), mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options={"pipeline": PIPELINE, "target": target})
+    for _ in range(2):  # the first step compiles, which calls operators too
+        model.zero_grad()
+        with torch.profiler.profile() as profile:
+            step(torch.linspace(-1, 1, 128).reshape(4, 32)).sum().backward()
+    return [param.grad.to_local().clone() for param in model.parameters()], gathers_of(profile)
+
+
+def hooked(target):
+    """A gather that somebody else compiles with Inductor, the pass in its hook."""
+    import torch.distributed as dist
+
+    from zpasses import Pipeline
+    from zpasses.passes import Sdma
+    from zpasses.target import Target, planning_for
+
+    def gathered(x):
+        started = torch.ops._c10d_functional.all_gather_into_tensor(x, 2, dist.group.WORLD.group_name)
+        return torch.ops._c10d_functional.wait_tensor(started) @ x
+
+    torch._dynamo.reset()
+    part = torch.arange(64.0).reshape(8, 8) + dist.get_rank()
+    hook = Pipeline((Sdma(min_mb=0.0, overlap=0.0),))
+    with planning_for(Target.parse(target)), config.patch(post_grad_custom_post_pass=hook), torch.no_grad():
+        step = torch.compile(gathered, fullgraph=True)
+        step(part)
+        with torch.profiler.profile() as profile:
+            result = step(part)
+    return [result], gathers_of(profile)
+
+
+def hooked_where_one_cache_is_cold(target):
+    """What each rank is told."""
+    import os
+
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] += "-another"
+    try:
+        hooked(target)
+    except Exception as error:
+        return [], str(error)[str(error).index("rank 0 is at") :].partition(": every rank")[0]
+    return [], "no error"
+
+
+@dataclass(frozen=True)
+class Ran:
+    results: list
+    gathers: dict
+    hits: int
+    """Of the caches; ranks share them, so that a rank may find what the other has just written."""
+    engines: bool
+    """Whether mori gathered."""
+
+
+def process(cases):
+    """Runs of one pair of processes, in order."""
+    from torch._dynamo.utils import counters
+
+    found = []
+    for program, target, settings in cases:
+        counters.clear()
+        with installed(settings) as fake:
+            results, gathers = program(target)
+        hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+        found.append(Ran(results, gathers, hits, len(fake.calls) > 2))  # two calls are the trial
+    return found
+
+
+def in_new_processes(cache, *cases):
+    outcomes = run_in_fresh_ranks(process, cases, env={"TORCHINDUCTOR_CACHE_DIR": str(cache)}, timeout=200)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    first, second = (outcome.result for outcome in outcomes)
+    assert [(each.gathers, each.engines) for each in first] == [(each.gathers, each.engines) for each in second]
+    return first
+
+
+def test_warm_caches_serve_neither_another_target_nor_another_route(tmp_path):
+    by_us, by_hook = in_new_processes(tmp_path, (stepped, "mi300x", MORI), (hooked, "mi300x", MORI))
+    assert (set(by_us.gathers), by_us.engines) == ({"zpasses::sdma_all_gather"}, True)
+    assert (by_hook.gathers, by_hook.engines) == ({"zpasses::sdma_all_gather": 1}, True)
+
+    # The hook runs inside the cache and comes first: nothing that an earlier compile left in the process can help it.
+    hook_for_cpu, refused, for_cpu, hook_refused, apart = in_new_processes(
+        tmp_path,
+        (hooked, "cpu", MORI),
+        (stepped, "mi300x", OTHER),
+        (stepped, "cpu", MORI),
+        (hooked, "mi300x", OTHER),
+        (hooked_where_one_cache_is_cold, "mi300x", MORI),
+    )
+    for again, before in ((refused, by_us), (hook_refused, by_hook)):
+        assert again.hits > 0, "the same target must come from the cache, or this test shows nothing"
+        assert again.gathers["zpasses::sdma_all_gather"] == before.gathers["zpasses::sdma_all_gather"]
+    for other in (for_cpu, hook_for_cpu):
+        assert set(other.gathers) == {"_c10d_functional::all_gather_into_tensor"}
+    for other, before in ((refused, by_us), (for_cpu, by_us), (hook_refused, by_hook), (hook_for_cpu, by_hook)):
+        assert not other.engines
+        assert all(torch.equal(got, wanted) for got, wanted in zip(other.results, before.results, strict=True))
+    assert "rank 0 is at sdma: what cpu has, but rank 1 at the choice of copy engines" in apart.gathers, (
+        "an error on all ranks, and no hang"
+    )
