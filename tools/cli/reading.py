@@ -93,7 +93,7 @@ def diff(
     compile_name: str | None,
     as_json: bool,
 ) -> None:
-    """What changed, by node: inserted, removed, moved, rewired, retagged, retyped or renamed.
+    """What changed, by node: inserted, removed, moved, rewired, retagged, remarked, retyped or renamed.
 
     \b
     zpasses diff DIR [GRAPH] [--pass PASS]   what a pass did, or all of them

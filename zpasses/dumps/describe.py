@@ -15,7 +15,7 @@ from zpasses import compat
 from zpasses.cost import collective_us, compute_us
 from zpasses.dumps import format as data
 from zpasses.dumps.sources import SourceTable
-from zpasses.graph import collective_of, is_wait, nbytes, value_of
+from zpasses.graph import collective_of, is_wait, nbytes, put_in_bytes, value_of
 from zpasses.memory import Buffer as Memory
 from zpasses.memory import Liveness, liveness
 from zpasses.ops import UNSHARD
@@ -101,7 +101,8 @@ class Trace:
     def _node(self, node: fx.Node, buffers: tuple[data.Buffer, ...]) -> data.Node:
         value, tag = value_of(node), tag_of(node)
         waits = tuple(self._numbers[each] for each in _waits(node)) if _may_communicate(node) else ()
-        key = (node.name, node.op, node.target, node.args, node.kwargs, id(value), tag, waits, buffers)
+        mark = compat.recompute_mark(node)
+        key = (node.name, node.op, node.target, node.args, node.kwargs, id(value), tag, mark, waits, buffers)
         known = self._known.get(node)
         if known is not None and known[0] == key:
             return known[1]
@@ -113,7 +114,7 @@ class Trace:
             ranks = self._describer.group_size(communicates.group)
             gathers = "gather" in communicates.op or node.target is UNSHARD
             full = nbytes(value) if gathers else communicates.nbytes
-            put_in = communicates.nbytes if node.target is not UNSHARD else nbytes([value_of(item) for item in node.all_input_nodes])
+            put_in = put_in_bytes(node, communicates)
             route = "coalesced" if "coalesced" in communicates.op else "flat" if tag is not None and tag.bucket is not None else ""
             verdict = tag.note if tag is not None else ""
             collective = data.Collective(communicates.op, communicates.group, ranks, put_in, full, waits, route, verdict)
@@ -128,6 +129,7 @@ class Trace:
             vals=_values(value),
             params=tag.params if tag is not None else (),
             tag=_tag(tag),
+            mark=None if mark is None else data.Mark(*mark),
             source=self._describer.sources.of(node),
             buffers=buffers,
             cost_us=cost_us,

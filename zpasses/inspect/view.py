@@ -70,9 +70,9 @@ class Code:
         return highlight(body, PythonLexer(stripnl=False), HtmlFormatter(noclasses=True, nobackground=True))
 
 
-_COLORS = {"inserted": 32, "removed": 31, "moved": 36, "rewired": 33, "retagged": 35, "retyped": 34, "renamed": 34}
-_SIGNS = {"inserted": "+", "removed": "-", "moved": ">", "rewired": "~", "retagged": "#", "retyped": ":", "renamed": "="}
-_CSS = {"inserted": "#2e9e4f", "removed": "#d1434b", "moved": "#1a93a8", "rewired": "#b07d12", "retagged": "#a557c0"}
+_COLORS = {"inserted": 32, "removed": 31, "moved": 36, "rewired": 33, "retagged": 35, "remarked": 35, "retyped": 34, "renamed": 34}
+_SIGNS = {"inserted": "+", "removed": "-", "moved": ">", "rewired": "~", "retagged": "#", "remarked": "*", "retyped": ":", "renamed": "="}
+_CSS = {"inserted": "#2e9e4f", "removed": "#d1434b", "moved": "#1a93a8", "rewired": "#b07d12", "retagged": "#a557c0", "remarked": "#a557c0"}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
-from zpasses.dumps.format import Compile, Dump, Graph, Ref, Step, Text
+from zpasses.dumps.errors import DumpError
+from zpasses.dumps.format import Compile, Counts, Dump, Graph, Ref, Step, Text
 from zpasses.inspect.communication import Communication, communication
 from zpasses.inspect.find import Picked, node_named, pick_rank, snapshot_of, step_title, steps_after
 from zpasses.inspect.listing import MOST, Where, lines
@@ -80,13 +81,16 @@ def _step_row(graph: Graph, step: Step) -> tuple[Any, ...]:
 
 
 def _counts(graph: Graph, step: Step) -> dict[str, int] | None:
-    """Nodes, collectives and bytes of a step, as the records of passes say; None where no pass ran, because reading graphs takes time."""
-    if step.run is not None:
-        return asdict(step.run.after)
+    """Nodes, collectives and bytes of a step, as the dump's events say, so that no graph is read; where they do not, as the graph says."""
+    if step.counts is not None:
+        return asdict(step.counts)
     following = graph.steps[step.index + 1].run if step.index + 1 < len(graph.steps) else None
     if following is not None:
         return asdict(following.before)
-    return None
+    try:
+        return asdict(Counts.of(step.snapshot)) if step.snapshot is not None else None
+    except DumpError:
+        return None  # whoever asks for this graph is told what is wrong with it; the rest can be listed
 
 
 def _compile_data(each: Compile) -> dict[str, Any]:

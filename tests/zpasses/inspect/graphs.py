@@ -124,7 +124,7 @@ def graph_of(name, *states, error=None):
             changes = int(state is not states[index - 1][1])
             run = PassRun(after.partition("{")[0], after, {}, changes, 1500.0, 250.0, ("lint", "values"), before, counts(state))
         failure = error if after and index == len(states) - 1 else None
-        steps.append(Step(index, name, after, number, run, failure, graphs.__getitem__))
+        steps.append(Step(index, name, after, number, run and run.after, run, failure, graphs.__getitem__))
     return Graph(name, tuple(steps))
 
 

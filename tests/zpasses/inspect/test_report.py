@@ -153,6 +153,17 @@ def retagged(graph, at):
 
 
 @needs_browser
+def test_marks_that_a_pass_left_are_in_the_diff_and_beside_the_node(page):
+    inspection = open_dump(real_dump()[0])
+    step = inspection.step_of("joint", "regather")
+    browser = page(inspection, f"0/joint/{step.index}/diff/")
+    assert str(step.run.changes) in one(browser, ".chip.remarked").text
+    one(browser, ".cell.after.remarked").click()
+    assert one(browser, ".detail .chip", "recomputed")
+    assert "no mark -> recomputed" in one(browser, ".detail dl").text
+
+
+@needs_browser
 def test_pass_that_changed_nothing_says_so_and_a_failed_one_why(page):
     assert "changed nothing" in one(page(Inspection(small_dump()), "0/forward/1/diff/"), "main").text
     failure = Failure("PassError", "pass 'sdma': node x has no wait", "sdma", "Traceback ...")

@@ -47,7 +47,7 @@ pipeline: overlap
 
 graph      step  after      changes    nodes    collectives    bytes put in    pass    checks
 -------  ------  -------  ---------  -------  -------------  --------------  ------  --------  ------------------
-joint         0  -
+joint         0  -                         4              0             0 B
               1  sdma                                                                          FAILED: ValueError
 
 FAILED in sdma: ValueError: no such group""",
