@@ -1,7 +1,9 @@
-"""How long graphs would take on a target: their nodes in order on one stream, their collectives beside it, one after another.
+"""How long graphs would take on a target: their nodes in order on one stream, their collectives beside it.
 
-A kernel takes what the roofline says, and longer while collectives that need compute units are under way. There is no fusion, no CPU and
-no optimizer in it: it compares forms of one step, and is no prediction of what a clock would show.
+Collectives take turns on the links that they share, whatever their group and route: those within a node on its links, those between nodes
+on the network. Groups of the one kind do not hold up groups of the other. A kernel takes what the roofline says, and longer while
+collectives that need compute units are under way. There is no fusion, no CPU and no optimizer in it: it compares forms of one step, and is
+no prediction of what a clock would show.
 """
 
 from __future__ import annotations
@@ -61,6 +63,8 @@ class _Ride:
     took_us: float
     slowdown: float
     """Of kernels beside it."""
+    between_nodes: bool
+    """Over the network, or over the links of one node."""
 
 
 class Timeline:
@@ -129,10 +133,10 @@ class Timeline:
         parts = _full_bytes(node, collective, ranks)
         figures = figures_of(target.routes[0] if by_engine and target.routes else "c10d", target)
         if figures is None or ranks > target.ranks_per_node:
-            return _Ride(collective_us(collective.op, sum(parts), ranks, target), 1.0)
+            return _Ride(collective_us(collective.op, sum(parts), ranks, target), 1.0, ranks > target.ranks_per_node)
         if by_engine and target.routes:
-            return _Ride(engine_us(figures, collective.op, parts, ranks, target), figures.compute_slowdown)
-        return _Ride(route_us(figures, collective.op, sum(parts), ranks, target), figures.compute_slowdown)
+            return _Ride(engine_us(figures, collective.op, parts, ranks, target), figures.compute_slowdown, False)
+        return _Ride(route_us(figures, collective.op, sum(parts), ranks, target), figures.compute_slowdown, False)
 
 
 @dataclass(frozen=True)
@@ -145,8 +149,8 @@ class _Flight:
 class _Run:
     def __init__(self) -> None:
         self._now = self._compute = self._collective = self._waited = 0.0
-        self._free = 0.0
-        """When the links have moved all that was started: routes share them, so that collectives take turns."""
+        self._free = {False: 0.0, True: 0.0}
+        """When the links within the node, and the network between nodes (True), have moved all that was started."""
         self._open: list[_Flight] = []
 
     def through(self, events: Iterable[_Event], rides: dict[fx.Node, _Ride]) -> StepTime:
@@ -163,11 +167,11 @@ class _Run:
         return StepTime(self._now, self._compute, self._collective, self._waited)
 
     def _start(self, ride: _Ride) -> float:
-        start = max(self._now, self._free)
-        self._free = start + ride.took_us
-        self._open.append(_Flight(start, self._free, ride.slowdown))
+        start = max(self._now, self._free[ride.between_nodes])
+        end = self._free[ride.between_nodes] = start + ride.took_us
+        self._open.append(_Flight(start, end, ride.slowdown))
         self._collective += ride.took_us
-        return self._free
+        return end
 
     def _work(self, left: float) -> None:
         self._compute += left

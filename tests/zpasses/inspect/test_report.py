@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.zpasses.inspect.graphs import GATHER, WAIT, chain, dump_of, graph_of, node, small_dump, snapshot
+from tests.zpasses.inspect.graphs import GATHER, WAIT, chain, dump_of, graph_of, node, small_dump, snapshot, two_groups
 from tests.zpasses.inspect.real import real_dump
 from zpasses.dumps.format import Buffer, Collective, Failure, Ref, Source, Tag
 from zpasses.inspect import Inspection
@@ -248,6 +248,17 @@ def test_timeline_and_memory_answer_to_pointer_and_keys(page):
     assert one(browser, ".detail h2").text == "gather_w"
     keys(browser, "ARROW_DOWN")  # the canvas is a new one, and has the focus
     assert one(browser, ".detail h2").text == "gather_v"
+
+    browser = page(two_groups(), "0/forward/0/timeline/")
+    chart = one(browser, "canvas")
+    wait_for(browser, "document.querySelector('canvas').width > 300")
+    # Of 26 us, both gathers take the first 10, each in the track of its group.
+    across = browser.execute_script("return TRACK.left + (document.querySelector('canvas').clientWidth - TRACK.left - 8) * 5 / 26")
+    for track, name in enumerate(("gather_w", "gather_v")):
+        down = browser.execute_script("return laneTop(arguments[0]) + 9", track)
+        offset = (int(across - chart.size["width"] / 2), int(down - chart.size["height"] / 2))
+        ActionChains(browser).move_to_element_with_offset(chart, *offset).perform()
+        assert name in one(browser, ".hint").text
 
     browser = page(Inspection(small_dump()), "0/forward/2/memory/")
     assert one(browser, ".alive h2").text.startswith("320 B")

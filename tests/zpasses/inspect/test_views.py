@@ -3,7 +3,7 @@
 import expecttest
 import pytest
 
-from tests.zpasses.inspect.graphs import chain, dump_of, graph_of, node, small_dump, snapshot
+from tests.zpasses.inspect.graphs import chain, dump_of, graph_of, node, small_dump, snapshot, two_groups
 from zpasses.dumps.format import Buffer, Collective, Failure
 from zpasses.inspect import Inspection, NotInDumpError, Where, communication, listing, memory, schedule
 
@@ -156,7 +156,7 @@ def test_gather_beside_compute_is_exposed_for_what_compute_leaves():
     assert early.schedule.hidden == pytest.approx(0.4)
 
 
-def test_collectives_share_one_stream():
+def test_collectives_of_a_group_share_one_stream():
     # Both start at once; the second moves its bytes behind the first, so compute hides the first and a part of the second.
     graph = Inspection(small_dump()).step_of("forward").snapshot
     by = graph.by_name
@@ -164,6 +164,25 @@ def test_collectives_share_one_stream():
     plan = schedule(snapshot(*(by[name] for name in order)))
     assert [(flight.start_us, flight.end_us, flight.exposed_us) for flight in plan.flights] == [(0, 10, 10), (10, 20, 2)]
     assert plan.exposed_us == plan.total_us - plan.compute_us == 12
+
+
+def test_each_group_has_a_stream_of_its_own():
+    dump = two_groups()
+    plan = dump.schedule_of("forward")
+    assert plan.groups == ("0", "1")
+    assert [(flight.group, flight.start_us, flight.end_us, flight.exposed_us) for flight in plan.flights] == [
+        ("0", 0, 10, 10),
+        ("1", 0, 10, 0),
+    ]
+    assert (plan.total_us, plan.exposed_us, plan.hidden) == (26, 10, 0.5)
+    assert [row.exposed_us for row in dump.collectives_of("forward").rows] == [10, 0]
+    events = dump.timeline("forward")["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert tracks == {1: "compute", 2: "communication, group 0", 3: "communication, group 1"}
+    assert {event["name"]: event["tid"] for event in events if event.get("cat") == "all_gather_into_tensor"} == {
+        "gather_w": 2,
+        "gather_v": 3,
+    }
 
 
 def test_collective_that_waits_by_itself_is_exposed_as_a_whole():
