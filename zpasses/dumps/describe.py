@@ -24,6 +24,8 @@ from zpasses.target import Target
 
 __all__ = ["Describer", "Trace", "counts", "plain"]
 
+_PARTITIONED = ("forward", "backward")
+"""Graphs, with their variants, that hold copies of marks which have done their work."""
 _LONGEST = 400
 """Characters of an argument that has no word in JSON."""
 
@@ -69,6 +71,7 @@ class Trace:
 
     def __init__(self, describer: Describer, graph: str, inherited: Mapping[str, int], modelled: bool) -> None:
         self._describer, self._graph, self._inherited, self._modelled = describer, graph, inherited, modelled
+        self._marked = not graph.startswith(_PARTITIONED)
         self._numbers: dict[fx.Node, int] = {}
         self._known: dict[fx.Node, tuple[tuple[Any, ...], data.Node]] = {}
 
@@ -101,7 +104,7 @@ class Trace:
     def _node(self, node: fx.Node, buffers: tuple[data.Buffer, ...]) -> data.Node:
         value, tag = value_of(node), tag_of(node)
         waits = tuple(self._numbers[each] for each in _waits(node)) if _may_communicate(node) else ()
-        mark = compat.recompute_mark(node)
+        mark = compat.recompute_mark(node) if self._marked else None
         key = (node.name, node.op, node.target, node.args, node.kwargs, id(value), tag, mark, waits, buffers)
         known = self._known.get(node)
         if known is not None and known[0] == key:

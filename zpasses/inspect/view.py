@@ -33,7 +33,7 @@ class Table:
         rows = [[printable(cell) for cell in row] for row in self.rows]
         body = tabulate(rows, headers=self.headers, colalign=align if rows else None, disable_numparse=True)
         body = "\n".join(line.rstrip() for line in body.splitlines())
-        return f"{_bold(self.title, color)}\n{body}" if self.title else body
+        return f"{_bold(printable(self.title), color)}\n{body}" if self.title else body
 
     def html(self) -> str:
         from tabulate import tabulate
