@@ -157,7 +157,7 @@ def test_marks_that_a_pass_left_are_in_the_diff_and_beside_the_node(page):
     inspection = open_dump(real_dump()[0])
     step = inspection.step_of("joint", "regather")
     browser = page(inspection, f"0/joint/{step.index}/diff/")
-    assert str(step.run.changes) in one(browser, ".chip.remarked").text
+    assert f"{step.run.changes} remarked" in one(browser, ".bar .chip.remarked").text
     one(browser, ".cell.after.remarked").click()
     assert one(browser, ".detail .chip", "recomputed")
     assert "no mark -> recomputed" in one(browser, ".detail dl").text
@@ -172,6 +172,15 @@ def test_pass_that_changed_nothing_says_so_and_a_failed_one_why(page):
     assert one(browser, ".nav .failed").text == "failed"
     early = dump_of(graph_of("joint", (None, chain(5)), ("s", None), error=failure))
     assert "was not written" in one(page(Inspection(early), "0/joint/1/diff/"), "main").text
+
+
+@needs_browser
+def test_captured_graph_has_no_figures_of_models(page):
+    browser = page(Inspection(dump_of(graph_of("captured", (None, chain(5))))))
+    assert "6 nodes · 0 collectives · memory and times are not modelled" in one(browser, ".card header").text
+    for tab in ("memory", "timeline", "collectives"):
+        browser.execute_script(f"go({{graph: 'captured', step: 0, tab: '{tab}'}})")
+        assert "is the graph that Dynamo captured" in one(browser, "main").text
 
 
 @needs_browser

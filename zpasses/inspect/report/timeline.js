@@ -7,6 +7,7 @@ function laneTop(lane) { return TRACK.top + TRACK.height + TRACK.gap + lane * (T
 function drawTimeline(main) {
   const graph = current.graph;
   if (!graph) return put(main, notWritten());
+  if (!isModelled(current.step)) return put(main, notModelled());
   const plan = graph.step.schedule;
   if (!plan.total) return put(main, el("p", { class: "muted pad" }, "Nothing in this graph takes time by the model."));
   const spans = graph.spans, flights = graph.flights;
@@ -138,7 +139,7 @@ function paintTimeline(pen, width, height, { view, spans, flights, stalls, chose
     const time = view.from + tick;
     pen.strokeStyle = themeColor("line");
     pen.beginPath(); pen.moveTo(x(time), TRACK.top); pen.lineTo(x(time), bottom + 6); pen.stroke();
-    pen.fillText(timeText(Number(time.toPrecision(4))), Math.min(Math.max(x(time), TRACK.left + 20), right - 24), bottom + 18);
+    pen.fillText(timeText(Number(time.toPrecision(4))), Math.min(Math.max(x(time), TRACK.left + 4), right - 24), bottom + 18);
   }
   pen.save();
   pen.beginPath(); pen.rect(TRACK.left, 0, right - TRACK.left, height); pen.clip();
