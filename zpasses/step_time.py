@@ -12,15 +12,16 @@ import operator
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.cost import collective_us, compute_us, engine_us, route_us
-from zpasses.graph import Collective, collective_of, is_dialect, is_wait, nbytes, value_of
+from zpasses.graph import Collective, collective_of, is_dialect, is_wait, named_arguments, nbytes, value_of
 from zpasses.route_figures import figures_of
 from zpasses.target import Target
 
-__all__ = ["StepTime", "Timeline", "step_time"]
+__all__ = ["StepTime", "Timeline", "collective_time_us", "is_by_engine", "step_time"]
 
 
 @dataclass(frozen=True)
@@ -121,22 +122,40 @@ class Timeline:
                 self._events.append(_Event(awaits=started))
         elif collective is not None and not is_dialect(node):
             self._collectives[node] = collective
-            if collective.op.startswith("sdma_"):
+            if is_by_engine(collective):
                 self._by_engine.add(node)
             self._events.append(_Event(starts=node))
         elif work := compute_us(node, self._target):
             self._events.append(_Event(work_us=work))
 
     def _measure(self, node: fx.Node, by_engine: bool) -> _Ride:
-        target, collective = self._target, self._collectives[node]
-        ranks = len(compat.group_ranks(collective.group))
-        parts = _full_bytes(node, collective, ranks)
-        figures = figures_of(target.routes[0] if by_engine and target.routes else "c10d", target)
-        if figures is None or ranks > target.ranks_per_node:
-            return _Ride(collective_us(collective.op, sum(parts), ranks, target), 1.0, ranks > target.ranks_per_node)
-        if by_engine and target.routes:
-            return _Ride(engine_us(figures, collective.op, parts, ranks, target), figures.compute_slowdown, False)
-        return _Ride(route_us(figures, collective.op, sum(parts), ranks, target), figures.compute_slowdown, False)
+        collective = self._collectives[node]
+        return _ride(node, collective, len(compat.group_ranks(collective.group)), self._target, by_engine)
+
+
+def is_by_engine(collective: Collective) -> bool:
+    """Whether a copy engine carries it out, where there is one."""
+    return collective.op.startswith("sdma_")
+
+
+def collective_time_us(node: fx.Node, collective: Collective, ranks: int, target: Target) -> float:
+    """Time of a collective as it stands in a graph, with nothing beside it, by the figures that the pass `sdma` compares.
+
+    Args:
+        collective: `collective_of(node)`; none of the dialect.
+        ranks: size of its group.
+    """
+    return _ride(node, collective, ranks, target, is_by_engine(collective)).took_us
+
+
+def _ride(node: fx.Node, collective: Collective, ranks: int, target: Target, by_engine: bool) -> _Ride:
+    parts = _full_bytes(node, collective, ranks)
+    figures = figures_of(target.routes[0] if by_engine and target.routes else "c10d", target)
+    if figures is None or ranks > target.ranks_per_node:
+        return _Ride(collective_us(collective.op, sum(parts), ranks, target), 1.0, ranks > target.ranks_per_node)
+    if by_engine and target.routes:
+        return _Ride(engine_us(figures, collective.op, parts, ranks, target), figures.compute_slowdown, False)
+    return _Ride(route_us(figures, collective.op, sum(parts), ranks, target), figures.compute_slowdown, False)
 
 
 @dataclass(frozen=True)
@@ -186,7 +205,8 @@ class _Run:
 
 def _full_bytes(node: fx.Node, collective: Collective, ranks: int) -> list[int]:
     """Bytes of the full tensors that a call gathers or reduces."""
-    given = node.args[0] if node.args else node.kwargs["input"]
+    assert isinstance(node.target, torch._ops.OpOverload)
+    given = named_arguments(node, node.target)[node.target._schema.arguments[0].name]
     inputs = [value_of(item) for item in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(item, fx.Node)]
     times = ranks if "gather" in collective.op else 1
     return [nbytes(value) * times for value in inputs if isinstance(value, Tensor)]

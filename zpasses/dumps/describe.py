@@ -15,10 +15,11 @@ from zpasses import compat
 from zpasses.cost import collective_us, compute_us
 from zpasses.dumps import format as data
 from zpasses.dumps.sources import SourceTable
-from zpasses.graph import collective_of, is_wait, nbytes, put_in_bytes, value_of
+from zpasses.graph import Collective, collective_of, is_dialect, is_wait, nbytes, put_in_bytes, value_of
 from zpasses.memory import Buffer as Memory
 from zpasses.memory import Liveness, liveness
 from zpasses.ops import UNSHARD
+from zpasses.step_time import collective_time_us, is_by_engine
 from zpasses.tags import GATHER_ROLES, REDUCE_ROLES, Tag, tag_of
 from zpasses.target import Target
 
@@ -118,10 +119,10 @@ class Trace:
             gathers = "gather" in communicates.op or node.target is UNSHARD
             full = nbytes(value) if gathers else communicates.nbytes
             put_in = put_in_bytes(node, communicates)
-            route = "coalesced" if "coalesced" in communicates.op else "flat" if tag is not None and tag.bucket is not None else ""
+            route = self._route(communicates, tag)
             verdict = tag.note if tag is not None else ""
             collective = data.Collective(communicates.op, communicates.group, ranks, put_in, full, waits, route, verdict)
-        cost_us, stream = self._cost(node, collective)
+        cost_us, stream = self._cost(node, communicates, collective)
         described = data.Node(
             id=self._numbers[node],
             name=node.name,
@@ -143,11 +144,18 @@ class Trace:
         self._known[node] = (key, described)
         return described
 
-    def _cost(self, node: fx.Node, collective: data.Collective | None) -> tuple[float, str | None]:
+    def _route(self, communicates: Collective, tag: Tag | None) -> str:
+        packed = "coalesced" if "coalesced" in communicates.op else "flat" if tag is not None and tag.bucket is not None else ""
+        routes = self._describer.target.routes
+        return " ".join(each for each in (routes[0] if routes and is_by_engine(communicates) else "", packed) if each)
+
+    def _cost(self, node: fx.Node, communicates: Collective | None, collective: data.Collective | None) -> tuple[float, str | None]:
         if not self._modelled:
             return 0.0, None
         target = self._describer.target
-        if collective is not None:
+        if communicates is not None and collective is not None:
+            if target.routes and not is_dialect(node):
+                return round(collective_time_us(node, communicates, collective.ranks, target), 3), "communication"
             return round(collective_us(collective.kind, collective.full_bytes, collective.ranks, target), 3), "communication"
         cost_us = round(compute_us(node, target), 3)
         return cost_us, "compute" if cost_us else None

@@ -128,7 +128,7 @@ class Collective:
     waits: tuple[int, ...] = ()
     """Ids of the nodes that await it; none for an op of the dialect, which waits by itself."""
     route: str = ""
-    """How it travels, where a pass chose: "coalesced", "flat", ..."""
+    """How it travels, where a pass chose: "coalesced", "flat", by copy engines: "mori", "mori coalesced"."""
     verdict: str = ""
     """Why a pass chose so, or left it alone."""
 
