@@ -116,6 +116,8 @@ def test_every_view_of_a_real_dump_opens(page):
     overview = one(browser, "main").text
     for word in ("Exposed communication", "Peak memory", "bucket{memory_budget=1MiB}", "merge-reads", "backward"):
         assert word in overview
+    wide = "Array.from(document.querySelectorAll('main .scroll')).filter(each => each.scrollWidth > each.clientWidth).length"
+    assert browser.execute_script(f"return {wide}") == 0  # at 1280 px nothing needs to be scrolled sideways
 
 
 @needs_browser

@@ -67,12 +67,12 @@ function stepRow(compile, graph, step, at) {
   const modelled = isModelled(step);
   const peak = modelled && holder.peak && el("span", {}, bytesText(holder.peak[0]), earlier && delta(earlier.step.peak[0], holder.peak[0]));
   const exposed = modelled && holder.schedule && el("span", {}, timeText(holder.schedule.exposed), earlier && delta(earlier.step.schedule.exposed, holder.schedule.exposed));
-  return el("tr", {},
+  const notes = run && run.notes.length > 0 && el("tr", { class: "notes" }, el("td", { colspan: 8 }, run.notes.map((note) => el("p", {}, note))));
+  return [el("tr", {},
     el("th", { scope: "row" }, button(stepName(step), () => go({ graph: graph.name, step: at, tab: step.after ? "diff" : "listing", node: null }), { class: "link" })),
-    el("td", {}, step.error ? chip("removed", step.error.type, step.error.message) : changed ? changesOf(step) : step.after ? el("span", { class: "muted" }, "nothing") : "",
-      run && run.notes.map((note) => el("div", { class: "muted" }, note))),
+    el("td", {}, step.error ? chip("removed", step.error.type, step.error.message) : changed ? changesOf(step) : step.after ? el("span", { class: "muted" }, "nothing") : ""),
     [there ? there.nodes.length.toLocaleString("en") : "", there ? there.flights.length.toLocaleString("en") : "", peak, exposed,
-      run ? timeText(run.time_us) : "", run ? timeText(run.check_us) : ""].map((cell) => el("td", { class: "right" }, cell)));
+      run ? timeText(run.time_us) : "", run ? timeText(run.check_us) : ""].map((cell) => el("td", { class: "right" }, cell))), notes];
 }
 
 function changesOf(step) {
