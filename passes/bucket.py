@@ -143,7 +143,8 @@ def _choice(item: Movable, options: Bucket) -> Choice:
 def _adopted(planned: list[Bucketed], items: Sequence[Movable], options: str) -> list[tuple[Mode, list[Movable]]]:
     """The plan of each group's first rank.
 
-    What fits depends on shapes, which ranks may not share, and a rank may recompile alone: so the same collectives get the same buckets.
+    What fits depends on shapes, which ranks may not share, and a rank may recompile alone: so the same collectives get the same buckets,
+    as long as it plans for the same target.
     """
     adopted: list[tuple[Mode, list[Movable]]] = []
     for group in dict.fromkeys(str(_key(item)[1]) for item in items):
@@ -152,7 +153,7 @@ def _adopted(planned: list[Bucketed], items: Sequence[Movable], options: str) ->
         mine = [(bucket.mode, [numbers[item] for item in bucket.items]) for bucket in planned if bucket.items[0] in numbers]
         described = [(*map(str, _key(item)), item.tag.params, item.full_bytes) for item in own]
         signature = hashlib.sha256(repr((options, described)).encode()).hexdigest()
-        answers = exchange(group, "the choice of buckets", [signature, mine], _TIMEOUT_S, remember=signature)
+        answers = exchange(group, "the choice of buckets", [signature, mine], _TIMEOUT_S, remember=f"{signature} {current_target()!r}")
         # Other collectives on another rank are found, and named, when the collectives themselves are compared.
         agreed = answers[0][1] if all(answer[0] == signature for answer in answers) else mine
         adopted += [(mode, [own[number] for number in members]) for mode, members in agreed]

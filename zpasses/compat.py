@@ -375,6 +375,16 @@ def is_marked_recompute(node: fx.Node) -> bool:
     return node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE and node.meta.get("ac_graph_id") == _LAST_REGION
 
 
+def recompute_mark(node: fx.Node) -> tuple[str, int] | None:
+    """What the partitioner is told of a value, by checkpoints or by `mark_recompute`: the policy ("must_recompute", "prefer_save", ...)
+    and the region; None for a value that it may treat as it likes."""
+    policy = node.meta.get("recompute")
+    if not isinstance(policy, CheckpointPolicy):
+        return None
+    region = node.meta.get("ac_graph_id")
+    return policy.name.lower(), region if isinstance(region, int) else 0
+
+
 def eliminate_common_subexpressions(gm: fx.GraphModule, distinct: Sequence[fx.Node]) -> None:
     """What the partitioner does first, except that the nodes in `distinct` (whose last argument is a string) are never merged."""
     for i, node in enumerate(distinct):

@@ -26,6 +26,7 @@ __all__ = [
     "named_arguments",
     "nbytes",
     "propagate",
+    "put_in_bytes",
     "value_of",
 ]
 
@@ -74,7 +75,7 @@ class Collective:
     reduce_op: str | None
     """"sum", "avg", ... where the call reduces."""
     nbytes: int
-    """Bytes that this rank puts in."""
+    """Bytes of the inputs; of the dialect's `unshard`, of the full parameter, as ranks may hold different rows. See `put_in_bytes`."""
 
 
 def collective_of(node: fx.Node) -> Collective | None:
@@ -98,6 +99,11 @@ def collective_of(node: fx.Node) -> Collective | None:
         reduce_op=reduce_op if isinstance(reduce_op, str) else None,
         nbytes=nbytes(tensors),
     )
+
+
+def put_in_bytes(node: fx.Node, collective: Collective) -> int:
+    """Bytes that this rank puts into a collective: of its own rows, for a gather."""
+    return collective.nbytes if node.target is not UNSHARD else nbytes([value_of(item) for item in node.all_input_nodes])
 
 
 def named_arguments(node: fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from zpasses import compat
 from zpasses.checks import Snapshot, check, check_unchanged
 from zpasses.errors import AgreementError, OptionError, PassError, nearest
 from zpasses.fields import build, format_value
-from zpasses.graph import collectives
+from zpasses.graph import collectives, put_in_bytes
 from zpasses.route_figures import known_figures
 from zpasses.target import current_target
 
@@ -247,8 +247,8 @@ class _Totals:
 
     @classmethod
     def of(cls, graph: fx.Graph) -> _Totals:
-        found = [each for _, each in collectives(graph)]
-        return cls(len(graph.nodes), len(found), sum(each.nbytes for each in found))
+        found = [put_in_bytes(node, each) for node, each in collectives(graph)]
+        return cls(len(graph.nodes), len(found), sum(found))
 
 
 # --- text --------------------------------------------------------------------------------------------------------------------------

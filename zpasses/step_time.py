@@ -1,8 +1,9 @@
-"""How long graphs would take on a target: their nodes in order on one stream, their collectives beside it, one after another.
+"""How long graphs would take on a target: their nodes in order on one stream, their collectives beside it.
 
-A kernel takes what the roofline says, and longer while collectives that need compute units are under way; collectives take longer too,
-while kernels run beside them. There is no fusion, no CPU and no optimizer in it: it compares forms of one step, and is no prediction of
-what a clock would show.
+Collectives take turns on the links that they share, whatever their group and route: those within a node on its links, those between nodes
+on the network. Groups of the one kind do not hold up groups of the other. A kernel takes what the roofline says, and longer while
+collectives that need compute units are under way; collectives take longer too, while kernels run beside them. There is no fusion, no CPU
+and no optimizer in it: it compares forms of one step, and is no prediction of what a clock would show.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.cost import collective_us, compute_us, engine_us, route_us
-from zpasses.graph import Collective, collective_of, is_dialect, is_wait, nbytes, value_of
+from zpasses.graph import Collective, collective_of, is_dialect, is_wait, named_arguments, nbytes, value_of
 from zpasses.route_figures import figures_of
 from zpasses.target import Target
 
-__all__ = ["StepTime", "Timeline", "step_time"]
+__all__ = ["StepTime", "Timeline", "collective_time_us", "is_by_engine", "step_time"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class _Ride:
     """How many times longer kernels beside it take."""
     slowed: float = 1.0
     """How many times longer it takes beside kernels."""
+    between_nodes: bool = False
+    """Over the network, or over the links of one node."""
 
 
 class Timeline:
@@ -122,24 +126,42 @@ class Timeline:
                 self._events.append(_Event(awaits=started))
         elif collective is not None and not is_dialect(node):
             self._collectives[node] = collective
-            if collective.op.startswith("sdma_"):
+            if is_by_engine(collective):
                 self._by_engine.add(node)
             self._events.append(_Event(starts=node))
         elif work := compute_us(node, self._target):
             self._events.append(_Event(work_us=work))
 
     def _measure(self, node: fx.Node, by_engine: bool) -> _Ride:
-        target, collective = self._target, self._collectives[node]
-        ranks = len(compat.group_ranks(collective.group))
-        parts = _full_bytes(node, collective, ranks)
-        figures = figures_of(target.routes[0] if by_engine and target.routes else "c10d", target)
-        if figures is None or ranks > target.ranks_per_node:
-            return _Ride(collective_us(collective.op, sum(parts), ranks, target))
-        if by_engine and target.routes:
-            took = engine_us(figures, collective.op, parts, ranks, target)
-        else:
-            took = route_us(figures, collective.op, sum(parts), ranks, target)
-        return _Ride(took, figures.compute_slowdown, figures.collective_slowdown)
+        collective = self._collectives[node]
+        return _ride(node, collective, len(compat.group_ranks(collective.group)), self._target, by_engine)
+
+
+def is_by_engine(collective: Collective) -> bool:
+    """Whether a copy engine carries it out, where there is one."""
+    return collective.op.startswith("sdma_")
+
+
+def collective_time_us(node: fx.Node, collective: Collective, ranks: int, target: Target) -> float:
+    """Time of a collective as it stands in a graph, with nothing beside it, by the figures that the pass `sdma` compares.
+
+    Args:
+        collective: `collective_of(node)`; none of the dialect.
+        ranks: size of its group.
+    """
+    return _ride(node, collective, ranks, target, is_by_engine(collective)).took_us
+
+
+def _ride(node: fx.Node, collective: Collective, ranks: int, target: Target, by_engine: bool) -> _Ride:
+    parts = _full_bytes(node, collective, ranks)
+    figures = figures_of(target.routes[0] if by_engine and target.routes else "c10d", target)
+    if figures is None or ranks > target.ranks_per_node:
+        return _Ride(collective_us(collective.op, sum(parts), ranks, target), between_nodes=ranks > target.ranks_per_node)
+    if by_engine and target.routes:
+        took = engine_us(figures, collective.op, parts, ranks, target)
+    else:
+        took = route_us(figures, collective.op, sum(parts), ranks, target)
+    return _Ride(took, figures.compute_slowdown, figures.collective_slowdown)
 
 
 @dataclass
@@ -153,14 +175,14 @@ class _Flight:
 class _Run:
     def __init__(self) -> None:
         self._now = self._compute = self._collective = self._waited = 0.0
-        self._flights: deque[_Flight] = deque()
-        """The first moves: routes share the links, so that collectives take turns."""
+        self._queues: dict[bool, deque[_Flight]] = {False: deque(), True: deque()}
+        """On the links within the node, and on the network between nodes (True). The first of each moves."""
 
     def through(self, events: Iterable[_Event], rides: dict[fx.Node, _Ride]) -> StepTime:
         for event in events:
             if event.starts is not None:
                 ride = rides[event.starts]
-                self._flights.append(_Flight(event.starts, ride, ride.took_us))
+                self._queues[ride.between_nodes].append(_Flight(event.starts, ride, ride.took_us))
                 self._collective += ride.took_us
             elif event.awaits is not None:
                 self._await(event.awaits)
@@ -169,27 +191,45 @@ class _Run:
         return StepTime(self._now, self._compute, self._collective, self._waited)
 
     def _await(self, node: fx.Node) -> None:
-        while any(flight.node is node for flight in self._flights):
-            late = self._flights.popleft().left_us
-            self._waited += late
-            self._now += late
+        for queue in self._queues.values():
+            while any(flight.node is node for flight in queue):
+                late = queue[0].left_us
+                self._waited += late
+                self._pass(late, beside_compute=False)
+
+    def _pass(self, spent: float, *, beside_compute: bool) -> None:
+        """Let time pass, in which what is under way moves on."""
+        self._now += spent
+        for queue in self._queues.values():
+            left = spent
+            while queue and left >= 0:
+                first = queue[0]
+                slowed = first.ride.slowed if beside_compute else 1.0
+                moved = min(left, first.left_us * slowed)
+                first.left_us -= moved / slowed
+                if first.left_us > _LEAST_US:
+                    break
+                left -= moved
+                queue.popleft()
 
     def _work(self, left: float) -> None:
         self._compute += left
-        while left > 1e-9 and self._flights:
-            flight = self._flights[0]
-            spent = min(left * flight.ride.slows, flight.left_us * flight.ride.slowed)
-            left -= spent / flight.ride.slows
-            flight.left_us -= spent / flight.ride.slowed
-            self._now += spent
-            if flight.left_us <= 1e-9:
-                self._flights.popleft()
-        self._now += left
+        while left > _LEAST_US:
+            moving = [queue[0] for queue in self._queues.values() if queue]
+            slows = max((flight.ride.slows for flight in moving), default=1.0)
+            spent = min([left * slows, *(flight.left_us * flight.ride.slowed for flight in moving)])
+            left -= spent / slows
+            self._pass(spent, beside_compute=True)
+
+
+_LEAST_US = 1e-9
+"""Less is rounding."""
 
 
 def _full_bytes(node: fx.Node, collective: Collective, ranks: int) -> list[int]:
     """Bytes of the full tensors that a call gathers or reduces."""
-    given = node.args[0] if node.args else node.kwargs["input"]
+    assert isinstance(node.target, torch._ops.OpOverload)
+    given = named_arguments(node, node.target)[node.target._schema.arguments[0].name]
     inputs = [value_of(item) for item in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(item, fx.Node)]
     times = ranks if "gather" in collective.op else 1
     return [nbytes(value) * times for value in inputs if isinstance(value, Tensor)]

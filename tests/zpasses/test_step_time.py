@@ -1,7 +1,8 @@
-import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from zpasses import compat
 from zpasses.sdma.ops import SDMA_ALL_GATHER
@@ -64,7 +65,7 @@ def test_rccl_slows_what_runs_beside_it_and_a_copy_engine_does_not():
 def test_compute_and_a_collective_of_equal_length_gain_what_the_literature_says(gather, realised):
     """Of the time that running them side by side could save at best."""
     took = RCCL if gather is GATHER else MORI
-    target = dataclasses.replace(TARGET, tflops=2e9 / took / 1e6)
+    target = replace(TARGET, tflops=2e9 / took / 1e6)
     with fake_world(8):
         found = step_time([graph_of(gather, 1)], target)
     assert found.compute_us == pytest.approx(took)
@@ -91,3 +92,25 @@ def test_collectives_share_the_links_whatever_their_route(other, took):
         with mode:
             inputs = [torch.empty(PART, dtype=torch.uint8) for _ in range(2)]
         assert step_time([compat.trace_aten(fn, inputs).graph], TARGET).waited_us == pytest.approx(RCCL + took)
+
+
+@pytest.mark.parametrize(("ranks_per_node", "beside"), [(8, False), (4, True)])
+def test_groups_take_turns_where_they_share_links(ranks_per_node, beside):
+    """One group of all eight ranks and one of four: on one node, or with the first between two nodes and the second within one."""
+    target = replace(TARGET, ranks_per_node=ranks_per_node)
+    mode = compat.FakeTensorMode()
+    with fake_world(8):
+        part = dist.new_group([0, 1, 2, 3]).group_name
+
+        def times_of(*groups):
+            def fn(*shards):
+                started = [GATHER(shard, ranks, group) for shard, (ranks, group) in zip(shards, groups, strict=True)]
+                return [FUNCTIONAL.wait_tensor(each) for each in started]
+
+            with mode:
+                inputs = [torch.empty(PART, dtype=torch.uint8) for _ in groups]
+            return step_time([compat.trace_aten(fn, inputs).graph], target).waited_us
+
+        alone = times_of((8, "0")), times_of((4, part))
+        both = times_of((8, "0"), (4, part))
+    assert both == pytest.approx(max(alone) if beside else sum(alone))

@@ -93,7 +93,7 @@ def diff(
     compile_name: str | None,
     as_json: bool,
 ) -> None:
-    """What changed, by node: inserted, removed, moved, rewired, retagged, retyped or renamed.
+    """What changed, by node: inserted, removed, moved, rewired, retagged, remarked, retyped or renamed.
 
     \b
     zpasses diff DIR [GRAPH] [--pass PASS]   what a pass did, or all of them
@@ -131,7 +131,7 @@ def collectives(dump: Path, graph: str | None, after: str | None, rank: int | No
     """Every collective: what it moves, how far its wait is, its time and how much of that is exposed.
 
     Times are those of the cost model for the dump's target. Exposed is how long computation stands still for a collective, when
-    computation and communication each are a stream and every node is issued as early as the graph's order allows.
+    computation and each process group have a stream and every node is issued as early as the graph's order allows.
     """
     show_page(_open(dump, rank, compile_name).collectives(graph, after), as_json)
 
@@ -170,7 +170,7 @@ def memory(
 @picking
 @explained
 def timeline(dump: Path, graph: str | None, after: str | None, output: Path, rank: int | None, compile_name: str | None) -> None:
-    """Write the compute and communication streams as a trace that opens in Perfetto (ui.perfetto.dev)."""
+    """Write the streams of computation and of each process group as a trace that opens in Perfetto (ui.perfetto.dev)."""
     write(output, json.dumps(_open(dump, rank, compile_name).timeline(graph, after)))
 
 

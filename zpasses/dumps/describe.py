@@ -15,15 +15,18 @@ from zpasses import compat
 from zpasses.cost import collective_us, compute_us
 from zpasses.dumps import format as data
 from zpasses.dumps.sources import SourceTable
-from zpasses.graph import collective_of, is_wait, nbytes, value_of
+from zpasses.graph import Collective, collective_of, is_dialect, is_wait, nbytes, put_in_bytes, value_of
 from zpasses.memory import Buffer as Memory
 from zpasses.memory import Liveness, liveness
 from zpasses.ops import UNSHARD
+from zpasses.step_time import collective_time_us, is_by_engine
 from zpasses.tags import GATHER_ROLES, REDUCE_ROLES, Tag, tag_of
 from zpasses.target import Target
 
 __all__ = ["Describer", "Trace", "counts", "plain"]
 
+_PARTITIONED = ("forward", "backward")
+"""Graphs, with their variants, that hold copies of marks which have done their work."""
 _LONGEST = 400
 """Characters of an argument that has no word in JSON."""
 
@@ -69,6 +72,7 @@ class Trace:
 
     def __init__(self, describer: Describer, graph: str, inherited: Mapping[str, int], modelled: bool) -> None:
         self._describer, self._graph, self._inherited, self._modelled = describer, graph, inherited, modelled
+        self._marked = not graph.startswith(_PARTITIONED)
         self._numbers: dict[fx.Node, int] = {}
         self._known: dict[fx.Node, tuple[tuple[Any, ...], data.Node]] = {}
 
@@ -101,7 +105,8 @@ class Trace:
     def _node(self, node: fx.Node, buffers: tuple[data.Buffer, ...]) -> data.Node:
         value, tag = value_of(node), tag_of(node)
         waits = tuple(self._numbers[each] for each in _waits(node)) if _may_communicate(node) else ()
-        key = (node.name, node.op, node.target, node.args, node.kwargs, id(value), tag, waits, buffers)
+        mark = compat.recompute_mark(node) if self._marked else None
+        key = (node.name, node.op, node.target, node.args, node.kwargs, id(value), tag, mark, waits, buffers)
         known = self._known.get(node)
         if known is not None and known[0] == key:
             return known[1]
@@ -113,11 +118,11 @@ class Trace:
             ranks = self._describer.group_size(communicates.group)
             gathers = "gather" in communicates.op or node.target is UNSHARD
             full = nbytes(value) if gathers else communicates.nbytes
-            put_in = communicates.nbytes if node.target is not UNSHARD else nbytes([value_of(item) for item in node.all_input_nodes])
-            route = "coalesced" if "coalesced" in communicates.op else "flat" if tag is not None and tag.bucket is not None else ""
+            put_in = put_in_bytes(node, communicates)
+            route = self._route(communicates, tag)
             verdict = tag.note if tag is not None else ""
             collective = data.Collective(communicates.op, communicates.group, ranks, put_in, full, waits, route, verdict)
-        cost_us, stream = self._cost(node, collective)
+        cost_us, stream = self._cost(node, communicates, collective)
         described = data.Node(
             id=self._numbers[node],
             name=node.name,
@@ -128,6 +133,7 @@ class Trace:
             vals=_values(value),
             params=tag.params if tag is not None else (),
             tag=_tag(tag),
+            mark=None if mark is None else data.Mark(*mark),
             source=self._describer.sources.of(node),
             buffers=buffers,
             cost_us=cost_us,
@@ -138,11 +144,18 @@ class Trace:
         self._known[node] = (key, described)
         return described
 
-    def _cost(self, node: fx.Node, collective: data.Collective | None) -> tuple[float, str | None]:
+    def _route(self, communicates: Collective, tag: Tag | None) -> str:
+        packed = "coalesced" if "coalesced" in communicates.op else "flat" if tag is not None and tag.bucket is not None else ""
+        routes = self._describer.target.routes
+        return " ".join(each for each in (routes[0] if routes and is_by_engine(communicates) else "", packed) if each)
+
+    def _cost(self, node: fx.Node, communicates: Collective | None, collective: data.Collective | None) -> tuple[float, str | None]:
         if not self._modelled:
             return 0.0, None
         target = self._describer.target
-        if collective is not None:
+        if communicates is not None and collective is not None:
+            if target.routes and not is_dialect(node):
+                return round(collective_time_us(node, communicates, collective.ranks, target), 3), "communication"
             return round(collective_us(collective.kind, collective.full_bytes, collective.ranks, target), 3), "communication"
         cost_us = round(compute_us(node, target), 3)
         return cost_us, "compute" if cost_us else None

@@ -50,6 +50,7 @@ def _node(node: Node, source: int | None) -> dict[str, Any]:
         "val": [{"shape": each.shape, "dtype": each.dtype, "device": each.device, "bytes": each.nbytes} for each in node.vals],
         "params": node.params,
         "tag": None if node.tag is None else _tag(node.tag),
+        "recompute": None if node.mark is None else _full({"policy": node.mark.policy, "region": node.mark.region or None}),
         "buffers": [
             {
                 "bytes": each.nbytes,
@@ -169,6 +170,7 @@ def _note(node: Node) -> str:
         bucket = "" if node.tag.bucket is None else f" in bucket {node.tag.bucket}"
         notes.append(f"{node.tag.role}: {', '.join(node.tag.params)}{bucket}")
         notes += [word for word, said in (("retained", node.tag.retained), (node.tag.note, bool(node.tag.note))) if said]
+    notes += [node.mark.text] if node.mark is not None else []
     return " ".join("; ".join(notes).split())
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from zpasses.dumps.nodes import Argument, Buffer, Collective, Node, Ref, Snapshot, Source, Tag, Text, Value, references
+from zpasses.dumps.nodes import Argument, Buffer, Collective, Mark, Node, Ref, Snapshot, Source, Tag, Text, Value, references
 
 __all__ = [
     "FORMAT",
@@ -28,6 +28,7 @@ __all__ = [
     "Event",
     "Failure",
     "Graph",
+    "Mark",
     "Node",
     "Param",
     "PassRun",
@@ -55,6 +56,11 @@ class Counts:
     collectives: int
     nbytes: int
     """Bytes that this rank puts into collectives."""
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Counts:
+        started = [node.collective.nbytes for node in snapshot.nodes if node.collective is not None]
+        return cls(len(snapshot.nodes), len(started), sum(started))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,8 @@ class Step:
     """The pass as pipeline text; None for the graph as it came to this level."""
     number: int | None
     """Of the snapshot; the same as the step's before if the pass changed nothing, None if there was no graph left to write."""
+    counts: Counts | None = None
+    """Of the snapshot; None in dumps that do not say, where no pass ran."""
     run: PassRun | None = None
     error: Failure | None = None
     """Why the pass failed; the snapshot is then the graph that it left behind, which may be wrong, if there is one."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Union
 
-__all__ = ["Argument", "Buffer", "Collective", "Node", "Ref", "Snapshot", "Source", "Tag", "Text", "Value", "references"]
+__all__ = ["Argument", "Buffer", "Collective", "Mark", "Node", "Ref", "Snapshot", "Source", "Tag", "Text", "Value", "references"]
 
 
 # --- arguments ---------------------------------------------------------------------------------------------------------------------
@@ -71,6 +71,21 @@ class Tag:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """What AOTAutograd's partitioner is told to do with a value that backward needs."""
+
+    policy: str
+    """"must_recompute", "prefer_recompute", "must_save", "prefer_save", ...: a checkpoint policy of torch."""
+    region: int = 0
+    """Of which checkpoint; the passes of zpasses use one of their own, behind all others."""
+
+    @property
+    def text(self) -> str:
+        """As listings say it."""
+        return "recomputed" if self.policy == "must_recompute" else self.policy.replace("_", " ")
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """Where in the user's model a node came from."""
 
@@ -113,7 +128,7 @@ class Collective:
     waits: tuple[int, ...] = ()
     """Ids of the nodes that await it; none for an op of the dialect, which waits by itself."""
     route: str = ""
-    """How it travels, where a pass chose: "coalesced", "flat", ..."""
+    """How it travels, where a pass chose: "coalesced", "flat", by copy engines: "mori", "mori coalesced"."""
     verdict: str = ""
     """Why a pass chose so, or left it alone."""
 
@@ -135,6 +150,8 @@ class Node:
     params: tuple[str, ...] = ()
     """Names of the parameters that it works for."""
     tag: Tag | None = None
+    mark: Mark | None = None
+    """Whether backward computes it again; None for what the partitioner may treat as it likes."""
     source: Source | None = None
     buffers: tuple[Buffer, ...] = ()
     """What it allocates; nothing for views and for memory that the caller holds."""

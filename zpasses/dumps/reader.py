@@ -210,7 +210,7 @@ def _step(event: Record, index: int, files: SnapshotFiles) -> Step:
     number = event.optional_integer("snapshot")
     if number is not None and number not in files:
         raise DamagedDumpError(f"{event.where}: snapshot {number} is missing: the dump was cut off, or copied in part.")
-    run = event.optional_record("pass")
+    run, said = event.optional_record("pass"), event.optional_record("counts")
     error = event.optional_record("error")
     load: Callable[[int], Snapshot] = files.load
     return Step(
@@ -218,6 +218,7 @@ def _step(event: Record, index: int, files: SnapshotFiles) -> Step:
         level=event.text("level"),
         after=event.optional_text("after"),
         number=number,
+        counts=_counts(said) if said is not None else _counts(run.record("after")) if run is not None else None,
         run=None if run is None else _run(run),
         error=None if error is None else _failure(error),
         load=load,

@@ -8,7 +8,7 @@ from typing import Any
 
 from zpasses.dumps.errors import DamagedDumpError, DumpTooLargeError
 from zpasses.dumps.files import Limits, Record, lines, parse
-from zpasses.dumps.format import Argument, Buffer, Collective, Node, Ref, Snapshot, Source, Tag, Text, Value, references
+from zpasses.dumps.format import Argument, Buffer, Collective, Mark, Node, Ref, Snapshot, Source, Tag, Text, Value, references
 
 __all__ = ["SnapshotFiles"]
 
@@ -106,7 +106,7 @@ class _File:
         source = record.optional_integer("source")
         if source is not None and source >= len(self._sources):
             raise record.fail("source", f"a number below {len(self._sources)}")
-        tag, collective = record.optional_record("tag"), record.optional_record("collective")
+        tag, collective, mark = (record.optional_record(name) for name in ("tag", "collective", "recompute"))
         stream = record.optional_text("stream")
         if stream not in (None, "compute", "communication"):
             raise record.fail("stream", "'compute', 'communication' or null")
@@ -120,6 +120,7 @@ class _File:
             vals=tuple(_value(item) for item in record.records("val")),
             params=record.texts("params"),
             tag=None if tag is None else _tag(tag),
+            mark=None if mark is None else Mark(mark.text("policy"), mark.integer("region", 0)),
             source=None if source is None else self._sources[source],
             buffers=tuple(_buffer(item, id) for item in record.records("buffers")),
             cost_us=record.number("cost_us", 0.0),

@@ -273,8 +273,10 @@ class CompileDump(Recorder):
         _, trace = self._current(name)
         snapshot = trace.snapshot(graph, self._number)
         base = base or self._last.get(name)
+        found = data.Counts.of(snapshot)
+        said = {"counts": counts(found.nodes, found.collectives, found.nbytes), **(said or {})}
         if after is None and base is not None and base.nodes == snapshot.nodes and kind == "snapshot":
-            self._event(kind, graph=name, level=level, after=None, snapshot=base.number)  # came from one level to the next as it was
+            self._event(kind, graph=name, level=level, after=None, snapshot=base.number, **said)  # the next level, as it was
             return
         stem = f"{self._number:03d}-{slug(name)}" + (f"-{slug(after)}" if after else "")
         header = {"graph": name, "level": level, "after": after}
@@ -283,7 +285,7 @@ class CompileDump(Recorder):
         _write(self._folder / f"{stem}.py", [program(snapshot, name, title).rstrip("\n").encode("utf-8", "replace")])
         self._number += 1
         self._last[name] = snapshot
-        self._event(kind, graph=name, level=level, after=after, snapshot=snapshot.number, **(said or {}))
+        self._event(kind, graph=name, level=level, after=after, snapshot=snapshot.number, **said)
 
     def _event(self, kind: str, **fields: Any) -> None:
         self._events.append(dumps({"event": kind, **fields}))

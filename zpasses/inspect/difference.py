@@ -12,14 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from zpasses.dumps.format import Argument, Node, Ref, Snapshot
+from zpasses.dumps.format import Argument, Mark, Node, Ref, Snapshot
 from zpasses.inspect.listing import argument_text, op_text, value_text
 
 __all__ = ["KINDS", "Change", "Difference", "compare"]
 
-KINDS = ("inserted", "removed", "moved", "rewired", "retagged", "retyped", "renamed")
+KINDS = ("inserted", "removed", "moved", "rewired", "retagged", "remarked", "retyped", "renamed")
 """inserted, removed: only in one of the graphs. moved: at another place among the nodes that both have. rewired: another op, or other
-arguments. retagged: another tag, or other parameters. retyped: another shape, dtype or device. renamed: another name."""
+arguments. retagged: another tag, or other parameters. remarked: told the partitioner something else, whether backward computes it again.
+retyped: another shape, dtype or device. renamed: another name."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ def _edits(old: Node, new: Node, pairs: Mapping[int, int], old_names: Mapping[in
         yield "rewired", "; ".join(wiring)
     if old.tag != new.tag or (old.params != new.params and new.tag is None):
         yield "retagged", _tag_change(old, new)
+    if old.mark != new.mark:
+        yield "remarked", _mark_change(old.mark, new.mark)
     if [(each.shape, each.dtype, each.device) for each in old.vals] != [(each.shape, each.dtype, each.device) for each in new.vals]:
         was, now = (value_text(each.vals) or "nothing" for each in (old, new))
         yield "retyped", f"{was} -> {now}" if was != now else f"{now} on another device"
@@ -154,6 +157,13 @@ def _tag_change(old: Node, new: Node) -> str:
         if was != now:
             parts.append(f"{field.name}: {_listed(was)} -> {_listed(now)}")
     return "; ".join(parts)
+
+
+def _mark_change(old: Mark | None, new: Mark | None) -> str:
+    was, now = (each.text if each is not None else "no mark" for each in (old, new))
+    if was == now and old is not None and new is not None:
+        return f"{now}, in region {old.region} -> {new.region}"
+    return f"{was} -> {now}"
 
 
 def _listed(value: Any) -> str:

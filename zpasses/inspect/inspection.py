@@ -79,7 +79,7 @@ class Inspection:
         return memory_view(self._to_run(graph), after, at, limit)
 
     def timeline(self, graph: str | None = None, after: str | int | None = None) -> dict[str, Any]:
-        """Both streams as a Chrome trace."""
+        """All streams as a Chrome trace."""
         found = steps_after(self._to_run(graph), after)
         return chrome_trace([(each.title, snapshot_of(each, step)) for each, step in found])
 

@@ -84,8 +84,8 @@ def listing(snapshot: Snapshot, where: Callable[[Node], bool] | None = None, mos
         return (w,)
 
     After the `#` stand dtype, shape and bytes of what the node makes, what its tag says it does and for which parameters, its bucket,
-    and what a pass chose there. `aten` and `_c10d_functional` are left out of the names of ops, and
-    of long lists all but a few items.
+    what a pass chose there, and `recomputed` where backward computes it again instead of finding it saved. `aten` and
+    `_c10d_functional` are left out of the names of ops, and of long lists all but a few items.
     """
     found = lines(snapshot, where, most)
     width = min(max((len(line.code) for line in found if line.note), default=0), 88)
@@ -160,4 +160,5 @@ def note_text(node: Node, most: int | None = MOST) -> str:
         notes += [tag.note] if tag.note else []
     elif node.params:
         notes.append(_joined(node.params, most))
+    notes += [node.mark.text] if node.mark is not None else []
     return "; ".join(note for note in notes if note)

@@ -1,7 +1,8 @@
-"""When a graph's nodes would run: computation on one stream, communication on another, by the cost model of the dump's target.
+"""When a graph's nodes would run: computation on one stream, communication on one a process group, by the cost model of the dump's target.
 
-Nodes are issued in order and without delay. Computation runs one node after the other; communication as well, each collective from its
-start on, or from the end of the one before. A wait holds computation until its collective has ended: that is exposed time.
+Nodes are issued in order and without delay. Computation runs one node after the other; the collectives of a group as well, each from its
+start on, or from the end of the one before. Groups do not hold each other up, as on devices; that they may share links is left out.
+A wait holds computation until its collective has ended: that is exposed time.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Flight:
 
     node: Node
     start_us: float
-    """When its bytes start to move: once computation has reached it, and the collective before has ended."""
+    """When its bytes start to move: once computation has reached it, and the group's collective before has ended."""
     end_us: float
     wait: Node
     """The first node that awaits it; its own for a collective that waits by itself."""
@@ -48,6 +49,11 @@ class Flight:
     """Of the nodes between its start and its first wait."""
     stalls: tuple[Stall, ...]
     """At its waits."""
+
+    @property
+    def group(self) -> str:
+        """The process group, on whose stream it runs."""
+        return self.node.collective.group if self.node.collective is not None else ""
 
     @property
     def time_us(self) -> float:
@@ -61,12 +67,17 @@ class Flight:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Both streams of a graph, from its first node on."""
+    """All streams of a graph, from its first node on."""
 
     compute: tuple[Span, ...]
     flights: tuple[Flight, ...]
     total_us: float
-    """Until both streams have ended."""
+    """Until all streams have ended."""
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Process groups that communicate, each on its stream, in the order in which they start to."""
+        return tuple(dict.fromkeys(flight.group for flight in self.flights))
 
     @property
     def compute_us(self) -> float:
@@ -90,7 +101,9 @@ class Schedule:
 
 def schedule(snapshot: Snapshot) -> Schedule:
     """When each node of a graph would run."""
-    now = free = 0.0
+    now = 0.0
+    free: dict[str, float] = {}
+    """When the stream of a group has done what it was given."""
     spans: list[Span] = []
     flying: dict[int, tuple[Node, float, float, int, float]] = {}  # id -> node, start, end, index, compute time before it
     awaited: dict[int, list[int]] = {}  # id of a wait -> ids of what it awaits
@@ -105,16 +118,16 @@ def schedule(snapshot: Snapshot) -> Schedule:
                 now = flying[key][2]
         collective = node.collective
         if collective is not None:
-            start = max(now, free)
-            free = start + node.cost_us
-            flying[node.id], stalls[node.id] = (node, start, free, at, computed), []
+            start = max(now, free.get(collective.group, 0.0))
+            end = free[collective.group] = start + node.cost_us
+            flying[node.id], stalls[node.id] = (node, start, end, at, computed), []
             for wait in collective.waits:
                 awaited.setdefault(wait, []).append(node.id)
             if not collective.waits:
                 first_wait[node.id] = (node, at, computed)
-                if free > now:
-                    stalls[node.id].append(Stall(node, now, free))
-                    now = free
+                if end > now:
+                    stalls[node.id].append(Stall(node, now, end))
+                    now = end
         elif node.cost_us > 0 and node.stream != "communication":
             spans.append(Span(node, now, now + node.cost_us))
             now += node.cost_us
@@ -123,4 +136,4 @@ def schedule(snapshot: Snapshot) -> Schedule:
     for key, (node, start, end, at, before) in flying.items():
         awaiting, place, after = first_wait.get(key, (node, at, before))
         flights.append(Flight(node, start, end, awaiting, max(place - at - 1, 0), after - before, tuple(stalls[key])))
-    return Schedule(tuple(spans), tuple(flights), max(now, free))
+    return Schedule(tuple(spans), tuple(flights), max((now, *free.values())))

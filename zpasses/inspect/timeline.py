@@ -11,11 +11,12 @@ from zpasses.inspect.schedule import Flight, schedule
 
 __all__ = ["chrome_trace"]
 
-_COMPUTE, _COMMUNICATION = 1, 2
+_COMPUTE = 1
+"""Number of its track; those of process groups follow."""
 
 
 def chrome_trace(graphs: Sequence[tuple[str, Snapshot]]) -> dict[str, Any]:
-    """One process a graph, one behind the other in time, each with a track for computation and one for communication.
+    """One process a graph, one behind the other in time, each with a track for computation and one for the communication of each group.
 
     Stalls are slices of the computation track; arrows lead from a collective's start to the collective and on to its wait; bytes alive
     are a counter. Times are microseconds, as the format wants them.
@@ -30,7 +31,9 @@ def chrome_trace(graphs: Sequence[tuple[str, Snapshot]]) -> dict[str, Any]:
         base = {"pid": number}
         events.append({**base, "ph": "M", "name": "process_name", "args": {"name": title}})
         events.append({**base, "ph": "M", "name": "process_sort_index", "args": {"sort_index": number}})
-        for thread, name in ((_COMPUTE, "compute"), (_COMMUNICATION, "communication")):
+        tracks = {group: thread for thread, group in enumerate(plan.groups, start=_COMPUTE + 1)}
+        named = {thread: f"communication, group {group}" if len(tracks) > 1 else "communication" for group, thread in tracks.items()}
+        for thread, name in {_COMPUTE: "compute", **named}.items():
             events.append({**base, "tid": thread, "ph": "M", "name": "thread_name", "args": {"name": name}})
             events.append({**base, "tid": thread, "ph": "M", "name": "thread_sort_index", "args": {"sort_index": thread}})
         live = dict(zip((node.id for node in snapshot.nodes), snapshot.live_bytes, strict=True))
@@ -42,12 +45,12 @@ def chrome_trace(graphs: Sequence[tuple[str, Snapshot]]) -> dict[str, Any]:
             events.append(_slice(number, _COMPUTE, node.name, op_text(node.target), start, length, about))
             events.append({**base, "ph": "C", "name": "bytes alive", "ts": start, "args": {"bytes": live[node.id]}})
         for flight in plan.flights:
-            events += _flight(number, flight, offset, len(events))
+            events += _flight(number, tracks[flight.group], flight, offset, len(events))
         offset += plan.total_us
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _flight(process: int, flight: Flight, offset: float, key: int) -> Iterator[dict[str, Any]]:
+def _flight(process: int, track: int, flight: Flight, offset: float, key: int) -> Iterator[dict[str, Any]]:
     node, collective = flight.node, flight.node.collective
     assert collective is not None
     about = {
@@ -60,13 +63,13 @@ def _flight(process: int, flight: Flight, offset: float, key: int) -> Iterator[d
         "route": collective.route,
         "verdict": collective.verdict,
     }
-    yield _slice(process, _COMMUNICATION, node.name, collective.kind, offset + flight.start_us, flight.time_us, about)
+    yield _slice(process, track, node.name, collective.kind, offset + flight.start_us, flight.time_us, about)
     for at, stall in enumerate(flight.stalls):
         about = {"awaits": node.name}
         length = stall.end_us - stall.start_us
         yield {**_slice(process, _COMPUTE, f"exposed: {node.name}", "exposed", offset + stall.start_us, length, about), "cname": "terrible"}
         flow = {"pid": process, "cat": "wait", "name": "wait", "id": f"{key}.{at}"}
-        yield {**flow, "tid": _COMMUNICATION, "ph": "s", "ts": offset + flight.start_us}
+        yield {**flow, "tid": track, "ph": "s", "ts": offset + flight.start_us}
         yield {**flow, "tid": _COMPUTE, "ph": "f", "bp": "e", "ts": offset + stall.start_us}
 
 

@@ -33,7 +33,7 @@ class Table:
         rows = [[printable(cell) for cell in row] for row in self.rows]
         body = tabulate(rows, headers=self.headers, colalign=align if rows else None, disable_numparse=True)
         body = "\n".join(line.rstrip() for line in body.splitlines())
-        return f"{_bold(self.title, color)}\n{body}" if self.title else body
+        return f"{_bold(printable(self.title), color)}\n{body}" if self.title else body
 
     def html(self) -> str:
         from tabulate import tabulate
@@ -70,9 +70,9 @@ class Code:
         return highlight(body, PythonLexer(stripnl=False), HtmlFormatter(noclasses=True, nobackground=True))
 
 
-_COLORS = {"inserted": 32, "removed": 31, "moved": 36, "rewired": 33, "retagged": 35, "retyped": 34, "renamed": 34}
-_SIGNS = {"inserted": "+", "removed": "-", "moved": ">", "rewired": "~", "retagged": "#", "retyped": ":", "renamed": "="}
-_CSS = {"inserted": "#2e9e4f", "removed": "#d1434b", "moved": "#1a93a8", "rewired": "#b07d12", "retagged": "#a557c0"}
+_COLORS = {"inserted": 32, "removed": 31, "moved": 36, "rewired": 33, "retagged": 35, "remarked": 35, "retyped": 34, "renamed": 34}
+_SIGNS = {"inserted": "+", "removed": "-", "moved": ">", "rewired": "~", "retagged": "#", "remarked": "*", "retyped": ":", "renamed": "="}
+_CSS = {"inserted": "#2e9e4f", "removed": "#d1434b", "moved": "#1a93a8", "rewired": "#b07d12", "retagged": "#a557c0", "remarked": "#a557c0"}
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
-from zpasses.dumps.format import Compile, Dump, Graph, Ref, Step, Text
+from zpasses.dumps.errors import DumpError
+from zpasses.dumps.format import Compile, Counts, Dump, Graph, Ref, Snapshot, Step, Text
 from zpasses.inspect.communication import Communication, communication
 from zpasses.inspect.find import Picked, node_named, pick_rank, snapshot_of, step_title, steps_after
 from zpasses.inspect.listing import MOST, Where, lines
@@ -59,7 +61,7 @@ def _compile_parts(each: Compile) -> list[Table | str]:
     for graph in each.graphs.values():
         for step in graph.steps:
             rows.append(_step_row(graph, step))
-    columns = ("graph", "step", "after", "changes", "nodes", "collectives", "bytes put in", "pass", "checks", "")
+    columns = ("graph", "step", "after", "changes", "nodes", "collectives", "bytes put in", "pass", "checks", "notes")
     shown: list[Table | str] = [f"{head}\npipeline: {info.pipeline or '(none)'}"]
     if rows:
         shown.append(table(columns, rows, right=("step", "changes", "nodes", "collectives", "bytes put in", "pass", "checks")))
@@ -76,17 +78,20 @@ def _step_row(graph: Graph, step: Step) -> tuple[Any, ...]:
     run = step.run
     times = (run.changes, time_text(run.time_us), time_text(run.check_us)) if run else ("", "", "")
     said = f"FAILED: {step.error.type}" if step.error else "; ".join(run.notes) if run else ""
-    return (graph.name if step.index == 0 else "", step.index, step.after or "-", times[0], *figures, *times[1:], _cut(said, 60))
+    return (graph.name if step.index == 0 else "", step.index, step.after or "-", times[0], *figures, *times[1:], textwrap.fill(said, 64))
 
 
 def _counts(graph: Graph, step: Step) -> dict[str, int] | None:
-    """Nodes, collectives and bytes of a step, as the records of passes say; None where no pass ran, because reading graphs takes time."""
-    if step.run is not None:
-        return asdict(step.run.after)
+    """Nodes, collectives and bytes of a step, as the dump's events say, so that no graph is read; where they do not, as the graph says."""
+    if step.counts is not None:
+        return asdict(step.counts)
     following = graph.steps[step.index + 1].run if step.index + 1 < len(graph.steps) else None
     if following is not None:
         return asdict(following.before)
-    return None
+    try:
+        return asdict(Counts.of(step.snapshot)) if step.snapshot is not None else None
+    except DumpError:
+        return None  # whoever asks for this graph is told what is wrong with it; the rest can be listed
 
 
 def _compile_data(each: Compile) -> dict[str, Any]:
@@ -121,10 +126,24 @@ def show_view(picked: Sequence[Picked], after: str | int | None = None, where: W
         peak = bytes_text(snapshot.peak_bytes)
         head = f"# {each.title}, {step_title(step)}: {len(snapshot.nodes)} nodes{some}; peak {peak}"
         parts.append(Code((head, *(line.text(width) for line in found))))
+        if where is not None and where.params and not found:
+            parts.append(_known_parameters(snapshot))
         about = {"rank": each.rank, "compile": each.compile.name, "graph": each.graph.name, "step": step.index, "after": step.after}
         live = dict(zip((node.id for node in snapshot.nodes), snapshot.live_bytes, strict=True))
         data.append({**about, "nodes": [{**plain(line.node), "live_bytes": live[line.node.id]} for line in found]})
     return View("", tuple(parts), data)
+
+
+def _known_parameters(snapshot: Snapshot) -> str:
+    known = list(dict.fromkeys(name for node in snapshot.nodes for name in node.params))
+    more = f", ... and {len(known) - 6} more" if len(known) > 6 else ""
+    return f"No node meets all conditions. The graph's parameters are {', '.join(known[:6])}{more}." if known else "It has no parameters."
+
+
+def _unmodelled(each: Picked, step: Step) -> list[str]:
+    """What to say of a graph of ops that the models of memory and time do not know."""
+    said = f"{each.title} is what Dynamo captured: no memory and no times are modelled for it, but for the joint graph and all after it."
+    return [said] if step.level == "captured" else []
 
 
 # --- collectives -------------------------------------------------------------------------------------------------------------------
@@ -139,7 +158,7 @@ def collectives_view(picked: Sequence[Picked], after: str | int | None = None) -
         found = communication(snapshot_of(each, step))
         about = {"rank": each.rank, "compile": each.compile.name, "graph": each.graph.name, "step": step.index, "after": step.after}
         data.append({**about, **found.to_json()})
-        parts += [_collectives_table(f"{each.title}, {step_title(step)}", found), _totals(found)]
+        parts += _unmodelled(each, step) or [_collectives_table(f"{each.title}, {step_title(step)}", found), _totals(found)]
     return View("", tuple(parts), data)
 
 
@@ -195,8 +214,8 @@ def memory_view(picked: Sequence[Picked], after: str | int | None = None, at: st
             (peak.step, peak.after or "-", bytes_text(peak.peak_bytes), change_text(was, peak.peak_bytes), peak.at)
             for was, peak in zip(before, steps, strict=False)
         ]
-        parts.append(table(("step", "after", "peak", "change", "at node"), rows, ("step", "peak", "change"), title=f"{each.title}"))
-        parts += _alive_parts(found, step_title(step), limit)
+        curves = table(("step", "after", "peak", "change", "at node"), rows, ("step", "peak", "change"), title=each.title)
+        parts += _unmodelled(each, step) or [curves, *_alive_parts(found, step_title(step), limit)]
         about = {"rank": each.rank, "compile": each.compile.name, "graph": each.graph.name, "step": step.index, "after": step.after}
         data.append({**about, **found.to_json(), "steps": [asdict(peak) for peak in steps]})
     return View("", tuple(parts), data)

@@ -175,6 +175,21 @@ def test_what_a_later_version_adds_is_passed_over(dump):
     assert compiled.graphs.keys() >= {"joint", "forward"}
 
 
+def test_what_an_earlier_zpasses_did_not_write_yet_is_not_missed(original, dump):
+    for path in files(dump):
+        if path.suffix == ".jsonl":
+            records = [json.loads(line) for line in path.read_text().splitlines()]
+            older = [{key: value for key, value in record.items() if key not in ("recompute", "counts")} for record in records]
+            path.write_text("".join(json.dumps(record) + "\n" for record in older))
+    shown, expected = (zpasses.inspect.open(each).overview().data["compiles"] for each in (dump, original))
+    assert shown == expected
+    assert all(step["counts"] for graph in shown[0]["graphs"] for step in graph["steps"])
+    steps = read(dump).ranks[0].compiles[0].graphs["joint"].steps
+    assert all(node.mark is None for step in steps for node in step.snapshot.nodes)
+    marked = read(original).ranks[0].compiles[0].graphs["joint"].last.snapshot.nodes
+    assert {node.mark.policy for node in marked if node.mark} == {"must_recompute"}
+
+
 def test_a_newer_dump_is_refused_with_what_to_do(dump):
     header = json.loads((dump / "zpasses-dump.json").read_text())
     (dump / "zpasses-dump.json").write_text(json.dumps({**header, "version": 2, "zpasses": "9.9"}))

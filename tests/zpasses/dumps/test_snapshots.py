@@ -17,7 +17,8 @@ from zpasses.dumps.describe import Describer
 from zpasses.dumps.format import Ref, Text
 from zpasses.dumps.snapshots import SnapshotFiles
 from zpasses.pipeline import Pipeline
-from zpasses.target import TARGETS
+from zpasses.step_time import Timeline
+from zpasses.target import TARGETS, planning_for
 from zpasses.testing import capture_graphs, fake_world
 
 ZERO3 = Pipeline.parse("merge-reads,gather-params,reduce-grads,regather")
@@ -98,6 +99,25 @@ def test_gathers_are_described_with_route_sizes_and_waits():
     assert [snapshot.by_id[id].target for id in gather.collective.waits] == ["_c10d_functional.wait_tensor.default"]
     assert gather.cost_us > 0
     assert {buffer.kind for node in snapshot.nodes for buffer in node.buffers} == {"parameter", "gradient", "activation"}
+
+
+def test_gathers_by_copy_engines_have_their_route_and_the_times_that_the_pass_compared():
+    with fake_world(8, 0):
+        gm = joint([Param((1 << 15, 64)), Param((1 << 15, 64))], 0, 8)
+        Pipeline.parse("gather-params,reduce-grads{form=reduce_scatter}")(gm.graph)
+        target = TARGETS["mi300x"]
+        trace = Describer(target).trace("joint")
+        before = trace.snapshot(gm.graph, 0)
+        with planning_for(target):
+            Pipeline.parse("sdma{min_mb=0,overlap=0}")(gm.graph)
+        after = trace.snapshot(gm.graph, 1)
+        expected = Timeline(gm.graph, target).run().collective_us
+    swapped = [node for node in after.nodes if node.collective and node.collective.kind == "sdma_all_gather"]
+    assert swapped
+    assert {node.collective.route for node in swapped} == {"mori"}
+    assert all("sdma swapped" in node.collective.verdict for node in swapped)
+    assert {before.by_id[node.id].collective.route for node in swapped if node.id in before.by_id} <= {""}
+    assert sum(node.cost_us for node in after.nodes if node.collective) == pytest.approx(expected, abs=0.01)
 
 
 @pytest.mark.parametrize(

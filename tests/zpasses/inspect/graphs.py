@@ -22,6 +22,7 @@ from zpasses.dumps.format import (
     Value,
     references,
 )
+from zpasses.inspect import Inspection
 
 MM, GATHER, WAIT = "aten.mm.default", "_c10d_functional.all_gather_into_tensor.default", "_c10d_functional.wait_tensor.default"
 
@@ -124,7 +125,7 @@ def graph_of(name, *states, error=None):
             changes = int(state is not states[index - 1][1])
             run = PassRun(after.partition("{")[0], after, {}, changes, 1500.0, 250.0, ("lint", "values"), before, counts(state))
         failure = error if after and index == len(states) - 1 else None
-        steps.append(Step(index, name, after, number, run, failure, graphs.__getitem__))
+        steps.append(Step(index, name, after, number, run and run.after, run, failure, graphs.__getitem__))
     return Graph(name, tuple(steps))
 
 
@@ -140,3 +141,11 @@ def small_dump(**more):
     """Two gathers, the second started earlier by `overlap`; `bucket` found nothing to do."""
     before, after = two_gathers(), two_gathers(early=True)
     return dump_of(graph_of("forward", (None, before), ("bucket{mb=0}", before), ("overlap", after)), **more)
+
+
+def two_groups():
+    """Both gathers start first, the second in another process group."""
+    by = two_gathers().by_name
+    other = replace(by["gather_v"], collective=replace(by["gather_v"].collective, group="1"))
+    order = (by["x"], by["w_shard"], by["v_shard"], by["gather_w"], other, by["w"], by["mm"], by["v"], by["mm_1"], by["output"])
+    return Inspection(dump_of(graph_of("forward", (None, snapshot(*order, live=alive(order))))))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.zpasses.inspect.graphs import chain, node, snapshot, two_gathers
-from zpasses.dumps.format import Ref, Tag
+from zpasses.dumps.format import Mark, Ref, Tag
 from zpasses.inspect import compare, pair
 
 
@@ -44,6 +44,21 @@ def test_details_say_what_was_and_what_is():
     assert difference.summary == "1 inserted, 1 rewired, 1 retagged, 1 retyped, 1 renamed"
     backward = compare(snapshot(*nodes), before)
     assert (backward.changes[0].kind, backward.changes[0].detail) == ("removed", "nothing read it")
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "detail"),
+    [
+        (None, Mark("must_recompute", 7), "no mark -> recomputed"),
+        (Mark("prefer_save", 1), None, "prefer save -> no mark"),
+        (Mark("must_recompute", 1), Mark("must_recompute", 7), "recomputed, in region 1 -> 7"),
+    ],
+)
+def test_marks_for_the_partitioner_are_named(was, now, detail):
+    first, *rest = chain(3).nodes
+    before, after = (snapshot(replace(first, mark=mark), *rest) for mark in (was, now))
+    (change,) = compare(before, after).changes
+    assert (change.kind, change.node.name, change.detail) == ("remarked", "x", detail)
 
 
 # --- planted changes ---------------------------------------------------------------------------------------------------------------
@@ -86,6 +101,11 @@ def retag(nodes, at, draw):
     return {("retagged", nodes[at].name)}
 
 
+def remark(nodes, at, draw):
+    nodes[at] = replace(nodes[at], mark=Mark("must_recompute", 7))
+    return {("remarked", nodes[at].name)}
+
+
 def retype(nodes, at, draw):
     nodes[at] = replace(nodes[at], vals=(replace(nodes[at].vals[0], shape=(16,)),))
     return {("retyped", nodes[at].name)}
@@ -96,7 +116,7 @@ def rename(nodes, at, draw):
     return {("renamed", "other")}
 
 
-EDITS = (insert, remove, move, retarget, retag, retype, rename)
+EDITS = (insert, remove, move, retarget, retag, remark, retype, rename)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

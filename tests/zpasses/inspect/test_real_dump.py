@@ -36,6 +36,18 @@ def test_differences_of_passes_add_up(dump):
     assert {change.node.target for change in whole.of_kind("removed")} == {"zpasses.unshard.default", "zpasses.reduce_grad.default"}
 
 
+def test_regather_is_seen_by_its_marks(dump):
+    difference = dump.diff_of("joint", "regather")
+    assert set(difference.counts) == {"remarked"}
+    assert {change.detail for change in difference.changes} == {"no mark -> recomputed"}
+    roles = {change.node.tag.role for change in difference.changes if change.node.tag}
+    assert {"gather", "full"} <= roles
+    assert len(difference.changes) == dump.step_of("joint", "regather").run.changes
+    listed = str(dump.show("joint", "regather")).splitlines()
+    assert sum(line.endswith(" recomputed") for line in listed) == len(difference.changes)
+    assert "recomputed" not in str(dump.show("joint", "reduce-grads"))
+
+
 def test_every_gather_is_a_row_with_its_parameters(dump):
     before, after = dump.collectives_of("forward", 0), dump.collectives_of("forward")
     assert [row.params for row in before.rows] == [(f"layers.{i}.weight",) for i in range(3)]

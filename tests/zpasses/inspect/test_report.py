@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.zpasses.inspect.graphs import GATHER, WAIT, chain, dump_of, graph_of, node, small_dump, snapshot
+from tests.zpasses.inspect.graphs import GATHER, WAIT, chain, dump_of, graph_of, node, small_dump, snapshot, two_groups
 from tests.zpasses.inspect.real import real_dump
 from zpasses.dumps.format import Buffer, Collective, Failure, Ref, Source, Tag
 from zpasses.inspect import Inspection
@@ -116,6 +116,8 @@ def test_every_view_of_a_real_dump_opens(page):
     overview = one(browser, "main").text
     for word in ("Exposed communication", "Peak memory", "bucket{memory_budget=1MiB}", "merge-reads", "backward"):
         assert word in overview
+    wide = "Array.from(document.querySelectorAll('main .scroll')).filter(each => each.scrollWidth > each.clientWidth).length"
+    assert browser.execute_script(f"return {wide}") == 0  # at 1280 px nothing needs to be scrolled sideways
 
 
 @needs_browser
@@ -153,6 +155,17 @@ def retagged(graph, at):
 
 
 @needs_browser
+def test_marks_that_a_pass_left_are_in_the_diff_and_beside_the_node(page):
+    inspection = open_dump(real_dump()[0])
+    step = inspection.step_of("joint", "regather")
+    browser = page(inspection, f"0/joint/{step.index}/diff/")
+    assert f"{step.run.changes} remarked" in one(browser, ".bar .chip.remarked").text
+    one(browser, ".cell.after.remarked").click()
+    assert one(browser, ".detail .chip", "recomputed")
+    assert "no mark -> recomputed" in one(browser, ".detail dl").text
+
+
+@needs_browser
 def test_pass_that_changed_nothing_says_so_and_a_failed_one_why(page):
     assert "changed nothing" in one(page(Inspection(small_dump()), "0/forward/1/diff/"), "main").text
     failure = Failure("PassError", "pass 'sdma': node x has no wait", "sdma", "Traceback ...")
@@ -161,6 +174,15 @@ def test_pass_that_changed_nothing_says_so_and_a_failed_one_why(page):
     assert one(browser, ".nav .failed").text == "failed"
     early = dump_of(graph_of("joint", (None, chain(5)), ("s", None), error=failure))
     assert "was not written" in one(page(Inspection(early), "0/joint/1/diff/"), "main").text
+
+
+@needs_browser
+def test_captured_graph_has_no_figures_of_models(page):
+    browser = page(Inspection(dump_of(graph_of("captured", (None, chain(5))))))
+    assert "6 nodes · 0 collectives · memory and times are not modelled" in one(browser, ".card header").text
+    for tab in ("memory", "timeline", "collectives"):
+        browser.execute_script(f"go({{graph: 'captured', step: 0, tab: '{tab}'}})")
+        assert "is the graph that Dynamo captured" in one(browser, "main").text
 
 
 @needs_browser
@@ -237,6 +259,17 @@ def test_timeline_and_memory_answer_to_pointer_and_keys(page):
     assert one(browser, ".detail h2").text == "gather_w"
     keys(browser, "ARROW_DOWN")  # the canvas is a new one, and has the focus
     assert one(browser, ".detail h2").text == "gather_v"
+
+    browser = page(two_groups(), "0/forward/0/timeline/")
+    chart = one(browser, "canvas")
+    wait_for(browser, "document.querySelector('canvas').width > 300")
+    # Of 26 us, both gathers take the first 10, each in the track of its group.
+    across = browser.execute_script("return TRACK.left + (document.querySelector('canvas').clientWidth - TRACK.left - 8) * 5 / 26")
+    for track, name in enumerate(("gather_w", "gather_v")):
+        down = browser.execute_script("return laneTop(arguments[0]) + 9", track)
+        offset = (int(across - chart.size["width"] / 2), int(down - chart.size["height"] / 2))
+        ActionChains(browser).move_to_element_with_offset(chart, *offset).perform()
+        assert name in one(browser, ".hint").text
 
     browser = page(Inspection(small_dump()), "0/forward/2/memory/")
     assert one(browser, ".alive h2").text.startswith("320 B")

@@ -3,7 +3,7 @@
 import expecttest
 import pytest
 
-from tests.zpasses.inspect.graphs import chain, dump_of, graph_of, node, small_dump, snapshot
+from tests.zpasses.inspect.graphs import chain, dump_of, graph_of, node, small_dump, snapshot, two_gathers, two_groups
 from zpasses.dumps.format import Buffer, Collective, Failure
 from zpasses.inspect import Inspection, NotInDumpError, Where, communication, listing, memory, schedule
 
@@ -24,8 +24,8 @@ Rank 0 was dumped.
 Compile 0/0 (000-0_0): done, codegen eager, target cpu
 pipeline: overlap
 
-graph      step  after           changes    nodes    collectives    bytes put in    pass    checks
--------  ------  ------------  ---------  -------  -------------  --------------  ------  --------  --
+graph      step  after           changes    nodes    collectives    bytes put in    pass    checks  notes
+-------  ------  ------------  ---------  -------  -------------  --------------  ------  --------  -------
 forward       0  -                             10              2            64 B
               1  bucket{mb=0}          0       10              2            64 B  1.5 ms    250 us
               2  overlap               1       10              2            64 B  1.5 ms    250 us""",
@@ -45,9 +45,9 @@ Rank 0 was dumped.
 Compile 0/0 (000-0_0): failed, codegen eager, target cpu
 pipeline: overlap
 
-graph      step  after      changes    nodes    collectives    bytes put in    pass    checks
+graph      step  after      changes    nodes    collectives    bytes put in    pass    checks  notes
 -------  ------  -------  ---------  -------  -------------  --------------  ------  --------  ------------------
-joint         0  -
+joint         0  -                         4              0             0 B
               1  sdma                                                                          FAILED: ValueError
 
 FAILED in sdma: ValueError: no such group""",
@@ -156,7 +156,7 @@ def test_gather_beside_compute_is_exposed_for_what_compute_leaves():
     assert early.schedule.hidden == pytest.approx(0.4)
 
 
-def test_collectives_share_one_stream():
+def test_collectives_of_a_group_share_one_stream():
     # Both start at once; the second moves its bytes behind the first, so compute hides the first and a part of the second.
     graph = Inspection(small_dump()).step_of("forward").snapshot
     by = graph.by_name
@@ -164,6 +164,25 @@ def test_collectives_share_one_stream():
     plan = schedule(snapshot(*(by[name] for name in order)))
     assert [(flight.start_us, flight.end_us, flight.exposed_us) for flight in plan.flights] == [(0, 10, 10), (10, 20, 2)]
     assert plan.exposed_us == plan.total_us - plan.compute_us == 12
+
+
+def test_each_group_has_a_stream_of_its_own():
+    dump = two_groups()
+    plan = dump.schedule_of("forward")
+    assert plan.groups == ("0", "1")
+    assert [(flight.group, flight.start_us, flight.end_us, flight.exposed_us) for flight in plan.flights] == [
+        ("0", 0, 10, 10),
+        ("1", 0, 10, 0),
+    ]
+    assert (plan.total_us, plan.exposed_us, plan.hidden) == (26, 10, 0.5)
+    assert [row.exposed_us for row in dump.collectives_of("forward").rows] == [10, 0]
+    events = dump.timeline("forward")["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert tracks == {1: "compute", 2: "communication, group 0", 3: "communication, group 1"}
+    assert {event["name"]: event["tid"] for event in events if event.get("cat") == "all_gather_into_tensor"} == {
+        "gather_w": 2,
+        "gather_v": 3,
+    }
 
 
 def test_collective_that_waits_by_itself_is_exposed_as_a_whole():
@@ -242,11 +261,26 @@ def test_long_lists_are_counted_unless_asked_for():
 
 
 def test_what_steers_a_terminal_is_spelled_out():
-    dump = dump_of(graph_of("joint", (None, snapshot(node(0, "evil\x1b[2J\u202e", "x", op="placeholder")))))
-    page = Inspection(dump).show("joint")
-    assert "evil\\x1b[2J\\u202e" in page.text()
-    for steering in ("\x1b[2J", "\u202e"):
-        assert steering not in page.text(color=True)
+    evil = "evil\x1b[2J\u202e"
+    dump = dump_of(graph_of("joint", (None, snapshot(node(0, evil, "x", op="placeholder")))), name=evil)
+    inspection = Inspection(dump)
+    assert "evil\\x1b[2J\\u202e" in inspection.show("joint").text()
+    for page in (inspection.overview(), inspection.show(), inspection.diff(), inspection.collectives("joint"), inspection.memory("joint")):
+        for steering in ("\x1b[2J", "\u202e"):
+            assert steering not in page.text(color=True)
+            assert steering not in page._repr_html_()
+
+
+def test_filter_that_nothing_meets_says_what_parameters_there_are():
+    shown = str(Inspection(small_dump()).show("forward", where=Where(params=("layers.*",))))
+    assert shown.endswith("No node meets all conditions. The graph's parameters are w, v.")
+    assert "parameters are" not in str(Inspection(small_dump()).show("forward", where=Where(params=("w",))))
+
+
+def test_captured_graph_has_no_figures_of_models():
+    inspection = Inspection(dump_of(graph_of("captured", (None, two_gathers()))))
+    for page in (inspection.memory("captured"), inspection.collectives("captured")):
+        assert str(page).startswith("0/0 captured is what Dynamo captured: no memory and no times are modelled")
 
 
 def test_notebooks_show_pages_as_html_with_names_as_text():

@@ -21,6 +21,7 @@ function drawCollectives(main) {
   const graph = current.graph;
   if (!graph) return put(main, notWritten());
   const all = graph.flights;
+  if (!isModelled(current.step)) return put(main, notModelled());
   if (!all.length) return put(main, el("p", { class: "muted pad" }, "This graph does not communicate."));
   const columns = COLUMNS.filter((column) => !["route", "verdict"].includes(column.key) || all.some((each) => column.value(each)));
   let shown = [];

@@ -14,6 +14,7 @@ function drawDetail(panel) {
       form.tag && chip("role", form.tag.role),
       form.tag && form.tag.bucket !== null && chip("bucket", `bucket ${form.tag.bucket}`),
       form.tag && form.tag.origin && chip("", `by ${form.tag.origin}`),
+      form.mark && chip("", form.mark, "What the partitioner is told, for values that backward needs"),
       here !== graph && chip("removed", "no longer in the graph"),
       (current.changed ? graph.changes.get(form.id) || [] : []).map(([kind, detail]) => chip(kind, kind, detail))),
     el("code", { class: "code" }, form.code),

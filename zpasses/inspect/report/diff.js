@@ -28,7 +28,7 @@ function drawDiff(main) {
   put(main,
     runLine(step),
     el("div", { class: "bar" },
-      changeChips(step.diff),
+      changeChips(step.diff, true),
       el("span", { class: "stretch" }),
       button("↑ change", () => jump(-1), { title: "Previous changed node" }),
       button("↓ change", () => jump(1), { title: "Next changed node" }),

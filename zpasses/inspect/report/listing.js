@@ -44,6 +44,13 @@ function listingRow(graph, form) {
     codeParts(form));
 }
 
+// The models of memory and cost know aten, and not what Dynamo captures.
+function isModelled(step) { return step.level !== "captured"; }
+
+function notModelled() {
+  return el("p", { class: "muted pad" }, "This is the graph that Dynamo captured: no memory and no times are modelled for it, but for the joint graph and all after it.");
+}
+
 function notWritten() {
   return [failure(current.step.error, "This pass failed"), el("p", { class: "muted pad" }, "This graph was not written.")];
 }

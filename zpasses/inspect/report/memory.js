@@ -5,6 +5,7 @@ const MEMORY_LEFT = 64, MEMORY_TOP = 16, MEMORY_BOTTOM = 22;
 function drawMemory(main) {
   const graph = current.graph, before = current.before;
   if (!graph) return put(main, notWritten());
+  if (!isModelled(current.step)) return put(main, notModelled());
   if (!graph.nodes.length) return put(main, el("p", { class: "muted pad" }, "This graph is empty."));
   const { live, byKind, kinds, peak } = graph.curves;
   let at = graph.index.has(state.node) ? graph.index.get(state.node) : peak;

@@ -1,8 +1,8 @@
 // The dump as `payload.py` wrote it, taken apart when it is asked for.
 
 const KINDS = ["parameter", "bucket", "gradient", "activation", "saved", "scratch", "other"];
-const CHANGES = ["inserted", "removed", "moved", "rewired", "retagged", "retyped", "renamed"];
-const SIGNS = { inserted: "+", removed: "−", moved: "↕", rewired: "~", retagged: "#", retyped: ":", renamed: "=" };
+const CHANGES = ["inserted", "removed", "moved", "rewired", "retagged", "remarked", "retyped", "renamed"];
+const SIGNS = { inserted: "+", removed: "−", moved: "↕", rewired: "~", retagged: "#", remarked: "*", retyped: ":", renamed: "=" };
 const RUN = ["forward", "inference", "backward"];
 
 // The list under a key, which is made when it is first asked for.
@@ -14,7 +14,7 @@ function listIn(map, key) {
 class Form {
   // A node in one state.
   constructor(row, text) {
-    const [id, name, op, target, code, note, values, nbytes, params, tag, source, cost, inputs, buffers, collective] = row;
+    const [id, name, op, target, code, note, values, nbytes, params, tag, source, cost, inputs, buffers, collective, mark] = row;
     Object.assign(this, { id, nbytes, cost, inputs });
     this.name = text[name];
     this.op = text[op];
@@ -27,6 +27,7 @@ class Form {
     this.source = source && { file: text[source[0]], line: source[1], text: text[source[2]], module: text[source[3]] };
     this.buffers = buffers.map(([size, first, last, kind, owners]) =>
       ({ nbytes: size, first, last, kind: text[kind], params: owners.map((at) => text[at]), form: this }));
+    this.mark = mark === null ? "" : text[mark];
     this.collective = collective && {
       kind: text[collective[0]], group: text[collective[1]], ranks: collective[2], nbytes: collective[3],
       full: collective[4], route: text[collective[5]], verdict: text[collective[6]],

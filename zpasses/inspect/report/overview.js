@@ -46,12 +46,13 @@ function delta(before, after) {
 
 function graphCard(compile, graph) {
   const last = compile.at(graph, compile.last(graph));
+  const peak = last && (isModelled(last.step) ? `peak ${bytesText(last.step.peak[0])}` : "memory and times are not modelled");
   return el("section", { class: "card" },
     el("header", {},
       el("h2", {}, graph.name),
       graph.of && el("span", { class: "muted" }, `a variant of ${graph.of}`),
-      el("span", { class: "muted" }, last ? `${plural(last.nodes.length, "node")} · ${plural(last.flights.length, "collective")} · peak ${bytesText(last.step.peak[0])}` : "not written"),
-      last && last.nodes.length > 1 && sparkline(last)),
+      el("span", { class: "muted" }, last ? `${plural(last.nodes.length, "node")} · ${plural(last.flights.length, "collective")} · ${peak}` : "not written"),
+      last && last.nodes.length > 1 && isModelled(last.step) && sparkline(last)),
     (!compile.error || graph.error?.message !== compile.error.message) && failure(graph.error, "A pass failed"),
     el("div", { class: "scroll" }, el("table", {},
       el("thead", {}, el("tr", {}, ["pass", "what changed", "nodes", "collectives", "peak", "exposed", "pass took", "checks"].map((name, at) =>
@@ -63,24 +64,28 @@ function stepRow(compile, graph, step, at) {
   const holder = compile.holder(graph, at), run = step.run;
   const earlier = compile.before(graph, at), there = compile.at(graph, at);
   const changed = step.after && step.same === undefined && step.diff;
-  const peak = holder.peak && el("span", {}, bytesText(holder.peak[0]), earlier && delta(earlier.step.peak[0], holder.peak[0]));
-  const exposed = holder.schedule && el("span", {}, timeText(holder.schedule.exposed), earlier && delta(earlier.step.schedule.exposed, holder.schedule.exposed));
-  return el("tr", {},
+  const modelled = isModelled(step);
+  const peak = modelled && holder.peak && el("span", {}, bytesText(holder.peak[0]), earlier && delta(earlier.step.peak[0], holder.peak[0]));
+  const exposed = modelled && holder.schedule && el("span", {}, timeText(holder.schedule.exposed), earlier && delta(earlier.step.schedule.exposed, holder.schedule.exposed));
+  const notes = run && run.notes.length > 0 && el("tr", { class: "notes" }, el("td", { colspan: 8 }, run.notes.map((note) => el("p", {}, note))));
+  return [el("tr", {},
     el("th", { scope: "row" }, button(stepName(step), () => go({ graph: graph.name, step: at, tab: step.after ? "diff" : "listing", node: null }), { class: "link" })),
-    el("td", {}, step.error ? chip("removed", step.error.type, step.error.message) : changed ? changesOf(step) : step.after ? el("span", { class: "muted" }, "nothing") : "",
-      run && run.notes.map((note) => el("div", { class: "muted" }, note))),
+    el("td", {}, step.error ? chip("removed", step.error.type, step.error.message) : changed ? changesOf(step) : step.after ? el("span", { class: "muted" }, "nothing") : ""),
     [there ? there.nodes.length.toLocaleString("en") : "", there ? there.flights.length.toLocaleString("en") : "", peak, exposed,
-      run ? timeText(run.time_us) : "", run ? timeText(run.check_us) : ""].map((cell) => el("td", { class: "right" }, cell)));
+      run ? timeText(run.time_us) : "", run ? timeText(run.check_us) : ""].map((cell) => el("td", { class: "right" }, cell))), notes];
 }
 
 function changesOf(step) {
   const chips = changeChips(step.diff);
-  // Marks for the partitioner (what to compute again) are no part of a node.
+  // Dumps of earlier versions do not hold marks for the partitioner (what to compute again).
   return chips.length ? chips : el("span", { class: "muted" }, step.run ? `${plural(step.run.changes, "mark")}, no node` : "no node");
 }
 
-function changeChips(diff) {
-  return CHANGES.filter((kind) => diff[kind]).map((kind) => chip(kind, `${SIGNS[kind]}${diff[kind].length}`, plural(diff[kind].length, `node`) + ` ${kind}`));
+function changeChips(diff, inWords = false) {
+  return CHANGES.filter((kind) => diff[kind]).map((kind) => {
+    const count = diff[kind].length;
+    return chip(kind, inWords ? `${SIGNS[kind]} ${count} ${kind}` : `${SIGNS[kind]}${count}`, `${plural(count, "node")} ${kind}`);
+  });
 }
 
 function sparkline(graph) {

@@ -180,6 +180,7 @@ class _Pool:
                 self._text(collective.route),
                 self._text(collective.verdict),
             ],
+            None if node.mark is None else self._text(node.mark.text),
         ]
 
     def _texts(self, texts: Sequence[str]) -> list[int]:

@@ -1,21 +1,26 @@
-// Two streams in time: computation above, communication below, and in red where computation stands still for communication.
+// Streams in time: computation above, communication of each process group below, and in red where computation stands still for it.
 
-const TRACK = { left: 108, top: 14, height: 44, gap: 26 };
+const TRACK = { left: 108, top: 14, height: 44, gap: 26, between: 8 };
+
+function laneTop(lane) { return TRACK.top + TRACK.height + TRACK.gap + lane * (TRACK.height + TRACK.between); }
 
 function drawTimeline(main) {
   const graph = current.graph;
   if (!graph) return put(main, notWritten());
+  if (!isModelled(current.step)) return put(main, notModelled());
   const plan = graph.step.schedule;
   if (!plan.total) return put(main, el("p", { class: "muted pad" }, "Nothing in this graph takes time by the model."));
   const spans = graph.spans, flights = graph.flights;
   const stalls = flights.flatMap((flight) => flight.stalls.map((stall) => ({ ...stall, flight })));
   const view = { from: 0, to: plan.total };
+  const groups = [...new Set(flights.map((flight) => flight.form.collective.group))];
+  for (const flight of flights) flight.lane = groups.indexOf(flight.form.collective.group);
   let chosen = null;
   const chart = canvas({
-    height: 158,
+    height: laneTop(Math.max(groups.length, 1)) - TRACK.between + 30,
     label: `Compute and communication in time: ${timeText(plan.total)}, ${timeText(plan.exposed)} of it exposed. Plus and minus zoom, left and right move, up and down go from collective to collective, 0 shows all.`,
     props: { role: "application" },
-    draw: (pen, width, height) => paintTimeline(pen, width, height, { view, spans, flights, stalls, chosen, graph }),
+    draw: (pen, width, height) => paintTimeline(pen, width, height, { view, spans, flights, stalls, chosen, graph, groups }),
   });
   const scale = () => (chart.clientWidth - TRACK.left - 8) / (view.to - view.from);
   const timeAt = (clientX) => view.from + (clientX - chart.getBoundingClientRect().left - TRACK.left) / scale();
@@ -29,15 +34,15 @@ function drawTimeline(main) {
   const hit = (event) => {
     const y = event.clientY - chart.getBoundingClientRect().top, time = timeAt(event.clientX), slack = 2 / scale();
     const inside = (item) => item.start - slack <= time && time <= item.end + slack;
-    if (y < TRACK.top || y > TRACK.top + 2 * TRACK.height + TRACK.gap) return null;
+    if (y < TRACK.top) return null;
     if (y < TRACK.top + TRACK.height) {
       const stall = stalls.find((item) => item.end > item.start && item.start <= time && time <= item.end);
       if (stall) return { stall, id: stall.flight.id };
       const span = nearest(spans, time, slack);
       return span && { span, id: span.form.id };
     }
-    const flight = flights.find(inside);
-    return y > TRACK.top + TRACK.height + TRACK.gap && flight ? { flight, id: flight.id } : null;
+    const flight = flights.find((item) => inside(item) && y >= laneTop(item.lane) && y <= laneTop(item.lane) + TRACK.height);
+    return flight ? { flight, id: flight.id } : null;
   };
   let drag = null;
   chart.addEventListener("wheel", (event) => { zoom(event.deltaY > 0 ? 1.2 : 1 / 1.2, timeAt(event.clientX)); event.preventDefault(); }, { passive: false });
@@ -118,22 +123,23 @@ function flightColor(form) {
   return themeColor(/reduce|grad/.test(form.collective.kind) ? "reduce" : "gather");
 }
 
-function paintTimeline(pen, width, height, { view, spans, flights, stalls, chosen, graph }) {
+function paintTimeline(pen, width, height, { view, spans, flights, stalls, chosen, graph, groups }) {
   const right = width - 8, scale = (right - TRACK.left) / (view.to - view.from);
   const x = (time) => TRACK.left + (time - view.from) * scale;
-  const lower = TRACK.top + TRACK.height + TRACK.gap, bottom = lower + TRACK.height;
+  const bottom = laneTop(Math.max(groups.length, 1)) - TRACK.between;
   pen.font = FONT;
   pen.textBaseline = "middle";
   pen.textAlign = "left";
   pen.fillStyle = themeColor("muted");
   pen.fillText("compute", 8, TRACK.top + TRACK.height / 2);
-  pen.fillText("communication", 8, lower + TRACK.height / 2);
+  const named = groups.length > 1 ? groups.map((group) => `group ${group}`) : ["communication"];
+  named.forEach((name, lane) => pen.fillText(name.length > 16 ? `${name.slice(0, 15)}…` : name, 8, laneTop(lane) + TRACK.height / 2));
   pen.textAlign = "center";
   for (const tick of ticks(view.to - view.from, 7)) {
     const time = view.from + tick;
     pen.strokeStyle = themeColor("line");
     pen.beginPath(); pen.moveTo(x(time), TRACK.top); pen.lineTo(x(time), bottom + 6); pen.stroke();
-    pen.fillText(timeText(Number(time.toPrecision(4))), Math.min(Math.max(x(time), TRACK.left + 20), right - 24), bottom + 18);
+    pen.fillText(timeText(Number(time.toPrecision(4))), Math.min(Math.max(x(time), TRACK.left + 4), right - 24), bottom + 18);
   }
   pen.save();
   pen.beginPath(); pen.rect(TRACK.left, 0, right - TRACK.left, height); pen.clip();
@@ -155,15 +161,15 @@ function paintTimeline(pen, width, height, { view, spans, flights, stalls, chose
   const compute = themeColor("compute"), exposed = themeColor("exposed");
   for (const span of spans) if (seen(span)) box(span, TRACK.top, compute, span.form.name);
   for (const stall of stalls) if (seen(stall) && stall.end > stall.start) box(stall, TRACK.top, exposed, "waits");
-  for (const flight of flights) if (seen(flight)) box(flight, lower, flightColor(flight.form), flight.form.params.length > 1 ? `${flight.form.params[0]} +${flight.form.params.length - 1}` : flight.form.params[0] || flight.form.name);
+  for (const flight of flights) if (seen(flight)) box(flight, laneTop(flight.lane), flightColor(flight.form), flight.form.params.length > 1 ? `${flight.form.params[0]} +${flight.form.params.length - 1}` : flight.form.params[0] || flight.form.name);
   const shown = chosen ? chosen.id : state.node;
   const flight = flights.find((each) => each.id === shown);
-  if (flight) lead(pen, x, flight, graph, lower);
+  if (flight) lead(pen, x, flight, graph, laneTop(flight.lane));
   const marked = flight || spans.find((span) => span.form.id === shown);
   if (marked) {
     pen.strokeStyle = themeColor("text");
     pen.lineWidth = 2;
-    pen.strokeRect(x(marked.start), (flight ? lower : TRACK.top) + 1, Math.max(2, (marked.end - marked.start) * scale), TRACK.height - 2);
+    pen.strokeRect(x(marked.start), (flight ? laneTop(flight.lane) : TRACK.top) + 1, Math.max(2, (marked.end - marked.start) * scale), TRACK.height - 2);
   }
   pen.restore();
 }
