@@ -221,6 +221,13 @@ def arriving_gradient(local: Tensor, spec: DTensorSpec) -> DTensor:
     return build(local, spec, requires_grad=False)
 
 
+def forget_sharding_decisions() -> None:
+    """Clear what DTensor remembers of operations: local shapes in it are those of one rank, but its keys name no rank."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
 def local_of(dtensor: DTensor) -> Tensor:
     """The local tensor itself: no autograd node, same version counter."""
     return dtensor._local_tensor

@@ -30,9 +30,11 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[DeviceMesh]:
             f"fake_world: this process is rank {dist.get_rank()} of {dist.get_world_size()} of a {dist.get_backend()!r} process group "
             "already. Leave that world first: torch.distributed.destroy_process_group()."
         )
+    compat.forget_sharding_decisions()  # of another rank that this process was
     dist.init_process_group("fake", store=compat.fake_store(), rank=rank, world_size=world_size)
     try:
         yield init_device_mesh("cpu", (world_size,))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        compat.forget_sharding_decisions()

@@ -64,18 +64,14 @@ def hooked(target):
 
 
 def hooked_where_one_cache_is_cold(target):
-    """What each rank is told."""
+    """The same again, where rank 1 has nothing that it compiled before."""
     import os
 
     import torch.distributed as dist
 
     if dist.get_rank() == 1:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] += "-another"
-    try:
-        hooked(target)
-    except Exception as error:
-        return [], str(error)[str(error).index("rank 0 is at") :].partition(": every rank")[0]
-    return [], "no error"
+    return hooked(target)
 
 
 @dataclass(frozen=True)
@@ -124,14 +120,14 @@ def test_warm_caches_serve_neither_another_target_nor_another_route(tmp_path):
         (hooked, "mi300x", OTHER),
         (hooked_where_one_cache_is_cold, "mi300x", MORI),
     )
+    assert refused.hits > 0, "the same target must come from the cache, or this test shows nothing"
+    assert hook_refused.hits == 0  # ranks vote behind the cache, which therefore answers in no other process
     for again, before in ((refused, by_us), (hook_refused, by_hook)):
-        assert again.hits > 0, "the same target must come from the cache, or this test shows nothing"
         assert again.gathers["zpasses::sdma_all_gather"] == before.gathers["zpasses::sdma_all_gather"]
     for other in (for_cpu, hook_for_cpu):
         assert set(other.gathers) == {"_c10d_functional::all_gather_into_tensor"}
     for other, before in ((refused, by_us), (for_cpu, by_us), (hook_refused, by_hook), (hook_for_cpu, by_hook)):
         assert not other.engines
         assert all(torch.equal(got, wanted) for got, wanted in zip(other.results, before.results, strict=True))
-    assert "rank 0 is at sdma: what cpu has, but rank 1 at the choice of copy engines" in apart.gathers, (
-        "an error on all ranks, and no hang"
-    )
+    assert (apart.gathers, apart.engines) == (by_hook.gathers, True)
+    assert torch.equal(apart.results[0], by_hook.results[0])

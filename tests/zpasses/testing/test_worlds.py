@@ -1,5 +1,8 @@
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from zpasses.testing import fake_world
 
@@ -35,3 +38,15 @@ def test_groups_have_the_same_names_on_every_rank_and_in_every_world():
         with fake_world(2, rank) as mesh:
             names.append(mesh.get_group().group_name)
     assert names == ["0", "0"]
+
+
+def _accumulated_rows(rank):
+    with fake_world(2, rank) as mesh:
+        weight = nn.Parameter(distribute_tensor(torch.ones(3, 6), mesh, [Shard(0)], src_data_rank=None))
+        for _ in range(2):
+            torch.autograd.backward([weight], [weight.detach().clone()])
+        return weight.grad.to_local().shape[0]
+
+
+def test_what_dtensor_remembers_of_one_rank_is_not_used_for_another():
+    assert [_accumulated_rows(rank) for rank in (1, 0, 1)] == [1, 2, 1]
