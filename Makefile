@@ -2,7 +2,7 @@
 #
 #   make demo          train a small GPT on two ranks and compare with one process, write build/demo/report.html;
 #                      ARGS="--zero-stage 2 --steps 50"
-#   make test          lint and run all tests, two at a time;                       ARGS="-k gather -x", ARGS="-n 0 --pdb"
+#   make test          lint and run all tests, three at a time;                      ARGS="-k gather -x", ARGS="-n 0 --pdb"
 #   make lint          ruff, ruff format, mypy
 #   make bench         step time, memory and communication against other systems;   ARGS="--help"
 #   make clean         remove what was built; `make distclean` removes .venv too
@@ -28,7 +28,7 @@ demo: $(INSTALLED)
 	$(PY) examples/train_gpt.py --ranks 2 --dump build/demo $(ARGS)
 
 test: lint
-	$(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+	$(PY) -m pytest -n 3 --dist worksteal $(ARGS)
 
 # mypy sees the package as it is imported: zpasses/ with passes/ and tools/ in it, as links, because it cannot follow the editable
 # install's mapping.

@@ -22,6 +22,7 @@ from zpasses.deferral import BackwardVariant, GradSlot, always_reduced, cut_back
 from zpasses.errors import AgreementError, OptionError
 from zpasses.flush import Lowering, flush
 from zpasses.gate import gated
+from zpasses.gloo import past_the_fault_of_gloo
 from zpasses.ops import UNSHARD
 from zpasses.options import Options
 from zpasses.pending import StepWindow
@@ -170,7 +171,7 @@ class _GraphCompiler:
         found = slots(gm.graph)
         if not found:
             with self.recorder.watching(f"code of {name}"):
-                return self._gated(codegen, gm, inputs)
+                return self._generate(codegen, gm, inputs)
         self._retains = True
         compat.withdraw_donations(values, is_retained(gm.graph))
         state = compat.CompilerState()
@@ -181,7 +182,7 @@ class _GraphCompiler:
             log.debug("graph %s: variant given %d of %d parameters, keeps %d", self.name, len(variant.given), len(found), len(variant.kept))
             self.recorder.variant(name, name, _named(found, variant.given), _named(found, variant.kept), cut.graph)
             with state.restored(), self.recorder.watching(f"code of a variant of {name}"):
-                return self._gated(codegen, cut, [*inputs, *extra])
+                return self._generate(codegen, cut, [*inputs, *extra])
 
         return boxed(ForwardDispatch(found, launches(template.graph), len(values), self._bound, inference, compile_variant))
 
@@ -197,7 +198,7 @@ class _GraphCompiler:
         if not found or not all(slot.param in order and slot.reduction for slot in found):
             self._agree(gm, "backward")
             with self.recorder.watching("code of backward"):
-                return self._gated(codegen, gm, inputs)
+                return self._generate(codegen, gm, inputs)
         state = compat.CompilerState()
         template = compat.clone_graph_module(gm)
 
@@ -207,13 +208,14 @@ class _GraphCompiler:
             self._agree(cut, "backward")  # on what runs: a rank may defer gradients that others do not have
             log.debug("graph %s: %s of %d gradients", self.name, variant, len(found))
             with state.restored(), self.recorder.watching("code of a variant of backward"):
-                return self._gated(codegen, cut, [*inputs, *extra])
+                return self._generate(codegen, cut, [*inputs, *extra])
 
         outputs = len(cast(Sequence[Any], gm.graph.output_node().args[0]))
         return boxed(BackwardDispatch(found, outputs, order, self._lowering(), compile_variant))
 
-    def _gated(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-        return gated(codegen, gm, inputs) if self._options.agreement else codegen(gm, inputs)
+    def _generate(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        runnable = past_the_fault_of_gloo(gm)
+        return gated(codegen, runnable, inputs) if self._options.agreement else codegen(runnable, inputs)
 
     def _lowering(self) -> Lowering:
         if self._options.codegen == "eager":

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zpasses import compat
+from zpasses.gloo import all_gather
 
 __all__ = ["C10dRoute", "Pending", "Route", "gathered_shape", "plain", "refuse_capture"]
 
@@ -50,6 +51,8 @@ class C10dRoute(Route):
 
     def all_gather(self, inputs: Sequence[Tensor], group_size: int, group: str) -> list[Tensor]:
         sources = [plain(source) for source in inputs]
+        if compat.is_gloo(group):
+            return all_gather(sources, group_size, group)
         if len(sources) == 1:
             return [compat.functional.all_gather_into_tensor(sources[0], group_size, group)]
         return list(compat.functional.all_gather_into_tensor_coalesced(sources, group_size, group))

@@ -13,6 +13,7 @@ from zpasses.testing.fake_mori import Settings, installed
 
 pytestmark = [pytest.mark.processes, pytest.mark.inductor]
 
+TORCH = "_c10d_functional::all_gather_into_tensor"
 PIPELINE = "merge-reads,gather-params,reduce-grads,regather,overlap,sdma{min_mb=0,overlap=0}"
 MORI, OTHER = Settings(latency_s=0), Settings(architecture="gfx90a")
 """Devices that the vote takes and refuses."""
@@ -125,7 +126,7 @@ def test_warm_caches_serve_neither_another_target_nor_another_route(tmp_path):
     for again, before in ((refused, by_us), (hook_refused, by_hook)):
         assert again.gathers["zpasses::sdma_all_gather"] == before.gathers["zpasses::sdma_all_gather"]
     for other in (for_cpu, hook_for_cpu):
-        assert set(other.gathers) == {"_c10d_functional::all_gather_into_tensor"}
+        assert set(other.gathers) <= {TORCH, f"{TORCH}_out", "zpasses::gloo_all_gather"}
     for other, before in ((refused, by_us), (for_cpu, by_us), (hook_refused, by_hook), (hook_for_cpu, by_hook)):
         assert not other.engines
         assert all(torch.equal(got, wanted) for got, wanted in zip(other.results, before.results, strict=True))
