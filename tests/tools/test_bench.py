@@ -193,6 +193,18 @@ def test_startup_times_the_command_line_and_what_it_reads(tmp_path):
     assert "is not a dump" in refused.stderr
 
 
+# --- dump --------------------------------------------------------------------------------------------------------------------------
+def test_dump_compares_compiles_with_and_without_one(tmp_path):
+    size = ["--width", "32", "--layers", "1", "--heads", "2", "--seq", "16", "--batch", "1", "--rounds", "1", "--codegen", "eager"]
+    table, result = measured(tmp_path, "dump", *size)
+    plain, dumped = result["results"]
+    assert (plain["dumped"], dumped["dumped"]) == (False, True)
+    assert plain["dump_bytes"] == 0 < dumped["dump_bytes"]
+    assert plain["rounds_s"][0] > 0
+    assert result["ratio"] == pytest.approx(dumped["rounds_s"][0] / plain["rounds_s"][0])
+    assert "with a dump / without" in table
+
+
 # --- options -----------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -226,7 +238,7 @@ def test_wrong_options_are_refused_with_a_clear_message(arguments, message, caps
 def test_help_names_the_suites():
     run = bench("--help")
     assert run.returncode == 0
-    assert all(suite in run.stdout for suite in ("train", "coalesce", "buckets", "overhead", "scaling", "startup", "flatten"))
+    assert all(suite in run.stdout for suite in ("train", "coalesce", "buckets", "overhead", "scaling", "startup", "dump", "flatten"))
 
 
 # --- coalesce ----------------------------------------------------------------------------------------------------------------------

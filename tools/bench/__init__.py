@@ -6,6 +6,7 @@
     python -m zpasses.tools.bench overhead    runtime overhead per parameter
     python -m zpasses.tools.bench scaling     compile time against the number of layers, on 512 fake ranks
     python -m zpasses.tools.bench startup     time from start to end of `zpasses` on the command line
+    python -m zpasses.tools.bench dump        what a dump adds to a cold compile
     python -m zpasses.tools.bench flatten     flat buffers made on the host, on the device, and in parts by all ranks
 
 Everything is measured in processes started for that purpose, so that no run inherits another's compile caches, threads or memory.

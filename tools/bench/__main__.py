@@ -13,6 +13,7 @@ from zpasses.schedule import parse_budget
 from zpasses.tools.bench.buckets import FORMS as BUCKET_FORMS
 from zpasses.tools.bench.buckets import BucketsConfig, run_buckets
 from zpasses.tools.bench.coalesce import WAYS, CoalesceConfig, run_coalesce
+from zpasses.tools.bench.dumping import DumpConfig, run_dump
 from zpasses.tools.bench.flatten import FORMS, FlattenConfig, run_flatten
 from zpasses.tools.bench.launch import RankError
 from zpasses.tools.bench.model import ModelSize
@@ -21,6 +22,7 @@ from zpasses.tools.bench.peers import PEERS
 from zpasses.tools.bench.report import (
     buckets_table,
     coalesce_table,
+    dump_table,
     flatten_table,
     overhead_table,
     scaling_table,
@@ -258,6 +260,28 @@ def _startup(options: argparse.Namespace) -> int:
     return 0
 
 
+# --- dump --------------------------------------------------------------------------------------------------------------------------
+def _dump_options(parser: argparse.ArgumentParser) -> None:
+    default = DumpConfig(ModelSize())
+    parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=default.stage, help="ZeRO stage")
+    parser.add_argument("--codegen", choices=("inductor", "eager"), default=default.codegen, help="who runs the graphs")
+    parser.add_argument("--rounds", type=_at_least(1), default=default.rounds, help="compiles with and without a dump, in turn")
+    for item in fields(ModelSize):
+        parser.add_argument(f"--{item.name}", type=_at_least(1), default=item.default, help="of the model")
+
+
+def _dump(options: argparse.Namespace) -> int:
+    size = ModelSize(**{item.name: getattr(options, item.name) for item in fields(ModelSize)})
+    wrong = size.check()
+    if wrong:
+        options.parser.error(wrong)
+    report = run_dump(DumpConfig(size, options.zero_stage, options.codegen, options.rounds, options.timeout))
+    print(dump_table(report))
+    if options.json:
+        write_json(options.json, "dump", report)
+    return 0
+
+
 _SUITES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]] = {
     "train": (_train_options, _train, "peers train the same GPT on the same data"),
     "coalesce": (_coalesce_options, _coalesce, "several backwards in one step: reduced in each, or once"),
@@ -265,6 +289,7 @@ _SUITES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[ar
     "overhead": (_overhead_options, _overhead, "runtime overhead per parameter and step"),
     "scaling": (_scaling_options, _scaling, "compile time against the number of layers, on fake ranks"),
     "startup": (_startup_options, _startup, "how long the command line takes to start"),
+    "dump": (_dump_options, _dump, "what a dump adds to a cold compile"),
     "flatten": (_flatten_options, _flatten, "flat buffers made on the host, on the device, and in parts"),
 }
 

@@ -15,6 +15,7 @@ from tabulate import tabulate
 import zpasses
 from zpasses.tools.bench.buckets import BucketsReport
 from zpasses.tools.bench.coalesce import CoalesceReport, CoalesceResult
+from zpasses.tools.bench.dumping import DumpReport
 from zpasses.tools.bench.flatten import FlattenReport
 from zpasses.tools.bench.overhead import OverheadReport
 from zpasses.tools.bench.scaling import ScalingReport
@@ -24,6 +25,7 @@ from zpasses.tools.bench.train import PeerResult, TrainReport
 __all__ = [
     "buckets_table",
     "coalesce_table",
+    "dump_table",
     "flatten_table",
     "overhead_table",
     "scaling_table",
@@ -35,7 +37,7 @@ __all__ = [
 _MIB = float(1 << 20)
 
 
-_Report = TrainReport | CoalesceReport | OverheadReport | ScalingReport | FlattenReport | BucketsReport | StartupReport
+_Report = TrainReport | CoalesceReport | OverheadReport | ScalingReport | FlattenReport | BucketsReport | StartupReport | DumpReport
 
 
 def write_json(path: str, suite: str, report: _Report) -> None:
@@ -224,3 +226,19 @@ def startup_table(report: StartupReport) -> str:
             for each in report.results
         ]
     )
+
+
+# --- dump --------------------------------------------------------------------------------------------------------------------------
+def dump_table(report: DumpReport) -> str:
+    """One line a kind of compile, and the ratio of the two in the same round."""
+    lines = [
+        {
+            "dump": "yes" if each.dumped else "no",
+            "compile s, median": each.median_s,
+            "least s": min(each.rounds_s),
+            "most s": max(each.rounds_s),
+            "MiB written": each.dump_bytes / _MIB,
+        }
+        for each in report.results
+    ]
+    return f"{_table(lines)}\n\nwith a dump / without, median of the rounds: {report.ratio:.3f}"
