@@ -11,6 +11,7 @@ import contextvars
 import dataclasses
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from zpasses.graph import Collective, collectives
 from zpasses.pipeline import Pass, PassRecord, Pipeline, run_passes
 from zpasses.target import Target
 
-__all__ = ["Recorder", "Recorders", "Recording", "note", "on_trial", "options_of", "recorded_passes", "recorders_for"]
+__all__ = ["Recorder", "Recorders", "Recording", "note", "on_trial", "options_of", "recorded_passes", "recorders_for", "remark"]
 
 log = logging.getLogger("zpasses")
 
@@ -49,6 +50,9 @@ class Recorder:
 
     def problem(self, where: str, error: BaseException) -> None:
         """The compile failed outside of any pass."""
+
+    def remark(self, concerning: str, text: str) -> None:
+        """Something was decided while code ran that concerns what a pass of this name made."""
 
     def done(self) -> None:
         """The backend has what it was called for; a backward that torch compiles late may follow."""
@@ -145,6 +149,17 @@ def recorded_passes(recorder: Recorders, graph_name: str, level: str, graph: fx.
         _notes.reset(token)
 
 
+# --- while code runs ---------------------------------------------------------------------------------------------------------------
+_watching: weakref.WeakSet[Recorder] = weakref.WeakSet()
+"""Recorders of compiles whose code can still run."""
+
+
+def remark(concerning: str, text: str) -> None:
+    """Tell the recorders of all compiles what was decided while code ran, which a pass of this name left open."""
+    for each in tuple(_watching):
+        each.remark(concerning, text)
+
+
 # --- notes -------------------------------------------------------------------------------------------------------------------------
 _notes: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("zpasses.notes", default=None)
 
@@ -237,4 +252,5 @@ def recorders_for(dump: str | None, ranks: frozenset[int] | None, target: Target
             watching.append(CompileDump(folder, {"rank": rank, "world": world, "groups": groups, **describe()}, target))
     if compat.is_structured_trace_on():
         watching.append(TraceArtifacts())
+    _watching.update(watching)
     return Recorders(watching)

@@ -240,6 +240,11 @@ class Compile:
     def name(self) -> str:
         return self.info.name
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was decided when the code ran, after the compile."""
+        return tuple(str(event.data.get("text", "")) for event in self.events if event.kind == "note")
+
 
 @dataclass(frozen=True)
 class Rank:

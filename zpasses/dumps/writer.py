@@ -169,6 +169,8 @@ class CompileDump(Recorder):
         self._broken = False
         self._failure: BaseException | None = None
         self._runs: dict[str, int] = {}
+        self._passes: set[str] = set()
+        """Names of those that changed something."""
         try:
             self._folder = _claim(folder, slug(str(info["name"])))
             self._write_info()
@@ -199,6 +201,7 @@ class CompileDump(Recorder):
             "notes": list(notes),
         }
         if record.changes:
+            self._passes.add(record.name)
             self._snapshot(name, level, record.text, graph, {"pass": run})
         else:
             self._event("pass", graph=name, level=level, after=record.text, snapshot=self._last[name].number, **{"pass": run})
@@ -225,6 +228,11 @@ class CompileDump(Recorder):
     @_guarded
     def agreement(self, graph_name: str, group: str, digest: str, collectives: int, verdict: str) -> None:
         self._event("agreement", graph=graph_name, group=group, digest=digest, collectives=collectives, verdict=verdict)
+
+    @_guarded
+    def remark(self, concerning: str, text: str) -> None:
+        if concerning in self._passes:
+            self._event("note", concerning=concerning, text=text)
 
     @_guarded
     def problem(self, where: str, error: BaseException) -> None:

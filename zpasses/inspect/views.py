@@ -67,6 +67,7 @@ def _compile_parts(each: Compile) -> list[Table | str]:
         shown.append(table(columns, rows, right=("step", "changes", "nodes", "collectives", "bytes put in", "pass", "checks")))
     else:
         shown.append("No graph was written.")
+    shown += [f"when it ran: {note}" for note in each.notes]
     if each.error is not None:
         shown.append(f"FAILED in {each.error.where or '?'}: {each.error.type}: {each.error.message}")
     return shown
@@ -102,7 +103,7 @@ def _compile_data(each: Compile) -> dict[str, Any]:
             entry |= {"run": plain(step.run), "error": plain(step.error)}
         about = {"name": graph.name, "of": graph.of, "given": list(graph.given), "kept": list(graph.kept)}
         graphs.append({**about, "agreements": plain(graph.agreements), "steps": steps})
-    return {"folder": each.folder, **plain(each.info), "error": plain(each.error), "graphs": graphs}
+    return {"folder": each.folder, **plain(each.info), "error": plain(each.error), "notes": list(each.notes), "graphs": graphs}
 
 
 def _count(number: int, what: str) -> str:

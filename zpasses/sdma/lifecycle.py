@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from zpasses import compat
 from zpasses.agreement import exchange
+from zpasses.recording import remark
 from zpasses.route_figures import PIECE_BYTES
 from zpasses.sdma import mori_route, symm_route
 from zpasses.sdma.platform import Platform, platform_of
@@ -142,6 +143,7 @@ def _route(group: str, device: torch.device, capacity_bytes: int, timeout_s: flo
             found = _routes[members][device.type] = route, choice
             level = logging.WARNING if isinstance(route, C10dRoute) and members.size() > 1 else logging.INFO
             log.log(level if members.rank() == 0 else logging.DEBUG, "sdma: %s", choice)
+            remark("sdma", str(choice))
         return found
 
 

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from tests.ranks import run_on_ranks, world_mesh
+from zpasses.dumps import read
+from zpasses.inspect.views import list_view
 from zpasses.testing.fake_mori import Settings, installed
 
 PLAIN = "merge-reads,gather-params,reduce-grads,regather"
@@ -74,3 +76,30 @@ def test_swapped_training_equals_the_functional_one_bit_for_bit():
             assert count > trial + forward_gathers, (codegen, pipeline, calls)
         else:
             assert trial < count < trial + forward_gathers, (codegen, pipeline, calls)
+
+
+def dumping(folder):
+    """One step whose gathers a device without copy engines is asked for."""
+    import torch.distributed as dist
+
+    import zpasses
+
+    torch._dynamo.reset()
+    model = zpasses.shard(nn.Linear(32, 32, bias=False), mesh=world_mesh())
+    options = {"pipeline": SINGLE + SWAP, "codegen": "eager", "target": "mi300x", "dump": folder}
+    with installed(Settings(architecture="gfx90a")):
+        torch.compile(model, backend="zpasses", options=options)(torch.ones(2, 32)).sum().backward()
+        plain = torch.compile(model, backend="zpasses", options={**options, "pipeline": SINGLE})
+        plain(torch.ones(2, 32)).sum().backward()
+    return dist.get_rank()
+
+
+def test_what_was_decided_when_the_code_ran_is_in_the_dump(tmp_path):
+    run_on_ranks(dumping, str(tmp_path))
+    swapped, plain = read(tmp_path).ranks[0].compiles
+    (note,) = swapped.notes
+    assert "on cpu gathers by c10d" in note
+    assert "gfx90a" in note
+    assert plain.notes == ()  # it has no gather by copy engines
+    (shown,) = [part for part in list_view(read(tmp_path)).parts if isinstance(part, str) and part.startswith("when it ran")]
+    assert note in shown

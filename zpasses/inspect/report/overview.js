@@ -116,6 +116,7 @@ function aboutCompile(compile) {
     ["parameters", params.length ? `${params.length}, ${bytesText(params.reduce((sum, [, each]) => sum + each[0], 0))} full, ${bytesText(params.reduce((sum, [, each]) => sum + each[1], 0))} on this rank` : ""],
     ["groups", Object.entries(compile.groups).map(([name, ranks]) => `${name}: ${plural(ranks.length, "rank")}`).join(", ")],
     ["agreement", agreements.map((each) => `${each.graph}, group ${each.group}: ${each.verdict} on ${plural(each.collectives, "collective")} (${each.digest.slice(0, 12)})`).join("; ")],
+    ["when it ran", (compile.notes || []).join("; ")],
     ["target", Object.entries(compile.target).filter(([, value]) => value !== "").map(([key, value]) => `${key}=${value}`).join(", ")],
   ];
   return el("section", { class: "card about" }, el("header", {}, el("h2", {}, "About this compile")),

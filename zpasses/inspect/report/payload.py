@@ -51,6 +51,7 @@ def _compile(each: Compile, rank: int) -> dict[str, Any]:
         "groups": plain(info.groups),
         "parameters": {name: [param.nbytes, param.shard_bytes, list(param.shape), param.dtype] for name, param in info.parameters.items()},
         "error": plain(each.error),
+        "notes": list(each.notes),
         "sources": {file: text.splitlines() for file, text in each.sources.items() if file in pool.files},
         "strings": pool.strings,
         "nodes": pool.rows,
