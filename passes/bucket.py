@@ -116,8 +116,8 @@ class Bucket(Pass):
         peak = max(curve.live_bytes)
         if peak > limit_bytes:
             _log.warning(
-                "%s: ranks share the buckets that were planned when these collectives were first compiled, for other shapes. Here they "
-                "raise the peak to %.1f MiB, %.1f above the budget. Compile the shapes with the smallest peak first, or give bytes.",
+                "%s: ranks share the buckets of the first of them, planned when these collectives were first compiled, for other shapes. "
+                "Here they raise the peak to %.1f MiB, %.1f above the budget. Compile shapes with a small peak first, or give bytes.",
                 self.name,
                 peak / _MIB,
                 (peak - limit_bytes) / _MIB,

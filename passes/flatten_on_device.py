@@ -24,7 +24,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
-from uuid import uuid4
 
 import torch
 from torch import fx
@@ -35,7 +34,7 @@ from zpasses.errors import OptionError, PassError
 from zpasses.flattenings import ACCELERATOR, Flattening, Piece, device_source, find_flattenings, is_shape_op
 from zpasses.graph import Editor, erase_dead, nbytes, replace_node, value_of
 from zpasses.ops import group_size
-from zpasses.pipeline import Level, Pass
+from zpasses.pipeline import THIS_PROCESS, Level, Pass
 from zpasses.recording import note
 from zpasses.tags import Tag, add_tag, tag_of
 
@@ -50,8 +49,6 @@ _TIERS: tuple[Tier, ...] = ("plain", "distributed", "host")
 
 CHOICE = "zpasses_flatten"
 """Key of a flat buffer's node under which its Choice lies."""
-
-_THIS_PROCESS = uuid4().hex
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class FlattenOnDevice(Pass):
 
     def digest(self) -> str:
         """As every pass's; but a choice by free memory must not be taken from another process's cache."""
-        return super().digest() + (f"-{_THIS_PROCESS}" if self.tier == "auto" else "")
+        return super().digest() + (f"-{THIS_PROCESS}" if self.tier == "auto" else "")
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of flat buffers that the device now makes."""

@@ -80,6 +80,11 @@ def group_backends() -> dict[str, str]:
     return {c10d._world.pg_names[group]: backend for group, (backend, _) in c10d._world.pg_map.items()}
 
 
+def group_names() -> list[str]:
+    """Names of every process group that this process is in."""
+    return [group_name(group) for group in process_groups()]
+
+
 def process_groups() -> list[dist.ProcessGroup]:
     """Every process group that this process is in."""
     return list(c10d._world.pg_map)
@@ -90,10 +95,16 @@ def group_backend(name: str) -> str:
     return str(dist.get_backend(process_group(name))).lower()
 
 
-def is_gloo(name: str) -> bool:
-    """Whether CPU tensors of this group communicate through gloo; a group of simulated ranks counts as what it says it is."""
+def is_gloo(name: str, device: torch.device | None = None) -> bool:
+    """Whether tensors on `device` communicate through gloo in this group; without a device, whether all that it can communicate do.
+
+    A group of simulated ranks counts as what it says it is.
+    """
     backend = group_backend(name)
-    return "gloo" in backend and "cuda" not in backend
+    if backend == "undefined":  # init_process_group() without a name takes what there is for each device
+        group = process_group(name)
+        backend = ",".join(f"{each.type}:{cast(Any, group._get_backend(each)).name()}" for each in group._device_types).lower()
+    return "gloo" in backend and ("cuda" not in backend or (device is not None and device.type == "cpu"))
 
 
 @contextlib.contextmanager

@@ -7,13 +7,14 @@ gathers, so the others ask before they start one: one round through the store fo
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
 
 from zpasses import compat
-from zpasses.agreement import digest, has_other_ranks, meet
+from zpasses.agreement import has_other_ranks, meet
 from zpasses.codegen import boxed
 from zpasses.graph import Collective, collectives
 
@@ -53,7 +54,7 @@ def gated(
     by_group: dict[str, list[Collective]] = {}
     for _, each in collectives(gm.graph):  # now: code generation may take the graph to pieces
         by_group.setdefault(each.group, []).append(each)
-    occasions = {group: f"a graph of {len(each)} collectives ({digest(each)})" for group, each in sorted(by_group.items())}
+    occasions = {group: _said(each) for group, each in sorted(by_group.items())}
     code = codegen(gm, inputs)
 
     def run(args: list[Any]) -> Any:
@@ -64,3 +65,9 @@ def gated(
         return code(args)
 
     return boxed(run) if occasions else code
+
+
+def _said(sequence: Sequence[Collective]) -> str:
+    """Kinds and counts, and no shapes: what ranks compiled for other batches may meet as well."""
+    counts = Counter(each.op for each in sequence)
+    return f"a graph with {', '.join(f'{count} {op}' for op, count in sorted(counts.items()))}"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.graph import collective_of
+from zpasses.graph import collective_of, value_of
 
 __all__ = ["all_gather", "past_the_fault_of_gloo"]
 
@@ -50,7 +50,12 @@ def past_the_fault_of_gloo(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _gathers(graph: fx.Graph) -> list[fx.Node]:
     nodes = [node for target in _STAND_INS for node in graph.find_nodes(op="call_function", target=target)]
-    return [node for node in nodes if (found := collective_of(node)) is not None and compat.is_gloo(found.group)]
+    return [node for node in nodes if _is_over_gloo(node)]
+
+
+def _is_over_gloo(node: fx.Node) -> bool:
+    found, value = collective_of(node), value_of(node.all_input_nodes[0])
+    return found is not None and isinstance(value, Tensor) and compat.is_gloo(found.group, value.device)
 
 
 def all_gather(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import fx
 
 from zpasses import compat
+from zpasses.agreement import has_other_ranks
 from zpasses.checks import Snapshot, check, check_unchanged
 from zpasses.errors import AgreementError, OptionError, PassError, nearest
 from zpasses.fields import build, format_value
@@ -95,12 +96,13 @@ class Pass(compat.CustomGraphPass):
         return self.name + (f"{{{','.join(options)}}}" if options else "")
 
 
-_THIS_PROCESS = uuid4().hex
+THIS_PROCESS = uuid4().hex
+"""In keys of what no other process may answer."""
 
 
 def _process_of_votes(passes: Iterable[Pass]) -> str:
-    alone = not dist.is_initialized() or all(backend == "fake" for backend in compat.group_backends().values())
-    return "" if alone or not any(each.votes() for each in passes) else f"-{_THIS_PROCESS}"
+    voting = any(each.votes() for each in passes) and dist.is_initialized()
+    return f"-{THIS_PROCESS}" if voting and any(map(has_other_ranks, compat.group_names())) else ""
 
 
 @dataclass(frozen=True)

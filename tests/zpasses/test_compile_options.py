@@ -50,7 +50,7 @@ SLOW_MEMORY = "cpu,launch_us=0.001,hop_us=0.001,network_hop_us=0.001,memory_gb_s
 
 
 def test_target_decides_what_is_merged(monkeypatch):
-    monkeypatch.setattr("zpasses.compat.is_gloo", lambda group: True)  # where a shared launch costs copies
+    monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: True)  # where a shared launch costs copies
     few, many = (
         sum("reduce" in each.op for _, each in collectives(backward_of(pipeline=ROOMY, target=it))) for it in (SLOW_LAUNCH, SLOW_MEMORY)
     )

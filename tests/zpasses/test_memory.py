@@ -29,7 +29,7 @@ UNIT = 4096
 @pytest.fixture(autouse=True)
 def backend_is_not_gloo(monkeypatch):
     """Graphs outlive the fake world that they were made in; whether gloo's scratch memory counts is asked of their group."""
-    monkeypatch.setattr("zpasses.compat.is_gloo", lambda group: False)
+    monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: False)
 
 
 class Graph:
@@ -173,7 +173,7 @@ def test_gloo_takes_scratch_memory_until_the_wait(monkeypatch):
         gm = rewritten(joint(params, 0, 2), GatherParams(), ReduceGrads("all_reduce"), Bucket(mode="coalesced", memory_budget="1GiB"))
         assert [scratch_bytes(node) for node in started(gm)] == [0, 0]
         plain = liveness(gm.graph)
-        monkeypatch.setattr("zpasses.compat.is_gloo", lambda group: True)
+        monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: True)
         gather, reduction = started(gm)
         # Packed shards and what they are gathered into; packed gradients, which are reduced in place.
         assert [scratch_bytes(gather), scratch_bytes(reduction)] == [40 + 80, 80]

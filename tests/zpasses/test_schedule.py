@@ -14,7 +14,7 @@ LOWER = (GatherParams(), ReduceGrads("reduce_scatter"))
 @pytest.fixture(autouse=True)
 def backend_is_not_gloo(monkeypatch):
     """Graphs outlive the fake world that they were made in; whether gloo's scratch memory counts is asked of their group."""
-    monkeypatch.setattr("zpasses.compat.is_gloo", lambda group: False)
+    monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: False)
 
 
 def lowered(*params, world_size=3, rank=2, passes=LOWER):

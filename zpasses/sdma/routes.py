@@ -51,7 +51,7 @@ class C10dRoute(Route):
 
     def all_gather(self, inputs: Sequence[Tensor], group_size: int, group: str) -> list[Tensor]:
         sources = [plain(source) for source in inputs]
-        if compat.is_gloo(group):
+        if compat.is_gloo(group, sources[0].device):
             return all_gather(sources, group_size, group)
         if len(sources) == 1:
             return [compat.functional.all_gather_into_tensor(sources[0], group_size, group)]
