@@ -38,8 +38,8 @@ from tqdm import tqdm
 
 import zpasses
 import zpasses.inspect
-from zpasses.backend import GraphLog, observe_graphs
-from zpasses.graph import collectives
+from zpasses.graph.nodes import collectives
+from zpasses.pipeline.observers import GraphLog, observe_graphs
 
 BYTES = 256
 """The vocabulary: one token per byte."""

@@ -12,7 +12,7 @@ Before                                      mode=coalesced
                                               y = mm(x, a);  z = mm(y, b)
 
 Contract: a bucket of gathers starts where its first member did, one of reductions where its last member did; numbers stay the same
-bit for bit. No bucket raises the graph's peak above the budget, by the liveness model of `zpasses.memory`. Gathered parameters are
+bit for bit. No bucket raises the graph's peak above the budget, by the liveness model of `zpasses.cost.memory`. Gathered parameters are
 views of the flat buffer where their rows are one block of it; elsewhere each is copied out. Gradients whose rows have the same width
 are stacked row on row, which lets Inductor have each producer write into the bucket; others are packed by one kernel.
 """
@@ -33,18 +33,19 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.agreement import exchange
-from zpasses.bucketing import Bucketed, Choice, Mode, plan_buckets
-from zpasses.cost import copy_us, latency_us
+from zpasses.cost.bucket_planner import Bucketed, Choice, Mode, plan_buckets
+from zpasses.cost.collective_moves import MemoryCurve, Movable, movable_gathers, movable_reductions
+from zpasses.cost.roofline import copy_us, latency_us
+from zpasses.cost.target import current_target
 from zpasses.errors import OptionError
-from zpasses.foreign import tag_foreign_gathers
-from zpasses.graph import Editor, collective_of, nbytes, value_of
-from zpasses.ops import group_size
-from zpasses.pipeline import Level, Pass
-from zpasses.recording import note
-from zpasses.schedule import MemoryCurve, Movable, movable_gathers, movable_reductions, parse_budget
-from zpasses.tags import Role, Tag, add_tag, retag, tag_of
-from zpasses.target import current_target
+from zpasses.graph.nodes import Editor, collective_of, nbytes, value_of
+from zpasses.graph.ops import group_size
+from zpasses.graph.patterns import tag_foreign_gathers
+from zpasses.graph.tags import Role, Tag, add_tag, retag, tag_of
+from zpasses.option_values import parse_budget
+from zpasses.pipeline.pipeline import Level, Pass
+from zpasses.pipeline.recorder import note
+from zpasses.ranks.vote import exchange
 
 aten = torch.ops.aten
 _MIB = 1 << 20

@@ -6,7 +6,8 @@ Before                                   After: variants of one graph, chosen at
   return mine                              first:         return None, g
                                            next:          add_(pending, g);  return None
 
-Contract: marks the reduced gradients that a backward graph returns and whose full gradient can be told; `zpasses.deferral` cuts the
+Contract: marks the reduced gradients that a backward graph returns and whose full gradient can be told; `zpasses.runtime.backward_variants`
+cuts the
 variants there, whatever lies between (single, coalesced or flat-packed reductions), and the runtime chooses at each call by the window
 that is open (`zpasses.coalesce_grad_reduction`) or by `backwards_per_step`. Runs behind everything that makes or merges reductions.
 What is deferred is the gradient as the model computed it, before the cast to the dtype of reductions.
@@ -19,9 +20,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from zpasses.deferral import mark_deferrable
-from zpasses.foreign import tag_foreign_reductions
-from zpasses.pipeline import Level, Pass
+from zpasses.graph.patterns import tag_foreign_reductions
+from zpasses.pipeline.pipeline import Level, Pass
+from zpasses.runtime.backward_variants import mark_deferrable
 
 
 @dataclass(frozen=True)

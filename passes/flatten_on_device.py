@@ -28,15 +28,16 @@ from typing import ClassVar, Literal
 import torch
 from torch import fx
 
-from zpasses import compat, device_memory
-from zpasses.agreement import exchange
+from zpasses import compat
+from zpasses.cost import device_memory
 from zpasses.errors import OptionError, PassError
-from zpasses.flattenings import ACCELERATOR, Flattening, Piece, device_source, find_flattenings, is_shape_op
-from zpasses.graph import Editor, erase_dead, nbytes, replace_node, value_of
-from zpasses.ops import group_size
-from zpasses.pipeline import THIS_PROCESS, Level, Pass
-from zpasses.recording import note
-from zpasses.tags import Tag, add_tag, tag_of
+from zpasses.graph.flatten_patterns import ACCELERATOR, Flattening, Piece, device_source, find_flattenings, is_shape_op
+from zpasses.graph.nodes import Editor, erase_dead, nbytes, replace_node, value_of
+from zpasses.graph.ops import group_size
+from zpasses.graph.tags import Tag, add_tag, tag_of
+from zpasses.pipeline.pipeline import THIS_PROCESS, Level, Pass
+from zpasses.pipeline.recorder import note
+from zpasses.ranks.vote import exchange
 
 __all__ = ["CHOICE", "Choice", "FlattenOnDevice", "Tier"]
 

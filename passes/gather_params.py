@@ -23,10 +23,10 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.graph import Editor, calls, nbytes, replace_node, value_of
-from zpasses.ops import UNSHARD, group_size, rows_per_rank
-from zpasses.pipeline import Level, Pass
-from zpasses.tags import Tag, add_tag, tag_of
+from zpasses.graph.nodes import Editor, calls, nbytes, replace_node, value_of
+from zpasses.graph.ops import UNSHARD, group_size, rows_per_rank
+from zpasses.graph.tags import Tag, add_tag, tag_of
+from zpasses.pipeline.pipeline import Level, Pass
 
 aten = torch.ops.aten
 

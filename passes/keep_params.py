@@ -5,7 +5,8 @@ Before                                     After: two variants of one graph
   y = mm(x, full)                            cached: y = mm(x, full_input);  return y
   return y
 
-Contract: marks the full parameters of a forward graph; `zpasses.variants` cuts the variants there, whatever lies in front (single,
+Contract: marks the full parameters of a forward graph; `zpasses.runtime.forward_variants`
+cuts the variants there, whatever lies in front (single,
 bucketed or copy-engine gathers), and the runtime chooses at each call. Parameters that stay valid while others change (frozen ones)
 are taken from the kept copies alone.
 """
@@ -17,8 +18,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from zpasses.pipeline import Level, Pass
-from zpasses.tags import retag, tagged
+from zpasses.graph.tags import retag, tagged
+from zpasses.pipeline.pipeline import Level, Pass
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from zpasses.graph import Editor, calls, nbytes, replace_node, value_of
-from zpasses.ops import REDUCE_GRAD, UNSHARD
-from zpasses.pipeline import Level, Pass
-from zpasses.tags import Tag, add_tag, tag_of
+from zpasses.graph.nodes import Editor, calls, nbytes, replace_node, value_of
+from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.tags import Tag, add_tag, tag_of
+from zpasses.pipeline.pipeline import Level, Pass
 
 aten = torch.ops.aten
 _MIB = 1 << 20

@@ -27,9 +27,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from zpasses.foreign import tag_foreign_gathers
-from zpasses.pipeline import Level, Pass
-from zpasses.schedule import Launch, gather_launches, reduction_launches
+from zpasses.cost.collective_moves import Launch, gather_launches, reduction_launches
+from zpasses.graph.patterns import tag_foreign_gathers
+from zpasses.pipeline.pipeline import Level, Pass
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from zpasses.passes.overlap import Overlap
 from zpasses.passes.reduce_grads import ReduceGrads
 from zpasses.passes.regather import Regather
 from zpasses.passes.sdma import Sdma
-from zpasses.pipeline import Pipeline
+from zpasses.pipeline.pipeline import Pipeline
 
 __all__ = ["ZERO1", "ZERO2", "ZERO3", "ZERO3_SDMA"]
 

@@ -20,10 +20,10 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.graph import Editor, calls, nbytes, replace_node, value_of
-from zpasses.ops import REDUCE_GRAD, group_size, rows_per_rank
-from zpasses.pipeline import Level, Pass
-from zpasses.tags import Reduction, Tag, add_tag, tag_of
+from zpasses.graph.nodes import Editor, calls, nbytes, replace_node, value_of
+from zpasses.graph.ops import REDUCE_GRAD, group_size, rows_per_rank
+from zpasses.graph.tags import Reduction, Tag, add_tag, tag_of
+from zpasses.pipeline.pipeline import Level, Pass
 
 aten = torch.ops.aten
 

@@ -19,9 +19,9 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.foreign import tag_foreign_gathers
-from zpasses.pipeline import Level, Pass
-from zpasses.tags import GATHER_ROLES, tag_of
+from zpasses.graph.patterns import tag_foreign_gathers
+from zpasses.graph.tags import GATHER_ROLES, tag_of
+from zpasses.pipeline.pipeline import Level, Pass
 
 
 @dataclass(frozen=True)

@@ -25,17 +25,17 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.agreement import exchange
+from zpasses.cost.routes import known_figures
+from zpasses.cost.step_time import Timeline
+from zpasses.cost.target import Target, current_target
 from zpasses.errors import OptionError
-from zpasses.foreign import tag_foreign_gathers
-from zpasses.graph import Collective, collective_of, named_arguments, nbytes, value_of
-from zpasses.pipeline import Level, Pass
-from zpasses.route_figures import known_figures
+from zpasses.graph.nodes import Collective, collective_of, named_arguments, nbytes, value_of
+from zpasses.graph.patterns import tag_foreign_gathers
+from zpasses.graph.tags import Tag, add_tag, retag, tag_of
+from zpasses.pipeline.pipeline import Level, Pass
+from zpasses.ranks.vote import exchange
 from zpasses.sdma import chosen
 from zpasses.sdma.ops import SDMA_ALL_GATHER, SDMA_ALL_GATHER_COALESCED, SDMA_ALL_GATHER_OUT
-from zpasses.step_time import Timeline
-from zpasses.tags import Tag, add_tag, retag, tag_of
-from zpasses.target import Target, current_target
 
 __all__ = ["Sdma", "Verdict"]
 
@@ -44,7 +44,7 @@ log = logging.getLogger("zpasses")
 _MIB = 1 << 20
 _TIMEOUT_S = 300.0
 MAX_RANKS = 8
-_SWAPS: dict[Any, torch._ops.OpOverload] = {
+_SWAPS: dict[Any, compat.OpOverload] = {
     compat.functional.all_gather_into_tensor.default: SDMA_ALL_GATHER,
     compat.functional.all_gather_into_tensor_coalesced.default: SDMA_ALL_GATHER_COALESCED,
     compat.functional.all_gather_into_tensor_out.default: SDMA_ALL_GATHER_OUT,

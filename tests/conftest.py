@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.roundtrip import round_trip_of
-from zpasses.backend import observe_graphs
+from zpasses.pipeline.observers import observe_graphs
 
 # Torch's structured trace would drown what a failed test has to say.
 logging.getLogger("torch.__trace").propagate = False

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from zpasses.ops import rows_per_rank
+from zpasses.graph.ops import rows_per_rank
 from zpasses.testing import assert_equal_bits, copy_graph, fake_world, random_inputs, simulate, trace_joint
 
 WORLDS = (1, 2, 3, 4, 7)

@@ -2,12 +2,12 @@
 
 import ast
 
+from zpasses.cost.memory import liveness
+from zpasses.cost.target import TARGETS
 from zpasses.dumps import Limits
 from zpasses.dumps.describe import Describer
 from zpasses.dumps.encode import program, snapshot_lines
 from zpasses.dumps.snapshots import SnapshotFiles
-from zpasses.memory import liveness
-from zpasses.target import TARGETS
 
 
 def write_snapshot(folder, snapshot, base=None):

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from zpasses import compat, sdma
-from zpasses.route_figures import FORMAT, machine_key
+from zpasses.cost.routes import FORMAT, machine_key
 from zpasses.sdma.lifecycle import available_routes
 from zpasses.sdma.mori_route import installed_version
 from zpasses.sdma.platform import platform_of

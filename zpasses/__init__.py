@@ -8,16 +8,17 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from zpasses.version import __version__
+
 if TYPE_CHECKING:
     from zpasses import sdma
     from zpasses.accumulation import coalesce_grad_reduction
+    from zpasses.cost.target import Target
     from zpasses.errors import AgreementError, OptionError, PassError, ShardingError, ZpassesError
-    from zpasses.options import Options
-    from zpasses.packing import pack_parameters
-    from zpasses.pipeline import Level, Pass, PassRecord, Pipeline
-    from zpasses.reads import shards
-    from zpasses.sharding import invalidate, pack_shards, shard
-    from zpasses.target import Target
+    from zpasses.pipeline import Level, Options, Pass, PassRecord, Pipeline
+    from zpasses.sharding.flat_buffers import pack_parameters
+    from zpasses.sharding.module import shards
+    from zpasses.sharding.shard import invalidate, pack_shards, shard
 
 __all__ = [
     "AgreementError",
@@ -31,6 +32,7 @@ __all__ = [
     "ShardingError",
     "Target",
     "ZpassesError",
+    "__version__",
     "coalesce_grad_reduction",
     "invalidate",
     "pack_parameters",
@@ -40,26 +42,24 @@ __all__ = [
     "shards",
 ]
 
-__version__ = "0.1.0"
-
 _HOMES = {
     "AgreementError": "errors",
     "Level": "pipeline",
     "OptionError": "errors",
-    "Options": "options",
+    "Options": "pipeline",
     "Pass": "pipeline",
     "PassError": "errors",
     "PassRecord": "pipeline",
     "Pipeline": "pipeline",
     "ShardingError": "errors",
-    "Target": "target",
+    "Target": "cost.target",
     "ZpassesError": "errors",
     "coalesce_grad_reduction": "accumulation",
-    "invalidate": "sharding",
-    "pack_parameters": "packing",
-    "pack_shards": "sharding",
-    "shard": "sharding",
-    "shards": "reads",
+    "invalidate": "sharding.shard",
+    "pack_parameters": "sharding.flat_buffers",
+    "pack_shards": "sharding.shard",
+    "shard": "sharding.shard",
+    "shards": "sharding.module",
 }
 
 
@@ -78,8 +78,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_MODULES = ("agreement", "backend", "dumps", "errors", "inspect", "ops", "options", "pipeline", "sdma", "target", "testing")
+_MODULES = ("backend", "dumps", "errors", "graph", "inspect", "pipeline", "sdma", "testing")
 """Submodules that `import zpasses` alone makes available, as it did when everything was imported at once."""
 
 if "torch" in sys.modules:
-    importlib.import_module("zpasses.ops")  # registers the dialect, which code from a warm compile cache may call
+    importlib.import_module("zpasses.graph.ops")  # registers the dialect, which code from a warm compile cache may call

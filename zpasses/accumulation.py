@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,14 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zpasses.agreement import is_reported, meet, reported_failure
 from zpasses.errors import OptionError, ZpassesError
-from zpasses.flush import flush, groups_of
-from zpasses.gate import opened
-from zpasses.pending import PENDING_ATTRIBUTE, EngineRun, StepWindow, Window, pending_of
-from zpasses.reads import ShardedModule
+from zpasses.ranks.vote import is_reported, reported_failure, store_barrier
+from zpasses.runtime.barrier import opened
+from zpasses.runtime.flush import flush, groups_of
+from zpasses.runtime.windows import EngineRun, Window, install_step_guard, pending_of
+from zpasses.sharding.module import sharded_parameters
 
 __all__ = ["GradientWindow", "coalesce_grad_reduction"]
 
@@ -87,7 +85,7 @@ class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like t
 
     def __enter__(self) -> GradientWindow:
         _refuse_nesting(self._params)
-        watch_optimizers()
+        install_step_guard()
         window = GradientWindow(self._params, self._backwards, self._dtype, self._timeout_s)
         self._gates = opened(groups_of(window), self._timeout_s)
         self._gates.__enter__()
@@ -141,7 +139,7 @@ class GradientWindow(Window):
             return False
         for group in groups_of(self):
             # Reductions follow: a rank that has failed already must not be waited for in them.
-            meet(group, "the last backward of a window", self._timeout_s)
+            store_barrier(group, "the last backward of a window", self._timeout_s)
         self._reduced = True
         return True
 
@@ -160,19 +158,13 @@ class GradientWindow(Window):
 
 def _sharded_parameters(model: nn.Module) -> list[DTensor]:
     original = getattr(model, "_orig_mod", model)
-    modules = original.modules() if isinstance(original, nn.Module) else ()
-    found: dict[DTensor, None] = {}
-    for module in modules:
-        for name in module._zpasses_reads if isinstance(module, ShardedModule) else ():
-            param = module._parameters.get(name)
-            if isinstance(param, DTensor):
-                found[param] = None
+    found = sharded_parameters(original) if isinstance(original, nn.Module) else []
     if not found:
         raise ZpassesError(
             f"coalesce_grad_reduction: {type(original).__name__} has no sharded parameters. Call zpasses.shard(model, mesh=...) first, and "
             "pass the model or what torch.compile made of it. (The gradients of an unsharded model are not reduced.)"
         )
-    return list(found)
+    return found
 
 
 def _refuse_nesting(params: Sequence[Any]) -> None:
@@ -192,28 +184,3 @@ def _refuse_nesting(params: Sequence[Any]) -> None:
 def _default_dtype(params: Sequence[Any]) -> torch.dtype | None:
     steps = (pending_of(param).steps for param in params if param is not None)
     return next((each.accum_dtype for each in steps if each is not None and each.accum_dtype is not None), None)
-
-
-# --- optimizers ------------------------------------------------------------------------------------------------------------------
-@functools.cache
-def watch_optimizers() -> None:
-    """Hear of every step of every torch optimizer of this process, once and for all."""
-    register_optimizer_step_pre_hook(_before_step)
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    early: dict[StepWindow, None] = {}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            entry = getattr(param, PENDING_ATTRIBUTE, None)
-            if entry is None:
-                continue
-            if entry.opened is not None:
-                raise ZpassesError(
-                    f"{type(optimizer).__name__}.step() inside coalesce_grad_reduction: gradients of its parameters are not reduced yet. "
-                    "Step after the block."
-                )
-            if entry.steps is not None and entry.steps.count:
-                early[entry.steps] = None
-    for window in early:
-        window.close()  # a step before the Nth backward: reduce what there is

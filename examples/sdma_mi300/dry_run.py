@@ -21,12 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
-from zpasses.backend import GraphLog, observe_graphs
+from zpasses.cost.routes import known_figures
+from zpasses.cost.step_time import StepTime, step_time
+from zpasses.cost.target import Target, planning_for
+from zpasses.graph.tags import tagged
 from zpasses.passes import ZERO3_SDMA
-from zpasses.route_figures import known_figures
-from zpasses.step_time import StepTime, step_time
-from zpasses.tags import tagged
-from zpasses.target import Target, planning_for
+from zpasses.pipeline.observers import GraphLog, observe_graphs
 from zpasses.testing import copy_graph, fake_world
 
 SHARES = (1.0, 0.5, 0.25)

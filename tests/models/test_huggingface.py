@@ -145,7 +145,7 @@ def test_eager_training_equals_the_unsharded_one(name):
 
 
 def _captured_graphs():
-    from zpasses.backend import observe_graphs
+    from zpasses.pipeline.observers import observe_graphs
 
     model, kinds = zpasses.shard(_build("llama"), mesh=world_mesh()), []
     run = torch.compile(model, backend="zpasses", options={"zero_stage": 3, "codegen": "eager"}, fullgraph=True)

@@ -17,13 +17,15 @@ from tests.graphs import (
     rewritten,
 )
 from zpasses import OptionError, Pipeline
-from zpasses.graph import collectives
+from zpasses.cost.collective_moves import MemoryCurve, movable_gathers, movable_reductions
+from zpasses.cost.target import TARGETS, Target, planning_for
+from zpasses.graph.nodes import collectives
+from zpasses.graph.tags import tagged
+from zpasses.option_values import parse_budget
 from zpasses.passes import GatherParams, KeepParams, ReduceGrads
 from zpasses.passes.bucket import Bucket
 from zpasses.passes.overlap import Overlap
-from zpasses.schedule import MemoryCurve, movable_gathers, movable_reductions, parse_budget
-from zpasses.tags import tagged
-from zpasses.target import TARGETS, Target, planning_for
+from zpasses.runtime.forward_variants import launches, slots
 from zpasses.testing import (
     assert_deterministic,
     assert_equal_bits,
@@ -33,7 +35,6 @@ from zpasses.testing import (
     random_inputs,
     trace_joint,
 )
-from zpasses.variants import launches, slots
 
 MODES = ("coalesced", "flat")
 FORMS = ("reduce_scatter", "all_reduce")

@@ -8,11 +8,11 @@ from tests.foreign import leave_alone, simple_fsdp
 from tests.graphs import expect_listing
 from tests.zpasses.models import Odd
 from zpasses import Level, Pipeline
-from zpasses.deferral import BackwardVariant, always_reduced, cut_backward, grad_slots
-from zpasses.graph import Editor, collectives
+from zpasses.graph.nodes import Editor, collectives
+from zpasses.graph.tags import Reduction, Tag, add_tag, tagged
 from zpasses.passes import ZERO1, ZERO2, ZERO3, DeferReduction
-from zpasses.pipeline import run_passes
-from zpasses.tags import Reduction, Tag, add_tag, tagged
+from zpasses.pipeline.pipeline import run_passes
+from zpasses.runtime.backward_variants import BackwardVariant, always_reduced, cut_backward, grad_slots
 from zpasses.testing import capture_graphs, capture_ranks, copy_graph, fake_world, listing, random_inputs, simulate, trace_joint
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from tests.flattening import CUDA, assert_same_flat, flatten, move, rewritten, trace
 from tests.graphs import WORLDS, expect_listing, few
 from tests.ranks import run_on_ranks
-from zpasses import AgreementError, OptionError, PassError, device_memory
-from zpasses.flattenings import find_flattenings
-from zpasses.graph import collectives
+from zpasses import AgreementError, OptionError, PassError
+from zpasses.cost import device_memory
+from zpasses.graph.flatten_patterns import find_flattenings
+from zpasses.graph.nodes import collectives
 from zpasses.passes import FlattenOnDevice
 from zpasses.passes.flatten_on_device import CHOICE
 from zpasses.testing import assert_deterministic, fake_world, listing
@@ -404,7 +405,7 @@ class Flattens(torch.nn.Module):
 
 @pytest.mark.parametrize("tier", ["plain", "host"])
 def test_gradients_of_a_compiled_flattening_stay_as_they_were(tier):
-    from zpasses.backend import observe_graphs
+    from zpasses.pipeline.observers import observe_graphs
 
     model, reference, x, records = Flattens(), Flattens(), numbered(4), []
     compiled = torch.compile(

@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.graphs import WORLDS, Param, assert_same_on_all_ranks, before_and_after, expect_listing, few, joint, param_lists
-from zpasses.graph import collectives
+from zpasses.graph.nodes import collectives
+from zpasses.graph.tags import tagged
 from zpasses.passes import GatherParams
-from zpasses.tags import tagged
 from zpasses.testing import assert_deterministic, fake_world, listing, trace_joint
 
 BF16 = torch.bfloat16

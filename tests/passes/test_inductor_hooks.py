@@ -15,7 +15,7 @@ from tests.foreign import leave_alone, simple_fsdp
 from tests.graphs import assert_step_equals_reference
 from tests.ranks import run_on_ranks
 from zpasses import Level, Pass, Pipeline
-from zpasses.graph import collectives
+from zpasses.graph.nodes import collectives
 from zpasses.passes import Bucket, FlattenOnDevice, GatherParams, ReduceGrads, Regather, Sdma
 from zpasses.testing import capture_graphs, copy_graph, fake_world
 

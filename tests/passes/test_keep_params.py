@@ -4,11 +4,11 @@ from torch import nn
 
 from tests.graphs import WORLDS, Param, assert_step_equals_reference, expect_listing, joint, rewritten
 from zpasses import Level, Pipeline
-from zpasses.graph import collectives
+from zpasses.graph.nodes import collectives
+from zpasses.graph.tags import tagged
 from zpasses.passes import ZERO2, GatherParams, KeepParams, MergeReads, ReduceGrads
-from zpasses.tags import tagged
+from zpasses.runtime.forward_variants import Variant, cut_variant, slots
 from zpasses.testing import assert_equal_bits, capture_graphs, capture_ranks, fake_world, listing, random_inputs, simulate
-from zpasses.variants import Variant, cut_variant, slots
 
 X = torch.zeros(2, 6)
 

@@ -4,10 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.graphs import WORLDS, Param, assert_same_on_all_ranks, before_and_after, expect_listing, few, joint, param_lists, rewritten
-from zpasses.graph import calls
-from zpasses.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.nodes import calls
+from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.tags import tag_of
 from zpasses.passes import MergeReads
-from zpasses.tags import tag_of
 from zpasses.testing import assert_deterministic, capture_graphs, fake_world, listing, trace_joint
 
 

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from tests.foreign import leave_alone, simple_fsdp
 from tests.graphs import Param, assert_step_equals_reference, few, joint, param_lists, rewritten
 from zpasses import OptionError, Pipeline
-from zpasses.graph import collective_of, collectives, is_wait
+from zpasses.graph.nodes import collective_of, collectives, is_wait
+from zpasses.graph.tags import tag_of
 from zpasses.passes import GatherParams, ReduceGrads
 from zpasses.passes.bucket import Bucket
 from zpasses.passes.overlap import Overlap
-from zpasses.tags import tag_of
 from zpasses.testing import (
     assert_deterministic,
     assert_equal_bits,

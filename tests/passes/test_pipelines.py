@@ -4,10 +4,10 @@ from torch import nn
 
 from tests.graphs import WORLDS, assert_step_equals_reference, saved_for_backward
 from zpasses import Pipeline
-from zpasses.graph import collectives, nbytes, value_of
+from zpasses.graph.nodes import collectives, nbytes, value_of
+from zpasses.graph.tags import tagged
 from zpasses.passes import ZERO1, ZERO2, ZERO3
-from zpasses.pipeline import catalogue
-from zpasses.tags import tagged
+from zpasses.pipeline.pipeline import catalogue
 from zpasses.testing import capture_graphs, capture_ranks
 
 X = torch.zeros(2, 6)

@@ -6,9 +6,9 @@ from torch._inductor import config
 
 from tests.graphs import WORLDS, Param, assert_same_on_all_ranks, before_and_after, expect_listing, few, joint, param_lists
 from zpasses import OptionError, Pipeline
-from zpasses.graph import collectives
+from zpasses.graph.nodes import collectives
+from zpasses.graph.tags import tagged
 from zpasses.passes import GatherParams, ReduceGrads
-from zpasses.tags import tagged
 from zpasses.testing import assert_deterministic, fake_world, listing, trace_joint
 
 FORMS = ("reduce_scatter", "all_reduce")

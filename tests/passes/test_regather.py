@@ -7,10 +7,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.graphs import WORLDS, Param, assert_step_equals_reference, expect_listing, few, joint, param_lists, rewritten, saved_for_backward
 from zpasses import compat
-from zpasses.graph import collectives
+from zpasses.graph.nodes import collectives
+from zpasses.graph.tags import tagged
 from zpasses.passes import GatherParams, MergeReads, ReduceGrads, Regather
-from zpasses.pipeline import Pipeline
-from zpasses.tags import tagged
+from zpasses.pipeline.pipeline import Pipeline
 from zpasses.testing import (
     assert_deterministic,
     assert_equal_bits,

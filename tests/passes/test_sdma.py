@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tests.foreign import leave_alone, simple_fsdp
 from tests.graphs import Param, assert_step_equals_reference, few, joint, param_lists, rewritten
 from zpasses import OptionError, Pipeline, compat
-from zpasses.graph import collectives
+from zpasses.cost.step_time import step_time
+from zpasses.cost.target import Target, planning_for
+from zpasses.graph.nodes import collectives
+from zpasses.graph.tags import tag_of, tagged
 from zpasses.passes import ZERO3, ZERO3_SDMA, Bucket, GatherParams, Overlap, ReduceGrads, Sdma
 from zpasses.sdma.ops import SDMA_ALL_GATHER_OUT
-from zpasses.step_time import step_time
-from zpasses.tags import tag_of, tagged
-from zpasses.target import Target, planning_for
 from zpasses.testing import assert_deterministic, assert_equal_bits, capture_graphs, capture_ranks, fake_world, listing, random_inputs
 
 ALL = Sdma(min_mb=0.0, overlap=0.0)

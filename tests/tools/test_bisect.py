@@ -12,10 +12,10 @@ from torch import nn
 
 import zpasses
 from zpasses.dumps import read
+from zpasses.pipeline.bisect import Trial
 from zpasses.testing import fake_world
 from zpasses.tools.bisect.compare import first_difference, read_journals
 from zpasses.tools.bisect.run import BisectError, BisectRequest, run_bisect
-from zpasses.trial import Trial
 
 STAND_IN = """
 import json, os, sys, time
@@ -119,7 +119,7 @@ def on_trial(tmp_path, monkeypatch):
         folder = tmp_path / f"trial{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
         monkeypatch.setenv("ZPASSES_BISECT", json.dumps({"passes": passes, "folder": str(folder), "calls": calls}))
-        monkeypatch.setattr("zpasses.trial._written", [0])
+        monkeypatch.setattr("zpasses.pipeline.bisect._written", [0])
         Trial.current.cache_clear()
         return folder
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.ranks import run_on_ranks
-from zpasses.route_figures import calibrated_figures, figures_of
-from zpasses.target import TARGETS
+from zpasses.cost.routes import calibrated_figures, figures_of
+from zpasses.cost.target import TARGETS
 from zpasses.testing.fake_mori import Settings, installed
 from zpasses.tools.calibrate import Sample, fit, main, write
 

@@ -194,7 +194,7 @@ def test_completion_is_printed_for_each_shell():
 
 # --- the catalogue -----------------------------------------------------------------------------------------------------------------
 def test_catalogue_lists_every_pass_with_level_and_options():
-    from zpasses.pipeline import catalogue
+    from zpasses.pipeline.pipeline import catalogue
 
     listed = values("passes")
     assert {each["name"] for each in listed["passes"]} | set(listed["pipelines"]) == set(catalogue())

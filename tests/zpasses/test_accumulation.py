@@ -21,7 +21,7 @@ import zpasses
 from tests.ranks import run_in_fresh_ranks, run_on_ranks, world_mesh
 from tests.zpasses.models import assert_same, full_gradients, integers
 from zpasses import AgreementError, Level, Pass, Pipeline, compat
-from zpasses.pending import pending_of
+from zpasses.runtime.windows import pending_of
 
 pytestmark = pytest.mark.processes
 

@@ -9,7 +9,7 @@ from dataclasses import fields
 
 import zpasses.tools.bench as bench
 from zpasses.errors import OptionError, nearest
-from zpasses.schedule import parse_budget
+from zpasses.option_values import parse_budget
 from zpasses.tools.bench.buckets import FORMS as BUCKET_FORMS
 from zpasses.tools.bench.buckets import BucketsConfig, run_buckets
 from zpasses.tools.bench.coalesce import WAYS, CoalesceConfig, run_coalesce

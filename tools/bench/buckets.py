@@ -225,8 +225,8 @@ def _build(job: dict[str, Any], mesh: DeviceMesh) -> tuple[nn.Module, Callable[[
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """One form on this rank."""
-    from zpasses.backend import GraphLog, observe_graphs
-    from zpasses.memory import liveness
+    from zpasses.cost.memory import liveness
+    from zpasses.pipeline.observers import GraphLog, observe_graphs
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

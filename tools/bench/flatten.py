@@ -101,7 +101,7 @@ def _worst(values: list[Any]) -> Any:
 # --- in the processes that measure -------------------------------------------------------------------------------------------------
 def measure(job: dict[str, Any]) -> FlattenResult:
     """One form on this rank."""
-    from zpasses.backend import GraphLog, observe_graphs
+    from zpasses.pipeline.observers import GraphLog, observe_graphs
 
     device = _start(job["device"])
     seen: list[tuple[float, GraphLog]] = []
@@ -164,7 +164,7 @@ def _pack(tensors: list[torch.Tensor], device: torch.device, job: dict[str, Any]
 
 def _timed(tensors: list[torch.Tensor], device: torch.device, job: dict[str, Any], seen: list[tuple[float, Any]]) -> tuple[float, float]:
     """Seconds that the graph ran, and those that it took to make."""
-    from zpasses.backend import observe_graphs
+    from zpasses.pipeline.observers import observe_graphs
 
     with observe_graphs(lambda graph: seen.append((time.perf_counter(), graph))):
         dist.barrier()
@@ -184,7 +184,7 @@ def _synchronize(device: torch.device) -> None:
 
 def _bytes(graph: torch.fx.Graph, form: str) -> tuple[int, int, int]:
     """Bytes moved to the device, laid out on the host, and laid out on the device."""
-    from zpasses.graph import calls, nbytes, value_of
+    from zpasses.graph.nodes import calls, nbytes, value_of
 
     moved = sum(nbytes(value_of(node)) for node in calls(graph, torch.ops.aten._to_copy.default) if "device" in node.kwargs)
     laid = sum(nbytes(value_of(node)) for node in calls(graph, torch.ops.aten.cat.default))

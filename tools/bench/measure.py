@@ -174,7 +174,7 @@ class Work:
 @contextlib.contextmanager
 def observe_work() -> Iterator[Work]:
     """Inside, adds up what the zpasses backend reports; stays at 0 for peers that do not use it."""
-    from zpasses.backend import GraphLog, observe_graphs
+    from zpasses.pipeline.observers import GraphLog, observe_graphs
 
     work = Work()
 

@@ -147,7 +147,7 @@ class _Clock:
         self.joint_nodes = 0
 
     def running(self) -> Any:
-        from zpasses.backend import observe_graphs
+        from zpasses.pipeline.observers import observe_graphs
 
         self._last = time.perf_counter()
         return observe_graphs(self._see)

@@ -69,7 +69,7 @@ def capture(
     """
     import torch
 
-    from zpasses.fields import parse_value
+    from zpasses.option_values import parse_value
     from zpasses.tools.capture.run import CaptureRequest, run_capture
 
     given = {"zero_stage": zero_stage, "pipeline": pipeline, "target": target}

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 import zpasses
 from zpasses import compat
@@ -142,7 +141,7 @@ def _check_arguments(name: str, function: Callable[..., Any], arguments: Mapping
 def _capture_rank(
     request: CaptureRequest, function: Callable[..., Any], rank: int, options: Mapping[str, Any], seconds: dict[str, float]
 ) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with fake_world(request.world, rank) as mesh, compat.FakeTensorMode(allow_non_fake_inputs=True):
         with _timed(seconds, "build"):
             try:
@@ -159,7 +158,7 @@ def _capture_rank(
                 _step(compiled, inputs, loss if request.train else None, request.train)
             except Exception as error:
                 raise _explained(error) from error
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def _unpacked(name: str, made: Any) -> tuple[nn.Module, Any, Callable[[Any], Any] | None]:
@@ -181,7 +180,9 @@ def _step(compiled: Any, inputs: Any, loss: Callable[[Any], Any] | None, train: 
         return
     scalar = loss(result) if loss is not None else getattr(result, "loss", None)
     ends = (
-        [scalar] if scalar is not None else [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        [scalar]
+        if scalar is not None
+        else [leaf for leaf in compat.pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
     )
     if not ends or not all(isinstance(end, Tensor) and end.requires_grad for end in ends):
         raise CaptureError("nothing that the model returned has a gradient; return a loss function as third value, or use --no-train.")

@@ -8,9 +8,9 @@ import textwrap
 from typing import Any
 
 from zpasses.errors import OptionError, nearest
-from zpasses.fields import describe, field_types, format_value
 from zpasses.inspect.view import Code, Table, View, table
-from zpasses.pipeline import Level, Pass, Pipeline, catalogue
+from zpasses.option_values import describe, field_types, format_value
+from zpasses.pipeline.pipeline import Level, Pass, Pipeline, catalogue
 
 __all__ = ["all_passes_view", "pass_view"]
 

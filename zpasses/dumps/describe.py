@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost import collective_us, compute_us
+from zpasses.cost.memory import Buffer as Memory
+from zpasses.cost.memory import Liveness, liveness
+from zpasses.cost.roofline import collective_us, compute_us
+from zpasses.cost.step_time import collective_time_us, is_by_engine
+from zpasses.cost.target import Target
 from zpasses.dumps import format as data
 from zpasses.dumps.sources import SourceTable
-from zpasses.graph import Collective, collective_of, is_dialect, is_wait, nbytes, put_in_bytes, value_of
-from zpasses.memory import Buffer as Memory
-from zpasses.memory import Liveness, liveness
-from zpasses.ops import UNSHARD
-from zpasses.step_time import collective_time_us, is_by_engine
-from zpasses.tags import GATHER_ROLES, REDUCE_ROLES, Tag, tag_of
-from zpasses.target import Target
+from zpasses.graph.nodes import Collective, collective_of, is_dialect, is_wait, nbytes, put_in_bytes, value_of
+from zpasses.graph.ops import UNSHARD
+from zpasses.graph.tags import GATHER_ROLES, REDUCE_ROLES, Tag, tag_of
 
 __all__ = ["Describer", "Trace", "counts", "plain"]
 
@@ -163,7 +163,11 @@ class Trace:
     def _argument(self, value: Any) -> data.Argument:
         if isinstance(value, fx.Node):
             # A pass that failed may have left a node that reads what it erased.
-            return data.Ref(self._numbers[value]) if value in self._numbers and not value._erased else data.Text(f"erased {value.name}")
+            return (
+                data.Ref(self._numbers[value])
+                if value in self._numbers and not compat.is_erased(value)
+                else data.Text(f"erased {value.name}")
+            )
         if isinstance(value, (list, tuple)):
             return tuple(self._argument(item) for item in value)
         if isinstance(value, Mapping):
@@ -194,7 +198,7 @@ def counts(nodes: int, collectives: int, put_in_bytes: int) -> dict[str, int]:
 @functools.lru_cache(maxsize=1 << 12)
 def target_text(target: Any) -> str:
     """What a node calls: "aten.mm.default", "operator.getitem", the name of an input."""
-    if isinstance(target, (str, torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)):
+    if isinstance(target, (str, compat.OpOverload, compat.OpOverloadPacket, compat.HigherOrderOperator)):
         return str(target)
     module = str(getattr(target, "__module__", "") or "").removeprefix("_").replace("torch._C.", "torch.")
     name = str(getattr(target, "__qualname__", getattr(target, "__name__", repr(target))))
@@ -203,7 +207,7 @@ def target_text(target: Any) -> str:
 
 def _may_communicate(node: fx.Node) -> bool:
     """A cheap answer, "no" where `collective_of` is sure to say none."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "aten"
+    return isinstance(node.target, compat.OpOverload) and node.target.namespace != "aten"
 
 
 def _values(value: Any) -> tuple[data.Value, ...]:
@@ -249,7 +253,7 @@ def _gradients(nodes: tuple[fx.Node, ...]) -> dict[fx.Node, tuple[str, ...]]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and (node.target.is_view or node.target is torch.ops.aten._unsafe_view.default)
+    return isinstance(node.target, compat.OpOverload) and (node.target.is_view or node.target is torch.ops.aten._unsafe_view.default)
 
 
 def _kind(buffer: Memory, gradients: Mapping[fx.Node, tuple[str, ...]]) -> tuple[str, tuple[str, ...]]:

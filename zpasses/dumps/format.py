@@ -205,7 +205,7 @@ class CompileInfo:
     pipeline: str = ""
     codegen: str = ""
     target: Mapping[str, Any] = field(default_factory=dict)
-    """Every figure of `zpasses.target.Target`."""
+    """Every figure of `zpasses.cost.target.Target`."""
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Process group -> its ranks."""
     inputs: tuple[Mapping[str, Any], ...] = ()

@@ -58,7 +58,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """What a node is to zpasses: `zpasses.tags.Tag` as plain data."""
+    """What a node is to zpasses: `zpasses.graph.tags.Tag` as plain data."""
 
     role: str
     params: tuple[str, ...]
@@ -99,7 +99,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One piece of memory that a node allocates, by the model of `zpasses.memory`: alive from `first` to `last`, both included."""
+    """One piece of memory that a node allocates, by the model of `zpasses.cost.memory`: alive from `first` to `last`, both included."""
 
     nbytes: int
     first: int
@@ -177,7 +177,7 @@ class Snapshot:
     """Of the file in the compile's folder."""
     nodes: tuple[Node, ...]
     live_bytes: tuple[int, ...]
-    """Bytes alive while each node runs, one figure a node, by the model of `zpasses.memory`."""
+    """Bytes alive while each node runs, one figure a node, by the model of `zpasses.cost.memory`."""
 
     @cached_property
     def by_id(self) -> dict[int, Node]:

@@ -1,6 +1,6 @@
 """Writing dumps. A folder a compile; files appear whole or not at all, so that a reader may look at any time.
 
-Only zpasses.recording loads this, and only when somebody asked for a dump.
+Only zpasses.pipeline.recorder loads this, and only when somebody asked for a dump.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from typing import Any, ParamSpec, cast
 import torch
 from torch import fx
 
+from zpasses.cost.target import Target
 from zpasses.dumps import format as data
 from zpasses.dumps.describe import Describer, Trace, counts, plain
 from zpasses.dumps.encode import dumps, program, snapshot_lines
 from zpasses.dumps.errors import DumpPathError, NewerDumpError, NotADumpError
 from zpasses.dumps.reader import HEADER
-from zpasses.pipeline import Pass, PassRecord
-from zpasses.recording import Recorder, options_of
-from zpasses.target import Target
+from zpasses.pipeline.pipeline import Pass, PassRecord
+from zpasses.pipeline.recorder import Recorder, options_of
+from zpasses.version import __version__
 
 __all__ = ["CompileDump", "open_dump"]
 
@@ -100,8 +101,6 @@ def _write_header(root: Path, world: int, how: str) -> None:
 
 
 def _version() -> str:
-    from zpasses import __version__
-
     return __version__
 
 

@@ -1,4 +1,4 @@
-"""What is alive along a graph, and at its peak; by the model of `zpasses.memory`, whose figures a dump holds."""
+"""What is alive along a graph, and at its peak; by the model of `zpasses.cost.memory`, whose figures a dump holds."""
 
 from __future__ import annotations
 

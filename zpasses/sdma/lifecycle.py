@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from zpasses import compat
-from zpasses.agreement import exchange
-from zpasses.recording import remark
-from zpasses.route_figures import PIECE_BYTES
+from zpasses.cost.routes import PIECE_BYTES
+from zpasses.pipeline.recorder import remark
+from zpasses.ranks.vote import exchange
 from zpasses.sdma import mori_route, symm_route
 from zpasses.sdma.platform import Platform, platform_of
 from zpasses.sdma.routes import C10dRoute, Route, refuse_capture

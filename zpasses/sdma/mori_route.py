@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from zpasses import compat
-from zpasses.agreement import exchange
 from zpasses.errors import AgreementError
+from zpasses.ranks.vote import exchange
 from zpasses.sdma.platform import Platform, SideStream, node_name
 from zpasses.sdma.routes import Pending, Route, gathered_shape, plain, refuse_capture
 from zpasses.sdma.vote import Answer, everyone_says_yes, first_refusal, one_node, within

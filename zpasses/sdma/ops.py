@@ -32,10 +32,10 @@ _library.define("sdma_all_gather_out(Tensor input, int group_size, str group_nam
 _library.define("sdma_all_gather_coalesced(Tensor[] inputs, int group_size, str group_name) -> Tensor[]", tags=_TAGS)
 _library.define("sdma_reduce_scatter(Tensor input, str reduce_op, int group_size, str group_name) -> Tensor", tags=_TAGS)
 
-SDMA_ALL_GATHER: torch._ops.OpOverload = torch.ops.zpasses.sdma_all_gather.default
-SDMA_ALL_GATHER_OUT: torch._ops.OpOverload = torch.ops.zpasses.sdma_all_gather_out.default
-SDMA_ALL_GATHER_COALESCED: torch._ops.OpOverload = torch.ops.zpasses.sdma_all_gather_coalesced.default
-SDMA_REDUCE_SCATTER: torch._ops.OpOverload = torch.ops.zpasses.sdma_reduce_scatter.default
+SDMA_ALL_GATHER: compat.OpOverload = torch.ops.zpasses.sdma_all_gather.default
+SDMA_ALL_GATHER_OUT: compat.OpOverload = torch.ops.zpasses.sdma_all_gather_out.default
+SDMA_ALL_GATHER_COALESCED: compat.OpOverload = torch.ops.zpasses.sdma_all_gather_coalesced.default
+SDMA_REDUCE_SCATTER: compat.OpOverload = torch.ops.zpasses.sdma_reduce_scatter.default
 
 
 def _empty_gathered(source: Tensor, group_size: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zpasses import compat
-from zpasses.gloo import all_gather
+from zpasses.runtime.gloo import all_gather
 
 __all__ = ["C10dRoute", "Pending", "Route", "gathered_shape", "plain", "refuse_capture"]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zpasses import compat
-from zpasses.agreement import exchange
+from zpasses.ranks.vote import exchange
 from zpasses.sdma.platform import Platform
 
 __all__ = ["everyone_says_yes", "first_refusal", "one_node", "within"]

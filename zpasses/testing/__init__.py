@@ -13,7 +13,7 @@ A pass is tested in four lines, in one process, for as many ranks as one likes:
 milliseconds; `simulate` raises where real ranks would hang, race or disagree.
 """
 
-from zpasses.listing import listing
+from zpasses.graph.printer import listing
 from zpasses.testing.capture import StepCapture, StepGraphs, capture_graphs, capture_ranks, copy_graph, trace_joint
 from zpasses.testing.compare import assert_deterministic, assert_equal_bits, random_inputs
 from zpasses.testing.semantics import SEMANTICS, Semantics

@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils import _pytree as pytree
 
 from zpasses import compat
-from zpasses.backend import GraphLog, observe_graphs
-from zpasses.capture import tag_joint
-from zpasses.ops import UNSHARD
-from zpasses.pipeline import Level, Pass, PassRecord, Pipeline
-from zpasses.sharding import shard as shard_model
+from zpasses.backend.capture import tag_joint
+from zpasses.graph.ops import UNSHARD
+from zpasses.pipeline.observers import GraphLog, observe_graphs
+from zpasses.pipeline.pipeline import Level, Pass, PassRecord, Pipeline
+from zpasses.sharding.shard import shard as shard_model
 from zpasses.testing.worlds import fake_world
 
 __all__ = ["StepCapture", "StepGraphs", "capture_graphs", "capture_ranks", "copy_graph", "trace_joint"]
@@ -103,12 +102,12 @@ def capture_graphs(
             seen[log.kind] = copy_graph(log.graph)
             records.extend(record for record in log.records if record.name != _Probe.name)
 
-        torch._dynamo.reset()
+        torch.compiler.reset()
         options: dict[str, Any] = {"pipeline": Pipeline((*probes.values(), *parsed.passes)), "codegen": "eager", "agreement": False}
         compiled = torch.compile(step, backend="zpasses", fullgraph=True, dynamic=dynamic, options=options)
         with observe_graphs(observe), torch.set_grad_enabled(train):
             _run_step(compiled, inputs, train)
-        torch._dynamo.reset()
+        torch.compiler.reset()
         return StepCapture(
             rank=dist.get_rank(),
             world_size=size,
@@ -212,7 +211,7 @@ def _sharded_copy(model: Any, mesh: DeviceMesh, shard: Callable[[Any, DeviceMesh
 
 def _run_step(compiled: Callable[..., Any], inputs: Sequence[Any], train: bool) -> None:
     outputs = compiled(*[_own(value) if isinstance(value, Tensor) else value for value in inputs])
-    ends = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    ends = [leaf for leaf in compat.pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if train and ends:
         torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
 

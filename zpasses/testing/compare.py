@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zpasses.graph import collectives, value_of
+from zpasses.graph.nodes import collectives, value_of
 from zpasses.testing.capture import copy_graph
 from zpasses.testing.semantics import Semantics
 from zpasses.testing.simulate import RankRun, simulate

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zpasses.ops import rows_per_rank
+from zpasses.graph.ops import rows_per_rank
 
 __all__ = ["SEMANTICS", "Semantics"]
 

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from zpasses import compat
 from zpasses.errors import ZpassesError
-from zpasses.graph import Collective
-from zpasses.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.nodes import Collective
+from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
 from zpasses.testing.semantics import SEMANTICS, Semantics
 
 __all__ = ["RankRun", "SimulationError", "simulate"]
@@ -88,7 +87,7 @@ def simulate(
             torch.manual_seed(seed + each.rank)
             each.rng = torch.get_rng_state()
         _run(ranks, board)
-    return [RankRun(tuple(pytree.tree_leaves(each.output)), tuple(each.log)) for each in ranks]
+    return [RankRun(tuple(compat.pytree.tree_leaves(each.output)), tuple(each.log)) for each in ranks]
 
 
 def _run(ranks: Sequence[_Rank], board: _Board) -> None:
@@ -283,7 +282,7 @@ class _Rank:
         if target in self._custom:
             return self._custom[target]
         if _is_collective(target):
-            name = _base_name(target._opname)
+            name = _base_name(compat.op_name(target))
             if name in SEMANTICS:
                 return SEMANTICS[name]
             if name != "_wrap_tensor_autograd":
@@ -305,7 +304,7 @@ class _Rank:
         local = _local_result(target, inputs[0], arguments)
         if local is not None:
             return local
-        name = _base_name(target._opname)
+        name = _base_name(compat.op_name(target))
         what = _collective(name, inputs, arguments)
         call = _Call(self.rank, node, name, what, semantics, arguments, inputs, into)
         self.log.append(what)
@@ -338,7 +337,7 @@ class _Rank:
         args = self._fetch(node, node.args, values)
         kwargs = self._fetch(node, node.kwargs, values)
         if node.op == "output":
-            self._check_access([leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)], [])
+            self._check_access([leaf for leaf in compat.pytree.tree_leaves(args) if isinstance(leaf, Tensor)], [])
             self.output = args[0]
             return None
         self._check_access(*_accesses(node, args, kwargs))
@@ -385,11 +384,7 @@ def _overload(node: fx.Node) -> Any:
     """The operator that a node calls; graphs from Dynamo may hold the packet of its overloads."""
     if node.op != "call_function":
         return None
-    return (
-        node.target.default
-        if isinstance(node.target, torch._ops.OpOverloadPacket) and "default" in node.target.overloads()
-        else node.target
-    )
+    return node.target.default if isinstance(node.target, compat.OpOverloadPacket) and "default" in node.target.overloads() else node.target
 
 
 def _is_call_of(node: fx.Node, packet: Any) -> bool:
@@ -462,13 +457,13 @@ def _attribute(root: Any, path: str) -> Any:
 # --- memory ------------------------------------------------------------------------------------------------------------------------
 def _accesses(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
     """Tensors that a call reads, and those that its schema says it writes."""
-    read = pytree.tree_leaves((args, kwargs))
+    read = compat.pytree.tree_leaves((args, kwargs))
     schema = getattr(_overload(node), "_schema", None)
     if schema is None or not schema.is_mutable:
         return read, []
     named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
     mutable = [argument.name for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write]
-    return read, pytree.tree_leaves([named.get(name) for name in mutable])
+    return read, compat.pytree.tree_leaves([named.get(name) for name in mutable])
 
 
 def _overlap(a: Any, b: Any) -> bool:

@@ -11,14 +11,14 @@ from torch import fx, nn
 
 from tests.graphs import Param, few, joint, param_lists
 from tests.roundtrip import round_trip, write_snapshot
-from zpasses.backend import observe_graphs
+from zpasses.cost.step_time import Timeline
+from zpasses.cost.target import TARGETS, planning_for
 from zpasses.dumps import DamagedDumpError, Limits
 from zpasses.dumps.describe import Describer
 from zpasses.dumps.format import Ref, Text
 from zpasses.dumps.snapshots import SnapshotFiles
-from zpasses.pipeline import Pipeline
-from zpasses.step_time import Timeline
-from zpasses.target import TARGETS, planning_for
+from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.pipeline import Pipeline
 from zpasses.testing import capture_graphs, fake_world
 
 ZERO3 = Pipeline.parse("merge-reads,gather-params,reduce-grads,regather")

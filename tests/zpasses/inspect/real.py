@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import zpasses
-from zpasses.backend import observe_graphs
-from zpasses.memory import liveness
+from zpasses.cost.memory import liveness
+from zpasses.pipeline.observers import observe_graphs
 from zpasses.testing import fake_world
 
 BUCKETS = "merge-reads,gather-params,reduce-grads,regather,bucket{memory_budget=1MiB},overlap"

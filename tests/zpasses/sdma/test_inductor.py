@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.foreign import simple_fsdp
 from zpasses import Level, Pass, Pipeline, compat
-from zpasses.graph import Editor, collectives
+from zpasses.graph.nodes import Editor, collectives
 from zpasses.passes import Sdma
 from zpasses.sdma.ops import SDMA_ALL_GATHER, SDMA_ALL_GATHER_COALESCED, SDMA_ALL_GATHER_OUT
 from zpasses.testing import fake_world
@@ -121,7 +121,7 @@ def test_inputs_of_several_gathers_are_freed_after_their_waits():
 
 def test_without_the_lowering_the_input_is_freed_while_it_is_read(monkeypatch):
     """Which is why there is one."""
-    monkeypatch.setattr(compat, "_own_collectives", {})
+    monkeypatch.setattr(compat.inductor, "_own_collectives", {})
     monkeypatch.delitem(lowering.lowerings, SDMA_ALL_GATHER, raising=False)
     code = code_of(SDMA_ALL_GATHER)
     gone = next(at for at, line in enumerate(code) if line.startswith("del buf0") or line.endswith("= buf0; del buf0  # reuse"))
@@ -131,7 +131,7 @@ def test_without_the_lowering_the_input_is_freed_while_it_is_read(monkeypatch):
 def test_lowering_belongs_to_the_key_of_the_cache(monkeypatch):
     """Inductor's own key does not know lowerings; the toolkit's source, which holds them, is in that of each pass."""
     before = Sdma().uuid()
-    monkeypatch.setattr("zpasses.pipeline._toolkit_digest", lambda: "another lowering")
+    monkeypatch.setattr("zpasses.pipeline.pipeline._toolkit_digest", lambda: "another lowering")
     assert Sdma().uuid() != before
 
 

@@ -141,7 +141,7 @@ def spans_beside_products(gather, part):
 
 def on_one_device():
     import zpasses
-    from zpasses.agreement import exchange
+    from zpasses.ranks.vote import exchange
     from zpasses.sdma.platform import platform_of
     from zpasses.sdma.symm_route import SymmRoute, examine
     from zpasses.sdma.vote import one_node

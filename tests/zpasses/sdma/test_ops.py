@@ -3,9 +3,9 @@ import torch
 import torch.distributed as dist
 
 from zpasses import compat
-from zpasses.agreement import digest
-from zpasses.graph import collective_of, collectives, value_of
-from zpasses.memory import scratch_bytes
+from zpasses.cost.memory import scratch_bytes
+from zpasses.graph.nodes import collective_of, collectives, value_of
+from zpasses.ranks.agreement import digest
 from zpasses.sdma.ops import SDMA_ALL_GATHER, SDMA_ALL_GATHER_COALESCED, SDMA_ALL_GATHER_OUT, SDMA_REDUCE_SCATTER
 from zpasses.testing import SimulationError, fake_world, simulate
 

@@ -46,8 +46,8 @@ def hooked(target):
     import torch.distributed as dist
 
     from zpasses import Pipeline
+    from zpasses.cost.target import Target, planning_for
     from zpasses.passes import Sdma
-    from zpasses.target import Target, planning_for
 
     def gathered(x):
         started = torch.ops._c10d_functional.all_gather_into_tensor(x, 2, dist.group.WORLD.group_name)

@@ -6,7 +6,7 @@ from torch import nn
 
 import zpasses
 from tests.ranks import run_on_ranks, world_mesh
-from zpasses.backend import observe_graphs
+from zpasses.pipeline.observers import observe_graphs
 from zpasses.testing import capture_ranks, copy_graph, random_inputs, simulate
 
 pytestmark = pytest.mark.processes

@@ -6,10 +6,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
 from tests.graphs import Param, joint
-from zpasses.graph import calls, collectives
-from zpasses.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.nodes import calls, collectives
+from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.tags import tagged
 from zpasses.passes import GatherParams
-from zpasses.tags import tagged
 from zpasses.testing import capture_graphs, capture_ranks, copy_graph, fake_world, listing, simulate, trace_joint
 
 X = torch.zeros(2, 6)

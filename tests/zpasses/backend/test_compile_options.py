@@ -1,0 +1,65 @@
+"""Options of a compile that change its graphs."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import zpasses
+from zpasses.cost.memory import saved_for_backward
+from zpasses.errors import OptionError
+from zpasses.graph.nodes import collectives
+from zpasses.pipeline.observers import observe_graphs
+from zpasses.testing import fake_world
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+def backward_of(**options):
+    """The backward graph of one compile."""
+    seen = []
+    torch._dynamo.reset()
+    with fake_world(8) as mesh, observe_graphs(lambda log: seen.append(log.graph) if log.kind == "backward" else None):
+        model = zpasses.shard(Mlp(), mesh=mesh)
+        torch.compile(model, backend="zpasses", options={"codegen": "eager", **options})(torch.ones(4, 8)).sum().backward()
+    (graph,) = seen
+    return graph
+
+
+def wide(graph):
+    """How many saved activations are as wide as the hidden layer."""
+    return sum(node.meta["val"].shape == (4, 32) for node in saved_for_backward(graph))
+
+
+@pytest.mark.parametrize(("options", "saved"), [({"zero_stage": 3}, 1), ({"zero_stage": 2}, 2)])
+def test_elementwise_results_are_recomputed_where_parameters_are_gathered_again(options, saved):
+    assert wide(backward_of(**options)) == saved
+    assert wide(backward_of(**options, recompute_elementwise=saved != 1)) == 3 - saved
+
+
+ROOMY = "merge-reads,gather-params,reduce-grads,regather,bucket{memory_budget=1GiB}"
+SLOW_LAUNCH = "cpu,launch_us=1000000"
+SLOW_MEMORY = "cpu,launch_us=0.001,hop_us=0.001,network_hop_us=0.001,memory_gb_s=0.001"
+
+
+def test_target_decides_what_is_merged(monkeypatch):
+    monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: True)  # where a shared launch costs copies
+    few, many = (
+        sum("reduce" in each.op for _, each in collectives(backward_of(pipeline=ROOMY, target=it))) for it in (SLOW_LAUNCH, SLOW_MEMORY)
+    )
+    assert few < many
+    monkeypatch.setenv("ZPASSES_TARGET", SLOW_LAUNCH)
+    assert sum("reduce" in each.op for _, each in collectives(backward_of(pipeline=ROOMY))) == few
+
+
+def test_unknown_target_is_refused_with_the_nearest_one():
+    with pytest.raises(Exception, match=r"nothing is called 'h10'. Did you mean \"h100\"") as error:
+        torch.compile(Mlp(), backend="zpasses", options={"target": "h10"})(torch.ones(4, 8))
+    assert isinstance(error.value.__cause__ or error.value.inner_exception, OptionError)

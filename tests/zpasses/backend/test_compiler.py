@@ -1,0 +1,561 @@
+"""The backend on real ranks: what can be compiled, and that it trains like the unsharded model."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import zpasses
+from tests.ranks import run_on_ranks, world_mesh
+from zpasses.graph.nodes import collectives
+from zpasses.pipeline.observers import observe_graphs
+
+pytestmark = pytest.mark.processes
+
+EAGER = {"codegen": "eager"}
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width + 1)
+        self.down = nn.Linear(3 * width + 1, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Odd rows, tied weights, a scalar, a frozen parameter, and one that nobody reads."""
+
+    def __init__(self, width=8, depth=2, vocabulary=11, *, between="nothing"):
+        super().__init__()
+        self.between = between
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.full((width,), 0.5), requires_grad=False)
+        self.unread = nn.Parameter(torch.ones(3))
+
+    def forward(self, tokens):
+        x = self.embed(tokens) * self.scale + self.frozen
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.between == "checkpoint" else block(x)
+            if self.between == "graph break":
+                torch._dynamo.graph_break()
+                x = x * self.scale  # read by the eager code between two graphs
+        return self.head(x)
+
+
+def loss_of(model, tokens):
+    return F.cross_entropy(model(tokens).flatten(0, -2), tokens.flatten())
+
+
+def pair(mesh=None, **options):
+    torch.manual_seed(0)
+    reference = Net(**options)
+    return reference, zpasses.shard(copy.deepcopy(reference), mesh=mesh or world_mesh())
+
+
+def batches(count, shape=(2, 5)):
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return [torch.randint(0, 11, shape, generator=generator) for _ in range(count)]
+
+
+def assert_same_gradients(model, reference):
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if theirs.grad is not None:
+            expected = theirs.grad.clone()
+            dist.all_reduce(expected, op=dist.ReduceOp.AVG)
+            torch.testing.assert_close(
+                ours.grad.full_tensor(), expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def train_alike(step, model, reference, data, optimizer=torch.optim.SGD):
+    """Train both; losses and gradients must agree in every step."""
+    optimizers = [optimizer(each.parameters(), lr=0.1) for each in (model, reference)]
+    for tokens in data:
+        ours, theirs = loss_of(step, tokens), loss_of(reference, tokens)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        ours.backward()
+        theirs.backward()
+        assert_same_gradients(model, reference)
+        for param in reference.parameters():
+            if param.grad is not None:
+                dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+
+
+def _trains(options, between="nothing", fullgraph=False, dynamic=None, shapes=((2, 5),) * 3):
+    reference, model = pair(between=between)
+    graphs = []
+    step = torch.compile(model, backend="zpasses", options=options, fullgraph=fullgraph, dynamic=dynamic)
+    with observe_graphs(graphs.append):
+        train_alike(step, model, reference, [batches(1, shape)[0] for shape in shapes])
+    return [graph.name for graph in graphs if graph.kind == "joint"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_equals_the_unsharded_model(stage):
+    joints = run_on_ranks(_trains, {"zero_stage": stage, **EAGER}, fullgraph=True)[0]
+    assert len(joints) == 1
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("stage", [2, 3])
+def test_training_through_inductor_equals_the_unsharded_model_on_three_ranks(stage):
+    run_on_ranks(_trains, {"zero_stage": stage}, fullgraph=True, ranks=3, timeout=240)
+
+
+def test_the_unlowered_dialect_trains_as_well():
+    run_on_ranks(_trains, {"pipeline": "", **EAGER})
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_graph_breaks_give_several_graphs_and_the_same_training(stage):
+    joints = run_on_ranks(_trains, {"zero_stage": stage, **EAGER}, between="graph break")[0]
+    assert len(joints) > 1
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_checkpointed_blocks_train_alike(stage):
+    run_on_ranks(_trains, {"zero_stage": stage, **EAGER}, between="checkpoint", fullgraph=True)
+
+
+def test_dynamic_batch_and_sequence_need_one_graph():
+    shapes = ((2, 5), (4, 7), (3, 9), (6, 2))
+    assert len(run_on_ranks(_trains, EAGER, dynamic=True, shapes=shapes)[0]) == 1
+
+
+@pytest.mark.inductor
+def test_dynamic_shapes_through_inductor():
+    assert len(run_on_ranks(_trains, {}, dynamic=True, shapes=((2, 5), (4, 7), (3, 9)), timeout=240)[0]) == 1
+
+
+def _ranks_with_their_own_shapes():
+    reference, model = pair()
+    step = torch.compile(model, backend="zpasses", options={**EAGER, "agreement_timeout_s": 20})
+    rows = (2, 3, 2, 4) if dist.get_rank() == 0 else (2, 2, 2, 5)
+    train_alike(step, model, reference, [batches(1, (n, 5))[0] for n in rows])
+
+
+def test_a_rank_may_recompile_alone_for_a_new_shape():
+    run_on_ranks(_ranks_with_their_own_shapes)
+
+
+def _inference(stage, codegen):
+    reference, model = pair()
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": stage, "codegen": codegen})
+    tokens = batches(1)[0]
+    with torch.no_grad():
+        torch.testing.assert_close(step(tokens), reference(tokens), rtol=1e-4, atol=1e-5)
+    train_alike(step, model, reference, batches(2))
+    with torch.inference_mode():
+        torch.testing.assert_close(step(tokens), reference(tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_inference_sees_the_weights_of_the_moment(stage):
+    run_on_ranks(_inference, stage, "eager")
+
+
+def _two_models():
+    first, second = pair(), pair(width=4)
+    steps = [torch.compile(model, backend="zpasses", options=EAGER) for _, model in (first, second)]
+    for step, (reference, model) in zip(steps, (first, second), strict=True):
+        train_alike(step, model, reference, batches(2))
+
+    def both(tokens):  # two roots in one graph, with parameters of the same name
+        return first[1](tokens) + second[1](tokens)
+
+    tokens = batches(1)[0]
+    compiled = torch.compile(both, backend="zpasses", options={"zero_stage": 2, **EAGER}, fullgraph=True)
+    torch.testing.assert_close(compiled(tokens), first[0](tokens) + second[0](tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_several_sharded_models_in_one_process():
+    run_on_ranks(_two_models)
+
+
+def _two_groups():
+    reference = Net()
+    other = DeviceMesh.from_group(dist.new_group(list(range(dist.get_world_size()))), "cpu")
+    model = copy.deepcopy(reference)
+    zpasses.shard(model.blocks[0], mesh=other)
+    zpasses.shard(model, mesh=world_mesh())
+    graphs = []
+    with observe_graphs(graphs.append):
+        train_alike(torch.compile(model, backend="zpasses", options=EAGER), model, reference, batches(2))
+    joint = next(graph for graph in graphs if graph.kind == "joint")
+    return len({each.group for _, each in collectives(joint.graph)})
+
+
+def test_parameters_of_two_process_groups_in_one_graph():
+    assert run_on_ranks(_two_groups)[0] == 2
+
+
+def _compiled_blocks():
+    reference, model = pair(depth=3)
+    graphs = []
+    for block in model.blocks:
+        block.compile(backend="zpasses", options=EAGER)
+    with observe_graphs(graphs.append):
+        train_alike(model, model, reference, batches(2))
+    return sum(graph.kind == "joint" for graph in graphs)
+
+
+def test_compiled_blocks_in_an_eager_model_share_one_graph():
+    assert run_on_ranks(_compiled_blocks)[0] == 1
+
+
+class Writes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(max=1)
+        return x * self.weight
+
+
+class WritesToView(Writes):
+    def forward(self, x):
+        self.weight.detach().view(2, 2)[0].zero_()
+        return x * self.weight
+
+
+def _writes():
+    model = torch.compile(zpasses.shard(Writes(), mesh=world_mesh()), backend="zpasses", options=EAGER)
+    with pytest.raises(Exception, match=r"writes to parameter weight \(clamp_\).*would be lost"):
+        model(torch.ones(4))
+    model = torch.compile(zpasses.shard(WritesToView(), mesh=world_mesh()), backend="zpasses", options=EAGER)
+    with pytest.raises(Exception, match=r"writes to parameter weight \(zero_\).*would be lost"):
+        model(torch.ones(4))
+
+
+def test_a_model_that_writes_to_its_parameters_is_refused():
+    run_on_ranks(_writes)
+
+
+def _gathers_run(stage):
+    """Gathers that run in: first forward, second forward, after backward, after an edit of a shard, after one through `.data`."""
+    _, model = pair()
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": stage, **EAGER})
+    tokens = batches(1)[0]
+    counts = []
+
+    def forward():
+        with torch.profiler.profile() as profile:
+            loss = loss_of(step, tokens)
+        names = [event.name for event in profile.events()]
+        counts.append(names.count("gloo:all_gather"))
+        return loss
+
+    forward()  # compiles
+    zpasses.invalidate(model)
+    loss = forward()
+    forward()
+    loss.backward()
+    forward()
+    with torch.no_grad():
+        model.blocks[0].norm._parameters["weight"].mul_(2)
+    forward()
+    forward()
+    before = loss_of(step, tokens).item()
+    model.embed._parameters["weight"].data.mul_(3)
+    zpasses.invalidate(model)
+    forward()
+    assert loss_of(step, tokens).item() != before
+    return counts[1:]
+
+
+def test_stage_2_gathers_again_only_after_a_reduction_or_a_change():
+    fresh, cached, reduced, edited, again, invalidated = run_on_ranks(_gathers_run, 2)[0]
+    assert fresh == invalidated > 0
+    assert cached == 0
+    assert again == 0
+    assert edited == 1, "only what changed is gathered"
+    assert 0 < reduced <= fresh, "frozen parameters stay"
+
+
+def test_stage_3_gathers_in_every_forward():
+    counts = run_on_ranks(_gathers_run, 3)[0]
+    assert min(counts) > 0
+
+
+def _equal_after(edit):
+    reference, model = pair()
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
+    tokens = batches(1)[0]
+    loss_of(step, tokens)
+    other = Net()
+    if edit == "load_state_dict":
+        model.load_state_dict(other.state_dict())
+        reference.load_state_dict(other.state_dict())
+    elif edit == "assign":
+        model.scale = nn.Parameter(torch.tensor(7.0))
+        reference.scale = nn.Parameter(torch.tensor(7.0))
+    elif edit == "swap":  # what model.to does: the same parameters, other local tensors
+        model._apply(lambda tensor: tensor * 2)
+        reference._apply(lambda tensor: tensor * 2)
+    else:
+        with torch.no_grad():
+            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                ours.mul_(0.5)
+                theirs.mul_(0.5)
+    torch.testing.assert_close(loss_of(step, tokens), loss_of(reference, tokens), rtol=1e-4, atol=1e-5)
+
+
+def _stepped_after_a_look(optimizer, inference):
+    """Between backward and step somebody runs the model: what that run gathered must not be used after the step."""
+    reference, model = pair()
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
+    optimizers = [optimizer(each.parameters(), lr=0.1, foreach=True) for each in (model, reference)]
+    for tokens in batches(3):
+        for each, net in ((optimizers[0], step), (optimizers[1], reference)):
+            each.zero_grad()
+            loss_of(net, tokens).backward()
+            with torch.inference_mode(inference):
+                loss_of(net, tokens)
+        assert_same_gradients(model, reference)
+        for param in reference.parameters():
+            if param.grad is not None:
+                dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+        for each in optimizers:
+            each.step()
+        torch.testing.assert_close(loss_of(step, tokens), loss_of(reference, tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_foreach_optimizer_is_seen_though_it_moves_no_version_counter(inference):
+    run_on_ranks(_stepped_after_a_look, torch.optim.AdamW, inference)
+
+
+def _averaged_weights():
+    """A model that only an average of weights writes to, by foreach operations that leave no trace."""
+    reference, model = pair()
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
+    tokens = batches(1)[0]
+    for _ in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(step(tokens), reference(tokens), rtol=1e-4, atol=1e-5)
+            for net in (model, reference):
+                torch._foreach_mul_(list(net.parameters()), 0.5)
+
+
+def test_runs_without_gradients_follow_averages_of_weights():
+    run_on_ranks(_averaged_weights)
+
+
+def _evaluation_keeps():
+    """Gathers in the first and second evaluation after a step."""
+    _, model = pair()
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = batches(1)[0]
+
+    def evaluate():
+        with torch.no_grad(), torch.profiler.profile() as profile:
+            step(tokens)
+        return [event.name for event in profile.events()].count("gloo:all_gather")
+
+    evaluate()  # compiles
+    loss_of(step, tokens).backward()
+    optimizer.step()
+    return evaluate(), evaluate()
+
+
+def test_evaluation_keeps_what_an_optimizer_updates():
+    first, second = run_on_ranks(_evaluation_keeps)[0]
+    assert second < first
+
+
+@pytest.mark.parametrize("edit", ["load_state_dict", "assign", "swap", "in place"])
+def test_kept_parameters_follow_every_change_of_their_shards(edit):
+    run_on_ranks(_equal_after, edit)
+
+
+def _empty_shard():
+    """Rank 2 of 3 holds nothing of a parameter with two rows, and must still decide like the others."""
+    torch.manual_seed(0)
+    reference = nn.Linear(3, 2)
+    model = zpasses.shard(copy.deepcopy(reference), mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, foreach=True) for each in (model, reference)]
+    for _ in range(3):
+        x = torch.ones(2, 3)
+        torch.testing.assert_close(step(x), reference(x))
+        step(x).sum().backward()
+        reference(x).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_rank_with_an_empty_shard_gathers_when_the_others_do():
+    run_on_ranks(_empty_shard, ranks=3)
+
+
+class Gain(nn.Module):
+    """Its backward needs nothing but the gain, in whose memory Inductor would like to write the gradient."""
+
+    def __init__(self, frozen=False):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.gain = nn.Parameter(torch.randn(8, 8), requires_grad=not frozen)
+
+    def forward(self, x):
+        return self.linear(x) * self.gain
+
+
+def _sharded_copy(reference, **options):
+    model = zpasses.shard(copy.deepcopy(reference), mesh=world_mesh())
+    return model, torch.compile(model, backend="zpasses", options={"zero_stage": 2, **options})
+
+
+def _kept_through_backward():
+    for reference in (Gain(), Gain(frozen=True)):
+        model, step = _sharded_copy(reference)
+        x = torch.randn(8, 8)
+        for _ in range(2):
+            ours, theirs = (net(x).square().sum() + net(2 * x).square().sum() for net in (step, reference))
+            torch.testing.assert_close(ours, theirs)
+            ours.backward()
+            theirs.backward()
+            assert_same_gradients(model, reference)
+
+
+def test_backward_does_not_write_over_kept_parameters():
+    run_on_ranks(_kept_through_backward)
+
+
+def _convolutions():
+    reference = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten())
+    model, step = _sharded_copy(reference)
+    for _ in range(2):
+        x = torch.randn(2, 3, 6, 6)
+        for net in (step, reference):
+            (net(x).square().sum() + net(2 * x).sum()).backward()
+        assert_same_gradients(model, reference)
+
+
+def test_variants_agree_on_strides_though_inductor_prefers_others_for_convolutions():
+    run_on_ranks(_convolutions)
+
+
+def _trains_after_inference_mode():
+    model, step = _sharded_copy(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **EAGER)
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 4)
+    for _ in range(2):
+        step(x).sum().backward()
+        optimizer.step()
+        with torch.inference_mode():
+            step(x)
+
+
+def test_training_goes_on_after_inference_mode():
+    run_on_ranks(_trains_after_inference_mode)
+
+
+def _average_of_a_trained_model():
+    """A copy of a model that an optimizer stepped is stepped by nobody: only foreach operations write to it."""
+    reference = nn.Linear(4, 4)
+    model, step = _sharded_copy(reference, **EAGER)
+    x = torch.ones(2, 4)
+    step(x).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    average = copy.deepcopy(model)
+    evaluate = torch.compile(average, backend="zpasses", options={"zero_stage": 2, **EAGER})
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(evaluate(x), reference(x))
+            for net in (average, reference):
+                torch._foreach_mul_(list(net.parameters()), 0.5)
+
+
+def test_a_copied_model_keeps_nothing_of_the_original():
+    run_on_ranks(_average_of_a_trained_model)
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.low, self.high = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.high.weight = self.low.weight
+
+    def forward(self, x):
+        return self.high(self.low(x.bfloat16()).float())
+
+
+def _tied_in_two_dtypes():
+    reference = TwoDtypes()
+    model = copy.deepcopy(reference)
+    zpasses.shard(model.low, mesh=world_mesh(), param_dtype=torch.bfloat16)
+    zpasses.shard(model.high, mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
+    x = torch.ones(2, 4)
+    first = step(x)
+    for _ in range(2):
+        torch.testing.assert_close(step(x), first)
+    first.sum().backward()
+    torch.testing.assert_close(step(x), first)
+
+
+def test_tied_parameters_may_be_read_in_two_dtypes():
+    run_on_ranks(_tied_in_two_dtypes)
+
+
+class Returns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias, self.weight, self.bias.view(2, 2)
+
+
+def _returned_parameters(codegen):
+    reference = Returns()
+    _, step = _sharded_copy(reference, codegen=codegen)
+    x = torch.ones(2, 4)
+    for _ in range(3):
+        out, weight, bias = step(x)
+        torch.testing.assert_close(out, reference(x)[0])
+        with torch.no_grad():
+            weight.detach().zero_()
+            bias.detach().zero_()
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_writing_to_a_returned_parameter_does_not_change_the_model(codegen):
+    run_on_ranks(_returned_parameters, codegen)
+
+
+def _forgets(stage):
+    model = zpasses.shard(nn.Linear(4, 4), mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": stage, **EAGER})
+    step(torch.ones(2, 4)).sum().backward()
+    param = weakref.ref(next(model.parameters()))
+    del model, step
+    gc.collect()
+    assert param() is None
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_compiled_code_does_not_hold_the_parameters_of_a_dead_model(stage):
+    run_on_ranks(_forgets, stage)

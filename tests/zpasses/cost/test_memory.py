@@ -1,0 +1,285 @@
+"""The memory model against graphs whose figures can be told by hand, and against what a model really allocates."""
+
+import gc
+import operator
+
+import pytest
+import torch
+from torch import fx
+
+import zpasses
+from tests.graphs import Param, joint, rewritten
+from zpasses import compat
+from zpasses.cost.memory import liveness, overwriting, saved_for_backward, scratch_bytes
+from zpasses.graph.nodes import collective_of, is_wait
+from zpasses.graph.tags import Tag, add_tag
+from zpasses.passes import GatherParams, KeepParams, ReduceGrads
+from zpasses.passes.bucket import Bucket
+from zpasses.pipeline.observers import observe_graphs
+from zpasses.runtime.codegen import uncompiled
+from zpasses.testing import fake_world
+from zpasses.tools.bench.measure import MemoryProfile
+from zpasses.tools.bench.model import ModelSize, batches, build_model
+
+aten = torch.ops.aten
+UNIT = 4096
+"""Bytes of the tensors below: 1024 floats."""
+
+
+@pytest.fixture(autouse=True)
+def backend_is_not_gloo(monkeypatch):
+    """Graphs outlive the fake world that they were made in; whether gloo's scratch memory counts is asked of their group."""
+    monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: False)
+
+
+class Graph:
+    """A graph by hand, with fake values of [1024]."""
+
+    def __init__(self, *inputs):
+        self.graph = fx.Graph()
+        with compat.FakeTensorMode() as self.mode:
+            self.inputs = [self._value(self.graph.placeholder(name), torch.empty(1024)) for name in inputs]
+
+    def call(self, target, *args, **kwargs):
+        node = self.graph.call_function(target, args, kwargs)
+        with self.mode:
+            given = fx.node.map_arg((args, kwargs), lambda item: item.meta["val"])
+            return self._value(node, target(*given[0], **given[1]))
+
+    def live(self, *returned):
+        """Tensors alive during each call, and during the output."""
+        self.graph.output(returned)
+        found = liveness(self.graph)
+        units = [nbytes / UNIT for nbytes in found.live_bytes]
+        return units[len(self.inputs) :]
+
+    def _value(self, node, value):
+        node.meta["val"] = value
+        return node
+
+
+def test_a_value_lives_from_its_node_to_its_last_reader():
+    given = Graph("x")
+    a = given.call(aten.sin.default, *given.inputs)
+    b = given.call(aten.cos.default, a)
+    c = given.call(aten.add.Tensor, a, b)
+    assert given.live(c) == [1, 2, 3, 1]
+
+
+def test_memory_of_the_caller_does_not_count():
+    given = Graph("x", "y")
+    a = given.call(aten.add.Tensor, *given.inputs)
+    assert given.live(a, given.inputs[0]) == [1, 1]
+
+
+def test_views_keep_what_they_view_alive_and_take_no_memory():
+    given = Graph("x")
+    a = given.call(aten.sin.default, *given.inputs)
+    view = given.call(aten.view.default, a, [32, 32])
+    part = given.call(aten.slice.Tensor, view, 0, 0, 1)
+    other = given.call(aten.cos.default, *given.inputs)
+    end = given.call(aten.sum.default, part)
+    assert given.live(end, other)[:4] == [1, 1, 1, 2]
+
+
+def test_a_copy_of_a_slice_lets_go_of_what_it_was_cut_from():
+    given = Graph("x")
+    a = given.call(aten.sin.default, *given.inputs)
+    part = given.call(aten.slice_copy.Tensor, a, 0, 0, 512)
+    b = given.call(aten.cos.default, *given.inputs)
+    assert given.live(part, b) == [1, 1.5, 1.5, 1.5]
+
+
+def test_an_op_that_returns_what_it_writes_to_takes_no_memory():
+    given = Graph("x")
+    a = given.call(aten.sin.default, *given.inputs)
+    b = given.call(aten.add_.Tensor, a, 1.0)
+    assert given.live(b) == [1, 1, 1]
+
+
+def test_each_output_of_an_op_lives_by_itself():
+    given = Graph("x")
+    both = given.call(aten.aminmax.default, given.call(aten.view.default, given.inputs[0], [2, 512]), dim=0)
+    first = given.call(operator.getitem, both, 0)
+    second = given.call(operator.getitem, both, 1)
+    a = given.call(aten.sin.default, first)
+    b = given.call(aten.cos.default, second)
+    # 512 floats each; the first output dies with its reader, the second lives on
+    assert given.live(a, b) == [0, 1, 1, 1, 1.5, 1.5, 1]
+
+
+def test_what_is_unread_lives_during_its_node_alone():
+    given = Graph("x")
+    given.call(aten.sin.default, *given.inputs)
+    a = given.call(aten.cos.default, *given.inputs)
+    assert given.live(a) == [1, 1, 1]
+
+
+def test_saved_values_die_at_their_last_use_in_a_backward_graph():
+    given = Graph("primals_1", "saved", "tangents_1")
+    a = given.call(aten.mul.Tensor, given.inputs[1], given.inputs[2])
+    b = given.call(aten.mul.Tensor, a, given.inputs[0])
+    assert {node.name for node in saved_for_backward(given.graph)} == {"saved", "tangents_1"}
+    assert given.live(b) == [3, 2, 1]
+
+
+def test_shards_and_inputs_of_the_model_belong_to_the_caller_in_a_backward_graph():
+    given = Graph("primals_1", "p", "tangents_1")
+    add_tag(given.inputs[1], Tag("shard", ("p",)))
+    assert [node.name for node in saved_for_backward(given.graph)] == ["tangents_1"]
+
+
+def test_saved_views_of_one_tensor_count_once_and_die_together():
+    given = Graph("whole", "view", "tangents_1")
+    given.inputs[1].meta["val"] = given.inputs[0].meta["val"].view(32, 32)
+    a = given.call(aten.mul.Tensor, given.inputs[0], given.inputs[2])
+    b = given.call(aten.neg.default, a)
+    c = given.call(aten.sum.default, given.inputs[1])
+    assert given.live(b, c)[:2] == [3, 3]  # whole, tangents, a; whole, a, b
+
+
+def started(gm):
+    return [node for node in gm.graph.nodes if collective_of(node) is not None]
+
+
+def buffers_at(gm, node):
+    return sorted(buffer.nbytes for buffer in liveness(gm.graph).alive_at(node))
+
+
+def test_a_collective_holds_inputs_and_outputs_until_it_is_awaited():
+    with fake_world(2):
+        gm = rewritten(joint([Param((6, 2))], 0, 2), ReduceGrads("reduce_scatter"))
+    (reduction,) = [node for node in started(gm) if "reduce_scatter" in node.name]
+    (wait,) = reduction.users
+    # the tangent is a saved value; of the forward part its output lives on
+    before = [each for each in liveness(gm.graph).alive_at(wait) if each.node in (reduction, reduction.args[0])]
+    assert sorted(each.nbytes for each in before) == [24, 48]
+    after = liveness(gm.graph).alive_at(gm.graph.output_node())
+    assert [each.nbytes for each in after if each.node in (reduction, reduction.args[0])] == [24]
+
+
+def test_of_several_outputs_of_a_collective_none_dies_before_all_are_awaited():
+    with fake_world(2):
+        gm = rewritten(joint([Param((4, 2)), Param((6, 2))], 0, 2), GatherParams(), Bucket(memory_budget="1GiB"))
+    (gather,) = [node for node in started(gm) if "coalesced" in node.name]
+    waits = [node for node in gm.graph.nodes if is_wait(node)]
+    held = [each for each in liveness(gm.graph).alive_at(waits[-1]) if each.node is gather]
+    assert [each.nbytes for each in held] == [48, 32]
+
+
+def test_gloo_takes_scratch_memory_until_the_wait(monkeypatch):
+    params = [Param((4, 2)), Param((6, 2))]
+    with fake_world(2):
+        gm = rewritten(joint(params, 0, 2), GatherParams(), ReduceGrads("all_reduce"), Bucket(mode="coalesced", memory_budget="1GiB"))
+        assert [scratch_bytes(node) for node in started(gm)] == [0, 0]
+        plain = liveness(gm.graph)
+        monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: True)
+        gather, reduction = started(gm)
+        # Packed shards and what they are gathered into; packed gradients, which are reduced in place.
+        assert [scratch_bytes(gather), scratch_bytes(reduction)] == [40 + 80, 80]
+        gloo = liveness(gm.graph)
+    wait = next(iter(next(iter(gather.users)).users))
+    at = gloo.nodes.index(wait)
+    assert gloo.live_bytes[at] - plain.live_bytes[at] == 120
+    assert gloo.live_bytes[at + 2] == plain.live_bytes[at + 2]
+
+
+def _all_reduced(graph, item):
+    started = graph.call(torch.ops._c10d_functional.all_reduce.default, item, "sum", "0")
+    return started, graph.call(torch.ops._c10d_functional.wait_tensor.default, started)
+
+
+def test_an_all_reduce_writes_over_what_the_graph_made_and_reads_no_more():
+    with fake_world(2):
+        given = Graph("x")
+        a = given.call(aten.sin.default, *given.inputs)
+        _, reduced = _all_reduced(given, given.call(aten.view.default, a, [2, 512]))
+        assert given.live(given.call(aten.cos.default, reduced)) == [1, 1, 1, 1, 2, 1]
+
+
+@pytest.mark.parametrize("case", ["input of the graph", "read later", "a view is read later", "returned", "not contiguous"])
+def test_an_all_reduce_leaves_alone_what_others_need(case):
+    with fake_world(2):
+        given = Graph("x")
+        a = given.call(aten.sin.default, *given.inputs)
+        half = given.call(aten.view.default, a, [2, 512])
+        item = {"input of the graph": given.inputs[0], "not contiguous": given.call(aten.t.default, half)}.get(case, a)
+        started, reduced = _all_reduced(given, item)
+        later = {"read later": a, "a view is read later": half}.get(case, reduced)
+        given.graph.output((given.call(aten.cos.default, later), reduced, *([a] if case == "returned" else [])))
+        assert started not in overwriting(given.graph)
+        assert any(buffer.node is started for buffer in liveness(given.graph).buffers)
+
+
+@pytest.mark.parametrize("form", ["coalesced", "flat"])
+def test_code_without_a_compiler_reduces_in_place_and_leaves_the_graph_as_it_is(form):
+    with fake_world(2):
+        gm = rewritten(joint([Param((4, 2)), Param((6, 2))], 0, 2), ReduceGrads("all_reduce"), Bucket(mode=form, memory_budget="1GiB"))
+        before = [node.target for node in gm.graph.nodes]
+        source = uncompiled(gm, []).__closure__[0].cell_contents.__self__.code
+    assert "all_reduce_" + ("coalesced_" if form == "coalesced" else "") + ".default" in source
+    assert [node.target for node in gm.graph.nodes] == before
+
+
+def test_kept_parameters_live_to_the_end():
+    with fake_world(2):
+        gathered = rewritten(joint([Param((6, 2))], 0, 2), GatherParams())
+        kept = rewritten(gathered, KeepParams())
+    assert liveness(kept.graph).live_bytes[-1] - liveness(gathered.graph).live_bytes[-1] == 48
+
+
+def test_alive_at_lists_the_largest_first_and_adds_up():
+    with fake_world(3):
+        gm = rewritten(joint([Param((7, 2)), Param((3, 2))], 0, 3), GatherParams(), ReduceGrads("reduce_scatter"))
+    found = liveness(gm.graph)
+    for node, live in zip(found.nodes, found.live_bytes, strict=True):
+        sizes = [each.nbytes for each in found.alive_at(node)]
+        assert sizes == sorted(sizes, reverse=True)
+        assert sum(sizes) == live
+    assert found.peak_bytes == sum(each.nbytes for each in found.alive_at(found.peak_node))
+
+
+def test_figures_given_for_a_node_take_the_place_of_its_own():
+    given = Graph("x")
+    a = given.call(aten.sin.default, *given.inputs)
+    given.graph.output((a,))
+    assert liveness(given.graph, bytes_of=lambda node: 5 if node is a else None).peak_bytes == 5
+
+
+def test_an_empty_graph_takes_nothing():
+    assert liveness(Graph("x").graph).peak_bytes == 0
+
+
+# --- against what is allocated ------------------------------------------------------------------------------------------------------
+SIZE = ModelSize(width=128, layers=2, heads=4, vocab=256, seq=64, batch=4)
+
+
+LARGE = "bucket{mb=1,memory_budget=1GiB},overlap"
+
+
+@pytest.mark.parametrize("last", ["keep-params", f"regather,{LARGE}"])
+def test_the_model_s_peaks_are_what_a_step_allocates(last):
+    graphs = {}
+    options = {"pipeline": f"merge-reads,gather-params,reduce-grads,{last}", "codegen": "eager", "agreement": False}
+    with MemoryProfile() as profile, fake_world(2) as mesh:
+        model = build_model(SIZE)
+        zpasses.shard(model, mesh=mesh)
+        step = torch.compile(model, backend="zpasses", fullgraph=True, options=options)
+        warmup, measured = batches(SIZE, 2, 0)
+        with observe_graphs(lambda log: graphs.setdefault(log.kind, log.graph)):
+            step(*warmup).backward()
+        step(*warmup).backward()
+        for param in model.parameters():
+            param.grad = None
+        gc.collect()
+        with profile.mark("forward"):
+            loss = step(*measured)
+        with profile.mark("backward"):
+            loss.backward()
+    resting, forward = profile.read("forward")
+    before_backward, backward = profile.read("backward")
+    backward += before_backward - resting  # what forward left behind
+    ahead, back = liveness(graphs["forward"]), liveness(graphs["backward"])
+    assert ahead.peak_bytes == pytest.approx(forward, rel=0.02)
+    # What forward leaves that backward does not need, kept parameters, belongs to backward's caller.
+    assert back.peak_bytes + ahead.live_bytes[-1] - back.live_bytes[0] == pytest.approx(backward, rel=0.02)

@@ -1,0 +1,124 @@
+import pytest
+import torch
+from torch import fx, nn
+
+from zpasses.graph.nodes import calls
+from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.tags import Tag, add_tag, drop_tag, retag, tag_of, tagged
+from zpasses.testing import capture_graphs
+
+X = torch.zeros(2, 6)
+
+
+def one_node():
+    graph = fx.Graph()
+    return graph.placeholder("x")
+
+
+def test_tag_is_found_where_it_was_written():
+    node = one_node()
+    assert tag_of(node) is None
+    add_tag(node, Tag("shard", ("w",)))
+    assert tag_of(node) == Tag("shard", ("w",))
+
+
+def test_tag_is_found_where_only_the_mirror_survived():
+    node = one_node()
+    node.meta["custom"] = {"theirs": 1}
+    add_tag(node, Tag("shard", ("w",)))
+    del node.meta["zpasses"]
+    assert tag_of(node) == Tag("shard", ("w",))
+    assert node.meta["custom"]["theirs"] == 1
+
+
+def test_mirror_is_not_shared_between_nodes_that_share_metadata():
+    first, second = one_node(), one_node()
+    first.meta["custom"] = second.meta["custom"] = {}
+    add_tag(first, Tag("shard", ("w",)))
+    assert tag_of(second) is None
+
+
+def test_foreign_metadata_is_no_tag():
+    node = one_node()
+    node.meta["zpasses"] = "something else"
+    node.meta["custom"] = "nor this"
+    assert tag_of(node) is None
+
+
+def test_retag_changes_both_copies():
+    node = one_node()
+    add_tag(node, Tag("gather", ("w",), 8))
+    retag(node, bucket=3, retained=True)
+    assert tag_of(node) == node.meta["custom"]["zpasses"] == Tag("gather", ("w",), 8, bucket=3, retained=True)
+
+
+def test_retag_of_an_untagged_node_raises():
+    with pytest.raises(ValueError, match="node x has no tag to change"):
+        retag(one_node(), bucket=3)
+
+
+def test_dropped_tag_is_gone_from_both_places():
+    node = one_node()
+    node.meta["custom"] = {"theirs": 1}
+    add_tag(node, Tag("gather", ("w",)))
+    drop_tag(node)
+    assert tag_of(node) is None
+    assert node.meta["custom"] == {"theirs": 1}
+
+
+def test_nodes_are_found_by_role_in_graph_order():
+    graph = fx.Graph()
+    nodes = [graph.placeholder(name) for name in "abc"]
+    for node, role in zip(nodes, ("full", "shard", "full"), strict=True):
+        add_tag(node, Tag(role, (node.name,)))
+    assert [node.name for node, _ in tagged(graph, "full")] == ["a", "c"]
+    assert [node.name for node, _ in tagged(graph)] == ["a", "b", "c"]
+    assert [node.name for node, _ in tagged(graph, "shard", "gather")] == ["b"]
+
+
+def test_tags_of_the_captured_graph_survive_retracing_through_custom():
+    captured = capture_graphs(nn.Linear(6, 4, bias=False), (X,), world_size=2)
+    (read,) = (node for node in captured.before.captured.graph.nodes if "unshard" in str(node.target))
+    (traced,) = calls(captured.before.joint.graph, UNSHARD)
+    assert tag_of(read).params == ("weight",)
+    assert traced.meta["custom"]["zpasses"].params == ("weight",)
+
+
+def test_only_custom_survives_retracing(monkeypatch):
+    """Why tags are mirrored: without the mirror nothing of the captured tag is left on the joint graph, and what it says is lost."""
+    monkeypatch.setattr("zpasses.backend.capture.tag_joint", lambda *_: None)
+    monkeypatch.setattr("zpasses.backend.compiler.tag_joint", lambda *_: None)
+    captured = capture_graphs(nn.Linear(6, 4, bias=False), (X,), world_size=2)
+    (traced,) = calls(captured.before.joint.graph, UNSHARD)
+    assert "zpasses" not in traced.meta
+    assert tag_of(traced) == Tag("gather", ("weight",), origin="capture")
+
+
+def test_shards_reads_and_reductions_of_a_joint_graph_are_tagged():
+    joint = capture_graphs(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6, bias=False)), (X,), world_size=2).before.joint
+    expected = ["0.bias", "0.weight", "1.weight"]
+    assert sorted(tag.params[0] for _, tag in tagged(joint.graph, "shard")) == expected
+    assert sorted(tag.params[0] for _, tag in tagged(joint.graph, "gather")) == expected
+    assert sorted(tag.params[0] for _, tag in tagged(joint.graph, "reduce")) == expected
+    assert all(tag_of(node) for node in calls(joint.graph, UNSHARD, REDUCE_GRAD))
+    ((_, scatter),) = [pair for pair in tagged(joint.graph, "reduce") if pair[1].params == ("1.weight",)]
+    assert scatter.nbytes == 6 * 4 * 4
+
+
+def test_reads_inside_a_checkpoint_are_tagged_with_their_parameter():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6, bias=False)
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(lambda y: self.inner(y).sin(), x, use_reentrant=False)
+
+    joint = capture_graphs(Checkpointed(), (X,), world_size=2).before.joint
+    assert {tag_of(node).params for node in calls(joint.graph, UNSHARD)} == {("inner.weight",)}
+
+
+def test_tags_survive_partitioning():
+    captured = capture_graphs(nn.Linear(6, 4, bias=False), (X,), world_size=2, pipeline="zero3")
+    assert [tag.role for _, tag in tagged(captured.after.forward.graph)] == ["shard", "gather", "full"]
+    assert "shard_grad" in [tag.role for _, tag in tagged(captured.after.backward.graph)]

@@ -1,0 +1,140 @@
+"""Every option changes the graph or the run; everything else is refused before anything is compiled."""
+
+import pytest
+import torch
+import torch.nn as nn
+from torch._inductor.utils import run_and_get_code
+from torch.distributed.device_mesh import init_device_mesh
+
+import zpasses
+from zpasses import OptionError, Options, Pipeline
+from zpasses.pipeline.observers import observe_graphs
+from zpasses.testing import fake_world
+
+
+def test_no_options_mean_stage_3():
+    assert Options.parse(None).passes() == Pipeline.parse("zero3")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_stage_chooses_its_named_pipeline(stage):
+    assert Options.parse({"zero_stage": stage}).passes() == Pipeline.parse(f"zero{stage}")
+
+
+def test_a_pipeline_may_be_text_or_an_object():
+    pipeline = Pipeline.parse("gather-params,reduce-grads{form=all_reduce}")
+    assert Options.parse({"pipeline": pipeline}).passes() == Options.parse({"pipeline": str(pipeline)}).passes() == pipeline
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"zero_stag": 3}, "no option 'zero_stag'. Did you mean \"zero_stage\""),
+        ({"zero_stage": 4}, "got 4 (int); expected 1 or 2 or 3 or none"),
+        ({"zero_stage": True}, "got True (bool); expected 1 or 2 or 3"),
+        ({"zero_stage": 3, "pipeline": "zero2"}, "both choose the passes"),
+        ({"pipeline": "gather-param"}, "no pass is called 'gather-param'. Did you mean \"gather-params\""),
+        ({"codegen": "triton"}, "expected 'inductor' or 'eager'"),
+        ({"agreement": "perhaps"}, "expected bool"),
+        ({"agreement_timeout_s": 0}, "expected seconds > 0"),
+        ({"agreement_timeout_s": "soon"}, "expected float"),
+        ({"backwards_per_step": 0}, "expected how many backwards an optimizer step has"),
+        ({"backwards_per_step": 2.5}, "expected int"),
+        ({"grad_accum_dtype": torch.int32}, "expected a floating-point dtype"),
+        ({"grad_accum_dtype": "floaty"}, "expected a dtype such as bfloat16"),
+        ({"inductor": {"max_autotun": True}}, 'Did you mean "max_autotune"'),
+        ({"inductor": 3}, "expected dict"),
+    ],
+)
+def test_bad_options_are_refused_with_the_way_out(given, message):
+    with pytest.raises(OptionError) as error:
+        Options.parse(given)
+    assert message in str(error.value)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x))).sum()
+
+
+def graphs_with(options):
+    torch._dynamo.reset()
+    with fake_world(4):
+        model = zpasses.shard(Net(), mesh=init_device_mesh("cpu", (4,)))
+        graphs = []
+        with observe_graphs(graphs.append):
+            torch.compile(model, backend="zpasses", options=options)(torch.ones(3, 8)).backward()
+        return {graph.kind: graph.graph for graph in graphs}
+
+
+def count(graph, name):
+    return sum(name in str(node.target) for node in graph.nodes)
+
+
+def test_bad_options_stop_torch_compile_before_any_graph_is_made():
+    graphs = []
+    with fake_world(2), observe_graphs(graphs.append), pytest.raises(Exception, match='Did you mean "codegen"'):
+        torch.compile(zpasses.shard(Net(), mesh=init_device_mesh("cpu", (2,))), backend="zpasses", options={"codgen": "eager"})(
+            torch.ones(3, 8)
+        )
+    assert graphs == []
+
+
+def test_modes_are_refused():
+    with fake_world(2), pytest.raises(Exception, match="has no modes"):
+        torch.compile(Net(), backend="zpasses", mode="max-autotune")(torch.ones(3, 8))
+
+
+def test_zero_stage_decides_whether_backward_gathers_again():
+    gathers = {stage: count(graphs_with({"zero_stage": stage, "codegen": "eager"})["backward"], "all_gather") for stage in (2, 3)}
+    assert gathers == {2: 0, 3: 1}  # the first layer's weight is not needed in backward, biases neither
+
+
+def test_pipeline_decides_what_is_lowered():
+    assert count(graphs_with({"pipeline": "", "codegen": "eager"})["joint"], "zpasses.unshard") == 4
+    assert count(graphs_with({"pipeline": "gather-params", "codegen": "eager"})["joint"], "zpasses.unshard") == 0
+
+
+def test_codegen_decides_who_runs_the_graph(monkeypatch):
+    from zpasses import compat
+
+    called = []
+    original = compat.inductor.inductor_codegen
+    monkeypatch.setattr(compat, "inductor_codegen", lambda *args: called.append("inductor") or original(*args))
+    graphs_with({"codegen": "eager"})
+    assert called == []
+    graphs_with({})
+    assert called == ["inductor", "inductor"]
+
+
+@pytest.mark.inductor
+def test_inductor_options_reach_inductor():
+    def codes(options):
+        torch._dynamo.reset()
+        step = torch.compile(Net(), backend="zpasses", options={"inductor": options})
+        return "".join(run_and_get_code(step, torch.ones(3, 8))[1])
+
+    plain, ungrouped = codes({}), codes({"size_asserts": False})
+    assert "assert_size_stride(" in plain.split("def call")[1]
+    assert "assert_size_stride(" not in ungrouped.split("def call")[1]
+
+
+@pytest.mark.inductor
+def test_an_unsharded_model_compiles_to_the_kernels_of_inductor():
+    def code(backend):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        step = torch.compile(Net(), backend=backend)
+
+        def train():
+            step(torch.ones(3, 8)).backward()
+
+        return [text.partition("\n")[2] for text in run_and_get_code(train)[1]]  # the first line is a counter
+
+    ours, theirs = code("zpasses"), code("inductor")
+    assert len(theirs) == 2
+    assert ours == theirs

@@ -1,0 +1,286 @@
+import dataclasses
+import importlib.metadata
+import logging
+import sys
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.graphs import Param, joint
+from zpasses import Level, OptionError, Pass, PassError, Pipeline
+from zpasses.option_values import field_types
+from zpasses.passes import ZERO3, Bucket, GatherParams, KeepParams, MergeReads, Overlap, ReduceGrads, Regather
+from zpasses.pipeline.pipeline import catalogue, describe_records, run_passes
+from zpasses.testing import fake_world, listing, trace_joint
+
+
+@dataclass(frozen=True)
+class Nothing(Pass):
+    """Changes nothing."""
+
+    name: ClassVar[str] = "nothing"
+    level: ClassVar[Level] = Level.JOINT
+
+    size: int = 1
+    form: Literal["a", "b"] = "a"
+    dtype: torch.dtype | None = None
+
+    def rewrite(self, graph):
+        return 0
+
+
+class Eager(Nothing):
+    must_change = True
+
+
+class Broken(Nothing):
+    def rewrite(self, graph):
+        raise KeyError("mine")
+
+
+def small():
+    return joint([Param((4, 2)), Param((3,))], 0, 2)
+
+
+# --- text -------------------------------------------------------------------------------------------------------------------------
+def test_text_is_read_as_passes_with_options():
+    parsed = Pipeline.parse("merge-reads{hold_mb=2}, gather-params ,reduce-grads{form=all_reduce}")
+    assert parsed.passes == (MergeReads(hold_mb=2.0), GatherParams(), ReduceGrads("all_reduce"))
+
+
+def test_only_options_that_differ_from_their_defaults_are_written():
+    assert (
+        str(Pipeline((MergeReads(), MergeReads(2.0), ReduceGrads("all_reduce"))))
+        == "merge-reads,merge-reads{hold_mb=2.0},reduce-grads{form=all_reduce}"
+    )
+
+
+def test_named_pipeline_stands_for_its_passes():
+    assert Pipeline.parse("zero3,keep-params").passes == (*ZERO3.passes, KeepParams())
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+def test_empty_text_is_the_empty_pipeline(text):
+    assert Pipeline.parse(text) == Pipeline()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gather-param", r"no pass is called 'gather-param'. Did you mean \"gather-params\"\? Known: bucket, defer-reduction, flatten"),
+        ("zebra", r"no pass is called 'zebra'"),
+        ("merge-reads{hold=2}", r"pass 'merge-reads' has no option 'hold'. Did you mean \"hold_mb\"\?"),
+        ("merge-reads{hold_mb=big}", r"pass 'merge-reads', option 'hold_mb': got 'big' \(str\); expected float or none"),
+        ("merge-reads{hold_mb=1,hold_mb=2}", r"option 'hold_mb' is given twice"),
+        ("merge-reads{hold_mb}", r"cannot read option 'hold_mb'; expected name=value"),
+        (
+            "zero3{hold_mb=1}",
+            r"'zero3' is a named pipeline, which takes no options; name its passes: merge-reads\{hold_mb=1.0\},gather-params",
+        ),
+        ("gather-params,", r"cannot read 'gather-params,'; expected passes separated by commas"),
+        ("gather-params regather", r"cannot read 'gather-params regather'"),
+        ("merge-reads{hold_mb=1", r"cannot read"),
+        ("{}", r"cannot read"),
+    ],
+)
+def test_wrong_text_says_what_is_wrong(text, message):
+    with pytest.raises(OptionError, match=message):
+        Pipeline.parse(text)
+
+
+PASSES = st.one_of(
+    st.builds(MergeReads, st.one_of(st.none(), st.floats(0, 1e6, allow_nan=False))),
+    st.just(GatherParams()),
+    st.builds(ReduceGrads, st.sampled_from(["auto", "reduce_scatter", "all_reduce"])),
+    st.just(Regather()),
+    st.just(KeepParams()),
+    st.builds(
+        Bucket, st.floats(0, 1e6, allow_nan=False), st.sampled_from(["auto", "coalesced", "flat"]), st.sampled_from(["5%", "300MiB"])
+    ),
+    st.just(Overlap()),
+)
+
+
+@given(st.lists(PASSES, max_size=6))
+def test_drawn_pipelines_round_trip_through_text(passes):
+    pipeline = Pipeline(tuple(passes))
+    assert Pipeline.parse(str(pipeline)) == pipeline
+
+
+# --- discovery --------------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def entry_points(monkeypatch):
+    """Installs entry points for one test."""
+    catalogue.cache_clear()
+
+    def install(**points):
+        made = [importlib.metadata.EntryPoint(name.replace("_", "-"), value, "zpasses.passes") for name, value in points.items()]
+        monkeypatch.setattr("zpasses.pipeline.pipeline.entry_points", lambda group: made)
+
+    yield install
+    catalogue.cache_clear()
+
+
+def test_every_pass_of_the_catalogue_is_found_under_its_name():
+    known = catalogue()
+    assert {name for name, entry in known.items() if isinstance(entry, type)} >= {
+        each.name for each in (MergeReads, GatherParams, ReduceGrads, Regather, KeepParams)
+    }
+    assert all(entry.name == name for name, entry in known.items() if isinstance(entry, type))
+
+
+def test_pass_of_another_distribution_is_found(entry_points):
+    entry_points(nothing=f"{__name__}:Nothing")
+    assert Pipeline.parse("nothing{size=3,form=b,dtype=bfloat16}").passes == (Nothing(3, "b", torch.bfloat16),)
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        ({"nothing": "no_such_module:Nothing"}, "entry point nothing = no_such_module:Nothing .* does not load"),
+        ({"nothing": "json:dumps"}, "is neither a Pass class nor a Pipeline"),
+        ({"something": f"{__name__}:Nothing"}, "holds the pass called 'nothing'; use one name"),
+        ({}, "no entry points in group 'zpasses.passes': install zpasses"),
+    ],
+)
+def test_entry_point_that_is_wrong_is_named(entry_points, points, message):
+    entry_points(**points)
+    with pytest.raises(OptionError, match=message):
+        catalogue()
+
+
+# --- cache keys -------------------------------------------------------------------------------------------------------------------
+CHANGED = {
+    "hold_mb": 7.0,
+    "form": "all_reduce",
+    "tier": "host",
+    "group": "0",
+    "replicated": True,
+    "headroom": 0.5,
+    "align_bytes": 64,
+    "free_bytes": 1,
+    "frees_inputs": True,
+    "device": "cuda",
+    "timeout_s": 7.0,
+    "mb": 7.0,
+    "mode": "flat",
+    "memory_budget": "7MiB",
+    "overlapped": True,
+    "min_mb": 7.0,
+    "overlap": 0.7,
+}
+
+
+@pytest.mark.parametrize("cls", [entry for entry in catalogue().values() if isinstance(entry, type)], ids=lambda cls: cls.name)
+def test_uuid_changes_with_every_option(cls):
+    for option in field_types(cls):
+        assert cls().uuid() != dataclasses.replace(cls(), **{option: CHANGED[option]}).uuid(), option
+
+
+def test_uuids_of_passes_differ_and_stay():
+    everything = [MergeReads(), GatherParams(), ReduceGrads(), Regather(), KeepParams(), Nothing(), Nothing(2), Nothing(form="b")]
+    assert len({each.uuid() for each in everything}) == len(everything)
+    assert Nothing(2).uuid() == Nothing(2).uuid()
+
+
+def test_uuid_changes_with_the_source_of_the_pass(tmp_path, monkeypatch):
+    source = "from tests.zpasses.pipeline.test_pipeline import Nothing\nclass Mine(Nothing):\n    name = 'mine'\n"
+    uuids = []
+    for i, text in enumerate((source, source + "# another\n")):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        (folder / "zpasses_test_mine.py").write_text(text)
+        monkeypatch.syspath_prepend(str(folder))
+        sys.modules.pop("zpasses_test_mine", None)
+        uuids.append(__import__("zpasses_test_mine").Mine().uuid())
+    sys.modules.pop("zpasses_test_mine", None)
+    assert uuids[0] != uuids[1]
+
+
+def test_uuid_changes_with_the_source_of_the_toolkit(monkeypatch):
+    before = GatherParams().uuid()
+    monkeypatch.setattr("zpasses.pipeline.pipeline._toolkit_digest", lambda: "another")
+    assert GatherParams().uuid() != before
+
+
+def test_uuid_changes_with_the_backends_of_the_process_groups():
+    before = ReduceGrads().uuid()
+    with fake_world(2):
+        assert ReduceGrads().uuid() != before
+
+
+def test_uuid_of_a_pipeline_changes_with_its_passes_and_their_order():
+    pipelines = [Pipeline(), Pipeline((GatherParams(), Regather())), Pipeline((Regather(), GatherParams())), Pipeline((GatherParams(),))]
+    assert len({each.uuid() for each in pipelines}) == 4
+
+
+# --- running ----------------------------------------------------------------------------------------------------------------------
+def test_pipeline_and_pass_can_be_called_on_a_graph():
+    with fake_world(2):
+        by_pipeline, one_by_one = small(), small()
+        Pipeline.parse("gather-params,regather")(by_pipeline.graph)
+        GatherParams()(one_by_one.graph)
+        Regather()(one_by_one.graph)
+    assert listing(by_pipeline) == listing(one_by_one)
+    assert "all_gather_into_tensor" in listing(by_pipeline)
+
+
+def test_passes_are_taken_by_level():
+    pipeline = Pipeline((KeepParams(), GatherParams(), Regather()))
+    assert pipeline.at(Level.FORWARD) == (KeepParams(),)
+    assert pipeline.at(Level.JOINT) == (GatherParams(), Regather())
+    assert pipeline.at(Level.BACKWARD) == ()
+
+
+def test_every_pass_leaves_a_record_and_is_observed():
+    seen = []
+    with fake_world(2):
+        gm = small()
+        records = run_passes(
+            gm.graph, [Nothing(3), GatherParams()], observe=lambda record, graph: seen.append((record.name, len(graph.nodes)))
+        )
+    nothing, gather = records
+    assert (nothing.name, nothing.text, nothing.changes, nothing.nodes_before) == ("nothing", "nothing{size=3}", 0, nothing.nodes_after)
+    assert (gather.changes, gather.nodes_before, gather.nodes_after) == (2, nothing.nodes_after, len(gm.graph.nodes))
+    assert (gather.collectives_before, gather.collectives_after) == (4, 4)
+    assert gather.bytes_before == gather.bytes_after == (16 + 8) + (32 + 12)  # a read puts in this rank's rows, in either form
+    assert gather.time_us > 0
+    assert gather.check_us > 0
+    assert seen == [("nothing", nothing.nodes_after), ("gather-params", gather.nodes_after)]
+    assert describe_records(records)[1]["nodes_after"] == gather.nodes_after
+
+
+def test_pass_that_raises_is_named_with_its_options():
+    with fake_world(2), pytest.raises(PassError, match=r"pass 'nothing\{size=2\}' failed: KeyError: 'mine'"):
+        Broken(2)(small().graph)
+
+
+def test_pass_that_must_change_something_and_does_not_says_so(caplog):
+    with fake_world(2), caplog.at_level(logging.WARNING, logger="zpasses"):
+        run_passes(small().graph, [Nothing()])
+        assert caplog.messages == []
+        run_passes(small().graph, [Eager()])
+    assert caplog.messages == ["pass nothing changed nothing"]
+
+
+@dataclass(frozen=True)
+class Silent(Pass):
+    """Changes the graph and does not say so."""
+
+    name: ClassVar[str] = "silent"
+    level: ClassVar[Level] = Level.JOINT
+
+    def rewrite(self, graph):
+        node = next(node for node in graph.nodes if node.op == "call_function")
+        node.args = (node.args[0], 5.0)
+        return 0
+
+
+def test_a_change_that_a_pass_does_not_report_is_an_error():
+    gm = trace_joint(lambda x: x * 2.0, [torch.ones(3, requires_grad=True)])
+    with pytest.raises(PassError, match=r"returned 0 changes, but changed .*mul"):
+        Silent()(gm.graph)

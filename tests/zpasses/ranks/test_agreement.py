@@ -1,0 +1,175 @@
+"""Ranks that would run different collectives raise, all of them, and in time."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import zpasses
+from tests.ranks import run_in_fresh_ranks, run_on_ranks, world_mesh
+from zpasses.graph.nodes import Collective
+from zpasses.ranks.agreement import digest
+
+pytestmark = pytest.mark.processes
+
+LIMIT_S = 8.0
+
+
+class Branches(nn.Module):
+    """Reads `first` and then, if told so, `second` or `third`."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 6)
+        self.branch = "second"
+
+    def forward(self, x):
+        x = self.first(x)
+        return x if self.branch == "none" else getattr(self, self.branch)(x)
+
+
+def compiled(model, **options):
+    by_itself = "merge-reads,gather-params,reduce-grads,regather"  # a collective a parameter, which errors can name
+    chosen = {"codegen": "eager", "agreement_timeout_s": LIMIT_S, "pipeline": by_itself, **options}
+    return torch.compile(zpasses.shard(model, mesh=world_mesh()), backend="zpasses", options=chosen)
+
+
+def _another_branch(branch):
+    model = Branches()
+    if dist.get_rank() == 1:
+        model.branch = branch
+    started = time.monotonic()
+    try:
+        compiled(model)(torch.ones(2, 4)).sum().backward()
+    except Exception as error:
+        return time.monotonic() - started, str(error)
+    return None
+
+
+def test_one_rank_on_another_branch_raises_on_all_and_names_the_first_difference():
+    for seconds, message in (outcome.result for outcome in run_in_fresh_ranks(_another_branch, "third", timeout=100)):
+        assert seconds < LIMIT_S + 60
+        assert "AgreementError" in message
+        assert "collective 2 is all_gather_into_tensor(float32[2, 4]) on rank 0 (graph 0/0" in message
+        assert "all_gather_into_tensor(float32[3, 4]) on rank 1" in message
+
+
+def test_a_shorter_sequence_is_named_too():
+    for _, message in (outcome.result for outcome in run_in_fresh_ranks(_another_branch, "none", timeout=100)):
+        assert "nothing more on rank 1 (graph 0/0, 2 collectives)" in message
+
+
+def test_the_same_branch_agrees():
+    assert [outcome.result for outcome in run_in_fresh_ranks(_another_branch, "second")] == [None, None]
+
+
+def _dies_while_compiling():
+    if dist.get_rank() == 1:
+
+        def die(graph):
+            os._exit(3)
+
+        from zpasses.pipeline.observers import observe_graphs
+
+        observe_graphs(die).__enter__()
+    started = time.monotonic()
+    with pytest.raises(Exception, match=r"rank 1 of group .* did not compile a graph"):
+        compiled(Branches())(torch.ones(2, 4))
+    return time.monotonic() - started
+
+
+def test_a_rank_that_dies_while_compiling_makes_the_others_raise():
+    survivor, dead = run_in_fresh_ranks(_dies_while_compiling, timeout=100)
+    assert dead.exit_code == 3
+    assert survivor.ok, survivor
+    assert survivor.result < LIMIT_S + 60
+
+
+def _fails_while_compiling(failing):
+    if dist.get_rank() == failing:
+
+        def fail(graph):
+            raise ValueError("told to fail")
+
+        from zpasses.pipeline.observers import observe_graphs
+
+        observe_graphs(fail).__enter__()
+    started = time.monotonic()
+    try:
+        compiled(Branches(), agreement_timeout_s=100)(torch.ones(2, 4))
+    except Exception as error:
+        return time.monotonic() - started, str(error)
+    return None
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_whose_compile_fails_tells_the_others_why_at_once(failing):
+    outcomes = [outcome.result for outcome in run_in_fresh_ranks(_fails_while_compiling, failing, timeout=95)]
+    assert "told to fail" in outcomes[failing][1]
+    seconds, message = outcomes[1 - failing]
+    assert f"rank {failing} failed while compiling graph 0/0" in message
+    assert "told to fail" in message
+    assert seconds < 60
+
+
+def _votes_twice():
+    model, step = Branches(), None
+    step = compiled(model)
+    step(torch.ones(2, 4)).sum().backward()
+    if dist.get_rank() == 0:
+        step(torch.ones(3, 5, 4)).sum()  # recompiles here alone; in step with the other rank's second call
+    else:
+        step(torch.ones(2, 4)).sum()
+    return True
+
+
+def test_what_was_agreed_once_needs_no_second_vote():
+    assert run_on_ranks(_votes_twice) == [True, True]
+
+
+def _votes_cast(agreement):
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    before = store.num_keys()
+    compiled(Branches(), agreement=agreement)(torch.ones(2, 4)).sum().backward()
+    dist.barrier()
+    return store.num_keys() - before
+
+
+def test_agreement_can_be_turned_off():
+    assert run_in_fresh_ranks(_votes_cast, False)[0].result == 0
+    assert run_in_fresh_ranks(_votes_cast, True)[0].result > 0
+
+
+def _joins_twice():
+    """A second group of the same name, on the same store, does not read the first one's votes."""
+    store = dist.distributed_c10d._get_default_store()
+    step = compiled(Branches())
+    step(torch.ones(2, 4))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    torch._dynamo.reset()
+    other = Branches()
+    other.branch = "third"
+    compiled(other)(torch.ones(2, 4))
+    return True
+
+
+def test_a_new_group_of_the_same_name_starts_afresh():
+    outcomes = run_in_fresh_ranks(_joins_twice, timeout=100)
+    assert all(outcome.result for outcome in outcomes), outcomes
+
+
+def test_digest_depends_on_order_shape_dtype_and_reduction():
+    one = Collective("all_reduce", "0", ((2, 3),), ("float32",), "sum", 24)
+    others = [
+        Collective("all_reduce", "0", ((3, 2),), ("float32",), "sum", 24),
+        Collective("all_reduce", "0", ((2, 3),), ("bfloat16",), "sum", 12),
+        Collective("all_reduce", "0", ((2, 3),), ("float32",), "avg", 24),
+        Collective("all_gather_into_tensor", "0", ((2, 3),), ("float32",), None, 24),
+    ]
+    assert len({digest([one, other]) for other in others} | {digest([other, one]) for other in others}) == 8

@@ -1,0 +1,116 @@
+import pytest
+import torch
+from torch import nn
+
+from zpasses.graph.nodes import collectives
+from zpasses.graph.tags import tagged
+from zpasses.runtime.forward_variants import Slot, Variant, cut_variant, slots
+from zpasses.testing import assert_equal_bits, capture_ranks, copy_graph, listing, random_inputs, simulate
+
+PIPELINE = "merge-reads,gather-params,reduce-grads,keep-params"
+"""Stage 2 without buckets, so that parameters are gathered one by one."""
+
+
+class Model(nn.Module):
+    """One parameter read in two dtypes, one of uneven rows, a scalar."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(6, 5, bias=False), nn.Linear(5, 6, bias=False), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.down(self.up(x)) * self.scale
+
+
+@pytest.fixture(scope="module")
+def graphs():
+    """Forward graphs of three ranks."""
+    return [each.after.forward for each in capture_ranks(Model(), (torch.zeros(2, 6),), world_size=3, pipeline=PIPELINE)]
+
+
+def gathered(gm):
+    return [tag.params[0] for _, tag in tagged(gm.graph, "gather")]
+
+
+def variants(graphs, **slots):
+    return [cut_variant(graph, Variant(**slots))[0] for graph in graphs]
+
+
+def test_slots_name_parameters_and_dtypes_in_graph_order(graphs):
+    assert slots(graphs[0].graph) == [Slot(name, torch.float32) for name in ("up.weight", "down.weight", "scale")]
+
+
+def test_slots_are_the_same_on_every_rank(graphs):
+    assert slots(graphs[0].graph) == slots(graphs[1].graph) == slots(graphs[2].graph)
+
+
+def test_plain_variant_is_the_graph_itself(graphs):
+    plain, extra = cut_variant(graphs[0], Variant())
+    assert listing(plain) == listing(graphs[0])
+    assert extra == []
+
+
+def test_cutting_leaves_the_graph_as_it_was(graphs):
+    before = listing(graphs[0])
+    cut_variant(graphs[0], Variant(given=frozenset({0, 1, 2})))
+    assert listing(graphs[0]) == before
+
+
+def test_given_slot_is_an_input_and_is_not_gathered(graphs):
+    variant, extra = cut_variant(graphs[0], Variant(given=frozenset({1})))
+    placeholders = [node for node in variant.graph.nodes if node.op == "placeholder"]
+    assert placeholders[-1].name == "kept_1"
+    assert [tuple(value.shape) for value in extra] == [(6, 5)]
+    assert gathered(variant) == ["up.weight"]
+
+
+def test_given_slots_come_in_slot_order(graphs):
+    variant, extra = cut_variant(graphs[0], Variant(given=frozenset({2, 0, 1})))
+    assert [node.name for node in variant.graph.nodes if node.op == "placeholder"][-3:] == ["kept_0", "kept_1", "kept_2"]
+    assert [tuple(value.shape) for value in extra] == [(5, 6), (6, 5), ()]
+    assert list(collectives(variant.graph)) == []
+
+
+def test_kept_slot_is_an_output_behind_the_graph_s_own(graphs):
+    variant, extra = cut_variant(graphs[0], Variant(kept=frozenset({1})))
+    returned = variant.graph.output_node().args[0]
+    assert extra == []
+    assert len(returned) == len(graphs[0].graph.output_node().args[0]) + 1
+    assert tuple(returned[-1].meta["val"].shape) == (6, 5)
+
+
+@pytest.mark.parametrize("given", [{0}, {1}, {2}, {0, 1}, {0, 1, 2}])
+def test_variant_that_is_given_what_another_kept_equals_the_graph(graphs, given):
+    inputs = random_inputs(graphs)
+    kept = [run.outputs[-len(given) :] for run in simulate(variants(graphs, kept=frozenset(given)), inputs)]
+    expected = simulate(graphs, inputs)
+    actual = simulate(variants(graphs, given=frozenset(given)), [[*values, *full] for values, full in zip(inputs, kept, strict=True)])
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert all(torch.equal(got, wanted) for got, wanted in zip(ours.outputs, theirs.outputs, strict=True))
+        assert len(ours.collectives) < len(theirs.collectives) or given == {2}
+
+
+def test_keeping_changes_nothing_else(graphs):
+    kept = variants(graphs, kept=frozenset({0, 1, 2}))
+    for gm in kept:
+        output = gm.graph.output_node()
+        output.args = (output.args[0][:-3],)
+        gm.recompile()
+    assert_equal_bits(graphs, kept, random_inputs(graphs))
+
+
+def test_read_in_two_dtypes_has_one_slot_as_there_is_room_for_one_copy():
+    class TwoDtypes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6, bias=False)
+
+        def forward(self, x):
+            return self.inner(x)
+
+    graph = copy_graph(capture_ranks(TwoDtypes(), (torch.zeros(2, 6),), world_size=1, pipeline=PIPELINE)[0].after.forward).graph
+    ((full, _),) = tagged(graph, "full")
+    with graph.inserting_after(full):
+        second = graph.call_function(torch.ops.aten._to_copy.default, (full,), {"dtype": torch.bfloat16})
+    second.meta = {**full.meta, "val": full.meta["val"].to(torch.bfloat16)}
+    assert slots(graph) == [Slot("inner.weight", torch.float32)]

@@ -1,0 +1,236 @@
+"""Random programs of forwards, backwards, windows, failures and steps, against a plain model and a few lines of bookkeeping."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zpasses
+from tests.ranks import run_on_ranks
+from tests.zpasses.models import integers
+from zpasses import ZpassesError
+from zpasses.runtime.windows import pending_of
+
+
+class Net(nn.Module):
+    """Layers that a call may leave out, one of them frozen, one read by eager code as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.layers[1].weight.requires_grad_(False)
+
+    def forward(self, x, which):
+        for i in which:
+            x = self.layers[i](x)
+        return x.sum()
+
+
+WHICH = st.sampled_from([(0,), (1,), (0, 1), (2, 0), (2, 2), (0, 1, 2)])
+RARE = st.sampled_from(["autograd.grad", "last", "leave", "leave", "raise", "step", "zero_grad"])
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("enter"), st.sampled_from([None, 1, 2, 3])),
+        st.tuples(st.sampled_from(["train", "train", "eager train", "eager train"]), WHICH),
+        st.tuples(st.sampled_from(["forward", "eager forward", "forward without gradients"]), WHICH),
+        st.tuples(st.just("backward"), st.none()),
+        st.tuples(RARE, st.none()),
+    ),
+    min_size=8,
+    max_size=16,
+)
+
+
+class Program:
+    """Runs actions on the sharded model and keeps account of what a plain one would have in `param.grad`."""
+
+    def __init__(self, model, step):
+        self.model, self.step = model, step
+        self.params = [param for param in model.parameters() if param.requires_grad]
+        self.losses, self.grads = [], [None] * len(self.params)
+        self.window = self.context = None
+        self.optimizer = torch.optim.SGD(self.params, lr=1.0)
+
+    # --- the window as it is documented
+    def begin(self, backwards):
+        self.backwards, self.count, self.announced, self.reduced, self.pending = backwards, 0, False, False, [None] * len(self.params)
+
+    def counted(self, grads):
+        """Whether the backward is allowed; takes account of it."""
+        if self.window is None:
+            self.grads = plus(self.grads, grads)
+            return True
+        if self.reduced:
+            return False
+        self.count += 1
+        self.pending = plus(self.pending, grads)
+        self.reduced = self.announced or self.count == self.backwards
+        if self.reduced:  # what this backward does not reach waits for the end
+            now = [pending if grad is not None else None for pending, grad in zip(self.pending, grads, strict=True)]
+            self.grads = plus(self.grads, now)
+            self.pending = [None if each is not None else pending for pending, each in zip(self.pending, now, strict=True)]
+        return True
+
+    # --- actions
+    def run(self, action, value):
+        getattr(self, action.replace(" ", "_").replace(".", "_"))(value)
+
+    def enter(self, backwards):
+        context = zpasses.coalesce_grad_reduction(self.model, backwards)
+        if self.window is not None:
+            with pytest.raises(ZpassesError, match="open already"):
+                context.__enter__()
+            return
+        self.context, self.window = context, context.__enter__()
+        self.begin(backwards)
+
+    def leave(self, _):
+        if self.window is not None:
+            self.context.__exit__(None, None, None)
+            self.grads = plus(self.grads, self.pending)
+            self.window = None
+
+    def raise_(self, _=None):
+        if self.window is not None:
+            error = ValueError("mine")
+            self.context.__exit__(ValueError, error, None)
+            self.window = None
+
+    def last(self, _):
+        if self.window is None:
+            return
+        if self.backwards is not None or self.announced:
+            with pytest.raises(ZpassesError, match="says which"):
+                self.window.last()
+        else:
+            self.window.last()
+            self.announced = True
+
+    def forward(self, which, run=None):
+        batches = [integers(1, 3, seed=len(self.losses) + 10 * rank).requires_grad_() for rank in range(dist.get_world_size())]
+        plain = copy.copy(self.values())
+        loss = (run or self.step)(batches[dist.get_rank()], which)
+        self.losses.append((loss, lambda: mean([gradients(plain, x, which) for x in batches])))
+
+    def eager_forward(self, which):
+        self.forward(which, self.model)
+
+    def train(self, which):
+        self.forward(which)
+        self.backward(None)
+
+    def eager_train(self, which):
+        self.eager_forward(which)
+        self.backward(None)
+
+    def forward_without_gradients(self, which):
+        with torch.no_grad():
+            self.step(integers(1, 3), which)
+
+    def backward(self, _):
+        if not self.losses:
+            return
+        loss, expected = self.losses.pop(0)
+        if self.counted(expected()):
+            loss.backward()
+        else:
+            with pytest.raises(ZpassesError, match="whose last was"):
+                loss.backward()
+            self.raise_()
+
+    def autograd_grad(self, _):
+        if not self.losses:
+            return
+        loss, expected = self.losses.pop(0)
+        found = torch.autograd.grad(loss, self.params, allow_unused=True)
+        same([None if each is None else each.full_tensor() for each in found], expected())
+
+    def step_(self, _):
+        if self.window is not None:
+            with pytest.raises(ZpassesError, match="inside coalesce_grad_reduction"):
+                self.optimizer.step()
+            return
+        self.losses = []
+        self.optimizer.step()
+        self.zero_grad(None)
+
+    def zero_grad(self, _):
+        self.optimizer.zero_grad()
+        self.grads = [None] * len(self.params)
+
+    # --- what must hold after each
+    def values(self):
+        return [param.detach().full_tensor().clone() for param in self.model.parameters()]
+
+    def check(self):
+        same([None if param.grad is None else param.grad.full_tensor() for param in self.params], self.grads)
+        if self.window is None:
+            assert not any(pending_of(param).parts for param in self.params)
+
+
+def gradients(values, x, which):
+    plain = Net()
+    with torch.no_grad():
+        for param, value in zip(plain.parameters(), values, strict=True):
+            param.copy_(value)
+    plain(x, which).backward()
+    return [param.grad for param in plain.parameters() if param.requires_grad]
+
+
+def mean(grads):
+    """Over ranks."""
+    return [None if each[0] is None else sum(each) / len(each) for each in zip(*grads, strict=True)]
+
+
+def plus(left, right):
+    return [b if a is None else a if b is None else a + b for a, b in zip(left, right, strict=True)]
+
+
+def same(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert theirs is None or torch.equal(ours, theirs)
+
+
+def run_programs(examples, **options):
+    """Random programs, the same on all ranks, each of which has data of its own."""
+    model = zpasses.shard(Net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    step = torch.compile(model, backend="zpasses", options={"codegen": "eager", **options}, dynamic=False)
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(actions=ACTIONS)
+    def run(actions):
+        with torch.no_grad():
+            for seed, param in enumerate(model.parameters()):
+                param.copy_(zpasses.sharding.module.cut(integers(*param.shape, seed=seed).sign(), param.device_mesh))
+                param.grad = None
+        program = Program(model, step)
+        with contextlib.ExitStack() as stack:
+            stack.callback(program.raise_)
+            for action, value in actions:
+                program.run({"raise": "raise_", "step": "step_"}.get(action, action), value)
+                program.check()
+            program.leave(None)
+            program.check()
+
+    run()
+
+
+def test_any_program_gives_the_gradients_of_a_plain_model():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        run_programs(100, zero_stage=2)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stage", [2, 3])
+def test_any_program_gives_the_mean_of_the_gradients_on_two_ranks(stage):
+    run_on_ranks(run_programs, 20, zero_stage=stage, timeout=240)

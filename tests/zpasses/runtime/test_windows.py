@@ -1,0 +1,555 @@
+"""What a window is: what counts as a backward, what is refused, and what is left when it is over. On one rank."""
+
+import copy
+import gc
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import zpasses
+from zpasses import OptionError, ZpassesError
+from zpasses.accumulation import GradientWindow
+from zpasses.pipeline.observers import observe_graphs
+from zpasses.runtime.windows import pending_of
+
+X = torch.ones(2, 4)
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def linear(mesh, **options):
+    """A sharded 4 x 3 layer of zeros, the compiled one, and its weight, whose gradient grows by 2 in each backward."""
+    model = nn.Linear(4, 3)
+    with torch.no_grad():
+        model.weight.zero_()
+    zpasses.shard(model, mesh=mesh)
+    compiled = torch.compile(model, backend="zpasses", options={"codegen": "eager", **options})
+    return model, compiled, model._parameters["weight"]
+
+
+def value(param):
+    if param.grad is None:
+        return None
+    grad = param.grad.full_tensor()
+    assert torch.equal(grad, grad[0, 0].expand_as(grad))
+    return grad[0, 0].item()
+
+
+def fail(_):
+    raise ValueError("half-way")
+
+
+def inside(model, *actions, **options):
+    """Do these things in a window, each called with it."""
+    with zpasses.coalesce_grad_reduction(model, **options) as window:
+        for action in actions:
+            action(window)
+
+
+def backward(step, x=X):
+    return lambda window: step(x).sum().backward()
+
+
+def is_clean(model):
+    return all(not pending_of(param).parts and pending_of(param).opened is None for param in model.parameters())
+
+
+# --- counting --------------------------------------------------------------------------------------------------------------------
+def test_gradients_are_added_to_what_was_there(mesh):
+    _, step, weight = linear(mesh)
+    step(X).sum().backward()
+    with zpasses.coalesce_grad_reduction(step):
+        step(X).sum().backward()
+        step(X).sum().backward()
+        assert value(weight) == 2
+    assert value(weight) == 6
+
+
+def test_a_window_of_one_backward_reduces_in_it(mesh):
+    _, step, weight = linear(mesh)
+    with zpasses.coalesce_grad_reduction(step, backwards=1):
+        step(X).sum().backward()
+        assert value(weight) == 2
+
+
+def test_a_window_without_a_backward_changes_nothing(mesh):
+    model, step, weight = linear(mesh)
+    with zpasses.coalesce_grad_reduction(step, backwards=3):
+        step(X)
+    assert weight.grad is None
+    assert is_clean(model)
+
+
+def test_leaving_before_the_nth_backward_reduces_what_there_is(mesh):
+    model, step, weight = linear(mesh)
+    with zpasses.coalesce_grad_reduction(step, backwards=3):
+        step(X).sum().backward()
+        assert weight.grad is None
+    assert value(weight) == 2
+    assert is_clean(model)
+
+
+def test_forwards_may_all_come_first(mesh):
+    """As in GradCache: forwards of all chunks, some without gradients, then backwards."""
+    _, step, weight = linear(mesh)
+    with torch.no_grad():
+        step(X)
+    early = step(X)
+    with zpasses.coalesce_grad_reduction(step, backwards=3):
+        losses = [step(X).sum(), step(X).sum()]
+        for loss in (early.sum(), *losses):
+            assert weight.grad is None
+            loss.backward()
+    assert value(weight) == 6
+
+
+def test_one_backward_through_two_forwards_is_one(mesh):
+    _, step, weight = linear(mesh)
+    with zpasses.coalesce_grad_reduction(step, backwards=2):
+        (step(X) + step(X)).sum().backward()
+        assert weight.grad is None
+        (step(X) + step(X)).sum().backward()
+        assert value(weight) == 8
+
+
+class BackwardInForward(torch.autograd.Function):
+    """Runs a whole backward of the model inside its forward, as cached losses do."""
+
+    @staticmethod
+    def forward(ctx, anchor, step):
+        with torch.enable_grad():
+            step(X).sum().backward()
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def test_a_backward_inside_a_forward_counts(mesh):
+    _, step, weight = linear(mesh)
+    anchor = torch.ones((), requires_grad=True)
+    with zpasses.coalesce_grad_reduction(step, backwards=2):
+        BackwardInForward.apply(anchor, step)
+        assert weight.grad is None
+        BackwardInForward.apply(anchor, step).backward()  # the second one; this outer run reaches no parameter
+    assert value(weight) == 4
+
+
+def test_a_backward_in_a_hook_of_another_backward_counts_by_itself(mesh):
+    _, step, weight = linear(mesh)
+    loss = torch.ones((), requires_grad=True) * 1.0
+
+    def hook(grad):
+        with torch.enable_grad():
+            for _ in range(2):
+                step(X).sum().backward()
+
+    loss.register_hook(hook)
+    with zpasses.coalesce_grad_reduction(step, backwards=2):
+        loss.backward()
+        assert value(weight) == 4
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_reentrant_checkpoint_is_part_of_its_backward(mesh, compiled):
+    model, step, weight = linear(mesh)
+    run = step if compiled else model
+    with zpasses.coalesce_grad_reduction(model, backwards=2):
+        for _ in range(2):
+            assert weight.grad is None
+            x = X.clone().requires_grad_()
+            inner = checkpoint(lambda x: run(x) * 1.0, x, use_reentrant=True)
+            (run(x).sum() + inner.sum()).backward()
+    assert value(weight) == 8
+
+
+def test_autograd_grad_reduces_and_returns_its_own_gradients_alone(mesh):
+    _, step, weight = linear(mesh)
+    with zpasses.coalesce_grad_reduction(step, backwards=2):
+        step(X).sum().backward()
+        (grad,) = torch.autograd.grad(step(X).sum(), [weight])
+        assert torch.equal(grad.full_tensor(), torch.full((3, 4), 2.0))
+        assert weight.grad is None
+        step(X).sum().backward()
+    assert value(weight) == 4
+
+
+def test_a_backward_for_some_inputs_leaves_the_others_alone(mesh):
+    model, step, weight = linear(mesh)
+    with zpasses.coalesce_grad_reduction(step):
+        step(X).sum().backward()
+        step(X).sum().backward(inputs=[model._parameters["bias"]])
+    assert value(weight) == 2
+    assert torch.equal(model._parameters["bias"].grad.full_tensor(), torch.full((3,), 4.0))
+
+
+def test_one_graph_may_run_backward_twice(mesh):
+    _, step, weight = linear(mesh)
+    with zpasses.coalesce_grad_reduction(step, backwards=2):
+        loss = step(X).sum()
+        loss.backward(retain_graph=True)
+        assert weight.grad is None
+        loss.backward()
+    assert value(weight) == 4
+
+
+def test_hooks_of_parameters_see_none_and_once_the_whole_gradient(mesh):
+    for backwards in (None, 2):
+        _, step, weight = linear(mesh)
+        before, after = [], []
+        weight.register_hook(lambda grad, seen=before: seen.append(None if grad is None else grad.full_tensor()[0, 0].item()))
+        weight.register_post_accumulate_grad_hook(lambda param, seen=after: seen.append(value(param)))
+        with zpasses.coalesce_grad_reduction(step, backwards=backwards):
+            step(X).sum().backward()
+            assert (before, after) == ([None], [None])
+            step(X).sum().backward()
+        assert before[-1] == after[-1] == 4
+        assert set(before[:-1]) == set(after[:-1]) == {None}
+
+
+def test_a_backward_in_another_thread_counts(mesh):
+    _, step, weight = linear(mesh)
+    step(X).sum().backward()  # compiles here
+    weight.grad = None
+    with zpasses.coalesce_grad_reduction(step, backwards=2):
+        step(X).sum().backward()
+        thread = threading.Thread(target=lambda: step(X).sum().backward())
+        thread.start()
+        thread.join()
+    assert value(weight) == 4
+
+
+def test_a_new_shape_in_mid_window_keeps_what_is_pending(mesh):
+    _, step, weight = linear(mesh)
+    graphs = []
+    with observe_graphs(graphs.append), zpasses.coalesce_grad_reduction(step, backwards=3):
+        for rows in (2, 3, 5):
+            step(torch.ones(rows, 4)).sum().backward()
+    assert sum(graph.kind == "joint" for graph in graphs) > 1
+    assert value(weight) == 10
+
+
+def test_eager_and_compiled_parts_share_what_is_pending(mesh):
+    model, step, weight = linear(mesh)
+    for order in ((model, step), (step, model)):
+        for backwards in (None, 2):
+            model.zero_grad()
+            with zpasses.coalesce_grad_reduction(model, backwards=backwards):
+                for run in order:
+                    assert weight.grad is None
+                    run(X).sum().backward()
+            assert value(weight) == 4
+
+
+class TwoTowers(nn.Module):
+    def __init__(self, count=5):
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Linear(4, 3, bias=False) for _ in range(count))
+
+    def forward(self, x, which):
+        return sum(self.towers[i](x).sum() for i in which)
+
+
+@pytest.mark.parametrize("ways", [None, 3])
+def test_parameters_may_get_gradients_in_only_some_backwards(mesh, ways):
+    model = zpasses.shard(TwoTowers(), mesh=mesh)
+    step = torch.compile(model, backend="zpasses", options={"codegen": "eager"})
+    with zpasses.coalesce_grad_reduction(step, backwards=ways):
+        for which in ((0, 1), (1, 2, 3), (2, 1)):
+            step(X, which).backward()
+    assert [value(tower._parameters["weight"]) for tower in model.towers] == [2, 6, 4, 2, None]
+    assert is_clean(model)
+
+
+def test_more_patterns_of_pending_gradients_than_variants(mesh):
+    """Fourteen patterns of five towers before a backward through all: those beyond the cap are given zeros."""
+    model = zpasses.shard(TwoTowers(), mesh=mesh)
+    step = torch.compile(model, backend="zpasses", options={"codegen": "eager"})
+    runs = [[i for i in range(4) if number >> i & 1] for number in range(1, 15)]
+    for which in runs:
+        model.zero_grad()
+        with zpasses.coalesce_grad_reduction(model, backwards=2):
+            model(X, which).backward()
+            step(X, range(5)).backward()
+        assert [value(tower._parameters["weight"]) for tower in model.towers] == [4.0 if i in which else 2.0 for i in range(5)]
+
+
+# --- dtypes ----------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("backwards", [None, 3])
+def test_grad_accum_dtype_adds_up_what_bf16_would_lose(mesh, compiled, backwards):
+    """256 + 1 + 1 is 256 in bfloat16, and 258 in float32."""
+
+    def sums(**window):
+        model = nn.Linear(1, 1, bias=False)
+        zpasses.shard(model, mesh=mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        step = torch.compile(model, backend="zpasses", options={"codegen": "eager"}) if compiled else model
+        with zpasses.coalesce_grad_reduction(model, backwards=backwards, **window):
+            for size in (256, 1, 1):
+                step(torch.full((1, 1), size, dtype=torch.bfloat16)).sum().backward()
+        return value(model._parameters["weight"])
+
+    assert sums() == 256
+    assert sums(grad_accum_dtype=torch.float32) == 258
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------------------
+def test_windows_do_not_nest(mesh):
+    model, step, weight = linear(mesh)
+    with zpasses.coalesce_grad_reduction(model):
+        step(X).sum().backward()
+        with pytest.raises(ZpassesError, match="open already"):
+            zpasses.coalesce_grad_reduction(step).__enter__()
+        thread_says = []
+
+        def enter():
+            try:
+                zpasses.coalesce_grad_reduction(step).__enter__()
+            except ZpassesError as error:
+                thread_says.append(str(error))
+
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+        assert "open already" in thread_says[0]
+    assert value(weight) == 2
+
+
+def test_a_window_can_be_entered_again_once_it_was_left(mesh):
+    model, step, weight = linear(mesh)
+    window = zpasses.coalesce_grad_reduction(model)
+    for _ in range(2):
+        with window:
+            step(X).sum().backward()
+    assert value(weight) == 4
+
+
+def test_two_models_may_have_a_window_each(mesh):
+    (one, first, a), (_, second, b) = linear(mesh), linear(mesh)
+    with zpasses.coalesce_grad_reduction(one, backwards=2), zpasses.coalesce_grad_reduction(second):
+        for _ in range(2):
+            (first(X) + second(X)).sum().backward()
+        assert (value(a), value(b)) == (4, None)
+    assert (value(a), value(b)) == (4, 4)
+
+
+def test_an_optimizer_step_inside_is_refused(mesh):
+    model, step, weight = linear(mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ZpassesError, match=r"SGD.step\(\) inside coalesce_grad_reduction"):
+        inside(model, backward(step), lambda window: optimizer.step())
+    assert weight.grad is None
+    assert is_clean(model)
+
+
+def test_zero_grad_inside_clears_what_was_there_before_and_no_more(mesh):
+    model, step, weight = linear(mesh)
+    step(X).sum().backward()
+    with zpasses.coalesce_grad_reduction(model):
+        step(X).sum().backward()
+        model.zero_grad()
+        step(X).sum().backward()
+    assert value(weight) == 4
+
+
+def test_a_backward_after_the_last_is_refused(mesh):
+    model, step, _ = linear(mesh)
+    with pytest.raises(ZpassesError, match="backward number 2 in a window whose last was number 1"):
+        inside(model, backward(step), backward(step), backwards=1)
+    assert is_clean(model)
+
+
+def test_the_last_backward_is_said_in_one_way(mesh):
+    model, _, _ = linear(mesh)
+    with pytest.raises(ZpassesError, match="backwards=3 says which"):
+        inside(model, GradientWindow.last, backwards=3)
+    with pytest.raises(ZpassesError, match="an earlier last"):
+        inside(model, GradientWindow.last, GradientWindow.last)
+
+
+def test_an_unsharded_model_is_refused(mesh):
+    with pytest.raises(ZpassesError, match="Linear has no sharded parameters"):
+        zpasses.coalesce_grad_reduction(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("given", [{"backwards": 0}, {"backwards": True}, {"grad_accum_dtype": torch.int32}, {"timeout_s": 0}])
+def test_bad_arguments_are_refused(mesh, given):
+    model, _, _ = linear(mesh)
+    with pytest.raises(OptionError, match=next(iter(given))):
+        zpasses.coalesce_grad_reduction(model, **given)
+
+
+def test_a_pipeline_that_cannot_defer_reduces_in_every_backward_and_says_so(mesh, caplog):
+    _, step, weight = linear(mesh, pipeline="gather-params,reduce-grads")
+    with zpasses.coalesce_grad_reduction(step):
+        step(X).sum().backward()
+        assert value(weight) == 2
+        step(X).sum().backward()
+    assert value(weight) == 4
+    assert "defer-reduction" in caplog.text
+
+
+# --- failures --------------------------------------------------------------------------------------------------------------------
+def test_an_exception_drops_what_is_pending(mesh):
+    model, step, weight = linear(mesh)
+    with pytest.raises(ValueError, match="half-way"):
+        inside(model, backward(step), fail)
+    assert weight.grad is None
+    assert is_clean(model)
+    with zpasses.coalesce_grad_reduction(model, backwards=2):
+        step(X).sum().backward()
+        step(X).sum().backward()
+    assert value(weight) == 4
+
+
+def test_a_backward_that_raises_half_way_and_is_not_caught(mesh):
+    model, step, weight = linear(mesh)
+    x = X.clone().requires_grad_()
+    x.register_hook(fail)
+    with pytest.raises(ValueError, match="half-way"):
+        inside(model, backward(step), backward(step, x), backwards=3)
+    assert weight.grad is None
+    assert is_clean(model)
+
+
+def test_a_backward_that_fails_in_compiled_code_spoils_the_window_even_if_it_is_caught(mesh):
+    model, step, weight = linear(mesh)
+
+    def go_wrong(window):
+        (part,) = pending_of(weight).parts.values()
+        part.total = torch.zeros(7)
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            step(X).sum().backward()
+
+    with pytest.raises(ZpassesError, match="a backward failed with RuntimeError"):
+        inside(model, backward(step), go_wrong)
+    assert weight.grad is None
+    assert is_clean(model)
+
+
+# --- backwards_per_step ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("stage", [1, 3])
+def test_backwards_per_step_reduces_every_nth_backward(mesh, stage):
+    model, step, weight = linear(mesh, backwards_per_step=3, zero_stage=stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        for _ in range(2):
+            step(X).sum().backward()
+            assert weight.grad is None
+        step(X).sum().backward()
+        assert value(weight) == 6
+        assert is_clean(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_step_before_the_nth_backward_reduces_what_there_is(mesh):
+    model, step, weight = linear(mesh, backwards_per_step=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step(X).sum().backward()
+    optimizer.step()
+    assert torch.equal(weight.full_tensor(), torch.full((3, 4), -2.0))
+    optimizer.zero_grad()
+    for expected in (None, None, 6):
+        step(X).sum().backward()
+        assert value(weight) == expected
+
+
+def test_what_the_nth_backward_does_not_reach_is_reduced_behind_it(mesh):
+    model = zpasses.shard(TwoTowers(2), mesh=mesh)
+    step = torch.compile(model, backend="zpasses", options={"codegen": "eager", "backwards_per_step": 2})
+    step(X, (0, 1)).backward()
+    step(X, (0,)).backward()
+    assert [value(tower._parameters["weight"]) for tower in model.towers] == [4, 2]
+
+
+def test_a_window_decides_over_backwards_per_step_and_uses_its_dtype(mesh):
+    model, step, weight = linear(mesh, backwards_per_step=2, grad_accum_dtype=torch.float64)
+    with zpasses.coalesce_grad_reduction(model):
+        for _ in range(3):
+            step(X).sum().backward()
+        assert [part.total.dtype for part in pending_of(weight).parts.values()] == [torch.float64]
+    assert value(weight) == 6
+    step(X).sum().backward()
+    with pytest.raises(ZpassesError, match="entered after 1 of backwards_per_step=2"):
+        zpasses.coalesce_grad_reduction(model).__enter__()
+
+
+def test_parts_of_a_model_must_not_disagree_about_backwards_per_step(mesh):
+    model, step, _ = linear(mesh, backwards_per_step=2)
+    other = torch.compile(model, backend="zpasses", options={"codegen": "eager", "backwards_per_step": 4})
+    step(X).sum().backward()
+    with pytest.raises(OptionError, match="accumulated 1 of 2 backwards"):
+        other(X)
+    step(X).sum().backward()
+    other(X)
+
+
+def test_a_copied_model_counts_for_itself(mesh):
+    model, step, weight = linear(mesh, backwards_per_step=2)
+    step(X).sum().backward()
+    twin = copy.deepcopy(model)
+    again = torch.compile(twin, backend="zpasses", options={"codegen": "eager", "backwards_per_step": 2})
+    again(X).sum().backward()
+    assert weight.grad is None
+    again(X).sum().backward()
+    assert value(twin._parameters["weight"]) == 4
+    assert weight.grad is None
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------------------
+def tensors():
+    gc.collect()
+    return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+
+def test_many_steps_leave_nothing_behind(mesh):
+    model, step, _ = linear(mesh)
+
+    def train(backwards):
+        with zpasses.coalesce_grad_reduction(model, backwards=backwards):
+            for _ in range(3):
+                step(X).sum().backward()
+        model.zero_grad()
+
+    for _ in range(3):
+        train(None)
+        train(3)
+    before = tensors()
+    for _ in range(20):
+        train(None)
+        train(3)
+    assert tensors() <= before
+
+
+def test_pending_gradients_are_updated_in_place(mesh):
+    model, step, weight = linear(mesh)
+    with zpasses.coalesce_grad_reduction(model):
+        step(X).sum().backward()
+        (part,) = pending_of(weight).parts.values()
+        address = part.total.data_ptr()
+        step(X).sum().backward()
+        assert part.total.data_ptr() == address
+        assert torch.equal(part.total, torch.full((3, 4), 4.0))
+
+
+def test_a_kept_parameter_is_not_gathered_again_in_a_window(mesh):
+    model, step, weight = linear(mesh, zero_stage=2)
+    with zpasses.coalesce_grad_reduction(model):
+        step(X).sum().backward()
+        kept = weight._zpasses_retained.full
+        assert kept is not None
+        step(X).sum().backward()
+        assert weight._zpasses_retained.full is kept
+    assert weight._zpasses_retained.full is None, "a step is due"

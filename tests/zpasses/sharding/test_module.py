@@ -1,0 +1,478 @@
+"""Reads of sharded parameters: what comes out, what may be done with it, and edits of the shards."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+import zpasses
+from tests.ranks import run_on_ranks, world_mesh
+from tests.zpasses.models import Odd, assert_same, full_gradients, integers, reference_gradients, with_integer_weights
+from zpasses.sharding.module import GatheredCopy
+
+pytestmark = pytest.mark.processes
+
+
+def _linear(**options):
+    return zpasses.shard(with_integer_weights(nn.Linear(4, 5)), mesh=world_mesh(), **options)
+
+
+# --- values ------------------------------------------------------------------------------------------------------------------------
+def _read_odd():
+    model = Odd()
+    expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+    zpasses.shard(model, mesh=world_mesh())
+    assert_same({name: getattr(model, name).detach().clone() for name in expected}, expected)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_read_gives_the_full_parameter(ranks):
+    run_on_ranks(_read_odd, ranks=ranks)
+
+
+def _read_in_param_dtype():
+    model = _linear(param_dtype=torch.bfloat16)
+    return str(model.weight.dtype), str(model._parameters["weight"].dtype), model.weight.shape == (5, 4)
+
+
+def test_read_is_in_param_dtype():
+    assert run_on_ranks(_read_in_param_dtype) == [("torch.bfloat16", "torch.float32", True)] * 2
+
+
+# --- writes to a gathered copy -----------------------------------------------------------------------------------------------------
+WRITES = {
+    "init": lambda m: nn.init.normal_(m.weight),
+    "copy_": lambda m: m.weight.copy_(torch.zeros(5, 4)),
+    "mul_": lambda m: m.weight.mul_(2),
+    "imul": lambda m: m.weight.__imul__(2),
+    "torch.add out": lambda m: torch.add(torch.ones(5, 4), 1, out=m.weight),
+    "data": lambda m: m.weight.data.zero_(),
+    "grad": lambda m: m.weight.grad,
+    "set grad": lambda m: setattr(m.weight, "grad", None),
+    "set data": lambda m: setattr(m.weight, "data", torch.zeros(5, 4)),
+    "setitem": lambda m: m.weight.__setitem__(0, 1.0),
+    "requires_grad_": lambda m: m.weight.requires_grad_(False),
+    "set requires_grad": lambda m: setattr(m.weight, "requires_grad", False),
+    "a row": lambda m: m.weight[1].fill_(0),
+    "a detached view": lambda m: m.weight.detach().zero_(),
+    "a chunk": lambda m: m.weight.chunk(2)[1].zero_(),
+    "foreach": lambda m: torch._foreach_mul_([m.weight], 2.0),
+}
+
+
+def _write(how):
+    model = _linear()
+    before = model.weight.clone()
+    with pytest.raises(zpasses.ShardingError, match=r"parameter 'weight' of a Linear.*with zpasses\.shards\(model\)"), torch.no_grad():
+        WRITES[how](model)
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_write_to_a_gathered_copy_raises(how):
+    run_on_ranks(_write, how)
+
+
+def _read_only_uses():
+    model = _linear()
+    weight = model.weight
+    assert isinstance(weight, GatheredCopy)
+    assert type(weight * 2) is torch.Tensor
+    assert type(weight.clone().mul_(2)) is torch.Tensor, "a copy of the copy may be written to"
+    assert weight.sum().item() == sum(map(sum, weight.tolist()))
+    assert (len(weight), weight.dim(), weight.dtype, weight.device.type, weight.requires_grad) == (5, 2, torch.float32, "cpu", True)
+    assert weight[0].shape == (4,)
+    assert "requires_grad" in repr(weight) or "grad_fn" in repr(weight)
+    assert torch.equal(torch.stack([weight, weight])[0], weight)
+    assert weight.numpy(force=True).shape == (5, 4)
+
+
+def test_reads_of_a_gathered_copy_do_not_raise():
+    run_on_ranks(_read_only_uses)
+
+
+# --- modules and transforms that take parameters by odd ways -------------------------------------------------------------------------
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Collects(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.list = nn.ParameterList([torch.zeros(4, 3), torch.zeros(3, 4)])
+        self.dict = nn.ParameterDict({"bias": torch.zeros(4)})
+
+    def forward(self, x):
+        for weight in self.list:
+            x = x @ weight
+        return x + self.dict["bias"]
+
+
+class Embeds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+
+    def forward(self, x):
+        return F.embedding(x.long().abs(), self.table.weight) + self.table(x.long().abs())
+
+
+class Checkpoints(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 4))
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Hands(nn.Module):
+    """Reads a weight and hands it to a function, as models with shared heads do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        weight, bias = self.linear.weight, self.linear.bias
+        return torch.addmm(bias, F.linear(x, weight), weight.t()[:3, :3]) if x.dim() == 2 else x
+
+
+class Breaks(nn.Module):
+    """Reads a weight before a graph break and uses it after."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        weight = self.linear.weight
+        x = x @ weight
+        torch._dynamo.graph_break()
+        return x @ weight + self.linear(x)
+
+
+class Skipped(nn.Module):
+    """Its own frame is not compiled, but the function that it calls is."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, x):
+        return torch.compile(F.linear, backend="zpasses", options={"codegen": "eager"}, fullgraph=True)(x, self.linear.weight)
+
+
+MODELS = {cls.__name__: cls for cls in (Attends, Collects, Embeds, Checkpoints, Hands, Breaks, Skipped)}
+
+
+def _matches_reference(kind, compiled):
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    if kind != "Attends":  # softmax makes no integers
+        with_integer_weights(model)
+    shape = (2, 3, 4) if kind == "Attends" else (6, 4)
+    batches = [integers(*shape, seed=rank) for rank in range(dist.get_world_size())]
+    expected = reference_gradients(model, batches)
+    zpasses.shard(model, mesh=world_mesh())
+    run = torch.compile(model, backend="zpasses", options={"codegen": "eager"}) if compiled else model
+    run(batches[dist.get_rank()]).sum().backward()
+    actual = full_gradients(model)
+    if kind != "Attends":
+        assert_same(actual, expected)
+    else:
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_equal_the_unsharded_ones(kind, compiled):
+    run_on_ranks(_matches_reference, kind, compiled)
+
+
+def _functional_call():
+    model = _linear()
+    weight, bias, x = integers(5, 4, seed=8), integers(5, seed=9), integers(2, 4)
+    out = torch.func.functional_call(model, {"weight": weight, "bias": bias}, (x,))
+    assert torch.equal(out, F.linear(x, weight, bias))
+    own = torch.func.functional_call(model, dict(model.named_parameters()), (x,))
+    assert torch.equal(own, model(x))
+    assert isinstance(model._parameters["weight"], DTensor)
+
+
+def test_functional_call_swaps_full_tensors_and_shards():
+    run_on_ranks(_functional_call)
+
+
+def _weight_norm():
+    model, x = nn.utils.parametrizations.weight_norm(with_integer_weights(nn.Linear(4, 5))), integers(2, 4)
+    expected_model = copy.deepcopy(model)
+    zpasses.shard(model, mesh=world_mesh())
+    expected_model(x).sum().backward()
+    model(x).sum().backward()
+    torch.testing.assert_close(model(x), expected_model(x))
+    torch.testing.assert_close(full_gradients(model), {name: param.grad for name, param in expected_model.named_parameters()})
+
+
+def test_parametrized_module_can_be_sharded():
+    run_on_ranks(_weight_norm)
+
+
+# --- the class ----------------------------------------------------------------------------------------------------------------------
+def _classes():
+    model = zpasses.shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2, bias=False), nn.ReLU()), mesh=world_mesh())
+    assert isinstance(model[0], nn.Linear)
+    assert isinstance(model[0], zpasses.sharding.module.ShardedModule)
+    assert type(model[0]) is type(model[1]), "compiled code for one block serves all"
+    assert type(model[0]) is not type(model[2])
+    assert (type(model[0]).__name__, type(model[0]).__module__) == ("Linear", "torch.nn.modules.linear")
+    assert type(model[3]) is nn.ReLU
+    assert type(model) is nn.Sequential
+    assert repr(model[0]) == repr(nn.Linear(2, 2))
+
+
+def test_sharded_module_is_an_instance_of_its_old_class():
+    run_on_ranks(_classes)
+
+
+def _shards_context():
+    model = nn.Sequential(_linear(), nn.Sequential(_linear()))
+    with zpasses.shards(model) as inside:
+        assert inside is model
+        assert isinstance(model[0].weight, DTensor)
+        assert isinstance(model[1][0].weight, DTensor)
+        assert type(model[0]) is nn.Linear
+    assert not isinstance(model[0].weight, DTensor)
+    with zpasses.shards(model, recurse=False):
+        assert not isinstance(model[0].weight, DTensor)
+    with pytest.raises(KeyError), zpasses.shards(model):
+        raise KeyError
+    assert not isinstance(model[0].weight, DTensor)
+    with zpasses.shards(torch.compile(model)):
+        assert isinstance(model[0].weight, DTensor)
+    assert not isinstance(model[0].weight, DTensor)
+
+
+def test_shards_gives_dtensors_inside_and_full_parameters_after():
+    run_on_ranks(_shards_context)
+
+
+# --- edits of the shards -------------------------------------------------------------------------------------------------------------
+def _qkv(weight):
+    for part in weight.chunk(3):
+        nn.init.xavier_uniform_(part)
+
+
+INITS = {
+    "normal": nn.init.normal_,
+    "trunc_normal": nn.init.trunc_normal_,
+    "kaiming": nn.init.kaiming_uniform_,
+    "orthogonal": nn.init.orthogonal_,
+    "eye": nn.init.eye_,
+    "dirac": lambda weight: nn.init.dirac_(weight.unsqueeze(-1)),
+    "sparse": lambda weight: nn.init.sparse_(weight, 0.5),
+    "chunks": _qkv,
+    "row": lambda weight: weight[2].fill_(7),
+    "slice": lambda weight: weight[1:4].normal_(),
+    "setitem": lambda weight: weight.__setitem__((2, 1), 5.0),
+    "column": lambda weight: weight[:, 1].zero_(),
+    "data": lambda weight: weight.data.normal_(0, 0.02),
+    "data row": lambda weight: weight.data[3].zero_(),
+    "copy": lambda weight: weight.copy_(integers(*weight.shape, seed=5)),
+    "randn_like": lambda weight: weight.copy_(torch.randn_like(weight) * 2),
+    "bernoulli": lambda weight: weight.bernoulli_(0.5),
+    "add": lambda weight: weight.add_(1).mul_(2),
+}
+
+
+def _edit(how):
+    plain = with_integer_weights(nn.Linear(4, 7))
+    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+    with torch.no_grad():
+        torch.manual_seed(3)
+        INITS[how](plain.weight)
+        torch.manual_seed(3)
+        with zpasses.shards(model):
+            INITS[how](model.weight)
+    torch.testing.assert_close(model.weight.detach().clone(), plain.weight.detach(), rtol=0, atol=1e-6 if how == "orthogonal" else 0)
+    assert model._parameters["weight"].to_local().shape == (4 - dist.get_rank(), 4), "7 rows on 2 ranks"
+
+
+@pytest.mark.parametrize("how", INITS)
+def test_edit_of_the_shards_does_what_it_does_to_a_full_parameter(how):
+    run_on_ranks(_edit, how)
+
+
+def test_edits_are_right_where_ranks_hold_nothing():
+    run_on_ranks(_edit_two_rows, ranks=3)
+
+
+def _edit_two_rows():
+    plain = nn.Embedding(2, 4, padding_idx=1)
+    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+    torch.manual_seed(3)
+    plain.reset_parameters()
+    torch.manual_seed(3)
+    model.reset_parameters()
+    assert torch.equal(model.weight, plain.weight)
+    assert torch.equal(model.weight[1], torch.zeros(4))
+
+
+def _initialise(how):
+    def init(module):
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    def build():
+        return nn.Sequential(nn.Embedding(7, 4, padding_idx=0), nn.Linear(4, 5), nn.LayerNorm(5), nn.BatchNorm1d(3))
+
+    torch.manual_seed(1)
+    plain = build()
+    with torch.device("meta"):
+        model = build()
+    zpasses.shard(model, mesh=world_mesh())
+    assert all(param.is_meta and isinstance(param, DTensor) for param in model.parameters())
+    model.to_empty(device="cpu")
+    for each in (plain, model):
+        torch.manual_seed(2)
+        if how == "apply":
+            each.apply(init)
+        elif how == "reset_parameters":
+            for module in each:
+                module.reset_parameters()
+        else:
+            with zpasses.shards(each):
+                for module in each.modules():
+                    init(module)
+    assert_same(
+        {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()},
+        dict(plain.state_dict()),
+    )
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+@pytest.mark.parametrize("how", ["apply", "reset_parameters", "shards"])
+def test_meta_model_is_initialised_on_the_shards_as_an_unsharded_one(how):
+    run_on_ranks(_initialise, how)
+
+
+# --- assignment and loading ----------------------------------------------------------------------------------------------------------
+def _assign():
+    model = _linear()
+    full = integers(5, 4, seed=7)
+    model.weight = nn.Parameter(full)
+    assert isinstance(model._parameters["weight"], DTensor)
+    assert model._parameters["weight"].to_local().shape[0] < 5
+    assert torch.equal(model.weight, full)
+    model.weight = nn.Parameter(distribute_tensor(full + 1, world_mesh(), [Shard(0)]))
+    assert torch.equal(model.weight, full + 1)
+    model.weight = nn.Parameter(full, requires_grad=False)
+    assert not model.weight.requires_grad
+    model.bias = None
+    assert model.bias is None
+    assert model(integers(2, 4)).shape == (2, 5)
+
+
+def test_assigned_full_parameter_is_sharded():
+    run_on_ranks(_assign)
+
+
+def _assign_wrong():
+    model = _linear()
+    wrong = nn.Parameter(distribute_tensor(integers(5, 4), world_mesh(), [Shard(1)]))
+    with pytest.raises(zpasses.ShardingError, match=r"assigned to 'weight'.*Shard\(dim=1\).*redistribute"):
+        model.weight = wrong
+    with pytest.raises(TypeError, match="cannot assign"):
+        model.weight = integers(5, 4)
+
+
+def test_assigned_dtensor_must_be_sharded_alike():
+    run_on_ranks(_assign_wrong)
+
+
+def _load(kind, assign):
+    model = zpasses.shard(Odd(), mesh=world_mesh())
+    source = Odd()
+    with torch.no_grad():
+        for param in source.parameters():
+            param.add_(1)
+    state = source.state_dict()
+    if kind == "sharded":
+        state = zpasses.shard(copy.deepcopy(source), mesh=world_mesh()).state_dict()
+    params = list(model.parameters())
+    assert model.load_state_dict(state, assign=assign) == torch.nn.modules.module._IncompatibleKeys([], [])
+    assert all((old is new) != assign for old, new in zip(params, model.parameters(), strict=True))
+    assert all(isinstance(param, nn.Parameter) and isinstance(param, DTensor) for param in model.parameters())
+    expected = {name: param.detach() for name, param in source.named_parameters()}
+    assert_same({name: param.full_tensor() for name, param in model.named_parameters()}, expected)
+    assert not model._parameters["frozen"].requires_grad
+    x = integers(2, 7)
+    assert torch.equal(model(x), source(x))
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_state_dict_loads_into_the_shards(kind, assign):
+    run_on_ranks(_load, kind, assign)
+
+
+def _load_wrong_shape():
+    model = _linear()
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        model.load_state_dict({"weight": torch.zeros(6, 4), "bias": torch.zeros(5)})
+
+
+def test_loading_a_wrong_shape_raises():
+    run_on_ranks(_load_wrong_shape)
+
+
+def _deepcopy():
+    model = zpasses.shard(Odd(), mesh=world_mesh())
+    twin = copy.deepcopy(model)
+    x = integers(2, 7)
+    twin(x).sum().backward()
+    with torch.no_grad():
+        dict(twin.named_parameters())["wide"].add_(1)
+    assert not torch.equal(twin.wide, model.wide)
+    assert torch.equal(twin.wide, model.wide + 1)
+    assert all(param.grad is None for param in model.parameters())
+    assert isinstance(twin, Odd)
+    assert isinstance(twin._parameters["wide"], DTensor)
+
+
+def test_deepcopy_is_a_sharded_model_of_its_own():
+    run_on_ranks(_deepcopy)
+
+
+def test_deleted_parameter_is_a_missing_attribute():
+    run_on_ranks(_deleted)
+
+
+def _deleted():
+    model = _linear()
+    del model.weight
+    assert not hasattr(model, "weight")
+
+
+def _reads_attribute(attribute):
+    with pytest.raises(zpasses.ShardingError, match=rf"\.{attribute} would write to parameter 'weight' of a Linear"):
+        getattr(_linear().weight, attribute)
+
+
+@pytest.mark.parametrize("attribute", ["grad", "data"])
+def test_what_a_gathered_copy_cannot_give_is_named(attribute):
+    run_on_ranks(_reads_attribute, attribute)

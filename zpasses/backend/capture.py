@@ -1,0 +1,258 @@
+"""The captured graph: Dynamo's graph with DTensor parameters, made ready for AOTAutograd.
+
+Dynamo sees a sharded parameter as a DTensor input that is read by `to_local` and the dialect. Here such inputs become plain local
+shards, so that AOTAutograd traces ordinary tensors; at run time one autograd function converts all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+
+from zpasses import compat
+from zpasses.errors import ShardingError
+from zpasses.graph.nodes import nbytes, value_of
+from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.tags import Tag, add_tag, tag_of
+
+__all__ = ["Capture", "capture", "describe_inputs", "tag_joint"]
+
+log = logging.getLogger("zpasses")
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured graph whose sharded inputs are local shards."""
+
+    gm: fx.GraphModule
+    inputs: list[Any]
+    """Example inputs, shards in place of DTensors."""
+    shards: dict[int, str]
+    """Position of each sharded input -> name of the parameter."""
+    groups: tuple[str, ...]
+    """Names of the process groups that the dialect's ops communicate over."""
+
+
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
+    """Turn the DTensor inputs that are only read through the dialect into local shards, in place.
+
+    Raises:
+        ShardingError: when the model writes to a gathered copy, which would be lost.
+    """
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    inputs = list(example_inputs)
+    mode = compat.fake_mode_of([node.meta.get("example_value") for node in placeholders]) or compat.ambient_fake_mode()
+    positions = [i for i, value in enumerate(inputs) if isinstance(value, DTensor) and _only_read_locally(gm, placeholders[i])]
+    names = _unique_names([placeholders[i] for i in positions])
+    for i in positions:
+        dtensor = inputs[i]
+        local = compat.local_of(dtensor).detach().requires_grad_(dtensor.requires_grad)
+        inputs[i] = compat.as_fake(local, mode)
+        placeholders[i].meta["example_value"] = inputs[i]
+    if positions:
+        _read_shards_directly(gm)
+    groups = _check_and_tag_reads(gm, dict(zip((placeholders[i] for i in positions), names, strict=True)))
+    if groups:
+        _warn_of_unsharded(placeholders, example_inputs)
+    gm.recompile()
+    return Capture(gm, inputs, dict(zip(positions, names, strict=True)), groups)
+
+
+def describe_inputs(captured: Capture, example_inputs: Sequence[Any]) -> dict[str, Any]:
+    """The inputs of a captured graph, and the sharded parameters among them, as plain values for dumps.
+
+    Args:
+        example_inputs: those that Dynamo gave, DTensors in place of shards.
+    """
+    placeholders = [node for node in captured.gm.graph.nodes if node.op == "placeholder"]
+    inputs, parameters = [], {}
+    for i, (node, value) in enumerate(zip(placeholders, captured.inputs, strict=True)):
+        record: dict[str, Any] = {"name": node.name, "param": captured.shards.get(i)}
+        if isinstance(value, torch.Tensor):
+            record |= {"shape": _plain_shape(value), "dtype": str(value.dtype).removeprefix("torch.")}
+        inputs.append(record)
+        full = example_inputs[i]
+        if i in captured.shards and isinstance(full, DTensor):
+            parameters[captured.shards[i]] = {
+                "shape": list(full.shape),
+                "dtype": record["dtype"],
+                "bytes": full.numel() * full.element_size(),
+                "shard_bytes": nbytes(value),
+                "rows": full.shape[0] if full.dim() else 0,
+                "group": compat.group_name(full.device_mesh.get_group()),
+            }
+    return {"inputs": inputs, "parameters": parameters}
+
+
+def _plain_shape(value: torch.Tensor) -> list[int | str]:
+    return [size if isinstance(size, int) else str(size) for size in value.shape]
+
+
+def _only_read_locally(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether every use, also inside the subgraphs it is handed to, is `to_local()`."""
+    for user in node.users:
+        if compat.is_to_local(user):
+            continue
+        inner = list(_inner_inputs(gm, user, node))
+        if not inner or not all(_only_read_locally(owner, placeholder) for owner, placeholder in inner):
+            return False
+    return True
+
+
+def _inner_inputs(gm: fx.GraphModule, call: fx.Node, value: fx.Node) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
+    """Where a higher-order call (a checkpoint, say) hands `value` to its subgraph; nothing if it is not known how."""
+    if not (isinstance(call.target, compat.HigherOrderOperator) and call.args and isinstance(call.args[0], fx.Node)):
+        return
+    body = getattr(gm, str(call.args[0].target), None) if call.args[0].op == "get_attr" else None
+    if not isinstance(body, fx.GraphModule):
+        return
+    operands = [arg for arg in call.args[1:] if isinstance(arg, fx.Node)]
+    placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
+    if len(operands) == len(placeholders):
+        yield from ((body, inner) for operand, inner in zip(operands, placeholders, strict=True) if operand is value)
+
+
+def _as_local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _read_shards_directly(gm: fx.GraphModule) -> None:
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in list(module.graph.nodes):
+            if compat.is_to_local(node):
+                node.op, node.target = "call_function", _as_local
+        module.recompile()
+
+
+def _unique_names(placeholders: Sequence[fx.Node]) -> list[str]:
+    """Parameter names below the compiled module; where two roots have the same, the graph's own names."""
+    names = [compat.parameter_name(node) for node in placeholders]
+    uses = Counter(names)
+    return [name if uses[name] == 1 else node.name for name, node in zip(names, placeholders, strict=True)]
+
+
+def _is_unshard(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in (UNSHARD, UNSHARD.overloadpacket)
+
+
+def _check_and_tag_reads(gm: fx.GraphModule, names: dict[fx.Node, str]) -> tuple[str, ...]:
+    groups: dict[str, None] = {}
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            if _is_unshard(node):
+                groups[str(node.args[-1])] = None
+                source = node.all_input_nodes[0].all_input_nodes
+                name = names.get(source[0]) if source else None
+                _refuse_writes(node, name)
+                if name is not None:
+                    add_tag(node, Tag("gather", (name,), origin="capture"))
+    return tuple(groups)
+
+
+def _refuse_writes(read: fx.Node, name: str | None) -> None:
+    for value, user in _uses_of_memory(read):
+        target = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+        in_place = (target.endswith("_") and not target.endswith("__")) or target in ("setitem", "iadd", "imul", "isub", "itruediv")
+        if in_place and user.args and user.args[0] is value:
+            raise ShardingError(
+                f"the model writes to parameter {name or read.name} ({target}), which is sharded: what it read is a gathered copy, and "
+                "the write would be lost. Write to the shards, outside the compiled function: the parameter from model.parameters(), "
+                f"or module attributes inside `with zpasses.shards(model)`.\n{read.stack_trace or ''}"
+            )
+
+
+def _uses_of_memory(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(value, user) of a node and of its views."""
+    queue, memory = [node], _memory(node)
+    while queue:
+        value = queue.pop()
+        for user in value.users:
+            yield value, user
+            if memory is not None and _memory(user) == memory:
+                queue.append(user)
+
+
+def _memory(node: fx.Node) -> int | None:
+    value = value_of(node)
+    return compat.storage_id(value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
+
+
+def _warn_of_unsharded(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> None:
+    left = [
+        compat.parameter_name(node)
+        for node, value in zip(placeholders, inputs, strict=True)
+        if isinstance(value, nn.Parameter) and value.requires_grad and not isinstance(value, DTensor)
+    ]
+    if left:
+        log.warning(
+            "parameters %s are trained but not sharded: their gradients are not averaged over ranks. Call zpasses.shard on the module "
+            "that holds them, or average them yourself.",
+            ", ".join(left[:5]) + (", ..." if len(left) > 5 else ""),
+        )
+
+
+def tag_joint(graph: fx.Graph, shards: dict[int, str]) -> None:
+    """Name what each dialect op of an AOTAutograd graph works for, and the inputs that hold shards.
+
+    Tags that were mirrored through re-tracing are taken as they are; the rest (checkpointed regions, gradients) is found through the
+    graph's own descriptions of its inputs and outputs.
+    """
+    inputs = _described_inputs(graph)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is UNSHARD:
+            shard = _behind_views(node.args[0])
+            name = shards.get(inputs.get(shard, -1))
+            known = tag_of(node)
+            params = (name,) if name else known.params if known else (node.name,)
+            add_tag(node, Tag("gather", params, nbytes(node.meta["val"]), origin="capture"))
+            if name is not None:
+                add_tag(shard, Tag("shard", (name,), origin="capture"))
+    for i, node in _described_gradients(graph):
+        name = shards.get(i)
+        if name is not None:
+            _tag_reductions(node, name)
+
+
+def _described_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
+    indices = {node: compat.aot_input_index(node.meta.get("desc")) for node in graph.nodes if node.op == "placeholder"}
+    return {node: index for node, index in indices.items() if index is not None}
+
+
+def _described_gradients(graph: fx.Graph) -> Iterator[tuple[int, fx.Node]]:
+    output = graph.output_node()
+    for node, desc in zip(output.args[0], output.meta.get("desc", ()), strict=False):  # type: ignore[arg-type]
+        index = compat.aot_gradient_index(desc)
+        if isinstance(node, fx.Node) and index is not None:
+            yield index, node
+
+
+def _behind_views(node: Any) -> Any:
+    while node.op == "call_function" and node.target in _VIEWS:
+        node = node.args[0]
+    return node
+
+
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.aten.detach.default)
+
+
+def _tag_reductions(node: fx.Node, name: str) -> None:
+    """Tag the reductions whose sum a gradient is."""
+    queue = [node]
+    while queue:
+        node = queue.pop()
+        if node.target is REDUCE_GRAD:
+            source = node.all_input_nodes[0]
+            add_tag(node, Tag("reduce", (name,), nbytes(source.meta["val"]), origin="capture"))
+        elif node.target is torch.ops.aten.add.Tensor:
+            queue.extend(node.all_input_nodes)

@@ -1,0 +1,122 @@
+"""How long things take on a target: communication, copies and compute, in microseconds.
+
+A collective costs a latency that does not depend on its size and the time of its bytes on the slowest link of a ring (the model of
+Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005). A kernel takes what the slower of
+memory and arithmetic needs (Williams, Waterman, Patterson: Roofline, 2009). Such figures are good enough to compare two forms of one
+graph; they are no predictions.
+
+A collective can take several routes: "c10d" (RCCL, NCCL or gloo) takes compute units away from what runs beside it, copy engines do not.
+`zpasses.cost.routes` has what is known of each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zpasses import compat
+from zpasses.cost.routes import PIECE_BYTES, RouteFigures
+from zpasses.cost.target import Target
+from zpasses.graph.nodes import collective_of, nbytes, value_of
+
+__all__ = ["collective_us", "compute_us", "copy_us", "engine_us", "latency_us", "route_us"]
+
+
+def latency_us(kind: str, ranks: int, target: Target) -> float:
+    """The part of a collective's time that does not depend on its bytes.
+
+    Args:
+        kind: what is done: its name contains "gather", "reduce_scatter" or "all_reduce".
+        ranks: size of the group.
+    """
+    nodes = math.ceil(ranks / target.ranks_per_node)
+    rounds = 2 if _is_all_reduce(kind) else 1
+    between = rounds * (nodes - 1)
+    within = rounds * (ranks - 1) - between
+    return target.launch_us + within * target.hop_us + between * target.network_hop_us
+
+
+def collective_us(kind: str, full_bytes: int, ranks: int, target: Target) -> float:
+    """Time of one collective over a ring.
+
+    Args:
+        kind: as in `latency_us`.
+        full_bytes: bytes of the full tensor: what an all-gather returns, what a reduction takes.
+    """
+    if ranks <= 1:
+        return 0.0
+    bandwidth = target.link_gb_s if ranks <= target.ranks_per_node else min(target.link_gb_s, target.network_gb_s)
+    passes = 2 if _is_all_reduce(kind) else 1
+    return latency_us(kind, ranks, target) + passes * (ranks - 1) / ranks * full_bytes / (bandwidth * 1e3)
+
+
+def route_us(figures: RouteFigures, kind: str, full_bytes: int, ranks: int, target: Target) -> float:
+    """Time of one collective by a route within a node, with nothing beside it.
+
+    Args:
+        kind, full_bytes: as in `collective_us`.
+    """
+    if ranks <= 1:
+        return 0.0
+    passes = 2 if _is_all_reduce(kind) else 1
+    moving = passes * (ranks - 1) / ranks * full_bytes / (figures.gb_s * 1e3)
+    copied = figures.copied_full * full_bytes + figures.copied_parts * full_bytes / ranks
+    return figures.latency_us + moving + (copy_us(int(copied), target) if copied else 0.0)
+
+
+def engine_us(figures: RouteFigures, kind: str, full_bytes: Sequence[int], ranks: int, target: Target) -> float:
+    """Time of one launch of several tensors by a copy engine: they are packed into pieces, gathered, and copied out.
+
+    Args:
+        full_bytes: bytes of each full tensor; one by itself needs no packing.
+    """
+    total = sum(full_bytes)
+    pieces = math.ceil(total / ranks / PIECE_BYTES) if ranks else 0
+    packing = copy_us(total + total // ranks, target) if len(full_bytes) > 1 else 0.0
+    return route_us(figures, kind, total, ranks, target) + max(pieces - 1, 0) * figures.latency_us + packing
+
+
+def _is_all_reduce(kind: str) -> bool:
+    return "all_reduce" in kind or "allreduce" in kind
+
+
+def copy_us(copied_bytes: int, target: Target) -> float:
+    """Time of one kernel that copies so many bytes: each is read and written."""
+    return target.kernel_us + 2 * copied_bytes / (target.memory_gb_s * 1e3) if copied_bytes else 0.0
+
+
+def compute_us(node: fx.Node, target: Target) -> float:
+    """Time of one call; 0 for views, inputs and communication."""
+    call: Any = node.target
+    if node.op != "call_function" or not isinstance(call, compat.OpOverload) or call.is_view or collective_of(node) is not None:
+        return 0.0
+    if call.namespace == "_c10d_functional":
+        return 0.0
+    moved = nbytes(value_of(node)) + sum(nbytes(value_of(item)) for item in node.all_input_nodes)
+    return max(target.kernel_us, moved / (target.memory_gb_s * 1e3), _flops(node) / (target.tflops * 1e6))
+
+
+def _flops(node: fx.Node) -> float:
+    count = compat.flop_formula(node.target)
+    if count is None:
+        return 0.0
+    args = torch.fx.node.map_arg(node.args, value_of)
+    kwargs = torch.fx.node.map_arg(node.kwargs, value_of)
+    value = value_of(node)
+    sizes = _hinted((args, kwargs))
+    return float(count(*sizes[0], **sizes[1], out_val=_hinted(value)))
+
+
+def _hinted(value: Any) -> Any:
+    """Fake tensors of dynamic shape as ones of the shape at hand, because formulas count in plain numbers."""
+
+    def fixed(tensor: Tensor) -> Tensor:
+        if all(isinstance(size, int) for size in tensor.shape):
+            return tensor
+        return torch.empty([compat.size_hint(size) for size in tensor.shape], dtype=tensor.dtype, device="meta")
+
+    return compat.pytree.tree_map_only(Tensor, fixed, value)

@@ -1,0 +1,225 @@
+"""Queries and edits of FX graphs that passes are made of."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from zpasses import compat
+from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.tags import drop_tag
+
+__all__ = [
+    "Collective",
+    "Editor",
+    "append_placeholder",
+    "calls",
+    "collective_of",
+    "collectives",
+    "collectives_by_group",
+    "erase_dead",
+    "is_wait",
+    "named_arguments",
+    "nbytes",
+    "propagate",
+    "put_in_bytes",
+    "value_of",
+]
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_NAMESPACES = ("_c10d_functional", "zpasses")
+
+
+def calls(graph: fx.Graph, *targets: Callable[..., Any]) -> list[fx.Node]:
+    """The nodes that call one of `targets`, in graph order."""
+    wanted = set(targets)
+    return [node for node in graph.nodes if node.op == "call_function" and node.target in wanted]
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake value that the node produces."""
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
+def nbytes(value: object) -> int:
+    """Bytes of a fake tensor, or of all tensors in a list; a dynamic size counts by its hint."""
+    if isinstance(value, (list, tuple)):
+        return sum(nbytes(item) for item in value)
+    if not isinstance(value, Tensor):
+        return 0
+    count = 1
+    for size in value.shape:
+        count *= compat.size_hint(size)
+    return count * value.element_size()
+
+
+def is_wait(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is _WAIT
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One communicating call of a graph."""
+
+    op: str
+    """"all_gather_into_tensor", "unshard", ... without namespace and overload."""
+    group: str
+    """Name of the process group."""
+    shapes: tuple[tuple[int | str, ...], ...]
+    """Shapes of the inputs; a dynamic size is its expression."""
+    dtypes: tuple[str, ...]
+    reduce_op: str | None
+    """"sum", "avg", ... where the call reduces."""
+    nbytes: int
+    """Bytes of the inputs; of the dialect's `unshard`, of the full parameter, as ranks may hold different rows. See `put_in_bytes`."""
+
+
+def collective_of(node: fx.Node) -> Collective | None:
+    """What a node communicates, or None if it does not."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, compat.OpOverload) or target.namespace not in _NAMESPACES:
+        return None
+    arguments = named_arguments(node, target)
+    if target is _WAIT or "group_name" not in arguments:
+        return None
+    # Ranks may hold different numbers of rows: a dialect op is described by its full parameter.
+    given = node if target is UNSHARD else arguments[target._schema.arguments[0].name]
+    inputs = [value_of(item) for item in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(item, fx.Node)]
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    reduce_op = arguments.get("reduce_op")
+    return Collective(
+        op=compat.op_name(target),
+        group=compat.group_name(arguments["group_name"]),
+        shapes=tuple(tuple(size if isinstance(size, int) else str(size) for size in value.shape) for value in tensors),
+        dtypes=tuple(str(value.dtype).removeprefix("torch.") for value in tensors),
+        reduce_op=reduce_op if isinstance(reduce_op, str) else None,
+        nbytes=nbytes(tensors),
+    )
+
+
+def put_in_bytes(node: fx.Node, collective: Collective) -> int:
+    """Bytes that this rank puts into a collective: of its own rows, for a gather."""
+    return collective.nbytes if node.target is not UNSHARD else nbytes([value_of(item) for item in node.all_input_nodes])
+
+
+def named_arguments(node: fx.Node, target: compat.OpOverload) -> dict[str, Any]:
+    """The arguments of a call by name, those left out left out."""
+    names = [argument.name for argument in target._schema.arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def collectives(graph: fx.Graph) -> Iterator[tuple[fx.Node, Collective]]:
+    """Communicating nodes, in graph order."""
+    for node in graph.nodes:
+        found = collective_of(node)
+        if found is not None:
+            yield node, found
+
+
+def collectives_by_group(graph: fx.Graph) -> dict[str, list[Collective]]:
+    """Name of a process group -> its collectives, in graph order. Groups are sorted by name, identically on every rank."""
+    by_group: dict[str, list[Collective]] = {}
+    for _, each in collectives(graph):
+        by_group.setdefault(each.group, []).append(each)
+    return dict(sorted(by_group.items()))
+
+
+def append_placeholder(graph: fx.Graph, name: str) -> fx.Node:
+    """A new input after the graph's last one; the caller gives it a value and a tag."""
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        return graph.placeholder(name)
+
+
+def is_dialect(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in (UNSHARD, REDUCE_GRAD)
+
+
+def propagate(node: fx.Node) -> Any:
+    """Compute the node's fake value anew from those of its inputs."""
+    target = node.target
+    assert callable(target)
+    args = map_arg(node.args, value_of)
+    kwargs = map_arg(node.kwargs, value_of)
+    mode = compat.fake_mode_of([value_of(item) for item in node.all_input_nodes]) or _fake_mode_of_graph(node.graph)
+    if mode is None:
+        return target(*args, **kwargs)
+    with mode:
+        return target(*args, **kwargs)
+
+
+def _fake_mode_of_graph(graph: fx.Graph) -> compat.FakeTensorMode | None:
+    """For calls that take no tensor, such as `empty`."""
+    first = next((value_of(node) for node in graph.nodes if isinstance(value_of(node), compat.FakeTensor)), None)
+    return compat.fake_mode_of([first])
+
+
+class Editor:
+    """Inserts calls in front of a node; every new node gets its fake value and the provenance of the node it stands for."""
+
+    def __init__(self, graph: fx.Graph, before: fx.Node, like: fx.Node | None = None) -> None:
+        self._graph, self._before, self._like = graph, before, like or before
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        with self._graph.inserting_before(self._before):
+            node = self._graph.call_function(target, args, kwargs)
+        for key in _PROVENANCE:
+            if key in self._like.meta:
+                node.meta[key] = self._like.meta[key]
+        drop_tag(node)
+        node.meta["val"] = propagate(node)
+        return node
+
+
+_PROVENANCE = (
+    "stack_trace",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "source_fn_stack",
+    "fwd_source_fn_stack",
+    "seq_nr",
+    "partitioner_tag",
+    "custom",
+    "recompute",
+    "ac_graph_id",
+)
+
+
+def replace_node(old: fx.Node, new: fx.Node) -> None:
+    """Let `new` stand for `old` everywhere, and erase `old`."""
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+def erase_dead(graph: fx.Graph, roots: Sequence[fx.Node]) -> int:
+    """Erase those of `roots` that nobody uses, and whatever only they used: collectives and waits too, but never an input.
+
+    Of a collective with several outputs all waits go or none: an output that nobody awaits would never be let go.
+    """
+    erased, queue = 0, list(roots)
+    while queue:
+        node = queue.pop()
+        if node.users or node.op in ("placeholder", "output", "get_attr") or compat.is_erased(node):
+            continue
+        together = _waits_beside(node)
+        if any(wait.users for wait in together):
+            continue
+        for each in together or [node]:
+            queue.extend(each.all_input_nodes)
+            graph.erase_node(each)
+            erased += 1
+    return erased
+
+
+def _waits_beside(node: fx.Node) -> list[fx.Node]:
+    """The waits of all outputs of the collective that `node` awaits one of; nothing if it awaits no such."""
+    part = node.all_input_nodes[0] if is_wait(node) else None
+    if part is None or part.target is not operator.getitem:
+        return []
+    return [wait for each in part.all_input_nodes[0].users for wait in each.users if is_wait(wait)]

@@ -1,0 +1,132 @@
+"""Recognise gathers and reductions in graphs that zpasses did not capture (FSDP2, SimpleFSDP, hand-written ones), and tag them.
+
+This is the only place that matches on the shape of a graph. A parameter gather is an all-gather whose input comes from one graph input
+through casts, padding and views alone; what a wait gives back is the full parameter. A gradient reduction is a reduce-scatter or
+all-reduce (sum or average) whose result reaches one output of the graph through casts, views and scaling alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from zpasses.graph.nodes import collective_of, is_wait, nbytes, value_of
+from zpasses.graph.tags import Tag, add_tag, tag_of
+
+__all__ = ["tag_foreign_gathers", "tag_foreign_reductions"]
+
+aten = torch.ops.aten
+_TRANSPARENT = {
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.constant_pad_nd.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.slice.Tensor,
+    torch.ops.prims.convert_element_type.default,
+}
+
+
+_SCALING = {aten.div.Tensor, aten.mul.Tensor, aten.div.Scalar, aten.mul.Scalar}
+
+
+def tag_foreign_gathers(graph: fx.Graph, origin: str) -> int:
+    """Tag untagged parameter gathers; returns how many were found."""
+    found = 0
+    for node in graph.nodes:
+        if tag_of(node) is not None or not _is_all_gather(node):
+            continue
+        chain = _chain_to_input(node)
+        waits = [user for user in node.users if is_wait(user)]
+        if chain is None or len(waits) != 1:
+            continue
+        *between, shard = chain
+        params = (shard.name,)
+        add_tag(node, Tag("gather", params, nbytes(value_of(node.all_input_nodes[0])), origin=origin))
+        add_tag(waits[0], Tag("full", params, origin=origin))
+        for step in between:
+            add_tag(step, Tag("gather_input", params, origin=origin))
+        found += 1
+    return found
+
+
+def _is_all_gather(node: fx.Node) -> bool:
+    collective = collective_of(node)
+    return collective is not None and collective.op == "all_gather_into_tensor"
+
+
+def _chain_to_input(gather: fx.Node) -> list[fx.Node] | None:
+    """The nodes between a gather and the graph input it reads, that input last; None if it reads anything else."""
+    chain: list[fx.Node] = []
+    node = gather
+    while True:
+        inputs = node.all_input_nodes
+        if len(inputs) != 1:
+            return None
+        node = inputs[0]
+        chain.append(node)
+        if node.op == "placeholder":
+            return None if "tangents" in node.name else chain
+        if node.target not in _TRANSPARENT:
+            return None
+
+
+def tag_foreign_reductions(graph: fx.Graph, origin: str) -> int:
+    """Tag untagged gradient reductions; returns how many were found. A gradient is named after its place among the outputs."""
+    places = {node: i for i, node in enumerate(_returned(graph)) if isinstance(node, fx.Node)}
+    found = 0
+    for node in graph.nodes:
+        if tag_of(node) is not None or not _is_reduction(node):
+            continue
+        after, before = _chain_to_output(node, places), _prepared(node)
+        if after is None:
+            continue
+        params = (f"output_{places[after[-1]]}",)
+        add_tag(node, Tag("reduce", params, nbytes(value_of(node.all_input_nodes[0])), origin=origin))
+        for step in after[:-1]:
+            add_tag(step, Tag("reduced", params, origin=origin))
+        add_tag(after[-1], Tag("shard_grad", params, origin=origin))
+        for step in before:
+            add_tag(step, Tag("reduce_input", params, origin=origin))
+        found += 1
+    return found
+
+
+def _returned(graph: fx.Graph) -> list[object]:
+    outputs = graph.output_node().args[0]
+    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    collective = collective_of(node)
+    known = ("reduce_scatter_tensor", "all_reduce")
+    return collective is not None and collective.op in known and collective.reduce_op in ("sum", "avg")
+
+
+def _chain_to_output(reduction: fx.Node, places: dict[fx.Node, int]) -> list[fx.Node] | None:
+    """The nodes between a reduction and the output it ends in, that one last; None if anything else reads them."""
+    chain: list[fx.Node] = []
+    node = reduction
+    while len(node.users) == 1:
+        (node,) = node.users
+        if node.op == "output":
+            return chain or None
+        if not (is_wait(node) or node.target in _TRANSPARENT or node.target in _SCALING) or len(node.all_input_nodes) != 1:
+            return None
+        chain.append(node)
+    return None
+
+
+def _prepared(reduction: fx.Node) -> list[fx.Node]:
+    """Casts and padding of a gradient for its reduction."""
+    steps: list[fx.Node] = []
+    node = reduction.all_input_nodes[0]
+    while node.target in _PREPARING and len(node.users) == 1:
+        steps.append(node)
+        node = node.all_input_nodes[0]
+    return steps
+
+
+_PREPARING = {aten._to_copy.default, aten.constant_pad_nd.default, torch.ops.prims.convert_element_type.default}

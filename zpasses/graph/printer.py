@@ -1,0 +1,109 @@
+"""Graphs as short text, for reading and for inline expectations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zpasses import compat
+from zpasses.graph.nodes import value_of
+from zpasses.graph.tags import tag_of
+
+__all__ = ["listing"]
+
+_SHORT = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+}
+
+
+def listing(graph: fx.Graph | fx.GraphModule) -> str:
+    """A graph as text, one line a node.
+
+        x: f32[2, 5]
+        w_shard: f32[3, 5]                                    # shard: w
+        w = zpasses.unshard(w_shard, 6, None, None, '0')      # f32[6, 5]; gather: w
+        return (w,)
+
+    After the `#` stand the value's dtype and shape, what the node's tag says it does and for which parameters, and `recomputed` where
+    backward computes the value again instead of saving it. `aten` and `_c10d_functional` are left out of the names of ops.
+    """
+    lines = [_line(node) for node in (graph.graph if isinstance(graph, fx.GraphModule) else graph).nodes]
+    width = max((len(code) for code, note in lines if note), default=0)
+    return "\n".join(f"{code:{width}}  # {note}" if note else code for code, note in lines)
+
+
+def _line(node: fx.Node) -> tuple[str, str]:
+    notes = _notes(node)
+    if node.op == "placeholder":
+        return f"{node.name}: {_value(value_of(node))}", "; ".join(notes)
+    if node.op == "output":
+        return f"return {_argument(node.args[0])}", ""
+    if node.op == "get_attr":
+        return f"{node.name} = self.{node.target}", "; ".join(notes)
+    value = _value(value_of(node))
+    return f"{node.name} = {_call(node)}", "; ".join([value, *notes] if value else notes)
+
+
+def _call(node: fx.Node) -> str:
+    arguments = [_argument(arg) for arg in node.args] + [f"{key}={_argument(arg)}" for key, arg in node.kwargs.items()]
+    if node.op == "call_function":
+        return f"{_op_name(node.target)}({', '.join(arguments)})"
+    if node.op == "call_method":
+        return f"{arguments[0]}.{node.target}({', '.join(arguments[1:])})"
+    return f"self.{node.target}({', '.join(arguments)})"
+
+
+def _op_name(target: str | Callable[..., Any]) -> str:
+    if isinstance(target, (compat.OpOverload, compat.OpOverloadPacket)):
+        namespace, _, name = str(target).partition(".")
+        name = name.partition(".")[0]
+        return name if namespace in ("aten", "_c10d_functional") else f"{namespace}.{name}"
+    return str(getattr(target, "__name__", target))
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        inside = ", ".join(_argument(item) for item in value)
+        if isinstance(value, list):
+            return f"[{inside}]"
+        return f"({inside},)" if len(value) == 1 else f"({inside})"
+    if isinstance(value, torch.dtype):
+        return _SHORT.get(value, str(value).removeprefix("torch."))
+    if isinstance(value, (torch.memory_format, torch.layout, torch.device)):
+        return str(value).removeprefix("torch.")
+    return repr(value)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{_argument(value.dtype)}[{', '.join(str(size) for size in value.shape)}]"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(_value(item) for item in value)})"
+    return "" if value is None else type(value).__name__
+
+
+def _notes(node: fx.Node) -> list[str]:
+    notes, tag = [], tag_of(node)
+    if tag is not None:
+        notes.append(f"{tag.role}: {', '.join(tag.params)}{' in bucket ' + str(tag.bucket) if tag.bucket is not None else ''}")
+        if tag.retained:
+            notes.append("retained")
+        if tag.note:
+            notes.append(tag.note)
+    if compat.is_marked_recompute(node):
+        notes.append("recomputed")
+    return notes

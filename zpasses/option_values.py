@@ -1,0 +1,125 @@
+"""Values of options, as text and as Python: one set of rules for pass fields and for the backend's options."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+import torch
+
+from zpasses.errors import OptionError, nearest
+
+__all__ = ["build", "field_types", "format_value", "parse_budget", "parse_value"]
+
+T = typing.TypeVar("T")
+
+
+@functools.cache
+def field_types(cls: type) -> dict[str, Any]:
+    """Field name -> type, of a dataclass."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
+
+
+def build(cls: type[T], values: Mapping[str, Any], what: str) -> T:
+    """A dataclass from named values; text is converted to the field's type.
+
+    Raises:
+        OptionError: for a name that is no field, or a value of the wrong type.
+    """
+    known = field_types(cls)  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            raise OptionError(f"{what} has no option {name!r}.{nearest(name, known)}")
+    converted = {name: parse_value(value, known[name], f"{what}, option {name!r}") for name, value in values.items()}
+    try:
+        return cls(**converted)
+    except TypeError as error:
+        raise OptionError(f"{what}: {error}") from error
+
+
+def parse_value(value: Any, kind: Any, where: str) -> Any:
+    """`value` as `kind`; text is read as a literal of that type, anything else must have it already."""
+    choices = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    for choice in choices:
+        converted, result = _convert(value, choice)
+        if converted:
+            return result
+    raise OptionError(f"{where}: got {value!r} ({type(value).__name__}); expected {describe(kind)}.")
+
+
+def _convert(value: Any, kind: Any) -> tuple[bool, Any]:
+    if get_origin(kind) is Literal:
+        return _convert_literal(value, get_args(kind))
+    if kind is type(None):
+        return (True, None) if value is None or value == "none" else (False, None)
+    if kind is torch.dtype:
+        found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+        return isinstance(found, torch.dtype), found
+    if isinstance(value, str) and kind in (bool, int, float):
+        return _read(value, kind)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return True, float(value)
+    if kind is int and isinstance(value, bool):
+        return False, None
+    origin = get_origin(kind) or kind
+    return isinstance(origin, type) and isinstance(value, origin), value
+
+
+def _convert_literal(value: Any, allowed: tuple[Any, ...]) -> tuple[bool, Any]:
+    for item in allowed:
+        if value == item and type(value) is type(item):
+            return True, item
+        if isinstance(value, str) and not isinstance(item, str) and value == format_value(item):
+            return True, item
+    return False, None
+
+
+def _read(text: str, kind: type) -> tuple[bool, Any]:
+    if kind is bool:
+        return text in ("true", "false"), text == "true"
+    try:
+        return True, kind(text)
+    except ValueError:
+        return False, None
+
+
+def format_value(value: Any) -> str:
+    """Text that `parse_value` reads back."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+def describe(kind: Any) -> str:
+    """A type as a user would say it."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(describe(item) for item in get_args(kind))
+    if get_origin(kind) is Literal:
+        return " or ".join(repr(item) for item in get_args(kind))
+    if kind is type(None):
+        return "none"
+    return "a dtype such as bfloat16" if kind is torch.dtype else str(getattr(kind, "__name__", kind))
+
+
+_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|B|KiB|MiB|GiB)\s*")
+
+
+def parse_budget(text: str, where: str) -> float | int:
+    """A memory budget: "5%" (a float: how far above the peak as it was) or "300MiB" (an int: bytes).
+
+    Raises:
+        OptionError: for anything else.
+    """
+    match = _BUDGET.fullmatch(text)
+    if match is None:
+        raise OptionError(f"{where}: got {text!r}; expected how far the peak may rise ('5%') or a peak in bytes ('300MiB'; B, KiB, GiB).")
+    return float(match[1]) / 100 if match[2] == "%" else int(float(match[1]) * _UNITS[match[2]])

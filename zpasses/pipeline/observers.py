@@ -1,0 +1,47 @@
+"""Observers: functions that are called with every graph that was compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from zpasses.pipeline.pipeline import PassRecord
+
+__all__ = ["GraphLog", "announce", "observe_graphs"]
+
+
+@dataclass(frozen=True)
+class GraphLog:
+    """One graph that the backend compiled, as observers see it."""
+
+    name: str
+    """Dynamo's compile id and the kind of graph: "0/0 joint", "0/0 forward", "0/0 backward"."""
+    kind: str
+    """"captured", "joint", "forward", "backward" or "inference"; "pack" for a graph that lays parameters into flat buffers."""
+    graph: fx.Graph
+    """The graph after the last pass of its level."""
+    records: list[PassRecord] = field(default_factory=list)
+
+
+_observers: list[Callable[[GraphLog], None]] = []
+
+
+class observe_graphs:  # noqa: N801 - used as a context manager, like torch.no_grad
+    """Inside, `observer` is called with every graph that the backend compiles, after its passes ran."""
+
+    def __init__(self, observer: Callable[[GraphLog], None]) -> None:
+        self._observer = observer
+
+    def __enter__(self) -> None:
+        _observers.append(self._observer)
+
+    def __exit__(self, *_: object) -> None:
+        _observers.remove(self._observer)
+
+
+def announce(graph: GraphLog) -> None:
+    """Show a graph to the observers."""
+    for observer in tuple(_observers):
+        observer(graph)

@@ -1,0 +1,112 @@
+"""What `torch.compile(model, backend="zpasses", options={...})` accepts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from zpasses import compat
+from zpasses.cost.target import Target
+from zpasses.errors import OptionError, nearest
+from zpasses.option_values import build
+from zpasses.pipeline.pipeline import Pipeline
+
+__all__ = ["Options"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of one compile."""
+
+    zero_stage: Literal[1, 2, 3] | None = None
+    """ZeRO stage: which named pipeline to run. 3 where neither this nor `pipeline` is given."""
+    pipeline: Pipeline | str | None = None
+    """Passes to run, as text or as a Pipeline; "" leaves the dialect unlowered (the reference)."""
+    codegen: Literal["inductor", "eager"] = "inductor"
+    """inductor generates kernels. eager runs the rewritten graph itself: quick to compile and bit-exact, for tests and debugging."""
+    recompute_elementwise: bool | None = None
+    """Compute elementwise results that matrix products read once more in backward instead of saving them: less memory for little time.
+    None: where parameters are gathered once more too (stage 3)."""
+    target: str | None = None
+    """Hardware to plan for: "h100", "mi300x,ranks_per_node=4" (see zpasses.cost.target). None: ZPASSES_TARGET, else what is here."""
+    agreement: bool = True
+    """Compare the collectives of every graph between ranks before it runs."""
+    agreement_timeout_s: float = 300.0
+    """Seconds to wait for the other ranks' part of that comparison."""
+    backwards_per_step: int = 1
+    """Reduce gradients in every Nth backward alone, for accumulation over N micro-batches (see zpasses.coalesce_grad_reduction)."""
+    grad_accum_dtype: torch.dtype | None = None
+    """Add up gradients that wait for their reduction in this dtype; None: in the dtype in which they are computed."""
+    dump: str | Path | None = None
+    """Folder to write every graph into, before and after every pass (docs/dump-format.md). None: ZPASSES_DUMP, else nowhere."""
+    dump_ranks: str | None = None
+    """Which ranks do: "all", or numbers, "0,3". None: ZPASSES_DUMP_RANKS, else rank 0."""
+    inductor: dict[str, Any] = field(default_factory=dict)
+    """Options for torch._inductor.config during this compile, e.g. {"max_autotune": True}."""
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | None) -> Options:
+        """Check and convert what the user gave.
+
+        Raises:
+            OptionError: for unknown keys, unknown passes and ill-typed values; the message names the nearest right word.
+        """
+        options = build(cls, given or {}, "backend 'zpasses'")
+        if options.zero_stage is not None and options.pipeline is not None:
+            raise OptionError(
+                f"zero_stage={options.zero_stage} and pipeline={str(options.pipeline)!r} both choose the passes; give one of them. "
+                f"A stage can start a pipeline: pipeline='zero{options.zero_stage},...'."
+            )
+        if options.agreement_timeout_s <= 0:
+            raise OptionError(f"agreement_timeout_s={options.agreement_timeout_s}; expected seconds > 0. agreement=False turns it off.")
+        if options.backwards_per_step < 1:
+            raise OptionError(f"backwards_per_step={options.backwards_per_step}; expected how many backwards an optimizer step has, >= 1.")
+        if options.grad_accum_dtype is not None and not options.grad_accum_dtype.is_floating_point:
+            raise OptionError(f"grad_accum_dtype={options.grad_accum_dtype}; expected a floating-point dtype such as torch.float32.")
+        known = compat.inductor_option_names()
+        for name in options.inductor:
+            if name not in known:
+                raise OptionError(f"option 'inductor': torch._inductor.config has no {name!r}.{nearest(name, known).split(' Known')[0]}")
+        options.passes()
+        options.dumping_ranks()
+        if options.target is not None:
+            Target.parse(options.target)
+        return options
+
+    def recomputes_elementwise(self) -> bool:
+        """Whether this compile does, its pipeline considered."""
+        if self.recompute_elementwise is None:
+            return any(each.name == "regather" for each in self.passes())
+        return self.recompute_elementwise
+
+    def as_text(self) -> dict[str, Any]:
+        """The options that differ from their defaults, as plain values."""
+        default = Options()
+        given = {each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != getattr(default, each.name)}
+        return {key: value if isinstance(value, (bool, int, float)) else str(value) for key, value in given.items()}
+
+    def dump_folder(self) -> str | None:
+        """Where to dump; None is nowhere."""
+        return str(self.dump) if self.dump else os.environ.get("ZPASSES_DUMP") or None
+
+    def dumping_ranks(self) -> frozenset[int] | None:
+        """Which ranks dump; None is all."""
+        text = self.dump_ranks if self.dump_ranks is not None else os.environ.get("ZPASSES_DUMP_RANKS") or "0"
+        numbers = [part.strip() for part in text.split(",")]
+        if text.strip() == "all":
+            return None
+        if not all(number.isdecimal() for number in numbers):
+            where = "option 'dump_ranks'" if self.dump_ranks is not None else "ZPASSES_DUMP_RANKS"
+            raise OptionError(f"{where}: got {text!r}; expected 'all', or ranks by number: '0,3'.")
+        return frozenset(map(int, numbers))
+
+    def passes(self) -> Pipeline:
+        """The pipeline that these options choose."""
+        if isinstance(self.pipeline, Pipeline):
+            return self.pipeline
+        return Pipeline.parse(f"zero{self.zero_stage or 3}" if self.pipeline is None else self.pipeline)

@@ -1,0 +1,1 @@
+"""What runs at each call of compiled code: parameters to local shards, cached parameters, deferred gradients, and windows."""

@@ -1,0 +1,1 @@
+"""What `zpasses.shard` does to a model: DTensor parameters, reads that gather them, flat buffers."""
