@@ -1,15 +1,15 @@
 """The catalogue: one rewrite a file, and the named pipelines made of them."""
 
 from zpasses.passes.bucket import Bucket
+from zpasses.passes.cache_params import CacheParams
 from zpasses.passes.defer_reduction import DeferReduction
 from zpasses.passes.flatten_on_device import FlattenOnDevice
 from zpasses.passes.gather_params import GatherParams
-from zpasses.passes.keep_params import KeepParams
 from zpasses.passes.merge_reads import MergeReads
 from zpasses.passes.overlap import Overlap
 from zpasses.passes.pipelines import ZERO1, ZERO2, ZERO3, ZERO3_SDMA
 from zpasses.passes.reduce_grads import ReduceGrads
-from zpasses.passes.regather import Regather
+from zpasses.passes.reshard_after_forward import ReshardAfterForward
 from zpasses.passes.sdma import Sdma
 
 __all__ = [
@@ -18,13 +18,13 @@ __all__ = [
     "ZERO3",
     "ZERO3_SDMA",
     "Bucket",
+    "CacheParams",
     "DeferReduction",
     "FlattenOnDevice",
     "GatherParams",
-    "KeepParams",
     "MergeReads",
     "Overlap",
     "ReduceGrads",
-    "Regather",
+    "ReshardAfterForward",
     "Sdma",
 ]

@@ -34,7 +34,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.cost.bucket_planner import Bucketed, Choice, Mode, plan_buckets
-from zpasses.cost.collective_moves import MemoryCurve, Movable, movable_gathers, movable_reductions
+from zpasses.cost.collective_moves import MemoryCurve, SchedulableCollective, movable_gathers, movable_reductions
 from zpasses.cost.roofline import copy_us, latency_us
 from zpasses.cost.target import current_target
 from zpasses.errors import OptionError
@@ -59,28 +59,28 @@ class Bucket(Pass):
     name: ClassVar[str] = "bucket"
     level: ClassVar[Level] = Level.PARTITIONED
 
-    mb: float = 25.0
+    cap_mb: float = 25.0
     """Most MiB of full tensors in one bucket; 0 leaves every collective by itself."""
     mode: Literal["auto", "coalesced", "flat"] = "auto"
     """coalesced: one launch over several tensors. flat: one tensor. auto: what the cost model of the target finds cheapest, each collective
     by itself included."""
     memory_budget: str = "5%"
     """How far the graph's peak may rise ("5%"), or the peak it may reach ("300MiB"; never below what it is without buckets)."""
-    overlapped: bool = False
+    plan_for_overlap: bool = False
     """Whether `overlap` runs behind: it makes buckets live longer, and the budget is about the peak that it leaves, with and without
     buckets."""
 
     def __post_init__(self) -> None:
         parse_budget(self.memory_budget, f"pass {self.name!r}, option 'memory_budget'")
-        if self.mb < 0:
-            raise OptionError(f"pass {self.name!r}, option 'mb': got {self.mb}; expected MiB >= 0 (0: no buckets).")
+        if self.cap_mb < 0:
+            raise OptionError(f"pass {self.name!r}, option 'cap_mb': got {self.cap_mb}; expected MiB >= 0 (0: no buckets).")
 
     def votes(self) -> bool:
-        return self.mb > 0
+        return self.cap_mb > 0
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of collectives saved."""
-        if self.mb == 0:
+        if self.cap_mb == 0:
             return 0
         tag_foreign_gathers(graph, origin=self.name)
         gathers, reductions = movable_gathers(graph), movable_reductions(graph)
@@ -96,24 +96,28 @@ class Bucket(Pass):
         note(f"{self.name}: {_said(gathers, adopted, 'gathers')}; {_said(reductions, adopted, 'reductions')}")
         return sum(len(members) - 1 for _, members in adopted)
 
-    def plan(self, graph: fx.Graph, items: Sequence[Movable]) -> tuple[list[Bucketed], MemoryCurve]:
+    def plan(self, graph: fx.Graph, items: Sequence[SchedulableCollective]) -> tuple[list[Bucketed], MemoryCurve]:
         """The buckets that this rank would make of these collectives, and the graph's memory with them."""
         curve = MemoryCurve(graph, parse_budget(self.memory_budget, self.name))
         choose = functools.partial(_choice, options=self)
-        return plan_buckets(items, choose, curve, self.mb * _MIB, overlapped=self.overlapped), curve
+        return plan_buckets(items, choose, curve, self.cap_mb * _MIB, plan_for_overlap=self.plan_for_overlap), curve
 
     def _tell_of_excess(
-        self, graph: fx.Graph, items: Sequence[Movable], adopted: Sequence[tuple[Mode, list[Movable]]], limit_bytes: int
+        self,
+        graph: fx.Graph,
+        items: Sequence[SchedulableCollective],
+        adopted: Sequence[tuple[Mode, list[SchedulableCollective]]],
+        limit_bytes: int,
     ) -> None:
         """The plan was made for other shapes. Ranks must follow it all the same, but not without a word if it takes too much."""
         taken = {item: (mode, number) for number, (mode, members) in enumerate(adopted) for item in members}
 
-        def choose(item: Movable) -> Choice:
+        def choose(item: SchedulableCollective) -> Choice:
             mode, number = taken.get(item, ("single", -1))
             return Choice(mode, number, compat.is_gloo(str(_key(item)[1])))
 
         curve = MemoryCurve(graph, sys.maxsize)
-        plan_buckets(items, choose, curve, math.inf, overlapped=self.overlapped)
+        plan_buckets(items, choose, curve, math.inf, plan_for_overlap=self.plan_for_overlap)
         peak = max(curve.live_bytes)
         if peak > limit_bytes:
             _log.warning(
@@ -125,14 +129,14 @@ class Bucket(Pass):
             )
 
 
-def _said(items: Sequence[Movable], adopted: Sequence[tuple[Mode, list[Movable]]], what: str) -> str:
+def _said(items: Sequence[SchedulableCollective], adopted: Sequence[tuple[Mode, list[SchedulableCollective]]], what: str) -> str:
     buckets = [(mode, members) for mode, members in adopted if (members[0].tag.role == "gather") == (what == "gathers")]
     modes = ", ".join(dict.fromkeys(mode for mode, _ in buckets)) or "none"
     return f"{sum(len(members) for _, members in buckets)} of {len(items)} {what} in {len(buckets)} buckets ({modes})"
 
 
 # --- planning ----------------------------------------------------------------------------------------------------------------------
-def _choice(item: Movable, options: Bucket) -> Choice:
+def _choice(item: SchedulableCollective, options: Bucket) -> Choice:
     gathers, key = item.tag.role == "gather", _key(item)
     mode: Mode = options.mode if options.mode != "auto" else _cheapest(item, gathers)
     if value_of(item.source).dim() == 0:
@@ -141,13 +145,15 @@ def _choice(item: Movable, options: Bucket) -> Choice:
     return Choice(mode, (*key, width), compat.is_gloo(key[1]))
 
 
-def _adopted(planned: list[Bucketed], items: Sequence[Movable], options: str) -> list[tuple[Mode, list[Movable]]]:
+def _adopted(
+    planned: list[Bucketed], items: Sequence[SchedulableCollective], options: str
+) -> list[tuple[Mode, list[SchedulableCollective]]]:
     """The plan of each group's first rank.
 
     What fits depends on shapes, which ranks may not share, and a rank may recompile alone: so the same collectives get the same buckets,
     as long as it plans for the same target.
     """
-    adopted: list[tuple[Mode, list[Movable]]] = []
+    adopted: list[tuple[Mode, list[SchedulableCollective]]] = []
     for group in dict.fromkeys(str(_key(item)[1]) for item in items):
         own = [item for item in items if str(_key(item)[1]) == group]
         numbers = {item: number for number, item in enumerate(own)}
@@ -164,19 +170,19 @@ def _adopted(planned: list[Bucketed], items: Sequence[Movable], options: str) ->
 _TIMEOUT_S = 300.0
 
 
-def _key(item: Movable) -> tuple[Any, ...]:
+def _key(item: SchedulableCollective) -> tuple[Any, ...]:
     collective = collective_of(item.started)
     assert collective is not None
     return collective.op, collective.group, collective.dtypes, collective.reduce_op, value_of(item.source).device
 
 
-def _width(item: Movable) -> tuple[int, ...] | None:
+def _width(item: SchedulableCollective) -> tuple[int, ...] | None:
     """Shape of a row, for gradients that can be stacked row on row (to be reduced as a whole); None for those that cannot."""
     shape = value_of(item.source).shape
     return tuple(shape[1:]) if len(shape) > 1 and all(isinstance(size, int) for size in shape) else None
 
 
-def _cheapest(item: Movable, gathers: bool) -> Mode:
+def _cheapest(item: SchedulableCollective, gathers: bool) -> Mode:
     """What costs a member least: its own launch, or the copies that sharing one takes."""
     collective, target = collective_of(item.started), current_target()
     assert collective is not None
@@ -193,7 +199,7 @@ def _cheapest(item: Movable, gathers: bool) -> Mode:
 class _Writer:
     """Writes one bucket."""
 
-    def __init__(self, graph: fx.Graph, items: Sequence[Movable], number: int, origin: str) -> None:
+    def __init__(self, graph: fx.Graph, items: Sequence[SchedulableCollective], number: int, origin: str) -> None:
         self.items, self._number, self._origin = items, number, origin
         collective = collective_of(items[0].started)
         assert collective is not None
@@ -292,7 +298,7 @@ class _Writer:
             offset += value.numel()
         self._clean_up()
 
-    def _reshaped(self, edit: Editor, item: Movable, shape: list[int]) -> fx.Node:
+    def _reshaped(self, edit: Editor, item: SchedulableCollective, shape: list[int]) -> fx.Node:
         node = edit.call(aten.reshape.default, item.source, shape)
         add_tag(node, Tag("reduce_input", item.tag.params, 0, self._number, self._origin))
         return node
@@ -329,7 +335,7 @@ class _Writer:
                 behind = item.wait
         self._clean_up()
 
-    def _stand_in(self, node: fx.Node, item: Movable) -> None:
+    def _stand_in(self, node: fx.Node, item: SchedulableCollective) -> None:
         """`node` is what `item` communicated."""
         tag = tag_of(item.wait)
         if tag is not None:

@@ -22,7 +22,7 @@ from torch import fx
 
 from zpasses.graph.patterns import tag_foreign_reductions
 from zpasses.pipeline.pipeline import Level, Pass
-from zpasses.runtime.backward_variants import mark_deferrable
+from zpasses.runtime.grad_slots import mark_deferrable
 
 
 @dataclass(frozen=True)

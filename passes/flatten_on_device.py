@@ -79,7 +79,7 @@ class FlattenOnDevice(Pass):
     """distributed: every rank's part begins at a multiple of this."""
     free_bytes: int | None = None
     """Plan for this much free memory on the device; none asks the device."""
-    frees_inputs: bool = False
+    donate_inputs: bool = False
     """Graph inputs on the device are freed after their last use: whoever calls the graph keeps no reference."""
     device: str = ACCELERATOR
     """Rewrite what moves to this type of device; "accelerator" means any but the host, "cpu" lets the host stand in for one."""
@@ -129,7 +129,7 @@ class FlattenOnDevice(Pass):
             for node in {
                 piece.source: device_source(piece.source, flattening.device) for piece in flattening.pieces if piece.source
             }.values()
-            if node is not None and (node.op != "placeholder" or self.frees_inputs) and _last_use(node, order) <= order[flattening.move]
+            if node is not None and (node.op != "placeholder" or self.donate_inputs) and _last_use(node, order) <= order[flattening.move]
         )
         return _Plan(flattening, self.group if self.replicated else "", self.align_bytes, freed)
 

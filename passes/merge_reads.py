@@ -11,7 +11,7 @@ Before                                        After
   s = add(s2, s1)
 
 Contract: runs on the dialect, before it is lowered. A merged parameter stays gathered from its first read to its last, so two reads
-are merged only where that is free (no other parameter is gathered between them) or cheap (at most `hold_mb`). Gradients are always
+are merged only where that is free (no other parameter is gathered between them) or cheap (at most `max_hold_mb`). Gradients are always
 summed before their reduction, in the reduction's dtype, which costs one full gradient from its first part to its last.
 """
 
@@ -39,7 +39,7 @@ class MergeReads(Pass):
     name: ClassVar[str] = "merge-reads"
     level: ClassVar[Level] = Level.JOINT
 
-    hold_mb: float | None = None
+    max_hold_mb: float | None = None
     """Keep a parameter of at most this many MiB gathered across the gathers of others; none: any size."""
 
     def rewrite(self, graph: fx.Graph) -> int:
@@ -62,7 +62,7 @@ class MergeReads(Pass):
         return saved
 
     def _cheap(self, read: fx.Node) -> bool:
-        return self.hold_mb is None or nbytes(value_of(read)) <= self.hold_mb * _MIB
+        return self.max_hold_mb is None or nbytes(value_of(read)) <= self.max_hold_mb * _MIB
 
 
 def _move_users(read: fx.Node, holder: fx.Node) -> None:

@@ -8,13 +8,13 @@
 """
 
 from zpasses.passes.bucket import Bucket
+from zpasses.passes.cache_params import CacheParams
 from zpasses.passes.defer_reduction import DeferReduction
 from zpasses.passes.gather_params import GatherParams
-from zpasses.passes.keep_params import KeepParams
 from zpasses.passes.merge_reads import MergeReads
 from zpasses.passes.overlap import Overlap
 from zpasses.passes.reduce_grads import ReduceGrads
-from zpasses.passes.regather import Regather
+from zpasses.passes.reshard_after_forward import ReshardAfterForward
 from zpasses.passes.sdma import Sdma
 from zpasses.pipeline.pipeline import Pipeline
 
@@ -22,11 +22,11 @@ __all__ = ["ZERO1", "ZERO2", "ZERO3", "ZERO3_SDMA"]
 
 _LAST = (Overlap(), DeferReduction())
 
-ZERO2 = Pipeline((MergeReads(), GatherParams(), ReduceGrads(), KeepParams(), Bucket(overlapped=True), *_LAST))
+ZERO2 = Pipeline((MergeReads(), GatherParams(), ReduceGrads(), CacheParams(), Bucket(plan_for_overlap=True), *_LAST))
 ZERO1 = ZERO2
 """The same passes as stage 2: windows (`backwards_per_step`) decide how long gradients stay full, which is what tells the two apart."""
-_STAGE3 = (MergeReads(hold_mb=1.0), GatherParams(), ReduceGrads(), Regather())
+_STAGE3 = (MergeReads(max_hold_mb=1.0), GatherParams(), ReduceGrads(), ReshardAfterForward())
 
-ZERO3 = Pipeline((*_STAGE3, Bucket(mb=12.0, overlapped=True), *_LAST))
-ZERO3_SDMA = Pipeline((*_STAGE3, Bucket(mb=512.0, overlapped=True), *_LAST, Sdma()))
+ZERO3 = Pipeline((*_STAGE3, Bucket(cap_mb=12.0, plan_for_overlap=True), *_LAST))
+ZERO3_SDMA = Pipeline((*_STAGE3, Bucket(cap_mb=512.0, plan_for_overlap=True), *_LAST, Sdma()))
 """Stage 3 for nodes with copy engines: buckets of a layer rather than of a few MiB, since engines take longer to start."""

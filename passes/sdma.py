@@ -84,14 +84,14 @@ class Sdma(Pass):
 
     min_mb: float = 16.0
     """Fewest MiB that a rank must put into a gather: copy engines take longer to start."""
-    overlap: float = 0.5
+    min_hidden: float = 0.5
     """Least share of a gather's time that the compute between its start and its wait must cover; 0 swaps what is never hidden as well."""
 
     def __post_init__(self) -> None:
         if not self.min_mb >= 0:
             raise OptionError(f"pass {self.name!r}, option 'min_mb': got {self.min_mb}; expected MiB >= 0.")
-        if not self.overlap >= 0:
-            raise OptionError(f"pass {self.name!r}, option 'overlap': got {self.overlap}; expected a share of a gather's time, >= 0.")
+        if not self.min_hidden >= 0:
+            raise OptionError(f"pass {self.name!r}, option 'min_hidden': got {self.min_hidden}; expected a share of a gather's time, >= 0.")
 
     def votes(self) -> bool:
         return True
@@ -143,9 +143,9 @@ class Sdma(Pass):
         gain = timeline.run(taken).total_us - timeline.run(taken | {node}).total_us
         figures = {"route": target.routes[0], "gather_us": gather, "compute_us": compute, "gain_us": gain}
         told = f"{collective.nbytes / _MIB:.3g} MiB a rank in {gather:.0f} us by {target.routes[0]}, beside {compute:.0f} us of compute"
-        if compute < self.overlap * gather:
+        if compute < self.min_hidden * gather:
             return verdict("nothing to hide behind", told, **figures)
-        if self.overlap and gain <= 0:
+        if self.min_hidden and gain <= 0:
             return verdict("nothing to hide behind", f"{told}, would lose {-gain:.0f} us", **figures)
         return verdict("swapped", f"{told}, {'gains' if gain > 0 else 'loses'} {abs(gain):.0f} us", **figures)
 

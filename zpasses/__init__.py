@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zpasses.errors import AgreementError, OptionError, PassError, ShardingError, ZpassesError
     from zpasses.pipeline import Level, Options, Pass, PassRecord, Pipeline
     from zpasses.sharding.flat_buffers import pack_parameters
-    from zpasses.sharding.module import shards
+    from zpasses.sharding.module import local_shards
     from zpasses.sharding.shard import invalidate, pack_shards, shard
 
 __all__ = [
@@ -35,11 +35,11 @@ __all__ = [
     "__version__",
     "coalesce_grad_reduction",
     "invalidate",
+    "local_shards",
     "pack_parameters",
     "pack_shards",
     "sdma",
     "shard",
-    "shards",
 ]
 
 _HOMES = {
@@ -59,7 +59,7 @@ _HOMES = {
     "pack_parameters": "sharding.flat_buffers",
     "pack_shards": "sharding.shard",
     "shard": "sharding.shard",
-    "shards": "sharding.module",
+    "local_shards": "sharding.module",
 }
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.ranks.vote import is_reported, reported_failure, store_barrier
-from zpasses.runtime.barrier import opened
+from zpasses.runtime.barrier import barriers_enabled
 from zpasses.runtime.flush import flush, groups_of
 from zpasses.runtime.windows import EngineRun, Window, install_step_guard, pending_of
 from zpasses.sharding.module import sharded_parameters
@@ -87,7 +87,7 @@ class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like t
         _refuse_nesting(self._params)
         install_step_guard()
         window = GradientWindow(self._params, self._backwards, self._dtype, self._timeout_s)
-        self._gates = opened(groups_of(window), self._timeout_s)
+        self._gates = barriers_enabled(groups_of(window), self._timeout_s)
         self._gates.__enter__()
         for param in self._params:
             pending_of(param).opened = window

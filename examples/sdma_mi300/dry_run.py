@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zpasses
 from zpasses.cost.routes import known_figures
 from zpasses.cost.step_time import StepTime, step_time
-from zpasses.cost.target import Target, planning_for
+from zpasses.cost.target import Target, use_target
 from zpasses.graph.tags import tagged
 from zpasses.passes import ZERO3_SDMA
 from zpasses.pipeline.observers import GraphLog, observe_graphs
@@ -60,7 +60,7 @@ def step_graphs(shape: Shape, ranks: int, target: Target) -> dict[str, fx.GraphM
 def swapped(graphs: Mapping[str, fx.GraphModule], target: Target) -> dict[str, fx.GraphModule]:
     """Copies of the graphs after the pass `sdma`."""
     copies = {kind: copy_graph(gm) for kind, gm in graphs.items()}
-    with planning_for(target):
+    with use_target(target):
         for gm in copies.values():
             ZERO3_SDMA.passes[-1](gm.graph)
     return copies

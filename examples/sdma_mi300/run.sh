@@ -21,7 +21,7 @@ train() {
 }
 
 # The same buckets without and with the swap, so that nothing else differs; then what stage 3 does by default.
-train rccl "merge-reads{hold_mb=1},gather-params,reduce-grads,regather,bucket{mb=512},overlap,defer-reduction"
+train rccl "merge-reads{max_hold_mb=1},gather-params,reduce-grads,reshard-after-forward,bucket{cap_mb=512},overlap,defer-reduction"
 train sdma zero3-sdma
 train default zero3
 diff "$OUT/$MODEL-rccl.losses" "$OUT/$MODEL-sdma.losses" && echo "losses are the same, digit by digit"

@@ -36,7 +36,7 @@ def trained():
     losses = []
     try:
         shape = model.Shape(1, 32, 4, 2, 64, 50, 12, gated=True, head_width=8)
-        for pipeline in ("zero3", "zero3,sdma{min_mb=0,overlap=0}"):
+        for pipeline in ("zero3", "zero3,sdma{min_mb=0,min_hidden=0}"):
             with installed() as fake:
                 losses.append(example["train"](shape, pipeline, 3, torch.device("cpu"), codegen="eager")[0])
                 assert bool(fake.calls) == ("sdma" in pipeline)

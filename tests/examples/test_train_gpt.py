@@ -70,7 +70,7 @@ def test_report_is_complete_and_counts_what_ran(tmp_path: Path) -> None:
         assert heading in done.stdout
 
 
-PIPELINE = "merge-reads,gather-params,reduce-grads,regather,bucket{mb=1},overlap,defer-reduction"
+PIPELINE = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{cap_mb=1},overlap,defer-reduction"
 
 
 def check_dump(dump: Path, said: str) -> None:

@@ -18,14 +18,14 @@ from tests.graphs import (
 )
 from zpasses import OptionError, Pipeline
 from zpasses.cost.collective_moves import MemoryCurve, movable_gathers, movable_reductions
-from zpasses.cost.target import TARGETS, Target, planning_for
+from zpasses.cost.target import TARGETS, Target, use_target
 from zpasses.graph.nodes import collectives
 from zpasses.graph.tags import tagged
 from zpasses.option_values import parse_budget
-from zpasses.passes import GatherParams, KeepParams, ReduceGrads
+from zpasses.passes import CacheParams, GatherParams, ReduceGrads
 from zpasses.passes.bucket import Bucket
 from zpasses.passes.overlap import Overlap
-from zpasses.runtime.forward_variants import launches, slots
+from zpasses.runtime.forward_variants import gather_ids, param_slots
 from zpasses.testing import (
     assert_deterministic,
     assert_equal_bits,
@@ -325,7 +325,7 @@ class Tied(torch.nn.Module):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_of_a_model_with_tied_weights_equal_the_dialect(mode):
-    pipeline = f"merge-reads,gather-params,reduce-grads{{form=all_reduce}},regather,bucket{{mode={mode},memory_budget=1GiB}}"
+    pipeline = f"merge-reads,gather-params,reduce-grads{{form=all_reduce}},reshard-after-forward,bucket{{mode={mode},memory_budget=1GiB}}"
     tokens = torch.zeros(2, 3, dtype=torch.long)
     captures = [capture_graphs(Tied(), (tokens,), world_size=3, rank=rank, pipeline=pipeline) for rank in range(3)]
     records = [record for record in captures[0].records if record.name == "bucket"]
@@ -336,7 +336,7 @@ def test_steps_of_a_model_with_tied_weights_equal_the_dialect(mode):
 @few
 @given(param_lists(max_size=4), st.sampled_from([2, 3]), st.sampled_from([0.0001, 0.0003, 1]))
 def test_drawn_graphs_stay_equal_and_buckets_within_their_cap(params, world_size, mb):
-    for _, merged in equal_after_bucketing(world_size, params, [(form, {**options, "mb": mb}) for form, options in EVERY]):
+    for _, merged in equal_after_bucketing(world_size, params, [(form, {**options, "cap_mb": mb}) for form, options in EVERY]):
         for _, each in collectives(merged.graph):
             if len(each.shapes) > 1:
                 assert each.nbytes * (world_size if "gather" in each.op else 1) <= mb * MIB
@@ -347,16 +347,16 @@ def test_no_bucket_of_zero_mib():
     with fake_world(3):
         gm = rewritten(joint(ODD, 0, 3), *lower())
         before = listing(gm)
-        assert Bucket(mb=0, memory_budget=ROOMY).rewrite(gm.graph) == 0
+        assert Bucket(cap_mb=0, memory_budget=ROOMY).rewrite(gm.graph) == 0
     assert listing(gm) == before
 
 
 def test_cap_bounds_the_full_tensors_of_a_bucket():
     params = [Param((8, 16))] * 6  # 512 bytes each
     for mode in MODES:
-        assert counts(bucketed(*params, world_size=2, mode=mode, mb=1023 / MIB)) == (6, 6)
-        assert counts(bucketed(*params, world_size=2, mode=mode, mb=1024 / MIB)) == (3, 3)
-        assert counts(bucketed(*params, world_size=2, mode=mode, mb=2048 / MIB)) == (2, 2)
+        assert counts(bucketed(*params, world_size=2, mode=mode, cap_mb=1023 / MIB)) == (6, 6)
+        assert counts(bucketed(*params, world_size=2, mode=mode, cap_mb=1024 / MIB)) == (3, 3)
+        assert counts(bucketed(*params, world_size=2, mode=mode, cap_mb=2048 / MIB)) == (2, 2)
 
 
 def test_a_gather_of_something_computed_and_a_gradient_that_is_read_stay():
@@ -399,24 +399,24 @@ def test_order_of_buckets_does_not_depend_on_addresses():
 
 def test_kept_parameters_of_a_bucket_are_gathered_together_or_not_at_all():
     for mode in MODES:
-        gm = bucketed(Param((4, 2)), Param((6, 2)), Param((3, 2), param_dtype=torch.bfloat16), passes=(KeepParams(),), mode=mode)
-        together = dict(zip((slot.param for slot in slots(gm.graph)), launches(gm.graph), strict=True))
+        gm = bucketed(Param((4, 2)), Param((6, 2)), Param((3, 2), param_dtype=torch.bfloat16), passes=(CacheParams(),), mode=mode)
+        together = dict(zip((slot.param for slot in param_slots(gm.graph)), gather_ids(gm.graph), strict=True))
         assert together["p0"] == together["p1"] != together["p2"]
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------------------
-def planned(params, budget, mode, form, overlapped=False, gloo=False):
+def planned(params, budget, mode, form, plan_for_overlap=False, gloo=False):
     """The curve once the buckets are planned, and the graph that they make."""
     with fake_world(3), pytest.MonkeyPatch.context() as patched:
         if gloo:  # which takes scratch memory
             patched.setattr("zpasses.compat.is_gloo", lambda group, device=None: True)
         gm = rewritten(joint(params, 0, 3), *lower(form))
-        options = Bucket(mode=mode, memory_budget=budget, overlapped=overlapped)
+        options = Bucket(mode=mode, memory_budget=budget, plan_for_overlap=plan_for_overlap)
         _, curve = options.plan(gm.graph, [*movable_gathers(gm.graph), *movable_reductions(gm.graph)])
-        alone = rewritten(gm, *([Overlap()] if overlapped else []))
+        alone = rewritten(gm, *([Overlap()] if plan_for_overlap else []))
         before = counts(gm)
         options(gm.graph)
-        if overlapped:
+        if plan_for_overlap:
             Overlap()(gm.graph)
         # What was planned bounds what the rewritten graph takes, and the limit follows from what it takes without buckets.
         assert peak_of(gm) <= curve.limit_bytes
@@ -441,14 +441,14 @@ def test_a_smaller_budget_makes_fewer_buckets(mode, form):
 
 def test_a_budget_for_what_overlap_leaves_is_another_one():
     params = [Param((8, 16))] * 6
-    (_, _, bare), (_, _, overlapped) = (planned(params, "5%", "coalesced", "reduce_scatter", each) for each in (False, True))
-    assert bare != overlapped
+    (_, _, bare), (_, _, plan_for_overlap) = (planned(params, "5%", "coalesced", "reduce_scatter", each) for each in (False, True))
+    assert bare != plan_for_overlap
 
 
 @few
 @given(param_lists(max_size=6), st.integers(0, 100), st.sampled_from(MODES), st.sampled_from(FORMS), st.booleans(), st.booleans())
-def test_the_modelled_peak_stays_within_the_budget(params, percent, mode, form, overlapped, gloo):
-    curve, _, _ = planned(params, f"{percent}%", mode, form, overlapped, gloo)
+def test_the_modelled_peak_stays_within_the_budget(params, percent, mode, form, plan_for_overlap, gloo):
+    curve, _, _ = planned(params, f"{percent}%", mode, form, plan_for_overlap, gloo)
     assert max(curve.live_bytes) <= curve.limit_bytes
 
 
@@ -462,10 +462,10 @@ def test_ranks_that_pad_cast_or_hold_nothing_plan_alike(dtypes):
             lowered = [rewritten(gm, *lower(form)) for form in FORMS]
             budgets = [f"{percent}%" for percent in (0, 6, 12, 20, 30, 45)]
             options = [
-                Bucket(mode=mode, memory_budget=budget, overlapped=overlapped)
+                Bucket(mode=mode, memory_budget=budget, plan_for_overlap=plan_for_overlap)
                 for mode in MODES
                 for budget in budgets
-                for overlapped in (False, True)
+                for plan_for_overlap in (False, True)
             ]
             plans.append([plan_of(rewritten(each, option)) for each in lowered for option in options])
     assert plans[0] == plans[1] == plans[2]
@@ -480,8 +480,8 @@ def plan_of(gm):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("bucket{mb=-1}", r"pass 'bucket', option 'mb': got -1.0; expected MiB >= 0 \(0: no buckets\)"),
-        ("bucket{mb=big}", r"option 'mb': got 'big' \(str\); expected float"),
+        ("bucket{cap_mb=-1}", r"pass 'bucket', option 'cap_mb': got -1.0; expected MiB >= 0 \(0: no buckets\)"),
+        ("bucket{cap_mb=big}", r"option 'cap_mb': got 'big' \(str\); expected float"),
         ("bucket{mode=flatt}", r"option 'mode': got 'flatt' .*'auto' or 'coalesced' or 'flat'"),
         ("bucket{memory_budget=lots}", r"pass 'bucket', option 'memory_budget': got 'lots'; expected how far the peak may rise"),
         ("bucket{budget=5%}", r"pass 'bucket' has no option 'budget'"),
@@ -493,7 +493,7 @@ def test_wrong_options_say_what_is_expected(text, message):
 
 
 def merged_by_auto(params, target, form="reduce_scatter", world_size=8):
-    with fake_world(world_size), planning_for(target):
+    with fake_world(world_size), use_target(target):
         gm = rewritten(joint(params, 0, world_size), *lower(form), Bucket(memory_budget=ROOMY))
     return [(each.op, len(each.shapes)) for _, each in collectives(gm.graph)]
 
@@ -528,7 +528,7 @@ def test_a_plan_of_other_shapes_that_takes_more_than_the_budget_is_told(monkeypa
     assert "planned when" not in caplog.text
     above = bucketed(*params, memory_budget="0%")
     assert "planned when these collectives were first compiled, for other shapes" in caplog.text
-    alone = bucketed(*params, mb=0)
+    alone = bucketed(*params, cap_mb=0)
     with fake_world(3):
         assert max(MemoryCurve(above.graph, 0.0).live_bytes) > MemoryCurve(alone.graph, 0.0).limit_bytes
     assert counts(above) == (1, 1) != counts(within)

@@ -11,7 +11,7 @@ import zpasses
 from tests.ranks import run_in_fresh_ranks, run_on_ranks, world_mesh
 
 LAYERS = 6
-UNMERGED = {1: "merge-reads,gather-params,reduce-grads,keep-params", 3: "merge-reads,gather-params,reduce-grads,regather"}
+UNMERGED = {1: "merge-reads,gather-params,reduce-grads,cache-params", 3: "merge-reads,gather-params,reduce-grads,reshard-after-forward"}
 UNMERGED[2] = UNMERGED[1]
 
 
@@ -75,7 +75,7 @@ def gathered_after_edits():
 def everything():
     found = {"edits": gathered_after_edits()}
     for stage in (1, 2, 3):
-        pipeline = f"zero{stage},bucket{{mb=1,memory_budget=1GiB}},overlap"
+        pipeline = f"zero{stage},bucket{{cap_mb=1,memory_budget=1GiB}},overlap"
         found[stage] = train({"pipeline": UNMERGED[stage], "codegen": "eager"}), train({"pipeline": pipeline})
     return found
 
@@ -102,7 +102,7 @@ def backward_code():
     from torch._inductor.utils import run_and_get_code
 
     zpasses.shard(squares := nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3))), mesh=world_mesh())
-    pipeline = "merge-reads,gather-params,reduce-grads{form=all_reduce},regather,bucket{mode=flat,memory_budget=1GiB}"
+    pipeline = "merge-reads,gather-params,reduce-grads{form=all_reduce},reshard-after-forward,bucket{mode=flat,memory_budget=1GiB}"
     step = torch.compile(squares, backend="zpasses", options={"pipeline": pipeline})
     _, codes = run_and_get_code(lambda: step(torch.ones(8, 16)).tanh().sum().backward())
     return codes[-1]

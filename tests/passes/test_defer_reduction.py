@@ -12,7 +12,8 @@ from zpasses.graph.nodes import Editor, collectives
 from zpasses.graph.tags import Reduction, Tag, add_tag, tagged
 from zpasses.passes import ZERO1, ZERO2, ZERO3, DeferReduction
 from zpasses.pipeline.pipeline import run_passes
-from zpasses.runtime.backward_variants import BackwardVariant, always_reduced, cut_backward, grad_slots
+from zpasses.runtime.backward_variants import BackwardVariant, cut_backward
+from zpasses.runtime.grad_slots import always_reduced, grad_slots
 from zpasses.testing import capture_graphs, capture_ranks, copy_graph, fake_world, listing, random_inputs, simulate, trace_joint
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -140,10 +141,10 @@ def test_mixed_precision_is_deferred_before_the_cast_of_the_reduction(accum_dtyp
     assert [each.dtypes for _, each in collectives(given.graph)] == [each.dtypes for _, each in collectives(graphs[0].graph)]
 
 
-@pytest.mark.parametrize(("bucket", "saved"), [("mb=0", 1), ("mode=coalesced,memory_budget=1GiB", 0)], ids=["single", "coalesced"])
+@pytest.mark.parametrize(("bucket", "saved"), [("cap_mb=0", 1), ("mode=coalesced,memory_budget=1GiB", 0)], ids=["single", "coalesced"])
 def test_gradients_may_differ_in_what_becomes_of_them(bucket, saved):
     """A collective of several gradients runs as a whole for those that are left, and every output of it is awaited."""
-    pipeline = f"merge-reads,gather-params,reduce-grads,keep-params,bucket{{{bucket}}},defer-reduction"
+    pipeline = f"merge-reads,gather-params,reduce-grads,cache-params,bucket{{{bucket}}},defer-reduction"
     graphs = backwards(nn.Linear(6, 5), X, 2, pipeline)
     assert len(everything(graphs)) == 2
     inputs = random_inputs(graphs)

@@ -297,7 +297,7 @@ def test_tier_is_the_first_that_fits(free_mib, tier):
     [(4, True, "plain"), (3.99, True, "distributed"), (1, True, "distributed"), (0.99, True, "host"), (3.99, False, "host")],
 )
 def test_tensors_on_the_device_need_less(free_mib, frees, tier):
-    auto = FlattenOnDevice(group="0", replicated=True, headroom=0.0, free_bytes=int(free_mib * MIB), frees_inputs=frees)
+    auto = FlattenOnDevice(group="0", replicated=True, headroom=0.0, free_bytes=int(free_mib * MIB), donate_inputs=frees)
     gm = trace(flatten, [(tensor, "device") for tensor in HOST_TENSORS])
     assert choice(rewritten(gm, auto, 4, 0)).tier == tier
 

@@ -16,7 +16,7 @@ from tests.graphs import assert_step_equals_reference
 from tests.ranks import run_on_ranks
 from zpasses import Level, Pass, Pipeline
 from zpasses.graph.nodes import collectives
-from zpasses.passes import Bucket, FlattenOnDevice, GatherParams, ReduceGrads, Regather, Sdma
+from zpasses.passes import Bucket, FlattenOnDevice, GatherParams, ReduceGrads, ReshardAfterForward, Sdma
 from zpasses.testing import capture_graphs, copy_graph, fake_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated", "ignore:dynamo_pgo")
@@ -72,12 +72,19 @@ def saved_bytes(forward):
 
 
 def test_passes_and_pipelines_are_what_the_hooks_take():
-    for each in (Regather(), Pipeline((Regather(),))):
+    for each in (ReshardAfterForward(), Pipeline((ReshardAfterForward(),))):
         assert isinstance(each, CustomGraphPass)
         assert isinstance(each.uuid(), str)
 
 
-VOTING = (Bucket(), Sdma(), FlattenOnDevice(tier="plain"), FlattenOnDevice(group="0"), Bucket(mb=0), Pipeline((Regather(), Bucket())))
+VOTING = (
+    Bucket(),
+    Sdma(),
+    FlattenOnDevice(tier="plain"),
+    FlattenOnDevice(group="0"),
+    Bucket(cap_mb=0),
+    Pipeline((ReshardAfterForward(), Bucket())),
+)
 
 
 def _keys():
@@ -102,7 +109,9 @@ def test_without_the_pass_simple_fsdp_saves_its_full_parameters():
     assert saved_bytes(forward) > 6 * 8 * 4
 
 
-@pytest.mark.parametrize("hook", [Regather(), Pipeline((Regather(),)), [Regather()]], ids=["pass", "pipeline", "list"])
+@pytest.mark.parametrize(
+    "hook", [ReshardAfterForward(), Pipeline((ReshardAfterForward(),)), [ReshardAfterForward()]], ids=["pass", "pipeline", "list"]
+)
 def test_regather_in_the_joint_hook_turns_simple_fsdp_into_zero_3(hook):
     with fake_world(2) as mesh:
         forward, backward = partitioned(simple_fsdp(mesh), joint_custom_post_pass=hook)
@@ -117,7 +126,7 @@ def test_regathered_simple_fsdp_equals_itself_on_all_ranks(dtype):
     for rank in range(2):
         with fake_world(2, rank) as mesh:
             x = X if dtype is None else X.to(dtype)
-            captures.append(capture_graphs(simple_fsdp(mesh, dtype), (x,), shard=leave_alone, pipeline="regather"))
+            captures.append(capture_graphs(simple_fsdp(mesh, dtype), (x,), shard=leave_alone, pipeline="reshard-after-forward"))
     assert_step_equals_reference(captures)
 
 
@@ -144,7 +153,7 @@ def test_simple_fsdp_through_inductor_computes_the_same_with_the_pass():
         model(X).sum().backward()
         expected = [param.grad.clone() for param in model.parameters()]
         model.zero_grad()
-        with config.patch(joint_custom_post_pass=Regather(), force_disable_caches=True):
+        with config.patch(joint_custom_post_pass=ReshardAfterForward(), force_disable_caches=True):
             torch.compile(model, fullgraph=True)(X).sum().backward()
         for param, grad in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(param.grad, grad)

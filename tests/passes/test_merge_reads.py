@@ -16,11 +16,11 @@ def counts(gm):
     return len(calls(gm.graph, UNSHARD)), len(calls(gm.graph, REDUCE_GRAD))
 
 
-def merged(params, interleaved=False, hold_mb=None):
+def merged(params, interleaved=False, max_hold_mb=None):
     with fake_world(2):
         gm = joint(params, 0, 2, interleaved=interleaved)
         before = counts(gm)
-        MergeReads(hold_mb)(gm.graph)
+        MergeReads(max_hold_mb)(gm.graph)
     return before, counts(gm)
 
 
@@ -89,14 +89,14 @@ def test_merged_graph_equals_the_dialect_on_all_ranks(world_size):
 
 
 def test_reads_that_follow_each_other_merge_at_any_size():
-    assert merged([Param((4, 2), reads=3)], hold_mb=0.0) == ((3, 3), (1, 1))
+    assert merged([Param((4, 2), reads=3)], max_hold_mb=0.0) == ((3, 3), (1, 1))
 
 
 def test_read_across_other_gathers_merges_up_to_the_size_that_may_be_held():
     small, large = Param((4, 2), reads=2), Param((600, 1000), reads=2)
-    assert merged([small, large], interleaved=True, hold_mb=None) == ((4, 4), (2, 2))
-    assert merged([small, large], interleaved=True, hold_mb=1.0) == ((4, 4), (3, 2))
-    assert merged([small, large], interleaved=True, hold_mb=0.0) == ((4, 4), (4, 2))
+    assert merged([small, large], interleaved=True, max_hold_mb=None) == ((4, 4), (2, 2))
+    assert merged([small, large], interleaved=True, max_hold_mb=1.0) == ((4, 4), (3, 2))
+    assert merged([small, large], interleaved=True, max_hold_mb=0.0) == ((4, 4), (4, 2))
 
 
 def test_single_reads_are_left_alone():
@@ -158,5 +158,5 @@ def test_order_does_not_depend_on_addresses():
 
 @few
 @given(param_lists(param_dtype=None), st.sampled_from([1, 2, 3]), st.booleans(), st.sampled_from([None, 0.0]))
-def test_drawn_graphs_stay_equal(params, world_size, interleaved, hold_mb):
-    assert_same_on_all_ranks(world_size, params, MergeReads(hold_mb), interleaved=interleaved)
+def test_drawn_graphs_stay_equal(params, world_size, interleaved, max_hold_mb):
+    assert_same_on_all_ranks(world_size, params, MergeReads(max_hold_mb), interleaved=interleaved)

@@ -104,7 +104,7 @@ def test_slices_of_a_gradient_follow_its_wait():
 
 @pytest.mark.parametrize("mode", ["coalesced", "flat"])
 def test_buckets_move_as_wholes(mode):
-    bucket = Bucket(mb=100 / (1 << 20), mode=mode, memory_budget=ROOMY)
+    bucket = Bucket(cap_mb=100 / (1 << 20), mode=mode, memory_budget=ROOMY)
     params = [Param((4, 2)), Param((6, 2)), Param((8, 2)), Param((2, 2))]
     plain, moved = overlapped(*params, passes=(bucket,))
     assert [each for _, each in collectives(plain.graph)] == [each for _, each in collectives(moved.graph)]
@@ -157,7 +157,7 @@ class Mlp(torch.nn.Module):
 
 
 def test_step_of_a_model_equals_the_dialect():
-    pipeline = "merge-reads,gather-params,reduce-grads,regather,bucket{mb=0.0002,memory_budget=1GiB},overlap"
+    pipeline = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{cap_mb=0.0002,memory_budget=1GiB},overlap"
     captures = capture_ranks(Mlp(), (torch.zeros(2, 5),), world_size=3, pipeline=pipeline)
     assert [record.changes > 0 for record in captures[0].records if record.name == "overlap"] == [True, True]
     assert_step_equals_reference(captures)

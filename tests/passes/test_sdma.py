@@ -10,14 +10,14 @@ from tests.foreign import leave_alone, simple_fsdp
 from tests.graphs import Param, assert_step_equals_reference, few, joint, param_lists, rewritten
 from zpasses import OptionError, Pipeline, compat
 from zpasses.cost.step_time import step_time
-from zpasses.cost.target import Target, planning_for
+from zpasses.cost.target import Target, use_target
 from zpasses.graph.nodes import collectives
 from zpasses.graph.tags import tag_of, tagged
 from zpasses.passes import ZERO3, ZERO3_SDMA, Bucket, GatherParams, Overlap, ReduceGrads, Sdma
 from zpasses.sdma.ops import SDMA_ALL_GATHER_OUT
 from zpasses.testing import assert_deterministic, assert_equal_bits, capture_graphs, capture_ranks, fake_world, listing, random_inputs
 
-ALL = Sdma(min_mb=0.0, overlap=0.0)
+ALL = Sdma(min_mb=0.0, min_hidden=0.0)
 LOWER = (GatherParams(), ReduceGrads("reduce_scatter"), Overlap())
 fewer = settings(few, max_examples=4)
 PARAMS = [Param((4, 2)), Param((6, 2)), Param((8, 2))]
@@ -38,7 +38,7 @@ def ops(gm):
 
 
 def verdicts(gm, each, world_size=2, target="mi300x", rank=0):
-    with fake_world(world_size, rank), planning_for(Target.parse(target)):
+    with fake_world(world_size, rank), use_target(Target.parse(target)):
         return each.judge(gm.graph)
 
 
@@ -58,7 +58,7 @@ wait_tensor_default_1 = wait_tensor(all_gather_into_tensor_default_1)""",
 
 @pytest.mark.parametrize("mode", ["single", "coalesced", "flat"])
 def test_single_coalesced_and_flat_gathers_are_swapped(mode):
-    bucket = () if mode == "single" else (Bucket(mb=1.0, mode=mode, memory_budget="1GiB"),)
+    bucket = () if mode == "single" else (Bucket(cap_mb=1.0, mode=mode, memory_budget="1GiB"),)
     gm = lowered(*PARAMS, passes=(*bucket, ALL))
     name = "sdma_all_gather_coalesced" if mode == "coalesced" else "sdma_all_gather"
     assert [op for op in ops(gm) if "gather" in op] == [name] * (3 if mode == "single" else 1)
@@ -105,7 +105,7 @@ def test_drawn_graphs_stay_equal(params, world_size, mode):
 
 
 def test_step_of_a_model_equals_the_dialect():
-    pipeline = "merge-reads,gather-params,reduce-grads,regather,bucket{mode=coalesced},overlap,sdma{min_mb=0,overlap=0}"
+    pipeline = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{mode=coalesced},overlap,sdma{min_mb=0,min_hidden=0}"
     model = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(3)))
     captures = capture_ranks(model, (torch.zeros(2, 5),), world_size=3, pipeline=pipeline)
     assert [record.changes > 0 for record in captures[0].records if record.name == "sdma"] == [True, True]
@@ -204,20 +204,20 @@ def test_a_gather_that_pays_is_swapped_and_one_that_cannot_hide_is_not():
 def test_swaps_never_make_the_predicted_step_longer(params, kernel_us, launch_us):
     """Collectives share the links: what one gather gains, another may lose."""
     target = Target.parse(f"mi300x,kernel_us={kernel_us},hop_us=0.5,launch_us={launch_us or 0.5}")
-    with fake_world(2), planning_for(target):
+    with fake_world(2), use_target(target):
         before = rewritten(joint(params, 0, 2), *LOWER)
-        after = rewritten(before, Sdma(min_mb=0.0, overlap=0.01))
+        after = rewritten(before, Sdma(min_mb=0.0, min_hidden=0.01))
         assert step_time([after.graph], target).total_us <= step_time([before.graph], target).total_us + 1e-6
 
 
 def judge(graph, target):
-    with planning_for(Target.parse(target)):
+    with use_target(Target.parse(target)):
         return Sdma().judge(graph)
 
 
 def test_verdicts_stand_in_the_tags_and_are_counted(caplog):
     with caplog.at_level(logging.INFO, logger="zpasses"):
-        gm = lowered(*PARAMS, passes=(Sdma(min_mb=2e-5, overlap=0.0),))  # 21 bytes: the first has 16, the others 24 and 32
+        gm = lowered(*PARAMS, passes=(Sdma(min_mb=2e-5, min_hidden=0.0),))  # 21 bytes: the first has 16, the others 24 and 32
     notes = [tag_of(node).note for node, each in collectives(gm.graph) if "gather" in each.op]
     assert [note.partition(":")[0] for note in notes] == ["sdma too small", "sdma swapped", "sdma swapped"]
     assert "sdma: 3 gathers: 2 swapped, 1 too small" in caplog.messages
@@ -278,8 +278,8 @@ def test_stage_3_for_copy_engines_ends_with_the_swap():
     ("text", "message"),
     [
         ("sdma{min_mb=-1}", r"option 'min_mb': got -1.0; expected MiB >= 0"),
-        ("sdma{overlap=-0.1}", r"option 'overlap': got -0.1; expected a share of a gather's time, >= 0"),
-        ("sdma{overlap=yes}", r"option 'overlap': got 'yes' \(str\); expected float"),
+        ("sdma{min_hidden=-0.1}", r"option 'min_hidden': got -0.1; expected a share of a gather's time, >= 0"),
+        ("sdma{min_hidden=yes}", r"option 'min_hidden': got 'yes' \(str\); expected float"),
     ],
 )
 def test_wrong_options_say_what_is_expected(text, message):

@@ -142,7 +142,7 @@ def test_a_trial_runs_the_first_passes_alone_and_writes_down_what_calls_return(t
     train(tmp_path / "dump")
     (journal,) = read_journals(folder).values()
     names = [text.partition("{")[0] for text in journal.pipelines["0/0"]]
-    assert names == ["merge-reads", "gather-params", "reduce-grads", "regather", "bucket", "overlap", "defer-reduction"]
+    assert names == ["merge-reads", "gather-params", "reduce-grads", "reshard-after-forward", "bucket", "overlap", "defer-reduction"]
     assert [call["call"] for call in journal.calls] == ["0/0 outputs", "0/0 gradients", "0/0 outputs"]
     assert [value["shape"] for value in journal.calls[0]["values"]] == [[2, 3]]
     assert [value and value["shape"] for value in journal.calls[1]["values"]] == [[3, 4], [3], None]

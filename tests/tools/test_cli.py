@@ -137,10 +137,10 @@ def test_diff_between_dumps_and_ranks(dump, tmp_path):
     from tests.zpasses.inspect.real import dump_training_step
 
     assert run("diff", dump, "--ranks", "0", "1").exit_code == 0
-    dump_training_step(tmp_path / "other", pipeline="merge-reads,gather-params,reduce-grads,regather")
+    dump_training_step(tmp_path / "other", pipeline="merge-reads,gather-params,reduce-grads,reshard-after-forward")
     different = run("diff", dump, str(tmp_path / "other"))
     assert different.exit_code == 1
-    assert "0/0 joint, after regather: no change" in different.output
+    assert "0/0 joint, after reshard-after-forward: no change" in different.output
     assert run("diff", dump, str(tmp_path / "other"), "joint").exit_code == 0
     assert run("diff", dump, str(tmp_path / "other"), "forward", "--after", "0").exit_code == 0
 
@@ -200,7 +200,7 @@ def test_catalogue_lists_every_pass_with_level_and_options():
     assert {each["name"] for each in listed["passes"]} | set(listed["pipelines"]) == set(catalogue())
     (bucket,) = [each for each in listed["passes"] if each["name"] == "bucket"]
     assert bucket["level"] == "partitioned"
-    assert {option["name"]: option["default"] for option in bucket["options"]}["mb"] == "25.0"
+    assert {option["name"]: option["default"] for option in bucket["options"]}["cap_mb"] == "25.0"
     assert "Merge neighbouring collectives" in run("passes").output
 
 

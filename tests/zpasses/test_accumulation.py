@@ -117,7 +117,7 @@ def _count(fn, *args, **kwargs):
 
 def pipeline(stage, form):
     """The named pipeline with its collectives one by one, or in buckets of one form and whatever they cost."""
-    changes = {"mb": 0.0} if form == "single" else {"mode": form, "memory_budget": "1GiB"}
+    changes = {"cap_mb": 0.0} if form == "single" else {"mode": form, "memory_budget": "1GiB"}
     return ",".join(str(replace(each, **changes) if each.name == "bucket" else each) for each in Pipeline.parse(f"zero{stage}"))
 
 
@@ -328,7 +328,7 @@ def _fails_inside():
     model = FailsInside()
     nn.init.ones_(model.first.weight)
     zpasses.shard(model, mesh=world_mesh())
-    step = torch.compile(model, backend="zpasses", options={"pipeline": "gather-params,reduce-grads,regather", **EAGER})
+    step = torch.compile(model, backend="zpasses", options={"pipeline": "gather-params,reduce-grads,reshard-after-forward", **EAGER})
     with zpasses.coalesce_grad_reduction(model, timeout_s=3):
         step(torch.ones(1, 4)).sum().backward()
     said = Lines()

@@ -34,7 +34,7 @@ _MEMORY_WARMUP = 3
 _SETTLE_S = 0.2
 
 FORMS = ("single", "coalesced", "flat", "auto", "fsdp2")
-"""What can be run; "single" is `bucket{mb=0}`, the baseline."""
+"""What can be run; "single" is `bucket{cap_mb=0}`, the baseline."""
 
 
 @dataclass(frozen=True)
@@ -199,9 +199,9 @@ def pipeline(stage: int, form: str, cap_mb: float | None, memory_budget: str) ->
     from zpasses import Pipeline
     from zpasses.passes import Bucket
 
-    changes: dict[str, Any] = {"mb": 0.0} if form == "single" else {"mode": form, "memory_budget": memory_budget}
+    changes: dict[str, Any] = {"cap_mb": 0.0} if form == "single" else {"mode": form, "memory_budget": memory_budget}
     if cap_mb is not None:
-        changes["mb"] = cap_mb
+        changes["cap_mb"] = cap_mb
     named = Pipeline.parse(f"zero{stage}")
     return ",".join(str(replace(each, **changes) if isinstance(each, Bucket) else each) for each in named)
 

@@ -41,7 +41,7 @@ def _ranks(context: click.Context, option: click.Parameter, value: str) -> tuple
 @click.option("--ranks", metavar="N,N", default="0", show_default=True, callback=_ranks, help="Capture as these ranks.")
 @click.option("--target", help='Hardware to plan for: "mi300x", "h100,ranks_per_node=4". By default what is here.')
 @click.option("--zero-stage", type=click.IntRange(1, 3), help="Which named pipeline to run; 3 without --pipeline.")
-@click.option("--pipeline", help='Passes to run instead, as text: "gather-params,reduce-grads,regather".')
+@click.option("--pipeline", help='Passes to run instead, as text: "gather-params,reduce-grads,reshard-after-forward".')
 @click.option("--arg", "arguments", metavar="NAME=VALUE", multiple=True, callback=_arguments, help="Argument of the function; repeatable.")
 @click.option("--param-dtype", metavar="DTYPE", help="Gather parameters in this dtype: bfloat16.")
 @click.option("--reduce-dtype", metavar="DTYPE", help="Reduce gradients in this dtype: float32.")

@@ -14,7 +14,7 @@ from zpasses.pipeline.pipeline import Level, Pass, Pipeline, catalogue
 
 __all__ = ["all_passes_view", "pass_view"]
 
-_EXAMPLES = {"bucket": "bucket{memory_budget=1MiB}", "keep-params": "keep-params", "merge-reads": "merge-reads"}
+_EXAMPLES = {"bucket": "bucket{memory_budget=1MiB}", "cache-params": "cache-params", "merge-reads": "merge-reads"}
 """Passes of the small example that want other options than in the named pipelines, to have something to show."""
 
 

@@ -168,7 +168,7 @@ def _refuse_writes(read: fx.Node, name: str | None) -> None:
             raise ShardingError(
                 f"the model writes to parameter {name or read.name} ({target}), which is sharded: what it read is a gathered copy, and "
                 "the write would be lost. Write to the shards, outside the compiled function: the parameter from model.parameters(), "
-                f"or module attributes inside `with zpasses.shards(model)`.\n{read.stack_trace or ''}"
+                f"or module attributes inside `with zpasses.local_shards(model)`.\n{read.stack_trace or ''}"
             )
 
 

@@ -13,24 +13,33 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.backend.capture import Capture, capture, describe_inputs, tag_joint
-from zpasses.cost.target import Target, current_target, planning_for
+from zpasses.cost.target import Target, current_target, use_target
 from zpasses.dumps.recorders import recorders_for
 from zpasses.errors import AgreementError, OptionError
 from zpasses.graph.ops import UNSHARD
-from zpasses.pipeline.observers import GraphLog, announce
+from zpasses.pipeline.observers import GraphLog, notify_observers
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Level, Pipeline
-from zpasses.pipeline.recorder import Recorders, Recording, on_trial, recorded_passes
+from zpasses.pipeline.recorder import Recorders, ResultHook, apply_bisect_limits, recorded_passes
 from zpasses.ranks.agreement import agree
 from zpasses.ranks.vote import report_failure
-from zpasses.runtime.backward import BackwardDispatch, warning_of_windows
-from zpasses.runtime.backward_variants import BackwardVariant, GradSlot, always_reduced, cut_backward, grad_slots
-from zpasses.runtime.barrier import gated
-from zpasses.runtime.codegen import boxed, uncompiled
+from zpasses.runtime.backward import BackwardDispatch, warn_if_always_reduced
+from zpasses.runtime.backward_variants import BackwardVariant, cut_backward
+from zpasses.runtime.barrier import with_barrier
+from zpasses.runtime.codegen import boxed, eager_codegen
 from zpasses.runtime.flush import GraphLowering, flush
 from zpasses.runtime.forward import Accumulation, BoundParameters, ForwardDispatch, with_local_shards
-from zpasses.runtime.forward_variants import Slot, Variant, cut_variant, is_retained, launches, release_returned, slots
-from zpasses.runtime.gloo import past_the_fault_of_gloo
+from zpasses.runtime.forward_variants import (
+    ForwardVariant,
+    ParamSlot,
+    cut_forward,
+    gather_ids,
+    is_cached_param,
+    param_slots,
+    unmark_returned,
+)
+from zpasses.runtime.gloo import replace_gloo_all_gathers
+from zpasses.runtime.grad_slots import GradSlot, always_reduced, grad_slots
 from zpasses.runtime.windows import Lowering, StepWindow, install_step_guard
 from zpasses.sharding.module import with_plain_inputs
 
@@ -56,10 +65,10 @@ def zpasses_backend(
         raise OptionError(f"backend 'zpasses' has no modes (got {mode!r}); set Inductor's options with options={{'inductor': {{...}}}}.")
     parsed = Options.parse(options)
     captured = capture(gm, example_inputs)
-    pipeline, record = on_trial(parsed.passes(), compat.compile_name())
+    pipeline, record = apply_bisect_limits(parsed.passes(), compat.compile_name())
     compiler = _GraphCompiler(captured, parsed, pipeline, record)
     try:
-        with planning_for(compiler.target):
+        with use_target(compiler.target):
             compiler.open_recorders(example_inputs)
             return record(with_plain_inputs(compiler.compile(), example_inputs), "outputs")
     except AgreementError as error:
@@ -78,7 +87,7 @@ def zpasses_backend(
 class _GraphCompiler:
     """Takes one captured graph through the levels of a pipeline to runnable code."""
 
-    def __init__(self, captured: Capture, options: Options, pipeline: Pipeline, record: Recording) -> None:
+    def __init__(self, captured: Capture, options: Options, pipeline: Pipeline, record: ResultHook) -> None:
         self.name = compat.compile_name()
         self._record = record
         self.target = Target.parse(options.target) if options.target else None
@@ -102,9 +111,9 @@ class _GraphCompiler:
         gm, inputs = self._captured.gm, self._captured.inputs
         self._run_level(gm, Level.CAPTURED, "captured")
         if self._options.codegen == "eager":
-            backward = functools.partial(self._backward, uncompiled)
-            inference = functools.partial(self._forward, uncompiled, inference=True)
-            compiled = compat.aot_compile(gm, inputs, functools.partial(self._forward, uncompiled), backward, inference, self._partition)
+            backward = functools.partial(self._backward, eager_codegen)
+            inference = functools.partial(self._forward, eager_codegen, inference=True)
+            compiled = compat.aot_compile(gm, inputs, functools.partial(self._forward, eager_codegen), backward, inference, self._partition)
         else:
             patches = compat.inductor_patches(_Partitioner(self._partition, self._pipeline.digest()), self._options.inductor)
             compiled = compat.inductor_compile(gm, inputs, functools.partial(self._inductor_inner, patches), patches)
@@ -133,31 +142,31 @@ class _GraphCompiler:
         name = "inference" if inference else "forward"
         self._agree(gm, name)
         values = cast(Sequence[Any], gm.graph.output_node().args[0])
-        release_returned(gm.graph, compat.returned_to_caller(values))
-        found = slots(gm.graph)
+        unmark_returned(gm.graph, compat.returned_to_caller(values))
+        found = param_slots(gm.graph)
         if not found:
             with self.recorder.watching(f"code of {name}"):
                 return self._generate(codegen, gm, inputs)
         self._retains = True
-        compat.withdraw_donations(values, is_retained(gm.graph))
+        compat.undonate_saved(values, is_cached_param(gm.graph))
         state = compat.CompilerState()
         template = compat.clone_graph_module(gm)
 
-        def compile_variant(variant: Variant) -> Compiled:
-            cut, extra = cut_variant(template, variant)
+        def compile_variant(variant: ForwardVariant) -> Compiled:
+            cut, extra = cut_forward(template, variant)
             log.debug("graph %s: variant given %d of %d parameters, keeps %d", self.name, len(variant.given), len(found), len(variant.kept))
             self.recorder.variant(name, name, _named(found, variant.given), _named(found, variant.kept), cut.graph)
             with state.restored(), self.recorder.watching(f"code of a variant of {name}"):
                 return self._generate(codegen, cut, [*inputs, *extra])
 
-        return boxed(ForwardDispatch(found, launches(template.graph), len(values), self._bound, inference, compile_variant))
+        return boxed(ForwardDispatch(found, gather_ids(template.graph), len(values), self._bound, inference, compile_variant))
 
     def _backward(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         self._run_level(gm, Level.BACKWARD, "backward")
         order = {name: i for i, name in enumerate(self._captured.shards.values())}
         left = [name for name in always_reduced(gm.graph) if name in order]
         compiled = boxed(self._record(self._deferring(codegen, gm, inputs, order), "gradients"))
-        return boxed(warning_of_windows(compiled, self.name, left, order)) if left else compiled
+        return boxed(warn_if_always_reduced(compiled, self.name, left, order)) if left else compiled
 
     def _deferring(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any], order: Mapping[str, int]) -> Compiled:
         found = grad_slots(gm.graph)
@@ -180,26 +189,26 @@ class _GraphCompiler:
         return boxed(BackwardDispatch(found, outputs, order, self._lowering(), compile_variant))
 
     def _generate(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-        runnable = past_the_fault_of_gloo(gm)
-        return gated(codegen, runnable, inputs) if self._options.agreement else codegen(runnable, inputs)
+        runnable = replace_gloo_all_gathers(gm)
+        return with_barrier(codegen, runnable, inputs) if self._options.agreement else codegen(runnable, inputs)
 
     def _lowering(self) -> Lowering:
         if self._options.codegen == "eager":
-            return GraphLowering(self._pipeline, uncompiled, self.recorder)
+            return GraphLowering(self._pipeline, eager_codegen, self.recorder)
         patches = compat.inductor_patches(_Partitioner(self._partition, self._pipeline.digest()), self._options.inductor)
         return GraphLowering(self._pipeline, functools.partial(compat.inductor_codegen_alone, patches=patches), self.recorder)
 
     def _run_level(self, gm: fx.GraphModule, level: Level, kind: str) -> None:
         if level is Level.JOINT:
             tag_joint(gm.graph, self._captured.shards)
-        with planning_for(self.target):  # torch may compile a backward late
+        with use_target(self.target):  # torch may compile a backward late
             records = recorded_passes(self.recorder, kind, level.value, gm.graph, self._pipeline.at(level))
         gm.recompile()
         name = f"{self.name} {kind}"
         for record in records:
             cost = f"{record.time_us:.0f} us, checks {record.check_us:.0f} us"
             log.debug("graph %s: %s changed %d, %s", name, record.text, record.changes, cost)
-        announce(GraphLog(name, kind, gm.graph, records))
+        notify_observers(GraphLog(name, kind, gm.graph, records))
 
     def _agree(self, gm: fx.GraphModule, kind: str) -> None:
         asks = self._options.agreement and torch.distributed.is_initialized()
@@ -218,7 +227,7 @@ class _GraphCompiler:
         return self._forward(codegen, gm, inputs, inference=bool(kwargs.get("is_inference")))
 
 
-def _named(found: Sequence[Slot] | Sequence[GradSlot], places: Iterable[int]) -> list[str]:
+def _named(found: Sequence[ParamSlot] | Sequence[GradSlot], places: Iterable[int]) -> list[str]:
     return [found[i].param for i in sorted(places)]
 
 

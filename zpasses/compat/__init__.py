@@ -15,15 +15,15 @@ from zpasses.compat.aot import (
     partition,
     recompute_mark,
     returned_to_caller,
-    withdraw_donations,
+    undonate_saved,
 )
 from zpasses.compat.autograd import (
     DisableTorchFunctionSubclass,
     current_autograd_node,
     current_engine_run,
+    grad_consumers,
     in_backward,
     queue_engine_callback,
-    takers,
     will_accumulate,
 )
 from zpasses.compat.c10d import (
@@ -60,6 +60,7 @@ from zpasses.compat.dtensor import (
 )
 from zpasses.compat.dynamo import (
     compile_name,
+    dynamo_disable,
     is_restart,
     is_structured_trace_on,
     is_to_local,
@@ -67,7 +68,6 @@ from zpasses.compat.dynamo import (
     parameter_name,
     placeholder_source,
     trace_artifact,
-    undynamo,
     wrapped_error,
 )
 from zpasses.compat.fake import (
@@ -132,6 +132,7 @@ __all__ = [
     "current_engine_run",
     "declare_collective",
     "default_store",
+    "dynamo_disable",
     "eliminate_common_subexpressions",
     "fake_mode_of",
     "fake_store",
@@ -139,6 +140,7 @@ __all__ = [
     "flop_formula",
     "forget_sharding_decisions",
     "functional",
+    "grad_consumers",
     "group_backend",
     "group_backends",
     "group_name",
@@ -186,12 +188,10 @@ __all__ = [
     "storage_reference",
     "symmetric_memory",
     "symmetric_stream",
-    "takers",
     "trace_artifact",
     "trace_aten",
-    "undynamo",
+    "undonate_saved",
     "will_accumulate",
-    "withdraw_donations",
     "wrap_local",
     "wrapped_error",
 ]

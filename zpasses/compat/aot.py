@@ -25,7 +25,7 @@ __all__ = [
     "partition",
     "recompute_mark",
     "returned_to_caller",
-    "withdraw_donations",
+    "undonate_saved",
 ]
 
 
@@ -112,7 +112,7 @@ def returned_to_caller(outputs: Sequence[Any]) -> Sequence[Any]:
     return outputs if meta is None else outputs[: meta.num_forward]
 
 
-def withdraw_donations(outputs: Sequence[Any], held: Callable[[fx.Node], bool]) -> None:
+def undonate_saved(outputs: Sequence[Any], held: Callable[[fx.Node], bool]) -> None:
     """Let backward not overwrite the values saved for it that somebody else holds too.
 
     AOTAutograd lets it overwrite ("donates") all that are neither inputs nor outputs of the model.

@@ -12,9 +12,9 @@ __all__ = [
     "DisableTorchFunctionSubclass",
     "current_autograd_node",
     "current_engine_run",
+    "grad_consumers",
     "in_backward",
     "queue_engine_callback",
-    "takers",
     "will_accumulate",
 ]
 
@@ -41,7 +41,7 @@ def current_autograd_node() -> Any:
     return cast(Any, torch._C)._current_autograd_node()
 
 
-def takers(source: Any) -> list[Any]:
+def grad_consumers(source: Any) -> list[Any]:
     """For each input of a node of autograd what takes its gradient; None where nothing does."""
     return [taker for taker, _ in source.next_functions]
 

@@ -12,6 +12,7 @@ from torch._guards import CompileContext
 
 __all__ = [
     "compile_name",
+    "dynamo_disable",
     "is_restart",
     "is_structured_trace_on",
     "is_to_local",
@@ -19,7 +20,6 @@ __all__ = [
     "parameter_name",
     "placeholder_source",
     "trace_artifact",
-    "undynamo",
     "wrapped_error",
 ]
 
@@ -81,7 +81,7 @@ def wrapped_error(error: BaseException) -> BaseException | None:
     return inner if isinstance(inner, BaseException) else None
 
 
-def undynamo(fn: Callable[..., Any]) -> Callable[..., Any]:
+def dynamo_disable(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Keep Dynamo out of a function that runs inside compiled code."""
     return cast(Callable[..., Any], _dynamo_disable(fn))
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import fx
 
-from zpasses.cost.collective_moves import MemoryCurve, Movable
+from zpasses.cost.collective_moves import MemoryCurve, SchedulableCollective
 from zpasses.cost.memory import scratch_bytes
 from zpasses.graph.tags import tag_of
 
@@ -38,7 +38,7 @@ class Bucketed:
     """Collectives that will be one."""
 
     choice: Choice
-    items: list[Movable]
+    items: list[SchedulableCollective]
     start: int
     end: int
     """Behind its wait."""
@@ -57,19 +57,24 @@ class Bucketed:
 
 
 def plan_buckets(
-    items: Sequence[Movable], choose: Callable[[Movable], Choice], curve: MemoryCurve, cap_bytes: float, *, overlapped: bool
+    items: Sequence[SchedulableCollective],
+    choose: Callable[[SchedulableCollective], Choice],
+    curve: MemoryCurve,
+    cap_bytes: float,
+    *,
+    plan_for_overlap: bool,
 ) -> list[Bucketed]:
     """Buckets of two and more; the curve is left as they make it.
 
     Args:
         items: collectives of one tensor each, in graph order.
         cap_bytes: most bytes of full tensors in one bucket.
-        overlapped: a gather will start once the one before it has arrived, a reduction be awaited once the next has started. The limit
+        plan_for_overlap: a gather will start once the one before it has arrived, a reduction be awaited once the next has started. The limit
             of the curve then follows from the graph in which each collective by itself does so.
     """
-    gathers = _Gathers([item for item in items if item.tag.role == "gather"], choose, curve, cap_bytes, overlapped)
-    reductions = _Reductions([item for item in items if item.tag.role == "reduce"], choose, curve, cap_bytes, overlapped)
-    if overlapped:
+    gathers = _Gathers([item for item in items if item.tag.role == "gather"], choose, curve, cap_bytes, plan_for_overlap)
+    reductions = _Reductions([item for item in items if item.tag.role == "reduce"], choose, curve, cap_bytes, plan_for_overlap)
+    if plan_for_overlap:
         gathers.spread()
         reductions.spread()
         curve.rebase()
@@ -82,9 +87,14 @@ _Change = tuple[int, int, int]
 
 class _Planner:
     def __init__(
-        self, items: Sequence[Movable], choose: Callable[[Movable], Choice], curve: MemoryCurve, cap_bytes: float, overlapped: bool
+        self,
+        items: Sequence[SchedulableCollective],
+        choose: Callable[[SchedulableCollective], Choice],
+        curve: MemoryCurve,
+        cap_bytes: float,
+        plan_for_overlap: bool,
     ) -> None:
-        self._items, self._choose, self._curve, self._cap_bytes, self._overlapped = items, choose, curve, cap_bytes, overlapped
+        self._items, self._choose, self._curve, self._cap_bytes, self._plan_for_overlap = items, choose, curve, cap_bytes, plan_for_overlap
         self._starts = [curve.position[item.started] for item in items]
         self._ends = [curve.position[item.wait] + 1 for item in items]
         self._launches: list[Bucketed] = []
@@ -148,7 +158,7 @@ class _Gathers(_Planner):
             (start, end, -_beside(item)),
         ]
         arrived = self._launches[-1].end
-        follows = self._overlapped and number + 1 < len(self._items)
+        follows = self._plan_for_overlap and number + 1 < len(self._items)
         if follows:  # the next one starts earlier, as there is no wait for this one before it
             following = self._items[number + 1]
             changes.append((arrived, self._starts[number + 1], following.full_bytes + _beside(following)))
@@ -180,7 +190,7 @@ class _Reductions(_Planner):
             (start, end, _packed(bucket, [*bucket.items, item])),
         ]
         at = self._launches.index(bucket)
-        before = self._launches[at - 1] if self._overlapped and at else None
+        before = self._launches[at - 1] if self._plan_for_overlap and at else None
         after = self._launches[at + 1].start if at + 1 < len(self._launches) else start
         if before is not None:  # is awaited once that has started which now comes next
             changes += self._awaited(before.items, before.end, after + 1)
@@ -194,7 +204,7 @@ class _Reductions(_Planner):
         self._launches.append(self._launches.pop(at))
         return True
 
-    def _awaited(self, items: Sequence[Movable], old: int, new: int) -> Iterator[_Change]:
+    def _awaited(self, items: Sequence[SchedulableCollective], old: int, new: int) -> Iterator[_Change]:
         """What changes if these are awaited before `new` and not before `old`: what they read lives longer, their results come later."""
         if new <= old:
             return
@@ -214,18 +224,18 @@ class _Reductions(_Planner):
         return self._made.get(node, ())
 
 
-def _beside(item: Movable) -> int:
+def _beside(item: SchedulableCollective) -> int:
     """What one collective holds besides its full tensor: what was cast or padded for it, and its backend's scratch memory."""
     return scratch_bytes(item.started) + sum(tag.block_bytes for node in item.inputs if (tag := tag_of(node)) is not None)
 
 
-def _packed(bucket: Bucketed, items: Sequence[Movable]) -> int:
+def _packed(bucket: Bucketed, items: Sequence[SchedulableCollective]) -> int:
     """What members are copied into together, by the graph or by gloo."""
     if len(items) < 2 or not (bucket.mode == "flat" or bucket.choice.gloo):
         return 0
     return sum(item.tag.nbytes if bucket.gathers else item.full_bytes for item in items)
 
 
-def _unpacked(items: Sequence[Movable]) -> int:
+def _unpacked(items: Sequence[SchedulableCollective]) -> int:
     """Full tensors that are copied out of a flat bucket."""
     return sum(item.full_bytes for item in items) if len(items) > 1 else 0

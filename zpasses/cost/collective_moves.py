@@ -20,7 +20,7 @@ from zpasses.graph.tags import Tag, tag_of
 __all__ = [
     "Launch",
     "MemoryCurve",
-    "Movable",
+    "SchedulableCollective",
     "gather_launches",
     "movable_gathers",
     "movable_reductions",
@@ -29,7 +29,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Movable:
+class SchedulableCollective:
     """A collective of one tensor, with what must move along."""
 
     started: fx.Node
@@ -48,12 +48,12 @@ class Movable:
         return self.started.all_input_nodes[0]
 
 
-def movable_gathers(graph: fx.Graph) -> list[Movable]:
+def movable_gathers(graph: fx.Graph) -> list[SchedulableCollective]:
     """Gathers of one tensor that depend on graph inputs alone and may start anywhere before their wait, in graph order."""
     return [item for node in graph.nodes if (item := _gather(node)) is not None]
 
 
-def _gather(node: fx.Node) -> Movable | None:
+def _gather(node: fx.Node) -> SchedulableCollective | None:
     tag, wait = tag_of(node), _only_wait(node)
     if tag is None or tag.role != "gather" or wait is None or not _is(node, "all_gather_into_tensor"):
         return None
@@ -64,25 +64,27 @@ def _gather(node: fx.Node) -> Movable | None:
             return None
         chain.append(source)
         source = source.all_input_nodes[0]
-    return Movable(node, wait, tag, tuple(reversed(chain)), (), nbytes(value_of(node))) if source.op == "placeholder" else None
+    return (
+        SchedulableCollective(node, wait, tag, tuple(reversed(chain)), (), nbytes(value_of(node))) if source.op == "placeholder" else None
+    )
 
 
-def movable_reductions(graph: fx.Graph) -> list[Movable]:
+def movable_reductions(graph: fx.Graph) -> list[SchedulableCollective]:
     """Reductions of one tensor whose results nothing but the graph's output reads, in graph order."""
     return [item for node in graph.nodes if (item := _reduction(node)) is not None]
 
 
-def _reduction(node: fx.Node) -> Movable | None:
+def _reduction(node: fx.Node) -> SchedulableCollective | None:
     tag, wait = tag_of(node), _only_wait(node)
     if tag is None or tag.role != "reduce" or wait is None or not _is(node, "all_reduce", "reduce_scatter_tensor"):
         return None
-    results = finishing(wait)
+    results = epilogue(wait)
     if results is None:
         return None
-    return Movable(node, wait, tag, (), results, nbytes(value_of(node.all_input_nodes[0])))
+    return SchedulableCollective(node, wait, tag, (), results, nbytes(value_of(node.all_input_nodes[0])))
 
 
-def finishing(wait: fx.Node) -> tuple[fx.Node, ...] | None:
+def epilogue(wait: fx.Node) -> tuple[fx.Node, ...] | None:
     """What follows a wait until the graph's output; None if anything else reads it."""
     found: dict[fx.Node, None] = {}
     queue = list(wait.users)
@@ -145,7 +147,7 @@ def reduction_launches(graph: fx.Graph) -> list[Launch]:
         if tag is None or tag.role != "reduce" or collective is None:
             continue
         ends = _parts_and_waits(node)
-        after = [finishing(wait) for wait in ends[1]] if ends is not None else [None]
+        after = [epilogue(wait) for wait in ends[1]] if ends is not None else [None]
         if ends is not None and all(each is not None for each in after):
             last = tuple(dict.fromkeys(step for each in after if each is not None for step in each))
             held = collective.nbytes + (0 if "all_reduce" in collective.op else nbytes(value_of(node)))

@@ -20,7 +20,7 @@ from zpasses import compat
 from zpasses.graph.nodes import collective_of, is_wait, nbytes, value_of
 from zpasses.graph.tags import tag_of
 
-__all__ = ["Buffer", "Liveness", "liveness", "overwriting", "saved_for_backward", "scratch_bytes"]
+__all__ = ["Buffer", "Liveness", "liveness", "reinplaceable_all_reduces", "saved_for_backward", "scratch_bytes"]
 
 aten = torch.ops.aten
 _ALIASES = {aten._unsafe_view.default, aten.lift_fresh_copy.default, torch.ops._c10d_functional.wait_tensor.default}
@@ -89,7 +89,7 @@ def liveness(
         is_view: nodes to take for views of their first input besides those that are.
     """
     nodes = tuple(graph.nodes)
-    tracker = _Tracker(nodes, saved_for_backward(graph), overwriting(graph), bytes_of, is_view)
+    tracker = _Tracker(nodes, saved_for_backward(graph), reinplaceable_all_reduces(graph), bytes_of, is_view)
     for index, node in enumerate(nodes):
         tracker.visit(index, node)
     changes = [0] * (len(nodes) + 1)
@@ -103,7 +103,7 @@ def liveness(
     return Liveness(nodes, tuple(curve), tuple(tracker.buffers))
 
 
-def overwriting(graph: fx.Graph) -> set[fx.Node]:
+def reinplaceable_all_reduces(graph: fx.Graph) -> set[fx.Node]:
     """All-reduces that may write over what they read: the graph made it, and nothing reads it afterwards. Generated code does so."""
     reductions = [node for node in graph.nodes if node.target in _ALL_REDUCES]
     if not reductions:
@@ -177,7 +177,7 @@ class _Tracker:
             self._held[node] = self._aliased(node) or self._allocate(index, node)
             self._communicate(index, node)
             tag = tag_of(node)
-            if tag is not None and tag.retained:
+            if tag is not None and tag.cached:
                 self._retained.append(node)
 
     def _saved(self, node: fx.Node) -> Buffer | None:

@@ -36,23 +36,26 @@ class Target:
 
     name: str
     ranks_per_node: int
-    """Devices of a node; collectives among more ranks cross the network."""
+    """Devices per node; collectives among more ranks cross the network."""
     link_gb_s: float
-    """To the other devices of the node, all links together."""
+    """Bandwidth to the other devices of the node, over all links together."""
     network_gb_s: float
-    """To other nodes."""
+    """Bandwidth to other nodes."""
     memory_gb_s: float
+    """Bandwidth of the device's memory."""
     tflops: float
-    """Dense matrix multiplication in the dtype that training uses (bf16; fp32 on CPU), 10^12 operations a second."""
+    """Dense matrix multiplication in the dtype that training uses (bf16; fp32 on CPU), in 10^12
+    operations per second."""
     memory_bytes: int
+    """Memory of the device."""
     launch_us: float
-    """From the start of a collective until its first byte moves."""
+    """Time from the start of a collective until its first byte moves."""
     hop_us: float
-    """Each step of a ring within the node."""
+    """Time of each step of a ring within the node."""
     network_hop_us: float
-    """Each step of a ring that crosses the network."""
+    """Time of each step of a ring that crosses the network."""
     kernel_us: float
-    """A kernel that does nothing."""
+    """Time of a kernel that does nothing."""
     source: str = ""
     """Where the figures are from."""
     architecture: str = "cpu"
@@ -170,7 +173,7 @@ def current_target() -> Target:
 
 
 @contextlib.contextmanager
-def planning_for(target: Target | None) -> Iterator[None]:
+def use_target(target: Target | None) -> Iterator[None]:
     """Inside, `current_target` is this one (none: that of the process)."""
     token = _current.set(target)
     try:

@@ -19,7 +19,7 @@ from zpasses.cost.step_time import collective_time_us, is_by_engine
 from zpasses.cost.target import Target
 from zpasses.dumps import format as data
 from zpasses.dumps.sources import SourceTable
-from zpasses.graph.nodes import Collective, collective_of, is_dialect, is_wait, nbytes, put_in_bytes, value_of
+from zpasses.graph.nodes import Collective, collective_of, input_nbytes, is_dialect, is_wait, nbytes, value_of
 from zpasses.graph.ops import UNSHARD
 from zpasses.graph.tags import GATHER_ROLES, REDUCE_ROLES, Tag, tag_of
 
@@ -118,7 +118,7 @@ class Trace:
             ranks = self._describer.group_size(communicates.group)
             gathers = "gather" in communicates.op or node.target is UNSHARD
             full = nbytes(value) if gathers else communicates.nbytes
-            put_in = put_in_bytes(node, communicates)
+            put_in = input_nbytes(node, communicates)
             route = self._route(communicates, tag)
             verdict = tag.note if tag is not None else ""
             collective = data.Collective(communicates.op, communicates.group, ranks, put_in, full, waits, route, verdict)
@@ -224,7 +224,7 @@ def _values(value: Any) -> tuple[data.Value, ...]:
 def _tag(tag: Tag | None) -> data.Tag | None:
     if tag is None:
         return None
-    return data.Tag(tag.role, tag.params, tag.nbytes, tag.bucket, tag.origin, tag.retained, tag.deferrable, tag.note)
+    return data.Tag(tag.role, tag.params, tag.nbytes, tag.bucket, tag.origin, tag.cached, tag.deferrable, tag.note)
 
 
 def _waits(node: fx.Node) -> list[fx.Node]:

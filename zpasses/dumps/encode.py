@@ -90,7 +90,7 @@ def _tag(tag: Tag) -> dict[str, Any]:
         "params": tag.params,
         "bytes": tag.nbytes or None,
         "origin": tag.origin,
-        "retained": tag.retained,
+        "cached": tag.cached,
         "deferrable": tag.deferrable,
         "note": tag.note,
     }
@@ -169,7 +169,7 @@ def _note(node: Node) -> str:
     if node.tag is not None:
         bucket = "" if node.tag.bucket is None else f" in bucket {node.tag.bucket}"
         notes.append(f"{node.tag.role}: {', '.join(node.tag.params)}{bucket}")
-        notes += [word for word, said in (("retained", node.tag.retained), (node.tag.note, bool(node.tag.note))) if said]
+        notes += [word for word, said in (("cached", node.tag.cached), (node.tag.note, bool(node.tag.note))) if said]
     notes += [node.mark.text] if node.mark is not None else []
     return " ".join("; ".join(notes).split())
 

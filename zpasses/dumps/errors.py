@@ -9,7 +9,7 @@ __all__ = [
     "DumpError",
     "DumpPathError",
     "DumpTooLargeError",
-    "NewerDumpError",
+    "DumpVersionError",
     "NotADumpError",
 ]
 
@@ -22,8 +22,8 @@ class NotADumpError(DumpError):
     """The path holds no dump."""
 
 
-class NewerDumpError(DumpError):
-    """A newer zpasses wrote the dump."""
+class DumpVersionError(DumpError):
+    """The dump has another format version: a newer or older zpasses wrote it."""
 
 
 class DamagedDumpError(DumpError):

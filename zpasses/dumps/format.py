@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 FORMAT = "zpasses-dump"
-VERSION = 1
+VERSION = 2
 
 
 # --- steps -------------------------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class Failure:
     type: str
     message: str
     where: str = ""
-    """The pass or phase that raised: "bucket{mb=4}", "codegen", "agreement"."""
+    """The pass or phase that raised: "bucket{cap_mb=4}", "codegen", "agreement"."""
     traceback: str = ""
 
 

@@ -65,7 +65,7 @@ class Tag:
     nbytes: int = 0
     bucket: int | None = None
     origin: str = ""
-    retained: bool = False
+    cached: bool = False
     deferrable: bool = False
     note: str = ""
 

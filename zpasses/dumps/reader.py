@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zpasses.dumps.errors import DamagedDumpError, DumpTooLargeError, NewerDumpError, NotADumpError
+from zpasses.dumps.errors import DamagedDumpError, DumpTooLargeError, DumpVersionError, NotADumpError
 from zpasses.dumps.files import Limits, Record, lines, listing, parse, whole
 from zpasses.dumps.format import (
     FORMAT,
@@ -44,7 +44,7 @@ def read(path: str | Path, limits: Limits | None = None) -> Dump:
         limits: what to take at most.
 
     Raises:
-        NotADumpError: there is no dump; NewerDumpError: a newer zpasses wrote it; DamagedDumpError: a file is missing, cut off or
+        NotADumpError: there is no dump; DumpVersionError: another version of the format; DamagedDumpError: a file is missing, cut off or
             says what makes no sense; DumpTooLargeError: it goes beyond the limits; DumpPathError: it has a link or a device in it.
             All are DumpErrors.
     """
@@ -73,13 +73,18 @@ def _meta(root: Path, limits: Limits) -> Record:
     if meta.data.get("format") != FORMAT:
         raise NotADumpError(f"{root / HEADER}: 'format' is {str(meta.data.get('format'))[:80]!r}; expected {FORMAT!r}.")
     version = meta.integer("version")
-    if version > VERSION:
-        raise NewerDumpError(
-            f"{root} is a dump of version {version}, written by zpasses {str(meta.data.get('zpasses', '?'))[:40]}; this zpasses reads "
-            f"up to version {VERSION}. Update zpasses (pip install -U zpasses)."
-        )
     if version < 1:
         raise meta.fail("version", "an integer >= 1")
+    if version != VERSION:
+        written_by = f"zpasses {str(meta.data.get('zpasses', '?'))[:40]}"
+        advice = (
+            "Update zpasses (pip install -U zpasses)."
+            if version > VERSION
+            else f"Run the program again with this zpasses, or read the dump with {written_by}."
+        )
+        raise DumpVersionError(
+            f"{root} is a dump of version {version}, written by {written_by}; this zpasses reads version {VERSION}. {advice}"
+        )
     return meta
 
 

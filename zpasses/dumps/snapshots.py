@@ -157,7 +157,7 @@ def _tag(record: Record) -> Tag:
         nbytes=record.integer("bytes", 0),
         bucket=record.optional_integer("bucket"),
         origin=record.text("origin", ""),
-        retained=record.flag("retained"),
+        cached=record.flag("cached"),
         deferrable=record.flag("deferrable"),
         note=record.text("note", ""),
     )

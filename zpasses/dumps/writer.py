@@ -27,7 +27,7 @@ from zpasses.cost.target import Target
 from zpasses.dumps import format as data
 from zpasses.dumps.describe import Describer, Trace, counts, plain
 from zpasses.dumps.encode import dumps, program, snapshot_lines
-from zpasses.dumps.errors import DumpPathError, NewerDumpError, NotADumpError
+from zpasses.dumps.errors import DumpPathError, DumpVersionError, NotADumpError
 from zpasses.dumps.reader import HEADER
 from zpasses.pipeline.pipeline import Pass, PassRecord
 from zpasses.pipeline.recorder import Recorder, options_of
@@ -50,7 +50,7 @@ def open_dump(root: str | Path, rank: int, world: int) -> Path:
     Raises:
         DumpPathError: when `root` is a file, or cannot be written to, or has a link where the rank's folder should be.
         NotADumpError: when `root` holds something else.
-        NewerDumpError: when a newer zpasses wrote there.
+        DumpVersionError: when a zpasses with another format version wrote there.
     """
     root = Path(root).absolute()  # a program may change its folder before its last compile
     how = "Name a new folder with options={'dump': ...} or ZPASSES_DUMP."
@@ -96,8 +96,8 @@ def _write_header(root: Path, world: int, how: str) -> None:
         raise NotADumpError(f"dump: {header} is damaged ({error}); expected an empty folder, or an earlier dump. {how}") from error
     if not isinstance(version, int):
         raise NotADumpError(f"dump: {header} is no header of a dump. {how}")
-    if version > data.VERSION:
-        raise NewerDumpError(f"dump: {root} holds a dump of version {version}; this zpasses writes version {data.VERSION}. {how}")
+    if version != data.VERSION:
+        raise DumpVersionError(f"dump: {root} holds a dump of version {version}; this zpasses writes version {data.VERSION}. {how}")
 
 
 def _version() -> str:
@@ -229,7 +229,7 @@ class CompileDump(Recorder):
         self._event("agreement", graph=graph_name, group=group, digest=digest, collectives=collectives, verdict=verdict)
 
     @_guarded
-    def remark(self, concerning: str, text: str) -> None:
+    def runtime_note(self, concerning: str, text: str) -> None:
         if concerning in self._passes:
             self._event("note", concerning=concerning, text=text)
 

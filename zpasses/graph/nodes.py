@@ -24,11 +24,11 @@ __all__ = [
     "collectives",
     "collectives_by_group",
     "erase_dead",
+    "input_nbytes",
     "is_wait",
     "named_arguments",
     "nbytes",
     "propagate",
-    "put_in_bytes",
     "value_of",
 ]
 
@@ -103,7 +103,7 @@ def collective_of(node: fx.Node) -> Collective | None:
     )
 
 
-def put_in_bytes(node: fx.Node, collective: Collective) -> int:
+def input_nbytes(node: fx.Node, collective: Collective) -> int:
     """Bytes that this rank puts into a collective: of its own rows, for a gather."""
     return collective.nbytes if node.target is not UNSHARD else nbytes([value_of(item) for item in node.all_input_nodes])
 

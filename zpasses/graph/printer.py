@@ -100,8 +100,8 @@ def _notes(node: fx.Node) -> list[str]:
     notes, tag = [], tag_of(node)
     if tag is not None:
         notes.append(f"{tag.role}: {', '.join(tag.params)}{' in bucket ' + str(tag.bucket) if tag.bucket is not None else ''}")
-        if tag.retained:
-            notes.append("retained")
+        if tag.cached:
+            notes.append("cached")
         if tag.note:
             notes.append(tag.note)
     if compat.is_marked_recompute(node):

@@ -57,7 +57,7 @@ class Tag:
     """Number of the bucket it was merged into."""
     origin: str = ""
     """Name of the pass that made it; "capture" for the dialect's own ops."""
-    retained: bool = False
+    cached: bool = False
     """The value outlives the call (stages 1 and 2)."""
     block_bytes: int = 0
     """For values whose size differs between ranks: bytes where a rank holds all the rows that it can; the same on all of them."""

@@ -163,7 +163,7 @@ def snapshot_of(picked: Picked, step: Step) -> Snapshot:
 
 
 def step_title(step: Step) -> str:
-    """ "before the first pass", "after bucket{mb=4}"."""
+    """ "before the first pass", "after bucket{cap_mb=4}"."""
     return f"after {step.after}" if step.after else "before the first pass"
 
 

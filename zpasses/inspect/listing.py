@@ -156,7 +156,7 @@ def note_text(node: Node, most: int | None = MOST) -> str:
     if tag is not None:
         bucket = "" if tag.bucket is None else f" in bucket {tag.bucket}"
         notes.append(f"{tag.role}: {_joined(tag.params, most)}{bucket}" if tag.params else f"{tag.role}{bucket}")
-        notes += ["retained"] if tag.retained else []
+        notes += ["cached"] if tag.cached else []
         notes += [tag.note] if tag.note else []
     elif node.params:
         notes.append(_joined(node.params, most))

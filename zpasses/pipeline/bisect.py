@@ -78,7 +78,7 @@ class Trial:
                     self._write({"call": name, "values": _digests(result)})
             return result
 
-        return compat.undynamo(run)
+        return compat.dynamo_disable(run)
 
     def _write(self, record: dict[str, Any]) -> None:
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))

@@ -9,7 +9,7 @@ from torch import fx
 
 from zpasses.pipeline.pipeline import PassRecord
 
-__all__ = ["GraphLog", "announce", "observe_graphs"]
+__all__ = ["GraphLog", "notify_observers", "observe_graphs"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class observe_graphs:  # noqa: N801 - used as a context manager, like torch.no_g
         _observers.remove(self._observer)
 
 
-def announce(graph: GraphLog) -> None:
+def notify_observers(graph: GraphLog) -> None:
     """Show a graph to the observers."""
     for observer in tuple(_observers):
         observer(graph)

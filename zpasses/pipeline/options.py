@@ -24,30 +24,38 @@ class Options:
     """Options of one compile."""
 
     zero_stage: Literal[1, 2, 3] | None = None
-    """ZeRO stage: which named pipeline to run. 3 where neither this nor `pipeline` is given."""
+    """ZeRO stage, which picks the named pipeline `zero1`, `zero2` or `zero3`; 3 if `pipeline` is
+    not given either."""
     pipeline: Pipeline | str | None = None
-    """Passes to run, as text or as a Pipeline; "" leaves the dialect unlowered (the reference)."""
+    """Passes to run instead of a stage, as text or as a `Pipeline`. The empty text leaves the
+    dialect unlowered, which is the reference."""
     codegen: Literal["inductor", "eager"] = "inductor"
-    """inductor generates kernels. eager runs the rewritten graph itself: quick to compile and bit-exact, for tests and debugging."""
+    """`"inductor"` generates kernels; `"eager"` runs the rewritten graph itself, which compiles
+    quickly and is bit-exact, for tests and debugging."""
     recompute_elementwise: bool | None = None
-    """Compute elementwise results that matrix products read once more in backward instead of saving them: less memory for little time.
-    None: where parameters are gathered once more too (stage 3)."""
+    """Recompute pointwise results that matmuls consume instead of saving them for backward; `None`
+    does so in stage 3. This saves memory and costs little time."""
     target: str | None = None
-    """Hardware to plan for: "h100", "mi300x,ranks_per_node=4" (see zpasses.cost.target). None: ZPASSES_TARGET, else what is here."""
+    """Hardware to plan for, such as `"h100"` or `"mi300x,ranks_per_node=4"`; `None` takes
+    `ZPASSES_TARGET`, else the device of this process."""
     agreement: bool = True
     """Compare the collectives of every graph between ranks before it runs."""
     agreement_timeout_s: float = 300.0
-    """Seconds to wait for the other ranks' part of that comparison."""
+    """Seconds to wait for the other ranks in that comparison."""
     backwards_per_step: int = 1
-    """Reduce gradients in every Nth backward alone, for accumulation over N micro-batches (see zpasses.coalesce_grad_reduction)."""
+    """Reduce gradients only in every Nth backward, to accumulate over N micro-batches. See
+    `zpasses.coalesce_grad_reduction` for windows of other lengths."""
     grad_accum_dtype: torch.dtype | None = None
-    """Add up gradients that wait for their reduction in this dtype; None: in the dtype in which they are computed."""
+    """Add up pending gradients in this dtype, such as `torch.float32`; `None` keeps the dtype in
+    which they are computed."""
     dump: str | Path | None = None
-    """Folder to write every graph into, before and after every pass (docs/dump-format.md). None: ZPASSES_DUMP, else nowhere."""
+    """Folder to write every graph into, before and after every pass; `None` takes `ZPASSES_DUMP`,
+    else writes nothing. docs/dump-format.md describes the files."""
     dump_ranks: str | None = None
-    """Which ranks do: "all", or numbers, "0,3". None: ZPASSES_DUMP_RANKS, else rank 0."""
+    """Ranks that write the dump, `"all"` or numbers such as `"0,3"`; `None` takes
+    `ZPASSES_DUMP_RANKS`, else rank 0."""
     inductor: dict[str, Any] = field(default_factory=dict)
-    """Options for torch._inductor.config during this compile, e.g. {"max_autotune": True}."""
+    """Options for `torch._inductor.config` during this compile, e.g. `{"max_autotune": True}`."""
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> Options:
@@ -81,7 +89,7 @@ class Options:
     def recomputes_elementwise(self) -> bool:
         """Whether this compile does, its pipeline considered."""
         if self.recompute_elementwise is None:
-            return any(each.name == "regather" for each in self.passes())
+            return any(each.name == "reshard-after-forward" for each in self.passes())
         return self.recompute_elementwise
 
     def as_text(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from zpasses import compat
 from zpasses.cost.routes import known_figures
 from zpasses.cost.target import current_target
 from zpasses.errors import AgreementError, OptionError, PassError, nearest
-from zpasses.graph.nodes import collectives, put_in_bytes
+from zpasses.graph.nodes import collectives, input_nbytes
 from zpasses.graph.verifier import Snapshot, check, check_unchanged
 from zpasses.option_values import build, format_value
 from zpasses.ranks.vote import has_other_ranks
@@ -249,7 +249,7 @@ class _Totals:
 
     @classmethod
     def of(cls, graph: fx.Graph) -> _Totals:
-        found = [put_in_bytes(node, each) for node, each in collectives(graph)]
+        found = [input_nbytes(node, each) for node, each in collectives(graph)]
         return cls(len(graph.nodes), len(found), sum(found))
 
 

@@ -24,7 +24,7 @@ from zpasses.pipeline.pipeline import Pass, PassRecord, Pipeline, run_passes
 from zpasses.ranks.agreement import digest
 from zpasses.ranks.vote import has_other_ranks
 
-__all__ = ["Recorder", "Recorders", "Recording", "note", "on_trial", "options_of", "recorded_passes", "remark", "watch"]
+__all__ = ["Recorder", "Recorders", "ResultHook", "apply_bisect_limits", "note", "options_of", "recorded_passes", "runtime_note", "watch"]
 
 log = logging.getLogger("zpasses")
 
@@ -50,7 +50,7 @@ class Recorder:
     def problem(self, where: str, error: BaseException) -> None:
         """The compile failed outside of any pass."""
 
-    def remark(self, concerning: str, text: str) -> None:
+    def runtime_note(self, concerning: str, text: str) -> None:
         """Something was decided while code ran that concerns what a pass of this name made."""
 
     def done(self) -> None:
@@ -151,14 +151,14 @@ _watching: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
 def watch(recorders: Iterable[Recorder]) -> None:
-    """Let `remark` reach these recorders, for as long as somebody holds them."""
+    """Let `runtime_note` reach these recorders, for as long as somebody holds them."""
     _watching.update(recorders)
 
 
-def remark(concerning: str, text: str) -> None:
+def runtime_note(concerning: str, text: str) -> None:
     """Tell the recorders of all compiles what was decided while code ran, which a pass of this name left open."""
     for each in tuple(_watching):
-        each.remark(concerning, text)
+        each.runtime_note(concerning, text)
 
 
 # --- notes -------------------------------------------------------------------------------------------------------------------------
@@ -186,11 +186,11 @@ def options_of(each: Pass) -> dict[str, object]:
 
 
 # --- trials ------------------------------------------------------------------------------------------------------------------------
-Recording = Callable[[Callable[..., Any], str], Callable[..., Any]]
+ResultHook = Callable[[Callable[..., Any], str], Callable[..., Any]]
 """Takes a compiled function and what its results are, and gives one that also writes them down."""
 
 
-def on_trial(pipeline: Pipeline, compile_name: str) -> tuple[Pipeline, Recording]:
+def apply_bisect_limits(pipeline: Pipeline, compile_name: str) -> tuple[Pipeline, ResultHook]:
     """The passes that may run, and what to do with results: all and nothing, unless `zpasses bisect` runs this program.
 
     Raises:

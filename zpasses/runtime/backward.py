@@ -11,11 +11,12 @@ import torch
 
 from zpasses import compat
 from zpasses.errors import ZpassesError
-from zpasses.runtime.backward_variants import BackwardVariant, GradSlot
+from zpasses.runtime.backward_variants import BackwardVariant
+from zpasses.runtime.grad_slots import GradSlot
 from zpasses.runtime.local_shards import sharded_inputs
-from zpasses.runtime.windows import EngineRun, Lowering, Part, Pending, Window, pending_of, spoil, windows_of
+from zpasses.runtime.windows import EngineRun, Lowering, Pending, PendingGrad, Window, mark_failed, pending_of, windows_of
 
-__all__ = ["BackwardDispatch", "warning_of_windows"]
+__all__ = ["BackwardDispatch", "warn_if_always_reduced"]
 
 log = logging.getLogger("zpasses")
 
@@ -69,13 +70,13 @@ class BackwardDispatch:
         try:
             values = code(args)
         except BaseException as error:
-            spoil(plan.windows, f"a backward failed with {type(error).__name__}: {error}")
+            mark_failed(plan.windows, f"a backward failed with {type(error).__name__}: {error}")
             raise
         new = sorted(variant.deferred - variant.given)
         for i, total in zip(new, values[self._outputs :], strict=True):
             slot = self._slots[i]
             assert slot.reduction is not None
-            plan.entries[i].parts[slot.dtype] = Part(total, slot.reduction, self._lowering)
+            plan.entries[i].parts[slot.dtype] = PendingGrad(total, slot.reduction, self._lowering)
         return values[: self._outputs]
 
     # --- choosing -------------------------------------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ class BackwardDispatch:
         plan = _Plan(BackwardVariant(), {}, [])
         if source is None or not windows_of([source.zpasses_params[place] for place in self._places]):
             return plan
-        takers = compat.takers(source)
+        takers = compat.grad_consumers(source)
         given, deferred, dropped = set(), set(), set()
         lasts: dict[Window, bool] = {}
         for i, place in enumerate(self._places):
@@ -130,7 +131,7 @@ class BackwardDispatch:
             like = next(iter(plan.entries.values()))
             device = next((part.total.device for part in like.parts.values()), None)
             total = torch.zeros(slot.shape, dtype=plan.variant.pending_dtype(slot), device=device)
-            part = Part(total, slot.reduction, self._lowering)
+            part = PendingGrad(total, slot.reduction, self._lowering)
             if i in plan.variant.deferred:
                 parts[slot.dtype] = part
         elif i not in plan.variant.deferred:
@@ -150,7 +151,7 @@ def _accum_dtype(windows: Sequence[Window]) -> torch.dtype | None:
     return dtypes.pop() if dtypes else None
 
 
-def warning_of_windows(
+def warn_if_always_reduced(
     code: Callable[[list[Any]], Any], graph_name: str, names: Sequence[str], order: Mapping[str, int]
 ) -> Callable[[list[Any]], Any]:
     """`code`, saying once that these parameters' gradients are reduced in each backward, if that is not what a window asks for."""

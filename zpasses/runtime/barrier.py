@@ -18,14 +18,14 @@ from zpasses.graph.nodes import Collective, collectives_by_group
 from zpasses.ranks.vote import has_other_ranks, store_barrier
 from zpasses.runtime.codegen import boxed
 
-__all__ = ["gated", "opened"]
+__all__ = ["barriers_enabled", "with_barrier"]
 
 # Group name -> time limits of the windows that are open over it, in seconds. Windows belong to parameters, which several graphs read.
 _limits: dict[str, list[float]] = {}
 
 
 @contextlib.contextmanager
-def opened(groups: Sequence[str], timeout_s: float) -> Iterator[None]:
+def barriers_enabled(groups: Sequence[str], timeout_s: float) -> Iterator[None]:
     """Inside, graphs that communicate over these groups meet the other ranks first.
 
     What the meeting cannot see, a rank that fails inside a graph, ends by time: collectives that start inside give up after `timeout_s`.
@@ -43,7 +43,7 @@ def opened(groups: Sequence[str], timeout_s: float) -> Iterator[None]:
                 del _limits[group]
 
 
-def gated(
+def with_barrier(
     codegen: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]], gm: fx.GraphModule, inputs: Sequence[Any]
 ) -> Callable[[list[Any]], Any]:
     """What `codegen` makes of a graph; where a window is open, it meets the other ranks before it runs.

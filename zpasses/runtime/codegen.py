@@ -8,9 +8,9 @@ from typing import Any
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.memory import overwriting
+from zpasses.cost.memory import reinplaceable_all_reduces
 
-__all__ = ["boxed", "uncompiled"]
+__all__ = ["boxed", "eager_codegen"]
 
 
 def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -23,10 +23,10 @@ def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return run
 
 
-def uncompiled(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+def eager_codegen(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
     """Run the graph node by node, freeing inputs at their last use, and all-reducing in place where compiled code does."""
     gm = compat.clone_graph_module(gm)  # others look at the graph as the passes left it
-    for node in overwriting(gm.graph):
+    for node in reinplaceable_all_reduces(gm.graph):
         node.target = _IN_PLACE[node.target]
     gm.graph.set_codegen(compat.BOXED_CODEGEN())
     gm.recompile()

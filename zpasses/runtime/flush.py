@@ -24,7 +24,7 @@ from zpasses.pipeline.pipeline import Level, Pipeline
 from zpasses.pipeline.recorder import Recorders, recorded_passes
 from zpasses.ranks.agreement import agree
 from zpasses.ranks.vote import is_reported, report_failure, vote
-from zpasses.runtime.codegen import uncompiled
+from zpasses.runtime.codegen import eager_codegen
 from zpasses.runtime.local_shards import arriving_gradient
 from zpasses.runtime.param_cache import drop_cached
 from zpasses.runtime.windows import Lowering, Window, pending_of
@@ -36,7 +36,7 @@ _MAX_FLUSHES = 8
 
 
 @dataclass(frozen=True)
-class Item:
+class FlushEntry:
     """One gradient to reduce, as ranks tell each other."""
 
     place: int
@@ -61,10 +61,10 @@ class Item:
         ]
 
     @staticmethod
-    def unpack(packed: Sequence[Any], group: str) -> Item:
+    def unpack(packed: Sequence[Any], group: str) -> FlushEntry:
         place, dtype, total_dtype, shape, rows, shard_dtype, reduce_dtype = packed
         reduction = Reduction(rows, _dtype(shard_dtype), _dtype(reduce_dtype) if reduce_dtype else None, group)
-        return Item(place, _dtype(dtype), _dtype(total_dtype), tuple(shape), reduction)
+        return FlushEntry(place, _dtype(dtype), _dtype(total_dtype), tuple(shape), reduction)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -99,7 +99,7 @@ class GraphLowering:
             self.text = ""  # passes that other ranks cannot be told by name
 
     def code(
-        self, items: Sequence[Item], totals: Sequence[Tensor], shard_rows: Sequence[int], timeout_s: float | None
+        self, items: Sequence[FlushEntry], totals: Sequence[Tensor], shard_rows: Sequence[int], timeout_s: float | None
     ) -> Callable[[list[Any]], Any]:
         """What reduces these gradients; the ranks compare its collectives the first time."""
         key = (tuple(items), tuple(shard_rows))
@@ -136,20 +136,20 @@ def flush(window: Window, timeout_s: float | None, failure: str | None = None) -
         window.drop()
 
 
-def _held(window: Window) -> dict[Item, str]:
+def _held(window: Window) -> dict[FlushEntry, str]:
     """What this rank holds, with the pipeline that lowers it."""
     held = {}
     for place, param in enumerate(window.params):
         for dtype, part in sorted(pending_of(param).parts.items(), key=str) if param is not None else ():
-            item = Item(place, dtype, part.total.dtype, tuple(part.total.shape), part.reduction)
+            item = FlushEntry(place, dtype, part.total.dtype, tuple(part.total.shape), part.reduction)
             held[item] = part.lowering.text if part.lowering is not None else ""
     return held
 
 
-def _agreed(window: Window, held: dict[Item, str], timeout_s: float | None, failure: str | None) -> tuple[list[Item], str]:
+def _agreed(window: Window, held: dict[FlushEntry, str], timeout_s: float | None, failure: str | None) -> tuple[list[FlushEntry], str]:
     if timeout_s is None:
         return sorted(held, key=_order), _common(held.values())
-    items: list[Item] = []
+    items: list[FlushEntry] = []
     texts: set[str] = set()
     error: AgreementError | None = None
     for group in groups_of(window):
@@ -161,14 +161,14 @@ def _agreed(window: Window, held: dict[Item, str], timeout_s: float | None, fail
         except AgreementError as caught:
             error = error or caught
             continue
-        items += [Item.unpack(json.loads(item), group) for item in verdict["items"]]
+        items += [FlushEntry.unpack(json.loads(item), group) for item in verdict["items"]]
         texts.update(verdict["texts"])
     if error is not None:
         raise error
     return sorted(items, key=_order), _common(texts)
 
 
-def _order(item: Item) -> tuple[int, str]:
+def _order(item: FlushEntry) -> tuple[int, str]:
     return item.place, str(item.dtype)
 
 
@@ -188,7 +188,7 @@ def groups_of(window: Window) -> list[str]:
 
 
 # --- reducing --------------------------------------------------------------------------------------------------------------------
-def _reduce(window: Window, items: Sequence[Item], text: str, timeout_s: float | None) -> None:
+def _reduce(window: Window, items: Sequence[FlushEntry], text: str, timeout_s: float | None) -> None:
     params = window.params
     lowering = _lowering(params, text)
     totals, shard_rows = [], []
@@ -219,10 +219,10 @@ def _lowering(params: Sequence[Any], text: str) -> Lowering | None:
         return None
     parts = (part for param in params if param is not None for part in pending_of(param).parts.values())
     own = next((part.lowering for part in parts if part.lowering is not None and part.lowering.text == text), None)
-    return own or GraphLowering(Pipeline.parse(text), uncompiled)
+    return own or GraphLowering(Pipeline.parse(text), eager_codegen)
 
 
-def _by_dialect(item: Item, total: Tensor, shard_rows: int) -> Tensor:
+def _by_dialect(item: FlushEntry, total: Tensor, shard_rows: int) -> Tensor:
     how = item.reduction
     mine: Tensor = REDUCE_GRAD(total, how.rows, shard_rows, how.dtype, item.reduce_dtype, how.group)
     return mine
@@ -236,7 +236,7 @@ def _deliver(params: Sequence[Any], grads: Sequence[Tensor]) -> None:
     torch.autograd.backward(list(params), arriving)
 
 
-def flush_graph(items: Sequence[Item], totals: Sequence[Tensor], shard_rows: Sequence[int]) -> tuple[fx.GraphModule, list[Any]]:
+def flush_graph(items: Sequence[FlushEntry], totals: Sequence[Tensor], shard_rows: Sequence[int]) -> tuple[fx.GraphModule, list[Any]]:
     """The dialect's reductions of these gradients as a graph, and the fake values of its inputs."""
     graph = fx.Graph()
     mode = compat.FakeTensorMode()

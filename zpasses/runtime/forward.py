@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
-from zpasses.runtime.forward_variants import Slot, Variant
+from zpasses.runtime.forward_variants import ForwardVariant, ParamSlot
 from zpasses.runtime.local_shards import local_shards
-from zpasses.runtime.param_cache import Retained, install_step_invalidation, retained_of
+from zpasses.runtime.param_cache import ParamCache, install_step_invalidation, param_cache_of
 from zpasses.runtime.windows import StepWindow, pending_of, step_windows
 
 __all__ = ["Accumulation", "BoundParameters", "ForwardDispatch", "with_local_shards"]
@@ -47,17 +47,17 @@ class BoundParameters(threading.local):
     """The parameters that the current call of a graph was given, for the graph's forward to look up what is kept of them."""
 
     def __init__(self) -> None:
-        self._bound: dict[str, tuple[Retained, DTensor, Tensor]] = {}
+        self._bound: dict[str, tuple[ParamCache, DTensor, Tensor]] = {}
 
     def bind(self, params: Sequence[Any], names: Sequence[str]) -> None:
         # Anew at each call: `model.to` and its kin give the same parameter another local tensor.
-        self._bound = {name: (retained_of(param), param, compat.local_of(param)) for name, param in zip(names, params, strict=True)}
+        self._bound = {name: (param_cache_of(param), param, compat.local_of(param)) for name, param in zip(names, params, strict=True)}
 
     def release(self) -> None:
         """Forget the parameters, so that compiled code does not outlive a model with all its memory."""
         self._bound = {}
 
-    def __getitem__(self, name: str) -> tuple[Retained, DTensor, Tensor]:
+    def __getitem__(self, name: str) -> tuple[ParamCache, DTensor, Tensor]:
         return self._bound[name]
 
 
@@ -65,7 +65,7 @@ class ForwardDispatch:
     """Runs the variant of a forward graph that gathers what is stale and takes the rest from what was kept.
 
     Args:
-        slots: the graph's retained parameters.
+        slots: the graph's cached parameters.
         launches: for each of them, the number of the collective that gathers it.
         outputs: how many values the graph itself returns.
         bound: where to find the parameters of the call.
@@ -75,16 +75,16 @@ class ForwardDispatch:
 
     def __init__(
         self,
-        slots: Sequence[Slot],
+        slots: Sequence[ParamSlot],
         launches: Sequence[int],
         outputs: int,
         bound: BoundParameters,
         inference: bool,
-        compile_variant: Callable[[Variant], Callable[[list[Any]], Any]],
+        compile_variant: Callable[[ForwardVariant], Callable[[list[Any]], Any]],
     ) -> None:
         self._launches = launches
         self._slots, self._outputs, self._bound, self._inference, self._compile = slots, outputs, bound, inference, compile_variant
-        self._first = Variant(kept=frozenset() if inference else frozenset(range(len(slots))))
+        self._first = ForwardVariant(kept=frozenset() if inference else frozenset(range(len(slots))))
         # The variant that every rank needs first is compiled with the graph; the others when they are first needed.
         self._code = {self._first: compile_variant(self._first)}
         install_step_invalidation()
@@ -107,7 +107,7 @@ class ForwardDispatch:
             entry.keep(full, param, shard)
         return values[: self._outputs]
 
-    def _choose(self, entries: Sequence[tuple[Retained, DTensor, Tensor]]) -> Variant:
+    def _choose(self, entries: Sequence[tuple[ParamCache, DTensor, Tensor]]) -> ForwardVariant:
         given, kept = [], []
         keeps = not torch.is_inference_mode_enabled()  # autograd refuses what is made there
         fresh = [entry.is_fresh(param, shard, self._slots[i].dtype) for i, (entry, param, shard) in enumerate(entries)]
@@ -117,7 +117,7 @@ class ForwardDispatch:
                 given.append(i)
             elif keeps and (entry.stepped or not self._inference):
                 kept.append(i)
-        return Variant(frozenset(given), frozenset(kept))
+        return ForwardVariant(frozenset(given), frozenset(kept))
 
 
 def with_local_shards(
@@ -150,4 +150,4 @@ def with_local_shards(
         finally:
             bound.release()
 
-    return compat.undynamo(run)
+    return compat.dynamo_disable(run)

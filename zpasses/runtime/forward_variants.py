@@ -1,6 +1,6 @@
 """Variants: forms of one compiled graph that hand values from call to call through extra inputs and outputs.
 
-A forward graph whose full parameters are marked as retained has one slot a parameter. In a variant each slot is either gathered, and
+A forward graph whose full parameters are marked as cached has one slot a parameter. In a variant each slot is either gathered, and
 its value perhaps an extra output, or given, as an extra input; extras come after the graph's own, in slot order. No op with side
 effects is involved, so Inductor sees a plain graph.
 """
@@ -18,12 +18,12 @@ from zpasses import compat
 from zpasses.graph.nodes import append_placeholder, collective_of, erase_dead, value_of
 from zpasses.graph.tags import retag, tag_of, tagged
 
-__all__ = ["Slot", "Variant", "cut_variant", "is_retained", "launches", "release_returned", "slots"]
+__all__ = ["ForwardVariant", "ParamSlot", "cut_forward", "gather_ids", "is_cached_param", "param_slots", "unmark_returned"]
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One retained parameter of a forward graph."""
+class ParamSlot:
+    """One cached parameter of a forward graph."""
 
     param: str
     """Name of the parameter."""
@@ -31,12 +31,12 @@ class Slot:
     """Dtype in which it is gathered."""
 
 
-def slots(graph: fx.Graph) -> list[Slot]:
-    """The retained parameters of a graph, in graph order, each once: of one that is gathered in two dtypes, the first."""
+def param_slots(graph: fx.Graph) -> list[ParamSlot]:
+    """The cached parameters of a graph, in graph order, each once: of one that is gathered in two dtypes, the first."""
     return list(_nodes_by_slot(graph))
 
 
-def launches(graph: fx.Graph) -> list[int]:
+def gather_ids(graph: fx.Graph) -> list[int]:
     """For each slot, which collective gathers it: slots with one number are gathered together or not at all."""
     numbers: dict[fx.Node, int] = {}
     return [numbers.setdefault(_launch(nodes[0]), len(numbers)) for nodes in _nodes_by_slot(graph).values()]
@@ -49,18 +49,18 @@ def _launch(full: fx.Node) -> fx.Node:
     return node
 
 
-def is_retained(graph: fx.Graph) -> Callable[[fx.Node], bool]:
-    """Whether a value of the graph is a retained parameter or a view of one."""
+def is_cached_param(graph: fx.Graph) -> Callable[[fx.Node], bool]:
+    """Whether a value of the graph is a cached parameter or a view of one."""
     memory = {_viewed(node) for nodes in _nodes_by_slot(graph).values() for node in nodes}
     return lambda node: _viewed(node) in memory
 
 
-def release_returned(graph: fx.Graph, returned: Iterable[object]) -> None:
+def unmark_returned(graph: fx.Graph, returned: Iterable[object]) -> None:
     """Do not retain what the model returns: its caller may write to it."""
     memory = {_viewed(node) for node in returned if isinstance(node, fx.Node)}
     for node, tag in list(tagged(graph, "full")):
-        if tag.retained and _viewed(node) in memory:
-            retag(node, retained=False)
+        if tag.cached and _viewed(node) in memory:
+            retag(node, cached=False)
 
 
 def _viewed(node: fx.Node) -> fx.Node:
@@ -70,26 +70,26 @@ def _viewed(node: fx.Node) -> fx.Node:
     return node
 
 
-def _nodes_by_slot(graph: fx.Graph) -> dict[Slot, list[fx.Node]]:
+def _nodes_by_slot(graph: fx.Graph) -> dict[ParamSlot, list[fx.Node]]:
     inputs = {tag.params[0] for _, tag in tagged(graph, "shard")}
-    found: dict[Slot, list[fx.Node]] = {}
+    found: dict[ParamSlot, list[fx.Node]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for node, tag in tagged(graph, "full"):
         param, dtype = tag.params[0], value_of(node).dtype
-        if tag.retained and param in inputs and dtypes.setdefault(param, dtype) is dtype:
-            found.setdefault(Slot(param, dtype), []).append(node)
+        if tag.cached and param in inputs and dtypes.setdefault(param, dtype) is dtype:
+            found.setdefault(ParamSlot(param, dtype), []).append(node)
     return found
 
 
 @dataclass(frozen=True)
-class Variant:
+class ForwardVariant:
     """Which slots a variant is given and which it hands out; it gathers all that it is not given."""
 
     given: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
 
 
-def cut_variant(gm: fx.GraphModule, variant: Variant) -> tuple[fx.GraphModule, list[Any]]:
+def cut_forward(gm: fx.GraphModule, variant: ForwardVariant) -> tuple[fx.GraphModule, list[Any]]:
     """The variant as a graph of its own.
 
     Returns:

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from zpasses import compat
 from zpasses.graph.nodes import collective_of, value_of
 
-__all__ = ["all_gather", "past_the_fault_of_gloo"]
+__all__ = ["all_gather", "replace_gloo_all_gathers"]
 
 _library = torch.library.Library("zpasses", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides)
@@ -35,7 +35,7 @@ _STAND_INS: dict[Any, compat.OpOverload] = {
 }
 
 
-def past_the_fault_of_gloo(gm: fx.GraphModule) -> fx.GraphModule:
+def replace_gloo_all_gathers(gm: fx.GraphModule) -> fx.GraphModule:
     """The graph to generate code from: `gm` itself, or a copy of it if it gathers over gloo."""
     if not _gathers(gm.graph):
         return gm

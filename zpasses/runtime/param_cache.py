@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["Retained", "drop_cached", "forget", "install_step_invalidation", "retained_of"]
+__all__ = ["ParamCache", "drop_cached", "forget", "install_step_invalidation", "param_cache_of"]
 
 _ATTRIBUTE = "_zpasses_retained"
 
 
-class Retained:
+class ParamCache:
     """The gathered copy of one parameter, or nothing."""
 
     __slots__ = ("full", "shard", "stepped", "version")
@@ -39,8 +39,8 @@ class Retained:
         self.shard: Tensor | None = None
         self.version = -1
 
-    def __reduce__(self) -> tuple[type[Retained], tuple[()]]:
-        return Retained, ()  # a copy of the parameter starts anew: nobody has stepped it yet
+    def __reduce__(self) -> tuple[type[ParamCache], tuple[()]]:
+        return ParamCache, ()  # a copy of the parameter starts anew: nobody has stepped it yet
 
     def is_fresh(self, param: DTensor, shard: Tensor, dtype: torch.dtype) -> bool:
         """Whether the copy was gathered from this parameter's shard, in this dtype, since it last changed."""
@@ -68,11 +68,11 @@ def _version(param: DTensor, shard: Tensor) -> int:
     return param._version + shard._version
 
 
-def retained_of(param: Any) -> Retained:
+def param_cache_of(param: Any) -> ParamCache:
     """The parameter's entry, made at the first call."""
     entry = getattr(param, _ATTRIBUTE, None)
     if entry is None:
-        entry = Retained()
+        entry = ParamCache()
         setattr(param, _ATTRIBUTE, entry)
     return entry
 

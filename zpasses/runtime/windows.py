@@ -30,8 +30,8 @@ __all__ = [
     "PENDING_ATTRIBUTE",
     "EngineRun",
     "Lowering",
-    "Part",
     "Pending",
+    "PendingGrad",
     "StepWindow",
     "Window",
     "install_step_guard",
@@ -56,7 +56,7 @@ class Lowering(Protocol):
 
 
 @dataclass
-class Part:
+class PendingGrad:
     """The pending gradient of one parameter in one dtype."""
 
     total: Tensor
@@ -72,7 +72,7 @@ class Pending:
     __slots__ = ("opened", "parts", "steps")
 
     def __init__(self) -> None:
-        self.parts: dict[torch.dtype, Part] = {}
+        self.parts: dict[torch.dtype, PendingGrad] = {}
         """By dtype of the gradient."""
         self.opened: Window | None = None
         """The window that a `with` statement opened."""
@@ -97,7 +97,7 @@ class Pending:
             return
         dtype = accum_dtype if accum_dtype is not None and grad.is_floating_point() else grad.dtype
         total = grad.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
-        self.parts[grad.dtype] = Part(total, reduction, None)
+        self.parts[grad.dtype] = PendingGrad(total, reduction, None)
 
 
 def pending_of(param: Any) -> Pending:
@@ -237,7 +237,7 @@ def windows_of(params: Sequence[Any]) -> list[Window]:
     return list(found)
 
 
-def count_together(holders: Sequence[tuple[nn.Module, str]]) -> None:
+def register_step_window(holders: Sequence[tuple[nn.Module, str]]) -> None:
     """Count the backwards of parameters, given by module and name, together. Those that are counted with others already stay so."""
     refs = [(weakref.ref(module), name) for module, name in holders]
 
@@ -262,7 +262,7 @@ def step_windows(params: Sequence[Any]) -> list[StepWindow]:
 
 
 # --- eager code ------------------------------------------------------------------------------------------------------------------
-def intercept(grad: Tensor, rows: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None, group: str) -> Tensor | None:
+def maybe_defer_grad(grad: Tensor, rows: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None, group: str) -> Tensor | None:
     """In the backward of an eager read: what to reduce now instead of `grad`; None for nothing."""
     if type(grad) is not Tensor:
         return grad  # traced
@@ -272,7 +272,7 @@ def intercept(grad: Tensor, rows: int, dtype: torch.dtype, reduce_dtype: torch.d
     (param,) = found.zpasses_params
     entry = getattr(param, PENDING_ATTRIBUTE, None)
     window = entry.window if entry is not None else None
-    wanted = compat.will_accumulate(compat.takers(found)[0]) if window is not None else None
+    wanted = compat.will_accumulate(compat.grad_consumers(found)[0]) if window is not None else None
     if window is None or entry is None or wanted is None:
         return grad
     if not wanted:
@@ -287,7 +287,7 @@ def intercept(grad: Tensor, rows: int, dtype: torch.dtype, reduce_dtype: torch.d
     return total if reduce_dtype is not None else total.to(grad.dtype)
 
 
-def spoil(windows: Sequence[Window], reason: str) -> None:
+def mark_failed(windows: Sequence[Window], reason: str) -> None:
     """Say that a backward failed after it had begun to change what is pending."""
     for window in windows:
         window.broken = reason
@@ -321,4 +321,4 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
         window.close()  # a step before the Nth backward: reduce what there is
 
 
-set_grad_hook(intercept)
+set_grad_hook(maybe_defer_grad)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from zpasses import compat
 from zpasses.cost.routes import PIECE_BYTES
-from zpasses.pipeline.recorder import remark
+from zpasses.pipeline.recorder import runtime_note
 from zpasses.ranks.vote import exchange
 from zpasses.sdma import mori_route, symm_route
 from zpasses.sdma.platform import Platform, platform_of
@@ -143,7 +143,7 @@ def _route(group: str, device: torch.device, capacity_bytes: int, timeout_s: flo
             found = _routes[members][device.type] = route, choice
             level = logging.WARNING if isinstance(route, C10dRoute) and members.size() > 1 else logging.INFO
             log.log(level if members.rank() == 0 else logging.DEBUG, "sdma: %s", choice)
-            remark("sdma", str(choice))
+            runtime_note("sdma", str(choice))
         return found
 
 

@@ -31,7 +31,7 @@ from zpasses.errors import AgreementError
 from zpasses.ranks.vote import exchange
 from zpasses.sdma.platform import Platform, SideStream, node_name
 from zpasses.sdma.routes import Pending, Route, gathered_shape, plain, refuse_capture
-from zpasses.sdma.vote import Answer, everyone_says_yes, first_refusal, one_node, within
+from zpasses.sdma.vote import Answer, first_refusal, one_node, refusal_in, run_with_timeout
 
 __all__ = ["MoriRoute", "check", "examine", "forget", "installed_version", "is_started", "shut_down", "start"]
 
@@ -106,7 +106,7 @@ def installed_version() -> str:
 
 def check(group: str, answers: Sequence[Answer]) -> str | None:
     """Why mori is not started for the group; None if it can be. The same on every rank, since all have the same answers."""
-    reason = first_refusal(group, answers) or one_node(answers)
+    reason = refusal_in(group, answers) or one_node(answers)
     if reason is not None:
         return reason
     versions = sorted({answer["version"] for answer in answers})
@@ -143,9 +143,9 @@ def _start(group: str, platform: Platform, capacity_bytes: int, timeout_s: float
     rank, size = compat.process_group(group).rank(), len(ranks)
     unique: list[bytes] = []
     # The group's own first rank makes the id: mori's way through torch asks global rank 0, which need not be in the group.
-    failed = within(timeout_s, lambda: unique.append(bytes(shmem.shmem_get_unique_id())), platform) if rank == 0 else None
+    failed = run_with_timeout(timeout_s, lambda: unique.append(bytes(shmem.shmem_get_unique_id())), platform) if rank == 0 else None
     answers = exchange(group, "sdma: mori's unique id", {"no": failed, "id": unique[0].hex() if unique else None}, timeout_s)
-    refusal = first_refusal(group, answers)
+    refusal = refusal_in(group, answers)
     if refusal is not None:
         return f"shmem_get_unique_id: {refusal}"
     unique_id = bytes.fromhex(answers[0]["id"])
@@ -157,7 +157,7 @@ def _start(group: str, platform: Platform, capacity_bytes: int, timeout_s: float
         known = shmem.shmem_mype(), shmem.shmem_npes()
         return None if known == (rank, size) else f"this is PE {known[0]} of {known[1]}; expected {rank} of {size}"
 
-    refusal = everyone_says_yes(group, "sdma: mori's shmem_init_attr", within(timeout_s, connect, platform), timeout_s)
+    refusal = first_refusal(group, "sdma: mori's shmem_init_attr", run_with_timeout(timeout_s, connect, platform), timeout_s)
     if refusal is not None:
         return f"shmem_init_attr: {refusal}"
     handles: list[Any] = []
@@ -168,11 +168,11 @@ def _start(group: str, platform: Platform, capacity_bytes: int, timeout_s: float
             _never_destroy(handle)
             handles.append(handle)
 
-    refusal = everyone_says_yes(group, "sdma: mori's handles", within(timeout_s, make_handles, platform), timeout_s)
+    refusal = first_refusal(group, "sdma: mori's handles", run_with_timeout(timeout_s, make_handles, platform), timeout_s)
     if refusal is not None:
         return f"AllgatherSdma: {refusal}"
     engines = _Engines(tuple(ranks), min(capacity_bytes, MAX_BYTES), shmem, tuple(handles), platform.side_stream())
-    refusal = everyone_says_yes(group, "sdma: a trial of mori", within(timeout_s, lambda: _try(engines, rank), platform), timeout_s)
+    refusal = first_refusal(group, "sdma: a trial of mori", run_with_timeout(timeout_s, lambda: _try(engines, rank), platform), timeout_s)
     return engines if refusal is None else f"trial gather: {refusal}"
 
 
@@ -319,10 +319,10 @@ def shut_down(timeout_s: float, platform: Platform) -> str | None:
         engines.stream.synchronize()
 
     try:
-        refusal = everyone_says_yes(group, "sdma: leaving mori", within(timeout_s, finish, platform), timeout_s)
+        refusal = first_refusal(group, "sdma: leaving mori", run_with_timeout(timeout_s, finish, platform), timeout_s)
     except AgreementError as error:
         return str(error)
-    return refusal or within(timeout_s, engines.shmem.shmem_finalize, platform)
+    return refusal or run_with_timeout(timeout_s, engines.shmem.shmem_finalize, platform)
 
 
 def forget(reason: str | None) -> None:

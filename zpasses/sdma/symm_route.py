@@ -13,7 +13,7 @@ from torch import Tensor
 from zpasses import compat
 from zpasses.sdma.platform import Platform, node_name
 from zpasses.sdma.routes import Pending, Route, gathered_shape, plain, refuse_capture
-from zpasses.sdma.vote import Answer, everyone_says_yes, first_refusal, one_node, within
+from zpasses.sdma.vote import Answer, first_refusal, one_node, refusal_in, run_with_timeout
 
 __all__ = ["SymmRoute", "check", "examine", "start"]
 
@@ -39,14 +39,14 @@ def _obstacle(group: str) -> str | None:
 
 def check(group: str, answers: Sequence[Answer]) -> str | None:
     """Why the route is not started for the group; None if it can be. The same on every rank."""
-    return first_refusal(group, answers) or one_node(answers)
+    return refusal_in(group, answers) or one_node(answers)
 
 
 def start(group: str, platform: Platform, capacity_bytes: int, timeout_s: float) -> SymmRoute | str:
     """Try the route, and vote on what came; a reason if it cannot be taken."""
     route = SymmRoute()
-    trial = within(timeout_s, lambda: _try(route, group), platform)
-    refusal = everyone_says_yes(group, "sdma: a trial of symmetric memory", trial, timeout_s)
+    trial = run_with_timeout(timeout_s, lambda: _try(route, group), platform)
+    refusal = first_refusal(group, "sdma: a trial of symmetric memory", trial, timeout_s)
     return route if refusal is None else f"trial gather: {refusal}"
 
 

@@ -15,22 +15,22 @@ from zpasses import compat
 from zpasses.ranks.vote import exchange
 from zpasses.sdma.platform import Platform
 
-__all__ = ["everyone_says_yes", "first_refusal", "one_node", "within"]
+__all__ = ["first_refusal", "one_node", "refusal_in", "run_with_timeout"]
 
 Answer = dict[str, Any]
 """A rank's answer; "no" holds its reason to refuse, or None."""
 
 
-def everyone_says_yes(group: str, question: str, no: str | None, timeout_s: float) -> str | None:
+def first_refusal(group: str, question: str, no: str | None, timeout_s: float) -> str | None:
     """None if no rank of the group refuses, else the first refusal; the same on every rank.
 
     Raises:
         AgreementError: on every rank, when one of them does not answer within `timeout_s` seconds.
     """
-    return first_refusal(group, exchange(group, question, {"no": no}, timeout_s))
+    return refusal_in(group, exchange(group, question, {"no": no}, timeout_s))
 
 
-def first_refusal(group: str, answers: Sequence[Answer]) -> str | None:
+def refusal_in(group: str, answers: Sequence[Answer]) -> str | None:
     for rank, answer in zip(compat.group_ranks(group), answers, strict=True):
         if answer["no"]:
             return f"rank {rank}: {answer['no']}"
@@ -47,7 +47,7 @@ def one_node(answers: Sequence[Answer]) -> str | None:
     return None
 
 
-def within(timeout_s: float, work: Callable[[], str | None], platform: Platform) -> str | None:
+def run_with_timeout(timeout_s: float, work: Callable[[], str | None], platform: Platform) -> str | None:
     """Do something that may hang or fail, in another thread.
 
     Returns:

@@ -20,7 +20,7 @@ from zpasses.dumps.recorders import recorders_for
 from zpasses.errors import AgreementError, OptionError
 from zpasses.graph.tags import Tag, add_tag, tag_of
 from zpasses.option_values import build
-from zpasses.pipeline.observers import GraphLog, announce
+from zpasses.pipeline.observers import GraphLog, notify_observers
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Pass, catalogue
 from zpasses.pipeline.recorder import Recorders, recorded_passes
@@ -73,14 +73,14 @@ def pack_parameters(
 
     Args:
         tensors: strided tensors of any shapes, dtypes and strides, on the host or the device, none on meta. One that is listed twice
-            (a tied parameter) is laid down once. Emptied if `options` says `frees_inputs`, so that the tensors die as they are read.
+            (a tied parameter) is laid down once. Emptied if `options` says `donate_inputs`, so that the tensors die as they are read.
         device: where the buffers belong; None is where the first tensor is.
         group: process group whose ranks call this together, with tensors of the same sizes: they take the same tier. "" if none do.
         replicated: the ranks' tensors are equal, so that each may flatten a part and gather the rest from the others.
         align_bytes: every tensor, and the end of a buffer, lies at a multiple of this many bytes.
         reserve: elements to keep for each tensor, where that is more than it has: the rest is zeros.
         names: what the graph calls the tensors, for whoever looks at it.
-        options: further options of the pass `flatten-on-device`, by name: tier, headroom, free_bytes, frees_inputs, timeout_s, device.
+        options: further options of the pass `flatten-on-device`, by name: tier, headroom, free_bytes, donate_inputs, timeout_s, device.
 
     Returns:
         One Flat for each dtype, in the order in which dtypes first appear. Nothing in it requires gradients.
@@ -108,10 +108,10 @@ def pack_parameters(
             report_failure([group], _NAME, error)
         raise
     choices = [_choice(node) for node in _outputs(graph.graph)]
-    announce(GraphLog(_NAME, "pack", graph.graph, records))
+    notify_observers(GraphLog(_NAME, "pack", graph.graph, records))
     arguments = [tensor.detach() for tensor in unique]
     shapes = [tensor.shape for tensor in unique]
-    if given.get("frees_inputs"):
+    if given.get("donate_inputs"):
         tensors.clear()
     del unique
     buffers = _run(graph, arguments)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from zpasses import compat
 from zpasses.graph.ops import rows_per_rank
 
-__all__ = ["FaithfulEdits"]
+__all__ = ["DTensorInplaceMode"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Copy:
     kwargs: dict[str, Any]
 
 
-class FaithfulEdits(compat.TorchDispatchMode):
+class DTensorInplaceMode(compat.TorchDispatchMode):
     """Inside, edits in place of DTensors that are sharded over one mesh dimension do what they do to a full tensor."""
 
     def __init__(self) -> None:

@@ -23,24 +23,24 @@ from zpasses.errors import ShardingError
 from zpasses.graph.ops import rows_per_rank
 from zpasses.runtime.local_shards import local_shard
 from zpasses.runtime.windows import PENDING_ATTRIBUTE, pending_of
-from zpasses.sharding.inplace import FaithfulEdits
+from zpasses.sharding.inplace import DTensorInplaceMode
 
 __all__ = [
     "GatheredCopy",
-    "Read",
+    "ParamShardSpec",
     "ShardedModule",
     "as_shard",
-    "cut",
-    "own_rows",
+    "local_rows",
+    "local_shards",
+    "shard_tensor",
     "sharded_class",
     "sharded_parameters",
-    "shards",
     "with_plain_inputs",
 ]
 
 
 @dataclass(frozen=True)
-class Read:
+class ParamShardSpec:
     """How one parameter of a module is sharded and read."""
 
     name: str
@@ -53,16 +53,16 @@ class Read:
     """Reduce gradients in this dtype; None keeps the gradient's."""
 
 
-def cut(param: Tensor, mesh: DeviceMesh) -> DTensor:
+def shard_tensor(param: Tensor, mesh: DeviceMesh) -> DTensor:
     """This rank's block of rows as a DTensor: a copy, so that the full tensor can be freed.
 
     Args:
         param: the full parameter, the same on every rank (nothing is communicated). 0-dimensional ones are kept whole.
     """
-    return as_shard(own_rows(param, mesh).clone(memory_format=torch.contiguous_format), param.shape, mesh)
+    return as_shard(local_rows(param, mesh).clone(memory_format=torch.contiguous_format), param.shape, mesh)
 
 
-def own_rows(param: Tensor, mesh: DeviceMesh) -> Tensor:
+def local_rows(param: Tensor, mesh: DeviceMesh) -> Tensor:
     """This rank's block of rows, a view without autograd; all of a 0-dimensional parameter."""
     full = param.detach()
     if full.dim() == 0:
@@ -95,7 +95,7 @@ class GatheredCopy(Tensor):
         if target is not None and not compat.is_tracing():
             raise ShardingError(
                 f"{_name(func)} would write to {target._label}, which is sharded: what was read is a gathered copy, and the write "
-                "would be lost (its gradient lives on the shards as well). Use the shards: `with zpasses.shards(model): ...` makes "
+                "would be lost (its gradient lives on the shards as well). Use the shards: `with zpasses.local_shards(model): ...` makes "
                 "every parameter read return its DTensor, and model.parameters() always does. (model.apply and reset_parameters do "
                 "so themselves.)"
             )
@@ -156,7 +156,7 @@ def with_plain_inputs(compiled: Callable[..., Any], example_inputs: Sequence[Any
             values[i] = values[i].as_subclass(Tensor)
         return compiled(*values)
 
-    return compat.undynamo(run)
+    return compat.dynamo_disable(run)
 
 
 def _guard_views(result: Any, source: GatheredCopy) -> Any:
@@ -167,7 +167,7 @@ def _guard_views(result: Any, source: GatheredCopy) -> Any:
     return result
 
 
-def _reader(read: Read, class_name: str) -> property:
+def _reader(read: ParamShardSpec, class_name: str) -> property:
     name, param_dtype, reduce_dtype = read.name, read.param_dtype, read.reduce_dtype
     group, label = read.group_name, f"parameter {read.name!r} of a {class_name}"
 
@@ -189,7 +189,7 @@ def _reader(read: Read, class_name: str) -> property:
 class ShardedModule(nn.Module):
     """What a module with sharded parameters also is; `reads` says how each is sharded."""
 
-    _zpasses_reads: dict[str, Read]
+    _zpasses_reads: dict[str, ParamShardSpec]
     _zpasses_base: type[nn.Module]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -206,7 +206,7 @@ class ShardedModule(nn.Module):
             value = state_dict.get(prefix + name)
             current = self._parameters.get(name)
             if isinstance(value, Tensor) and not isinstance(value, DTensor) and current is not None and value.shape == current.shape:
-                state_dict[prefix + name] = cut(value, read.mesh)
+                state_dict[prefix + name] = shard_tensor(value, read.mesh)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedModule:
@@ -221,7 +221,7 @@ class ShardedModule(nn.Module):
         """As nn.Module.apply; `fn` sees this module's parameters as DTensors, so that initialisers work on the shards."""
         for child in self.children():
             child.apply(fn)
-        with shards(self, recurse=False):
+        with local_shards(self, recurse=False):
             fn(self)
         return self
 
@@ -239,14 +239,14 @@ class _Namespace:
         self.__dict__.update(values)
 
 
-def _as_sharded(param: nn.Parameter, read: Read) -> nn.Parameter:
+def _as_sharded(param: nn.Parameter, read: ParamShardSpec) -> nn.Parameter:
     if not isinstance(param, DTensor):
         if param.device.type not in (read.mesh.device_type, "meta"):
             raise ShardingError(
                 f"assigned to {read.name!r}: a parameter on {param.device.type}, but its mesh is on {read.mesh.device_type}. "
                 f"Move it first: value.to({read.mesh.device_type!r})."
             )
-        return nn.Parameter(cut(param, read.mesh), requires_grad=param.requires_grad)
+        return nn.Parameter(shard_tensor(param, read.mesh), requires_grad=param.requires_grad)
     expected: Placement = Shard(0) if param.dim() else Replicate()
     if param.device_mesh != read.mesh or param.placements != (expected,):
         raise ShardingError(
@@ -259,14 +259,14 @@ def _as_sharded(param: nn.Parameter, read: Read) -> nn.Parameter:
 def _reset(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def reset_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with shards(self):
+        with local_shards(self):
             return original(self, *args, **kwargs)
 
     return reset_parameters
 
 
 @functools.cache
-def sharded_class(base: type[Any], reads: tuple[Read, ...]) -> type[Any]:
+def sharded_class(base: type[Any], reads: tuple[ParamShardSpec, ...]) -> type[Any]:
     """The class of a module of class `base` with these parameters sharded: same name, a subclass of `base`.
 
     Modules that are alike share one class, so that compiled code for one block serves all blocks.
@@ -292,7 +292,7 @@ def sharded_parameters(model: nn.Module) -> list[DTensor]:
 
 
 @contextlib.contextmanager
-def shards(model: nn.Module, *, recurse: bool = True) -> Iterator[nn.Module]:
+def local_shards(model: nn.Module, *, recurse: bool = True) -> Iterator[nn.Module]:
     """Inside, parameter reads return the DTensor shards instead of gathered copies: for initialisers and surgery.
 
     Initialisers give what they give on an unsharded model, if every rank is seeded alike. (Random numbers on accelerators are the
@@ -309,7 +309,7 @@ def shards(model: nn.Module, *, recurse: bool = True) -> Iterator[nn.Module]:
             if isinstance(module, ShardedModule):
                 exposed.append((module, type(module)))
                 module.__class__ = type(module)._zpasses_base  # type: ignore[assignment]
-        with FaithfulEdits() if exposed else contextlib.nullcontext():
+        with DTensorInplaceMode() if exposed else contextlib.nullcontext():
             yield model
     finally:
         for module, cls in exposed:

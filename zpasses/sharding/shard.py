@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.runtime.param_cache import forget
-from zpasses.runtime.windows import count_together
-from zpasses.sharding.module import Read, ShardedModule, as_shard, cut, own_rows, sharded_class, sharded_parameters
+from zpasses.runtime.windows import register_step_window
+from zpasses.sharding.module import ParamShardSpec, ShardedModule, as_shard, local_rows, shard_tensor, sharded_class, sharded_parameters
 from zpasses.sharding.packing import check_pack_mb, lay_out, next_batch
 
 __all__ = ["invalidate", "pack_shards", "shard"]
@@ -44,7 +44,7 @@ def shard(
     full copy.
 
     Call it before the optimizer is built, on a model on the mesh's device or on meta (then `to_empty` and an initialiser that runs on
-    the shards: `model.apply(fn)`, `reset_parameters()`, or anything inside `zpasses.shards(model)`). Calls on submodules may differ
+    the shards: `model.apply(fn)`, `reset_parameters()`, or anything inside `zpasses.local_shards(model)`). Calls on submodules may differ
     in dtype and mesh; a later call on the whole model shards the rest.
 
     Args:
@@ -71,19 +71,19 @@ def shard(
     _check_parameters(places, params, mesh, pack_mb)
 
     group = compat.group_name(mesh.get_group())
-    reads: dict[nn.Module, list[Read]] = {}
+    reads: dict[nn.Module, list[ParamShardSpec]] = {}
     while params:
         batch = next_batch(params, mesh, pack_mb)
         for key, made in _shard_parameters(batch, places, mesh, pack_mb).items():
             for _, module, name in places.pop(key):
                 module._parameters[name] = made
                 floating = made.is_floating_point()
-                read = Read(name, mesh, group, param_dtype if floating else None, reduce_dtype if floating else None)
+                read = ParamShardSpec(name, mesh, group, param_dtype if floating else None, reduce_dtype if floating else None)
                 reads.setdefault(module, []).append(read)
         batch.clear()  # the full parameters die here
     for module, own in reads.items():
         _swap_class(module, own)
-    count_together([(module, read.name) for module, own in reads.items() for read in own])
+    register_step_window([(module, read.name) for module, own in reads.items() for read in own])
     return model
 
 
@@ -158,11 +158,11 @@ def _shard_parameters(batch: Sequence[nn.Parameter], places: _Places, mesh: Devi
     made = {id(param): _sharded_earlier(param) for param in batch}
     todo = [param for param in batch if made[id(param)] is None]
     if pack_mb is None:
-        cuts = [cut(param, mesh) for param in todo]
+        cuts = [shard_tensor(param, mesh) for param in todo]
     else:
         shapes = [param.shape for param in todo]
         names = [places[id(param)][0][0] for param in todo]
-        rows = lay_out([own_rows(param, mesh) for param in todo], shapes, names, mesh)
+        rows = lay_out([local_rows(param, mesh) for param in todo], shapes, names, mesh)
         cuts = [as_shard(own, shape, mesh) for own, shape in zip(rows, shapes, strict=True)]
     for param, sharded in zip(todo, cuts, strict=True):
         made[id(param)] = _as_parameter(sharded, param)
@@ -183,7 +183,7 @@ def _sharded_earlier(param: nn.Parameter) -> nn.Parameter | None:
     return known
 
 
-def _swap_class(module: nn.Module, added: list[Read]) -> None:
+def _swap_class(module: nn.Module, added: list[ParamShardSpec]) -> None:
     earlier = tuple(module._zpasses_reads.values()) if isinstance(module, ShardedModule) else ()
     base: type[Any] = module._zpasses_base if isinstance(module, ShardedModule) else type(module)
     module.__class__ = sharded_class(base, (*earlier, *added))  # type: ignore[arg-type]

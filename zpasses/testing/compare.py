@@ -65,7 +65,8 @@ def assert_equal_bits(
         reference: the graph before the pass, for all ranks or one a rank.
         rewritten: the graph after it.
         inputs: one list of inputs a rank.
-        groups, semantics: as for `simulate`.
+        groups: as for `simulate`.
+        semantics: as for `simulate`.
 
     Returns:
         What the rewritten graphs' ranks did.

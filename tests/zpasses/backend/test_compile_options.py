@@ -44,7 +44,7 @@ def test_elementwise_results_are_recomputed_where_parameters_are_gathered_again(
     assert wide(backward_of(**options, recompute_elementwise=saved != 1)) == 3 - saved
 
 
-ROOMY = "merge-reads,gather-params,reduce-grads,regather,bucket{memory_budget=1GiB}"
+ROOMY = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{memory_budget=1GiB}"
 SLOW_LAUNCH = "cpu,launch_us=1000000"
 SLOW_MEMORY = "cpu,launch_us=0.001,hop_us=0.001,network_hop_us=0.001,memory_gb_s=0.001"
 

@@ -68,7 +68,7 @@ def test_warm_caches_give_the_code_of_the_options_at_hand(tmp_path):
     for options, expected in [
         ({"zero_stage": 2}, {"gloo_all_gather": 2, "gloo_all_gather_coalesced": 1, "all_reduce_": 3}),
         (
-            {"pipeline": "gather-params,reduce-grads{form=reduce_scatter},regather"},
+            {"pipeline": "gather-params,reduce-grads{form=reduce_scatter},reshard-after-forward"},
             {"gloo_all_gather": 5, "reduce_scatter_tensor": 4},
         ),
     ]:

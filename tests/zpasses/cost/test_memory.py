@@ -10,13 +10,13 @@ from torch import fx
 import zpasses
 from tests.graphs import Param, joint, rewritten
 from zpasses import compat
-from zpasses.cost.memory import liveness, overwriting, saved_for_backward, scratch_bytes
+from zpasses.cost.memory import liveness, reinplaceable_all_reduces, saved_for_backward, scratch_bytes
 from zpasses.graph.nodes import collective_of, is_wait
 from zpasses.graph.tags import Tag, add_tag
-from zpasses.passes import GatherParams, KeepParams, ReduceGrads
+from zpasses.passes import CacheParams, GatherParams, ReduceGrads
 from zpasses.passes.bucket import Bucket
 from zpasses.pipeline.observers import observe_graphs
-from zpasses.runtime.codegen import uncompiled
+from zpasses.runtime.codegen import eager_codegen
 from zpasses.testing import fake_world
 from zpasses.tools.bench.measure import MemoryProfile
 from zpasses.tools.bench.model import ModelSize, batches, build_model
@@ -207,7 +207,7 @@ def test_an_all_reduce_leaves_alone_what_others_need(case):
         started, reduced = _all_reduced(given, item)
         later = {"read later": a, "a view is read later": half}.get(case, reduced)
         given.graph.output((given.call(aten.cos.default, later), reduced, *([a] if case == "returned" else [])))
-        assert started not in overwriting(given.graph)
+        assert started not in reinplaceable_all_reduces(given.graph)
         assert any(buffer.node is started for buffer in liveness(given.graph).buffers)
 
 
@@ -216,7 +216,7 @@ def test_code_without_a_compiler_reduces_in_place_and_leaves_the_graph_as_it_is(
     with fake_world(2):
         gm = rewritten(joint([Param((4, 2)), Param((6, 2))], 0, 2), ReduceGrads("all_reduce"), Bucket(mode=form, memory_budget="1GiB"))
         before = [node.target for node in gm.graph.nodes]
-        source = uncompiled(gm, []).__closure__[0].cell_contents.__self__.code
+        source = eager_codegen(gm, []).__closure__[0].cell_contents.__self__.code
     assert "all_reduce_" + ("coalesced_" if form == "coalesced" else "") + ".default" in source
     assert [node.target for node in gm.graph.nodes] == before
 
@@ -224,7 +224,7 @@ def test_code_without_a_compiler_reduces_in_place_and_leaves_the_graph_as_it_is(
 def test_kept_parameters_live_to_the_end():
     with fake_world(2):
         gathered = rewritten(joint([Param((6, 2))], 0, 2), GatherParams())
-        kept = rewritten(gathered, KeepParams())
+        kept = rewritten(gathered, CacheParams())
     assert liveness(kept.graph).live_bytes[-1] - liveness(gathered.graph).live_bytes[-1] == 48
 
 
@@ -254,10 +254,10 @@ def test_an_empty_graph_takes_nothing():
 SIZE = ModelSize(width=128, layers=2, heads=4, vocab=256, seq=64, batch=4)
 
 
-LARGE = "bucket{mb=1,memory_budget=1GiB},overlap"
+LARGE = "bucket{cap_mb=1,memory_budget=1GiB},overlap"
 
 
-@pytest.mark.parametrize("last", ["keep-params", f"regather,{LARGE}"])
+@pytest.mark.parametrize("last", ["cache-params", f"reshard-after-forward,{LARGE}"])
 def test_the_model_s_peaks_are_what_a_step_allocates(last):
     graphs = {}
     options = {"pipeline": f"merge-reads,gather-params,reduce-grads,{last}", "codegen": "eager", "agreement": False}

@@ -4,7 +4,7 @@ import pytest
 
 import zpasses
 from zpasses import OptionError
-from zpasses.cost.target import TARGETS, Target, current_target, planning_for, target_of
+from zpasses.cost.target import TARGETS, Target, current_target, target_of, use_target
 from zpasses.passes import GatherParams
 
 
@@ -101,9 +101,9 @@ def test_a_process_without_an_accelerator_is_a_cpu(monkeypatch):
 
 def test_a_compile_plans_for_its_own_target_only_while_it_lasts(monkeypatch):
     monkeypatch.setenv("ZPASSES_TARGET", "a100")
-    with planning_for(TARGETS["mi300x"]):
+    with use_target(TARGETS["mi300x"]):
         assert current_target().name == "mi300x"
-        with planning_for(None):
+        with use_target(None):
             assert current_target().name == "a100"
     assert current_target().name == "a100"
 
@@ -114,6 +114,6 @@ def test_uuid_of_a_pass_changes_with_the_target(monkeypatch):
         monkeypatch.setenv("ZPASSES_TARGET", text)
         uuids.add(GatherParams().uuid())
         monkeypatch.delenv("ZPASSES_TARGET")
-        with planning_for(Target.parse(text)):
+        with use_target(Target.parse(text)):
             uuids.add(GatherParams().uuid())
     assert len(uuids) == 3

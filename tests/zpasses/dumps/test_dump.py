@@ -14,7 +14,7 @@ from torch import nn
 
 import zpasses
 from zpasses import Level, Pass, PassError, Pipeline, compat
-from zpasses.dumps import DumpError, DumpPathError, NewerDumpError, NotADumpError, read
+from zpasses.dumps import DumpError, DumpPathError, DumpVersionError, NotADumpError, read
 from zpasses.errors import OptionError
 from zpasses.testing import fake_world
 
@@ -55,13 +55,19 @@ def test_a_dump_holds_every_graph_before_and_after_every_pass(tmp_path):
     assert (found.name, found.info.state, found.error) == ("0/0", "done", None)
     assert list(found.graphs) == ["captured", "joint", "forward", "backward", "backward.variant0"]
     joint = found.graphs["joint"]
-    assert [step.after for step in joint.steps] == [None, "merge-reads{hold_mb=1.0}", "gather-params", "reduce-grads", "regather"]
+    assert [step.after for step in joint.steps] == [
+        None,
+        "merge-reads{max_hold_mb=1.0}",
+        "gather-params",
+        "reduce-grads",
+        "reshard-after-forward",
+    ]
     assert [step.number for step in joint.steps[:2]] == [1, 1]  # nothing is read twice, so merge-reads left the graph alone
     for step in joint.steps[1:]:
         assert step.run.changes == (step.number != 1) * step.run.changes
         assert step.run.after.nodes == len(step.snapshot.nodes)
         assert step.run.checks == (("lint", "values", "waits", "tags") if step.run.changes else ("unchanged",))
-    assert joint.steps[1].run.options == {"hold_mb": 1.0}
+    assert joint.steps[1].run.options == {"max_hold_mb": 1.0}
     bucketed = next(step.run for step in found.graphs["backward"].steps if step.run and step.run.name == "bucket")
     assert bucketed.notes[0].startswith("bucket: ")
     assert "of 4 reductions in" in bucketed.notes[0]
@@ -218,7 +224,7 @@ def test_a_compile_that_fails_behind_the_passes_says_where(tmp_path, monkeypatch
         train({"zero_stage": 3, "dump": tmp_path})
     found = only_compile(tmp_path)
     assert (found.info.state, found.error.type, found.error.where) == ("failed", "ZeroDivisionError", "compile")
-    assert found.graphs["joint"].last.after == "regather"
+    assert found.graphs["joint"].last.after == "reshard-after-forward"
 
 
 def test_places_where_no_dump_can_be_are_refused_with_what_to_do(tmp_path):
@@ -227,8 +233,10 @@ def test_places_where_no_dump_can_be_are_refused_with_what_to_do(tmp_path):
     (tmp_path / "full" / "thesis.tex").write_text("")
     (tmp_path / "newer").mkdir()
     (tmp_path / "newer" / "zpasses-dump.json").write_text('{"format": "zpasses-dump", "version": 99}')
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older" / "zpasses-dump.json").write_text('{"format": "zpasses-dump", "version": 1}')
     (tmp_path / "linked").mkdir()
-    (tmp_path / "linked" / "zpasses-dump.json").write_text('{"format": "zpasses-dump", "version": 1}')
+    (tmp_path / "linked" / "zpasses-dump.json").write_text('{"format": "zpasses-dump", "version": 2}')
     (tmp_path / "linked" / "rank0").symlink_to(tmp_path / "full")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "zpasses-dump.json").symlink_to(tmp_path / "linked" / "zpasses-dump.json")
@@ -237,7 +245,8 @@ def test_places_where_no_dump_can_be_are_refused_with_what_to_do(tmp_path):
         ("file", DumpPathError, "is a file"),
         ("file/below", DumpPathError, "is a file or lies below one"),
         ("full", NotADumpError, r"holds 'thesis.tex' and no dump"),
-        ("newer", NewerDumpError, "version 99"),
+        ("newer", DumpVersionError, "version 99"),
+        ("older", DumpVersionError, "version 1; this zpasses writes version 2"),
         ("linked", DumpPathError, "symbolic link"),
     ]:
         with pytest.raises(Exception, match=text) as caught:
@@ -276,7 +285,7 @@ def test_a_full_disk_ends_the_dump_and_not_the_training(tmp_path, monkeypatch, c
     assert "is incomplete: [Errno 28] No space left" in caplog.text
     found = only_compile(tmp_path)
     assert found.info.state == "compiling"
-    assert [step.after for step in found.graphs["joint"].steps] == [None, "merge-reads{hold_mb=1.0}"]
+    assert [step.after for step in found.graphs["joint"].steps] == [None, "merge-reads{max_hold_mb=1.0}"]
 
 
 # --- without -----------------------------------------------------------------------------------------------------------------------
@@ -312,7 +321,7 @@ def test_torchs_structured_trace_gets_the_graphs_of_every_pass(monkeypatch):
         "joint_before_joint_passes",
         "joint_after_gather-params",
         "joint_after_reduce-grads",
-        "joint_after_regather",
+        "joint_after_reshard-after-forward",
     ]
     assert "all_gather_into_tensor" in artifacts["zpasses_02_joint_after_gather-params"]
     assert "all_gather_into_tensor" not in artifacts["zpasses_01_joint_before_joint_passes"]

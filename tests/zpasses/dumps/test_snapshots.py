@@ -12,7 +12,7 @@ from torch import fx, nn
 from tests.graphs import Param, few, joint, param_lists
 from tests.roundtrip import round_trip, write_snapshot
 from zpasses.cost.step_time import Timeline
-from zpasses.cost.target import TARGETS, planning_for
+from zpasses.cost.target import TARGETS, use_target
 from zpasses.dumps import DamagedDumpError, Limits
 from zpasses.dumps.describe import Describer
 from zpasses.dumps.format import Ref, Text
@@ -21,7 +21,7 @@ from zpasses.pipeline.observers import observe_graphs
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.testing import capture_graphs, fake_world
 
-ZERO3 = Pipeline.parse("merge-reads,gather-params,reduce-grads,regather")
+ZERO3 = Pipeline.parse("merge-reads,gather-params,reduce-grads,reshard-after-forward")
 
 
 @given(params=param_lists(), rank=st.integers(0, 2))
@@ -108,8 +108,8 @@ def test_gathers_by_copy_engines_have_their_route_and_the_times_that_the_pass_co
         target = TARGETS["mi300x"]
         trace = Describer(target).trace("joint")
         before = trace.snapshot(gm.graph, 0)
-        with planning_for(target):
-            Pipeline.parse("sdma{min_mb=0,overlap=0}")(gm.graph)
+        with use_target(target):
+            Pipeline.parse("sdma{min_mb=0,min_hidden=0}")(gm.graph)
         after = trace.snapshot(gm.graph, 1)
         expected = Timeline(gm.graph, target).run().collective_us
     swapped = [node for node in after.nodes if node.collective and node.collective.kind == "sdma_all_gather"]

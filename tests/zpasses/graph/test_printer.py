@@ -4,15 +4,15 @@ from torch import nn
 
 from tests.graphs import Param, expect_listing, joint, rewritten
 from zpasses.graph.tags import retag, tagged
-from zpasses.passes import GatherParams, Regather
+from zpasses.passes import GatherParams, ReshardAfterForward
 from zpasses.testing import capture_graphs, fake_world, listing, trace_joint
 
 
 def test_values_tags_and_marks_stand_behind_the_code():
     with fake_world(2):
-        gm = rewritten(joint([Param((4, 2), param_dtype=torch.bfloat16)], 0, 2), GatherParams(), Regather())
+        gm = rewritten(joint([Param((4, 2), param_dtype=torch.bfloat16)], 0, 2), GatherParams(), ReshardAfterForward())
     ((full, _),) = tagged(gm.graph, "full")
-    retag(full, retained=True, bucket=3)
+    retag(full, cached=True, bucket=3)
     expect_listing(
         listing(gm),
         """\
@@ -21,7 +21,7 @@ primals_2: bf16[4, 2]
 tangents_1: bf16[4, 2]
 _to_copy_default = _to_copy(primals_1, dtype=bf16)                                 # bf16[2, 2]; gather_input: p0; recomputed
 all_gather_into_tensor_default = all_gather_into_tensor(_to_copy_default, 2, '0')  # bf16[4, 2]; gather: p0; recomputed
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default)                  # bf16[4, 2]; full: p0 in bucket 3; retained; recomputed
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default)                  # bf16[4, 2]; full: p0 in bucket 3; cached; recomputed
 mul = mul(wait_tensor_default, primals_2)                                          # bf16[4, 2]
 mul_1 = mul(tangents_1, primals_2)                                                 # bf16[4, 2]
 reduce_grad = zpasses.reduce_grad(mul_1, 4, 2, f32, None, '0')                     # f32[2, 2]; reduce: p0

@@ -48,8 +48,8 @@ def test_foreign_metadata_is_no_tag():
 def test_retag_changes_both_copies():
     node = one_node()
     add_tag(node, Tag("gather", ("w",), 8))
-    retag(node, bucket=3, retained=True)
-    assert tag_of(node) == node.meta["custom"]["zpasses"] == Tag("gather", ("w",), 8, bucket=3, retained=True)
+    retag(node, bucket=3, cached=True)
+    assert tag_of(node) == node.meta["custom"]["zpasses"] == Tag("gather", ("w",), 8, bucket=3, cached=True)
 
 
 def test_retag_of_an_untagged_node_raises():

@@ -140,7 +140,7 @@ def dump_of(*graphs, rank=0, name="0/0", error=None, sources=None, **info):
 def small_dump(**more):
     """Two gathers, the second started earlier by `overlap`; `bucket` found nothing to do."""
     before, after = two_gathers(), two_gathers(early=True)
-    return dump_of(graph_of("forward", (None, before), ("bucket{mb=0}", before), ("overlap", after)), **more)
+    return dump_of(graph_of("forward", (None, before), ("bucket{cap_mb=0}", before), ("overlap", after)), **more)
 
 
 def two_groups():

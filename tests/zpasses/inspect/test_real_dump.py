@@ -37,13 +37,13 @@ def test_differences_of_passes_add_up(dump):
 
 
 def test_regather_is_seen_by_its_marks(dump):
-    difference = dump.diff_of("joint", "regather")
+    difference = dump.diff_of("joint", "reshard-after-forward")
     assert set(difference.counts) == {"remarked"}
     assert {change.detail for change in difference.changes} == {"no mark -> recomputed"}
     roles = {change.node.tag.role for change in difference.changes if change.node.tag}
     assert {"gather", "full"} <= roles
-    assert len(difference.changes) == dump.step_of("joint", "regather").run.changes
-    listed = str(dump.show("joint", "regather")).splitlines()
+    assert len(difference.changes) == dump.step_of("joint", "reshard-after-forward").run.changes
+    listed = str(dump.show("joint", "reshard-after-forward")).splitlines()
     assert sum(line.endswith(" recomputed") for line in listed) == len(difference.changes)
     assert "recomputed" not in str(dump.show("joint", "reduce-grads"))
 

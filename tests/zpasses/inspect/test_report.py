@@ -157,7 +157,7 @@ def retagged(graph, at):
 @needs_browser
 def test_marks_that_a_pass_left_are_in_the_diff_and_beside_the_node(page):
     inspection = open_dump(real_dump()[0])
-    step = inspection.step_of("joint", "regather")
+    step = inspection.step_of("joint", "reshard-after-forward")
     browser = page(inspection, f"0/joint/{step.index}/diff/")
     assert f"{step.run.changes} remarked" in one(browser, ".bar .chip.remarked").text
     one(browser, ".cell.after.remarked").click()
@@ -313,7 +313,7 @@ def test_keys_reach_everything(page):
     keys(browser, "ESCAPE")
     assert not one(browser, "body").find_element("css selector", ".detail").is_displayed()
     keys(browser, "[")
-    assert "bucket{mb=0}" in one(browser, ".nav [aria-current]").text
+    assert "bucket{cap_mb=0}" in one(browser, ".nav [aria-current]").text
 
 
 # --- hostile and large -------------------------------------------------------------------------------------------------------------

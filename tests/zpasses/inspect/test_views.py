@@ -24,11 +24,11 @@ Rank 0 was dumped.
 Compile 0/0 (000-0_0): done, codegen eager, target cpu
 pipeline: overlap
 
-graph      step  after           changes    nodes    collectives    bytes put in    pass    checks  notes
--------  ------  ------------  ---------  -------  -------------  --------------  ------  --------  -------
-forward       0  -                             10              2            64 B
-              1  bucket{mb=0}          0       10              2            64 B  1.5 ms    250 us
-              2  overlap               1       10              2            64 B  1.5 ms    250 us""",
+graph      step  after               changes    nodes    collectives    bytes put in    pass    checks  notes
+-------  ------  ----------------  ---------  -------  -------------  --------------  ------  --------  -------
+forward       0  -                                 10              2            64 B
+              1  bucket{cap_mb=0}          0       10              2            64 B  1.5 ms    250 us
+              2  overlap                   1       10              2            64 B  1.5 ms    250 us""",
     )
 
 
@@ -118,11 +118,11 @@ def test_memory_before_and_after_each_pass():
         shown
         == """\
 0/0 forward
-  step  after           peak    change  at node
-------  ------------  ------  --------  ---------
-     0  -              256 B         =  mm_1
-     1  bucket{mb=0}   256 B         =  mm_1
-     2  overlap        320 B    +25.0%  mm
+  step  after               peak    change  at node
+------  ----------------  ------  --------  ---------
+     0  -                  256 B         =  mm_1
+     1  bucket{cap_mb=0}   256 B         =  mm_1
+     2  overlap            320 B    +25.0%  mm
 
 after overlap:
    ▄▄▇█▅▇▂  320 B
@@ -244,7 +244,7 @@ def test_what_is_not_there_is_answered_with_what_is(ask, message):
 
 def test_steps_are_found_by_name_text_and_number():
     inspection = Inspection(small_dump())
-    assert [inspection.step_of("forward", after).index for after in ("bucket", "bucket{mb=0}", "1", 1, None, "overlap")] == [
+    assert [inspection.step_of("forward", after).index for after in ("bucket", "bucket{cap_mb=0}", "1", 1, None, "overlap")] == [
         1,
         1,
         1,

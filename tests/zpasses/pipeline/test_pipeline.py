@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.graphs import Param, joint
 from zpasses import Level, OptionError, Pass, PassError, Pipeline
 from zpasses.option_values import field_types
-from zpasses.passes import ZERO3, Bucket, GatherParams, KeepParams, MergeReads, Overlap, ReduceGrads, Regather
+from zpasses.passes import ZERO3, Bucket, CacheParams, GatherParams, MergeReads, Overlap, ReduceGrads, ReshardAfterForward
 from zpasses.pipeline.pipeline import catalogue, describe_records, run_passes
 from zpasses.testing import fake_world, listing, trace_joint
 
@@ -48,19 +48,19 @@ def small():
 
 # --- text -------------------------------------------------------------------------------------------------------------------------
 def test_text_is_read_as_passes_with_options():
-    parsed = Pipeline.parse("merge-reads{hold_mb=2}, gather-params ,reduce-grads{form=all_reduce}")
-    assert parsed.passes == (MergeReads(hold_mb=2.0), GatherParams(), ReduceGrads("all_reduce"))
+    parsed = Pipeline.parse("merge-reads{max_hold_mb=2}, gather-params ,reduce-grads{form=all_reduce}")
+    assert parsed.passes == (MergeReads(max_hold_mb=2.0), GatherParams(), ReduceGrads("all_reduce"))
 
 
 def test_only_options_that_differ_from_their_defaults_are_written():
     assert (
         str(Pipeline((MergeReads(), MergeReads(2.0), ReduceGrads("all_reduce"))))
-        == "merge-reads,merge-reads{hold_mb=2.0},reduce-grads{form=all_reduce}"
+        == "merge-reads,merge-reads{max_hold_mb=2.0},reduce-grads{form=all_reduce}"
     )
 
 
 def test_named_pipeline_stands_for_its_passes():
-    assert Pipeline.parse("zero3,keep-params").passes == (*ZERO3.passes, KeepParams())
+    assert Pipeline.parse("zero3,cache-params").passes == (*ZERO3.passes, CacheParams())
 
 
 @pytest.mark.parametrize("text", ["", "  "])
@@ -71,19 +71,19 @@ def test_empty_text_is_the_empty_pipeline(text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("gather-param", r"no pass is called 'gather-param'. Did you mean \"gather-params\"\? Known: bucket, defer-reduction, flatten"),
+        ("gather-param", r"no pass is called 'gather-param'. Did you mean \"gather-params\"\? Known: bucket, cache-params, defer-reduction, flatten"),
         ("zebra", r"no pass is called 'zebra'"),
-        ("merge-reads{hold=2}", r"pass 'merge-reads' has no option 'hold'. Did you mean \"hold_mb\"\?"),
-        ("merge-reads{hold_mb=big}", r"pass 'merge-reads', option 'hold_mb': got 'big' \(str\); expected float or none"),
-        ("merge-reads{hold_mb=1,hold_mb=2}", r"option 'hold_mb' is given twice"),
-        ("merge-reads{hold_mb}", r"cannot read option 'hold_mb'; expected name=value"),
+        ("merge-reads{hold=2}", r"pass 'merge-reads' has no option 'hold'. Did you mean \"max_hold_mb\"\?"),
+        ("merge-reads{max_hold_mb=big}", r"pass 'merge-reads', option 'max_hold_mb': got 'big' \(str\); expected float or none"),
+        ("merge-reads{max_hold_mb=1,max_hold_mb=2}", r"option 'max_hold_mb' is given twice"),
+        ("merge-reads{max_hold_mb}", r"cannot read option 'max_hold_mb'; expected name=value"),
         (
-            "zero3{hold_mb=1}",
-            r"'zero3' is a named pipeline, which takes no options; name its passes: merge-reads\{hold_mb=1.0\},gather-params",
+            "zero3{max_hold_mb=1}",
+            r"'zero3' is a named pipeline, which takes no options; name its passes: merge-reads\{max_hold_mb=1.0\},gather-params",
         ),
         ("gather-params,", r"cannot read 'gather-params,'; expected passes separated by commas"),
-        ("gather-params regather", r"cannot read 'gather-params regather'"),
-        ("merge-reads{hold_mb=1", r"cannot read"),
+        ("gather-params reshard-after-forward", r"cannot read 'gather-params reshard-after-forward'"),
+        ("merge-reads{max_hold_mb=1", r"cannot read"),
         ("{}", r"cannot read"),
     ],
 )
@@ -96,8 +96,8 @@ PASSES = st.one_of(
     st.builds(MergeReads, st.one_of(st.none(), st.floats(0, 1e6, allow_nan=False))),
     st.just(GatherParams()),
     st.builds(ReduceGrads, st.sampled_from(["auto", "reduce_scatter", "all_reduce"])),
-    st.just(Regather()),
-    st.just(KeepParams()),
+    st.just(ReshardAfterForward()),
+    st.just(CacheParams()),
     st.builds(
         Bucket, st.floats(0, 1e6, allow_nan=False), st.sampled_from(["auto", "coalesced", "flat"]), st.sampled_from(["5%", "300MiB"])
     ),
@@ -128,7 +128,7 @@ def entry_points(monkeypatch):
 def test_every_pass_of_the_catalogue_is_found_under_its_name():
     known = catalogue()
     assert {name for name, entry in known.items() if isinstance(entry, type)} >= {
-        each.name for each in (MergeReads, GatherParams, ReduceGrads, Regather, KeepParams)
+        each.name for each in (MergeReads, GatherParams, ReduceGrads, ReshardAfterForward, CacheParams)
     }
     assert all(entry.name == name for name, entry in known.items() if isinstance(entry, type))
 
@@ -155,7 +155,7 @@ def test_entry_point_that_is_wrong_is_named(entry_points, points, message):
 
 # --- cache keys -------------------------------------------------------------------------------------------------------------------
 CHANGED = {
-    "hold_mb": 7.0,
+    "max_hold_mb": 7.0,
     "form": "all_reduce",
     "tier": "host",
     "group": "0",
@@ -163,15 +163,15 @@ CHANGED = {
     "headroom": 0.5,
     "align_bytes": 64,
     "free_bytes": 1,
-    "frees_inputs": True,
+    "donate_inputs": True,
     "device": "cuda",
     "timeout_s": 7.0,
-    "mb": 7.0,
+    "cap_mb": 7.0,
     "mode": "flat",
     "memory_budget": "7MiB",
-    "overlapped": True,
+    "plan_for_overlap": True,
     "min_mb": 7.0,
-    "overlap": 0.7,
+    "min_hidden": 0.7,
 }
 
 
@@ -182,7 +182,16 @@ def test_uuid_changes_with_every_option(cls):
 
 
 def test_uuids_of_passes_differ_and_stay():
-    everything = [MergeReads(), GatherParams(), ReduceGrads(), Regather(), KeepParams(), Nothing(), Nothing(2), Nothing(form="b")]
+    everything = [
+        MergeReads(),
+        GatherParams(),
+        ReduceGrads(),
+        ReshardAfterForward(),
+        CacheParams(),
+        Nothing(),
+        Nothing(2),
+        Nothing(form="b"),
+    ]
     assert len({each.uuid() for each in everything}) == len(everything)
     assert Nothing(2).uuid() == Nothing(2).uuid()
 
@@ -214,7 +223,12 @@ def test_uuid_changes_with_the_backends_of_the_process_groups():
 
 
 def test_uuid_of_a_pipeline_changes_with_its_passes_and_their_order():
-    pipelines = [Pipeline(), Pipeline((GatherParams(), Regather())), Pipeline((Regather(), GatherParams())), Pipeline((GatherParams(),))]
+    pipelines = [
+        Pipeline(),
+        Pipeline((GatherParams(), ReshardAfterForward())),
+        Pipeline((ReshardAfterForward(), GatherParams())),
+        Pipeline((GatherParams(),)),
+    ]
     assert len({each.uuid() for each in pipelines}) == 4
 
 
@@ -222,17 +236,17 @@ def test_uuid_of_a_pipeline_changes_with_its_passes_and_their_order():
 def test_pipeline_and_pass_can_be_called_on_a_graph():
     with fake_world(2):
         by_pipeline, one_by_one = small(), small()
-        Pipeline.parse("gather-params,regather")(by_pipeline.graph)
+        Pipeline.parse("gather-params,reshard-after-forward")(by_pipeline.graph)
         GatherParams()(one_by_one.graph)
-        Regather()(one_by_one.graph)
+        ReshardAfterForward()(one_by_one.graph)
     assert listing(by_pipeline) == listing(one_by_one)
     assert "all_gather_into_tensor" in listing(by_pipeline)
 
 
 def test_passes_are_taken_by_level():
-    pipeline = Pipeline((KeepParams(), GatherParams(), Regather()))
-    assert pipeline.at(Level.FORWARD) == (KeepParams(),)
-    assert pipeline.at(Level.JOINT) == (GatherParams(), Regather())
+    pipeline = Pipeline((CacheParams(), GatherParams(), ReshardAfterForward()))
+    assert pipeline.at(Level.FORWARD) == (CacheParams(),)
+    assert pipeline.at(Level.JOINT) == (GatherParams(), ReshardAfterForward())
     assert pipeline.at(Level.BACKWARD) == ()
 
 

@@ -32,7 +32,7 @@ class Branches(nn.Module):
 
 
 def compiled(model, **options):
-    by_itself = "merge-reads,gather-params,reduce-grads,regather"  # a collective a parameter, which errors can name
+    by_itself = "merge-reads,gather-params,reduce-grads,reshard-after-forward"  # a collective a parameter, which errors can name
     chosen = {"codegen": "eager", "agreement_timeout_s": LIMIT_S, "pipeline": by_itself, **options}
     return torch.compile(zpasses.shard(model, mesh=world_mesh()), backend="zpasses", options=chosen)
 

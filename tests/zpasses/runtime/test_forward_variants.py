@@ -4,10 +4,10 @@ from torch import nn
 
 from zpasses.graph.nodes import collectives
 from zpasses.graph.tags import tagged
-from zpasses.runtime.forward_variants import Slot, Variant, cut_variant, slots
+from zpasses.runtime.forward_variants import ForwardVariant, ParamSlot, cut_forward, param_slots
 from zpasses.testing import assert_equal_bits, capture_ranks, copy_graph, listing, random_inputs, simulate
 
-PIPELINE = "merge-reads,gather-params,reduce-grads,keep-params"
+PIPELINE = "merge-reads,gather-params,reduce-grads,cache-params"
 """Stage 2 without buckets, so that parameters are gathered one by one."""
 
 
@@ -33,31 +33,31 @@ def gathered(gm):
 
 
 def variants(graphs, **slots):
-    return [cut_variant(graph, Variant(**slots))[0] for graph in graphs]
+    return [cut_forward(graph, ForwardVariant(**slots))[0] for graph in graphs]
 
 
 def test_slots_name_parameters_and_dtypes_in_graph_order(graphs):
-    assert slots(graphs[0].graph) == [Slot(name, torch.float32) for name in ("up.weight", "down.weight", "scale")]
+    assert param_slots(graphs[0].graph) == [ParamSlot(name, torch.float32) for name in ("up.weight", "down.weight", "scale")]
 
 
 def test_slots_are_the_same_on_every_rank(graphs):
-    assert slots(graphs[0].graph) == slots(graphs[1].graph) == slots(graphs[2].graph)
+    assert param_slots(graphs[0].graph) == param_slots(graphs[1].graph) == param_slots(graphs[2].graph)
 
 
 def test_plain_variant_is_the_graph_itself(graphs):
-    plain, extra = cut_variant(graphs[0], Variant())
+    plain, extra = cut_forward(graphs[0], ForwardVariant())
     assert listing(plain) == listing(graphs[0])
     assert extra == []
 
 
 def test_cutting_leaves_the_graph_as_it_was(graphs):
     before = listing(graphs[0])
-    cut_variant(graphs[0], Variant(given=frozenset({0, 1, 2})))
+    cut_forward(graphs[0], ForwardVariant(given=frozenset({0, 1, 2})))
     assert listing(graphs[0]) == before
 
 
 def test_given_slot_is_an_input_and_is_not_gathered(graphs):
-    variant, extra = cut_variant(graphs[0], Variant(given=frozenset({1})))
+    variant, extra = cut_forward(graphs[0], ForwardVariant(given=frozenset({1})))
     placeholders = [node for node in variant.graph.nodes if node.op == "placeholder"]
     assert placeholders[-1].name == "kept_1"
     assert [tuple(value.shape) for value in extra] == [(6, 5)]
@@ -65,14 +65,14 @@ def test_given_slot_is_an_input_and_is_not_gathered(graphs):
 
 
 def test_given_slots_come_in_slot_order(graphs):
-    variant, extra = cut_variant(graphs[0], Variant(given=frozenset({2, 0, 1})))
+    variant, extra = cut_forward(graphs[0], ForwardVariant(given=frozenset({2, 0, 1})))
     assert [node.name for node in variant.graph.nodes if node.op == "placeholder"][-3:] == ["kept_0", "kept_1", "kept_2"]
     assert [tuple(value.shape) for value in extra] == [(5, 6), (6, 5), ()]
     assert list(collectives(variant.graph)) == []
 
 
 def test_kept_slot_is_an_output_behind_the_graph_s_own(graphs):
-    variant, extra = cut_variant(graphs[0], Variant(kept=frozenset({1})))
+    variant, extra = cut_forward(graphs[0], ForwardVariant(kept=frozenset({1})))
     returned = variant.graph.output_node().args[0]
     assert extra == []
     assert len(returned) == len(graphs[0].graph.output_node().args[0]) + 1
@@ -113,4 +113,4 @@ def test_read_in_two_dtypes_has_one_slot_as_there_is_room_for_one_copy():
     with graph.inserting_after(full):
         second = graph.call_function(torch.ops.aten._to_copy.default, (full,), {"dtype": torch.bfloat16})
     second.meta = {**full.meta, "val": full.meta["val"].to(torch.bfloat16)}
-    assert slots(graph) == [Slot("inner.weight", torch.float32)]
+    assert param_slots(graph) == [ParamSlot("inner.weight", torch.float32)]

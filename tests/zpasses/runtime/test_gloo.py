@@ -101,7 +101,9 @@ def _called(pipeline, codegen):
 
 @pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_compiled_code_calls_them(codegen):
-    single, merged = (f"gather-params,reduce-grads,regather,bucket{{mb={mb},mode=coalesced,memory_budget=1GiB}}" for mb in (0, 25))
+    single, merged = (
+        f"gather-params,reduce-grads,reshard-after-forward,bucket{{cap_mb={mb},mode=coalesced,memory_budget=1GiB}}" for mb in (0, 25)
+    )
     for pipeline, op in ((single, "zpasses::gloo_all_gather"), (merged, "zpasses::gloo_all_gather_coalesced")):
         called, _ = run_on_ranks(_called, pipeline, codegen)
         assert op in called

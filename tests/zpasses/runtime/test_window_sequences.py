@@ -208,7 +208,7 @@ def run_programs(examples, **options):
     def run(actions):
         with torch.no_grad():
             for seed, param in enumerate(model.parameters()):
-                param.copy_(zpasses.sharding.module.cut(integers(*param.shape, seed=seed).sign(), param.device_mesh))
+                param.copy_(zpasses.sharding.module.shard_tensor(integers(*param.shape, seed=seed).sign(), param.device_mesh))
                 param.grad = None
         program = Program(model, step)
         with contextlib.ExitStack() as stack:

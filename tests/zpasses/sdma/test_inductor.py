@@ -160,7 +160,7 @@ def test_graphs_of_other_libraries_are_swapped_in_inductors_hook(monkeypatch):
     seen = {}
     for name, make, width in (("simple_fsdp", simple_fsdp, 6), ("tensor_parallel", tensor_parallel, 8)):
         watch = Watch()
-        hook = Pipeline((Sdma(min_mb=0.0, overlap=0.0), watch))
+        hook = Pipeline((Sdma(min_mb=0.0, min_hidden=0.0), watch))
         torch._dynamo.reset()
         monkeypatch.delitem(lowering.lowerings, SDMA_ALL_GATHER, raising=False)
         with fake_world(2) as mesh, config.patch(post_grad_custom_post_pass=hook, force_disable_caches=True):

@@ -9,11 +9,11 @@ from zpasses.dumps import read
 from zpasses.inspect.views import list_view
 from zpasses.testing.fake_mori import Settings, installed
 
-PLAIN = "merge-reads,gather-params,reduce-grads,regather"
+PLAIN = "merge-reads,gather-params,reduce-grads,reshard-after-forward"
 SINGLE = f"{PLAIN},overlap"
 COALESCED = f"{PLAIN},bucket{{mode=coalesced,memory_budget=1GiB}},overlap,defer-reduction"
 FLAT = f"{PLAIN},bucket{{mode=flat,memory_budget=1GiB}},overlap"
-SWAP = ",sdma{min_mb=0,overlap=0}"
+SWAP = ",sdma{min_mb=0,min_hidden=0}"
 
 
 def trained(pipeline, codegen, steps=2):

@@ -14,7 +14,7 @@ from zpasses.testing.fake_mori import Settings, installed
 pytestmark = [pytest.mark.processes, pytest.mark.inductor]
 
 TORCH = "_c10d_functional::all_gather_into_tensor"
-PIPELINE = "merge-reads,gather-params,reduce-grads,regather,overlap,sdma{min_mb=0,overlap=0}"
+PIPELINE = "merge-reads,gather-params,reduce-grads,reshard-after-forward,overlap,sdma{min_mb=0,min_hidden=0}"
 MORI, OTHER = Settings(latency_s=0), Settings(architecture="gfx90a")
 """Devices that the vote takes and refuses."""
 
@@ -46,7 +46,7 @@ def hooked(target):
     import torch.distributed as dist
 
     from zpasses import Pipeline
-    from zpasses.cost.target import Target, planning_for
+    from zpasses.cost.target import Target, use_target
     from zpasses.passes import Sdma
 
     def gathered(x):
@@ -55,8 +55,8 @@ def hooked(target):
 
     torch._dynamo.reset()
     part = torch.arange(64.0).reshape(8, 8) + dist.get_rank()
-    hook = Pipeline((Sdma(min_mb=0.0, overlap=0.0),))
-    with planning_for(Target.parse(target)), config.patch(post_grad_custom_post_pass=hook), torch.no_grad():
+    hook = Pipeline((Sdma(min_mb=0.0, min_hidden=0.0),))
+    with use_target(Target.parse(target)), config.patch(post_grad_custom_post_pass=hook), torch.no_grad():
         step = torch.compile(gathered, fullgraph=True)
         step(part)
         with torch.profiler.profile() as profile:

@@ -106,7 +106,7 @@ def test_no_tensors_make_no_buffers():
 def test_tensors_that_are_given_away_are_freed():
     tensors = [torch.ones(4), torch.ones(5)]
     gone = weakref.ref(tensors[0])
-    pack_parameters(tensors, options={"frees_inputs": True})
+    pack_parameters(tensors, options={"donate_inputs": True})
     gc.collect()
     assert tensors == []
     assert gone() is None

@@ -248,18 +248,18 @@ def test_sharded_module_is_an_instance_of_its_old_class():
 
 def _shards_context():
     model = nn.Sequential(_linear(), nn.Sequential(_linear()))
-    with zpasses.shards(model) as inside:
+    with zpasses.local_shards(model) as inside:
         assert inside is model
         assert isinstance(model[0].weight, DTensor)
         assert isinstance(model[1][0].weight, DTensor)
         assert type(model[0]) is nn.Linear
     assert not isinstance(model[0].weight, DTensor)
-    with zpasses.shards(model, recurse=False):
+    with zpasses.local_shards(model, recurse=False):
         assert not isinstance(model[0].weight, DTensor)
-    with pytest.raises(KeyError), zpasses.shards(model):
+    with pytest.raises(KeyError), zpasses.local_shards(model):
         raise KeyError
     assert not isinstance(model[0].weight, DTensor)
-    with zpasses.shards(torch.compile(model)):
+    with zpasses.local_shards(torch.compile(model)):
         assert isinstance(model[0].weight, DTensor)
     assert not isinstance(model[0].weight, DTensor)
 
@@ -303,7 +303,7 @@ def _edit(how):
         torch.manual_seed(3)
         INITS[how](plain.weight)
         torch.manual_seed(3)
-        with zpasses.shards(model):
+        with zpasses.local_shards(model):
             INITS[how](model.weight)
     torch.testing.assert_close(model.weight.detach().clone(), plain.weight.detach(), rtol=0, atol=1e-6 if how == "orthogonal" else 0)
     assert model._parameters["weight"].to_local().shape == (4 - dist.get_rank(), 4), "7 rows on 2 ranks"
@@ -355,7 +355,7 @@ def _initialise(how):
             for module in each:
                 module.reset_parameters()
         else:
-            with zpasses.shards(each):
+            with zpasses.local_shards(each):
                 for module in each.modules():
                     init(module)
     assert_same(

@@ -23,15 +23,15 @@ from zpasses.pipeline.pipeline import Level, Pass
 
 
 @dataclass(frozen=True)
-class KeepParams(Pass):
+class CacheParams(Pass):
     """Hand gathered parameters from one call of the graph to the next."""
 
-    name: ClassVar[str] = "keep-params"
+    name: ClassVar[str] = "cache-params"
     level: ClassVar[Level] = Level.FORWARD
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of parameters kept."""
         full = [node for node, _ in tagged(graph, "full")]
         for node in full:
-            retag(node, retained=True)
+            retag(node, cached=True)
         return len(full)

@@ -25,10 +25,10 @@ from zpasses.pipeline.pipeline import Level, Pass
 
 
 @dataclass(frozen=True)
-class Regather(Pass):
+class ReshardAfterForward(Pass):
     """Recompute gathers in backward instead of saving full parameters."""
 
-    name: ClassVar[str] = "regather"
+    name: ClassVar[str] = "reshard-after-forward"
     level: ClassVar[Level] = Level.JOINT
 
     def rewrite(self, graph: fx.Graph) -> int:

@@ -9,7 +9,7 @@ from tests.graphs import WORLDS, Param, assert_step_equals_reference, expect_lis
 from zpasses import compat
 from zpasses.graph.nodes import collectives
 from zpasses.graph.tags import tagged
-from zpasses.passes import GatherParams, MergeReads, ReduceGrads, Regather
+from zpasses.passes import GatherParams, MergeReads, ReduceGrads, ReshardAfterForward
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.testing import (
     assert_deterministic,
@@ -108,7 +108,7 @@ def test_no_cast_parameter_is_saved_with_mixed_precision(model):
 
 
 def test_backward_gathers_again_what_it_reads_and_only_that():
-    captured = step(Mlp(), Pipeline((*LOWER, Regather())))
+    captured = step(Mlp(), Pipeline((*LOWER, ReshardAfterForward())))
     forward = [tag.params for _, tag in tagged(captured.after.forward.graph, "gather")]
     backward = [tag.params for _, tag in tagged(captured.after.backward.graph, "gather")]
     assert forward == [("up.weight",), ("down.weight",)]
@@ -116,14 +116,14 @@ def test_backward_gathers_again_what_it_reads_and_only_that():
 
 
 def test_checkpointed_region_gathers_each_parameter_once_in_backward():
-    captured = step(Checkpointed(), Pipeline((MergeReads(), *LOWER, Regather())))
+    captured = step(Checkpointed(), Pipeline((MergeReads(), *LOWER, ReshardAfterForward())))
     gathered = [tag.params[0] for _, tag in tagged(captured.after.backward.graph, "gather")]
     assert len(gathered) == len(set(gathered)), gathered
 
 
 def test_every_node_of_a_gather_and_its_views_is_marked():
     with fake_world(3, 2):
-        gm = rewritten(joint([Param((7, 2), param_dtype=torch.bfloat16)], 2, 3), GatherParams(), Regather())
+        gm = rewritten(joint([Param((7, 2), param_dtype=torch.bfloat16)], 2, 3), GatherParams(), ReshardAfterForward())
     expect_listing(
         listing(gm),
         """\
@@ -145,13 +145,13 @@ return [mul, reduce_grad, None]
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_partitioned_step_equals_the_dialect_on_all_ranks(world_size):
-    captures = capture_ranks(Mlp(), (X,), world_size=world_size, pipeline=Pipeline((*LOWER, Regather())))
+    captures = capture_ranks(Mlp(), (X,), world_size=world_size, pipeline=Pipeline((*LOWER, ReshardAfterForward())))
     assert_step_equals_reference(captures)
 
 
 @pytest.mark.parametrize("model", [Checkpointed, Autocast], ids=lambda model: model.__name__)
 def test_odd_models_equal_the_dialect_on_all_ranks(model):
-    assert_step_equals_reference(capture_ranks(model(), (X,), world_size=3, pipeline=Pipeline((*LOWER, Regather()))))
+    assert_step_equals_reference(capture_ranks(model(), (X,), world_size=3, pipeline=Pipeline((*LOWER, ReshardAfterForward()))))
 
 
 def test_random_values_are_not_drawn_again():
@@ -160,7 +160,9 @@ def test_random_values_are_not_drawn_again():
         return torch.bernoulli(full.sigmoid()) * x * full
 
     with fake_world(2):
-        gm = rewritten(trace_joint(noisy, [torch.zeros(2, 2, requires_grad=True), torch.zeros(4, 2)], {0: "w"}), GatherParams(), Regather())
+        gm = rewritten(
+            trace_joint(noisy, [torch.zeros(2, 2, requires_grad=True), torch.zeros(4, 2)], {0: "w"}), GatherParams(), ReshardAfterForward()
+        )
     (drawn,) = (node for node in gm.graph.nodes if "bernoulli" in node.name)
     assert not compat.is_marked_recompute(drawn)
     assert compat.is_marked_recompute(drawn.args[0])
@@ -168,7 +170,7 @@ def test_random_values_are_not_drawn_again():
 
 def test_activations_are_not_marked():
     with fake_world(2):
-        gm = rewritten(joint([Param((4, 2))], 0, 2), GatherParams(), Regather())
+        gm = rewritten(joint([Param((4, 2))], 0, 2), GatherParams(), ReshardAfterForward())
     (first, *_) = (node for node in gm.graph.nodes if node.name == "mul")
     assert not compat.is_marked_recompute(first)
 
@@ -176,15 +178,15 @@ def test_activations_are_not_marked():
 def test_graph_without_parameters_is_left_alone():
     gm = trace_joint(lambda x: (x * 2).relu(), [torch.ones(3, requires_grad=True)])
     before = listing(gm)
-    assert Regather().rewrite(gm.graph) == 0
+    assert ReshardAfterForward().rewrite(gm.graph) == 0
     assert listing(gm) == before
 
 
 def test_marking_changes_no_collective():
     with fake_world(3, 1):
         gm = joint([Param((7, 2)), Param((4,))], 1, 3)
-        lowered, marked = rewritten(gm, *LOWER), rewritten(gm, *LOWER, Regather())
-        assert_deterministic(Pipeline((*LOWER, Regather())), gm)
+        lowered, marked = rewritten(gm, *LOWER), rewritten(gm, *LOWER, ReshardAfterForward())
+        assert_deterministic(Pipeline((*LOWER, ReshardAfterForward())), gm)
     assert [each for _, each in collectives(lowered.graph)] == [each for _, each in collectives(marked.graph)]
 
 
@@ -198,7 +200,7 @@ def test_inference_graph_runs_unchanged():
 @given(param_lists(frozen=False, max_size=3), st.sampled_from([2, 3]))
 def test_no_full_parameter_of_drawn_graphs_is_saved(params, world_size):
     with fake_world(world_size):
-        gm = rewritten(joint(params, 0, world_size), *LOWER, Regather())
+        gm = rewritten(joint(params, 0, world_size), *LOWER, ReshardAfterForward())
         inputs = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
         primals = [value for value, node in zip(inputs, gm.graph.nodes, strict=False) if "tangents" not in node.name]
         outputs = len(gm.graph.output_node().args[0]) - len(primals)

@@ -6,8 +6,8 @@ from tests.graphs import WORLDS, Param, assert_step_equals_reference, expect_lis
 from zpasses import Level, Pipeline
 from zpasses.graph.nodes import collectives
 from zpasses.graph.tags import tagged
-from zpasses.passes import ZERO2, GatherParams, KeepParams, MergeReads, ReduceGrads
-from zpasses.runtime.forward_variants import Variant, cut_variant, slots
+from zpasses.passes import ZERO2, CacheParams, GatherParams, MergeReads, ReduceGrads
+from zpasses.runtime.forward_variants import ForwardVariant, cut_forward, param_slots
 from zpasses.testing import assert_equal_bits, capture_graphs, capture_ranks, fake_world, listing, random_inputs, simulate
 
 X = torch.zeros(2, 6)
@@ -25,7 +25,7 @@ class Mlp(nn.Module):
 
 
 def test_full_parameters_are_marked_where_they_are_read():
-    captured = capture_graphs(nn.Linear(6, 4, bias=False), (X,), world_size=3, pipeline=Pipeline((GatherParams(), KeepParams())))
+    captured = capture_graphs(nn.Linear(6, 4, bias=False), (X,), world_size=3, pipeline=Pipeline((GatherParams(), CacheParams())))
     expect_listing(
         listing(captured.before.forward),
         """\
@@ -46,7 +46,7 @@ primals_1: f32[2, 6]                                                        # sh
 primals_2: f32[2, 6]
 all_gather_into_tensor_default = all_gather_into_tensor(primals_1, 3, '0')  # f32[6, 6]; gather: weight
 wait_tensor_default = wait_tensor(all_gather_into_tensor_default)           # f32[6, 6]; gathered: weight
-slice_tensor = slice(wait_tensor_default, 0, 0, 4)                          # f32[4, 6]; full: weight; retained
+slice_tensor = slice(wait_tensor_default, 0, 0, 4)                          # f32[4, 6]; full: weight; cached
 t = t(slice_tensor)                                                         # f32[6, 4]
 mm = mm(primals_2, t)                                                       # f32[2, 4]
 return (mm, primals_2)
@@ -56,17 +56,17 @@ return (mm, primals_2)
 
 def test_every_parameter_of_a_forward_graph_has_a_slot():
     captured = capture_graphs(Mlp(), (X,), world_size=2, pipeline="zero2")
-    assert {slot.param for slot in slots(captured.after.forward.graph)} == {"up.weight", "down.weight", "scale"}
+    assert {slot.param for slot in param_slots(captured.after.forward.graph)} == {"up.weight", "down.weight", "scale"}
 
 
 def test_without_the_pass_there_is_no_slot():
     captured = capture_graphs(Mlp(), (X,), world_size=2, pipeline=Pipeline((GatherParams(), ReduceGrads())))
-    assert slots(captured.after.forward.graph) == []
+    assert param_slots(captured.after.forward.graph) == []
 
 
 def test_marking_adds_no_node_and_no_collective():
     captured = capture_graphs(Mlp(), (X,), world_size=2, pipeline="zero2")
-    (record,) = (record for record in captured.records if record.name == "keep-params")
+    (record,) = (record for record in captured.records if record.name == "cache-params")
     assert record.changes == 3
     assert (record.nodes_before, record.collectives_before) == (record.nodes_after, record.collectives_after)
 
@@ -79,7 +79,7 @@ def test_backward_gathers_nothing():
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_partitioned_step_equals_the_dialect_on_all_ranks(world_size):
     captures = capture_ranks(
-        Mlp(), (X,), world_size=world_size, pipeline=Pipeline((MergeReads(), GatherParams(), ReduceGrads(), KeepParams()))
+        Mlp(), (X,), world_size=world_size, pipeline=Pipeline((MergeReads(), GatherParams(), ReduceGrads(), CacheParams()))
     )
     assert_step_equals_reference(captures)
 
@@ -88,9 +88,9 @@ def test_partitioned_step_equals_the_dialect_on_all_ranks(world_size):
 def test_cached_variant_equals_the_fresh_one_and_does_not_communicate(world_size):
     captures = capture_ranks(Mlp(), (X,), world_size=world_size, pipeline="zero2")
     graphs = [each.after.forward for each in captures]
-    everything = frozenset(range(len(slots(graphs[0].graph))))
-    fresh = [cut_variant(graph, Variant(kept=everything))[0] for graph in graphs]
-    cached = [cut_variant(graph, Variant(given=everything))[0] for graph in graphs]
+    everything = frozenset(range(len(param_slots(graphs[0].graph))))
+    fresh = [cut_forward(graph, ForwardVariant(kept=everything))[0] for graph in graphs]
+    cached = [cut_forward(graph, ForwardVariant(given=everything))[0] for graph in graphs]
     inputs = random_inputs(graphs)
     first = simulate(fresh, inputs)
     plain = simulate(graphs, inputs)
@@ -105,24 +105,24 @@ def test_cached_variant_equals_the_fresh_one_and_does_not_communicate(world_size
 def test_inference_keeps_parameters_too():
     captures = capture_ranks(Mlp(), (X,), world_size=2, pipeline="zero2", train=False)
     before, after = [each.before.inference for each in captures], [each.after.inference for each in captures]
-    assert {slot.param for slot in slots(after[0].graph)} == {"up.weight", "down.weight", "scale"}
+    assert {slot.param for slot in param_slots(after[0].graph)} == {"up.weight", "down.weight", "scale"}
     assert_equal_bits(before, after, random_inputs(before))
 
 
 def test_unlowered_graph_has_nothing_to_keep():
     with fake_world(2):
         gm = joint([Param((4, 2))], 0, 2)
-        assert KeepParams().rewrite(gm.graph) == 0
+        assert CacheParams().rewrite(gm.graph) == 0
     assert list(tagged(gm.graph, "full")) == []
 
 
 def test_marking_twice_is_the_same_as_once():
     with fake_world(2):
-        once = rewritten(joint([Param((4, 2))], 0, 2), GatherParams(), KeepParams())
-        twice = rewritten(once, KeepParams())
+        once = rewritten(joint([Param((4, 2))], 0, 2), GatherParams(), CacheParams())
+        twice = rewritten(once, CacheParams())
     assert listing(once) == listing(twice)
 
 
 def test_pass_belongs_to_the_forward_level():
-    assert KeepParams() in ZERO2.at(Level.FORWARD)
-    assert KeepParams() not in ZERO2.at(Level.BACKWARD)
+    assert CacheParams() in ZERO2.at(Level.FORWARD)
+    assert CacheParams() not in ZERO2.at(Level.BACKWARD)
