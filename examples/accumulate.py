@@ -1,4 +1,5 @@
-"""Gradient accumulation over micro-batches with one reduction a step, in the four ways to say which backward is the last.
+"""Gradient accumulation over micro-batches with one reduction a step, in the four ways to say which
+backward is the last.
 
     torchrun --nproc-per-node 2 examples/accumulate.py --way counted
 
@@ -9,8 +10,8 @@
 | announced | window.last() before the last one | in that backward |
 | flushed | coalesce_grad_reduction(model) | when the block ends |
 
-All give the same gradients. Without any (--way none) every backward reduces: the same again, with N times the communication.
-"""
+All give the same gradients. Without any (--way none) every backward reduces: the same again, with N
+times the communication."""
 
 from __future__ import annotations
 
@@ -33,8 +34,11 @@ def build(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
 
-def train(way: str, steps: int, micro_batches: int, width: int, device: str, **options: Any) -> list[float]:
-    """Train a small autoencoder; returns the loss of every step, the mean over its micro-batches on this rank."""
+def train(
+    way: str, steps: int, micro_batches: int, width: int, device: str, **options: Any
+) -> list[float]:
+    """Train a small autoencoder; returns the loss of every step, the mean over its micro-batches on
+    this rank."""
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     model = zpasses.shard(build(width).to(device), mesh=mesh)
     if way == "per-step":
@@ -63,11 +67,15 @@ def train(way: str, steps: int, micro_batches: int, width: int, device: str, **o
 def window_of(model: nn.Module, way: str, micro_batches: int) -> Any:
     if way in ("none", "per-step"):
         return contextlib.nullcontext()
-    return zpasses.coalesce_grad_reduction(model, backwards=micro_batches if way == "counted" else None)
+    return zpasses.coalesce_grad_reduction(
+        model, backwards=micro_batches if way == "counted" else None
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--way", default="counted", choices=WAYS)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--micro-batches", type=int, default=4)

@@ -1,18 +1,25 @@
-"""Llama 3 for `zpasses capture`, by default of 70B parameters: see what the passes make of it on 512 ranks that are not here.
+"""Llama 3 for `zpasses capture`, by default of 70B parameters: see what the passes make of it on
+512 ranks that are not here.
 
-    zpasses capture examples/capture_llama.py:llama --world 512 --target mi300x --zero-stage 3 -o llama-dump
-    zpasses capture examples/capture_llama.py:llama --arg layers=2 --world 64 --target h100 -o small-dump
-    zpasses html llama-dump -o report.html
+    zpasses capture examples/capture_llama.py:llama --world 512 --target mi300x --zero-stage 3 -o
+    llama-dump zpasses capture examples/capture_llama.py:llama --arg layers=2 --world 64 --target
+    h100 -o small-dump zpasses html llama-dump -o report.html
 
-A function to capture returns a model and its inputs. It is called on fake tensors: nothing of the model's size is allocated.
-"""
+A function to capture returns a model and its inputs. It is called on fake tensors: nothing of the
+model's size is allocated."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def llama(
-    layers: int = 80, hidden: int = 8192, intermediate: int = 28672, heads: int = 64, kv_heads: int = 8, vocab: int = 128256, seq: int = 128
+    layers: int = 80,
+    hidden: int = 8192,
+    intermediate: int = 28672,
+    heads: int = 64,
+    kv_heads: int = 8,
+    vocab: int = 128256,
+    seq: int = 128,
 ):
     """A model, and one sample of `seq` tokens as keyword arguments; the model returns its loss."""
     config = LlamaConfig(

@@ -1,13 +1,15 @@
-"""Contrastive learning over large batches with sentence-transformers' cached loss, sharded: one reduction a step.
+"""Contrastive learning over large batches with sentence-transformers' cached loss, sharded: one
+reduction a step.
 
     torchrun --nproc-per-node 2 examples/grad_cache.py
     torchrun --nproc-per-node 8 examples/grad_cache.py --device cuda
 
-The loss embeds a large batch in mini-batches without gradients, takes the gradient of the embeddings, and then runs forward and backward
-once more for each mini-batch, inside a hook of the backward that the program calls. That is many backwards in one optimizer step;
-`zpasses.coalesce_grad_reduction` makes them reduce gradients once. Neither the loss nor the model knows of it. The model is a small random
-BERT and the text is made up, so that nothing is downloaded; the last line compares with the same training without sharding and compiler.
-"""
+The loss embeds a large batch in mini-batches without gradients, takes the gradient of the
+embeddings, and then runs forward and backward once more for each mini-batch, inside a hook of the
+backward that the program calls. That is many backwards in one optimizer step;
+`zpasses.coalesce_grad_reduction` makes them reduce gradients once. Neither the loss nor the model
+knows of it. The model is a small random BERT and the text is made up, so that nothing is
+downloaded; the last line compares with the same training without sharding and compiler."""
 
 from __future__ import annotations
 
@@ -34,17 +36,30 @@ LENGTH = 12
 
 
 class Encoder(nn.Module):
-    """What sentence-transformers expects of its first module: features in, features with token embeddings out."""
+    """What sentence-transformers expects of its first module: features in, features with token
+    embeddings out."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        heads = {"num_hidden_layers": layers, "num_attention_heads": 4, "intermediate_size": 4 * width}
-        config = BertConfig(vocab_size=WORDS, hidden_size=width, max_position_embeddings=LENGTH, **heads, **no_dropout)
+        heads = {
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "intermediate_size": 4 * width,
+        }
+        config = BertConfig(
+            vocab_size=WORDS,
+            hidden_size=width,
+            max_position_embeddings=LENGTH,
+            **heads,
+            **no_dropout,
+        )
         self.bert = BertModel(config, add_pooling_layer=False)
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        output = self.bert(input_ids=features["input_ids"], attention_mask=features["attention_mask"])
+        output = self.bert(
+            input_ids=features["input_ids"], attention_mask=features["attention_mask"]
+        )
         return {**features, "token_embeddings": output.last_hidden_state}
 
 
@@ -59,7 +74,10 @@ def pairs(count: int, step: int, rank: int, device: str) -> list[dict[str, Tenso
     anchors = torch.randint(WORDS, (count, LENGTH), generator=generator)
     noise = torch.randint(WORDS, (count, LENGTH), generator=generator)
     positives = torch.where(torch.rand((count, LENGTH), generator=generator) < 0.3, noise, anchors)
-    return [{"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)} for ids in (anchors, positives)]
+    return [
+        {"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)}
+        for ids in (anchors, positives)
+    ]
 
 
 def train(
@@ -69,7 +87,8 @@ def train(
     batches: Sequence[Sequence[list[dict[str, Tensor]]]],
     mini_batch: int,
 ) -> list[float]:
-    """One step for each item of `batches`; `embed` is what computes embeddings. Returns the mean losses."""
+    """One step for each item of `batches`; `embed` is what computes embeddings. Returns the mean
+    losses."""
     cached_loss = CachedMultipleNegativesRankingLoss(embed, mini_batch_size=mini_batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
@@ -87,9 +106,16 @@ def train(
 
 
 def compare(
-    steps: int, batch: int, mini_batch: int, device: str, width: int = 64, layers: int = 2, **options: Any
+    steps: int,
+    batch: int,
+    mini_batch: int,
+    device: str,
+    width: int = 64,
+    layers: int = 2,
+    **options: Any,
 ) -> tuple[list[float], list[float]]:
-    """Losses of the sharded training and of the same without zpasses, which sees the data of all ranks; both means over the ranks."""
+    """Losses of the sharded training and of the same without zpasses, which sees the data of all
+    ranks; both means over the ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     plain = build(width, layers).to(device)
     model = copy.deepcopy(plain)
@@ -99,15 +125,27 @@ def compare(
     def window() -> AbstractContextManager[Any]:
         return zpasses.coalesce_grad_reduction(model)
 
-    own = train(model, model, window, [[pairs(batch, step, rank, device)] for step in range(steps)], mini_batch)
+    own = train(
+        model,
+        model,
+        window,
+        [[pairs(batch, step, rank, device)] for step in range(steps)],
+        mini_batch,
+    )
     mean = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(mean)
-    all_data = [[pairs(batch, step, each, device) for each in range(ranks)] for step in range(steps)]
-    return (mean / ranks).tolist(), train(plain, plain, contextlib.nullcontext, all_data, mini_batch)
+    all_data = [
+        [pairs(batch, step, each, device) for each in range(ranks)] for step in range(steps)
+    ]
+    return (mean / ranks).tolist(), train(
+        plain, plain, contextlib.nullcontext, all_data, mini_batch
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch", type=int, default=32, help="pairs per rank and step")
     parser.add_argument("--mini-batch", type=int, default=8, help="sentences in memory at a time")
@@ -118,10 +156,20 @@ def main() -> None:
     dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
     if args.device == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    ours, plain = compare(args.steps, args.batch, args.mini_batch, args.device, zero_stage=args.zero_stage, codegen=args.codegen)
+    ours, plain = compare(
+        args.steps,
+        args.batch,
+        args.mini_batch,
+        args.device,
+        zero_stage=args.zero_stage,
+        codegen=args.codegen,
+    )
     if dist.get_rank() == 0:
         worst = max(abs(a - b) for a, b in zip(ours, plain, strict=True))
-        print(f"loss {ours[0]:.4f} -> {ours[-1]:.4f}; without sharding {plain[0]:.4f} -> {plain[-1]:.4f}; largest difference {worst:.1e}")
+        print(
+            f"loss {ours[0]:.4f} -> {ours[-1]:.4f}; without sharding {plain[0]:.4f} -> "
+            f"{plain[-1]:.4f}; largest difference {worst:.1e}"
+        )
     dist.destroy_process_group()
 
 

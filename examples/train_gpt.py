@@ -1,12 +1,13 @@
-"""Train a byte-level GPT with ZeRO through torch.compile, then check it against the same training in one process.
+"""Train a byte-level GPT with ZeRO through torch.compile, then check it against the same training
+in one process.
 
     python examples/train_gpt.py --ranks 2                                          starts two ranks on this machine
     torchrun --nproc-per-node 8 examples/train_gpt.py --device cuda                 one rank per GPU (NCCL or RCCL)
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/train_gpt.py --device cuda
 
-What makes it ZeRO is three lines of `train_sharded`: init_device_mesh, zpasses.shard and torch.compile(backend="zpasses"). The rest is
-a plain training program: a model that knows nothing of sharding, batches, AdamW, and a report of speed, memory and communication.
-"""
+What makes it ZeRO is three lines of `train_sharded`: init_device_mesh, zpasses.shard and
+torch.compile(backend="zpasses"). The rest is a plain training program: a model that knows nothing
+of sharding, batches, AdamW, and a report of speed, memory and communication."""
 
 from __future__ import annotations
 
@@ -47,18 +48,18 @@ BYTES = 256
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 """Largest accepted difference between the two loss curves, in nats, by the dtype of compute.
 
-The two runs compute the same sums in another order: gradients per rank and then averaged, instead of over the whole batch. That
-differs by about one unit in the last place (1e-7 of a float32 gradient, 4e-3 of a bfloat16 one), and training amplifies it. Measured
-with the defaults: 5e-7 nats over 120 steps in float32, 6e-3 over 60 steps in bfloat16. A learning rate at the edge of stability
-amplifies far more (3e-3 instead of 1e-3: 1e-2 nats, no matter whether sharding or a perturbation of 1e-7 caused it), so compare at one
-that trains well.
-"""
+The two runs compute the same sums in another order: gradients per rank and then averaged, instead
+of over the whole batch. That differs by about one unit in the last place (1e-7 of a float32
+gradient, 4e-3 of a bfloat16 one), and training amplifies it. Measured
+with the defaults: 5e-7 nats over 120 steps in float32, 6e-3 over 60 steps in bfloat16. A learning
+rate at the edge of stability amplifies far more (3e-3 instead of 1e-3: 1e-2 nats, no matter whether
+sharding or a perturbation of 1e-7 caused it), so compare at one that trains well. """
 
 DIVERGED = 3
 """Exit status when the curves differ by more."""
 
 
-# --- the model: plain PyTorch ----------------------------------------------------------------------------------------------------
+# --- the model: plain PyTorch ---------------------------------------------------------------------
 @dataclass(frozen=True)
 class GPTConfig:
     layers: int
@@ -78,7 +79,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, width = x.shape
-        q, k, v = self.qkv(x).view(batch, seq, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(x).view(batch, seq, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, seq, width))
 
@@ -101,7 +104,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Pre-norm decoder over bytes. Called with inputs and targets, both (batch, seq), it returns the mean loss in nats per byte."""
+    """Pre-norm decoder over bytes. Called with inputs and targets, both (batch, seq), it returns
+    the mean loss in nats per byte."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -136,7 +140,7 @@ def build_model(args: argparse.Namespace, seed: int, device: torch.device) -> GP
     return GPT(GPTConfig(args.layers, args.width, args.heads, args.seq, args.tied)).to(device)
 
 
-# --- the data --------------------------------------------------------------------------------------------------------------------
+# --- the data -------------------------------------------------------------------------------------
 def read_text(path: Path | None) -> bytes:
     """The file, or the reference documentation that comes with Python: about 0.7 MB of English."""
     return path.read_bytes() if path else "\n\n".join(pydoc_data.topics.topics.values()).encode()
@@ -144,7 +148,8 @@ def read_text(path: Path | None) -> bytes:
 
 @dataclass(frozen=True)
 class Batches:
-    """Random windows of a text. A function of the step alone, so every rank knows the whole batch and takes its rows of it."""
+    """Random windows of a text. A function of the step alone, so every rank knows the whole batch
+    and takes its rows of it."""
 
     text: Tensor
     """uint8, (bytes,)"""
@@ -153,15 +158,19 @@ class Batches:
     seq: int
     seed: int
 
-    def __call__(self, step: int, rank: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, step: int, rank: int, ranks: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
         """Inputs and targets of one rank: int64, (batch / ranks, seq)."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        starts = torch.randint(len(self.text) - self.seq, (self.batch,), generator=generator).chunk(ranks)[rank]
+        starts = torch.randint(len(self.text) - self.seq, (self.batch,), generator=generator).chunk(
+            ranks
+        )[rank]
         windows = self.text[starts[:, None] + torch.arange(self.seq + 1)].long().to(device)
         return windows[:, :-1], windows[:, 1:]
 
 
-# --- training --------------------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Usage:
     """What one step needs of one rank."""
@@ -183,7 +192,8 @@ class Run:
     compile_s: float
     """The first step, less an average one."""
     tokens_per_s: float | None
-    """All ranks together, without the first step (compile) and the last (measured); None when no step is left."""
+    """All ranks together, without the first step (compile) and the last (measured); None when no
+    step is left."""
     usage: Usage
 
 
@@ -198,16 +208,21 @@ def train(
     device: torch.device,
     label: str,
 ) -> Run:
-    """Train `model` by calling `forward`: the same loop for the sharded model and for the unsharded one."""
+    """Train `model` by calling `forward`: the same loop for the sharded model and for the unsharded
+    one."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), fused=True)
     warmup = max(args.steps // 10, 1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: min((number + 1) / warmup, 1.0))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda number: min((number + 1) / warmup, 1.0)
+    )
     losses: list[Tensor] = []
 
     def step(number: int) -> None:
         loss = forward(*batches(number, rank, ranks, device))
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm of the whole gradient, also where it lies in shards
+        nn.utils.clip_grad_norm_(
+            model.parameters(), 1.0
+        )  # the norm of the whole gradient, also where it lies in shards
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -255,8 +270,11 @@ def mean_over_ranks(losses: Sequence[Tensor], ranks: int) -> list[float]:
     return (total / ranks).tolist()
 
 
-def train_sharded(args: argparse.Namespace, batches: Batches, device: torch.device) -> tuple[Run, list[Usage], Counter[tuple[str, int]]]:
-    """Train with ZeRO. Returns this rank's run, the usage of every rank, and the planned collectives: (operator, bytes) -> calls."""
+def train_sharded(
+    args: argparse.Namespace, batches: Batches, device: torch.device
+) -> tuple[Run, list[Usage], Counter[tuple[str, int]]]:
+    """Train with ZeRO. Returns this rank's run, the usage of every rank, and the planned
+    collectives: (operator, bytes) -> calls."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(device.type, (ranks,))
     model = build_model(args, args.seed, device)
@@ -270,11 +288,23 @@ def train_sharded(args: argparse.Namespace, batches: Batches, device: torch.devi
     planned: Counter[tuple[str, int]] = Counter()
 
     def observe(log: GraphLog) -> None:
-        if log.kind in ("forward", "backward"):  # what will run; "joint" is both before they are cut apart
+        if log.kind in (
+            "forward",
+            "backward",
+        ):  # what will run; "joint" is both before they are cut apart
             planned.update((each.op, each.nbytes) for _, each in collectives(log.graph))
 
     with observe_graphs(observe):
-        run = train(model, compiled, batches, args, rank=rank, ranks=ranks, device=device, label=f"ZeRO-{args.zero_stage}, {ranks} ranks")
+        run = train(
+            model,
+            compiled,
+            batches,
+            args,
+            rank=rank,
+            ranks=ranks,
+            device=device,
+            label=f"ZeRO-{args.zero_stage}, {ranks} ranks",
+        )
     usages: list[Usage | None] = [None] * ranks
     dist.all_gather_object(usages, run.usage)
     return run, [usage for usage in usages if usage is not None], planned
@@ -291,34 +321,55 @@ def train_unsharded(args: argparse.Namespace, batches: Batches, device: torch.de
         return torch.func.functional_call(model, cast, (inputs, targets))
 
     compiled = torch.compile(forward, fullgraph=True) if args.codegen == "inductor" else forward
-    return train(model, compiled, batches, args, rank=0, ranks=1, device=device, label="unsharded, 1 process")
+    return train(
+        model, compiled, batches, args, rank=0, ranks=1, device=device, label="unsharded, 1 process"
+    )
 
 
-# --- measuring -------------------------------------------------------------------------------------------------------------------
-def measure(step: Callable[[], None], model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Usage:
-    """Run one step under the profiler: memory from its allocations, collectives from the operators that it called."""
+# --- measuring ------------------------------------------------------------------------------------
+def measure(
+    step: Callable[[], None],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+) -> Usage:
+    """Run one step under the profiler: memory from its allocations, collectives from the operators
+    that it called."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=device.type == "cpu") as profiled:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=device.type == "cpu"
+    ) as profiled:
         step()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
     namespace = "_c10d_functional::"
-    names = (event["name"].removeprefix(namespace) for event in events if event.get("name", "").startswith(namespace))
+    names = (
+        event["name"].removeprefix(namespace)
+        for event in events
+        if event.get("name", "").startswith(namespace)
+    )
     return Usage(
         resting_bytes=resting_bytes(model, optimizer),
-        peak_bytes=torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else peak_of_trace(events),
-        counted=dict(Counter(name for name in names if name != "wait_tensor" and not name.startswith("_"))),
+        peak_bytes=torch.cuda.max_memory_allocated(device) - before
+        if device.type == "cuda"
+        else peak_of_trace(events),
+        counted=dict(
+            Counter(name for name in names if name != "wait_tensor" and not name.startswith("_"))
+        ),
     )
 
 
 def peak_of_trace(events: Iterable[dict]) -> int:
     """The most bytes that the traced code held above what was there when it began."""
     held = peak = 0
-    for event in sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"]):
+    for event in sorted(
+        (event for event in events if event.get("name") == "[memory]"),
+        key=lambda event: event["ts"],
+    ):
         held += event["args"]["Bytes"]
         peak = max(peak, held)
     return peak
@@ -326,21 +377,41 @@ def peak_of_trace(events: Iterable[dict]) -> int:
 
 def resting_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Bytes of this rank's parameters and optimizer state."""
-    tensors = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))]
+    tensors = [
+        *model.parameters(),
+        *(
+            value
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ),
+    ]
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
-# --- reporting -------------------------------------------------------------------------------------------------------------------
+# --- reporting ------------------------------------------------------------------------------------
 def mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:.2f} MiB"
 
 
 def show_run(run: Run, usages: Sequence[Usage], planned: Counter[tuple[str, int]]) -> None:
     speed = f"{run.tokens_per_s:,.0f} tokens/s" if run.tokens_per_s else "too few steps to tell"
-    print(f"\nloss {run.losses[0]:.3f} -> {run.losses[-1]:.3f} · {speed} · compile {run.compile_s:.1f} s")
-    rows = [(rank, mib(usage.resting_bytes), mib(usage.peak_bytes)) for rank, usage in enumerate(usages)]
-    print("\n" + tabulate(rows, headers=["rank", "parameters + optimizer", "peak of a step above that"], stralign="right"))
+    print(
+        f"\nloss {run.losses[0]:.3f} -> {run.losses[-1]:.3f} · {speed} · compile "
+        f"{run.compile_s:.1f} s"
+    )
+    rows = [
+        (rank, mib(usage.resting_bytes), mib(usage.peak_bytes)) for rank, usage in enumerate(usages)
+    ]
+    print(
+        "\n"
+        + tabulate(
+            rows,
+            headers=["rank", "parameters + optimizer", "peak of a step above that"],
+            stralign="right",
+        )
+    )
     calls: Counter[str] = Counter()
     sent: Counter[str] = Counter()
     for (op, nbytes), count in planned.items():
@@ -348,16 +419,34 @@ def show_run(run: Run, usages: Sequence[Usage], planned: Counter[tuple[str, int]
         sent[op] += count * nbytes
     total = ("together", sum(calls.values()), mib(sum(sent.values())))
     print(
-        "\n" + tabulate([*((op, calls[op], mib(sent[op])) for op in calls), total], headers=["collective", "calls a step", "bytes a step"])
+        "\n"
+        + tabulate(
+            [*((op, calls[op], mib(sent[op])) for op in calls), total],
+            headers=["collective", "calls a step", "bytes a step"],
+        )
     )
-    counted, clipping = sum(usages[0].counted.values()), sum(usages[0].counted.values()) - sum(calls.values())
-    print(f"Bytes are those that one rank puts in. The last step made {counted} calls: these and {clipping} to clip the gradient.")
+    counted, clipping = (
+        sum(usages[0].counted.values()),
+        sum(usages[0].counted.values()) - sum(calls.values()),
+    )
+    print(
+        f"Bytes are those that one rank puts in. The last step made {counted} calls: these and "
+        f"{clipping} to clip the gradient."
+    )
 
 
 def show_comparison(run: Run, reference: Run, stage: int) -> None:
     steps = len(run.losses)
     shown = sorted({round(i * (steps - 1) / 10) for i in range(11)})
-    rows = [(step, run.losses[step], reference.losses[step], abs(run.losses[step] - reference.losses[step])) for step in shown]
+    rows = [
+        (
+            step,
+            run.losses[step],
+            reference.losses[step],
+            abs(run.losses[step] - reference.losses[step]),
+        )
+        for step in shown
+    ]
     headers = ["step", f"loss, ZeRO-{stage}", "loss, unsharded", "difference"]
     print("\n" + tabulate(rows, headers=headers, floatfmt=("d", ".6f", ".6f", ".1e")))
 
@@ -368,38 +457,109 @@ def largest_difference(run: Run, reference: Run) -> float:
     return max(value if value == value else float("inf") for value in differences)
 
 
-# --- the program -----------------------------------------------------------------------------------------------------------------
+# --- the program ----------------------------------------------------------------------------------
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read and check the options; what is wrong is said before any process starts."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--ranks", type=int, help="processes to start; under torchrun that decides (default: 2)", default=argparse.SUPPRESS)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu communicates through gloo, cuda through NCCL or RCCL")
-    parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=3, help="what is sharded, and for how long")
-    parser.add_argument("--pipeline", help="passes to run instead of those of the stage: see zpasses passes", default=argparse.SUPPRESS)
-    parser.add_argument("--codegen", choices=("inductor", "eager"), help="(default: inductor where it works)", default=None)
-    parser.add_argument("--param-dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of compute and gathers")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="processes to start; under torchrun that decides (default: 2)",
+        default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cpu communicates through gloo, cuda through NCCL or RCCL",
+    )
+    parser.add_argument(
+        "--zero-stage",
+        type=int,
+        choices=(1, 2, 3),
+        default=3,
+        help="what is sharded, and for how long",
+    )
+    parser.add_argument(
+        "--pipeline",
+        help="passes to run instead of those of the stage: see zpasses passes",
+        default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "--codegen",
+        choices=("inductor", "eager"),
+        help="(default: inductor where it works)",
+        default=None,
+    )
+    parser.add_argument(
+        "--param-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="dtype of compute and gathers",
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--seq", type=int, default=128, help="bytes per window")
-    parser.add_argument("--batch", type=int, default=16, help="windows per step, all ranks together")
-    parser.add_argument("--tied", action=argparse.BooleanOptionalAction, default=False, help="share the embedding with the output head")
-    parser.add_argument("--lr", type=float, default=1e-3, help="after a warm-up over the first tenth of the steps")
+    parser.add_argument(
+        "--batch", type=int, default=16, help="windows per step, all ranks together"
+    )
+    parser.add_argument(
+        "--tied",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="share the embedding with the output head",
+    )
+    parser.add_argument(
+        "--lr", type=float, default=1e-3, help="after a warm-up over the first tenth of the steps"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
-    parser.add_argument("--text", type=Path, help="file to learn from (default: Python's own documentation)", default=argparse.SUPPRESS)
-    parser.add_argument("--compare", action=argparse.BooleanOptionalAction, default=True, help="train unsharded as well and compare")
-    parser.add_argument("--reference-seed", type=int, help="weights of the unsharded run; other than --seed, the comparison must fail")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for another rank before giving up")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the results to this file")
-    parser.add_argument("--dump", type=Path, metavar="DIR", help="also write what every pass did to this folder, and report.html on it")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        help="file to learn from (default: Python's own documentation)",
+        default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "--compare",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="train unsharded as well and compare",
+    )
+    parser.add_argument(
+        "--reference-seed",
+        type=int,
+        help="weights of the unsharded run; other than --seed, the comparison must fail",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        help="seconds to wait for another rank before giving up",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="OUT", help="also write the results to this file"
+    )
+    parser.add_argument(
+        "--dump",
+        type=Path,
+        metavar="DIR",
+        help="also write what every pass did to this folder, and report.html on it",
+    )
     parser.set_defaults(text=None, ranks=None, pipeline=None)
     args = parser.parse_args(argv)
 
     under_torchrun = "WORLD_SIZE" in os.environ
-    ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun else 2 if args.ranks is None else args.ranks
+    ranks = (
+        int(os.environ["WORLD_SIZE"]) if under_torchrun else 2 if args.ranks is None else args.ranks
+    )
     if under_torchrun and args.ranks not in (None, ranks):
-        parser.error(f"--ranks {args.ranks}, but torchrun started {ranks}; leave --ranks out under torchrun.")
+        parser.error(
+            f"--ranks {args.ranks}, but torchrun started {ranks}; leave --ranks out under torchrun."
+        )
     args.ranks = ranks
     args.param_dtype = getattr(torch, args.param_dtype)
     args.reference_seed = args.seed if args.reference_seed is None else args.reference_seed
@@ -410,7 +570,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         lack = inductor_lacks() if args.device == "cpu" else None
         args.codegen = "eager" if lack else "inductor"
         if lack and not under_torchrun:
-            print(f"Running the graphs as they are (--codegen eager). {lack[0].upper()}{lack[1:]} to have them compiled.", file=sys.stderr)
+            print(
+                f"Running the graphs as they are (--codegen eager). {lack[0].upper()}{lack[1:]} to "
+                "have them compiled.",
+                file=sys.stderr,
+            )
     return args
 
 
@@ -423,7 +587,10 @@ def problem_with(args: argparse.Namespace, under_torchrun: bool) -> str | None:
         if not 0 < getattr(args, name) < float("inf"):
             return f"--{name} {getattr(args, name)}; expected a number above 0."
     if args.width % args.heads:
-        near = [args.width // args.heads * args.heads or args.heads, (args.width // args.heads + 1) * args.heads]
+        near = [
+            args.width // args.heads * args.heads or args.heads,
+            (args.width // args.heads + 1) * args.heads,
+        ]
         return f"--width {args.width} does not divide by --heads {args.heads}; take --width {' or '.join(map(str, dict.fromkeys(near)))}."
     if args.batch % args.ranks:
         near = -(-args.batch // args.ranks) * args.ranks
@@ -432,9 +599,7 @@ def problem_with(args: argparse.Namespace, under_torchrun: bool) -> str | None:
         return f"--text {args.text}: there is no such file."
     length = len(read_text(args.text))
     if length <= args.seq:
-        return (
-            f"--text {args.text} has {length} bytes; --seq {args.seq} needs {args.seq + 1} or more. Take a longer text or a smaller --seq."
-        )
+        return f"--text {args.text} has {length} bytes; --seq {args.seq} needs {args.seq + 1} or more. Take a longer text or a smaller --seq."
     if args.json is not None and not args.json.parent.is_dir():
         return f"--json {args.json}: there is no folder {args.json.parent} to write it to."
     if args.device == "cuda":
@@ -449,16 +614,20 @@ def problem_with(args: argparse.Namespace, under_torchrun: bool) -> str | None:
 
 
 def inductor_lacks() -> str | None:
-    """What keeps Inductor from generating code for the CPU, as what to do about it; None when nothing does."""
+    """What keeps Inductor from generating code for the CPU, as what to do about it; None when
+    nothing does."""
     if " " in torch.__file__:
         return f"Inductor cannot link against PyTorch in a folder with spaces ({Path(torch.__file__).parent}); install it elsewhere"
     if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
-        return "Inductor needs a C++ compiler for the CPU, and none was found; install g++ or set CXX"
+        return (
+            "Inductor needs a C++ compiler for the CPU, and none was found; install g++ or set CXX"
+        )
     return None
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Start the ranks on this machine: torchrun runs this file again, once per rank. Returns the exit status."""
+    """Start the ranks on this machine: torchrun runs this file again, once per rank. Returns the
+    exit status."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler announces itself otherwise
     try:
@@ -466,14 +635,19 @@ def launch(args: argparse.Namespace) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode != DIVERGED:  # which rank 0 has explained
-            print(f"rank {rank} failed first, with exit status {failure.exitcode}; the others were stopped.", file=sys.stderr)
+            print(
+                f"rank {rank} failed first, with exit status {failure.exitcode}; the others were "
+                "stopped.",
+                file=sys.stderr,
+            )
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
 
 
 @record
 def run_rank(args: argparse.Namespace) -> int:
-    """What every rank does; rank 0 reports and, when all are done, trains unsharded and compares. Returns the exit status."""
+    """What every rank does; rank 0 reports and, when all are done, trains unsharded and compares.
+    Returns the exit status."""
     device = torch.device("cpu")
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -489,7 +663,9 @@ def run_rank(args: argparse.Namespace) -> int:
     rank = dist.get_rank()
     if rank == 0:
         print(
-            f"{len(text):,} bytes of text, {args.ranks} ranks on {args.device}, ZeRO-{args.zero_stage}, codegen {args.codegen}", flush=True
+            f"{len(text):,} bytes of text, {args.ranks} ranks on {args.device}, "
+            f"ZeRO-{args.zero_stage}, codegen {args.codegen}",
+            flush=True,
         )
     run, usages, planned = train_sharded(args, batches, device)
     dist.destroy_process_group()
@@ -498,21 +674,33 @@ def run_rank(args: argparse.Namespace) -> int:
 
     show_run(run, usages, planned)
     result = {
-        "options": {name: str(value) if isinstance(value, (Path, torch.dtype)) else value for name, value in vars(args).items()},
+        "options": {
+            name: str(value) if isinstance(value, (Path, torch.dtype)) else value
+            for name, value in vars(args).items()
+        },
         "torch": torch.__version__,
         **asdict(run),
         "usage": [asdict(usage) for usage in usages],
-        "collectives": [{"op": op, "nbytes": nbytes, "calls": calls} for (op, nbytes), calls in sorted(planned.items())],
+        "collectives": [
+            {"op": op, "nbytes": nbytes, "calls": calls}
+            for (op, nbytes), calls in sorted(planned.items())
+        ],
     }
     status = 0
     if args.compare:
         torch.compiler.reset()
-        torch.set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * torch.get_num_threads())  # the other ranks are done
+        torch.set_num_threads(
+            int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * torch.get_num_threads()
+        )  # the other ranks are done
         print("\nThe same training, unsharded:", flush=True)
         reference = train_unsharded(args, batches, device)
         show_comparison(run, reference, args.zero_stage)
         difference, tolerance = largest_difference(run, reference), TOLERANCES[args.param_dtype]
-        result |= {"reference": asdict(reference), "largest_difference": difference, "tolerance": tolerance}
+        result |= {
+            "reference": asdict(reference),
+            "largest_difference": difference,
+            "tolerance": tolerance,
+        }
         verdict = f"The curves differ by at most {difference:.1e} nats; rounding explains up to {tolerance:g} in {args.param_dtype}."
         if difference <= tolerance:
             print(f"\n{verdict}")
@@ -524,7 +712,10 @@ def run_rank(args: argparse.Namespace) -> int:
     if args.dump is not None:
         page = zpasses.inspect.open(args.dump).write_html(args.dump / "report.html")
         print(f"\nWhat every pass did to the graphs is in {page}; open it in a browser.")
-        print(f"In the terminal: zpasses list {args.dump}; zpasses memory {args.dump}; docs/inspecting.md has more.")
+        print(
+            f"In the terminal: zpasses list {args.dump}; zpasses memory {args.dump}; "
+            "docs/inspecting.md has more."
+        )
     return status
 
 

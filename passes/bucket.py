@@ -11,11 +11,12 @@ Before                                      mode=coalesced
                                               a = view(clone(all[:, :n]), ..);  b = view(clone(all[:, n:]), ..)
                                               y = mm(x, a);  z = mm(y, b)
 
-Contract: a bucket of gathers starts where its first member did, one of reductions where its last member did; numbers stay the same
-bit for bit. No bucket raises the graph's peak above the budget, by the liveness model of `zpasses.cost.memory`. Gathered parameters are
-views of the flat buffer where their rows are one block of it; elsewhere each is copied out. Gradients whose rows have the same width
-are stacked row on row, which lets Inductor have each producer write into the bucket; others are packed by one kernel.
-"""
+Contract: a bucket of gathers starts where its first member did, one of reductions where its last
+member did; numbers stay the same bit for bit. No bucket raises the graph's peak above the budget,
+by the liveness model of `zpasses.cost.memory`. Gathered parameters are views of the flat buffer
+where their rows are one block of it; elsewhere each is copied out. Gradients whose rows have the
+same width are stacked row on row, which lets Inductor have each producer write into the bucket;
+others are packed by one kernel."""
 
 from __future__ import annotations
 
@@ -34,7 +35,12 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.cost.bucket_planner import Bucketed, Choice, Mode, plan_buckets
-from zpasses.cost.collective_moves import MemoryCurve, SchedulableCollective, movable_gathers, movable_reductions
+from zpasses.cost.collective_moves import (
+    MemoryCurve,
+    SchedulableCollective,
+    movable_gathers,
+    movable_reductions,
+)
 from zpasses.cost.roofline import copy_us, latency_us
 from zpasses.cost.target import current_target
 from zpasses.errors import OptionError
@@ -60,20 +66,25 @@ class Bucket(Pass):
     level: ClassVar[Level] = Level.PARTITIONED
 
     cap_mb: float = 25.0
-    """Most MiB of full tensors in one bucket; 0 leaves every collective by itself."""
+    """Largest size of the full tensors in one bucket, in MiB; 0 leaves every collective by
+    itself."""
     mode: Literal["auto", "coalesced", "flat"] = "auto"
-    """coalesced: one launch over several tensors. flat: one tensor. auto: what the cost model of the target finds cheapest, each collective
-    by itself included."""
+    """`coalesced` starts several tensors in one launch, `flat` packs them into one tensor, and
+    `auto` takes what the cost model of the target finds cheapest, including no bucket."""
     memory_budget: str = "5%"
-    """How far the graph's peak may rise ("5%"), or the peak it may reach ("300MiB"; never below what it is without buckets)."""
+    """How far the graph's peak may rise (`5%`), or the peak that it may reach (`300MiB`, but never
+    below the peak without buckets)."""
     plan_for_overlap: bool = False
-    """Whether `overlap` runs behind: it makes buckets live longer, and the budget is about the peak that it leaves, with and without
-    buckets."""
+    """Compare the peaks after `overlap`, with and without buckets, because `overlap` lets buckets
+    live longer. Set it if `overlap` follows in the pipeline."""
 
     def __post_init__(self) -> None:
         parse_budget(self.memory_budget, f"pass {self.name!r}, option 'memory_budget'")
         if self.cap_mb < 0:
-            raise OptionError(f"pass {self.name!r}, option 'cap_mb': got {self.cap_mb}; expected MiB >= 0 (0: no buckets).")
+            raise OptionError(
+                f"pass {self.name!r}, option 'cap_mb': got {self.cap_mb}; expected MiB >= 0 (0: no "
+                "buckets)."
+            )
 
     def votes(self) -> bool:
         return self.cap_mb > 0
@@ -92,15 +103,25 @@ class Bucket(Pass):
         if adopted != [(bucket.mode, bucket.items) for bucket in planned]:
             self._tell_of_excess(graph, items, adopted, curve.limit_bytes)
         for number, (mode, members) in enumerate(adopted):
-            _WRITERS[members[0].tag.role == "gather", mode](_Writer(graph, members, number, self.name))
-        note(f"{self.name}: {_said(gathers, adopted, 'gathers')}; {_said(reductions, adopted, 'reductions')}")
+            _WRITERS[members[0].tag.role == "gather", mode](
+                _Writer(graph, members, number, self.name)
+            )
+        note(
+            f"{self.name}: {_said(gathers, adopted, 'gathers')}; "
+            f"{_said(reductions, adopted, 'reductions')}"
+        )
         return sum(len(members) - 1 for _, members in adopted)
 
-    def plan(self, graph: fx.Graph, items: Sequence[SchedulableCollective]) -> tuple[list[Bucketed], MemoryCurve]:
-        """The buckets that this rank would make of these collectives, and the graph's memory with them."""
+    def plan(
+        self, graph: fx.Graph, items: Sequence[SchedulableCollective]
+    ) -> tuple[list[Bucketed], MemoryCurve]:
+        """The buckets that this rank would make of these collectives, and the graph's memory with
+        them."""
         curve = MemoryCurve(graph, parse_budget(self.memory_budget, self.name))
         choose = functools.partial(_choice, options=self)
-        return plan_buckets(items, choose, curve, self.cap_mb * _MIB, plan_for_overlap=self.plan_for_overlap), curve
+        return plan_buckets(
+            items, choose, curve, self.cap_mb * _MIB, plan_for_overlap=self.plan_for_overlap
+        ), curve
 
     def _tell_of_excess(
         self,
@@ -109,8 +130,13 @@ class Bucket(Pass):
         adopted: Sequence[tuple[Mode, list[SchedulableCollective]]],
         limit_bytes: int,
     ) -> None:
-        """The plan was made for other shapes. Ranks must follow it all the same, but not without a word if it takes too much."""
-        taken = {item: (mode, number) for number, (mode, members) in enumerate(adopted) for item in members}
+        """The plan was made for other shapes. Ranks must follow it all the same, but not without a
+        word if it takes too much."""
+        taken = {
+            item: (mode, number)
+            for number, (mode, members) in enumerate(adopted)
+            for item in members
+        }
 
         def choose(item: SchedulableCollective) -> Choice:
             mode, number = taken.get(item, ("single", -1))
@@ -121,21 +147,31 @@ class Bucket(Pass):
         peak = max(curve.live_bytes)
         if peak > limit_bytes:
             _log.warning(
-                "%s: ranks share the buckets of the first of them, planned when these collectives were first compiled, for other shapes. "
-                "Here they raise the peak to %.1f MiB, %.1f above the budget. Compile shapes with a small peak first, or give bytes.",
+                "%s: ranks share the buckets of the first of them, planned when these collectives "
+                "were first compiled, for other shapes. "
+                "Here they raise the peak to %.1f MiB, %.1f above the budget. Compile shapes with "
+                "a small peak first, or give bytes.",
                 self.name,
                 peak / _MIB,
                 (peak - limit_bytes) / _MIB,
             )
 
 
-def _said(items: Sequence[SchedulableCollective], adopted: Sequence[tuple[Mode, list[SchedulableCollective]]], what: str) -> str:
-    buckets = [(mode, members) for mode, members in adopted if (members[0].tag.role == "gather") == (what == "gathers")]
+def _said(
+    items: Sequence[SchedulableCollective],
+    adopted: Sequence[tuple[Mode, list[SchedulableCollective]]],
+    what: str,
+) -> str:
+    buckets = [
+        (mode, members)
+        for mode, members in adopted
+        if (members[0].tag.role == "gather") == (what == "gathers")
+    ]
     modes = ", ".join(dict.fromkeys(mode for mode, _ in buckets)) or "none"
     return f"{sum(len(members) for _, members in buckets)} of {len(items)} {what} in {len(buckets)} buckets ({modes})"
 
 
-# --- planning ----------------------------------------------------------------------------------------------------------------------
+# --- planning -------------------------------------------------------------------------------------
 def _choice(item: SchedulableCollective, options: Bucket) -> Choice:
     gathers, key = item.tag.role == "gather", _key(item)
     mode: Mode = options.mode if options.mode != "auto" else _cheapest(item, gathers)
@@ -150,18 +186,28 @@ def _adopted(
 ) -> list[tuple[Mode, list[SchedulableCollective]]]:
     """The plan of each group's first rank.
 
-    What fits depends on shapes, which ranks may not share, and a rank may recompile alone: so the same collectives get the same buckets,
-    as long as it plans for the same target.
-    """
+    What fits depends on shapes, which ranks may not share, and a rank may recompile alone: so the
+    same collectives get the same buckets, as long as it plans for the same target."""
     adopted: list[tuple[Mode, list[SchedulableCollective]]] = []
     for group in dict.fromkeys(str(_key(item)[1]) for item in items):
         own = [item for item in items if str(_key(item)[1]) == group]
         numbers = {item: number for number, item in enumerate(own)}
-        mine = [(bucket.mode, [numbers[item] for item in bucket.items]) for bucket in planned if bucket.items[0] in numbers]
+        mine = [
+            (bucket.mode, [numbers[item] for item in bucket.items])
+            for bucket in planned
+            if bucket.items[0] in numbers
+        ]
         described = [(*map(str, _key(item)), item.tag.params, item.full_bytes) for item in own]
         signature = hashlib.sha256(repr((options, described)).encode()).hexdigest()
-        answers = exchange(group, "the choice of buckets", [signature, mine], _TIMEOUT_S, remember=f"{signature} {current_target()!r}")
-        # Other collectives on another rank are found, and named, when the collectives themselves are compared.
+        answers = exchange(
+            group,
+            "the choice of buckets",
+            [signature, mine],
+            _TIMEOUT_S,
+            remember=f"{signature} {current_target()!r}",
+        )
+        # Other collectives on another rank are found, and named, when the collectives themselves
+        # are compared.
         agreed = answers[0][1] if all(answer[0] == signature for answer in answers) else mine
         adopted += [(mode, [own[number] for number in members]) for mode, members in agreed]
     return adopted
@@ -173,13 +219,24 @@ _TIMEOUT_S = 300.0
 def _key(item: SchedulableCollective) -> tuple[Any, ...]:
     collective = collective_of(item.started)
     assert collective is not None
-    return collective.op, collective.group, collective.dtypes, collective.reduce_op, value_of(item.source).device
+    return (
+        collective.op,
+        collective.group,
+        collective.dtypes,
+        collective.reduce_op,
+        value_of(item.source).device,
+    )
 
 
 def _width(item: SchedulableCollective) -> tuple[int, ...] | None:
-    """Shape of a row, for gradients that can be stacked row on row (to be reduced as a whole); None for those that cannot."""
+    """Shape of a row, for gradients that can be stacked row on row (to be reduced as a whole); None
+    for those that cannot."""
     shape = value_of(item.source).shape
-    return tuple(shape[1:]) if len(shape) > 1 and all(isinstance(size, int) for size in shape) else None
+    return (
+        tuple(shape[1:])
+        if len(shape) > 1 and all(isinstance(size, int) for size in shape)
+        else None
+    )
 
 
 def _cheapest(item: SchedulableCollective, gathers: bool) -> Mode:
@@ -189,21 +246,28 @@ def _cheapest(item: SchedulableCollective, gathers: bool) -> Mode:
     ranks = group_size(collective.group)
     costs: dict[Mode, float] = {"single": latency_us(collective.op, ranks, target)}
     copied = 2 * copy_us(item.full_bytes, target) if compat.is_gloo(collective.group) else 0.0
-    # gloo copies what it gathers in any case, and what it reduces together; other backends launch a group without copies.
+    # gloo copies what it gathers in any case, and what it reduces together; other backends launch a
+    # group without copies.
     costs["coalesced"] = 0.0 if gathers else copied
     costs["flat"] = copy_us(item.full_bytes, target) + copy_us(item.full_bytes // ranks, target)
     return min(costs, key=lambda mode: costs[mode])
 
 
-# --- rewriting ---------------------------------------------------------------------------------------------------------------------
+# --- rewriting ------------------------------------------------------------------------------------
 class _Writer:
     """Writes one bucket."""
 
-    def __init__(self, graph: fx.Graph, items: Sequence[SchedulableCollective], number: int, origin: str) -> None:
+    def __init__(
+        self, graph: fx.Graph, items: Sequence[SchedulableCollective], number: int, origin: str
+    ) -> None:
         self.items, self._number, self._origin = items, number, origin
         collective = collective_of(items[0].started)
         assert collective is not None
-        self._group, self._op, self._reduce_op = collective.group, collective.op, collective.reduce_op
+        self._group, self._op, self._reduce_op = (
+            collective.group,
+            collective.op,
+            collective.reduce_op,
+        )
         self.ranks = group_size(collective.group)
         self.params = tuple(item.tag.params[0] for item in items)  # one a member, in their order
         self.nbytes = sum(item.tag.nbytes for item in items)
@@ -213,16 +277,24 @@ class _Writer:
     def gather_coalesced(self) -> None:
         edit = self._gather_at()
         started = edit.call(
-            compat.functional.all_gather_into_tensor_coalesced.default, [item.source for item in self.items], self.ranks, self._group
+            compat.functional.all_gather_into_tensor_coalesced.default,
+            [item.source for item in self.items],
+            self.ranks,
+            self._group,
         )
         self._tag(started, "gather", self.nbytes)
         self._hand_out(edit, started)
 
     def gather_flat(self) -> None:
         edit = self._gather_at()
-        flat = edit.call(aten.cat.default, [edit.call(aten.reshape.default, item.source, [-1]) for item in self.items])
+        flat = edit.call(
+            aten.cat.default,
+            [edit.call(aten.reshape.default, item.source, [-1]) for item in self.items],
+        )
         self._tag(flat, "gather_input")
-        started = edit.call(compat.functional.all_gather_into_tensor.default, flat, self.ranks, self._group)
+        started = edit.call(
+            compat.functional.all_gather_into_tensor.default, flat, self.ranks, self._group
+        )
         self._tag(started, "gather", self.nbytes)
         gathered = edit.call(compat.functional.wait_tensor.default, started)
         self._tag(gathered, "gathered")
@@ -250,10 +322,19 @@ class _Writer:
         edit = self._reduce_at()
         sources = [item.source for item in self.items]
         if self._op == "all_reduce":
-            started = edit.call(compat.functional.all_reduce_coalesced.default, sources, self._reduce_op, self._group)
+            started = edit.call(
+                compat.functional.all_reduce_coalesced.default,
+                sources,
+                self._reduce_op,
+                self._group,
+            )
         else:
             started = edit.call(
-                compat.functional.reduce_scatter_tensor_coalesced.default, sources, self._reduce_op, self.ranks, self._group
+                compat.functional.reduce_scatter_tensor_coalesced.default,
+                sources,
+                self._reduce_op,
+                self.ranks,
+                self._group,
             )
         self._tag(started, "reduce", self.nbytes)
         self._hand_out(edit, started)
@@ -265,9 +346,14 @@ class _Writer:
     def _reduce_flat_whole(self, edit: Editor) -> None:
         sources = [item.source for item in self.items]
         stacked = _width(self.items[0]) is not None
-        flat = edit.call(aten.cat.default, sources if stacked else [self._reshaped(edit, item, [-1]) for item in self.items])
+        flat = edit.call(
+            aten.cat.default,
+            sources if stacked else [self._reshaped(edit, item, [-1]) for item in self.items],
+        )
         self._tag(flat, "reduce_input")
-        started = edit.call(compat.functional.all_reduce.default, flat, self._reduce_op, self._group)
+        started = edit.call(
+            compat.functional.all_reduce.default, flat, self._reduce_op, self._group
+        )
         reduced = self._await(edit, started)
         offset = 0
         for item in self.items:
@@ -275,7 +361,13 @@ class _Writer:
             count = value.shape[0] if stacked else value.numel()
             # A result of its own must not keep the bucket alive; others are cut out of it next.
             own = any(user.op == "output" for user in item.wait.users)
-            part = edit.call(aten.slice_copy.Tensor if own else aten.slice.Tensor, reduced, 0, offset, offset + count)
+            part = edit.call(
+                aten.slice_copy.Tensor if own else aten.slice.Tensor,
+                reduced,
+                0,
+                offset,
+                offset + count,
+            )
             if not stacked:
                 part = edit.call(aten.view.default, part, list(value.shape))
             self._stand_in(part, item)
@@ -283,12 +375,23 @@ class _Writer:
         self._clean_up()
 
     def _reduce_flat_parts(self, edit: Editor) -> None:
-        """A rank's part of the bucket is its part of each gradient, so that what it gets back is views."""
-        packed = edit.call(aten.cat.default, [self._reshaped(edit, item, [self.ranks, -1]) for item in self.items], 1)
+        """A rank's part of the bucket is its part of each gradient, so that what it gets back is
+        views."""
+        packed = edit.call(
+            aten.cat.default,
+            [self._reshaped(edit, item, [self.ranks, -1]) for item in self.items],
+            1,
+        )
         flat = edit.call(aten.view.default, packed, [-1])
         for node in (packed, flat):
             self._tag(node, "reduce_input")
-        started = edit.call(compat.functional.reduce_scatter_tensor.default, flat, self._reduce_op, self.ranks, self._group)
+        started = edit.call(
+            compat.functional.reduce_scatter_tensor.default,
+            flat,
+            self._reduce_op,
+            self.ranks,
+            self._group,
+        )
         reduced = self._await(edit, started)
         offset = 0
         for item in self.items:
@@ -321,7 +424,8 @@ class _Writer:
         return done
 
     def _hand_out(self, edit: Editor, started: fx.Node) -> None:
-        """Each member's wait reads its part of the bucket, all where the first one is: until the last wait, nothing is freed."""
+        """Each member's wait reads its part of the bucket, all where the first one is: until the
+        last wait, nothing is freed."""
         behind = self.items[0].wait
         for at, item in enumerate(self.items):
             part = edit.call(operator.getitem, started, at)
@@ -351,7 +455,9 @@ class _Writer:
 
     def _tag(self, node: fx.Node, role: Role, sent_bytes: int = 0) -> None:
         whole = nbytes(value_of(node)) if role == "gather_input" else 0
-        add_tag(node, Tag(role, self.params, sent_bytes, self._number, self._origin, block_bytes=whole))
+        add_tag(
+            node, Tag(role, self.params, sent_bytes, self._number, self._origin, block_bytes=whole)
+        )
 
 
 _WRITERS: dict[tuple[bool, str], Any] = {

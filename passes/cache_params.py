@@ -5,11 +5,10 @@ Before                                     After: two variants of one graph
   y = mm(x, full)                            cached: y = mm(x, full_input);  return y
   return y
 
-Contract: marks the full parameters of a forward graph; `zpasses.runtime.forward_variants`
-cuts the variants there, whatever lies in front (single,
-bucketed or copy-engine gathers), and the runtime chooses at each call. Parameters that stay valid while others change (frozen ones)
-are taken from the kept copies alone.
-"""
+Contract: marks the full parameters of a forward graph; `zpasses.runtime.forward_variants` cuts the
+variants there, whatever lies in front (single, bucketed or copy-engine gathers), and the runtime
+chooses at each call. Parameters that stay valid while others change (frozen ones) are taken from
+the kept copies alone."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from zpasses.pipeline.pipeline import Level, Pass
 
 @dataclass(frozen=True)
 class CacheParams(Pass):
-    """Hand gathered parameters from one call of the graph to the next."""
+    """Keep gathered parameters from one call of the graph to the next."""
 
     name: ClassVar[str] = "cache-params"
     level: ClassVar[Level] = Level.FORWARD

@@ -1,4 +1,5 @@
-"""Let gradients be reduced in a later call: cut a backward graph into variants that leave them full.
+"""Let gradients be reduced in a later call: cut a backward graph into variants that leave them
+full.
 
 Before                                   After: variants of one graph, chosen at each call
   g = mm(xt, gy)                           as it is:      nothing is pending, reduce now
@@ -6,12 +7,12 @@ Before                                   After: variants of one graph, chosen at
   return mine                              first:         return None, g
                                            next:          add_(pending, g);  return None
 
-Contract: marks the reduced gradients that a backward graph returns and whose full gradient can be told; `zpasses.runtime.backward_variants`
-cuts the
-variants there, whatever lies between (single, coalesced or flat-packed reductions), and the runtime chooses at each call by the window
-that is open (`zpasses.coalesce_grad_reduction`) or by `backwards_per_step`. Runs behind everything that makes or merges reductions.
-What is deferred is the gradient as the model computed it, before the cast to the dtype of reductions.
-"""
+Contract: marks the reduced gradients that a backward graph returns and whose full gradient can be
+told; `zpasses.runtime.backward_variants` cuts the variants there, whatever lies between (single,
+coalesced or flat-packed reductions), and the runtime chooses at each call by the window that is
+open (`zpasses.coalesce_grad_reduction`) or by `backwards_per_step`. Runs behind everything that
+makes or merges reductions. What is deferred is the gradient as the model computed it, before the
+cast to the dtype of reductions."""
 
 from __future__ import annotations
 

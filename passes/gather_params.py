@@ -8,10 +8,11 @@ Before                                          After
                                                   full = slice(gathered, 0, 0, 10)
                                                   y = mm(x, full)
 
-Contract: ranks hold blocks of ceil(rows / ranks) rows, the last ones fewer. The cast is there only for another dtype (before the
-gather, so that bf16 moves half the bytes), the padding only on ranks whose block is not full, the slice only where rows do not divide;
-otherwise the collective reads the shard itself and its output is the parameter: no copy in, no copy out.
-"""
+Contract: ranks hold blocks of ceil(rows / ranks) rows, the last ones fewer. The cast is there only
+for another dtype (before the gather, so that bf16 moves half the bytes), the padding only on ranks
+whose block is not full, the slice only where rows do not divide;
+otherwise the collective reads the shard itself and its output is the parameter: no copy in, no copy
+out."""
 
 from __future__ import annotations
 
@@ -55,21 +56,46 @@ class GatherParams(Pass):
         add_tag(full, Tag("full", params, origin=self.name))
         replace_node(read, full)
 
-    def _gather(self, edit: Editor, shard: fx.Node, rows: Any, dtype: Any, group: Any, params: tuple[str, ...]) -> fx.Node:
+    def _gather(
+        self,
+        edit: Editor,
+        shard: fx.Node,
+        rows: Any,
+        dtype: Any,
+        group: Any,
+        params: tuple[str, ...],
+    ) -> fx.Node:
         value = value_of(shard)
         size = group_size(group)
         if value.dim() == 0 or size == 1:
-            return edit.call(aten._to_copy.default, shard, dtype=dtype or value.dtype) if dtype else edit.call(aten.clone.default, shard)
+            return (
+                edit.call(aten._to_copy.default, shard, dtype=dtype or value.dtype)
+                if dtype
+                else edit.call(aten.clone.default, shard)
+            )
         block = rows_per_rank(rows, size)
         if block == 0 or 0 in value.shape[1:]:
-            return edit.call(aten.empty.memory_format, [rows, *value.shape[1:]], dtype=dtype or value.dtype, device=value.device)
+            return edit.call(
+                aten.empty.memory_format,
+                [rows, *value.shape[1:]],
+                dtype=dtype or value.dtype,
+                device=value.device,
+            )
         source = shard
-        # Of what differs between ranks, the last counts: it is what the collective reads, and no rank needs more steps to make it.
+        # Of what differs between ranks, the last counts: it is what the collective reads, and no
+        # rank needs more steps to make it.
         whole, padded = 0, value.shape[0] < block
         if dtype is not None and dtype != value.dtype:
             source = edit.call(aten._to_copy.default, source, dtype=dtype)
-            whole = block * math.prod(compat.size_hint(size) for size in value.shape[1:]) * dtype.itemsize
-            add_tag(source, Tag("gather_input", params, origin=self.name, block_bytes=0 if padded else whole))
+            whole = (
+                block
+                * math.prod(compat.size_hint(size) for size in value.shape[1:])
+                * dtype.itemsize
+            )
+            add_tag(
+                source,
+                Tag("gather_input", params, origin=self.name, block_bytes=0 if padded else whole),
+            )
         if padded:
             padding = [0, 0] * (value.dim() - 1) + [0, block - value.shape[0]]
             source = edit.call(aten.constant_pad_nd.default, source, padding, 0.0)

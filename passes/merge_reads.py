@@ -10,9 +10,10 @@ Before                                        After
   s1 = zpasses.reduce_grad(g1, ...)
   s = add(s2, s1)
 
-Contract: runs on the dialect, before it is lowered. A merged parameter stays gathered from its first read to its last, so two reads
-are merged only where that is free (no other parameter is gathered between them) or cheap (at most `max_hold_mb`). Gradients are always
-summed before their reduction, in the reduction's dtype, which costs one full gradient from its first part to its last.
+Contract: runs on the dialect, before it is lowered. A merged parameter stays gathered from its
+first read to its last, so two reads are merged only where that is free (no other parameter is
+gathered between them) or cheap (at most `max_hold_mb`). Gradients are always summed before their
+reduction, in the reduction's dtype, which costs one full gradient from its first part to its last.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class MergeReads(Pass):
-    """Merge the reads of one parameter, or of tied ones."""
+    """Merge the reads of one parameter, or of tied parameters."""
 
     name: ClassVar[str] = "merge-reads"
     level: ClassVar[Level] = Level.JOINT
 
     max_hold_mb: float | None = None
-    """Keep a parameter of at most this many MiB gathered across the gathers of others; none: any size."""
+    """Largest parameter, in MiB, that may stay gathered while other parameters are gathered; `none`
+    sets no limit."""
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of gathers and reductions saved."""
@@ -87,7 +89,11 @@ def _sum_gradients(graph: fx.Graph) -> int:
 
 
 def _same_parameter(left: object, right: object) -> bool:
-    nodes = [node for node in (left, right) if isinstance(node, fx.Node) and node.target is REDUCE_GRAD and len(node.users) == 1]
+    nodes = [
+        node
+        for node in (left, right)
+        if isinstance(node, fx.Node) and node.target is REDUCE_GRAD and len(node.users) == 1
+    ]
     return len(nodes) == 2 and nodes[0] is not nodes[1] and nodes[0].args[1:] == nodes[1].args[1:]
 
 
@@ -97,7 +103,10 @@ def _reduce_sum(graph: fx.Graph, total: fx.Node, left: fx.Node, right: fx.Node) 
     parts: list[Any] = [left.args[0], right.args[0]]
     if isinstance(reduce_dtype, torch.dtype):
         parts = [
-            part if value_of(part).dtype == reduce_dtype else edit.call(aten._to_copy.default, part, dtype=reduce_dtype) for part in parts
+            part
+            if value_of(part).dtype == reduce_dtype
+            else edit.call(aten._to_copy.default, part, dtype=reduce_dtype)
+            for part in parts
         ]
     summed = edit.call(aten.add.Tensor, *parts)
     reduced = edit.call(REDUCE_GRAD, summed, *left.args[1:])

@@ -14,10 +14,10 @@ Before                                          After
                                                   da = wait_tensor(started_a)
                                                   db = wait_tensor(started_b)
 
-Contract: moves nodes and makes none, so numbers stay the same. A gather starts once the one before it has arrived: one is under way
-beside compute, never more. A reduction is awaited once the next one has started. That costs the memory of one gather and one
-reduction; what is moved depends on the collectives alone and not on shapes or memory, so that ranks move alike.
-"""
+Contract: moves nodes and makes none, so numbers stay the same. A gather starts once the one before
+it has arrived: one is under way beside compute, never more. A reduction is awaited once the next
+one has started. That costs the memory of one gather and one reduction; what is moved depends on the
+collectives alone and not on shapes or memory, so that ranks move alike."""
 
 from __future__ import annotations
 
@@ -64,10 +64,14 @@ def _prefetch(launches: list[Launch], nodes: tuple[fx.Node, ...]) -> list[_Plan]
         at = position[launch.started]
         while nodes[arrived] in launch.before:
             arrived += 1
-        if any(node not in launch.before and node.op == "call_function" for node in nodes[arrived:at]):
+        if any(
+            node not in launch.before and node.op == "call_function" for node in nodes[arrived:at]
+        ):
             plans.append(((*launch.before, launch.started, *launch.parts), nodes[arrived]))
         arrived = min(position[wait] for wait in launch.waits) + 1
-        while nodes[arrived] in launch.waits:  # of one collective: nothing is let go before the last
+        while (
+            nodes[arrived] in launch.waits
+        ):  # of one collective: nothing is let go before the last
             arrived += 1
     return plans
 

@@ -1,11 +1,8 @@
 """The named pipelines: the ZeRO stages as lists of passes.
 
-| stage | full parameters live | gradients |
-| --- | --- | --- |
-| 1 | from the first forward after a step until gradients are reduced | reduced to shards in each backward, or in the last of a window |
-| 2 | the same | the same |
-| 3 | around their use; gathered again in backward | the same |
-"""
+| stage | full parameters live | gradients | | --- | --- | --- | | 1 | from the first forward after
+a step until gradients are reduced | reduced to shards in each backward, or in the last of a window
+| | 2 | the same | the same | | 3 | around their use; gathered again in backward | the same |"""
 
 from zpasses.passes.bucket import Bucket
 from zpasses.passes.cache_params import CacheParams
@@ -22,11 +19,22 @@ __all__ = ["ZERO1", "ZERO2", "ZERO3", "ZERO3_SDMA"]
 
 _LAST = (Overlap(), DeferReduction())
 
-ZERO2 = Pipeline((MergeReads(), GatherParams(), ReduceGrads(), CacheParams(), Bucket(plan_for_overlap=True), *_LAST))
+ZERO2 = Pipeline(
+    (
+        MergeReads(),
+        GatherParams(),
+        ReduceGrads(),
+        CacheParams(),
+        Bucket(plan_for_overlap=True),
+        *_LAST,
+    )
+)
 ZERO1 = ZERO2
-"""The same passes as stage 2: windows (`backwards_per_step`) decide how long gradients stay full, which is what tells the two apart."""
+"""The same passes as stage 2: windows (`backwards_per_step`) decide how long gradients stay full,
+which is what tells the two apart."""
 _STAGE3 = (MergeReads(max_hold_mb=1.0), GatherParams(), ReduceGrads(), ReshardAfterForward())
 
 ZERO3 = Pipeline((*_STAGE3, Bucket(cap_mb=12.0, plan_for_overlap=True), *_LAST))
 ZERO3_SDMA = Pipeline((*_STAGE3, Bucket(cap_mb=512.0, plan_for_overlap=True), *_LAST, Sdma()))
-"""Stage 3 for nodes with copy engines: buckets of a layer rather than of a few MiB, since engines take longer to start."""
+"""Stage 3 for nodes with copy engines: buckets of a layer rather than of a few MiB, since engines
+take longer to start."""

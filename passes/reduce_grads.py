@@ -7,9 +7,9 @@ Before                                     form=reduce_scatter                  
                                              block = wait_tensor(started)              mine = slice_copy(total, 0, 3, 6)
                                              mine = slice_copy(block, 0, 0, 3)
 
-Contract: the result has the shard's rows and dtype, and owns its memory: where it is cut out of something larger it is copied, so that
-the larger one can be freed. Casts, padding and slices are there only where they change something.
-"""
+Contract: the result has the shard's rows and dtype, and owns its memory: where it is cut out of
+something larger it is copied, so that the larger one can be freed. Casts, padding and slices are
+there only where they change something."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class ReduceGrads(Pass):
     level: ClassVar[Level] = Level.JOINT
 
     form: Literal["auto", "reduce_scatter", "all_reduce"] = "auto"
-    """reduce_scatter moves the fewest bytes. all_reduce is faster where reduce-scatter is not native, as in gloo; auto chooses so."""
+    """`reduce_scatter` moves the fewest bytes, `all_reduce` is faster where reduce-scatter is not
+    native, and `auto` takes `all_reduce` on gloo only."""
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of reductions lowered."""
@@ -49,10 +50,18 @@ class ReduceGrads(Pass):
         arguments: Any = node.args
         grad, rows, shard_rows, dtype, reduce_dtype, group = arguments
         tag = tag_of(node)
-        lowering = _Lowering(Editor(graph, before=node), tag.params if tag else (grad.name,), self.name, str(group), reduce_dtype)
+        lowering = _Lowering(
+            Editor(graph, before=node),
+            tag.params if tag else (grad.name,),
+            self.name,
+            str(group),
+            reduce_dtype,
+        )
         value = value_of(grad)
         if value.dim() and nbytes(value) == 0:
-            mine = lowering.edit.call(aten.new_empty.default, grad, [shard_rows, *value.shape[1:]], dtype=dtype)
+            mine = lowering.edit.call(
+                aten.new_empty.default, grad, [shard_rows, *value.shape[1:]], dtype=dtype
+            )
         elif value.dim() == 0:
             mine = lowering.all_reduce(lowering.cast(grad))
         elif lowering.size == 1:
@@ -63,9 +72,24 @@ class ReduceGrads(Pass):
             mine = lowering.reduce_scatter(grad, rows, shard_rows, dtype)
         mine = lowering.finish(mine, grad, dtype)
         full_rows = max(value.shape[0], 1) if value.dim() else 1
-        whole = nbytes(value) // value.element_size() // full_rows * rows_per_rank(full_rows, lowering.size) * dtype.itemsize
+        whole = (
+            nbytes(value)
+            // value.element_size()
+            // full_rows
+            * rows_per_rank(full_rows, lowering.size)
+            * dtype.itemsize
+        )
         reduction = Reduction(rows, dtype, reduce_dtype, lowering.group)
-        add_tag(mine, Tag("shard_grad", lowering.params, origin=self.name, block_bytes=whole, reduction=reduction))
+        add_tag(
+            mine,
+            Tag(
+                "shard_grad",
+                lowering.params,
+                origin=self.name,
+                block_bytes=whole,
+                reduction=reduction,
+            ),
+        )
         replace_node(node, mine)
 
     def _all_reduces(self, group: str) -> bool:
@@ -94,27 +118,40 @@ class _Lowering:
         return self._prepare(self.edit.call(aten._to_copy.default, grad, dtype=self.reduce_dtype))
 
     def all_reduce(self, source: fx.Node) -> fx.Node:
-        return self._await(self.edit.call(compat.functional.all_reduce.default, source, "avg", self.group), source)
+        return self._await(
+            self.edit.call(compat.functional.all_reduce.default, source, "avg", self.group), source
+        )
 
-    def cut_from_all_reduce(self, grad: fx.Node, rows: Any, shard_rows: Any, dtype: torch.dtype) -> fx.Node:
+    def cut_from_all_reduce(
+        self, grad: fx.Node, rows: Any, shard_rows: Any, dtype: torch.dtype
+    ) -> fx.Node:
         total = self.all_reduce(self.cast(grad))
         start = min(_group_rank(self.group) * rows_per_rank(rows, self.size), rows)
         return self._cut(total, start, start + shard_rows, dtype)
 
-    def reduce_scatter(self, grad: fx.Node, rows: Any, shard_rows: Any, dtype: torch.dtype) -> fx.Node:
+    def reduce_scatter(
+        self, grad: fx.Node, rows: Any, shard_rows: Any, dtype: torch.dtype
+    ) -> fx.Node:
         source = self.cast(grad)
         block = rows_per_rank(rows, self.size)
         if block * self.size != rows:
             padding = [0, 0] * (value_of(grad).dim() - 1) + [0, block * self.size - rows]
-            source = self._prepare(self.edit.call(aten.constant_pad_nd.default, source, padding, 0.0))
-        started = self.edit.call(compat.functional.reduce_scatter_tensor.default, source, "avg", self.size, self.group)
+            source = self._prepare(
+                self.edit.call(aten.constant_pad_nd.default, source, padding, 0.0)
+            )
+        started = self.edit.call(
+            compat.functional.reduce_scatter_tensor.default, source, "avg", self.size, self.group
+        )
         mine = self._await(started, source)
         return mine if shard_rows == block else self._cut(mine, 0, shard_rows, dtype)
 
     def _cut(self, whole: fx.Node, start: Any, end: Any, dtype: torch.dtype) -> fx.Node:
-        # Not slice and clone: Inductor drops such a clone, and with it the right to free what it was cut from. A cast copies anyway.
+        # Not slice and clone: Inductor drops such a clone, and with it the right to free what it
+        # was cut from. A cast copies anyway.
         copies = value_of(whole).dtype == dtype
-        return self.edit.call(aten.slice_copy.Tensor if copies else aten.slice.Tensor, whole, 0, start, end)
+        return self.edit.call(
+            aten.slice_copy.Tensor if copies else aten.slice.Tensor, whole, 0, start, end
+        )
 
     def finish(self, mine: fx.Node, grad: fx.Node, dtype: torch.dtype) -> fx.Node:
         if value_of(mine).dtype != dtype:

@@ -6,9 +6,9 @@ Before (joint graph)                      After, once partitioned
   ...
   gx = mm(gy, t(full))
 
-Contract: marks; the partitioner moves. Marked are the gathers, what prepares them, and every forward value that is computed from
-parameters alone (views, casts, a weight norm), because saving such a value would save a full parameter under another name.
-"""
+Contract: marks; the partitioner moves. Marked are the gathers, what prepares them, and every
+forward value that is computed from parameters alone (views, casts, a weight norm), because saving
+such a value would save a full parameter under another name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class ReshardAfterForward(Pass):
         tag_foreign_gathers(graph, origin=self.name)
         marked: set[fx.Node] = set()
         for node in graph.nodes:
-            if node.op == "call_function" and (_is_part_of_gather(node) or _depends_on_parameters_alone(node, marked)):
+            if node.op == "call_function" and (
+                _is_part_of_gather(node) or _depends_on_parameters_alone(node, marked)
+            ):
                 compat.mark_recompute(node)
                 marked.add(node)
         return len(marked)

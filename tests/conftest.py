@@ -19,7 +19,8 @@ logging.getLogger("torch.__trace").propagate = False
 
 @pytest.fixture(autouse=True)
 def leave_no_world_behind():
-    """A test that fails inside a fake world must not take the next ones with it, nor lend them its compiled code."""
+    """A test that fails inside a fake world must not take the next ones with it, nor lend them its
+    compiled code."""
     yield
     if dist.is_initialized() and dist.get_backend() == "fake":
         dist.destroy_process_group()

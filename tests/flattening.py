@@ -1,4 +1,5 @@
-"""Host flattening to test on: traced for a device that need not exist, run with the host in its place."""
+"""Host flattening to test on: traced for a device that need not exist, run with the host in its
+place."""
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -15,7 +16,11 @@ def move(tensor, device=CUDA, **options):
 
 def flatten(*tensors):
     """What many trainers do: lay everything together on the host, and move it."""
-    return move(torch._utils._flatten_dense_tensors([move(tensor, "cpu") if tensor.is_cuda else tensor for tensor in tensors]))
+    return move(
+        torch._utils._flatten_dense_tensors(
+            [move(tensor, "cpu") if tensor.is_cuda else tensor for tensor in tensors]
+        )
+    )
 
 
 def trace(fn, tensors):
@@ -44,14 +49,19 @@ def on_host(gm):
     """The graph with the host in the device's place, so that it can run."""
     gm = copy_graph(gm)
     for node in gm.graph.nodes:
-        node.args, node.kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (node.args, node.kwargs))
+        node.args, node.kwargs = tree_map_only(
+            torch.device, lambda _: torch.device("cpu"), (node.args, node.kwargs)
+        )
     gm.recompile()
     return gm
 
 
 def assert_same_flat(gm, flatten_on_device, tensors, world_size=1):
-    """The rewritten graphs of all ranks give what the host form gives, bit for bit; returns them."""
+    """The rewritten graphs of all ranks give what the host form gives, bit for bit; returns
+    them."""
     graphs = [rewritten(gm, flatten_on_device, world_size, rank) for rank in range(world_size)]
     values = [each[0] if isinstance(each, tuple) else each for each in tensors]
-    assert_equal_bits(on_host(gm), [on_host(graph) for graph in graphs], [list(values)] * world_size)
+    assert_equal_bits(
+        on_host(gm), [on_host(graph) for graph in graphs], [list(values)] * world_size
+    )
     return graphs

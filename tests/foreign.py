@@ -1,4 +1,5 @@
-"""Models that other libraries sharded: a parametrization gathers a plain shard whenever the weight is read, as SimpleFSDP does."""
+"""Models that other libraries sharded: a parametrization gathers a plain shard whenever the weight
+is read, as SimpleFSDP does."""
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -12,18 +13,23 @@ class Gather(nn.Module):
         self.group, self.dtype = group, dtype
 
     def forward(self, shard):
-        return funcol.all_gather_tensor_autograd(shard.to(self.dtype) if self.dtype else shard, 0, self.group)
+        return funcol.all_gather_tensor_autograd(
+            shard.to(self.dtype) if self.dtype else shard, 0, self.group
+        )
 
 
 def simple_fsdp(mesh, dtype=None, activation=nn.ReLU):
-    """Two layers, 6 -> 8 -> 6, whose weights are sharded by rows over the mesh; the same values on every rank."""
+    """Two layers, 6 -> 8 -> 6, whose weights are sharded by rows over the mesh; the same values on
+    every rank."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8, bias=False), activation(), nn.Linear(8, 6, bias=False))
     for layer in (model[0], model[2]):
         rows = layer.weight.shape[0] // mesh.size()
         start = rows * mesh.get_local_rank()
         layer.weight = nn.Parameter(layer.weight.detach()[start : start + rows].clone())
-        parametrize.register_parametrization(layer, "weight", Gather(mesh.get_group(), dtype), unsafe=True)
+        parametrize.register_parametrization(
+            layer, "weight", Gather(mesh.get_group(), dtype), unsafe=True
+        )
     return model
 
 

@@ -1,5 +1,5 @@
-"""Small joint graphs for tests of passes: every parameter is multiplied with an input of its own shape, so that any shape will do and
-all numbers stay small integers."""
+"""Small joint graphs for tests of passes: every parameter is multiplied with an input of its own
+shape, so that any shape will do and all numbers stay small integers."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,23 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from zpasses.graph.ops import rows_per_rank
-from zpasses.testing import assert_equal_bits, copy_graph, fake_world, random_inputs, simulate, trace_joint
+from zpasses.testing import (
+    assert_equal_bits,
+    copy_graph,
+    fake_world,
+    random_inputs,
+    simulate,
+    trace_joint,
+)
 
 WORLDS = (1, 2, 3, 4, 7)
 
-few = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(
+    max_examples=8,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 """Tracing costs tens of milliseconds a rank."""
 
 
@@ -36,18 +48,22 @@ class Param:
 
     def read(self, shard):
         rows = self.shape[0] if self.shape else 0
-        return torch.ops.zpasses.unshard(shard, rows, self.param_dtype, self.reduce_dtype, self.group)
+        return torch.ops.zpasses.unshard(
+            shard, rows, self.param_dtype, self.reduce_dtype, self.group
+        )
 
 
 def joint(params, rank, world_size, *, interleaved=False):
-    """Joint graph of one rank. Inputs: for each parameter its shard, then an input of the full shape; reads of one parameter follow
-    each other, or are interleaved with those of the others."""
+    """Joint graph of one rank. Inputs: for each parameter its shard, then an input of the full
+    shape; reads of one parameter follow each other, or are interleaved with those of the others."""
     inputs, shards = [], {}
     for i, param in enumerate(params):
         shards[2 * i] = f"p{i}"
         inputs += [
             param.shard(rank, world_size),
-            torch.zeros(param.shape, dtype=param.param_dtype or param.dtype, requires_grad=param.frozen),
+            torch.zeros(
+                param.shape, dtype=param.param_dtype or param.dtype, requires_grad=param.frozen
+            ),
         ]
 
     def fn(*values):
@@ -92,7 +108,8 @@ def expect_listing(actual, expected):
 
 
 def param_lists(max_size=4, **fixed):
-    """Draws lists of parameters of odd shapes: scalars, no rows, fewer rows than ranks, up to three dimensions."""
+    """Draws lists of parameters of odd shapes: scalars, no rows, fewer rows than ranks, up to three
+    dimensions."""
     shape = st.one_of(
         st.just(()),
         st.tuples(st.integers(0, 9)),
@@ -116,18 +133,37 @@ def saved_for_backward(capture):
 
 
 def _number_of_outputs(joint_graph):
-    primals = [node for node in joint_graph.graph.nodes if node.op == "placeholder" and "tangents" not in node.name]
+    primals = [
+        node
+        for node in joint_graph.graph.nodes
+        if node.op == "placeholder" and "tangents" not in node.name
+    ]
     return len(joint_graph.graph.output_node().args[0]) - len(primals)
 
 
 def simulate_step(captures, inputs):
-    """Run forward and backward graphs of all ranks on inputs of the joint graph; outputs as the joint graph returns them."""
+    """Run forward and backward graphs of all ranks on inputs of the joint graph; outputs as the
+    joint graph returns them."""
     user = _number_of_outputs(captures[0].before.joint)
-    tangents = sum("tangents" in node.name for node in captures[0].before.joint.graph.nodes if node.op == "placeholder")
-    forward = simulate([each.after.forward for each in captures], [values[: len(values) - tangents] for values in inputs])
-    given = [[*run.outputs[user:], *values[len(values) - tangents :]] for run, values in zip(forward, inputs, strict=True)]
+    tangents = sum(
+        "tangents" in node.name
+        for node in captures[0].before.joint.graph.nodes
+        if node.op == "placeholder"
+    )
+    forward = simulate(
+        [each.after.forward for each in captures],
+        [values[: len(values) - tangents] for values in inputs],
+    )
+    given = [
+        [*run.outputs[user:], *values[len(values) - tangents :]]
+        for run, values in zip(forward, inputs, strict=True)
+    ]
     backward = simulate([each.after.backward for each in captures], given)
-    return [(*f.outputs[:user], *b.outputs) for f, b in zip(forward, backward, strict=True)], forward, backward
+    return (
+        [(*f.outputs[:user], *b.outputs) for f, b in zip(forward, backward, strict=True)],
+        forward,
+        backward,
+    )
 
 
 def assert_step_equals_reference(captures, seed=0):

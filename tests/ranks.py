@@ -1,12 +1,13 @@
 """Run test functions on real gloo ranks.
 
-`run_on_ranks` sends a function to a pool of rank processes that lives as long as the test session, so that a test pays milliseconds and
-not an import of torch. `run_in_fresh_ranks` starts processes for one function alone and reports what became of each: for tests in which
-ranks fail, die, or must not have run anything before.
+`run_on_ranks` sends a function to a pool of rank processes that lives as long as the test session,
+so that a test pays milliseconds and not an import of torch. `run_in_fresh_ranks` starts processes
+for one function alone and reports what became of each: for tests in which ranks fail, die, or must
+not have run anything before.
 
-Functions are module-level ones of a test module, their arguments and results picklable. Nothing waits for ever: after the time limit,
-or a few seconds after the first failure, the ranks are killed and the error shows what each of them said and where it stood.
-"""
+Functions are module-level ones of a test module, their arguments and results picklable. Nothing
+waits for ever: after the time limit, or a few seconds after the first failure, the ranks are killed
+and the error shows what each of them said and where it stood."""
 
 from __future__ import annotations
 
@@ -33,7 +34,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Outcome", "RanksError", "close_pools", "run_in_fresh_ranks", "run_on_ranks", "world_mesh"]
+__all__ = [
+    "Outcome",
+    "RanksError",
+    "close_pools",
+    "run_in_fresh_ranks",
+    "run_on_ranks",
+    "world_mesh",
+]
 
 GRACE_S = 5.0
 """How long the others may take to finish or fail after the first rank failed."""
@@ -42,11 +50,14 @@ _START_S = 60.0
 
 # Processes fork from a server that has imported torch, but nothing of zpasses.
 _spawner = multiprocessing.get_context("forkserver")
-_spawner.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch._dynamo", "torch._functorch.aot_autograd"])
+_spawner.set_forkserver_preload(
+    ["torch", "torch.distributed.tensor", "torch._dynamo", "torch._functorch.aot_autograd"]
+)
 
 
 class RanksError(AssertionError):
-    """A function failed on at least one rank; the message holds every rank's traceback and output."""
+    """A function failed on at least one rank; the message holds every rank's traceback and
+    output."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +86,29 @@ class Outcome:
     def __str__(self) -> str:
         if self.ok:
             return f"--- rank {self.rank}: done"
-        what = "failed" if self.error else "did not finish" if self.timed_out else f"died with exit code {self.exit_code}"
+        what = (
+            "failed"
+            if self.error
+            else "did not finish"
+            if self.timed_out
+            else f"died with exit code {self.exit_code}"
+        )
         output = f"\n[its output]\n{self.output}" if self.output else ""
         return f"--- rank {self.rank}: {what}\n{self.error}{output}"
 
 
-def run_on_ranks(fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120, **kwargs: Any) -> list[Any]:
-    """Call `fn(*args, **kwargs)` on every rank of a gloo process group; returns what each rank returned.
+def run_on_ranks(
+    fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120, **kwargs: Any
+) -> list[Any]:
+    """Call `fn(*args, **kwargs)` on every rank of a gloo process group; returns what each rank
+    returned.
 
-    The ranks are shared between tests. Before each call Dynamo is reset and every rank seeded alike.
+    The ranks are shared between tests. Before each call Dynamo is reset and every rank seeded
+    alike.
 
     Raises:
-        RanksError: when a rank raised, died, or did not finish within `timeout` seconds. The next call gets new processes.
+        RanksError: when a rank raised, died, or did not finish within `timeout` seconds. The next
+            call gets new processes.
     """
     pool = _pools.get(ranks)
     if pool is None or not pool.alive():
@@ -100,9 +122,15 @@ def run_on_ranks(fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout: fl
 
 
 def run_in_fresh_ranks(
-    fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120, env: dict[str, str] | None = None, **kwargs: Any
+    fn: Callable[..., Any],
+    *args: Any,
+    ranks: int = 2,
+    timeout: float = 120,
+    env: dict[str, str] | None = None,
+    **kwargs: Any,
 ) -> list[Outcome]:
-    """Call `fn(*args, **kwargs)` on every rank of a new gloo group of new processes; returns what became of each, and never raises.
+    """Call `fn(*args, **kwargs)` on every rank of a new gloo group of new processes; returns what
+    became of each, and never raises.
 
     Args:
         timeout: seconds after which what still runs is killed.
@@ -137,7 +165,9 @@ class _Ranks:
         for rank in range(count):
             here, there = _spawner.Pipe()
             process = _spawner.Process(
-                target=_serve, args=(rank, count, self._store.port, there, str(self._logs[rank]), env or {}), daemon=True
+                target=_serve,
+                args=(rank, count, self._store.port, there, str(self._logs[rank]), env or {}),
+                daemon=True,
             )
             process.start()
             there.close()
@@ -156,14 +186,22 @@ class _Ranks:
         replies = self._collect(timeout, grace)
         if len(replies) < len(self._processes):
             self._show_stacks(replies)
-        return [self._outcome(rank, replies.get(rank), offsets[rank]) for rank in range(len(self._processes))]
+        return [
+            self._outcome(rank, replies.get(rank), offsets[rank])
+            for rank in range(len(self._processes))
+        ]
 
     def _collect(self, timeout: float, grace: float) -> dict[int, tuple[bool, Any] | None]:
-        """Rank -> (succeeded, result or traceback), None for the dead; ranks that did not answer in time are missing."""
+        """Rank -> (succeeded, result or traceback), None for the dead; ranks that did not answer in
+        time are missing."""
         replies: dict[int, tuple[bool, Any] | None] = {}
         deadline = time.monotonic() + timeout
         while len(replies) < len(self._processes):
-            pending = {self._connections[rank]: rank for rank in range(len(self._processes)) if rank not in replies}
+            pending = {
+                self._connections[rank]: rank
+                for rank in range(len(self._processes))
+                if rank not in replies
+            }
             ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
@@ -205,7 +243,14 @@ class _Ranks:
         for outcome, process in zip(outcomes, self._processes, strict=True):
             if outcome.reported:
                 process.join(GRACE_S)
-                outcome = Outcome(outcome.rank, outcome.result, outcome.error, process.exitcode, outcome.output, True)
+                outcome = Outcome(
+                    outcome.rank,
+                    outcome.result,
+                    outcome.error,
+                    process.exitcode,
+                    outcome.output,
+                    True,
+                )
             done.append(outcome)
         return done
 
@@ -228,21 +273,31 @@ def close_pools() -> None:
         _pools.popitem()[1].kill()
 
 
-def _serve(rank: int, count: int, port: int, connection: Connection, log: str, env: dict[str, str]) -> None:
+def _serve(
+    rank: int, count: int, port: int, connection: Connection, log: str, env: dict[str, str]
+) -> None:
     """What a rank process does: calls, until the other end hangs up."""
     with open(log, "a") as sink:
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
+    sys.stdout, sys.stderr = (
+        os.fdopen(1, "w", 1, closefd=False),
+        os.fdopen(2, "w", 1, closefd=False),
+    )
     faulthandler.enable(sys.__stderr__)
-    faulthandler.register(signal.SIGUSR1, file=open(log, "a"), all_threads=True)  # noqa: SIM115 - open until the process ends
-    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), OMP_NUM_THREADS="1")
+    stays_open = open(log, "a")  # noqa: SIM115 - until the process ends
+    faulthandler.register(signal.SIGUSR1, file=stays_open, all_threads=True)
+    os.environ.update(
+        env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), OMP_NUM_THREADS="1"
+    )
     torch.set_num_threads(1)
     job = _next(connection)
     if job is None:
         return
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=_START_S))
-    dist.init_process_group("gloo", store=dist.PrefixStore("ranks", store), rank=rank, world_size=count)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("ranks", store), rank=rank, world_size=count
+    )
     while job is not None:
         connection.send_bytes(pickle.dumps(_run(job)))
         job = _next(connection)

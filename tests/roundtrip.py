@@ -1,4 +1,5 @@
-"""Takes graphs through the dump format: what is read must be what was written, and the Python beside it must be Python."""
+"""Takes graphs through the dump format: what is read must be what was written, and the Python
+beside it must be Python."""
 
 import ast
 
@@ -12,7 +13,9 @@ from zpasses.dumps.snapshots import SnapshotFiles
 
 def write_snapshot(folder, snapshot, base=None):
     path = folder / f"{snapshot.number:03d}-graph.jsonl"
-    path.write_bytes(b"".join(line + b"\n" for line in snapshot_lines(snapshot, {"graph": "graph"}, base)))
+    path.write_bytes(
+        b"".join(line + b"\n" for line in snapshot_lines(snapshot, {"graph": "graph"}, base))
+    )
     return path
 
 

@@ -1,4 +1,5 @@
-"""Imports point one way, and private torch APIs stay in `zpasses/compat`: every import of the toolkit is read from its source."""
+"""Imports point one way, and private torch APIs stay in `zpasses/compat`: every import of the
+toolkit is read from its source."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def imports_of(module: str) -> Iterator[Import]:
     text = path.read_text()
     lines = text.split("\n")
     tree = ast.parse(text)
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    functions = [
+        node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
     inside = {id(child) for function in functions for child in ast.walk(function)}
     for node in ast.walk(tree):
         names: list[str] = []
@@ -77,7 +80,9 @@ def imports_of(module: str) -> Iterator[Import]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
             place = path.relative_to(ROOT).as_posix()
-            yield Import(place, node.lineno, module, name, lines[node.lineno - 1].strip(), id(node) in inside)
+            yield Import(
+                place, node.lineno, module, name, lines[node.lineno - 1].strip(), id(node) in inside
+            )
 
 
 def resolved(name: str) -> str | None:
@@ -93,19 +98,29 @@ def layer(module: str) -> int:
     for number, rooms in enumerate(LAYERS):
         if any(module == room or module.startswith(f"{room}.") for room in rooms):
             return number
-    raise AssertionError(f"{module} is in no room of LAYERS in {Path(__file__).name}: add its room, or move it into one.")
+    raise AssertionError(
+        f"{module} is in no room of LAYERS in {Path(__file__).name}: add its room, or move it into "
+        "one."
+    )
 
 
 def room(module: str) -> str:
-    return next(each for rooms in LAYERS for each in rooms if module == each or module.startswith(f"{each}."))
+    return next(
+        each
+        for rooms in LAYERS
+        for each in rooms
+        if module == each or module.startswith(f"{each}.")
+    )
 
 
 def test_imports_point_down():
     wrong = [
-        f"{each} ({room(each.importer)} is in layer {layer(each.importer)}, {room(target)} in layer {layer(target)})"
+        f"{each} ({room(each.importer)} is in layer {layer(each.importer)}, {room(target)} in "
+        f"layer {layer(target)})"
         for each, target in OURS
         if each.importer not in ABOVE_ALL and target != "zpasses"
-        if layer(target) > layer(each.importer) or (layer(target) == layer(each.importer) and room(target) != room(each.importer))
+        if layer(target) > layer(each.importer)
+        or (layer(target) == layer(each.importer) and room(target) != room(each.importer))
         if not _is_errors_for_option_values(each.importer, target)
     ]
     assert not wrong, "\n".join(["imports against the order of the rooms:", *wrong])
@@ -119,7 +134,9 @@ def test_rooms_name_modules_and_not_the_package():
     wrong = [
         str(each)
         for each, target in OURS
-        if target == "zpasses" and each.importer != "zpasses" and not each.importer.startswith("zpasses.tools")
+        if target == "zpasses"
+        and each.importer != "zpasses"
+        and not each.importer.startswith("zpasses.tools")
     ]
     assert not wrong, "\n".join(["import from a module instead of the package `zpasses`:", *wrong])
 
@@ -134,13 +151,20 @@ def test_files_import_each_other_without_a_circle():
     except CycleError as error:
         steps = error.args[1]
         pairs = itertools.pairwise(steps)
-        lines = [str(each) for a, b in pairs for each, target in OURS if (each.importer, target) in ((a, b), (b, a))]
+        lines = [
+            str(each)
+            for a, b in pairs
+            for each, target in OURS
+            if (each.importer, target) in ((a, b), (b, a))
+        ]
         pytest.fail("\n".join(["imports form a circle:", *lines]))
 
 
 def test_there_are_at_most_ten_layers():
     assert len(LAYERS) <= 10
-    assert {layer(module) for module in MODULES if module not in ABOVE_ALL} == set(range(len(LAYERS)))
+    assert {layer(module) for module in MODULES if module not in ABOVE_ALL} == set(
+        range(len(LAYERS))
+    )
 
 
 LAZY = {
@@ -156,9 +180,13 @@ def test_imports_stand_at_the_top_unless_they_must_be_lazy():
         str(each)
         for each, _ in OURS
         if each.lazy and each.importer not in ABOVE_ALL
-        if not any(each.importer == module or each.importer.startswith(f"{module}.") for module in LAZY)
+        if not any(
+            each.importer == module or each.importer.startswith(f"{module}.") for module in LAZY
+        )
     ]
-    assert not wrong, "\n".join(["imports inside functions; move them up, or give the reason in LAZY:", *wrong])
+    assert not wrong, "\n".join(
+        ["imports inside functions; move them up, or give the reason in LAZY:", *wrong]
+    )
 
 
 def test_no_import_is_only_for_type_checkers():
@@ -171,7 +199,7 @@ def test_no_import_is_only_for_type_checkers():
     assert not wrong, "\n".join(["imports under TYPE_CHECKING hide circles:", *wrong])
 
 
-# --- private torch APIs ----------------------------------------------------------------------------
+# --- private torch APIs ---------------------------------------------------------------------------
 PRIVATE_OF_MODULES = {"_parameters", "_modules", "_buffers"}
 """Tables of nn.Module that have no public form which replaces an entry."""
 
@@ -210,11 +238,17 @@ def test_private_torch_apis_are_used_in_compat_only():
         own_imports = (each for each in ALL if each.importer == module)
         wrong += [str(each) for each in own_imports if re.match(r"torch\b.*\._", each.imported)]
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+            if (
+                not isinstance(node, ast.Attribute)
+                or not node.attr.startswith("_")
+                or node.attr.startswith("__")
+            ):
                 continue
             chain = _chain(node)
             if chain.startswith(("torch.ops.", "aten.", "os.")):
                 continue  # operators are public, whatever their names
-            if chain.startswith("torch.") or (node.attr not in own and node.attr not in PRIVATE_OF_MODULES):
+            if chain.startswith("torch.") or (
+                node.attr not in own and node.attr not in PRIVATE_OF_MODULES
+            ):
                 wrong.append(f"{place}:{node.lineno}: {ast.unparse(node)}")
     assert not wrong, "\n".join(["private APIs outside zpasses/compat:", *sorted(set(wrong))])

@@ -42,7 +42,9 @@ def _environment(name):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_rank_returns_its_result(ranks):
-    assert run_on_ranks(_sum_of_ranks, 1, ranks=ranks) == [(rank, ranks * (ranks + 1) / 2) for rank in range(ranks)]
+    assert run_on_ranks(_sum_of_ranks, 1, ranks=ranks) == [
+        (rank, ranks * (ranks + 1) / 2) for rank in range(ranks)
+    ]
 
 
 def test_failing_rank_is_shown_and_waiting_ranks_are_not_waited_for():
@@ -50,7 +52,9 @@ def test_failing_rank_is_shown_and_waiting_ranks_are_not_waited_for():
     with pytest.raises(RanksError, match=r"rank 1: failed\n(.*\n)*ValueError: told to fail"):
         run_on_ranks(_fail_on, 1)
     assert time.monotonic() - started < 20
-    assert run_on_ranks(_sum_of_ranks, 0) == [(0, 1.0), (1, 1.0)], "the next call gets new processes"
+    assert run_on_ranks(_sum_of_ranks, 0) == [(0, 1.0), (1, 1.0)], (
+        "the next call gets new processes"
+    )
 
 
 def test_hanging_rank_is_killed_and_its_stack_shown():
@@ -65,5 +69,8 @@ def test_fresh_ranks_report_exit_codes_and_output():
 
 
 def test_fresh_ranks_get_their_environment():
-    assert [each.result for each in run_in_fresh_ranks(_environment, "SOME_SETTING", env={"SOME_SETTING": "on"})] == ["on", "on"]
+    assert [
+        each.result
+        for each in run_in_fresh_ranks(_environment, "SOME_SETTING", env={"SOME_SETTING": "on"})
+    ] == ["on", "on"]
     assert run_on_ranks(_environment, "SOME_SETTING") == [None, None]

@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 8 -m zpasses.tools.calibrate --out mi300x.json
     ZPASSES_CALIBRATION=mi300x.json torchrun --nproc-per-node 8 train.py
 
-Every rank of one node takes part. For each route that the ranks agree on, all-gathers of several sizes are timed alone and beside matrix
-products; a latency, a bandwidth, and the slowdowns of compute and of gathers side by side are fitted to the slowest rank's times. Figures
-are kept by architecture and versions, in one file for several machines. Measure on a machine that does nothing else.
-"""
+Every rank of one node takes part. For each route that the ranks agree on, all-gathers of several
+sizes are timed alone and beside matrix products; a latency, a bandwidth, and the slowdowns of
+compute and of gathers side by side are fitted to the slowest rank's times. Figures are kept by
+architecture and versions, in one file for several machines. Measure on a machine that does nothing
+else."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ LARGEST = 1 << 30
 
 @dataclass(frozen=True)
 class Sample:
-    """All-gathers of one size by one route; times are medians, of the slowest rank, in microseconds."""
+    """All-gathers of one size by one route; times are medians, of the slowest rank, in
+    microseconds."""
 
     route: str
     full_bytes: int
@@ -61,41 +63,59 @@ class Sample:
 
     @property
     def slowdown(self) -> float:
-        """How many times longer compute took while the gather was under way; 1 where it was not longer."""
+        """How many times longer compute took while the gather was under way; 1 where it was not
+        longer."""
         lost = (self.beside_us - self.compute_us) / self.alone_us
         return 1 / (1 - min(max(lost, 0.0), 0.9))
 
     @property
     def collective_slowdown(self) -> float:
-        """How many times longer the gather took while compute ran beside it; 1 where it was not longer."""
-        moved = self.alone_us - (self.both_us - self.short_us)  # while the products ran, in time of the gather alone
+        """How many times longer the gather took while compute ran beside it; 1 where it was not
+        longer."""
+        moved = self.alone_us - (
+            self.both_us - self.short_us
+        )  # while the products ran, in time of the gather alone
         return self.short_us / min(max(moved, 0.1 * self.short_us), self.short_us)
 
 
 def fit(samples: Sequence[Sample]) -> dict[str, float]:
-    """Figures of one route: the line through times over bytes that errs least in relation to the times, and the slowdown of large gathers.
+    """Figures of one route: the line through times over bytes that errs least in relation to the
+    times, and the slowdown of large gathers.
 
     Raises:
         ValueError: for samples of fewer than two sizes.
     """
     if len({sample.full_bytes for sample in samples}) < 2:
-        raise ValueError(f"fit: got samples of {len({sample.full_bytes for sample in samples})} size; expected at least two.")
+        raise ValueError(
+            f"fit: got samples of {len({sample.full_bytes for sample in samples})} size; expected "
+            "at least two."
+        )
     rows = torch.tensor([[1.0, sample.moved_bytes] for sample in samples], dtype=torch.float64)
     times = torch.tensor([sample.alone_us for sample in samples], dtype=torch.float64)
     scale = torch.tensor([1.0, float(rows[:, 1].max())], dtype=torch.float64)
-    solution = torch.linalg.lstsq(rows / scale / times[:, None], torch.ones_like(times)[:, None]).solution[:, 0] / scale
+    solution = (
+        torch.linalg.lstsq(rows / scale / times[:, None], torch.ones_like(times)[:, None]).solution[
+            :, 0
+        ]
+        / scale
+    )
     latency, us_per_byte = max(float(solution[0]), 0.0), max(float(solution[1]), 1e-12)
     large = sorted(samples, key=lambda sample: sample.full_bytes)[-3:]
     return {
         "latency_us": round(latency, 3),
         "gb_s": round(1e-3 / us_per_byte, 4),
         "compute_slowdown": round(statistics.median(sample.slowdown for sample in large), 4),
-        "collective_slowdown": round(statistics.median(sample.collective_slowdown for sample in large), 4),
+        "collective_slowdown": round(
+            statistics.median(sample.collective_slowdown for sample in large), 4
+        ),
     }
 
 
-def measure(group: str, device: torch.device, sizes: Sequence[int], repeat: int = 10, matrix: int = 4096) -> list[Sample]:
-    """Time all-gathers of these sizes by every route that the group has; every rank of the group must call it alike.
+def measure(
+    group: str, device: torch.device, sizes: Sequence[int], repeat: int = 10, matrix: int = 4096
+) -> list[Sample]:
+    """Time all-gathers of these sizes by every route that the group has; every rank of the group
+    must call it alike.
 
     Args:
         group: name of the process group.
@@ -113,7 +133,9 @@ def measure(group: str, device: torch.device, sizes: Sequence[int], repeat: int 
     return samples
 
 
-def _sample(name: str, route: Route, size: int, clock: _Clock, product: Callable[[int], None], one_us: float) -> Sample:
+def _sample(
+    name: str, route: Route, size: int, clock: _Clock, product: Callable[[int], None], one_us: float
+) -> Sample:
     source = torch.zeros(size // clock.ranks, dtype=torch.uint8, device=clock.device)
 
     def gather() -> Any:
@@ -133,7 +155,9 @@ def _sample(name: str, route: Route, size: int, clock: _Clock, product: Callable
     slowed = clock.time(lambda: beside(count, True))
     few = max(1, round(0.5 * alone / one_us))
     short, both = clock.time(lambda: beside(few, True)), clock.time(lambda: beside(few, False))
-    return Sample(name, size // clock.ranks * clock.ranks, clock.ranks, alone, compute, slowed, short, both)
+    return Sample(
+        name, size // clock.ranks * clock.ranks, clock.ranks, alone, compute, slowed, short, both
+    )
 
 
 def _products(device: torch.device, matrix: int) -> Callable[[int], None]:
@@ -183,16 +207,23 @@ class _Clock:
         return event
 
     def _between(self, began: Any, ended: Any) -> float:
-        return float((ended - began) * 1e6 if self.device.type != "cuda" else began.elapsed_time(ended) * 1e3)
+        return float(
+            (ended - began) * 1e6 if self.device.type != "cuda" else began.elapsed_time(ended) * 1e3
+        )
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
 
-def write(path: Path, samples: Sequence[Sample], architecture: str, versions: dict[str, str]) -> dict[str, Any]:
-    """Add a machine to a file, in place of an earlier entry of the same architecture and versions; returns the entry."""
-    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"format": FORMAT, "machines": {}}
+def write(
+    path: Path, samples: Sequence[Sample], architecture: str, versions: dict[str, str]
+) -> dict[str, Any]:
+    """Add a machine to a file, in place of an earlier entry of the same architecture and versions;
+    returns the entry."""
+    content: dict[str, Any] = (
+        json.loads(path.read_text()) if path.exists() else {"format": FORMAT, "machines": {}}
+    )
     by_route: dict[str, list[Sample]] = {}
     for sample in samples:
         by_route.setdefault(sample.route, []).append(sample)
@@ -221,29 +252,57 @@ def _versions(routes: Sequence[str]) -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m zpasses.tools.calibrate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m zpasses.tools.calibrate",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, default=Path("calibration.json"), help="file to write, or to add this machine to")
-    parser.add_argument("--largest-mib", type=int, default=LARGEST >> 20, help="largest full tensor, in MiB; the smallest has 64 KiB")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("calibration.json"),
+        help="file to write, or to add this machine to",
+    )
+    parser.add_argument(
+        "--largest-mib",
+        type=int,
+        default=LARGEST >> 20,
+        help="largest full tensor, in MiB; the smallest has 64 KiB",
+    )
     parser.add_argument("--repeat", type=int, default=10, help="runs of which the median counts")
-    parser.add_argument("--matrix", type=int, default=4096, help="rows and columns of the matrices multiplied beside")
+    parser.add_argument(
+        "--matrix",
+        type=int,
+        default=4096,
+        help="rows and columns of the matrices multiplied beside",
+    )
     options = parser.parse_args(arguments)
     if options.largest_mib < 1 or options.repeat < 1 or options.matrix < 1:
         parser.error("--largest-mib, --repeat and --matrix must be at least 1")
     if "RANK" not in os.environ:
-        parser.error("start it on all devices of a node: torchrun --nproc-per-node 8 -m zpasses.tools.calibrate")
+        parser.error(
+            "start it on all devices of a node: torchrun --nproc-per-node 8 -m "
+            "zpasses.tools.calibrate"
+        )
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        sizes = [SMALLEST << shift for shift in range(0, 32, 2) if SMALLEST << shift <= options.largest_mib << 20]
-        samples = measure(compat.group_name(dist.group.WORLD), device, sizes, options.repeat, options.matrix)
+        sizes = [
+            SMALLEST << shift
+            for shift in range(0, 32, 2)
+            if SMALLEST << shift <= options.largest_mib << 20
+        ]
+        samples = measure(
+            compat.group_name(dist.group.WORLD), device, sizes, options.repeat, options.matrix
+        )
         if dist.get_rank() == 0:
             platform = platform_of(device.type)
             architecture = platform.architecture() if platform is not None else "cpu"
-            machine = write(options.out, samples, architecture, _versions([sample.route for sample in samples]))
+            machine = write(
+                options.out, samples, architecture, _versions([sample.route for sample in samples])
+            )
             print(json.dumps(machine["routes"], indent=1))
         sdma.shutdown()
     finally:

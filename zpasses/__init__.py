@@ -1,8 +1,7 @@
 """zpasses: ZeRO as graph passes.
 
-What is named here is imported when it is first used, so that reading a dump (zpasses.dumps, zpasses.inspect, the command line) loads no
-torch.
-"""
+What is named here is imported when it is first used, so that reading a dump (zpasses.dumps,
+zpasses.inspect, the command line) loads no torch."""
 
 import importlib
 import sys
@@ -79,7 +78,10 @@ def __dir__() -> list[str]:
 
 
 _MODULES = ("backend", "dumps", "errors", "graph", "inspect", "pipeline", "sdma", "testing")
-"""Submodules that `import zpasses` alone makes available, as it did when everything was imported at once."""
+"""Submodules that `import zpasses` alone makes available, as it did when everything was imported at
+once."""
 
 if "torch" in sys.modules:
-    importlib.import_module("zpasses.graph.ops")  # registers the dialect, which code from a warm compile cache may call
+    importlib.import_module(
+        "zpasses.graph.ops"
+    )  # registers the dialect, which code from a warm compile cache may call

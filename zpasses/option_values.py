@@ -1,4 +1,5 @@
-"""Values of options, as text and as Python: one set of rules for pass fields and for the backend's options."""
+"""Values of options, as text and as Python: one set of rules for pass fields and for the backend's
+options."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ def build(cls: type[T], values: Mapping[str, Any], what: str) -> T:
     for name in values:
         if name not in known:
             raise OptionError(f"{what} has no option {name!r}.{nearest(name, known)}")
-    converted = {name: parse_value(value, known[name], f"{what}, option {name!r}") for name, value in values.items()}
+    converted = {
+        name: parse_value(value, known[name], f"{what}, option {name!r}")
+        for name, value in values.items()
+    }
     try:
         return cls(**converted)
     except TypeError as error:
@@ -44,13 +48,16 @@ def build(cls: type[T], values: Mapping[str, Any], what: str) -> T:
 
 
 def parse_value(value: Any, kind: Any, where: str) -> Any:
-    """`value` as `kind`; text is read as a literal of that type, anything else must have it already."""
+    """`value` as `kind`; text is read as a literal of that type, anything else must have it
+    already."""
     choices = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     for choice in choices:
         converted, result = _convert(value, choice)
         if converted:
             return result
-    raise OptionError(f"{where}: got {value!r} ({type(value).__name__}); expected {describe(kind)}.")
+    raise OptionError(
+        f"{where}: got {value!r} ({type(value).__name__}); expected {describe(kind)}."
+    )
 
 
 def _convert(value: Any, kind: Any) -> tuple[bool, Any]:
@@ -59,7 +66,9 @@ def _convert(value: Any, kind: Any) -> tuple[bool, Any]:
     if kind is type(None):
         return (True, None) if value is None or value == "none" else (False, None)
     if kind is torch.dtype:
-        found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+        found = (
+            getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+        )
         return isinstance(found, torch.dtype), found
     if isinstance(value, str) and kind in (bool, int, float):
         return _read(value, kind)
@@ -106,7 +115,9 @@ def describe(kind: Any) -> str:
         return " or ".join(repr(item) for item in get_args(kind))
     if kind is type(None):
         return "none"
-    return "a dtype such as bfloat16" if kind is torch.dtype else str(getattr(kind, "__name__", kind))
+    return (
+        "a dtype such as bfloat16" if kind is torch.dtype else str(getattr(kind, "__name__", kind))
+    )
 
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -114,12 +125,16 @@ _BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|B|KiB|MiB|GiB)\s*")
 
 
 def parse_budget(text: str, where: str) -> float | int:
-    """A memory budget: "5%" (a float: how far above the peak as it was) or "300MiB" (an int: bytes).
+    """A memory budget: "5%" (a float: how far above the peak as it was) or "300MiB" (an int:
+    bytes).
 
     Raises:
         OptionError: for anything else.
     """
     match = _BUDGET.fullmatch(text)
     if match is None:
-        raise OptionError(f"{where}: got {text!r}; expected how far the peak may rise ('5%') or a peak in bytes ('300MiB'; B, KiB, GiB).")
+        raise OptionError(
+            f"{where}: got {text!r}; expected how far the peak may rise ('5%') or a peak in bytes "
+            "('300MiB'; B, KiB, GiB)."
+        )
     return float(match[1]) / 100 if match[2] == "%" else int(float(match[1]) * _UNITS[match[2]])

@@ -1,11 +1,12 @@
-"""Compile a training step for 8 x MI300X on any machine: which gathers would copy engines take, and what is that predicted to gain?
+"""Compile a training step for 8 x MI300X on any machine: which gathers would copy engines take, and
+what is that predicted to gain?
 
     python examples/sdma_mi300/dry_run.py
     python examples/sdma_mi300/dry_run.py --model gpt-7b --gathers
 
-Nothing is allocated, computed or communicated: the ranks are fake, and so are the tensors. The whole model is captured, which takes
-minutes; --layers 4 captures four layers, and says nothing about the reported times.
-"""
+Nothing is allocated, computed or communicated: the ranks are fake, and so are the tensors. The
+whole model is captured, which takes minutes; --layers 4 captures four layers, and says nothing
+about the reported times."""
 
 from __future__ import annotations
 
@@ -30,18 +31,25 @@ from zpasses.pipeline.observers import GraphLog, observe_graphs
 from zpasses.testing import copy_graph, fake_world
 
 SHARES = (1.0, 0.5, 0.25)
-"""Of the data sheet's operations a second: what matrix products reach on a machine is not known here, so several are tried."""
+"""Of the data sheet's operations a second: what matrix products reach on a machine is not known
+here, so several are tried."""
 
 
 def step_graphs(shape: Shape, ranks: int, target: Target) -> dict[str, fx.GraphModule]:
-    """Forward and backward graph of one rank, before the last pass; to be called in a fake world."""
+    """Forward and backward graph of one rank, before the last pass; to be called in a fake
+    world."""
     graphs: dict[str, fx.GraphModule] = {}
 
     def keep(log: GraphLog) -> None:
         if log.kind in ("forward", "backward"):
             graphs[log.kind] = copy_graph(log.graph)
 
-    options = {"pipeline": zpasses.Pipeline(ZERO3_SDMA.passes[:-1]), "codegen": "eager", "agreement": False, "target": str(target)}
+    options = {
+        "pipeline": zpasses.Pipeline(ZERO3_SDMA.passes[:-1]),
+        "codegen": "eager",
+        "agreement": False,
+        "target": str(target),
+    }
     mesh = init_device_mesh("cpu", (ranks,))
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -68,7 +76,10 @@ def swapped(graphs: Mapping[str, fx.GraphModule], target: Target) -> dict[str, f
 
 def verdicts(graph: fx.Graph) -> list[str]:
     """What became of each gather, with the parameters that it gathers."""
-    return [f"{', '.join(tag.params[:2])}{' ...' if len(tag.params) > 2 else ''}: {tag.note}" for _, tag in tagged(graph, "gather")]
+    return [
+        f"{', '.join(tag.params[:2])}{' ...' if len(tag.params) > 2 else ''}: {tag.note}"
+        for _, tag in tagged(graph, "gather")
+    ]
 
 
 def time_of(graphs: Mapping[str, fx.GraphModule], target: Target) -> StepTime:
@@ -91,7 +102,10 @@ def show(name: str, shape: Shape, target: Target, list_gathers: bool) -> None:
             for kind, gm in after.items():
                 notes = verdicts(gm.graph)
                 counts = Counter(note.partition("sdma ")[2].partition(":")[0] for note in notes)
-                print(f"  {kind}: {len(notes)} gathers: {', '.join(f'{count} {what}' for what, count in counts.most_common())}")
+                print(
+                    f"  {kind}: {len(notes)} gathers: "
+                    f"{', '.join(f'{count} {what}' for what, count in counts.most_common())}"
+                )
                 for note in notes if list_gathers else ():
                     print(f"    {note}")
             plain, engines = time_of(graphs, slower), time_of(after, slower)
@@ -112,18 +126,33 @@ def compared(name: str, shape: Shape, gain: float, plain: StepTime) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, action="append", help="one of the models; both by default")
-    parser.add_argument("--target", default="mi300x", help='hardware to plan for, e.g. "mi325x" or "mi300x,link_gb_s=400"')
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", choices=MODELS, action="append", help="one of the models; both by default"
+    )
+    parser.add_argument(
+        "--target",
+        default="mi300x",
+        help='hardware to plan for, e.g. "mi325x" or "mi300x,link_gb_s=400"',
+    )
     parser.add_argument("--layers", type=int, help="capture so many layers instead of all")
     parser.add_argument("--gathers", action="store_true", help="list the verdict on every gather")
     options = parser.parse_args()
     target = Target.parse(options.target)
     for route, figures in known_figures(target).items():
         speed = f"{figures.gb_s:.0f} GB/s after {figures.latency_us:.0f} us, {figures.collective_slowdown:.2f} x as long beside compute"
-        print(f"{route}: {speed}, slows compute {figures.compute_slowdown:.2f} x ({figures.source})")
+        print(
+            f"{route}: {speed}, slows compute {figures.compute_slowdown:.2f} x ({figures.source})"
+        )
     for name in options.model or MODELS:
-        show(name, dataclasses.replace(MODELS[name], layers=options.layers or MODELS[name].layers), target, options.gathers)
+        show(
+            name,
+            dataclasses.replace(MODELS[name], layers=options.layers or MODELS[name].layers),
+            target,
+            options.gathers,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The two models whose step times were reported with and without gathers by SDMA engines, as plain PyTorch."""
+"""The two models whose step times were reported with and without gathers by SDMA engines, as plain
+PyTorch."""
 
 from __future__ import annotations
 
@@ -22,15 +23,19 @@ class Shape:
     vocab: int
     seq: int
     gated: bool
-    """Gated MLP, RMSNorm and rotary positions, as Qwen3 has; else GELU, LayerNorm and learned positions."""
+    """Gated MLP, RMSNorm and rotary positions, as Qwen3 has; else GELU, LayerNorm and learned
+    positions."""
     head_width: int = 128
     reported_ms: tuple[float, float] = (0.0, 0.0)
-    """A step on 8 x MI300X, with RCCL and with SDMA engines, as DeepSpeed's proposal reported them."""
+    """A step on 8 x MI300X, with RCCL and with SDMA engines, as DeepSpeed's proposal reported
+    them."""
 
 
 MODELS = {
     "gpt-7b": Shape(32, 4096, 32, 32, 16384, 50304, 2048, gated=False, reported_ms=(697.7, 622.0)),
-    "qwen3-32b": Shape(64, 5120, 64, 8, 25600, 151936, 1024, gated=True, reported_ms=(1402.5, 1263.2)),
+    "qwen3-32b": Shape(
+        64, 5120, 64, 8, 25600, 151936, 1024, gated=True, reported_ms=(1402.5, 1263.2)
+    ),
 }
 
 
@@ -52,14 +57,20 @@ class Block(nn.Module):
     def forward(self, x: Tensor, turn: Tensor | None) -> Tensor:
         shape, (batch, seq, _) = self.shape, x.shape
         heads, kv = shape.heads, shape.kv_heads
-        mixed = self.qkv(self.attention_norm(x)).view(batch, seq, heads + 2 * kv, shape.head_width).transpose(1, 2)
+        mixed = (
+            self.qkv(self.attention_norm(x))
+            .view(batch, seq, heads + 2 * kv, shape.head_width)
+            .transpose(1, 2)
+        )
         q, k, v = mixed.split((heads, kv, kv), dim=1)
         if turn is not None:
             q, k = rotated(q, turn), rotated(k, turn)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kv != heads)
         x = x + self.project(attended.transpose(1, 2).reshape(batch, seq, heads * shape.head_width))
         y = self.mlp_norm(x)
-        return x + self.down(F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y))
+        return x + self.down(
+            F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
+        )
 
 
 def rotated(x: Tensor, turn: Tensor) -> Tensor:
@@ -86,7 +97,9 @@ class Decoder(nn.Module):
             x = x + self.positions.weight[: inputs.shape[1]]
         else:
             half = self.shape.head_width // 2
-            places = torch.arange(inputs.shape[1], device=inputs.device)[:, None] / 1e6 ** (torch.arange(half, device=inputs.device) / half)
+            places = torch.arange(inputs.shape[1], device=inputs.device)[:, None] / 1e6 ** (
+                torch.arange(half, device=inputs.device) / half
+            )
             angles = torch.cat((places, places), dim=-1)
             turn = torch.stack((angles.cos(), angles.sin())).to(x.dtype)
         for block in self.blocks:

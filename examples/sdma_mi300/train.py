@@ -1,10 +1,11 @@
-"""Train one of the two models on 8 x MI300X, with gathers by RCCL or by SDMA engines, and print the time of a step.
+"""Train one of the two models on 8 x MI300X, with gathers by RCCL or by SDMA engines, and print the
+time of a step.
 
     torchrun --nproc-per-node 8 examples/sdma_mi300/train.py --model gpt-7b --pipeline zero3
     torchrun --nproc-per-node 8 examples/sdma_mi300/train.py --model gpt-7b --pipeline zero3-sdma
 
-Both runs print the loss of each step; it must be the same, digit by digit. `run.sh` does both and the calibration.
-"""
+Both runs print the loss of each step; it must be the same, digit by digit. `run.sh` does both and
+the calibration."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ import zpasses
 def initialise(module: nn.Module) -> None:
     """Small weights, alike on every rank; runs on the shards."""
     for name, param in module.named_parameters(recurse=False):
-        (nn.init.ones_ if "norm" in type(module).__name__.lower() and name == "weight" else nn.init.zeros_)(param)
+        (
+            nn.init.ones_
+            if "norm" in type(module).__name__.lower() and name == "weight"
+            else nn.init.zeros_
+        )(param)
         if param.dim() > 1:
             nn.init.normal_(param, std=0.02)
 
@@ -43,7 +48,9 @@ def sharded(shape: Shape, device: torch.device) -> nn.Module:
     return model
 
 
-def train(shape: Shape, pipeline: str, steps: int, device: torch.device, **options: object) -> tuple[list[float], list[float]]:
+def train(
+    shape: Shape, pipeline: str, steps: int, device: torch.device, **options: object
+) -> tuple[list[float], list[float]]:
     """Losses, and milliseconds of each step on this rank."""
     model = sharded(shape, device)
     step = torch.compile(model, backend="zpasses", options={"pipeline": pipeline, **options})
@@ -63,22 +70,31 @@ def train(shape: Shape, pipeline: str, steps: int, device: torch.device, **optio
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=MODELS, default="gpt-7b")
     parser.add_argument("--pipeline", default="zero3-sdma")
-    parser.add_argument("--steps", type=int, default=30, help="of which the first five do not count")
+    parser.add_argument(
+        "--steps", type=int, default=30, help="of which the first five do not count"
+    )
     parser.add_argument("--layers", type=int, help="so many layers instead of all")
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    shape = dataclasses.replace(MODELS[options.model], layers=options.layers or MODELS[options.model].layers)
+    shape = dataclasses.replace(
+        MODELS[options.model], layers=options.layers or MODELS[options.model].layers
+    )
     losses, times = train(shape, options.pipeline, options.steps, device)
     if dist.get_rank() == 0:
         for number, loss in enumerate(losses):
             print(f"step {number}: loss {loss:.9g}")
         counted = times[5:] or times
-        print(f"{options.model}, {options.pipeline}: {statistics.median(counted):.1f} ms a step, {min(counted):.1f} at best")
+        print(
+            f"{options.model}, {options.pipeline}: {statistics.median(counted):.1f} ms a step, "
+            f"{min(counted):.1f} at best"
+        )
         print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
         for choice in zpasses.sdma.report():
             print(choice)

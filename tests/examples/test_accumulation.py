@@ -13,7 +13,10 @@ pytestmark = pytest.mark.processes
 
 def _accumulate():
     example = runpy.run_path(str(EXAMPLES / "accumulate.py"))
-    return [example["train"](way, 8, 3, 8, "cpu", codegen="eager", zero_stage=2) for way in example["WAYS"]]
+    return [
+        example["train"](way, 8, 3, 8, "cpu", codegen="eager", zero_stage=2)
+        for way in example["WAYS"]
+    ]
 
 
 def test_every_way_to_accumulate_trains_alike():
@@ -24,7 +27,9 @@ def test_every_way_to_accumulate_trains_alike():
 
 def _grad_cache():
     example = runpy.run_path(str(EXAMPLES / "grad_cache.py"))
-    return example["compare"](steps=2, batch=4, mini_batch=2, width=16, layers=1, device="cpu", codegen="eager")
+    return example["compare"](
+        steps=2, batch=4, mini_batch=2, width=16, layers=1, device="cpu", codegen="eager"
+    )
 
 
 def test_the_cached_loss_of_sentence_transformers_trains_as_without_sharding():

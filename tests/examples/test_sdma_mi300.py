@@ -16,7 +16,15 @@ FOLDER = Path(__file__).parents[2] / "examples" / "sdma_mi300"
 
 
 def test_the_dry_run_says_which_gathers_would_be_swapped_and_what_that_gains():
-    command = [sys.executable, str(FOLDER / "dry_run.py"), "--model", "gpt-7b", "--layers", "2", "--gathers"]
+    command = [
+        sys.executable,
+        str(FOLDER / "dry_run.py"),
+        "--model",
+        "gpt-7b",
+        "--layers",
+        "2",
+        "--gathers",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "literature, uncalibrated" in done.stdout
@@ -38,7 +46,9 @@ def trained():
         shape = model.Shape(1, 32, 4, 2, 64, 50, 12, gated=True, head_width=8)
         for pipeline in ("zero3", "zero3,sdma{min_mb=0,min_hidden=0}"):
             with installed() as fake:
-                losses.append(example["train"](shape, pipeline, 3, torch.device("cpu"), codegen="eager")[0])
+                losses.append(
+                    example["train"](shape, pipeline, 3, torch.device("cpu"), codegen="eager")[0]
+                )
                 assert bool(fake.calls) == ("sdma" in pipeline)
     finally:
         del os.environ["ZPASSES_TARGET"]

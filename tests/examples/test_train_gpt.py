@@ -1,4 +1,5 @@
-"""The training example, as a user runs it: real processes, a tiny model, the graphs run as they are."""
+"""The training example, as a user runs it: real processes, a tiny model, the graphs run as they
+are."""
 
 from __future__ import annotations
 
@@ -26,10 +27,18 @@ TINY = ["--codegen", "eager", *(f"--{name}={value}" for name, value in SIZES.ite
 
 def run(*command: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     clean = {
-        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     }
     arguments = [sys.executable, *map(str, command)]
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=200, env={**clean, "OMP_NUM_THREADS": "1", **(env or {})})
+    return subprocess.run(
+        arguments,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**clean, "OMP_NUM_THREADS": "1", **(env or {})},
+    )
 
 
 def train(out: Path, *options: object) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
@@ -51,7 +60,18 @@ def test_sharded_training_equals_unsharded(tmp_path: Path, stage: int) -> None:
 @pytest.mark.processes
 def test_report_is_complete_and_counts_what_ran(tmp_path: Path) -> None:
     dump = tmp_path / "dump"
-    done, result = train(tmp_path / "out.json", "--ranks", 2, "--no-compare", "--steps", 3, "--dump", dump, "--pipeline", PIPELINE)
+    done, result = train(
+        tmp_path / "out.json",
+        "--ranks",
+        2,
+        "--no-compare",
+        "--steps",
+        3,
+        "--dump",
+        dump,
+        "--pipeline",
+        PIPELINE,
+    )
     assert done.returncode == 0, done.stderr
     check_dump(dump, done.stdout)
     assert result["options"]["ranks"] == 2
@@ -60,38 +80,58 @@ def test_report_is_complete_and_counts_what_ran(tmp_path: Path) -> None:
     assert len(result["usage"]) == 2
     parameters = 256 * 32 * 2 + 16 * 32 + 12 * 32 * 32 + 3 * 32
     for usage in result["usage"]:
-        assert usage["resting_bytes"] == pytest.approx(3 * 4 * parameters / 2, rel=0.01)  # shards and two AdamW moments
+        assert usage["resting_bytes"] == pytest.approx(
+            3 * 4 * parameters / 2, rel=0.01
+        )  # shards and two AdamW moments
         assert usage["peak_bytes"] > 0
         planned = sum(each["calls"] for each in result["collectives"])
         assert sum(usage["counted"].values()) == planned + 1  # and the norm of the gradient
-    gathered = sum(each["calls"] * each["nbytes"] for each in result["collectives"] if "all_gather" in each["op"])
-    assert parameters * 4 / 2 <= gathered <= 2 * parameters * 4 / 2  # in forward, and most again in backward
+    gathered = sum(
+        each["calls"] * each["nbytes"]
+        for each in result["collectives"]
+        if "all_gather" in each["op"]
+    )
+    assert (
+        parameters * 4 / 2 <= gathered <= 2 * parameters * 4 / 2
+    )  # in forward, and most again in backward
     for heading in ("tokens/s", "peak of a step", "all_gather_into_tensor", "together"):
         assert heading in done.stdout
 
 
-PIPELINE = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{cap_mb=1},overlap,defer-reduction"
+PIPELINE = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{cap_mb=1},overlap,defer-reduction"  # noqa: E501
 
 
 def check_dump(dump: Path, said: str) -> None:
-    """It holds the passes that were asked for, the page is there, and the commands of docs/inspecting.md run on it."""
+    """It holds the passes that were asked for, the page is there, and the commands of
+    docs/inspecting.md run on it."""
     opened = zpasses.inspect.open(dump)
     assert sorted(opened.dump.ranks) == [0]
     assert opened.dump.ranks[0].compiles[0].info.pipeline == str(Pipeline.parse(PIPELINE))
     assert f"is in {dump / 'report.html'}" in said
     assert (dump / "report.html").read_text().startswith("<!doctype html>")
-    blocks = re.findall(r"```bash\n(.*?)```", (EXAMPLE.parents[1] / "docs" / "inspecting.md").read_text(), re.DOTALL)
-    commands = [line for block in blocks for line in block.splitlines() if line.startswith("zpasses ")]
+    blocks = re.findall(
+        r"```bash\n(.*?)```", (EXAMPLE.parents[1] / "docs" / "inspecting.md").read_text(), re.DOTALL
+    )
+    commands = [
+        line for block in blocks for line in block.splitlines() if line.startswith("zpasses ")
+    ]
     assert len(commands) > 10
     for command in commands:
-        words = shlex.split(re.sub(r"build/(demo|plain)\b", str(dump), command).replace("build/", f"{dump.parent}/"), comments=True)
+        words = shlex.split(
+            re.sub(r"build/(demo|plain)\b", str(dump), command).replace(
+                "build/", f"{dump.parent}/"
+            ),
+            comments=True,
+        )
         ran = CliRunner().invoke(cli, words[1:])
         assert ran.exit_code == (1 if "--pass" in words else 0), (command, ran.output)
 
 
 @pytest.mark.processes
 def test_tied_head_and_bfloat16_compute_agree_within_their_rounding(tmp_path: Path) -> None:
-    done, result = train(tmp_path / "out.json", "--ranks", 2, "--tied", "--param-dtype", "bfloat16", "--batch", 6)
+    done, result = train(
+        tmp_path / "out.json", "--ranks", 2, "--tied", "--param-dtype", "bfloat16", "--batch", 6
+    )
     assert done.returncode == 0, done.stderr
     assert result["tolerance"] == pytest.approx(5e-2)
     assert result["largest_difference"] <= 1e-2
@@ -109,7 +149,16 @@ def test_other_training_is_told_apart(tmp_path: Path) -> None:
 def test_own_text_under_plain_torchrun(tmp_path: Path) -> None:
     text = tmp_path / "a text.txt"
     text.write_text("All work and no play makes Jack a dull boy. " * 20)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", EXAMPLE, *TINY, "--text", text]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        EXAMPLE,
+        *TINY,
+        "--text",
+        text,
+    ]
     done = run(*command)
     assert done.returncode == 0, done.stderr
     assert "880 bytes of text, 2 ranks on cpu" in done.stdout
@@ -141,18 +190,31 @@ def test_rank_that_fails_ends_the_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--width", 30, "--heads", 4], "--width 30 does not divide by --heads 4; take --width 28 or 32."),
+        (
+            ["--width", 30, "--heads", 4],
+            "--width 30 does not divide by --heads 4; take --width 28 or 32.",
+        ),
         (["--steps", 0], "--steps 0; expected 1 or more."),
         (["--lr", "nan"], "--lr nan; expected a number above 0."),
-        (["--ranks", 8, "--batch", 4], "--batch 4 does not divide among 8 ranks, which take equal parts of it; take --batch 8."),
+        (
+            ["--ranks", 8, "--batch", 4],
+            "--batch 4 does not divide among 8 ranks, which take equal parts of it; take --batch "
+            "8.",
+        ),
         (["--text", "missing.txt"], "--text missing.txt: there is no such file."),
-        (["--seq", 10_000_000], "--seq 10000000 needs 10000001 or more. Take a longer text or a smaller --seq."),
+        (
+            ["--seq", 10_000_000],
+            "--seq 10000000 needs 10000001 or more. Take a longer text or a smaller --seq.",
+        ),
         (["--json", "missing/out.json"], "there is no folder missing to write it to."),
         (["--zero-stage", 4], "invalid choice: 4"),
     ],
 )
 def test_bad_input_is_told_before_any_process_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[object], message: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[object],
+    message: str,
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE.parent))
     import train_gpt
@@ -166,11 +228,16 @@ def test_bad_input_is_told_before_any_process_starts(
     assert message in capsys.readouterr().err
 
 
-def test_ranks_and_torchrun_must_agree(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_and_torchrun_must_agree(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE.parent))
     import train_gpt
 
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(SystemExit):
         train_gpt.parse_args(["--ranks", "2"])
-    assert "--ranks 2, but torchrun started 4; leave --ranks out under torchrun." in capsys.readouterr().err
+    assert (
+        "--ranks 2, but torchrun started 4; leave --ranks out under torchrun."
+        in capsys.readouterr().err
+    )

@@ -71,7 +71,9 @@ MODELS = {"llama": _llama, "gpt2": _gpt2, "mixtral": _mixtral}
 
 
 def _tokens(step, rank):
-    return torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(100 * step + rank))
+    return torch.randint(
+        0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(100 * step + rank)
+    )
 
 
 def _loss(model, tokens):
@@ -86,24 +88,31 @@ def _build(name):
 def _train(plain, run, model, steps=3):
     """Train both, comparing losses and gradients in each step and parameters at the end."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    ours, theirs = torch.optim.AdamW(model.parameters(), lr=RATE), torch.optim.AdamW(plain.parameters(), lr=RATE)
+    ours, theirs = (
+        torch.optim.AdamW(model.parameters(), lr=RATE),
+        torch.optim.AdamW(plain.parameters(), lr=RATE),
+    )
     for step in range(steps):
         loss = _loss(run, _tokens(step, rank))
         loss.backward()
-        # Every rank has as many tokens: the loss of the concatenated batch is the mean of the ranks' losses.
+        # Every rank has as many tokens: the loss of the concatenated batch is the mean of the
+        # ranks' losses.
         expected = _loss(plain, torch.cat([_tokens(step, each) for each in range(world)]))
         expected.backward()
         total = loss.detach().clone()
         dist.all_reduce(total)
-        # Summing over ranks instead of over one batch rounds otherwise: some float32 steps of a loss of about 4.
+        # Summing over ranks instead of over one batch rounds otherwise: some float32 steps of a
+        # loss of about 4.
         torch.testing.assert_close(total / world, expected.detach(), rtol=2e-6, atol=0)
         _compare_gradients(model, plain)
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-    # Where a gradient is about 0, its rounding decides how far Adam moves: by up to the learning rate in each step. On the whole the
-    # parameters must agree far better than that.
-    for (name, param), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+    # Where a gradient is about 0, its rounding decides how far Adam moves: by up to the learning
+    # rate in each step. On the whole the parameters must agree far better than that.
+    for (name, param), (_, expected) in zip(
+        model.named_parameters(), plain.named_parameters(), strict=True
+    ):
         error = (param.full_tensor() - expected).abs().mean().item()
         assert error < 0.002 * RATE, f"{name} differs by {error} on average"
 
@@ -115,17 +124,24 @@ def _compare_gradients(model, plain):
         if param.grad is None:
             assert grads[name].grad is None, name
             continue
-        # Relative to the largest entry. Sums over tokens and ranks in another order differ by a few float32 steps (measured: 6e-7); after
-        # a step they start from parameters that differ, by what Adam makes of that where gradients are small (measured: 6e-6).
+        # Relative to the largest entry. Sums over tokens and ranks in another order differ by a few
+        # float32 steps (measured: 6e-7); after a step they start from parameters that differ, by
+        # what Adam makes of that where gradients are small (measured: 6e-6).
         scale = param.grad.abs().max().item()
         error = (grads[name].grad.full_tensor() - param.grad).abs().max().item()
-        assert error <= 5e-5 * scale, f"gradient of {name} differs by {error}; its largest entry is {scale}"
+        assert error <= 5e-5 * scale, (
+            f"gradient of {name} differs by {error}; its largest entry is {scale}"
+        )
 
 
 def _trains_alike(name, stage):
     plain = _build(name)
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
-    _train(plain, torch.compile(model, backend="zpasses", options={"zero_stage": stage, "codegen": "eager"}), model)
+    _train(
+        plain,
+        torch.compile(model, backend="zpasses", options={"zero_stage": stage, "codegen": "eager"}),
+        model,
+    )
 
 
 @pytest.mark.parametrize(("name", "stage"), [*itertools.product(MODELS, (2, 3)), ("gpt2", 1)])
@@ -148,7 +164,9 @@ def _captured_graphs():
     from zpasses.pipeline.observers import observe_graphs
 
     model, kinds = zpasses.shard(_build("llama"), mesh=world_mesh()), []
-    run = torch.compile(model, backend="zpasses", options={"zero_stage": 3, "codegen": "eager"}, fullgraph=True)
+    run = torch.compile(
+        model, backend="zpasses", options={"zero_stage": 3, "codegen": "eager"}, fullgraph=True
+    )
     with observe_graphs(lambda logged: kinds.append(logged.kind)):
         for step in range(2):
             _loss(run, _tokens(step, dist.get_rank())).backward()
@@ -163,7 +181,11 @@ def _checkpoints(compiled):
     plain = _build("llama")
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    run = torch.compile(model, backend="zpasses", options={"zero_stage": 3, "codegen": "eager"}) if compiled else model
+    run = (
+        torch.compile(model, backend="zpasses", options={"zero_stage": 3, "codegen": "eager"})
+        if compiled
+        else model
+    )
     _train(plain, run, model, steps=2)
 
 

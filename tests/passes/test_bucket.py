@@ -54,11 +54,17 @@ def counts(gm):
 
 def bucketed(*params, world_size=3, rank=0, form="reduce_scatter", passes=(), **options):
     with fake_world(world_size, rank):
-        return rewritten(joint(params, rank, world_size), *lower(form), *passes, Bucket(**{"memory_budget": ROOMY, **options}))
+        return rewritten(
+            joint(params, rank, world_size),
+            *lower(form),
+            *passes,
+            Bucket(**{"memory_budget": ROOMY, **options}),
+        )
 
 
 def equal_after_bucketing(world_size, params, variants):
-    """Graphs of the first rank without and with buckets, once for each (form, options); all equal the dialect on all ranks."""
+    """Graphs of the first rank without and with buckets, once for each (form, options); all equal
+    the dialect on all ranks."""
     dialect, plain, merged = [], {}, {}
     for rank in range(world_size):
         with fake_world(world_size, rank):
@@ -66,7 +72,9 @@ def equal_after_bucketing(world_size, params, variants):
             for key, (form, options) in enumerate(variants):
                 lowered = rewritten(dialect[-1], *lower(form))
                 plain.setdefault(key, lowered)
-                merged.setdefault(key, []).append(rewritten(lowered, Bucket(**{"memory_budget": ROOMY, **options})))
+                merged.setdefault(key, []).append(
+                    rewritten(lowered, Bucket(**{"memory_budget": ROOMY, **options}))
+                )
     inputs = random_inputs(dialect)
     for graphs in merged.values():
         assert_equal_bits(dialect, graphs, inputs)
@@ -75,11 +83,16 @@ def equal_after_bucketing(world_size, params, variants):
 
 def short(gm, start=""):
     """A listing with short names and without columns, from the node `start` on."""
-    text = re.sub(r" +#", "  #", listing(gm)).replace("_default", "").replace("_into_tensor", "").replace("scatter_tensor", "scatter")
+    text = (
+        re.sub(r" +#", "  #", listing(gm))
+        .replace("_default", "")
+        .replace("_into_tensor", "")
+        .replace("scatter_tensor", "scatter")
+    )
     return text[text.index(start) :]
 
 
-# --- what it writes -----------------------------------------------------------------------------------------------------------------
+# --- what it writes -------------------------------------------------------------------------------
 def test_unbucketed_graph_of_the_listings_below():
     with fake_world(2):
         gm = rewritten(joint([Param((4, 2)), Param((6, 2))], 0, 2), *lower())
@@ -134,7 +147,7 @@ getitem_3 = getitem(reduce_scatter_coalesced, 1)  # f32[2, 2]; reduced: p0 in bu
 wait_tensor_2 = wait_tensor(getitem_2)  # f32[3, 2]; shard_grad: p1 in bucket 1
 wait_tensor_3 = wait_tensor(getitem_3)  # f32[2, 2]; shard_grad: p0 in bucket 1
 return [mul, mul_1, wait_tensor_3, None, wait_tensor_2, None]
-""",
+""",  # noqa: E501
     )
 
 
@@ -194,7 +207,7 @@ wait_tensor_3 = wait_tensor(getitem_3)  # f32[7, 2]; reduced: p0 in bucket 1
 slice_copy_tensor = slice_copy(wait_tensor_2, 0, 1, 2)  # f32[1]; shard_grad: p1
 slice_copy_tensor_1 = slice_copy(wait_tensor_3, 0, 3, 6)  # f32[3, 2]; shard_grad: p0
 return [mul, mul_1, slice_copy_tensor_1, None, slice_copy_tensor, None]
-""",
+""",  # noqa: E501
     )
 
 
@@ -248,7 +261,11 @@ def test_gradients_of_other_width_have_another_flat_all_reduce():
 
 def test_members_carry_the_number_of_their_bucket():
     gm = bucketed(Param((4, 2)), Param((6, 2)), mode="coalesced")
-    found = {(tag.role, tag.bucket, tag.params) for _, tag in tagged(gm.graph, "gather", "reduce") if len(tag.params) == 2}
+    found = {
+        (tag.role, tag.bucket, tag.params)
+        for _, tag in tagged(gm.graph, "gather", "reduce")
+        if len(tag.params) == 2
+    }
     assert found == {("gather", 0, ("p0", "p1")), ("reduce", 1, ("p1", "p0"))}
 
 
@@ -264,7 +281,7 @@ def test_bytes_stay_the_same():
             assert counts(merged) == (1, 1)
 
 
-# --- same numbers -------------------------------------------------------------------------------------------------------------------
+# --- same numbers ---------------------------------------------------------------------------------
 ODD = [
     Param((4, 3)),
     Param((7, 3), param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -297,7 +314,12 @@ def test_groups_have_buckets_of_their_own(mode):
     for rank in range(2):
         with fake_world(2, rank):
             other = torch.distributed.new_group([0, 1]).group_name
-            params = [Param((4, 2)), Param((6, 2), group=other), Param((3, 2)), Param((2, 2), group=other)]
+            params = [
+                Param((4, 2)),
+                Param((6, 2), group=other),
+                Param((3, 2)),
+                Param((2, 2), group=other),
+            ]
             before.append(joint(params, rank, 2))
             after.append(rewritten(before[-1], *lower(), Bucket(mode=mode, memory_budget=ROOMY)))
     assert counts(after[0]) == (2, 2)
@@ -325,9 +347,12 @@ class Tied(torch.nn.Module):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_of_a_model_with_tied_weights_equal_the_dialect(mode):
-    pipeline = f"merge-reads,gather-params,reduce-grads{{form=all_reduce}},reshard-after-forward,bucket{{mode={mode},memory_budget=1GiB}}"
+    pipeline = f"merge-reads,gather-params,reduce-grads{{form=all_reduce}},reshard-after-forward,bucket{{mode={mode},memory_budget=1GiB}}"  # noqa: E501
     tokens = torch.zeros(2, 3, dtype=torch.long)
-    captures = [capture_graphs(Tied(), (tokens,), world_size=3, rank=rank, pipeline=pipeline) for rank in range(3)]
+    captures = [
+        capture_graphs(Tied(), (tokens,), world_size=3, rank=rank, pipeline=pipeline)
+        for rank in range(3)
+    ]
     records = [record for record in captures[0].records if record.name == "bucket"]
     assert sum(record.changes for record in records) >= 3
     assert_step_equals_reference(captures)
@@ -336,13 +361,15 @@ def test_steps_of_a_model_with_tied_weights_equal_the_dialect(mode):
 @few
 @given(param_lists(max_size=4), st.sampled_from([2, 3]), st.sampled_from([0.0001, 0.0003, 1]))
 def test_drawn_graphs_stay_equal_and_buckets_within_their_cap(params, world_size, mb):
-    for _, merged in equal_after_bucketing(world_size, params, [(form, {**options, "cap_mb": mb}) for form, options in EVERY]):
+    for _, merged in equal_after_bucketing(
+        world_size, params, [(form, {**options, "cap_mb": mb}) for form, options in EVERY]
+    ):
         for _, each in collectives(merged.graph):
             if len(each.shapes) > 1:
                 assert each.nbytes * (world_size if "gather" in each.op else 1) <= mb * MIB
 
 
-# --- what it leaves -----------------------------------------------------------------------------------------------------------------
+# --- what it leaves -------------------------------------------------------------------------------
 def test_no_bucket_of_zero_mib():
     with fake_world(3):
         gm = rewritten(joint(ODD, 0, 3), *lower())
@@ -384,7 +411,11 @@ def test_gathers_that_others_inserted_are_merged(mode):
     for rank in range(2):
         with fake_world(2, rank) as mesh:
             pipeline = Pipeline((Bucket(mode=mode, memory_budget=ROOMY),))
-            captures.append(capture_graphs(simple_fsdp(mesh), (torch.ones(2, 6),), shard=leave_alone, pipeline=pipeline))
+            captures.append(
+                capture_graphs(
+                    simple_fsdp(mesh), (torch.ones(2, 6),), shard=leave_alone, pipeline=pipeline
+                )
+            )
     assert counts(captures[0].before.forward) == (2, 0)
     assert counts(captures[0].after.forward) == (1, 0)
     assert_step_equals_reference(captures)
@@ -399,12 +430,20 @@ def test_order_of_buckets_does_not_depend_on_addresses():
 
 def test_kept_parameters_of_a_bucket_are_gathered_together_or_not_at_all():
     for mode in MODES:
-        gm = bucketed(Param((4, 2)), Param((6, 2)), Param((3, 2), param_dtype=torch.bfloat16), passes=(CacheParams(),), mode=mode)
-        together = dict(zip((slot.param for slot in param_slots(gm.graph)), gather_ids(gm.graph), strict=True))
+        gm = bucketed(
+            Param((4, 2)),
+            Param((6, 2)),
+            Param((3, 2), param_dtype=torch.bfloat16),
+            passes=(CacheParams(),),
+            mode=mode,
+        )
+        together = dict(
+            zip((slot.param for slot in param_slots(gm.graph)), gather_ids(gm.graph), strict=True)
+        )
         assert together["p0"] == together["p1"] != together["p2"]
 
 
-# --- memory -------------------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 def planned(params, budget, mode, form, plan_for_overlap=False, gloo=False):
     """The curve once the buckets are planned, and the graph that they make."""
     with fake_world(3), pytest.MonkeyPatch.context() as patched:
@@ -412,15 +451,20 @@ def planned(params, budget, mode, form, plan_for_overlap=False, gloo=False):
             patched.setattr("zpasses.compat.is_gloo", lambda group, device=None: True)
         gm = rewritten(joint(params, 0, 3), *lower(form))
         options = Bucket(mode=mode, memory_budget=budget, plan_for_overlap=plan_for_overlap)
-        _, curve = options.plan(gm.graph, [*movable_gathers(gm.graph), *movable_reductions(gm.graph)])
+        _, curve = options.plan(
+            gm.graph, [*movable_gathers(gm.graph), *movable_reductions(gm.graph)]
+        )
         alone = rewritten(gm, *([Overlap()] if plan_for_overlap else []))
         before = counts(gm)
         options(gm.graph)
         if plan_for_overlap:
             Overlap()(gm.graph)
-        # What was planned bounds what the rewritten graph takes, and the limit follows from what it takes without buckets.
+        # What was planned bounds what the rewritten graph takes, and the limit follows from what it
+        # takes without buckets.
         assert peak_of(gm) <= curve.limit_bytes
-        assert curve.limit_bytes <= MemoryCurve(alone.graph, parse_budget(budget, "here")).limit_bytes
+        assert (
+            curve.limit_bytes <= MemoryCurve(alone.graph, parse_budget(budget, "here")).limit_bytes
+        )
         return curve, before, counts(gm)
 
 
@@ -432,7 +476,9 @@ def peak_of(gm):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_smaller_budget_makes_fewer_buckets(mode, form):
     params = [Param((8, 16))] * 6
-    (_, before, none), (_, _, some), (_, _, many) = (planned(params, budget, mode, form) for budget in ("0%", "5%", "1GiB"))
+    (_, before, none), (_, _, some), (_, _, many) = (
+        planned(params, budget, mode, form) for budget in ("0%", "5%", "1GiB")
+    )
     assert before == (6, 6)
     assert many == (1, 1)
     assert sum(many) <= sum(some) <= sum(none) <= sum(before)
@@ -441,18 +487,33 @@ def test_a_smaller_budget_makes_fewer_buckets(mode, form):
 
 def test_a_budget_for_what_overlap_leaves_is_another_one():
     params = [Param((8, 16))] * 6
-    (_, _, bare), (_, _, plan_for_overlap) = (planned(params, "5%", "coalesced", "reduce_scatter", each) for each in (False, True))
+    (_, _, bare), (_, _, plan_for_overlap) = (
+        planned(params, "5%", "coalesced", "reduce_scatter", each) for each in (False, True)
+    )
     assert bare != plan_for_overlap
 
 
 @few
-@given(param_lists(max_size=6), st.integers(0, 100), st.sampled_from(MODES), st.sampled_from(FORMS), st.booleans(), st.booleans())
-def test_the_modelled_peak_stays_within_the_budget(params, percent, mode, form, plan_for_overlap, gloo):
+@given(
+    param_lists(max_size=6),
+    st.integers(0, 100),
+    st.sampled_from(MODES),
+    st.sampled_from(FORMS),
+    st.booleans(),
+    st.booleans(),
+)
+def test_the_modelled_peak_stays_within_the_budget(
+    params, percent, mode, form, plan_for_overlap, gloo
+):
     curve, _, _ = planned(params, f"{percent}%", mode, form, plan_for_overlap, gloo)
     assert max(curve.live_bytes) <= curve.limit_bytes
 
 
-@pytest.mark.parametrize("dtypes", [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float64}], ids=["plain", "cast"])
+@pytest.mark.parametrize(
+    "dtypes",
+    [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float64}],
+    ids=["plain", "cast"],
+)
 def test_ranks_that_pad_cast_or_hold_nothing_plan_alike(dtypes):
     params = [Param((rows, 8), **dtypes) for rows in (7, 5, 2, 6)]
     plans = []
@@ -467,7 +528,9 @@ def test_ranks_that_pad_cast_or_hold_nothing_plan_alike(dtypes):
                 for budget in budgets
                 for plan_for_overlap in (False, True)
             ]
-            plans.append([plan_of(rewritten(each, option)) for each in lowered for option in options])
+            plans.append(
+                [plan_of(rewritten(each, option)) for each in lowered for option in options]
+            )
     assert plans[0] == plans[1] == plans[2]
     assert len({tuple(plan) for plan in plans[0]}) > 6  # budgets matter
 
@@ -476,14 +539,21 @@ def plan_of(gm):
     return [(each.op, each.shapes, each.dtypes) for _, each in collectives(gm.graph)]
 
 
-# --- options ------------------------------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("bucket{cap_mb=-1}", r"pass 'bucket', option 'cap_mb': got -1.0; expected MiB >= 0 \(0: no buckets\)"),
+        (
+            "bucket{cap_mb=-1}",
+            r"pass 'bucket', option 'cap_mb': got -1.0; expected MiB >= 0 \(0: no buckets\)",
+        ),
         ("bucket{cap_mb=big}", r"option 'cap_mb': got 'big' \(str\); expected float"),
         ("bucket{mode=flatt}", r"option 'mode': got 'flatt' .*'auto' or 'coalesced' or 'flat'"),
-        ("bucket{memory_budget=lots}", r"pass 'bucket', option 'memory_budget': got 'lots'; expected how far the peak may rise"),
+        (
+            "bucket{memory_budget=lots}",
+            r"pass 'bucket', option 'memory_budget': got 'lots'; expected how far the peak may "
+            r"rise",
+        ),
         ("bucket{budget=5%}", r"pass 'bucket' has no option 'budget'"),
     ],
 )
@@ -510,9 +580,14 @@ def test_auto_weighs_launches_against_copies_on_gloo(monkeypatch):
     monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: True)
     params = [Param((64, 64)), Param((32, 64))]
     slow_launch = Target.parse("cpu,launch_us=1000000")
-    slow_memory = Target.parse("cpu,launch_us=0.001,hop_us=0.001,network_hop_us=0.001,memory_gb_s=0.001")
+    slow_memory = Target.parse(
+        "cpu,launch_us=0.001,hop_us=0.001,network_hop_us=0.001,memory_gb_s=0.001"
+    )
     # gloo copies what it gathers in any case, so gathers always share a launch
-    assert merged_by_auto(params, slow_memory, "all_reduce")[1:] == [("all_reduce", 1), ("all_reduce", 1)]
+    assert merged_by_auto(params, slow_memory, "all_reduce")[1:] == [
+        ("all_reduce", 1),
+        ("all_reduce", 1),
+    ]
     assert merged_by_auto(params, slow_launch, "all_reduce") in (
         [("all_gather_into_tensor_coalesced", 2), ("all_reduce", 1)],
         [("all_gather_into_tensor_coalesced", 2), ("all_reduce_coalesced", 2)],
@@ -523,12 +598,18 @@ def test_a_plan_of_other_shapes_that_takes_more_than_the_budget_is_told(monkeypa
     params = [Param((8, 16))] * 6
     everything = [["coalesced", list(range(6))], ["coalesced", list(range(6, 12))]]
     within = bucketed(*params, memory_budget="0%")
-    monkeypatch.setattr("zpasses.passes.bucket.exchange", lambda group, question, mine, *_, **__: [[mine[0], everything]] * 2)
+    monkeypatch.setattr(
+        "zpasses.passes.bucket.exchange",
+        lambda group, question, mine, *_, **__: [[mine[0], everything]] * 2,
+    )
     bucketed(*params, memory_budget=ROOMY)
     assert "planned when" not in caplog.text
     above = bucketed(*params, memory_budget="0%")
     assert "planned when these collectives were first compiled, for other shapes" in caplog.text
     alone = bucketed(*params, cap_mb=0)
     with fake_world(3):
-        assert max(MemoryCurve(above.graph, 0.0).live_bytes) > MemoryCurve(alone.graph, 0.0).limit_bytes
+        assert (
+            max(MemoryCurve(above.graph, 0.0).live_bytes)
+            > MemoryCurve(alone.graph, 0.0).limit_bytes
+        )
     assert counts(above) == (1, 1) != counts(within)

@@ -11,7 +11,10 @@ import zpasses
 from tests.ranks import run_in_fresh_ranks, run_on_ranks, world_mesh
 
 LAYERS = 6
-UNMERGED = {1: "merge-reads,gather-params,reduce-grads,cache-params", 3: "merge-reads,gather-params,reduce-grads,reshard-after-forward"}
+UNMERGED = {
+    1: "merge-reads,gather-params,reduce-grads,cache-params",
+    3: "merge-reads,gather-params,reduce-grads,reshard-after-forward",
+}
 UNMERGED[2] = UNMERGED[1]
 
 
@@ -29,7 +32,8 @@ def collectives():
 
 
 def train(options):
-    """Collectives of the last of three steps, each compared with the unsharded model on the batches of all ranks."""
+    """Collectives of the last of three steps, each compared with the unsharded model on the batches
+    of all ranks."""
     import torch.distributed as dist
 
     torch._dynamo.reset()
@@ -38,7 +42,10 @@ def train(options):
     step = torch.compile(sharded, backend="zpasses", fullgraph=True, options=options)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, sharded)]
     for number in range(3):
-        data = [torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * number + rank)) for rank in range(dist.get_world_size())]
+        data = [
+            torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * number + rank))
+            for rank in range(dist.get_world_size())
+        ]
         before = collectives()
         step(data[dist.get_rank()]).square().sum().backward()
         ran = [now - then for now, then in zip(collectives(), before, strict=True)]
@@ -58,7 +65,10 @@ def gathered_after_edits():
     reference = model()
     sharded = copy.deepcopy(reference)
     zpasses.shard(sharded, mesh=world_mesh())
-    options = {"pipeline": f"{UNMERGED[2]},bucket{{mode=coalesced,memory_budget=1GiB}}", "codegen": "eager"}
+    options = {
+        "pipeline": f"{UNMERGED[2]},bucket{{mode=coalesced,memory_budget=1GiB}}",
+        "codegen": "eager",
+    }
     step = torch.compile(sharded, backend="zpasses", fullgraph=True, options=options)
     x, counts = torch.ones(2, 9), []
     for edit in (False, False, True, False):
@@ -76,7 +86,10 @@ def everything():
     found = {"edits": gathered_after_edits()}
     for stage in (1, 2, 3):
         pipeline = f"zero{stage},bucket{{cap_mb=1,memory_budget=1GiB}},overlap"
-        found[stage] = train({"pipeline": UNMERGED[stage], "codegen": "eager"}), train({"pipeline": pipeline})
+        found[stage] = (
+            train({"pipeline": UNMERGED[stage], "codegen": "eager"}),
+            train({"pipeline": pipeline}),
+        )
     return found
 
 
@@ -93,7 +106,8 @@ def test_stages_train_like_the_unsharded_model_with_fewer_collectives():
         assert gathers >= 2 * LAYERS
         assert fewer_reductions <= reductions / 3, first
         assert fewer_gathers <= gathers / 2, first
-    # Nothing is gathered twice while it is fresh; a bucket of which one member is stale is gathered as a whole.
+    # Nothing is gathered twice while it is fresh; a bucket of which one member is stale is gathered
+    # as a whole.
     assert first["edits"] == [1, 0, 1, 0]
 
 
@@ -101,8 +115,11 @@ def backward_code():
     """What Inductor generates for a backward whose three gradients share a flat all-reduce."""
     from torch._inductor.utils import run_and_get_code
 
-    zpasses.shard(squares := nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3))), mesh=world_mesh())
-    pipeline = "merge-reads,gather-params,reduce-grads{form=all_reduce},reshard-after-forward,bucket{mode=flat,memory_budget=1GiB}"
+    zpasses.shard(
+        squares := nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3))),
+        mesh=world_mesh(),
+    )
+    pipeline = "merge-reads,gather-params,reduce-grads{form=all_reduce},reshard-after-forward,bucket{mode=flat,memory_budget=1GiB}"  # noqa: E501
     step = torch.compile(squares, backend="zpasses", options={"pipeline": pipeline})
     _, codes = run_and_get_code(lambda: step(torch.ones(8, 16)).tanh().sum().backward())
     return codes[-1]
@@ -113,7 +130,11 @@ def backward_code():
 def test_gradients_are_computed_into_their_slots_of_a_flat_bucket():
     code = run_on_ranks(backward_code)[0]
     (bucket,) = re.findall(r"_c10d_functional\.all_reduce_\.default\((\w+),", code)
-    slots = dict(re.findall(rf"(\w+) = reinterpret_tensor\({bucket}, \(16, 16\), \(16, 1\), (\d+)\)  # alias", code))
+    slots = dict(
+        re.findall(
+            rf"(\w+) = reinterpret_tensor\({bucket}, \(16, 16\), \(16, 1\), (\d+)\)  # alias", code
+        )
+    )
     assert sorted(map(int, slots.values())) == [0, 256, 512]
     for slot in slots:
         assert re.search(rf"extern_kernels\.mm\(.*out={slot}\)", code), code

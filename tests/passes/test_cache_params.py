@@ -2,13 +2,28 @@ import pytest
 import torch
 from torch import nn
 
-from tests.graphs import WORLDS, Param, assert_step_equals_reference, expect_listing, joint, rewritten
+from tests.graphs import (
+    WORLDS,
+    Param,
+    assert_step_equals_reference,
+    expect_listing,
+    joint,
+    rewritten,
+)
 from zpasses import Level, Pipeline
 from zpasses.graph.nodes import collectives
 from zpasses.graph.tags import tagged
 from zpasses.passes import ZERO2, CacheParams, GatherParams, MergeReads, ReduceGrads
 from zpasses.runtime.forward_variants import ForwardVariant, cut_forward, param_slots
-from zpasses.testing import assert_equal_bits, capture_graphs, capture_ranks, fake_world, listing, random_inputs, simulate
+from zpasses.testing import (
+    assert_equal_bits,
+    capture_graphs,
+    capture_ranks,
+    fake_world,
+    listing,
+    random_inputs,
+    simulate,
+)
 
 X = torch.zeros(2, 6)
 
@@ -25,7 +40,12 @@ class Mlp(nn.Module):
 
 
 def test_full_parameters_are_marked_where_they_are_read():
-    captured = capture_graphs(nn.Linear(6, 4, bias=False), (X,), world_size=3, pipeline=Pipeline((GatherParams(), CacheParams())))
+    captured = capture_graphs(
+        nn.Linear(6, 4, bias=False),
+        (X,),
+        world_size=3,
+        pipeline=Pipeline((GatherParams(), CacheParams())),
+    )
     expect_listing(
         listing(captured.before.forward),
         """\
@@ -37,7 +57,7 @@ slice_tensor = slice(wait_tensor_default, 0, 0, 4)                          # f3
 t = t(slice_tensor)                                                         # f32[6, 4]
 mm = mm(primals_2, t)                                                       # f32[2, 4]
 return (mm, primals_2)
-""",
+""",  # noqa: E501
     )
     expect_listing(
         listing(captured.after.forward),
@@ -50,17 +70,23 @@ slice_tensor = slice(wait_tensor_default, 0, 0, 4)                          # f3
 t = t(slice_tensor)                                                         # f32[6, 4]
 mm = mm(primals_2, t)                                                       # f32[2, 4]
 return (mm, primals_2)
-""",
+""",  # noqa: E501
     )
 
 
 def test_every_parameter_of_a_forward_graph_has_a_slot():
     captured = capture_graphs(Mlp(), (X,), world_size=2, pipeline="zero2")
-    assert {slot.param for slot in param_slots(captured.after.forward.graph)} == {"up.weight", "down.weight", "scale"}
+    assert {slot.param for slot in param_slots(captured.after.forward.graph)} == {
+        "up.weight",
+        "down.weight",
+        "scale",
+    }
 
 
 def test_without_the_pass_there_is_no_slot():
-    captured = capture_graphs(Mlp(), (X,), world_size=2, pipeline=Pipeline((GatherParams(), ReduceGrads())))
+    captured = capture_graphs(
+        Mlp(), (X,), world_size=2, pipeline=Pipeline((GatherParams(), ReduceGrads()))
+    )
     assert param_slots(captured.after.forward.graph) == []
 
 
@@ -68,18 +94,28 @@ def test_marking_adds_no_node_and_no_collective():
     captured = capture_graphs(Mlp(), (X,), world_size=2, pipeline="zero2")
     (record,) = (record for record in captured.records if record.name == "cache-params")
     assert record.changes == 3
-    assert (record.nodes_before, record.collectives_before) == (record.nodes_after, record.collectives_after)
+    assert (record.nodes_before, record.collectives_before) == (
+        record.nodes_after,
+        record.collectives_after,
+    )
 
 
 def test_backward_gathers_nothing():
     captured = capture_graphs(Mlp(), (X,), world_size=2, pipeline="zero2")
-    assert not [each for _, each in collectives(captured.after.backward.graph) if each.op == "all_gather_into_tensor"]
+    assert not [
+        each
+        for _, each in collectives(captured.after.backward.graph)
+        if each.op == "all_gather_into_tensor"
+    ]
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_partitioned_step_equals_the_dialect_on_all_ranks(world_size):
     captures = capture_ranks(
-        Mlp(), (X,), world_size=world_size, pipeline=Pipeline((MergeReads(), GatherParams(), ReduceGrads(), CacheParams()))
+        Mlp(),
+        (X,),
+        world_size=world_size,
+        pipeline=Pipeline((MergeReads(), GatherParams(), ReduceGrads(), CacheParams())),
     )
     assert_step_equals_reference(captures)
 
@@ -104,8 +140,15 @@ def test_cached_variant_equals_the_fresh_one_and_does_not_communicate(world_size
 
 def test_inference_keeps_parameters_too():
     captures = capture_ranks(Mlp(), (X,), world_size=2, pipeline="zero2", train=False)
-    before, after = [each.before.inference for each in captures], [each.after.inference for each in captures]
-    assert {slot.param for slot in param_slots(after[0].graph)} == {"up.weight", "down.weight", "scale"}
+    before, after = (
+        [each.before.inference for each in captures],
+        [each.after.inference for each in captures],
+    )
+    assert {slot.param for slot in param_slots(after[0].graph)} == {
+        "up.weight",
+        "down.weight",
+        "scale",
+    }
     assert_equal_bits(before, after, random_inputs(before))
 
 

@@ -14,7 +14,16 @@ from zpasses.passes import ZERO1, ZERO2, ZERO3, DeferReduction
 from zpasses.pipeline.pipeline import run_passes
 from zpasses.runtime.backward_variants import BackwardVariant, cut_backward
 from zpasses.runtime.grad_slots import always_reduced, grad_slots
-from zpasses.testing import capture_graphs, capture_ranks, copy_graph, fake_world, listing, random_inputs, simulate, trace_joint
+from zpasses.testing import (
+    capture_graphs,
+    capture_ranks,
+    copy_graph,
+    fake_world,
+    listing,
+    random_inputs,
+    simulate,
+    trace_joint,
+)
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 X = torch.zeros(2, 6)
@@ -29,7 +38,8 @@ def variants(graphs, **choices):
 
 
 def in_a_window(graphs, inputs, count, accum_dtype=None):
-    """What each of `count` backwards that reduce together returns, and the reductions that it runs."""
+    """What each of `count` backwards that reduce together returns, and the reductions that it
+    runs."""
     every = everything(graphs)
     own = len(graphs[0].graph.output_node().args[0])
     first = simulate(variants(graphs, deferred=every, accum_dtype=accum_dtype), inputs)
@@ -38,8 +48,19 @@ def in_a_window(graphs, inputs, count, accum_dtype=None):
     for number in range(1, count):
         deferred = every if number < count - 1 else frozenset()
         graphs_now = variants(graphs, given=every, deferred=deferred, accum_dtype=accum_dtype)
-        runs.append(simulate(graphs_now, [[*values, *given] for values, given in zip(inputs, pending, strict=True)]))
-    return [([run.outputs[:own] for run in ranks], [each for each in ranks[0].collectives if "reduce" in each.op]) for ranks in runs]
+        runs.append(
+            simulate(
+                graphs_now,
+                [[*values, *given] for values, given in zip(inputs, pending, strict=True)],
+            )
+        )
+    return [
+        (
+            [run.outputs[:own] for run in ranks],
+            [each for each in ranks[0].collectives if "reduce" in each.op],
+        )
+        for ranks in runs
+    ]
 
 
 def assert_window_is_the_sum(graphs, count=3, accum_dtype=None):
@@ -47,7 +68,11 @@ def assert_window_is_the_sum(graphs, count=3, accum_dtype=None):
     inputs = random_inputs(graphs)
     plain = simulate(graphs, inputs)
     *before, (last, reductions) = in_a_window(graphs, inputs, count, accum_dtype)
-    gradients = {i for i, value in enumerate(before[0][0][0]) if value is None and plain[0].outputs[i] is not None}
+    gradients = {
+        i
+        for i, value in enumerate(before[0][0][0])
+        if value is None and plain[0].outputs[i] is not None
+    }
     assert gradients
     assert all(ran == [] for _, ran in before)
     assert len(reductions) == len([each for each in plain[0].collectives if "reduce" in each.op])
@@ -60,12 +85,19 @@ def assert_window_is_the_sum(graphs, count=3, accum_dtype=None):
 
 
 def backwards(model, x, world_size, pipeline, **shard):
-    captured = capture_ranks(model, (x,), world_size=world_size, pipeline=pipeline, shard=shard or None)
+    captured = capture_ranks(
+        model, (x,), world_size=world_size, pipeline=pipeline, shard=shard or None
+    )
     return [each.after.backward for each in captured]
 
 
 def test_the_four_variants_of_a_linear_layer():
-    graph = capture_graphs(nn.Linear(6, 4, bias=False), (X,), world_size=2, pipeline="gather-params,reduce-grads{form=reduce_scatter}")
+    graph = capture_graphs(
+        nn.Linear(6, 4, bias=False),
+        (X,),
+        world_size=2,
+        pipeline="gather-params,reduce-grads{form=reduce_scatter}",
+    )
     gm = copy_graph(graph.after.backward)
     DeferReduction()(gm.graph)
     none, zero = frozenset(), frozenset({0})
@@ -115,7 +147,7 @@ t_2 = t(mm_1)                       # f32[6, 4]
 t_3 = t(t_2)                        # f32[4, 6]
 add__tensor = add_(pending_0, t_3)  # f32[4, 6]
 return (None, None)
-""",
+""",  # noqa: E501
     )
 
 
@@ -130,21 +162,40 @@ def test_a_window_gives_the_sum_of_its_backwards(pipeline):
 
 
 @pytest.mark.parametrize("accum_dtype", [None, torch.float32])
-@pytest.mark.parametrize("shard", [{"reduce_dtype": torch.float32}, {}], ids=["reduced in float32", "reduced in bfloat16"])
+@pytest.mark.parametrize(
+    "shard",
+    [{"reduce_dtype": torch.float32}, {}],
+    ids=["reduced in float32", "reduced in bfloat16"],
+)
 def test_mixed_precision_is_deferred_before_the_cast_of_the_reduction(accum_dtype, shard):
-    graphs = backwards(nn.Linear(6, 5), X.bfloat16(), 2, "zero2", param_dtype=torch.bfloat16, **shard)
+    graphs = backwards(
+        nn.Linear(6, 5), X.bfloat16(), 2, "zero2", param_dtype=torch.bfloat16, **shard
+    )
     assert {slot.dtype for slot in grad_slots(graphs[0].graph)} == {torch.bfloat16}
-    _, extra = cut_backward(graphs[0], BackwardVariant(given=everything(graphs), accum_dtype=accum_dtype))
+    _, extra = cut_backward(
+        graphs[0], BackwardVariant(given=everything(graphs), accum_dtype=accum_dtype)
+    )
     assert {value.dtype for value in extra} == {accum_dtype or torch.bfloat16}
     assert_window_is_the_sum(graphs, accum_dtype=accum_dtype)
-    given = cut_backward(graphs[0], BackwardVariant(given=everything(graphs), accum_dtype=accum_dtype))[0]
-    assert [each.dtypes for _, each in collectives(given.graph)] == [each.dtypes for _, each in collectives(graphs[0].graph)]
+    given = cut_backward(
+        graphs[0], BackwardVariant(given=everything(graphs), accum_dtype=accum_dtype)
+    )[0]
+    assert [each.dtypes for _, each in collectives(given.graph)] == [
+        each.dtypes for _, each in collectives(graphs[0].graph)
+    ]
 
 
-@pytest.mark.parametrize(("bucket", "saved"), [("cap_mb=0", 1), ("mode=coalesced,memory_budget=1GiB", 0)], ids=["single", "coalesced"])
+@pytest.mark.parametrize(
+    ("bucket", "saved"),
+    [("cap_mb=0", 1), ("mode=coalesced,memory_budget=1GiB", 0)],
+    ids=["single", "coalesced"],
+)
 def test_gradients_may_differ_in_what_becomes_of_them(bucket, saved):
-    """A collective of several gradients runs as a whole for those that are left, and every output of it is awaited."""
-    pipeline = f"merge-reads,gather-params,reduce-grads,cache-params,bucket{{{bucket}}},defer-reduction"
+    """A collective of several gradients runs as a whole for those that are left, and every output
+    of it is awaited."""
+    pipeline = (
+        f"merge-reads,gather-params,reduce-grads,cache-params,bucket{{{bucket}}},defer-reduction"
+    )
     graphs = backwards(nn.Linear(6, 5), X, 2, pipeline)
     assert len(everything(graphs)) == 2
     inputs = random_inputs(graphs)
@@ -153,7 +204,11 @@ def test_gradients_may_differ_in_what_becomes_of_them(bucket, saved):
     assert all(len(run.collectives) == 0 for run in mixed)
     half = simulate(variants(graphs, deferred=frozenset({0})), inputs)
     for ours, theirs in zip(half, plain, strict=True):
-        missing = [i for i, value in enumerate(theirs.outputs) if value is not None and ours.outputs[i] is None]
+        missing = [
+            i
+            for i, value in enumerate(theirs.outputs)
+            if value is not None and ours.outputs[i] is None
+        ]
         assert len(missing) == 1
         assert len(ours.collectives) == len(theirs.collectives) - saved
 
@@ -177,7 +232,8 @@ def test_gradients_that_are_reduced_one_by_one_wait_as_one():
 
 
 class Shared(nn.Module):
-    """Two parameters with one and the same gradient, which neither may hand out as its own memory to both."""
+    """Two parameters with one and the same gradient, which neither may hand out as its own memory
+    to both."""
 
     def __init__(self):
         super().__init__()
@@ -191,13 +247,15 @@ def test_pending_gradients_own_their_memory():
     graphs = backwards(Shared(), torch.zeros(6), 2, "zero3")
     own = len(graphs[0].graph.output_node().args[0])
     inputs = random_inputs(graphs)
-    for run, values in zip(simulate(variants(graphs, deferred=everything(graphs)), inputs), inputs, strict=True):
+    for run, values in zip(
+        simulate(variants(graphs, deferred=everything(graphs)), inputs), inputs, strict=True
+    ):
         storages = {value.untyped_storage().data_ptr() for value in run.outputs[own:]}
         assert len(storages) == 2
         assert not storages & {value.untyped_storage().data_ptr() for value in values}
 
 
-# --- reductions that were merged ---------------------------------------------------------------------------------------------------
+# --- reductions that were merged ------------------------------------------------------------------
 SHAPES = ((4, 3), (2, 5), (6,))
 
 
@@ -220,8 +278,18 @@ def merged(form):
         return node
 
     if form == "coalesced":
-        started = call("reduce", names, c10d.reduce_scatter_tensor_coalesced.default, grads, "avg", 2, "0")
-        done = [call("reduced", (name,), c10d.wait_tensor.default, edit.call(operator.getitem, started, i)) for i, name in enumerate(names)]
+        started = call(
+            "reduce", names, c10d.reduce_scatter_tensor_coalesced.default, grads, "avg", 2, "0"
+        )
+        done = [
+            call(
+                "reduced",
+                (name,),
+                c10d.wait_tensor.default,
+                edit.call(operator.getitem, started, i),
+            )
+            for i, name in enumerate(names)
+        ]
     else:
         flat = [edit.call(aten.view.default, grad, [2, -1]) for grad in grads]
         if form == "packed and tagged":
@@ -231,11 +299,25 @@ def merged(form):
         started = call("reduce", names, c10d.reduce_scatter_tensor.default, packed, "avg", 2, "0")
         whole = call("reduced", names, c10d.wait_tensor.default, started)
         sizes = [torch.Size(shape).numel() // 2 for shape in SHAPES]
-        parts = [edit.call(aten.slice.Tensor, whole, 1, sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
-        done = [edit.call(aten.view.default, part, [shape[0] // 2, *shape[1:]]) for part, shape in zip(parts, SHAPES, strict=True)]
+        parts = [
+            edit.call(aten.slice.Tensor, whole, 1, sum(sizes[:i]), sum(sizes[: i + 1]))
+            for i in range(len(sizes))
+        ]
+        done = [
+            edit.call(aten.view.default, part, [shape[0] // 2, *shape[1:]])
+            for part, shape in zip(parts, SHAPES, strict=True)
+        ]
     shards = [edit.call(aten.clone.default, node) for node in done]
     for node, name, shape in zip(shards, names, SHAPES, strict=True):
-        add_tag(node, Tag("shard_grad", (name,), origin="test", reduction=Reduction(shape[0], torch.float32, None, "0")))
+        add_tag(
+            node,
+            Tag(
+                "shard_grad",
+                (name,),
+                origin="test",
+                reduction=Reduction(shape[0], torch.float32, None, "0"),
+            ),
+        )
     output.args = (tuple(shards),)
     gm.recompile()
     return gm
@@ -262,28 +344,38 @@ def test_a_merged_reduction_whose_parts_cannot_be_told_is_left_alone():
     assert always_reduced(gm.graph) == ["p0", "p1", "p2"]
 
 
-# --- graphs from elsewhere ---------------------------------------------------------------------------------------------------------
+# --- graphs from elsewhere ------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_reductions_of_a_model_that_zpasses_did_not_shard(dtype):
     x = X if dtype is None else X.to(dtype)
     graphs = []
     for rank in range(2):
         with fake_world(2, rank) as mesh:
-            step = capture_graphs(simple_fsdp(mesh, dtype), (x,), pipeline=Pipeline((DeferReduction(),)), shard=leave_alone)
+            step = capture_graphs(
+                simple_fsdp(mesh, dtype),
+                (x,),
+                pipeline=Pipeline((DeferReduction(),)),
+                shard=leave_alone,
+            )
         graphs.append(step.after.backward)
     assert len(everything(graphs)) == 2
     assert_window_is_the_sum(graphs)
 
 
-# --- the pass ------------------------------------------------------------------------------------------------------------------------
+# --- the pass -------------------------------------------------------------------------------------
 def test_marking_adds_no_node_and_counts_gradients():
     record = next(
         each
-        for each in capture_graphs(Odd(), (torch.zeros(2, 7),), world_size=2, pipeline="zero3").records
+        for each in capture_graphs(
+            Odd(), (torch.zeros(2, 7),), world_size=2, pipeline="zero3"
+        ).records
         if each.name == "defer-reduction"
     )
     assert record.changes == 5
-    assert (record.nodes_before, record.collectives_before) == (record.nodes_after, record.collectives_after)
+    assert (record.nodes_before, record.collectives_before) == (
+        record.nodes_after,
+        record.collectives_after,
+    )
 
 
 def test_graph_without_reductions_is_left_alone():

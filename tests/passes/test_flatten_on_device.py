@@ -31,7 +31,11 @@ def numbered(*shape, dtype=torch.float32, start=1):
 
 def host_work(gm):
     """Concatenations that are left on the host."""
-    return [node for node in gm.graph.nodes if node.target is torch.ops.aten.cat.default and node.meta["val"].device.type == "cpu"]
+    return [
+        node
+        for node in gm.graph.nodes
+        if node.target is torch.ops.aten.cat.default and node.meta["val"].device.type == "cpu"
+    ]
 
 
 def choice(gm):
@@ -39,9 +43,10 @@ def choice(gm):
     return made
 
 
-# --- listings ----------------------------------------------------------------------------------------------------------------------
+# --- listings -------------------------------------------------------------------------------------
 def padded(h, d):
-    """One tensor of the host's, and one that was taken from the device; two elements of padding; in another dtype."""
+    """One tensor of the host's, and one that was taken from the device; two elements of padding; in
+    another dtype."""
     flat = torch.cat([h.view(-1), move(d, "cpu").view(-1)])
     return move(torch.nn.functional.pad(flat, (0, 2)), dtype=torch.bfloat16)
 
@@ -80,7 +85,7 @@ _to_copy_default_2 = _to_copy(d_1, dtype=bf16)                       # bf16[4]
 full_default = full([2], 0.0, dtype=bf16, device=cuda:0)             # bf16[2]
 cat_default = cat([view_default, _to_copy_default_2, full_default])  # bf16[12]; flat: h_1, d_1; plain: asked for
 return cat_default
-""",
+""",  # noqa: E501
     )
 
 
@@ -101,11 +106,11 @@ all_gather_into_tensor_default = all_gather_into_tensor(cat_default, 2, '0')  # 
 wait_tensor_default = wait_tensor(all_gather_into_tensor_default)             # bf16[16]; flat: h_1, d_1
 slice_tensor_1 = slice(wait_tensor_default, 0, 0, 12)                         # bf16[12]; flat: h_1, d_1; distributed: asked for
 return slice_tensor_1
-""",
+""",  # noqa: E501
     )
 
 
-# --- equality ----------------------------------------------------------------------------------------------------------------------
+# --- equality -------------------------------------------------------------------------------------
 def cut_up(a, b, c):
     """Views: rows of a larger tensor, a transposed one, a broadcast one."""
     return move(torch.cat([a[1:3].reshape(-1), b.t().reshape(-1), c.expand(2, 3).reshape(-1)]))
@@ -121,18 +126,28 @@ def promoting(a, b):
 
 def nested(a, b, c):
     inner = torch.nn.functional.pad(torch.cat([a.view(-1), torch.zeros(3)]), (0, 1), value=-0.0)
-    return move(torch.cat([inner, b.view(-1), torch.full((2,), 7.0), c.to(torch.float32).view(-1)]).view(-1, 1).contiguous())
+    return move(
+        torch.cat([inner, b.view(-1), torch.full((2,), 7.0), c.to(torch.float32).view(-1)])
+        .view(-1, 1)
+        .contiguous()
+    )
 
 
 def several(a, b):
     """One flat a dtype, as trainers of mixed precision have."""
-    return move(torch.cat([a.view(-1), a.view(-1)])), move(torch.cat([b.view(-1), b[:1].reshape(-1)]))
+    return move(torch.cat([a.view(-1), a.view(-1)])), move(
+        torch.cat([b.view(-1), b[:1].reshape(-1)])
+    )
 
 
 def decomposed(a, b):
     """Moves and casts as Inductor's decompositions leave them."""
-    flat = torch.cat([torch.ops.prims.convert_element_type.default(a, torch.float32).view(-1), b.view(-1)])
-    return torch.ops.prims.convert_element_type.default(torch.ops.prims.device_put.default(flat, CUDA), torch.bfloat16)
+    flat = torch.cat(
+        [torch.ops.prims.convert_element_type.default(a, torch.float32).view(-1), b.view(-1)]
+    )
+    return torch.ops.prims.convert_element_type.default(
+        torch.ops.prims.device_put.default(flat, CUDA), torch.bfloat16
+    )
 
 
 HALF = numbered(3, 4, dtype=torch.bfloat16)
@@ -145,10 +160,19 @@ CASES = {
     "tied": (lambda a, b: flatten(a, b, a), [numbered(2, 3), numbered(5)]),
     "on the device": (flatten, [(numbered(3, 5), "device"), (numbered(7), "device")]),
     "on both": (padded, [numbered(2, 3), (numbered(4), "device")]),
-    "not contiguous": (flatten, [numbered(5, 3).t(), numbered(4, 6)[:, ::2], numbered(1, start=9).expand(4)]),
-    "not contiguous on the device": (flatten, [(numbered(5, 3).t(), "device"), (numbered(4), "device")]),
+    "not contiguous": (
+        flatten,
+        [numbered(5, 3).t(), numbered(4, 6)[:, ::2], numbered(1, start=9).expand(4)],
+    ),
+    "not contiguous on the device": (
+        flatten,
+        [(numbered(5, 3).t(), "device"), (numbered(4), "device")],
+    ),
     "views": (cut_up, [numbered(4, 3), numbered(2, 5), numbered(3)]),
-    "views on the device": (cut_up_on_device, [(numbered(4, 3), "device"), (numbered(2, 5), "device"), (numbered(3), "device")]),
+    "views on the device": (
+        cut_up_on_device,
+        [(numbered(4, 3), "device"), (numbered(2, 5), "device"), (numbered(3), "device")],
+    ),
     "mixed dtypes": (promoting, [HALF, numbered(5, dtype=torch.int32)]),
     "nested": (nested, [numbered(3), numbered(2, 2), HALF]),
     "several": (several, [numbered(3), HALF]),
@@ -169,7 +193,9 @@ def test_flat_buffer_is_the_host_form_s_bit_for_bit(case, tier):
 
 
 DRAWN = st.tuples(
-    st.one_of(st.just(()), st.tuples(st.integers(0, 9)), st.tuples(st.integers(0, 5), st.integers(1, 4))),
+    st.one_of(
+        st.just(()), st.tuples(st.integers(0, 9)), st.tuples(st.integers(0, 5), st.integers(1, 4))
+    ),
     st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
     st.sampled_from(["as it is", "transposed", "strided", "on the device"]),
     st.integers(0, 3),
@@ -177,7 +203,12 @@ DRAWN = st.tuples(
 
 
 @few
-@given(st.lists(DRAWN, min_size=1, max_size=6), st.sampled_from([1, 2, 3]), st.sampled_from(sorted(TIERS)), st.integers(0, 4))
+@given(
+    st.lists(DRAWN, min_size=1, max_size=6),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from(sorted(TIERS)),
+    st.integers(0, 4),
+)
 def test_drawn_lists_are_flattened_as_on_the_host(drawn, world_size, tier, padding):
     tensors = []
     for i, (shape, dtype, kind, _) in enumerate(drawn):
@@ -191,7 +222,10 @@ def test_drawn_lists_are_flattened_as_on_the_host(drawn, world_size, tier, paddi
     def fn(*values):
         parts = []
         for value, (_, _, _, gap) in zip(values, drawn, strict=True):
-            parts += [(move(value, "cpu") if value.is_cuda else value).reshape(-1), torch.zeros(gap, dtype=value.dtype)]
+            parts += [
+                (move(value, "cpu") if value.is_cuda else value).reshape(-1),
+                torch.zeros(gap, dtype=value.dtype),
+            ]
         return move(torch.nn.functional.pad(torch.cat(parts), (0, padding)))
 
     for graph in assert_same_flat(trace(fn, tensors), TIERS[tier], tensors, world_size):
@@ -202,7 +236,9 @@ def test_parts_of_the_ranks_are_equal_and_aligned():
     gm = trace(flatten, [numbered(13, dtype=torch.bfloat16)] * 3)
     for align_bytes, elements in [(2, 13), (16, 16), (64, 32)]:
         for rank in range(3):
-            graph = rewritten(gm, dataclasses.replace(DISTRIBUTED, align_bytes=align_bytes), 3, rank).graph
+            graph = rewritten(
+                gm, dataclasses.replace(DISTRIBUTED, align_bytes=align_bytes), 3, rank
+            ).graph
             assert [each.shapes for _, each in collectives(graph)] == [((elements,),)]
 
 
@@ -210,7 +246,11 @@ def test_a_rank_moves_its_own_part_alone():
     gm = trace(flatten, [numbered(100), numbered(300)])
     for rank in range(4):
         graph = rewritten(gm, DISTRIBUTED, 4, rank).graph
-        moved = [node for node in graph.nodes if node.kwargs.get("device") == CUDA and node.target is torch.ops.aten._to_copy.default]
+        moved = [
+            node
+            for node in graph.nodes
+            if node.kwargs.get("device") == CUDA and node.target is torch.ops.aten._to_copy.default
+        ]
         assert sum(node.meta["val"].numel() for node in moved) == 100
 
 
@@ -219,7 +259,7 @@ def test_ranks_rewrite_alike():
         assert_deterministic(DISTRIBUTED, trace(several, [numbered(3), HALF]))
 
 
-# --- what is left alone --------------------------------------------------------------------------------------------------------------
+# --- what is left alone ---------------------------------------------------------------------------
 def _written(a, b):
     flat = torch.cat([a.view(-1), b.view(-1)])
     torch.ops.aten.copy_.default(a, b)
@@ -240,7 +280,9 @@ def _taken_before_a_write(a, b):
 
 LEFT_ALONE = {
     "not moved": lambda a, b: torch.cat([a.view(-1), b.view(-1)]),
-    "read on the host too": lambda a, b: (lambda flat: (move(flat), flat.sum()))(torch.cat([a.view(-1), b.view(-1)])),
+    "read on the host too": lambda a, b: (lambda flat: (move(flat), flat.sum()))(
+        torch.cat([a.view(-1), b.view(-1)])
+    ),
     "not flat": lambda a, b: move(torch.cat([a, b])),
     "one tensor": lambda a, b: move(a.view(-1)),
     "computed after": lambda a, b: move(torch.cat([a.view(-1), b.view(-1)]) * 2),
@@ -273,7 +315,7 @@ def test_what_is_computed_on_the_host_is_moved_and_not_computed_again():
     assert product.meta["val"].device.type == "cpu"
 
 
-# --- tiers -------------------------------------------------------------------------------------------------------------------------
+# --- tiers ----------------------------------------------------------------------------------------
 MIB = 1 << 20
 HOST_TENSORS = [torch.empty(MIB // 4), torch.empty(3 * MIB // 4)]
 """4 MiB."""
@@ -281,7 +323,8 @@ HOST_TENSORS = [torch.empty(MIB // 4), torch.empty(3 * MIB // 4)]
 
 @pytest.mark.parametrize(
     ("free_mib", "tier"),
-    # Four ranks, from the host: plain needs the pieces and the buffer; distributed the part of 1 MiB and the gathered buffer.
+    # Four ranks, from the host: plain needs the pieces and the buffer; distributed the part of 1
+    # MiB and the gathered buffer.
     [(8, "plain"), (7.99, "distributed"), (5, "distributed"), (4.99, "host")],
 )
 def test_tier_is_the_first_that_fits(free_mib, tier):
@@ -293,18 +336,36 @@ def test_tier_is_the_first_that_fits(free_mib, tier):
 
 @pytest.mark.parametrize(
     ("free_mib", "frees", "tier"),
-    # On the device already: plain needs the buffer; distributed its part, if the tensors die before the buffer is gathered.
-    [(4, True, "plain"), (3.99, True, "distributed"), (1, True, "distributed"), (0.99, True, "host"), (3.99, False, "host")],
+    # On the device already: plain needs the buffer; distributed its part, if the tensors die before
+    # the buffer is gathered.
+    [
+        (4, True, "plain"),
+        (3.99, True, "distributed"),
+        (1, True, "distributed"),
+        (0.99, True, "host"),
+        (3.99, False, "host"),
+    ],
 )
 def test_tensors_on_the_device_need_less(free_mib, frees, tier):
-    auto = FlattenOnDevice(group="0", replicated=True, headroom=0.0, free_bytes=int(free_mib * MIB), donate_inputs=frees)
+    auto = FlattenOnDevice(
+        group="0",
+        replicated=True,
+        headroom=0.0,
+        free_bytes=int(free_mib * MIB),
+        donate_inputs=frees,
+    )
     gm = trace(flatten, [(tensor, "device") for tensor in HOST_TENSORS])
     assert choice(rewritten(gm, auto, 4, 0)).tier == tier
 
 
 def test_headroom_is_left_alone():
     tiers = [
-        choice(rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice(free_bytes=10 * MIB, headroom=headroom))).tier
+        choice(
+            rewritten(
+                trace(flatten, HOST_TENSORS),
+                FlattenOnDevice(free_bytes=10 * MIB, headroom=headroom),
+            )
+        ).tier
         for headroom in (0.2, 0.21)
     ]
     assert tiers == ["plain", "host"]
@@ -313,7 +374,10 @@ def test_headroom_is_left_alone():
 def test_buffers_of_one_graph_share_the_memory():
     gm = trace(lambda a, b: (flatten(a, b), flatten(b, a)), HOST_TENSORS)
     graph = rewritten(gm, FlattenOnDevice(free_bytes=10 * MIB, headroom=0.0)).graph
-    assert [node.meta[CHOICE].tier for node in graph.nodes if CHOICE in node.meta] == ["plain", "host"]
+    assert [node.meta[CHOICE].tier for node in graph.nodes if CHOICE in node.meta] == [
+        "plain",
+        "host",
+    ]
 
 
 def test_without_values_that_are_equal_on_all_ranks_nothing_is_gathered():
@@ -325,7 +389,9 @@ def test_without_values_that_are_equal_on_all_ranks_nothing_is_gathered():
 
 def test_device_is_asked_for_its_memory(monkeypatch):
     asked = []
-    monkeypatch.setattr(device_memory, "free_bytes", lambda device: asked.append(device) or 100 * MIB)
+    monkeypatch.setattr(
+        device_memory, "free_bytes", lambda device: asked.append(device) or 100 * MIB
+    )
     assert choice(rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice())).tier == "plain"
     assert asked == [CUDA]
 
@@ -342,7 +408,10 @@ def test_log_says_which_tier_and_why(caplog):
     with caplog.at_level(logging.INFO, logger="zpasses"):
         rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice(free_bytes=MIB))
     (message,) = caplog.messages
-    assert message.startswith("flatten-on-device: float32[1048576] of 2 tensors flattened as host: plain needs 8.0 MiB, of 1.0 MiB free")
+    assert message.startswith(
+        "flatten-on-device: float32[1048576] of 2 tensors flattened as host: plain needs 8.0 MiB, "
+        "of 1.0 MiB free"
+    )
 
 
 def test_kept_host_form_is_not_looked_at_again():
@@ -362,7 +431,10 @@ def test_memory_of_the_host_is_what_the_machine_has():
     [
         ({"headroom": 1.0}, "headroom=1.0; expected a share"),
         ({"align_bytes": 0}, "align_bytes=0"),
-        ({"tier": "distributed", "group": "0"}, r"tier=distributed .* name the ranks \(group=...\)"),
+        (
+            {"tier": "distributed", "group": "0"},
+            r"tier=distributed .* name the ranks \(group=...\)",
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):
@@ -371,9 +443,13 @@ def test_options_that_make_no_sense_are_refused(options, message):
 
 
 def test_unknown_group_is_named():
-    with pytest.raises(PassError, match=r"group '7' is no process group of this process. Known: '0'"):
+    with pytest.raises(
+        PassError, match=r"group '7' is no process group of this process. Known: '0'"
+    ):
         rewritten(trace(flatten, HOST_TENSORS), FlattenOnDevice(group="7"), 2)
-    with pytest.raises(PassError, match=r"Known: none; call torch\.distributed\.init_process_group"):
+    with pytest.raises(
+        PassError, match=r"Known: none; call torch\.distributed\.init_process_group"
+    ):
         FlattenOnDevice(group="0")(trace(flatten, HOST_TENSORS).graph)
 
 
@@ -389,7 +465,7 @@ def _uuids():
     return FlattenOnDevice().uuid(), PLAIN.uuid()
 
 
-# --- in a compile --------------------------------------------------------------------------------------------------------------------
+# --- in a compile ---------------------------------------------------------------------------------
 class Flattens(torch.nn.Module):
     """Uses its weight, and a flat copy of it on "the device", for which the host stands in."""
 
@@ -409,7 +485,9 @@ def test_gradients_of_a_compiled_flattening_stay_as_they_were(tier):
 
     model, reference, x, records = Flattens(), Flattens(), numbered(4), []
     compiled = torch.compile(
-        model, backend="zpasses", options={"pipeline": f"flatten-on-device{{device=cpu,tier={tier}}}", "codegen": "eager"}
+        model,
+        backend="zpasses",
+        options={"pipeline": f"flatten-on-device{{device=cpu,tier={tier}}}", "codegen": "eager"},
     )
     with observe_graphs(lambda graph: records.extend(graph.records)):
         assert compiled(x).equal(reference(x))
@@ -417,10 +495,12 @@ def test_gradients_of_a_compiled_flattening_stay_as_they_were(tier):
     reference(x).backward()
     assert model.weight.grad.equal(reference.weight.grad)
     assert model.frozen.grad is None
-    assert [record.changes for record in records if record.name == "flatten-on-device"] == [int(tier == "plain")]
+    assert [record.changes for record in records if record.name == "flatten-on-device"] == [
+        int(tier == "plain")
+    ]
 
 
-# --- the vote --------------------------------------------------------------------------------------------------------------------------
+# --- the vote -------------------------------------------------------------------------------------
 def _votes():
     """Many votes on real ranks, of which each sees another amount of free memory."""
     from tests.flattening import on_host
@@ -430,12 +510,18 @@ def _votes():
     gm, values = trace(flatten, HOST_TENSORS), [numbered(MIB // 4), numbered(3 * MIB // 4)]
     for free_mib in [(20, 20), (20, 7), (7, 20), (20, 1), (7, 7)]:
         copied = copy_graph(gm)
-        with patch.object(device_memory, "free_bytes", lambda device, free_mib=free_mib: int(free_mib[rank] * MIB)):
+        with patch.object(
+            device_memory, "free_bytes", lambda device, free_mib=free_mib: int(free_mib[rank] * MIB)
+        ):
             FlattenOnDevice(group="0", replicated=True, headroom=0.0, timeout_s=20.0)(copied.graph)
         seen.append(choice(copied))
         assert torch.equal(on_host(copied)(*values), torch.cat(values))
-    with pytest.raises(AgreementError, match=r"rank 0 is at .*float32\[8\], but rank 1 at .*float32\[9\]"):
-        FlattenOnDevice(group="0", timeout_s=20.0)(trace(flatten, [torch.empty(4), torch.empty(4 + rank)]).graph)
+    with pytest.raises(
+        AgreementError, match=r"rank 0 is at .*float32\[8\], but rank 1 at .*float32\[9\]"
+    ):
+        FlattenOnDevice(group="0", timeout_s=20.0)(
+            trace(flatten, [torch.empty(4), torch.empty(4 + rank)]).graph
+        )
     _compiles_alone(rank)
     dist.barrier()
     if rank == 1:
@@ -452,18 +538,32 @@ def _compiles_alone(rank):
     options = {"pipeline": "flatten-on-device{device=cpu,group=0,timeout_s=20}", "codegen": "eager"}
     for _ in range(1 + rank):
         torch._dynamo.reset()
-        assert torch.compile(Flattens(), backend="zpasses", options=options)(numbered(4)).equal(Flattens()(numbered(4)))
+        assert torch.compile(Flattens(), backend="zpasses", options=options)(numbered(4)).equal(
+            Flattens()(numbered(4))
+        )
 
 
 @pytest.mark.processes
 def test_real_ranks_with_different_memory_take_the_same_tier():
     ours, theirs = run_on_ranks(_votes)
     assert ours == theirs
-    assert [tier for tier, _ in ours] == ["plain", "distributed", "distributed", "host", "distributed"]
-    assert [reason.partition(":")[0] for _, reason in ours] == ["rank 0", "rank 1", "rank 0", "rank 1", "rank 0"]
+    assert [tier for tier, _ in ours] == [
+        "plain",
+        "distributed",
+        "distributed",
+        "host",
+        "distributed",
+    ]
+    assert [reason.partition(":")[0] for _, reason in ours] == [
+        "rank 0",
+        "rank 1",
+        "rank 0",
+        "rank 1",
+        "rank 0",
+    ]
 
 
-# --- on a real device ------------------------------------------------------------------------------------------------------------------
+# --- on a real device -----------------------------------------------------------------------------
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_plain_never_needs_more_than_it_says():

@@ -3,7 +3,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.graphs import WORLDS, Param, assert_same_on_all_ranks, before_and_after, expect_listing, few, joint, param_lists
+from tests.graphs import (
+    WORLDS,
+    Param,
+    assert_same_on_all_ranks,
+    before_and_after,
+    expect_listing,
+    few,
+    joint,
+    param_lists,
+)
 from zpasses.graph.nodes import collectives
 from zpasses.graph.tags import tagged
 from zpasses.passes import GatherParams
@@ -24,7 +33,9 @@ def lowered(world_size, rank, *params):
 
 
 def test_unshard_becomes_cast_padding_gather_wait_and_slice():
-    (*_, before), (*_, after) = before_and_after(3, [Param((7, 2), param_dtype=BF16)], GatherParams())
+    (*_, before), (*_, after) = before_and_after(
+        3, [Param((7, 2), param_dtype=BF16)], GatherParams()
+    )
     expect_listing(
         listing(before),
         """\
@@ -53,13 +64,15 @@ mul = mul(slice_tensor, primals_2)                                              
 mul_1 = mul(tangents_1, primals_2)                                                        # bf16[7, 2]
 reduce_grad = zpasses.reduce_grad(mul_1, 7, 1, f32, None, '0')                            # f32[1, 2]; reduce: p0
 return [mul, reduce_grad, None]
-""",
+""",  # noqa: E501
     )
 
 
 def test_rows_that_divide_are_gathered_with_no_copy_in_and_none_out():
     gm = lowered(2, 1, Param((4, 2)))
-    gather, wait = (node for node in gm.graph.nodes if "all_gather" in node.name or "wait" in node.name)
+    gather, wait = (
+        node for node in gm.graph.nodes if "all_gather" in node.name or "wait" in node.name
+    )
     assert gather.args[0].op == "placeholder"
     assert next(iter(wait.users)).target is torch.ops.aten.mul.Tensor
     assert "constant_pad_nd" not in ops(gm)
@@ -67,7 +80,11 @@ def test_rows_that_divide_are_gathered_with_no_copy_in_and_none_out():
 
 
 def test_only_ranks_whose_block_is_not_full_pad():
-    assert ["constant_pad_nd" in ops(lowered(3, rank, Param((7, 2)))) for rank in range(3)] == [False, False, True]
+    assert ["constant_pad_nd" in ops(lowered(3, rank, Param((7, 2)))) for rank in range(3)] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_padded_gather_is_sliced_to_true_rows_on_every_rank():
@@ -79,7 +96,11 @@ def test_padded_gather_is_sliced_to_true_rows_on_every_rank():
 
 
 def test_cast_comes_before_the_gather_so_that_half_the_bytes_move():
-    ((_, plain),) = [each for each in collectives(lowered(2, 0, Param((4, 2), frozen=True)).graph) if each[1].op.startswith("all_gather")]
+    ((_, plain),) = [
+        each
+        for each in collectives(lowered(2, 0, Param((4, 2), frozen=True)).graph)
+        if each[1].op.startswith("all_gather")
+    ]
     ((_, cast),) = [
         each
         for each in collectives(lowered(2, 0, Param((4, 2), param_dtype=BF16, frozen=True)).graph)
@@ -94,7 +115,10 @@ def test_dtype_that_the_shard_has_already_is_not_cast():
 
 
 def test_gathers_of_all_ranks_are_alike():
-    found = [[each for _, each in collectives(lowered(3, rank, Param((7, 2)), Param((2,))).graph)] for rank in range(3)]
+    found = [
+        [each for _, each in collectives(lowered(3, rank, Param((7, 2)), Param((2,))).graph)]
+        for rank in range(3)
+    ]
     assert found[0] == found[1] == found[2]
 
 
@@ -142,13 +166,19 @@ def test_graph_without_parameters_is_left_alone():
 def test_each_group_gathers_over_its_own_ranks():
     with fake_world(4, 1):
         torch.distributed.new_group([1, 3])
-        names = {each.size(): each.group_name for each in torch.distributed.distributed_c10d._world.pg_map}
+        names = {
+            each.size(): each.group_name
+            for each in torch.distributed.distributed_c10d._world.pg_map
+        }
 
         def two_groups(a, b):
             first = torch.ops.zpasses.unshard(a, 4, None, None, names[4])
             return first * 2, torch.ops.zpasses.unshard(b, 4, None, None, names[2]) * 3
 
-        gm = trace_joint(two_groups, [torch.zeros(1, 2, requires_grad=True), torch.zeros(2, 2, requires_grad=True)])
+        gm = trace_joint(
+            two_groups,
+            [torch.zeros(1, 2, requires_grad=True), torch.zeros(2, 2, requires_grad=True)],
+        )
         GatherParams()(gm.graph)
     gathers = [node for node, each in collectives(gm.graph) if each.op == "all_gather_into_tensor"]
     assert [(node.args[1], node.args[2]) for node in gathers] == [(4, names[4]), (2, names[2])]
@@ -156,7 +186,10 @@ def test_each_group_gathers_over_its_own_ranks():
 
 def test_every_node_of_a_gather_says_which_parameter_it_is_for():
     gm = lowered(3, 2, Param((7, 2), param_dtype=BF16))
-    assert [(tag.role, tag.params, tag.origin) for _, tag in tagged(gm.graph, "gather_input", "gather", "gathered", "full")] == [
+    assert [
+        (tag.role, tag.params, tag.origin)
+        for _, tag in tagged(gm.graph, "gather_input", "gather", "gathered", "full")
+    ] == [
         ("gather_input", ("p0",), "gather-params"),
         ("gather_input", ("p0",), "gather-params"),
         ("gather", ("p0",), "gather-params"),
@@ -167,7 +200,9 @@ def test_every_node_of_a_gather_says_which_parameter_it_is_for():
 
 def test_order_of_gathers_does_not_depend_on_addresses():
     with fake_world(3, 1):
-        assert_deterministic(GatherParams(), joint([Param((7, 2)), Param((4,)), Param((5, 1), reads=2)], 1, 3))
+        assert_deterministic(
+            GatherParams(), joint([Param((7, 2)), Param((4,)), Param((5, 1), reads=2)], 1, 3)
+        )
 
 
 @few

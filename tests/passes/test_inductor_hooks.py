@@ -16,7 +16,14 @@ from tests.graphs import assert_step_equals_reference
 from tests.ranks import run_on_ranks
 from zpasses import Level, Pass, Pipeline
 from zpasses.graph.nodes import collectives
-from zpasses.passes import Bucket, FlattenOnDevice, GatherParams, ReduceGrads, ReshardAfterForward, Sdma
+from zpasses.passes import (
+    Bucket,
+    FlattenOnDevice,
+    GatherParams,
+    ReduceGrads,
+    ReshardAfterForward,
+    Sdma,
+)
 from zpasses.testing import capture_graphs, copy_graph, fake_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated", "ignore:dynamo_pgo")
@@ -39,7 +46,8 @@ class Watch(Pass):
 
 
 def partitioned(model, **hooks):
-    """Forward and backward graphs as Inductor is about to generate code for them; nothing is generated."""
+    """Forward and backward graphs as Inductor is about to generate code for them; nothing is
+    generated."""
     graphs = []
 
     def keep(gm, inputs, **kwargs):
@@ -110,13 +118,19 @@ def test_without_the_pass_simple_fsdp_saves_its_full_parameters():
 
 
 @pytest.mark.parametrize(
-    "hook", [ReshardAfterForward(), Pipeline((ReshardAfterForward(),)), [ReshardAfterForward()]], ids=["pass", "pipeline", "list"]
+    "hook",
+    [ReshardAfterForward(), Pipeline((ReshardAfterForward(),)), [ReshardAfterForward()]],
+    ids=["pass", "pipeline", "list"],
 )
 def test_regather_in_the_joint_hook_turns_simple_fsdp_into_zero_3(hook):
     with fake_world(2) as mesh:
         forward, backward = partitioned(simple_fsdp(mesh), joint_custom_post_pass=hook)
     assert ops(forward) == ["all_gather_into_tensor"] * 2
-    assert sorted(ops(backward)) == ["all_gather_into_tensor", "reduce_scatter_tensor", "reduce_scatter_tensor"]
+    assert sorted(ops(backward)) == [
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "reduce_scatter_tensor",
+    ]
     assert saved_bytes(forward) < 6 * 8 * 4
 
 
@@ -126,7 +140,14 @@ def test_regathered_simple_fsdp_equals_itself_on_all_ranks(dtype):
     for rank in range(2):
         with fake_world(2, rank) as mesh:
             x = X if dtype is None else X.to(dtype)
-            captures.append(capture_graphs(simple_fsdp(mesh, dtype), (x,), shard=leave_alone, pipeline="reshard-after-forward"))
+            captures.append(
+                capture_graphs(
+                    simple_fsdp(mesh, dtype),
+                    (x,),
+                    shard=leave_alone,
+                    pipeline="reshard-after-forward",
+                )
+            )
     assert_step_equals_reference(captures)
 
 
@@ -149,7 +170,9 @@ def test_dialect_is_lowered_in_the_post_grad_hook_of_a_plain_inductor_compile():
 def test_simple_fsdp_through_inductor_computes_the_same_with_the_pass():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        model = simple_fsdp(init_device_mesh("cpu", (1,)), activation=torch.nn.Identity)  # no kernel to compile: quick
+        model = simple_fsdp(
+            init_device_mesh("cpu", (1,)), activation=torch.nn.Identity
+        )  # no kernel to compile: quick
         model(X).sum().backward()
         expected = [param.grad.clone() for param in model.parameters()]
         model.zero_grad()

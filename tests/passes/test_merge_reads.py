@@ -3,7 +3,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.graphs import WORLDS, Param, assert_same_on_all_ranks, before_and_after, expect_listing, few, joint, param_lists, rewritten
+from tests.graphs import (
+    WORLDS,
+    Param,
+    assert_same_on_all_ranks,
+    before_and_after,
+    expect_listing,
+    few,
+    joint,
+    param_lists,
+    rewritten,
+)
 from zpasses.graph.nodes import calls
 from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
 from zpasses.graph.tags import tag_of
@@ -69,7 +79,11 @@ return [mul, mul_2, reduce_grad_default, None]
 
 
 def test_gradients_are_summed_in_the_dtype_of_the_reduction():
-    _, (after,) = before_and_after(1, [Param((4, 2), param_dtype=torch.bfloat16, reduce_dtype=torch.float32, reads=2)], MergeReads())
+    _, (after,) = before_and_after(
+        1,
+        [Param((4, 2), param_dtype=torch.bfloat16, reduce_dtype=torch.float32, reads=2)],
+        MergeReads(),
+    )
     (reduction,) = calls(after.graph, REDUCE_GRAD)
     assert reduction.args[0].target is torch.ops.aten.add.Tensor
     assert reduction.args[0].meta["val"].dtype == torch.float32
@@ -137,7 +151,9 @@ class Tied(torch.nn.Module):
 
 
 def test_tied_parameter_is_gathered_and_reduced_once():
-    captured = capture_graphs(Tied(), (torch.zeros(3, dtype=torch.long),), world_size=2, pipeline=str(MergeReads()))
+    captured = capture_graphs(
+        Tied(), (torch.zeros(3, dtype=torch.long),), world_size=2, pipeline=str(MergeReads())
+    )
     assert counts(captured.before.joint) == (2, 2)
     assert counts(captured.after.joint) == (1, 1)
     (read,) = calls(captured.after.joint.graph, UNSHARD)
@@ -148,15 +164,32 @@ def test_merged_reduction_is_tagged_with_its_parameter():
     with fake_world(2):
         gm = rewritten(joint([Param((4, 2), reads=2)], 0, 2), MergeReads())
     (reduction,) = calls(gm.graph, REDUCE_GRAD)
-    assert (tag_of(reduction).role, tag_of(reduction).params, tag_of(reduction).nbytes) == ("reduce", ("p0",), 32)
+    assert (tag_of(reduction).role, tag_of(reduction).params, tag_of(reduction).nbytes) == (
+        "reduce",
+        ("p0",),
+        32,
+    )
 
 
 def test_order_does_not_depend_on_addresses():
     with fake_world(3, 1):
-        assert_deterministic(MergeReads(), joint([Param((7, 2), reads=2), Param((4,)), Param((5, 1), reads=3)], 1, 3, interleaved=True))
+        assert_deterministic(
+            MergeReads(),
+            joint(
+                [Param((7, 2), reads=2), Param((4,)), Param((5, 1), reads=3)],
+                1,
+                3,
+                interleaved=True,
+            ),
+        )
 
 
 @few
-@given(param_lists(param_dtype=None), st.sampled_from([1, 2, 3]), st.booleans(), st.sampled_from([None, 0.0]))
+@given(
+    param_lists(param_dtype=None),
+    st.sampled_from([1, 2, 3]),
+    st.booleans(),
+    st.sampled_from([None, 0.0]),
+)
 def test_drawn_graphs_stay_equal(params, world_size, interleaved, max_hold_mb):
     assert_same_on_all_ranks(world_size, params, MergeReads(max_hold_mb), interleaved=interleaved)

@@ -45,7 +45,9 @@ def steps(gm):
         source = node.all_input_nodes[0] if is_wait(node) else node
         if is_wait(node) or collective_of(node) is not None:
             tag = tag_of(source)
-            found.append(f"{'await' if is_wait(node) else 'start'} {tag.role} {','.join(tag.params)}")
+            found.append(
+                f"{'await' if is_wait(node) else 'start'} {tag.role} {','.join(tag.params)}"
+            )
         else:
             found.append(node.name)
     return found
@@ -79,15 +81,25 @@ def test_number_of_moves_is_counted():
 
 
 def test_nothing_is_made_and_nothing_else_moves():
-    plain, moved = overlapped(*PARAMS, Param((7, 2), param_dtype=torch.bfloat16, reduce_dtype=torch.float32), world_size=3, rank=2)
+    plain, moved = overlapped(
+        *PARAMS,
+        Param((7, 2), param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        world_size=3,
+        rank=2,
+    )
     assert sorted(listing(plain).splitlines()) == sorted(listing(moved).splitlines())
     moving = ("all_gather", "reduce_scatter", "wait", "_to_copy", "constant_pad", "slice")
-    still = [[node.name for node in gm.graph.nodes if not node.name.startswith(moving)] for gm in (plain, moved)]
+    still = [
+        [node.name for node in gm.graph.nodes if not node.name.startswith(moving)]
+        for gm in (plain, moved)
+    ]
     assert still[0] == still[1]
 
 
 def test_casts_and_padding_start_early_with_their_gather():
-    _, moved = overlapped(Param((4, 2)), Param((7, 2), param_dtype=torch.bfloat16), world_size=3, rank=2)
+    _, moved = overlapped(
+        Param((4, 2)), Param((7, 2), param_dtype=torch.bfloat16), world_size=3, rank=2
+    )
     names = [node.name for node in moved.graph.nodes if node.op == "call_function"]
     first = names.index("mul")
     wanted = ["_to_copy_default", "constant_pad_nd_default_1", "all_gather_into_tensor_default_1"]
@@ -107,7 +119,9 @@ def test_buckets_move_as_wholes(mode):
     bucket = Bucket(cap_mb=100 / (1 << 20), mode=mode, memory_budget=ROOMY)
     params = [Param((4, 2)), Param((6, 2)), Param((8, 2)), Param((2, 2))]
     plain, moved = overlapped(*params, passes=(bucket,))
-    assert [each for _, each in collectives(plain.graph)] == [each for _, each in collectives(moved.graph)]
+    assert [each for _, each in collectives(plain.graph)] == [
+        each for _, each in collectives(moved.graph)
+    ]
     order = steps(moved)
     starts = [at for at, step in enumerate(order) if step.startswith("start gather")]
     assert len(starts) == 2
@@ -157,9 +171,12 @@ class Mlp(torch.nn.Module):
 
 
 def test_step_of_a_model_equals_the_dialect():
-    pipeline = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{cap_mb=0.0002,memory_budget=1GiB},overlap"
+    pipeline = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{cap_mb=0.0002,memory_budget=1GiB},overlap"  # noqa: E501
     captures = capture_ranks(Mlp(), (torch.zeros(2, 5),), world_size=3, pipeline=pipeline)
-    assert [record.changes > 0 for record in captures[0].records if record.name == "overlap"] == [True, True]
+    assert [record.changes > 0 for record in captures[0].records if record.name == "overlap"] == [
+        True,
+        True,
+    ]
     assert_step_equals_reference(captures)
 
 
@@ -168,8 +185,14 @@ def test_gathers_that_others_inserted_start_early():
     for rank in range(2):
         with fake_world(2, rank) as mesh:
             pipeline = Pipeline((Overlap(),))
-            captures.append(capture_graphs(simple_fsdp(mesh), (torch.ones(2, 6),), shard=leave_alone, pipeline=pipeline))
-    order = [step.rpartition(" ")[0] for step in steps(captures[0].after.forward) if "gather" in step]
+            captures.append(
+                capture_graphs(
+                    simple_fsdp(mesh), (torch.ones(2, 6),), shard=leave_alone, pipeline=pipeline
+                )
+            )
+    order = [
+        step.rpartition(" ")[0] for step in steps(captures[0].after.forward) if "gather" in step
+    ]
     assert order == ["start gather", "await gather", "start gather", "await gather"]
     names = [node.name for node in captures[0].after.forward.graph.nodes]
     (second,) = [name for name in names if name.startswith("all_gather") and name.endswith("_1")]

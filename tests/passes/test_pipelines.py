@@ -21,7 +21,11 @@ class Model(nn.Module):
         self.up, self.down = nn.Linear(6, 5), nn.Linear(5, 6, bias=False)
         self.again = nn.Linear(6, 5, bias=False)
         self.again.weight = self.up.weight
-        self.scale, self.unused, self.empty = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0, 6))
+        self.scale, self.unused, self.empty = (
+            nn.Parameter(torch.ones(())),
+            nn.Parameter(torch.ones(3)),
+            nn.Parameter(torch.ones(0, 6)),
+        )
         self.down.weight.requires_grad_(False)
 
     def forward(self, x):
@@ -31,7 +35,9 @@ class Model(nn.Module):
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_step_equals_the_dialect_on_all_ranks(world_size, stage):
-    assert_step_equals_reference(capture_ranks(Model(), (X,), world_size=world_size, pipeline=stage))
+    assert_step_equals_reference(
+        capture_ranks(Model(), (X,), world_size=world_size, pipeline=stage)
+    )
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
@@ -43,7 +49,13 @@ def test_stages_leave_nothing_of_the_dialect(stage):
 
 def test_stage_3_gathers_again_in_backward_and_stage_2_does_not():
     gathers = {
-        stage: [tag.params for _, tag in tagged(capture_graphs(Model(), (X,), world_size=2, pipeline=stage).after.backward.graph, "gather")]
+        stage: [
+            tag.params
+            for _, tag in tagged(
+                capture_graphs(Model(), (X,), world_size=2, pipeline=stage).after.backward.graph,
+                "gather",
+            )
+        ]
         for stage in ("zero2", "zero3")
     }
     assert gathers["zero2"] == []

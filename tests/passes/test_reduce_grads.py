@@ -4,7 +4,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._inductor import config
 
-from tests.graphs import WORLDS, Param, assert_same_on_all_ranks, before_and_after, expect_listing, few, joint, param_lists
+from tests.graphs import (
+    WORLDS,
+    Param,
+    assert_same_on_all_ranks,
+    before_and_after,
+    expect_listing,
+    few,
+    joint,
+    param_lists,
+)
 from zpasses import OptionError, Pipeline
 from zpasses.graph.nodes import collectives
 from zpasses.graph.tags import tagged
@@ -30,7 +39,9 @@ def targets(gm):
 
 
 def test_reduce_grad_becomes_cast_padding_reduce_scatter_wait_and_slice():
-    (*_, before), (*_, after) = before_and_after(3, [Param((7, 2), reduce_dtype=torch.float64)], ReduceGrads("reduce_scatter"))
+    (*_, before), (*_, after) = before_and_after(
+        3, [Param((7, 2), reduce_dtype=torch.float64)], ReduceGrads("reduce_scatter")
+    )
     expect_listing(
         listing(before),
         """\
@@ -60,7 +71,7 @@ wait_tensor_default = wait_tensor(reduce_scatter_tensor_default)                
 slice_tensor = slice(wait_tensor_default, 0, 0, 1)                                             # f64[1, 2]
 _to_copy_default_1 = _to_copy(slice_tensor, dtype=f32)                                         # f32[1, 2]; shard_grad: p0
 return [mul, _to_copy_default_1, None]
-""",
+""",  # noqa: E501
     )
 
 
@@ -133,7 +144,9 @@ def test_gradient_owns_its_memory_under_inductor_too():
 
 def test_bytes_of_the_reduction_are_in_the_reduction_s_dtype():
     (half,) = reductions(lowered(2, 0, Param((4, 2), param_dtype=torch.bfloat16)))
-    (single,) = reductions(lowered(2, 0, Param((4, 2), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)))
+    (single,) = reductions(
+        lowered(2, 0, Param((4, 2), param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    )
     assert (half.nbytes, half.dtypes) == (16, ("bfloat16",))
     assert (single.nbytes, single.dtypes) == (32, ("float32",))
 
@@ -181,7 +194,9 @@ def test_graph_without_gradients_is_left_alone():
 
 def test_order_of_reductions_does_not_depend_on_addresses():
     with fake_world(3, 1):
-        assert_deterministic(ReduceGrads(), joint([Param((7, 2)), Param((4,)), Param((5, 1), reads=2)], 1, 3))
+        assert_deterministic(
+            ReduceGrads(), joint([Param((7, 2)), Param((4,)), Param((5, 1), reads=2)], 1, 3)
+        )
 
 
 @few

@@ -5,7 +5,17 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.graphs import WORLDS, Param, assert_step_equals_reference, expect_listing, few, joint, param_lists, rewritten, saved_for_backward
+from tests.graphs import (
+    WORLDS,
+    Param,
+    assert_step_equals_reference,
+    expect_listing,
+    few,
+    joint,
+    param_lists,
+    rewritten,
+    saved_for_backward,
+)
 from zpasses import compat
 from zpasses.graph.nodes import collectives
 from zpasses.graph.tags import tagged
@@ -59,7 +69,8 @@ class CheckpointedAutocast(Checkpointed):
 
 
 class Derived(nn.Module):
-    """Computes weights from parameters before it uses them: views, casts, a norm, a product of two parameters."""
+    """Computes weights from parameters before it uses them: views, casts, a norm, a product of two
+    parameters."""
 
     def __init__(self):
         super().__init__()
@@ -78,10 +89,15 @@ def step(model, pipeline):
 
 
 def saved_from_parameters_alone(capture):
-    """Values saved for backward that were computed from shards and nothing else; the shards themselves do not count."""
+    """Values saved for backward that were computed from shards and nothing else; the shards
+    themselves do not count."""
     derived = {node for node, _ in tagged(capture.after.forward.graph, "shard")}
     for node in capture.after.forward.graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes and all(item in derived for item in node.all_input_nodes):
+        if (
+            node.op == "call_function"
+            and node.all_input_nodes
+            and all(item in derived for item in node.all_input_nodes)
+        ):
             derived.add(node)
     return [
         node.name
@@ -103,7 +119,9 @@ def test_without_the_pass_full_parameters_are_saved(model):
 @pytest.mark.parametrize("model", [Mlp, Checkpointed], ids=lambda model: model.__name__)
 def test_no_cast_parameter_is_saved_with_mixed_precision(model):
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    captured = capture_graphs(model(), (X.bfloat16(),), world_size=2, pipeline="zero3", shard=dtypes)
+    captured = capture_graphs(
+        model(), (X.bfloat16(),), world_size=2, pipeline="zero3", shard=dtypes
+    )
     assert saved_from_parameters_alone(captured) == []
 
 
@@ -123,7 +141,11 @@ def test_checkpointed_region_gathers_each_parameter_once_in_backward():
 
 def test_every_node_of_a_gather_and_its_views_is_marked():
     with fake_world(3, 2):
-        gm = rewritten(joint([Param((7, 2), param_dtype=torch.bfloat16)], 2, 3), GatherParams(), ReshardAfterForward())
+        gm = rewritten(
+            joint([Param((7, 2), param_dtype=torch.bfloat16)], 2, 3),
+            GatherParams(),
+            ReshardAfterForward(),
+        )
     expect_listing(
         listing(gm),
         """\
@@ -139,19 +161,25 @@ mul = mul(slice_tensor, primals_2)                                              
 mul_1 = mul(tangents_1, primals_2)                                                        # bf16[7, 2]
 reduce_grad = zpasses.reduce_grad(mul_1, 7, 1, f32, None, '0')                            # f32[1, 2]; reduce: p0
 return [mul, reduce_grad, None]
-""",
+""",  # noqa: E501
     )
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_partitioned_step_equals_the_dialect_on_all_ranks(world_size):
-    captures = capture_ranks(Mlp(), (X,), world_size=world_size, pipeline=Pipeline((*LOWER, ReshardAfterForward())))
+    captures = capture_ranks(
+        Mlp(), (X,), world_size=world_size, pipeline=Pipeline((*LOWER, ReshardAfterForward()))
+    )
     assert_step_equals_reference(captures)
 
 
 @pytest.mark.parametrize("model", [Checkpointed, Autocast], ids=lambda model: model.__name__)
 def test_odd_models_equal_the_dialect_on_all_ranks(model):
-    assert_step_equals_reference(capture_ranks(model(), (X,), world_size=3, pipeline=Pipeline((*LOWER, ReshardAfterForward()))))
+    assert_step_equals_reference(
+        capture_ranks(
+            model(), (X,), world_size=3, pipeline=Pipeline((*LOWER, ReshardAfterForward()))
+        )
+    )
 
 
 def test_random_values_are_not_drawn_again():
@@ -161,7 +189,11 @@ def test_random_values_are_not_drawn_again():
 
     with fake_world(2):
         gm = rewritten(
-            trace_joint(noisy, [torch.zeros(2, 2, requires_grad=True), torch.zeros(4, 2)], {0: "w"}), GatherParams(), ReshardAfterForward()
+            trace_joint(
+                noisy, [torch.zeros(2, 2, requires_grad=True), torch.zeros(4, 2)], {0: "w"}
+            ),
+            GatherParams(),
+            ReshardAfterForward(),
         )
     (drawn,) = (node for node in gm.graph.nodes if "bernoulli" in node.name)
     assert not compat.is_marked_recompute(drawn)
@@ -187,7 +219,9 @@ def test_marking_changes_no_collective():
         gm = joint([Param((7, 2)), Param((4,))], 1, 3)
         lowered, marked = rewritten(gm, *LOWER), rewritten(gm, *LOWER, ReshardAfterForward())
         assert_deterministic(Pipeline((*LOWER, ReshardAfterForward())), gm)
-    assert [each for _, each in collectives(lowered.graph)] == [each for _, each in collectives(marked.graph)]
+    assert [each for _, each in collectives(lowered.graph)] == [
+        each for _, each in collectives(marked.graph)
+    ]
 
 
 def test_inference_graph_runs_unchanged():
@@ -202,8 +236,14 @@ def test_no_full_parameter_of_drawn_graphs_is_saved(params, world_size):
     with fake_world(world_size):
         gm = rewritten(joint(params, 0, world_size), *LOWER, ReshardAfterForward())
         inputs = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
-        primals = [value for value, node in zip(inputs, gm.graph.nodes, strict=False) if "tangents" not in node.name]
+        primals = [
+            value
+            for value, node in zip(inputs, gm.graph.nodes, strict=False)
+            if "tangents" not in node.name
+        ]
         outputs = len(gm.graph.output_node().args[0]) - len(primals)
-        forward, _ = compat.partition(gm, inputs, num_fwd_outputs=outputs, static_lifetime_input_indices=[])
+        forward, _ = compat.partition(
+            gm, inputs, num_fwd_outputs=outputs, static_lifetime_input_indices=[]
+        )
     full = {node for node, _ in tagged(forward.graph, "full", "gathered", "gather", "gather_input")}
     assert not full & set(forward.graph.output_node().args[0][outputs:])

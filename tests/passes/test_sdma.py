@@ -15,7 +15,15 @@ from zpasses.graph.nodes import collectives
 from zpasses.graph.tags import tag_of, tagged
 from zpasses.passes import ZERO3, ZERO3_SDMA, Bucket, GatherParams, Overlap, ReduceGrads, Sdma
 from zpasses.sdma.ops import SDMA_ALL_GATHER_OUT
-from zpasses.testing import assert_deterministic, assert_equal_bits, capture_graphs, capture_ranks, fake_world, listing, random_inputs
+from zpasses.testing import (
+    assert_deterministic,
+    assert_equal_bits,
+    capture_graphs,
+    capture_ranks,
+    fake_world,
+    listing,
+    random_inputs,
+)
 
 ALL = Sdma(min_mb=0.0, min_hidden=0.0)
 LOWER = (GatherParams(), ReduceGrads("reduce_scatter"), Overlap())
@@ -42,10 +50,12 @@ def verdicts(gm, each, world_size=2, target="mi300x", rank=0):
         return each.judge(gm.graph)
 
 
-# --- what is swapped ---------------------------------------------------------------------------------------------------------------
+# --- what is swapped ------------------------------------------------------------------------------
 def test_listing_after():
     gm = lowered(Param((4, 2)), Param((6, 2), frozen=True), passes=(ALL,))
-    lines = [line.partition(" # ")[0].rstrip() for line in listing(gm).splitlines() if "gather" in line]
+    lines = [
+        line.partition(" # ")[0].rstrip() for line in listing(gm).splitlines() if "gather" in line
+    ]
     assert_expected_inline(
         "\n".join(lines),
         """\
@@ -74,7 +84,9 @@ def test_gathers_into_given_memory_are_swapped():
         out = graph.call_function(torch.ops.aten.new_empty.default, (mine, [8, 2]))
         part = graph.call_function(torch.ops.aten.slice.Tensor, (out, 0, 0, 4))
         filled = graph.call_function(torch.ops.aten.copy_.default, (part, mine))
-        gather = graph.call_function(functional.all_gather_into_tensor_out.default, (filled, 2, "0"), {"out": out})
+        gather = graph.call_function(
+            functional.all_gather_into_tensor_out.default, (filled, 2, "0"), {"out": out}
+        )
         done = graph.call_function(functional.wait_tensor.default, (gather,))
         graph.output((done,))
         mine.meta["val"] = torch.empty(4, 2)
@@ -88,27 +100,37 @@ def test_gathers_into_given_memory_are_swapped():
 
 
 def assert_equal_bits_of_out(before, after):
-    # Rank 1 writes its part to the place of rank 0, and gathers it from there: what matters is that both graphs do the same.
-    assert_equal_bits([before] * 2, [after] * 2, [[torch.full((4, 2), float(rank))] for rank in range(2)])
+    # Rank 1 writes its part to the place of rank 0, and gathers it from there: what matters is that
+    # both graphs do the same.
+    assert_equal_bits(
+        [before] * 2, [after] * 2, [[torch.full((4, 2), float(rank))] for rank in range(2)]
+    )
 
 
 @fewer
-@given(param_lists(max_size=4), st.sampled_from([2, 3]), st.sampled_from(["auto", "coalesced", "flat"]))
+@given(
+    param_lists(max_size=4), st.sampled_from([2, 3]), st.sampled_from(["auto", "coalesced", "flat"])
+)
 def test_drawn_graphs_stay_equal(params, world_size, mode):
     before, after = [], []
     for rank in range(world_size):
         with fake_world(world_size, rank):
             before.append(joint(params, rank, world_size))
-            after.append(rewritten(before[-1], *LOWER, Bucket(mode=mode, memory_budget="1GiB"), ALL))
+            after.append(
+                rewritten(before[-1], *LOWER, Bucket(mode=mode, memory_budget="1GiB"), ALL)
+            )
             assert all(op.startswith("sdma") for op in ops(after[-1]) if "gather" in op)
     assert_equal_bits(before, after, random_inputs(before))
 
 
 def test_step_of_a_model_equals_the_dialect():
-    pipeline = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{mode=coalesced},overlap,sdma{min_mb=0,min_hidden=0}"
+    pipeline = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{mode=coalesced},overlap,sdma{min_mb=0,min_hidden=0}"  # noqa: E501
     model = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(3)))
     captures = capture_ranks(model, (torch.zeros(2, 5),), world_size=3, pipeline=pipeline)
-    assert [record.changes > 0 for record in captures[0].records if record.name == "sdma"] == [True, True]
+    assert [record.changes > 0 for record in captures[0].records if record.name == "sdma"] == [
+        True,
+        True,
+    ]
     assert_step_equals_reference(captures)
 
 
@@ -116,7 +138,14 @@ def test_gathers_that_others_inserted_are_swapped():
     captures = []
     for rank in range(2):
         with fake_world(2, rank) as mesh:
-            captures.append(capture_graphs(simple_fsdp(mesh), (torch.ones(2, 6),), shard=leave_alone, pipeline=Pipeline((ALL,))))
+            captures.append(
+                capture_graphs(
+                    simple_fsdp(mesh),
+                    (torch.ones(2, 6),),
+                    shard=leave_alone,
+                    pipeline=Pipeline((ALL,)),
+                )
+            )
     assert ops(captures[0].after.forward) == ["sdma_all_gather"] * 2
     assert_step_equals_reference(captures)
 
@@ -141,7 +170,7 @@ def test_gathers_of_activations_are_swapped_and_named():
     assert tag.note.startswith("sdma swapped: ")
 
 
-# --- what is not -------------------------------------------------------------------------------------------------------------------
+# --- what is not ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("each", "target", "world_size", "what", "why"),
     [
@@ -152,7 +181,13 @@ def test_gathers_of_activations_are_swapped_and_named():
         (ALL, "mi300x,ranks_per_node=16", 9, "group", "9 ranks; at most 8 can take a route"),
         (Sdma(), "mi300x", 2, "too small", "of 16 MiB a rank"),
         (Sdma(min_mb=0.0), "mi300x", 2, "nothing to hide behind", "beside 5 us of compute"),
-        (Sdma(min_mb=0.0), "mi300x,kernel_us=150", 2, "nothing to hide behind", "beside 150 us of compute, would lose "),
+        (
+            Sdma(min_mb=0.0),
+            "mi300x,kernel_us=150",
+            2,
+            "nothing to hide behind",
+            "beside 150 us of compute, would lose ",
+        ),
     ],
 )
 def test_every_gather_gets_a_verdict_with_its_reason(each, target, world_size, what, why):
@@ -172,11 +207,14 @@ def test_quantized_gathers_stay():
     gm = lowered(Param((4, 2)))
     (node,) = [node for node, each in collectives(gm.graph) if "gather" in each.op]
     node.args[0].meta["val"] = torch.quantize_per_tensor(torch.ones(2, 2), 1.0, 0, torch.qint8)
-    assert [(each.what, each.why) for each in verdicts(gm, ALL)] == [("dtype", "torch.qint8 is not plain bytes")]
+    assert [(each.what, each.why) for each in verdicts(gm, ALL)] == [
+        ("dtype", "torch.qint8 is not plain bytes")
+    ]
 
 
 def test_a_gather_that_pays_is_swapped_and_one_that_cannot_hide_is_not():
-    """32 MiB a rank, 0.1 ms: the first right before its wait, the second beside a product of 2 ms or none to speak of."""
+    """32 MiB a rank, 0.1 ms: the first right before its wait, the second beside a product of 2 ms
+    or none to speak of."""
     functional = torch.ops._c10d_functional
 
     def fn(a, b, x):
@@ -207,7 +245,10 @@ def test_swaps_never_make_the_predicted_step_longer(params, kernel_us, launch_us
     with fake_world(2), use_target(target):
         before = rewritten(joint(params, 0, 2), *LOWER)
         after = rewritten(before, Sdma(min_mb=0.0, min_hidden=0.01))
-        assert step_time([after.graph], target).total_us <= step_time([before.graph], target).total_us + 1e-6
+        assert (
+            step_time([after.graph], target).total_us
+            <= step_time([before.graph], target).total_us + 1e-6
+        )
 
 
 def judge(graph, target):
@@ -217,9 +258,15 @@ def judge(graph, target):
 
 def test_verdicts_stand_in_the_tags_and_are_counted(caplog):
     with caplog.at_level(logging.INFO, logger="zpasses"):
-        gm = lowered(*PARAMS, passes=(Sdma(min_mb=2e-5, min_hidden=0.0),))  # 21 bytes: the first has 16, the others 24 and 32
+        gm = lowered(
+            *PARAMS, passes=(Sdma(min_mb=2e-5, min_hidden=0.0),)
+        )  # 21 bytes: the first has 16, the others 24 and 32
     notes = [tag_of(node).note for node, each in collectives(gm.graph) if "gather" in each.op]
-    assert [note.partition(":")[0] for note in notes] == ["sdma too small", "sdma swapped", "sdma swapped"]
+    assert [note.partition(":")[0] for note in notes] == [
+        "sdma too small",
+        "sdma swapped",
+        "sdma swapped",
+    ]
     assert "sdma: 3 gathers: 2 swapped, 1 too small" in caplog.messages
 
 
@@ -229,34 +276,52 @@ def test_what_one_rank_would_not_swap_no_rank_swaps(monkeypatch):
 
     monkeypatch.setattr("zpasses.passes.sdma.exchange", others_refuse_the_second)
     gm = lowered(*PARAMS, passes=(ALL,))
-    assert [op for op in ops(gm) if "gather" in op] == ["sdma_all_gather", "all_gather_into_tensor", "sdma_all_gather"]
-    assert any("sdma other ranks: not all ranks would swap it" in tag.note for _, tag in tagged(gm.graph, "gather"))
+    assert [op for op in ops(gm) if "gather" in op] == [
+        "sdma_all_gather",
+        "all_gather_into_tensor",
+        "sdma_all_gather",
+    ]
+    assert any(
+        "sdma other ranks: not all ranks would swap it" in tag.note
+        for _, tag in tagged(gm.graph, "gather")
+    )
 
 
 def test_ranks_that_gather_otherwise_swap_nothing(monkeypatch):
-    monkeypatch.setattr("zpasses.passes.sdma.exchange", lambda group, question, mine, *_, **__: [mine, ["another", [True]]])
+    monkeypatch.setattr(
+        "zpasses.passes.sdma.exchange",
+        lambda group, question, mine, *_, **__: [mine, ["another", [True]]],
+    )
     assert not any("sdma" in op for op in ops(lowered(*PARAMS, passes=(ALL,))))
 
 
 def test_gathers_that_were_compiled_before_get_the_answer_of_then(monkeypatch):
     """A rank that recompiles alone, for other shapes, must match graphs that the others keep."""
-    monkeypatch.setattr("zpasses.passes.sdma.exchange", lambda group, question, mine, *_, **__: [[mine[0], [True, False]]] * 2)
+    monkeypatch.setattr(
+        "zpasses.passes.sdma.exchange",
+        lambda group, question, mine, *_, **__: [[mine[0], [True, False]]] * 2,
+    )
     gm = lowered(*PARAMS[:2], passes=(Sdma(),))  # too small now
     assert [op for op in ops(gm) if "gather" in op] == ["sdma_all_gather", "all_gather_into_tensor"]
     notes = [tag.note for _, tag in tagged(gm.graph, "gather")]
-    assert notes[0].startswith("sdma swapped: as in an earlier compile of these gathers; now too small: ")
+    assert notes[0].startswith(
+        "sdma swapped: as in an earlier compile of these gathers; now too small: "
+    )
 
 
 def test_a_route_that_is_known_already_is_told(monkeypatch):
     from zpasses.sdma import Choice
 
-    monkeypatch.setattr("zpasses.passes.sdma.chosen", lambda group: Choice(group, "cuda", "c10d", "mori: rank 3: no"))
+    monkeypatch.setattr(
+        "zpasses.passes.sdma.chosen",
+        lambda group: Choice(group, "cuda", "c10d", "mori: rank 3: no"),
+    )
     gm = lowered(Param((4, 2)), passes=(ALL,))
     ((_, tag),) = tagged(gm.graph, "gather")
     assert tag.note.endswith("; runs by c10d, since mori: rank 3: no")
 
 
-# --- the rest ----------------------------------------------------------------------------------------------------------------------
+# --- the rest -------------------------------------------------------------------------------------
 def test_swapping_twice_is_the_same_as_once_and_order_is_settled():
     once = lowered(*PARAMS, passes=(ALL,))
     with fake_world(2):
@@ -278,7 +343,10 @@ def test_stage_3_for_copy_engines_ends_with_the_swap():
     ("text", "message"),
     [
         ("sdma{min_mb=-1}", r"option 'min_mb': got -1.0; expected MiB >= 0"),
-        ("sdma{min_hidden=-0.1}", r"option 'min_hidden': got -0.1; expected a share of a gather's time, >= 0"),
+        (
+            "sdma{min_hidden=-0.1}",
+            r"option 'min_hidden': got -0.1; expected a share of a gather's time, >= 0",
+        ),
         ("sdma{min_hidden=yes}", r"option 'min_hidden': got 'yes' \(str\); expected float"),
     ],
 )

@@ -11,7 +11,22 @@ from tests.zpasses.inspect.real import real_dump
 from zpasses.tools.bench.model import ModelSize, batches, build_model
 from zpasses.tools.bench.train import PeerResult, TrainConfig, TrainReport, _difference, _relate
 
-TINY = ["--width", "32", "--layers", "1", "--heads", "2", "--seq", "16", "--batch", "1", "--steps", "2", "--warmup", "1"]
+TINY = [
+    "--width",
+    "32",
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--seq",
+    "16",
+    "--batch",
+    "1",
+    "--steps",
+    "2",
+    "--warmup",
+    "1",
+]
 PARAMETERS = 17
 """Of the tiny model."""
 
@@ -30,7 +45,7 @@ def measured(tmp_path, *arguments):
     return run.stdout, json.loads(file.read_text())
 
 
-# --- train -------------------------------------------------------------------------------------------------------------------------
+# --- train ----------------------------------------------------------------------------------------
 @pytest.mark.inductor
 def test_train_measures_each_peer_and_compares_it_to_the_baseline(tmp_path):
     table, result = measured(tmp_path, *TINY, "--peers", "fsdp2-eager,zpasses-3")
@@ -56,10 +71,15 @@ def test_train_measures_each_peer_and_compares_it_to_the_baseline(tmp_path):
 
 def _check_traffic(result, fsdp2, zpasses):
     nbytes = result["bounds"]["bytes"]
-    # Root and block are gathered, and the block again in backward; gloo runs a reduce-scatter as an all-reduce.
+    # Root and block are gathered, and the block again in backward; gloo runs a reduce-scatter as an
+    # all-reduce.
     assert fsdp2["collectives"] == {"all_gather": 3, "all_reduce": 2}
     assert 1 <= zpasses["collectives"]["all_reduce"] < PARAMETERS  # buckets
-    assert 2 <= sum(count for kind, count in zpasses["collectives"].items() if "gather" in kind) < PARAMETERS
+    assert (
+        2
+        <= sum(count for kind, count in zpasses["collectives"].items() if "gather" in kind)
+        < PARAMETERS
+    )
     for peer in (fsdp2, zpasses):
         assert peer["sent_bytes"]["all_reduce"] == nbytes  # 2 (n - 1) / n of it, two ranks
         assert nbytes / 2 < peer["sent_bytes"]["all_gather"] <= nbytes
@@ -74,10 +94,16 @@ def _check_memory(result, fsdp2, zpasses):
         assert 0 <= peer["backward_peak_bytes"] <= peer["peak_bytes"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="deepspeed is installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is not None, reason="deepspeed is installed"
+)
 @pytest.mark.inductor
-def test_compute_alone_communicates_nothing_and_a_peer_that_is_not_installed_is_skipped_with_the_reason(tmp_path):
-    table, result = measured(tmp_path, *TINY, "--peers", "compute,deepspeed-3", "--baseline", "compute", "--rounds", "2")
+def test_compute_alone_communicates_nothing_and_a_peer_that_is_not_installed_is_skipped_with_the_reason(  # noqa: E501
+    tmp_path,
+):
+    table, result = measured(
+        tmp_path, *TINY, "--peers", "compute,deepspeed-3", "--baseline", "compute", "--rounds", "2"
+    )
     (compute,) = result["peers"]
     assert (compute["peer"], len(compute["rounds_s"])) == ("compute", 2)
     assert compute["collectives"] == {}
@@ -99,7 +125,12 @@ def result_with(losses, gradient_norm):
 
 @pytest.mark.parametrize(
     ("losses", "norm", "message"),
-    [([6.0, 5.9], 2.0, None), ([6.0, 5.8], 2.0, "at step 1"), ([6.0, float("nan")], 2.0, "nan"), ([6.0, 5.9], 1.0, "gradient norm")],
+    [
+        ([6.0, 5.9], 2.0, None),
+        ([6.0, 5.8], 2.0, "at step 1"),
+        ([6.0, float("nan")], 2.0, "nan"),
+        ([6.0, 5.9], 1.0, "gradient norm"),
+    ],
 )
 def test_peer_that_trains_something_else_is_found(losses, norm, message):
     reference = PeerResult("fsdp2-eager", "", rounds_s=[2.0], losses=[6.0, 5.9], gradient_norm=2.0)
@@ -110,38 +141,77 @@ def test_time_is_read_as_compute_and_communication_and_waste():
     bounds = {"bytes": 100, "time_s": {"all_gather": 0.5}, "sent_bytes": {"all_gather": 50}}
     compute = PeerResult("compute", "", rounds_s=[1.0], losses=[1.0])
     ours = PeerResult("zpasses-3", "", rounds_s=[3.0], losses=[6.0], sent_bytes={"all_gather": 100})
-    report = TrainReport(TrainConfig(ModelSize(), (), "compute"), bounds, None, [compute, ours], {}, {})
+    report = TrainReport(
+        TrainConfig(ModelSize(), (), "compute"), bounds, None, [compute, ours], {}, {}
+    )
     _relate(report)
     assert (ours.communication_s, ours.waste_s, ours.ratio) == (1.0, 1.0, 3.0)
     assert not report.failed  # compute trains on one rank's data: its losses are its own
 
 
-# --- the model and its data --------------------------------------------------------------------------------------------------------
+# --- the model and its data -----------------------------------------------------------------------
 def test_default_model_has_20_million_parameters():
-    assert sum(param.numel() for param in build_model(ModelSize()).parameters()) == pytest.approx(20e6, rel=0.05)
+    assert sum(param.numel() for param in build_model(ModelSize()).parameters()) == pytest.approx(
+        20e6, rel=0.05
+    )
 
 
 def test_ranks_draw_different_data_and_a_rank_always_the_same():
     size = ModelSize()
-    ((first, targets),), ((again, _),), ((other, _),) = batches(size, 1, 0), batches(size, 1, 0), batches(size, 1, 1)
+    ((first, targets),), ((again, _),), ((other, _),) = (
+        batches(size, 1, 0),
+        batches(size, 1, 0),
+        batches(size, 1, 1),
+    )
     assert first.equal(again)
     assert not first.equal(other)
     assert first[:, 1:].equal(targets[:, :-1])
 
 
-# --- overhead ----------------------------------------------------------------------------------------------------------------------
+# --- overhead -------------------------------------------------------------------------------------
 def test_overhead_reports_microseconds_per_parameter(tmp_path):
-    table, result = measured(tmp_path, "overhead", "--params", "8", "--steps", "5", "--blocks", "2", "--codegens", "eager")
+    table, result = measured(
+        tmp_path,
+        "overhead",
+        "--params",
+        "8",
+        "--steps",
+        "5",
+        "--blocks",
+        "2",
+        "--codegens",
+        "eager",
+    )
     assert [entry["stage"] for entry in result["results"]] == [2, 3]
     for entry in result["results"]:
         assert entry["codegen"] == "eager"
         assert entry["step_us"] > 0
-        assert set(entry["parts_us"]) == {"Dynamo guards", "shards in", "gradients out", "gradient stored"}
+        assert set(entry["parts_us"]) == {
+            "Dynamo guards",
+            "shards in",
+            "gradients out",
+            "gradient stored",
+        }
     assert "overhead us/param" in table
 
 
-# --- scaling -----------------------------------------------------------------------------------------------------------------------
-NARROW = ["--hidden", "64", "--intermediate", "128", "--heads", "4", "--kv-heads", "2", "--vocab", "256", "--seq", "8", "--ranks", "16"]
+# --- scaling --------------------------------------------------------------------------------------
+NARROW = [
+    "--hidden",
+    "64",
+    "--intermediate",
+    "128",
+    "--heads",
+    "4",
+    "--kv-heads",
+    "2",
+    "--vocab",
+    "256",
+    "--seq",
+    "8",
+    "--ranks",
+    "16",
+]
 
 
 def test_scaling_splits_the_time_of_a_compile_and_grows_with_the_layers(tmp_path):
@@ -154,12 +224,14 @@ def test_scaling_splits_the_time_of_a_compile_and_grows_with_the_layers(tmp_path
         parts = ("dynamo_s", "trace_s", "partition_s", "passes_s", "checks_s")
         assert all(point[part] > 0 for part in parts)
         assert point["total_s"] == pytest.approx(sum(point[part] for part in parts))
-        assert point["share"] == pytest.approx((point["passes_s"] + point["checks_s"]) / point["total_s"])
+        assert point["share"] == pytest.approx(
+            (point["passes_s"] + point["checks_s"]) / point["total_s"]
+        )
         assert point["peak_rss_bytes"] > 100e6
     assert "joint nodes" in table
 
 
-# --- flatten -----------------------------------------------------------------------------------------------------------------------
+# --- flatten --------------------------------------------------------------------------------------
 def test_flatten_makes_one_buffer_in_three_ways(tmp_path):
     table, result = measured(tmp_path, "flatten", "--mib", "2", "--tensors", "9", "--rounds", "1")
     assert not result["failed"]
@@ -181,11 +253,17 @@ def test_flatten_makes_one_buffer_in_three_ways(tmp_path):
     assert "the host stands in for the device" in table
 
 
-# --- startup -----------------------------------------------------------------------------------------------------------------------
+# --- startup --------------------------------------------------------------------------------------
 def test_startup_times_the_command_line_and_what_it_reads(tmp_path):
     table, result = measured(tmp_path, "startup", "--rounds", "1", "--dump", str(real_dump()[0]))
     commands = [each["command"] for each in result["results"]]
-    assert commands == ["python", "zpasses --help", "zpasses list DUMP", "zpasses memory DUMP", "import torch"]
+    assert commands == [
+        "python",
+        "zpasses --help",
+        "zpasses list DUMP",
+        "zpasses memory DUMP",
+        "import torch",
+    ]
     assert all(len(each["rounds_s"]) == 1 for each in result["results"])
     assert all(command in table for command in commands)
     refused = bench("startup", "--rounds", "1", "--dump", str(tmp_path))
@@ -193,9 +271,24 @@ def test_startup_times_the_command_line_and_what_it_reads(tmp_path):
     assert "is not a dump" in refused.stderr
 
 
-# --- dump --------------------------------------------------------------------------------------------------------------------------
+# --- dump -----------------------------------------------------------------------------------------
 def test_dump_compares_compiles_with_and_without_one(tmp_path):
-    size = ["--width", "32", "--layers", "1", "--heads", "2", "--seq", "16", "--batch", "1", "--rounds", "1", "--codegen", "eager"]
+    size = [
+        "--width",
+        "32",
+        "--layers",
+        "1",
+        "--heads",
+        "2",
+        "--seq",
+        "16",
+        "--batch",
+        "1",
+        "--rounds",
+        "1",
+        "--codegen",
+        "eager",
+    ]
     table, result = measured(tmp_path, "dump", *size)
     plain, dumped = result["results"]
     assert (plain["dumped"], dumped["dumped"]) == (False, True)
@@ -205,7 +298,7 @@ def test_dump_compares_compiles_with_and_without_one(tmp_path):
     assert "with a dump / without" in table
 
 
-# --- options -----------------------------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -220,7 +313,10 @@ def test_dump_compares_compiles_with_and_without_one(tmp_path):
         (["scaling", "--zero-stage", "4"], "--zero-stage"),
         (["scaling", "--heads", "63"], "--hidden must divide by --heads"),
         (["buckets", "--caps", "1,x"], "'1,x' is not a list of MiB above 0"),
-        (["buckets", "--large", "1", "--large-width", "65"], "--large-width 65 does not divide by --width 64"),
+        (
+            ["buckets", "--large", "1", "--large-width", "65"],
+            "--large-width 65 does not divide by --width 64",
+        ),
         (["buckets", "--forms", "flatt"], 'Did you mean "flat"?'),
         (["buckets", "--memory-budget", "lots"], "--memory-budget: got 'lots'"),
         (["flatten", "--forms", "hosts"], 'Did you mean "host"?'),
@@ -238,15 +334,42 @@ def test_wrong_options_are_refused_with_a_clear_message(arguments, message, caps
 def test_help_names_the_suites():
     run = bench("--help")
     assert run.returncode == 0
-    assert all(suite in run.stdout for suite in ("train", "coalesce", "buckets", "overhead", "scaling", "startup", "dump", "flatten"))
+    assert all(
+        suite in run.stdout
+        for suite in (
+            "train",
+            "coalesce",
+            "buckets",
+            "overhead",
+            "scaling",
+            "startup",
+            "dump",
+            "flatten",
+        )
+    )
 
 
-# --- coalesce ----------------------------------------------------------------------------------------------------------------------
+# --- coalesce -------------------------------------------------------------------------------------
 @pytest.mark.inductor
 def test_coalesce_measures_a_window_in_time_memory_and_traffic(tmp_path):
-    size = ["--width", "64", "--layers", "2", "--batch", "1", "--backwards", "3", "--steps", "1", "--warmup", "1"]
+    size = [
+        "--width",
+        "64",
+        "--layers",
+        "2",
+        "--batch",
+        "1",
+        "--backwards",
+        "3",
+        "--steps",
+        "1",
+        "--warmup",
+        "1",
+    ]
     ways = ("fsdp2 deferred", "zpasses-3 coalesced")
-    table, result = measured(tmp_path, "coalesce", *size, "--ways", ",".join(ways), "--baseline", ways[0])
+    table, result = measured(
+        tmp_path, "coalesce", *size, "--ways", ",".join(ways), "--baseline", ways[0]
+    )
     assert not result["failed"]
     full = 2 * 64 * 64 * 2  # bfloat16
     fsdp2, ours = result["results"]
@@ -257,15 +380,41 @@ def test_coalesce_measures_a_window_in_time_memory_and_traffic(tmp_path):
     for each in (fsdp2, ours):
         assert each["peak_bytes"] >= each["window_bytes"] >= full
         assert each["after_bytes"] >= full / 2
-        assert each["sent_bytes"] == full  # an all-reduce between two ranks, once for three backwards
+        assert (
+            each["sent_bytes"] == full
+        )  # an all-reduce between two ranks, once for three backwards
         assert each["way"] in table
     assert ours["collectives"] == 2
 
 
-# --- buckets -----------------------------------------------------------------------------------------------------------------------
+# --- buckets --------------------------------------------------------------------------------------
 def test_buckets_are_fewer_collectives_of_the_same_bytes_within_the_budget(tmp_path):
-    size = ["--params", "16", "--width", "16", "--large", "1", "--large-width", "64", "--batch", "64", "--steps", "1", "--warmup", "1"]
-    forms = ["--forms", "single,coalesced", "--caps", "0.01", "--memory-budget", "10%", "--codegen", "eager"]
+    size = [
+        "--params",
+        "16",
+        "--width",
+        "16",
+        "--large",
+        "1",
+        "--large-width",
+        "64",
+        "--batch",
+        "64",
+        "--steps",
+        "1",
+        "--warmup",
+        "1",
+    ]
+    forms = [
+        "--forms",
+        "single,coalesced",
+        "--caps",
+        "0.01",
+        "--memory-budget",
+        "10%",
+        "--codegen",
+        "eager",
+    ]
     table, result = measured(tmp_path, "buckets", *size, *forms)
     assert not result["failed"]
     single, coalesced = result["results"]

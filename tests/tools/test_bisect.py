@@ -29,17 +29,19 @@ with open(trial["folder"] + "/rank0.jsonl", "w") as out:
         out.flush()
     out.write(json.dumps({"compile": "0/0", "pipeline": passes}) + chr(10))
     call("0/0 outputs", 1.0)
-"""
+"""  # noqa: E501
 
 
-COUNTS = "with open(__file__ + '.n', 'a') as runs: runs.write('x')\ncall('0/0 outputs', float(os.path.getsize(__file__ + '.n')))"
+COUNTS = "with open(__file__ + '.n', 'a') as runs: runs.write('x')\ncall('0/0 outputs', float(os.path.getsize(__file__ + '.n')))"  # noqa: E501
 
 
 def bisect(tmp_path, program, *arguments, **options):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(STAND_IN) + textwrap.indent(textwrap.dedent(program), "    "))
     said = []
-    return run_bisect(BisectRequest((str(script), *arguments), **{"timeout_s": 60.0, **options}), said.append), said
+    return run_bisect(
+        BisectRequest((str(script), *arguments), **{"timeout_s": 60.0, **options}), said.append
+    ), said
 
 
 @pytest.mark.parametrize(
@@ -47,14 +49,26 @@ def bisect(tmp_path, program, *arguments, **options):
     [
         ("if 'three' in ran: raise ValueError('no')", {}, "the program ended with status 1"),
         ("if 'three' in ran: os.kill(os.getpid(), 11)", {}, "the program died of SIGSEGV"),
-        ("if 'three' in ran: time.sleep(60)", {"timeout_s": 2.0}, "the program did not end within 2 s"),
+        (
+            "if 'three' in ran: time.sleep(60)",
+            {"timeout_s": 2.0},
+            "the program did not end within 2 s",
+        ),
         (
             "call('0/0 gradients', 3.0, 5.0 if 'three' in ran else 5.1)",
             {},
             "rank0, call 2 (0/0 gradients), value 1 (float32[2])",
         ),
-        ("if 'three' not in ran: call('0/0 outputs', 1.0)", {}, "rank0 made 1 compiled calls, and 2 before"),
-        ("call('1/0 outputs' if 'three' in ran else '0/0 outputs', 1.0)", {}, "rank0, call 2: is of 1/0 outputs, and was of 0/0 outputs"),
+        (
+            "if 'three' not in ran: call('0/0 outputs', 1.0)",
+            {},
+            "rank0 made 1 compiled calls, and 2 before",
+        ),
+        (
+            "call('1/0 outputs' if 'three' in ran else '0/0 outputs', 1.0)",
+            {},
+            "rank0, call 2: is of 1/0 outputs, and was of 0/0 outputs",
+        ),
     ],
 )
 def test_the_first_pass_after_which_a_run_goes_wrong_is_found(tmp_path, program, options, reason):
@@ -78,20 +92,32 @@ def test_a_pass_that_a_later_one_mends_is_found_where_it_first_went_wrong(tmp_pa
 
 
 def test_a_run_that_is_right_with_all_passes_takes_two_runs(tmp_path):
-    report, said = bisect(tmp_path, "call('0/0 outputs', 1.0 + len(ran) * 1e-5)\nassert sys.argv[1:] == ['--lr', '3']", "--lr", "3")
+    report, said = bisect(
+        tmp_path,
+        "call('0/0 outputs', 1.0 + len(ran) * 1e-5)\nassert sys.argv[1:] == ['--lr', '3']",
+        "--lr",
+        "3",
+    )
     assert (report.culprit, report.runs, len(said)) == (None, 2, 4)
-    assert bisect(tmp_path, "call('0/0 outputs', 1.0 + len(ran) * 1e-5)", tolerance=1e-6)[0].culprit == 0
+    assert (
+        bisect(tmp_path, "call('0/0 outputs', 1.0 + len(ran) * 1e-5)", tolerance=1e-6)[0].culprit
+        == 0
+    )
 
 
 def test_what_waits_and_what_is_rounding_beside_the_rest_is_no_difference(tmp_path):
-    program = "call('0/0 gradients', 1e6, len(ran) * 1e-4)\nout.write(json.dumps({'call': 'x', 'values': [None]}) + chr(10))"
+    program = "call('0/0 gradients', 1e6, len(ran) * 1e-4)\nout.write(json.dumps({'call': 'x', 'values': [None]}) + chr(10))"  # noqa: E501
     assert bisect(tmp_path, program)[0].culprit is None
 
 
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ("raise ValueError('always')", r"ended with status 1 without any passes too, so no pass is to blame:(.|\n)*ValueError: always"),
+        (
+            "raise ValueError('always')",
+            r"ended with status 1 without any passes too, so no pass is to "
+            r"blame:(.|\n)*ValueError: always",
+        ),
         (COUNTS, r"two runs without passes are not alike .*Seed all random numbers"),
     ],
 )
@@ -112,13 +138,15 @@ def test_a_program_without_zpasses_and_a_command_that_is_none_are_said(tmp_path)
         run_bisect(BisectRequest(("x.py",), out=tmp_path / "kept"))
 
 
-# --- in the program ----------------------------------------------------------------------------------------------------------------
+# --- in the program -------------------------------------------------------------------------------
 @pytest.fixture
 def on_trial(tmp_path, monkeypatch):
     def start(passes, calls=32):
         folder = tmp_path / f"trial{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
-        monkeypatch.setenv("ZPASSES_BISECT", json.dumps({"passes": passes, "folder": str(folder), "calls": calls}))
+        monkeypatch.setenv(
+            "ZPASSES_BISECT", json.dumps({"passes": passes, "folder": str(folder), "calls": calls})
+        )
         monkeypatch.setattr("zpasses.pipeline.bisect._written", [0])
         Trial.current.cache_clear()
         return folder
@@ -132,7 +160,9 @@ def train(dump, steps=2):
     torch.manual_seed(0)
     with fake_world(1) as mesh:
         model = zpasses.shard(nn.Linear(4, 3), mesh=mesh)
-        step = torch.compile(model, backend="zpasses", options={"codegen": "eager", "zero_stage": 3, "dump": dump})
+        step = torch.compile(
+            model, backend="zpasses", options={"codegen": "eager", "zero_stage": 3, "dump": dump}
+        )
         for _ in range(steps):
             step(torch.ones(2, 4)).sum().backward()
 
@@ -142,18 +172,37 @@ def test_a_trial_runs_the_first_passes_alone_and_writes_down_what_calls_return(t
     train(tmp_path / "dump")
     (journal,) = read_journals(folder).values()
     names = [text.partition("{")[0] for text in journal.pipelines["0/0"]]
-    assert names == ["merge-reads", "gather-params", "reduce-grads", "reshard-after-forward", "bucket", "overlap", "defer-reduction"]
-    assert [call["call"] for call in journal.calls] == ["0/0 outputs", "0/0 gradients", "0/0 outputs"]
+    assert names == [
+        "merge-reads",
+        "gather-params",
+        "reduce-grads",
+        "reshard-after-forward",
+        "bucket",
+        "overlap",
+        "defer-reduction",
+    ]
+    assert [call["call"] for call in journal.calls] == [
+        "0/0 outputs",
+        "0/0 gradients",
+        "0/0 outputs",
+    ]
     assert [value["shape"] for value in journal.calls[0]["values"]] == [[2, 3]]
     assert [value and value["shape"] for value in journal.calls[1]["values"]] == [[3, 4], [3], None]
     assert journal.calls[1]["values"][1]["norm"] == pytest.approx(2 * 3**0.5)
     (compiled,) = read(tmp_path / "dump").ranks[0].compiles
-    assert [step.run.name for graph in compiled.graphs.values() for step in graph.steps if step.run] == ["merge-reads", "gather-params"]
+    assert [
+        step.run.name for graph in compiled.graphs.values() for step in graph.steps if step.run
+    ] == ["merge-reads", "gather-params"]
 
 
 @pytest.mark.parametrize(
     ("change", "found"),
-    [(lambda x: x, False), (lambda x: x * 1.01, True), (lambda x: -x, True), (lambda x: x.flip(0), True)],
+    [
+        (lambda x: x, False),
+        (lambda x: x * 1.01, True),
+        (lambda x: -x, True),
+        (lambda x: x.flip(0), True),
+    ],
 )
 def test_a_few_numbers_a_tensor_tell_different_ones_apart(tmp_path, on_trial, change, found):
     journals = []
@@ -166,7 +215,11 @@ def test_a_few_numbers_a_tensor_tell_different_ones_apart(tmp_path, on_trial, ch
 
 
 def test_infinities_and_dtypes_differ(tmp_path, on_trial):
-    values = [torch.tensor([1.0, 2.0]), torch.tensor([1.0, float("inf")]), torch.tensor([1.0, 2.0], dtype=torch.float64)]
+    values = [
+        torch.tensor([1.0, 2.0]),
+        torch.tensor([1.0, float("inf")]),
+        torch.tensor([1.0, 2.0], dtype=torch.float64),
+    ]
     journals = []
     for value in values:
         folder = on_trial(None)
@@ -217,10 +270,22 @@ step(torch.ones(2, 3)).sum().backward()
 def test_a_real_program_from_the_command_line(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(REAL)
-    command = [sys.executable, "-m", "zpasses", "bisect", "-o", str(tmp_path / "kept"), str(script), "--ignored"]
+    command = [
+        sys.executable,
+        "-m",
+        "zpasses",
+        "bisect",
+        "-o",
+        str(tmp_path / "kept"),
+        str(script),
+        "--ignored",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "First wrong after pass 1 of 1: spoil\nrank0, call 1 (0/0 outputs), value 0 (float32[2, 3]) differs by" in done.stdout
+    assert (
+        "First wrong after pass 1 of 1: spoil\nrank0, call 1 (0/0 outputs), value 0 (float32[2, "
+        "3]) differs by" in done.stdout
+    )
     (compiled,) = read(tmp_path / "kept" / "01-all-passes" / "dump").ranks[0].compiles
     assert compiled.graphs["joint"].last.after == "spoil"
     assert Path(tmp_path / "kept" / "03-0-passes" / "log.txt").exists()

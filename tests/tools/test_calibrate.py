@@ -15,9 +15,19 @@ MIB = 1 << 20
 
 
 def sample(full_bytes, latency=50.0, gb_s=100.0, lost=0.0, slowed=1.0):
-    """The gather is `slowed` times slower beside products, of which a short run takes half the gather's time."""
+    """The gather is `slowed` times slower beside products, of which a short run takes half the
+    gather's time."""
     alone = latency + full_bytes * 7 / 8 / (gb_s * 1e3)
-    return Sample("mori", full_bytes, 8, alone, 2 * alone, 2 * alone + lost * alone, alone / 2, alone / 2 + alone - alone / 2 / slowed)
+    return Sample(
+        "mori",
+        full_bytes,
+        8,
+        alone,
+        2 * alone,
+        2 * alone + lost * alone,
+        alone / 2,
+        alone / 2 + alone - alone / 2 / slowed,
+    )
 
 
 def test_figures_of_exact_times_are_found_again():
@@ -50,7 +60,12 @@ def test_one_size_is_not_enough():
 def test_machines_are_kept_by_architecture_and_versions_and_used(tmp_path, monkeypatch):
     path = tmp_path / "c.json"
     samples = [sample(MIB), sample(64 * MIB)]
-    for architecture, version in (("gfx942", "1"), ("gfx950", "1"), ("gfx942", "2"), ("gfx942", "2")):
+    for architecture, version in (
+        ("gfx942", "1"),
+        ("gfx950", "1"),
+        ("gfx942", "2"),
+        ("gfx942", "2"),
+    ):
         write(path, samples, architecture, {"torch": version})
     content = json.loads(path.read_text())
     assert list(content["machines"]) == ["gfx942 torch=1", "gfx950 torch=1", "gfx942 torch=2"]
@@ -78,13 +93,25 @@ def test_every_route_of_real_ranks_is_measured():
         (route, size) for route in ("c10d", "mori") for size in (64 << 10, 4 * MIB)
     ]
     assert all(each.alone_us > 20_000 for each in first if each.route == "mori")
-    assert all(each.alone_us > 0 and each.compute_us > 0 and each.beside_us > 0 and each.both_us > 0 for each in first)
+    assert all(
+        each.alone_us > 0 and each.compute_us > 0 and each.beside_us > 0 and each.both_us > 0
+        for each in first
+    )
 
 
 @pytest.mark.processes
 def test_the_command_writes_what_the_model_reads(tmp_path):
     out = tmp_path / "c.json"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zpasses.tools.calibrate"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "zpasses.tools.calibrate",
+    ]
     command = [*launch, "--out", str(out), "--largest-mib", "1", "--repeat", "2", "--matrix", "64"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -94,7 +121,11 @@ def test_the_command_writes_what_the_model_reads(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [([], "torchrun --nproc-per-node 8"), (["--repeat", "0"], "must be at least 1"), (["--largest-mib", "x"], "invalid int value")],
+    [
+        ([], "torchrun --nproc-per-node 8"),
+        (["--repeat", "0"], "must be at least 1"),
+        (["--largest-mib", "x"], "invalid int value"),
+    ],
 )
 def test_wrong_use_says_what_to_do(arguments, message, capsys):
     with pytest.raises(SystemExit):

@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 
 def huge(width=1 << 16, layers=2):
     """Gigabytes of parameters, if they were there."""
-    return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)]), (torch.ones(4, width),)
+    return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)]), (
+        torch.ones(4, width),
+    )
 
 
 def with_loss():
@@ -39,11 +41,24 @@ def broken():
 
 def test_a_model_of_any_size_is_captured_for_a_world_and_target_that_are_not_here(tmp_path):
     options = {"zero_stage": 3, "target": "mi300x"}
-    report = run_capture(CaptureRequest(f"{HERE}:huge", tmp_path, world=512, ranks=(0, 511), arguments={"layers": 3}, options=options))
+    report = run_capture(
+        CaptureRequest(
+            f"{HERE}:huge",
+            tmp_path,
+            world=512,
+            ranks=(0, 511),
+            arguments={"layers": 3},
+            options=options,
+        )
+    )
     dump = read(tmp_path)
     assert list(dump.ranks) == [0, 511]
     (compiled,) = dump.ranks[511].compiles
-    assert (compiled.info.world, compiled.info.target["name"], compiled.info.codegen) == (512, "mi300x", "eager")
+    assert (compiled.info.world, compiled.info.target["name"], compiled.info.codegen) == (
+        512,
+        "mi300x",
+        "eager",
+    )
     assert compiled.info.parameters["2.weight"].nbytes == 4 << 32
     assert compiled.info.parameters["2.weight"].shard_bytes == 4 << 23
     gathers = [node for node in compiled.graphs["forward"].last.snapshot.nodes if node.collective]
@@ -56,17 +71,28 @@ def test_a_model_of_any_size_is_captured_for_a_world_and_target_that_are_not_her
 def test_the_loss_dtypes_and_pipeline_are_those_that_were_asked_for(tmp_path):
     shard = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     options = {"pipeline": "gather-params"}
-    run_capture(CaptureRequest(f"{HERE}:with_loss", tmp_path / "a", world=4, shard=shard, options=options))
+    run_capture(
+        CaptureRequest(f"{HERE}:with_loss", tmp_path / "a", world=4, shard=shard, options=options)
+    )
     (compiled,) = read(tmp_path / "a").ranks[0].compiles
-    gathers = [node for node in compiled.graphs["joint"].last.snapshot.nodes if node.collective and "gather" in node.collective.kind]
+    gathers = [
+        node
+        for node in compiled.graphs["joint"].last.snapshot.nodes
+        if node.collective and "gather" in node.collective.kind
+    ]
     assert {value.dtype for node in gathers for value in node.vals} == {"bfloat16"}
-    run_capture(CaptureRequest(f"{HERE}:with_loss", tmp_path / "b", world=4, options=options, train=False))
+    run_capture(
+        CaptureRequest(f"{HERE}:with_loss", tmp_path / "b", world=4, options=options, train=False)
+    )
     (compiled,) = read(tmp_path / "b").ranks[0].compiles
     assert list(compiled.graphs) == ["captured", "inference"]
     run_capture(CaptureRequest(f"{HERE}:with_loss", tmp_path / "c", world=4, options=options))
     (compiled,) = read(tmp_path / "c").ranks[0].compiles
     assert [step.after for step in compiled.graphs["joint"].steps] == [None, "gather-params"]
-    assert any(node.target == "zpasses.reduce_grad.default" for node in compiled.graphs["backward"].last.snapshot.nodes)
+    assert any(
+        node.target == "zpasses.reduce_grad.default"
+        for node in compiled.graphs["backward"].last.snapshot.nodes
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,22 +120,53 @@ def test_wrong_ranks_options_and_failing_passes_are_said(tmp_path):
         run_capture(CaptureRequest(f"{HERE}:huge", tmp_path / "a", options={"target": "mi300"}))
     pipeline = "gather-params,flatten-on-device{group=nobody}"
     with pytest.raises(PassError, match="no process group"):
-        run_capture(CaptureRequest(f"{HERE}:with_loss", tmp_path / "b", options={"pipeline": pipeline}))
+        run_capture(
+            CaptureRequest(f"{HERE}:with_loss", tmp_path / "b", options={"pipeline": pipeline})
+        )
     assert read(tmp_path / "b").ranks[0].compiles[0].info.state == "failed"
 
 
 def test_files_are_loaded_with_what_lies_beside_them(tmp_path):
     (tmp_path / "beside.py").write_text("VALUE = 7\n")
-    (tmp_path / "model_of_mine.py").write_text("import beside\n\ndef build():\n    return beside.VALUE\n")
+    (tmp_path / "model_of_mine.py").write_text(
+        "import beside\n\ndef build():\n    return beside.VALUE\n"
+    )
     assert load(f"{tmp_path}/model_of_mine.py:build")() == 7
 
 
 def test_the_example_is_captured_from_the_command_line(tmp_path):
-    small = ["layers=1", "hidden=32", "intermediate=48", "heads=4", "kv_heads=2", "vocab=64", "seq=8"]
+    small = [
+        "layers=1",
+        "hidden=32",
+        "intermediate=48",
+        "heads=4",
+        "kv_heads=2",
+        "vocab=64",
+        "seq=8",
+    ]
     arguments = [word for each in small for word in ("--arg", each)]
-    command = [sys.executable, "-m", "zpasses", "capture", "examples/capture_llama.py:llama", *arguments]
-    options = ["--world", "64", "--target", "mi300x", "--zero-stage", "3", "--no-train", "-o", str(tmp_path / "dump")]
-    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "zpasses",
+        "capture",
+        "examples/capture_llama.py:llama",
+        *arguments,
+    ]
+    options = [
+        "--world",
+        "64",
+        "--target",
+        "mi300x",
+        "--zero-stage",
+        "3",
+        "--no-train",
+        "-o",
+        str(tmp_path / "dump"),
+    ]
+    done = subprocess.run(
+        [*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"zpasses html {tmp_path / 'dump'}" in done.stdout
     (compiled,) = read(tmp_path / "dump").ranks[0].compiles

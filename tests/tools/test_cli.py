@@ -20,7 +20,14 @@ def dump():
 
 def zpasses(*arguments, **environment):
     command = [sys.executable, "-m", "zpasses", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment})
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **environment},
+    )
 
 
 def run(*arguments):
@@ -34,15 +41,18 @@ def values(*arguments):
     return json.loads(done.stdout)
 
 
-# --- as a process ------------------------------------------------------------------------------------------------------------------
+# --- as a process ---------------------------------------------------------------------------------
 def test_reading_a_dump_loads_no_torch(dump):
     code = (
         "import sys; from zpasses.tools.cli.main import cli\n"
-        f"for command in ('list', 'show', 'diff', 'collectives', 'memory'): cli([command, {dump!r}], standalone_mode=False)\n"
+        f"for command in ('list', 'show', 'diff', 'collectives', 'memory'): cli([command, "
+        f"{dump!r}], standalone_mode=False)\n"
         f"cli(['html', {dump!r}, '-o', {os.devnull!r}], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -67,8 +77,14 @@ def test_console_script_is_installed():
 def on_a_terminal(*arguments, **environment):
     """Standard output of a command that believes to write to a terminal."""
     main, side = pty.openpty()
-    env = {**{key: value for key, value in os.environ.items() if key != "NO_COLOR"}, "TERM": "xterm", **environment}
-    process = subprocess.Popen([sys.executable, "-m", "zpasses", *arguments], stdout=side, stderr=side, env=env)
+    env = {
+        **{key: value for key, value in os.environ.items() if key != "NO_COLOR"},
+        "TERM": "xterm",
+        **environment,
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zpasses", *arguments], stdout=side, stderr=side, env=env
+    )
     os.close(side)
     shown = b""
     while True:
@@ -92,32 +108,54 @@ def test_colours_are_for_terminals_that_want_them(dump):
     assert "\x1b[" not in zpasses(*show).stdout
 
 
-# --- reading -----------------------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 def test_list_names_graphs_and_passes(dump):
     shown = run("list", dump).output
-    assert all(word in shown for word in ("joint", "backward", "bucket{memory_budget=1MiB}", "Rank 0 of those dumped: 0, 1"))
+    assert all(
+        word in shown
+        for word in (
+            "joint",
+            "backward",
+            "bucket{memory_budget=1MiB}",
+            "Rank 0 of those dumped: 0, 1",
+        )
+    )
     graphs = values("list", dump)["compiles"][0]["graphs"]
     assert [graph["name"] for graph in graphs] == ["captured", "joint", "forward", "backward"]
     assert graphs[2]["steps"][1]["run"]["options"]["memory_budget"] == "1MiB"
 
 
 def test_show_filters(dump):
-    shown = run("show", dump, "forward", "--after", "0", "--param", "layers.1.*", "--op", "all_gather*").output
+    shown = run(
+        "show", dump, "forward", "--after", "0", "--param", "layers.1.*", "--op", "all_gather*"
+    ).output
     assert shown.count("\n") == 2
     assert "gather: layers.1.weight" in shown
-    assert [node["op"] for node in values("show", dump, "forward", "--op", "output")[0]["nodes"]] == ["output"]
+    assert [
+        node["op"] for node in values("show", dump, "forward", "--op", "output")[0]["nodes"]
+    ] == ["output"]
     (started,) = values("show", dump, "forward", "--node", "all_gather*")[0]["nodes"]
     assert started["collective"]["kind"] == "all_gather_into_tensor_coalesced"
     assert len(run("show", dump, "forward", "--collectives").output.splitlines()) == 1 + 4
 
 
 def test_show_without_a_graph_shows_those_in_which_the_pass_ran(dump):
-    assert [each["graph"] for each in values("show", dump, "--after", "bucket")] == ["forward", "backward"]
-    assert [each["graph"] for each in values("show", dump)] == ["captured", "joint", "forward", "backward"]
+    assert [each["graph"] for each in values("show", dump, "--after", "bucket")] == [
+        "forward",
+        "backward",
+    ]
+    assert [each["graph"] for each in values("show", dump)] == [
+        "captured",
+        "joint",
+        "forward",
+        "backward",
+    ]
 
 
 def test_show_full_shows_long_lists(dump):
-    short, full = (run("show", dump, "forward", "--node", "output", *more).output for more in ((), ("--full",)))
+    short, full = (
+        run("show", dump, "forward", "--node", "output", *more).output for more in ((), ("--full",))
+    )
     assert "more" in short
     assert "more" not in full
 
@@ -129,15 +167,22 @@ def test_diff_says_what_a_pass_did(dump):
     assert "+ inserted all_gather_into_tensor_coalesced_default = " in shown.output
     found = values("diff", dump, "backward", "--pass", "bucket")
     assert not found["same"]
-    assert found["graphs"][0]["counts"]["inserted"] == sum(change["kind"] == "inserted" for change in found["graphs"][0]["changes"])
-    assert "more inserted (--limit 0 shows all)" in run("diff", dump, "backward", "--pass", "bucket", "--limit", "1").output
+    assert found["graphs"][0]["counts"]["inserted"] == sum(
+        change["kind"] == "inserted" for change in found["graphs"][0]["changes"]
+    )
+    assert (
+        "more inserted (--limit 0 shows all)"
+        in run("diff", dump, "backward", "--pass", "bucket", "--limit", "1").output
+    )
 
 
 def test_diff_between_dumps_and_ranks(dump, tmp_path):
     from tests.zpasses.inspect.real import dump_training_step
 
     assert run("diff", dump, "--ranks", "0", "1").exit_code == 0
-    dump_training_step(tmp_path / "other", pipeline="merge-reads,gather-params,reduce-grads,reshard-after-forward")
+    dump_training_step(
+        tmp_path / "other", pipeline="merge-reads,gather-params,reduce-grads,reshard-after-forward"
+    )
     different = run("diff", dump, str(tmp_path / "other"))
     assert different.exit_code == 1
     assert "0/0 joint, after reshard-after-forward: no change" in different.output
@@ -148,8 +193,14 @@ def test_diff_between_dumps_and_ranks(dump, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["diff", "DUMP", "--ranks", "0", "1", "--rank", "0"], "leave out the second dump and --rank"),
-        (["diff", "DUMP", "--ranks", "0", "1", "--pass", "bucket"], "--after names the graphs to compare"),
+        (
+            ["diff", "DUMP", "--ranks", "0", "1", "--rank", "0"],
+            "leave out the second dump and --rank",
+        ),
+        (
+            ["diff", "DUMP", "--ranks", "0", "1", "--pass", "bucket"],
+            "--after names the graphs to compare",
+        ),
         (["diff", "DUMP", "forward", "--after", "bucket"], "--pass shows what a pass did"),
         (["diff", "DUMP", "--pass", "buckt"], 'Did you mean "bucket"?'),
         (["show", "DUMP", "--rank", "7"], "holds nothing of rank 7, but of 0, 1"),
@@ -171,11 +222,20 @@ def test_collectives_and_memory_have_totals(dump):
     both = values("collectives", dump)
     assert [each["graph"] for each in both] == ["forward", "backward"]
     for each in both:
-        assert each["totals"]["exposed_us"] == pytest.approx(sum(row["exposed_us"] for row in each["collectives"]))
+        assert each["totals"]["exposed_us"] == pytest.approx(
+            sum(row["exposed_us"] for row in each["collectives"])
+        )
     (memory,) = values("memory", dump, "backward")
     assert memory["peak_bytes"] == max(memory["live_bytes"]) == sum(memory["by_kind"].values())
-    assert [step["after"] for step in memory["steps"]] == [None, "bucket{memory_budget=1MiB}", "overlap"]
-    assert "smaller ones (--limit 0 shows all)" in run("memory", dump, "backward", "--limit", "1").output
+    assert [step["after"] for step in memory["steps"]] == [
+        None,
+        "bucket{memory_budget=1MiB}",
+        "overlap",
+    ]
+    assert (
+        "smaller ones (--limit 0 shows all)"
+        in run("memory", dump, "backward", "--limit", "1").output
+    )
     assert values("memory", dump, "backward", "--at", "output")[0]["at"] == "output"
 
 
@@ -192,12 +252,14 @@ def test_completion_is_printed_for_each_shell():
         assert "_ZPASSES_COMPLETE" in run("completion", shell).output
 
 
-# --- the catalogue -----------------------------------------------------------------------------------------------------------------
+# --- the catalogue --------------------------------------------------------------------------------
 def test_catalogue_lists_every_pass_with_level_and_options():
     from zpasses.pipeline.pipeline import catalogue
 
     listed = values("passes")
-    assert {each["name"] for each in listed["passes"]} | set(listed["pipelines"]) == set(catalogue())
+    assert {each["name"] for each in listed["passes"]} | set(listed["pipelines"]) == set(
+        catalogue()
+    )
     (bucket,) = [each for each in listed["passes"] if each["name"] == "bucket"]
     assert bucket["level"] == "partitioned"
     assert {option["name"]: option["default"] for option in bucket["options"]}["cap_mb"] == "25.0"

@@ -10,7 +10,9 @@ from tests.zpasses.inspect.real import real_dump
 from zpasses.tools import picture
 
 COMMITTED = Path(__file__).parents[2] / "docs" / "images" / "report.png"
-needs_browser = pytest.mark.skipif(picture.find_browser() is None, reason="needs Chromium (Debian: apt install chromium)")
+needs_browser = pytest.mark.skipif(
+    picture.find_browser() is None, reason="needs Chromium (Debian: apt install chromium)"
+)
 
 
 def size_of(png):
@@ -34,7 +36,19 @@ def test_picture_of_the_readme_is_small():
 @pytest.mark.parametrize("view", ["memory", "diff"])
 def test_view_is_drawn_in_the_size_asked_for(tmp_path, view):
     out = tmp_path / "view.png"
-    ran = draw(real_dump()[0], "-o", out, "--view", view, "--pass", "bucket", "--width", 900, "--height", 500)
+    ran = draw(
+        real_dump()[0],
+        "-o",
+        out,
+        "--view",
+        view,
+        "--pass",
+        "bucket",
+        "--width",
+        900,
+        "--height",
+        500,
+    )
     assert ran.exit_code == 0, ran.output
     assert size_of(out) == (900, 500)
     assert out.stat().st_size > 10_000  # an empty page has 5 kB

@@ -1,4 +1,5 @@
-"""Small models and data of small integers, on which every order of summation gives the same bits."""
+"""Small models and data of small integers, on which every order of summation gives the same
+bits."""
 
 import copy
 
@@ -31,7 +32,8 @@ class Tied(nn.Module):
 
 
 class Odd(nn.Module):
-    """Parameters of awkward shapes: 5 and 7 rows, one row, a scalar, no rows, a frozen one, one that forward never reads; a buffer."""
+    """Parameters of awkward shapes: 5 and 7 rows, one row, a scalar, no rows, a frozen one, one
+    that forward never reads; a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -47,11 +49,15 @@ class Odd(nn.Module):
 
     def forward(self, x):
         hidden = (x @ self.wide.t() + self.offset) @ self.frozen
-        return self.scale * (hidden @ self.deep.t() @ self.deep + self.single) + torch.cat([self.empty, self.single]).sum()
+        return (
+            self.scale * (hidden @ self.deep.t() @ self.deep + self.single)
+            + torch.cat([self.empty, self.single]).sum()
+        )
 
 
 def reference_gradients(model, batches):
-    """Gradients by name of the mean over `batches` (one a rank) of the summed output of an unsharded copy of `model`."""
+    """Gradients by name of the mean over `batches` (one a rank) of the summed output of an
+    unsharded copy of `model`."""
     reference = copy.deepcopy(model)
     for batch in batches:
         (reference(batch).sum() / len(batches)).backward()
@@ -59,11 +65,16 @@ def reference_gradients(model, batches):
 
 
 def full_gradients(model):
-    return {name: None if param.grad is None else param.grad.full_tensor() for name, param in model.named_parameters()}
+    return {
+        name: None if param.grad is None else param.grad.full_tensor()
+        for name, param in model.named_parameters()
+    }
 
 
 def assert_same(actual, expected):
     """Equal names, in order, and bit for bit equal tensors."""
     assert list(actual) == list(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            actual[name], value, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )

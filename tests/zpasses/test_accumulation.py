@@ -1,7 +1,8 @@
-"""Windows on real ranks: whatever the way, the gradients are those of a backward each and of the unsharded model, bit for bit.
+"""Windows on real ranks: whatever the way, the gradients are those of a backward each and of the
+unsharded model, bit for bit.
 
-Data are small integers, so that every order of summation gives the same bits. Collectives are counted by the process group.
-"""
+Data are small integers, so that every order of summation gives the same bits. Collectives are
+counted by the process group."""
 
 import copy
 import itertools
@@ -30,7 +31,8 @@ N = 3
 
 
 class Net(nn.Module):
-    """Odd rows, a parameter read twice, a scalar, a frozen one, one without rows, one that nobody reads."""
+    """Odd rows, a parameter read twice, a scalar, a frozen one, one without rows, one that nobody
+    reads."""
 
     def __init__(self, graph_break=False):
         super().__init__()
@@ -43,7 +45,9 @@ class Net(nn.Module):
         self.empty = nn.Parameter(torch.empty(0, 4))
         self.unread = nn.Parameter(torch.ones(3))
         with torch.no_grad():
-            for seed, param in enumerate((self.wide.weight, self.deep.weight, self.deep.bias, self.side.weight)):
+            for seed, param in enumerate(
+                (self.wide.weight, self.deep.weight, self.deep.bias, self.side.weight)
+            ):
                 param.copy_(integers(*param.shape, seed=seed).sign())
 
     def forward(self, x):
@@ -67,7 +71,10 @@ def unsharded(model, dtype):
         for x in data(rank):
             cast = {name: param.to(dtype) for name, param in model.named_parameters()}
             torch.func.functional_call(model, cast, (x.to(dtype),)).backward()
-    return {name: None if param.grad is None else param.grad / dist.get_world_size() for name, param in model.named_parameters()}
+    return {
+        name: None if param.grad is None else param.grad / dist.get_world_size()
+        for name, param in model.named_parameters()
+    }
 
 
 def reductions():
@@ -116,13 +123,18 @@ def _count(fn, *args, **kwargs):
 
 
 def pipeline(stage, form):
-    """The named pipeline with its collectives one by one, or in buckets of one form and whatever they cost."""
+    """The named pipeline with its collectives one by one, or in buckets of one form and whatever
+    they cost."""
     changes = {"cap_mb": 0.0} if form == "single" else {"mode": form, "memory_budget": "1GiB"}
-    return ",".join(str(replace(each, **changes) if each.name == "bucket" else each) for each in Pipeline.parse(f"zero{stage}"))
+    return ",".join(
+        str(replace(each, **changes) if each.name == "bucket" else each)
+        for each in Pipeline.parse(f"zero{stage}")
+    )
 
 
 def _matrix(cells):
-    """For each (stage, form, dtype, graph break): reductions that N backwards run, and what a window of N runs in each way."""
+    """For each (stage, form, dtype, graph break): reductions that N backwards run, and what a
+    window of N runs in each way."""
     counts = {}
     for stage, form, dtype, graph_break in cells:
         torch._dynamo.reset()
@@ -133,8 +145,14 @@ def _matrix(cells):
         found = []
         for per_step in (1, N) if dtype == "float32" else (1,):
             model = zpasses.shard(copy.deepcopy(reference), mesh=world_mesh(), **shard)
-            step = torch.compile(model, backend="zpasses", options={**options, "backwards_per_step": per_step})
-            ways = [(per_backward, None), *itertools.product(WAYS, (None, torch.float32))] if per_step == 1 else [(per_backward, None)] * 2
+            step = torch.compile(
+                model, backend="zpasses", options={**options, "backwards_per_step": per_step}
+            )
+            ways = (
+                [(per_backward, None), *itertools.product(WAYS, (None, torch.float32))]
+                if per_step == 1
+                else [(per_backward, None)] * 2
+            )
             for way, accum in ways:
                 model.zero_grad()
                 found.append(_count(way, step, batches, grad_accum_dtype=accum))
@@ -146,7 +164,9 @@ def _matrix(cells):
 
 FORMS = ("single", "coalesced", "flat")
 MATRIX = [
-    *((1, form, "float32", False) for form in ("single", "flat")),  # stage 1 is made of the passes of stage 2
+    *(
+        (1, form, "float32", False) for form in ("single", "flat")
+    ),  # stage 1 is made of the passes of stage 2
     *itertools.product((2, 3), FORMS, ("mixed",), (False,)),
     *((3, form, "float32", False) for form in ("single", "coalesced")),
     *((stage, "single", "bfloat16", False) for stage in (2, 3)),
@@ -156,14 +176,18 @@ MATRIX = [
 
 
 def test_every_way_gives_the_gradients_of_a_backward_each_with_one_reduction():
-    outcomes = run_in_fresh_ranks(_matrix, MATRIX, env={"TORCH_FR_BUFFER_SIZE": "100000"}, timeout=280)
+    outcomes = run_in_fresh_ranks(
+        _matrix, MATRIX, env={"TORCH_FR_BUFFER_SIZE": "100000"}, timeout=280
+    )
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     counts = outcomes[0].result
     for (stage, form, dtype, graph_break), found in counts.items():
         each, *windows = found
         assert each > 0
         assert each % N == 0
-        once = {each // N} if not graph_break else set(range(1, each // N + 1))  # a flush reduces once for both graphs
+        once = (
+            {each // N} if not graph_break else set(range(1, each // N + 1))
+        )  # a flush reduces once for both graphs
         assert set(windows) <= once, (stage, form, dtype, graph_break, found)
         if form != "single" and not graph_break:
             assert each < counts[stage, "single", dtype, graph_break][0], "no buckets"
@@ -188,14 +212,16 @@ def _inductor():
     expected = full_gradients(model)
     for backwards in (N, None):
         model.zero_grad()
-        with zpasses.coalesce_grad_reduction(model, backwards=backwards, grad_accum_dtype=torch.float32):
+        with zpasses.coalesce_grad_reduction(
+            model, backwards=backwards, grad_accum_dtype=torch.float32
+        ):
             for x in batches:
                 assert all(param.grad is None for param in model.parameters())
                 step(x).sum().backward()
         assert_same(full_gradients(model), expected)
 
 
-# --- ranks that differ -----------------------------------------------------------------------------------------------------------
+# --- ranks that differ ----------------------------------------------------------------------------
 class Towers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -211,7 +237,8 @@ def _first_of(grads):
 
 
 def _sets_differ():
-    """Rank 0 trains towers 0 and 1, rank 1 towers 1 and 2, in as many backwards as it likes; some towers compiled, some eager."""
+    """Rank 0 trains towers 0 and 1, rank 1 towers 1 and 2, in as many backwards as it likes; some
+    towers compiled, some eager."""
     model = zpasses.shard(Towers(), mesh=world_mesh())
     rank, x = dist.get_rank(), torch.ones(1, 4)
     found = []
@@ -232,12 +259,19 @@ def test_the_set_that_is_reduced_is_agreed():
         assert found == [[0.5, 1.0, 1.0, None]] * 3
 
 
-# --- failures --------------------------------------------------------------------------------------------------------------------
-_PLACES = ("before the first forward", "before the second forward", "before the first backward", "before the second backward", "at the end")
+# --- failures -------------------------------------------------------------------------------------
+_PLACES = (
+    "before the first forward",
+    "before the second forward",
+    "before the first backward",
+    "before the second backward",
+    "at the end",
+)
 
 
 def _one_rank_fails(stage):
-    """What each rank sees when rank 1 fails at different places of a window, and that the next window is right."""
+    """What each rank sees when rank 1 fails at different places of a window, and that the next
+    window is right."""
     rank, x = dist.get_rank(), torch.ones(1, 4)
     model = zpasses.shard(nn.Linear(4, 3), mesh=world_mesh())
     step = torch.compile(model, backend="zpasses", options={"zero_stage": stage, **EAGER})
@@ -260,14 +294,20 @@ def _one_rank_fails(stage):
                 loss.backward()
             come_to(_PLACES[4])
 
-    cases = [(None, place) for place in _PLACES] + [(2, place) for place in _PLACES[:4]]  # of two, the second reduces already
+    cases = [(None, place) for place in _PLACES] + [
+        (2, place) for place in _PLACES[:4]
+    ]  # of two, the second reduces already
     for backwards, fail_at in cases:
         started = time.monotonic()
         with pytest.raises(ValueError if rank == 1 else AgreementError) as caught:
             attempt(backwards, fail_at)
-        assert time.monotonic() - started < 20, f"{fail_at}: released by the limit of 30 s, not by the other rank"
+        assert time.monotonic() - started < 20, (
+            f"{fail_at}: released by the limit of 30 s, not by the other rank"
+        )
         errors.append(str(caught.value))
-        assert all(param.grad is None and not pending_of(param).parts for param in model.parameters())
+        assert all(
+            param.grad is None and not pending_of(param).parts for param in model.parameters()
+        )
         with zpasses.coalesce_grad_reduction(model, backwards=backwards):
             step(x).sum().backward()
             step(x).sum().backward()
@@ -328,7 +368,11 @@ def _fails_inside():
     model = FailsInside()
     nn.init.ones_(model.first.weight)
     zpasses.shard(model, mesh=world_mesh())
-    step = torch.compile(model, backend="zpasses", options={"pipeline": "gather-params,reduce-grads,reshard-after-forward", **EAGER})
+    step = torch.compile(
+        model,
+        backend="zpasses",
+        options={"pipeline": "gather-params,reduce-grads,reshard-after-forward", **EAGER},
+    )
     with zpasses.coalesce_grad_reduction(model, timeout_s=3):
         step(torch.ones(1, 4)).sum().backward()
     said = Lines()
@@ -347,10 +391,15 @@ def _fails_inside():
 
 
 def test_a_rank_that_fails_inside_a_graph_is_waited_for_a_limited_time():
-    (seconds, _, lines), (_, raised, _) = (outcome.result for outcome in run_in_fresh_ranks(_fails_inside, timeout=100))
+    (seconds, _, lines), (_, raised, _) = (
+        outcome.result for outcome in run_in_fresh_ranks(_fails_inside, timeout=100)
+    )
     assert raised == "inside"
     assert 2 < seconds < 15
-    assert "rank 1 left a window with ValueError: inside; the RuntimeError of this rank may follow from it" in lines
+    assert (
+        "rank 1 left a window with ValueError: inside; the RuntimeError of this rank may follow "
+        "from it" in lines
+    )
 
 
 def _keys(steps):
@@ -388,8 +437,13 @@ def _compile_fails():
     """A model of a shape that no other test has: what ranks agreed on once needs no second vote."""
     model = zpasses.shard(nn.Linear(4, 9), mesh=world_mesh())
     pipeline = Pipeline((FailsOnRank1(), *Pipeline.parse("zero3")))
-    step = torch.compile(model, backend="zpasses", options={"pipeline": pipeline, "agreement_timeout_s": 30, **EAGER})
-    with pytest.raises(Exception, match=r"rank 1 failed while|mine") as caught, zpasses.coalesce_grad_reduction(model, timeout_s=30):
+    step = torch.compile(
+        model, backend="zpasses", options={"pipeline": pipeline, "agreement_timeout_s": 30, **EAGER}
+    )
+    with (
+        pytest.raises(Exception, match=r"rank 1 failed while|mine") as caught,
+        zpasses.coalesce_grad_reduction(model, timeout_s=30),
+    ):
         step(torch.ones(1, 4)).sum().backward()
     with zpasses.coalesce_grad_reduction(model, timeout_s=30):
         model(torch.ones(1, 4)).sum().backward()
@@ -407,7 +461,10 @@ def _late():
     loss = model(torch.ones(1, 4)).sum()
     if dist.get_rank() == 1:
         return None
-    with pytest.raises(AgreementError) as caught, zpasses.coalesce_grad_reduction(model, timeout_s=1):
+    with (
+        pytest.raises(AgreementError) as caught,
+        zpasses.coalesce_grad_reduction(model, timeout_s=1),
+    ):
         loss.backward()
     return str(caught.value)
 
@@ -417,7 +474,7 @@ def test_a_rank_that_never_comes_is_waited_for_a_limited_time():
     assert "rank 1 of group '0' did not reach the end of a window within 1 s" in said
 
 
-# --- training --------------------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 def _fp16_with_a_scaler():
     """Steps that were skipped, with an overflow on rank 1 alone in the second of three steps."""
     model = nn.Linear(4, 3, bias=False)
@@ -452,22 +509,30 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
 
 
 def _trains_with(way, folder):
-    """Windows, clipping, a schedule, a checkpoint between steps, against an unsharded model that averages by hand."""
+    """Windows, clipping, a schedule, a checkpoint between steps, against an unsharded model that
+    averages by hand."""
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     model = zpasses.shard(copy.deepcopy(reference), mesh=world_mesh())
     step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, reference)]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda number: 0.5**number) for each in optimizers]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(each, lambda number: 0.5**number) for each in optimizers
+    ]
     for number in range(3):
-        batches = [torch.randn(2, 4, generator=torch.Generator().manual_seed(100 * number + i)) for i in range(N)]
+        batches = [
+            torch.randn(2, 4, generator=torch.Generator().manual_seed(100 * number + i))
+            for i in range(N)
+        ]
         way(_Loss(step), batches)
         for x in batches:
             reference(x).square().mean().backward()
         for each in (model, reference):
             nn.utils.clip_grad_norm_(each.parameters(), 0.5)
         for name, param in reference.named_parameters():
-            torch.testing.assert_close(full_gradients(model)[name], param.grad, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                full_gradients(model)[name], param.grad, rtol=1e-4, atol=1e-6
+            )
         for each, schedule in zip(optimizers, schedules, strict=True):
             each.step()
             each.zero_grad()

@@ -23,18 +23,33 @@ class Choices:
 
 
 def test_text_is_read_as_the_field_s_type():
-    texts = {"flag": "true", "count": "3", "size_mb": "2.5", "dtype": "bfloat16", "form": "fast", "stage": "2"}
+    texts = {
+        "flag": "true",
+        "count": "3",
+        "size_mb": "2.5",
+        "dtype": "bfloat16",
+        "form": "fast",
+        "stage": "2",
+    }
     assert build(Choices, texts, "pass 'x'") == Choices(True, 3, 2.5, torch.bfloat16, "fast", 2)
 
 
 def test_none_is_written_out():
-    assert build(Choices, {"size_mb": "none", "dtype": "none", "stage": "none"}, "pass 'x'") == Choices()
+    assert (
+        build(Choices, {"size_mb": "none", "dtype": "none", "stage": "none"}, "pass 'x'")
+        == Choices()
+    )
 
 
 def test_values_of_the_right_type_are_taken_as_they_are():
     extra = {"a": 1}
     made = build(Choices, {"size_mb": 2, "dtype": torch.float16, "extra": extra}, "pass 'x'")
-    assert (made.size_mb, type(made.size_mb), made.dtype, made.extra) == (2.0, float, torch.float16, extra)
+    assert (made.size_mb, type(made.size_mb), made.dtype, made.extra) == (
+        2.0,
+        float,
+        torch.float16,
+        extra,
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +76,10 @@ def test_ill_typed_values_name_what_was_expected(name, value, expected):
 
 
 def test_unknown_option_names_the_nearest_and_the_known():
-    with pytest.raises(OptionError, match=r"pass 'x' has no option 'dtpye'. Did you mean \"dtype\"\? Known: count, dtype, extra"):
+    with pytest.raises(
+        OptionError,
+        match=r"pass 'x' has no option 'dtpye'. Did you mean \"dtype\"\? Known: count, dtype, extra",  # noqa: E501
+    ):
         build(Choices, {"dtpye": 1}, "pass 'x'")
 
 
@@ -79,7 +97,10 @@ VALUES = st.one_of(
     st.tuples(st.just(int), st.integers()),
     st.tuples(st.just(float), st.floats(allow_nan=False)),
     st.tuples(st.just(float | None), st.one_of(st.none(), st.floats(allow_nan=False))),
-    st.tuples(st.just(torch.dtype | None), st.sampled_from([None, torch.bfloat16, torch.float32, torch.int8])),
+    st.tuples(
+        st.just(torch.dtype | None),
+        st.sampled_from([None, torch.bfloat16, torch.float32, torch.int8]),
+    ),
     st.tuples(st.just(Literal["a", "b", 3, None]), st.sampled_from(["a", "b", 3, None])),
 )
 

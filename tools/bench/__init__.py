@@ -1,4 +1,5 @@
-"""The benchmark: zpasses beside its peers, its overhead per parameter, and its compile time at scale.
+"""The benchmark: zpasses beside its peers, its overhead per parameter, and its compile time at
+scale.
 
     python -m zpasses.tools.bench [train]     peers train the same GPT on the same data
     python -m zpasses.tools.bench coalesce    several backwards in one step: reduced in each, or once
@@ -9,5 +10,5 @@
     python -m zpasses.tools.bench dump        what a dump adds to a cold compile
     python -m zpasses.tools.bench flatten     flat buffers made on the host, on the device, and in parts by all ranks
 
-Everything is measured in processes started for that purpose, so that no run inherits another's compile caches, threads or memory.
-"""
+Everything is measured in processes started for that purpose, so that no run inherits another's
+compile caches, threads or memory."""

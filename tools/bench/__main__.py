@@ -38,17 +38,31 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one suite; returns the process's exit code, 1 when something failed or a peer trained something else."""
+    """Run one suite; returns the process's exit code, 1 when something failed or a peer trained
+    something else."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] not in (*_SUITES, "-h", "--help"):
         given.insert(0, "train")
-    parser = argparse.ArgumentParser(prog="python -m zpasses.tools.bench", description=bench.__doc__, formatter_class=_FORMAT)
+    parser = argparse.ArgumentParser(
+        prog="python -m zpasses.tools.bench", description=bench.__doc__, formatter_class=_FORMAT
+    )
     suites = parser.add_subparsers(dest="suite", metavar="{" + ",".join(_SUITES) + "}")
     for name, (add_options, _, summary) in _SUITES.items():
-        suite = suites.add_parser(name, help=summary, description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        suite = suites.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
         add_options(suite)
         suite.add_argument("--json", metavar="FILE", help="write everything measured to this file")
-        suite.add_argument("--timeout", type=_at_least(1), default=600, metavar="S", help="limit of one run, seconds")
+        suite.add_argument(
+            "--timeout",
+            type=_at_least(1),
+            default=600,
+            metavar="S",
+            help="limit of one run, seconds",
+        )
         suite.set_defaults(parser=suite)
     options = parser.parse_args(given)
     try:
@@ -79,22 +93,40 @@ def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
         given = tuple(text.split(","))
         for name in given:
             if name not in known:
-                raise argparse.ArgumentTypeError(f"nothing is called {name!r}.{nearest(name, known)}")
+                raise argparse.ArgumentTypeError(
+                    f"nothing is called {name!r}.{nearest(name, known)}"
+                )
         return given
 
     return names
 
 
-# --- train -------------------------------------------------------------------------------------------------------------------------
+# --- train ----------------------------------------------------------------------------------------
 def _train_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--peers", type=_names(list(PEERS)), default=",".join(PEERS), metavar="A,B", help="which to run, in this order")
-    parser.add_argument("--baseline", choices=list(PEERS), default="fsdp2-eager", metavar="PEER", help="ratios and losses are to this one")
+    parser.add_argument(
+        "--peers",
+        type=_names(list(PEERS)),
+        default=",".join(PEERS),
+        metavar="A,B",
+        help="which to run, in this order",
+    )
+    parser.add_argument(
+        "--baseline",
+        choices=list(PEERS),
+        default="fsdp2-eager",
+        metavar="PEER",
+        help="ratios and losses are to this one",
+    )
     parser.add_argument("--ranks", type=_at_least(1), default=2, help="processes, one thread each")
     parser.add_argument("--steps", type=_at_least(1), default=20, help="timed steps of a run")
     parser.add_argument("--warmup", type=_at_least(1), default=3, help="steps before those")
-    parser.add_argument("--rounds", type=_at_least(1), default=1, help="runs of every peer, interleaved")
+    parser.add_argument(
+        "--rounds", type=_at_least(1), default=1, help="runs of every peer, interleaved"
+    )
     for item in fields(ModelSize):
-        parser.add_argument(f"--{item.name}", type=_at_least(1), default=item.default, help="of the model")
+        parser.add_argument(
+            f"--{item.name}", type=_at_least(1), default=item.default, help="of the model"
+        )
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -103,26 +135,46 @@ def _train(options: argparse.Namespace) -> int:
     if wrong:
         options.parser.error(wrong)
     names = ("peers", "baseline", "ranks", "steps", "warmup", "rounds")
-    report = run_train(TrainConfig(size, timeout_s=options.timeout, **{name: getattr(options, name) for name in names}))
+    report = run_train(
+        TrainConfig(
+            size, timeout_s=options.timeout, **{name: getattr(options, name) for name in names}
+        )
+    )
     print(train_table(report))
     if options.json:
         write_json(options.json, "train", report)
     return 1 if report.failed else 0
 
 
-# --- overhead ----------------------------------------------------------------------------------------------------------------------
+# --- overhead -------------------------------------------------------------------------------------
 def _overhead_options(parser: argparse.ArgumentParser) -> None:
     default = OverheadConfig()
-    parser.add_argument("--params", type=_at_least(1), default=default.params, help="parameters of the model")
-    parser.add_argument("--steps", type=_at_least(1), default=default.steps, help="steps of a block")
-    parser.add_argument("--blocks", type=_at_least(1), default=default.blocks, help="blocks of each, alternating")
     parser.add_argument(
-        "--codegens", type=_names(default.codegens), default=",".join(default.codegens), metavar="A,B", help="code generators"
+        "--params", type=_at_least(1), default=default.params, help="parameters of the model"
+    )
+    parser.add_argument(
+        "--steps", type=_at_least(1), default=default.steps, help="steps of a block"
+    )
+    parser.add_argument(
+        "--blocks", type=_at_least(1), default=default.blocks, help="blocks of each, alternating"
+    )
+    parser.add_argument(
+        "--codegens",
+        type=_names(default.codegens),
+        default=",".join(default.codegens),
+        metavar="A,B",
+        help="code generators",
     )
 
 
 def _overhead(options: argparse.Namespace) -> int:
-    config = OverheadConfig(options.params, options.steps, options.blocks, codegens=options.codegens, timeout_s=options.timeout)
+    config = OverheadConfig(
+        options.params,
+        options.steps,
+        options.blocks,
+        codegens=options.codegens,
+        timeout_s=options.timeout,
+    )
     report = run_overhead(config)
     print(overhead_table(report))
     if options.json:
@@ -130,21 +182,38 @@ def _overhead(options: argparse.Namespace) -> int:
     return 0
 
 
-# --- scaling -----------------------------------------------------------------------------------------------------------------------
+# --- scaling --------------------------------------------------------------------------------------
 def _scaling_options(parser: argparse.ArgumentParser) -> None:
     default = ScalingConfig()
-    parser.add_argument("--layers", type=_numbers(1), default=",".join(map(str, default.layers)), metavar="N,N", help="layer counts")
-    parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=default.stage, help="ZeRO stage")
+    parser.add_argument(
+        "--layers",
+        type=_numbers(1),
+        default=",".join(map(str, default.layers)),
+        metavar="N,N",
+        help="layer counts",
+    )
+    parser.add_argument(
+        "--zero-stage", type=int, choices=(1, 2, 3), default=default.stage, help="ZeRO stage"
+    )
     parser.add_argument("--ranks", type=_at_least(1), default=default.ranks, help="fake ranks")
     for name in ("hidden", "intermediate", "heads", "kv_heads", "vocab", "seq"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=_at_least(1), default=getattr(default, name), help="of the model")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=_at_least(1),
+            default=getattr(default, name),
+            help="of the model",
+        )
 
 
 def _scaling(options: argparse.Namespace) -> int:
     if options.hidden % options.heads or options.heads % options.kv_heads:
         options.parser.error("--hidden must divide by --heads, and --heads by --kv-heads")
     names = ("layers", "ranks", "hidden", "intermediate", "heads", "kv_heads", "vocab", "seq")
-    config = ScalingConfig(stage=options.zero_stage, timeout_s=options.timeout, **{name: getattr(options, name) for name in names})
+    config = ScalingConfig(
+        stage=options.zero_stage,
+        timeout_s=options.timeout,
+        **{name: getattr(options, name) for name in names},
+    )
     report = run_scaling(config)
     print(scaling_table(report))
     if options.json:
@@ -152,43 +221,111 @@ def _scaling(options: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
-# --- flatten -----------------------------------------------------------------------------------------------------------------------
+# --- flatten --------------------------------------------------------------------------------------
 def _flatten_options(parser: argparse.ArgumentParser) -> None:
     default = FlattenConfig()
-    parser.add_argument("--mib", type=_at_least(1), default=default.mib, help="size of all tensors together")
-    parser.add_argument("--tensors", type=_at_least(2), default=default.tensors, help="how many there are")
-    parser.add_argument("--ranks", type=_at_least(1), default=default.ranks, help="processes, one thread each")
-    parser.add_argument("--rounds", type=_at_least(1), default=default.rounds, help="timed runs of each form")
-    parser.add_argument("--device", default=default.device, help="where the buffer belongs; on cpu the host stands in for a device")
-    parser.add_argument("--forms", type=_names(FORMS), default=",".join(FORMS), metavar="A,B", help="which to run, in this order")
+    parser.add_argument(
+        "--mib", type=_at_least(1), default=default.mib, help="size of all tensors together"
+    )
+    parser.add_argument(
+        "--tensors", type=_at_least(2), default=default.tensors, help="how many there are"
+    )
+    parser.add_argument(
+        "--ranks", type=_at_least(1), default=default.ranks, help="processes, one thread each"
+    )
+    parser.add_argument(
+        "--rounds", type=_at_least(1), default=default.rounds, help="timed runs of each form"
+    )
+    parser.add_argument(
+        "--device",
+        default=default.device,
+        help="where the buffer belongs; on cpu the host stands in for a device",
+    )
+    parser.add_argument(
+        "--forms",
+        type=_names(FORMS),
+        default=",".join(FORMS),
+        metavar="A,B",
+        help="which to run, in this order",
+    )
 
 
 def _flatten(options: argparse.Namespace) -> int:
     names = ("mib", "tensors", "ranks", "rounds", "device", "forms")
-    report = run_flatten(FlattenConfig(timeout_s=options.timeout, **{name: getattr(options, name) for name in names}))
+    report = run_flatten(
+        FlattenConfig(timeout_s=options.timeout, **{name: getattr(options, name) for name in names})
+    )
     print(flatten_table(report))
     if options.json:
         write_json(options.json, "flatten", report)
     return 1 if report.failed else 0
 
 
-# --- buckets -----------------------------------------------------------------------------------------------------------------------
+# --- buckets --------------------------------------------------------------------------------------
 def _buckets_options(parser: argparse.ArgumentParser) -> None:
     default = BucketsConfig()
-    parser.add_argument("--params", type=_at_least(4), default=default.params, help="small parameters of the model")
-    parser.add_argument("--width", type=_at_least(1), default=default.width, help="of the layers that they are in")
-    parser.add_argument("--large", type=_at_least(0), default=default.large, help="large square parameters among them")
-    parser.add_argument("--large-width", type=_at_least(1), default=default.large_width, help="of those")
-    parser.add_argument("--batch", type=_at_least(1), default=default.batch, help="samples per rank and step")
-    parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=default.stage, help="ZeRO stage")
-    parser.add_argument("--caps", type=_caps, default=None, metavar="MB,MB", help="sizes of buckets, MiB; by default the stage's own")
-    parser.add_argument("--memory-budget", default=default.memory_budget, metavar="B", help="of the pass: '5%%' or '300MiB'")
-    parser.add_argument("--codegen", choices=("inductor", "eager"), default=default.codegen, help="who runs zpasses' graphs")
-    parser.add_argument("--forms", type=_names(BUCKET_FORMS), default=",".join(BUCKET_FORMS), metavar="A,B", help="what to run")
-    parser.add_argument("--ranks", type=_at_least(1), default=default.ranks, help="processes, one thread each")
-    parser.add_argument("--steps", type=_at_least(1), default=default.steps, help="timed steps of a run")
-    parser.add_argument("--warmup", type=_at_least(1), default=default.warmup, help="steps before those")
-    parser.add_argument("--rounds", type=_at_least(1), default=default.rounds, help="runs of every form, interleaved")
+    parser.add_argument(
+        "--params", type=_at_least(4), default=default.params, help="small parameters of the model"
+    )
+    parser.add_argument(
+        "--width", type=_at_least(1), default=default.width, help="of the layers that they are in"
+    )
+    parser.add_argument(
+        "--large",
+        type=_at_least(0),
+        default=default.large,
+        help="large square parameters among them",
+    )
+    parser.add_argument(
+        "--large-width", type=_at_least(1), default=default.large_width, help="of those"
+    )
+    parser.add_argument(
+        "--batch", type=_at_least(1), default=default.batch, help="samples per rank and step"
+    )
+    parser.add_argument(
+        "--zero-stage", type=int, choices=(1, 2, 3), default=default.stage, help="ZeRO stage"
+    )
+    parser.add_argument(
+        "--caps",
+        type=_caps,
+        default=None,
+        metavar="MB,MB",
+        help="sizes of buckets, MiB; by default the stage's own",
+    )
+    parser.add_argument(
+        "--memory-budget",
+        default=default.memory_budget,
+        metavar="B",
+        help="of the pass: '5%%' or '300MiB'",
+    )
+    parser.add_argument(
+        "--codegen",
+        choices=("inductor", "eager"),
+        default=default.codegen,
+        help="who runs zpasses' graphs",
+    )
+    parser.add_argument(
+        "--forms",
+        type=_names(BUCKET_FORMS),
+        default=",".join(BUCKET_FORMS),
+        metavar="A,B",
+        help="what to run",
+    )
+    parser.add_argument(
+        "--ranks", type=_at_least(1), default=default.ranks, help="processes, one thread each"
+    )
+    parser.add_argument(
+        "--steps", type=_at_least(1), default=default.steps, help="timed steps of a run"
+    )
+    parser.add_argument(
+        "--warmup", type=_at_least(1), default=default.warmup, help="steps before those"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=_at_least(1),
+        default=default.rounds,
+        help="runs of every form, interleaved",
+    )
 
 
 def _caps(text: str) -> tuple[float, ...]:
@@ -207,10 +344,27 @@ def _buckets(options: argparse.Namespace) -> int:
     except OptionError as error:
         options.parser.error(str(error))
     if options.large and options.large_width % options.width:
-        options.parser.error(f"--large-width {options.large_width} does not divide by --width {options.width}")
-    names = ("params", "width", "large", "large_width", "batch", "memory_budget", "codegen", "forms", "ranks", "steps", "warmup", "rounds")
+        options.parser.error(
+            f"--large-width {options.large_width} does not divide by --width {options.width}"
+        )
+    names = (
+        "params",
+        "width",
+        "large",
+        "large_width",
+        "batch",
+        "memory_budget",
+        "codegen",
+        "forms",
+        "ranks",
+        "steps",
+        "warmup",
+        "rounds",
+    )
     chosen = {name: getattr(options, name) for name in names}
-    config = BucketsConfig(stage=options.zero_stage, caps=options.caps or (), timeout_s=options.timeout, **chosen)
+    config = BucketsConfig(
+        stage=options.zero_stage, caps=options.caps or (), timeout_s=options.timeout, **chosen
+    )
     report = run_buckets(config)
     print(buckets_table(report))
     if options.json:
@@ -218,37 +372,88 @@ def _buckets(options: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
-# --- coalesce ----------------------------------------------------------------------------------------------------------------------
+# --- coalesce -------------------------------------------------------------------------------------
 def _coalesce_options(parser: argparse.ArgumentParser) -> None:
     default = CoalesceConfig(())
-    parser.add_argument("--ways", type=_names(list(WAYS)), default=",".join(WAYS), metavar="A,B", help="which to run, in this order")
-    parser.add_argument("--baseline", choices=list(WAYS), default=default.baseline, metavar="WAY", help="ratios are to this one")
-    parser.add_argument("--model", choices=("mlp", "gpt"), default=default.model, help="square layers in bfloat16, or the GPT of train")
-    parser.add_argument("--backwards", type=_numbers(1), default=",".join(map(str, default.backwards)), metavar="N,N", help="in a step")
+    parser.add_argument(
+        "--ways",
+        type=_names(list(WAYS)),
+        default=",".join(WAYS),
+        metavar="A,B",
+        help="which to run, in this order",
+    )
+    parser.add_argument(
+        "--baseline",
+        choices=list(WAYS),
+        default=default.baseline,
+        metavar="WAY",
+        help="ratios are to this one",
+    )
+    parser.add_argument(
+        "--model",
+        choices=("mlp", "gpt"),
+        default=default.model,
+        help="square layers in bfloat16, or the GPT of train",
+    )
+    parser.add_argument(
+        "--backwards",
+        type=_numbers(1),
+        default=",".join(map(str, default.backwards)),
+        metavar="N,N",
+        help="in a step",
+    )
     for name in ("width", "layers", "batch", "seq"):
-        parser.add_argument(f"--{name}", type=_at_least(1), default=getattr(default, name), help="of the model")
-    parser.add_argument("--ranks", type=_at_least(2), default=default.ranks, help="processes, one thread each")
-    parser.add_argument("--steps", type=_at_least(1), default=default.steps, help="timed steps of a run")
-    parser.add_argument("--warmup", type=_at_least(1), default=default.warmup, help="steps before those")
+        parser.add_argument(
+            f"--{name}", type=_at_least(1), default=getattr(default, name), help="of the model"
+        )
+    parser.add_argument(
+        "--ranks", type=_at_least(2), default=default.ranks, help="processes, one thread each"
+    )
+    parser.add_argument(
+        "--steps", type=_at_least(1), default=default.steps, help="timed steps of a run"
+    )
+    parser.add_argument(
+        "--warmup", type=_at_least(1), default=default.warmup, help="steps before those"
+    )
 
 
 def _coalesce(options: argparse.Namespace) -> int:
     if options.model == "gpt":
-        wrong = ModelSize(width=options.width, layers=options.layers, seq=options.seq, batch=options.batch).check()
+        wrong = ModelSize(
+            width=options.width, layers=options.layers, seq=options.seq, batch=options.batch
+        ).check()
         if wrong:
             options.parser.error(wrong)
-    names = ("ways", "model", "width", "layers", "batch", "seq", "backwards", "ranks", "steps", "warmup", "baseline")
-    report = run_coalesce(CoalesceConfig(timeout_s=options.timeout, **{name: getattr(options, name) for name in names}))
+    names = (
+        "ways",
+        "model",
+        "width",
+        "layers",
+        "batch",
+        "seq",
+        "backwards",
+        "ranks",
+        "steps",
+        "warmup",
+        "baseline",
+    )
+    report = run_coalesce(
+        CoalesceConfig(
+            timeout_s=options.timeout, **{name: getattr(options, name) for name in names}
+        )
+    )
     print(coalesce_table(report))
     if options.json:
         write_json(options.json, "coalesce", report)
     return 1 if report.failed else 0
 
 
-# --- startup -----------------------------------------------------------------------------------------------------------------------
+# --- startup --------------------------------------------------------------------------------------
 def _startup_options(parser: argparse.ArgumentParser) -> None:
     default = StartupConfig()
-    parser.add_argument("--rounds", type=_at_least(1), default=default.rounds, help="counted starts of each command")
+    parser.add_argument(
+        "--rounds", type=_at_least(1), default=default.rounds, help="counted starts of each command"
+    )
     parser.add_argument("--dump", metavar="DIR", default=default.dump, help="also read this dump")
 
 
@@ -260,14 +465,28 @@ def _startup(options: argparse.Namespace) -> int:
     return 0
 
 
-# --- dump --------------------------------------------------------------------------------------------------------------------------
+# --- dump -----------------------------------------------------------------------------------------
 def _dump_options(parser: argparse.ArgumentParser) -> None:
     default = DumpConfig(ModelSize())
-    parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=default.stage, help="ZeRO stage")
-    parser.add_argument("--codegen", choices=("inductor", "eager"), default=default.codegen, help="who runs the graphs")
-    parser.add_argument("--rounds", type=_at_least(1), default=default.rounds, help="compiles with and without a dump, in turn")
+    parser.add_argument(
+        "--zero-stage", type=int, choices=(1, 2, 3), default=default.stage, help="ZeRO stage"
+    )
+    parser.add_argument(
+        "--codegen",
+        choices=("inductor", "eager"),
+        default=default.codegen,
+        help="who runs the graphs",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=_at_least(1),
+        default=default.rounds,
+        help="compiles with and without a dump, in turn",
+    )
     for item in fields(ModelSize):
-        parser.add_argument(f"--{item.name}", type=_at_least(1), default=item.default, help="of the model")
+        parser.add_argument(
+            f"--{item.name}", type=_at_least(1), default=item.default, help="of the model"
+        )
 
 
 def _dump(options: argparse.Namespace) -> int:
@@ -275,22 +494,42 @@ def _dump(options: argparse.Namespace) -> int:
     wrong = size.check()
     if wrong:
         options.parser.error(wrong)
-    report = run_dump(DumpConfig(size, options.zero_stage, options.codegen, options.rounds, options.timeout))
+    report = run_dump(
+        DumpConfig(size, options.zero_stage, options.codegen, options.rounds, options.timeout)
+    )
     print(dump_table(report))
     if options.json:
         write_json(options.json, "dump", report)
     return 0
 
 
-_SUITES: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]] = {
+_SUITES: dict[
+    str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]
+] = {
     "train": (_train_options, _train, "peers train the same GPT on the same data"),
-    "coalesce": (_coalesce_options, _coalesce, "several backwards in one step: reduced in each, or once"),
-    "buckets": (_buckets_options, _buckets, "many small parameters: collectives one by one, and in buckets"),
+    "coalesce": (
+        _coalesce_options,
+        _coalesce,
+        "several backwards in one step: reduced in each, or once",
+    ),
+    "buckets": (
+        _buckets_options,
+        _buckets,
+        "many small parameters: collectives one by one, and in buckets",
+    ),
     "overhead": (_overhead_options, _overhead, "runtime overhead per parameter and step"),
-    "scaling": (_scaling_options, _scaling, "compile time against the number of layers, on fake ranks"),
+    "scaling": (
+        _scaling_options,
+        _scaling,
+        "compile time against the number of layers, on fake ranks",
+    ),
     "startup": (_startup_options, _startup, "how long the command line takes to start"),
     "dump": (_dump_options, _dump, "what a dump adds to a cold compile"),
-    "flatten": (_flatten_options, _flatten, "flat buffers made on the host, on the device, and in parts"),
+    "flatten": (
+        _flatten_options,
+        _flatten,
+        "flat buffers made on the host, on the device, and in parts",
+    ),
 }
 
 

@@ -1,9 +1,9 @@
-"""The suite "buckets": a model of many small and some large parameters, whose collectives go out one by one, coalesced, flat, or as `auto`
-chooses, with buckets of several sizes; and FSDP2 beside them, which gathers a layer at a time.
+"""The suite "buckets": a model of many small and some large parameters, whose collectives go out
+one by one, coalesced, flat, or as `auto` chooses, with buckets of several sizes; and FSDP2 beside
+them, which gathers a layer at a time.
 
-Each form trains in fresh processes, once for time and once for memory, on the same data; of zpasses' forms nothing differs but the
-options of the pass `bucket`.
-"""
+Each form trains in fresh processes, once for time and once for memory, on the same data; of
+zpasses' forms nothing differs but the options of the pass `bucket`."""
 
 from __future__ import annotations
 
@@ -59,14 +59,19 @@ class BucketsConfig:
     warmup: int = 3
     """Steps before those; compilation falls here."""
     rounds: int = 1
-    """Runs of every form, interleaved, so that the ratio to the baseline is between neighbours in time."""
+    """Runs of every form, interleaved, so that the ratio to the baseline is between neighbours in
+    time."""
     forms: tuple[str, ...] = FORMS
     timeout_s: float = 600.0
 
     def runs(self) -> list[tuple[str, float | None]]:
         """Form and size of buckets of each run."""
         bucketed = ("coalesced", "flat", "auto")
-        return [(form, cap) for form in self.forms for cap in ((self.caps or (None,)) if form in bucketed else (None,))]
+        return [
+            (form, cap)
+            for form in self.forms
+            for cap in ((self.caps or (None,)) if form in bucketed else (None,))
+        ]
 
 
 @dataclass
@@ -121,10 +126,14 @@ def run_buckets(config: BucketsConfig) -> BucketsReport:
             except RankError as error:
                 report.failed[form] = str(error)
                 continue
-            modelled = max((rank["modelled_bytes"] for rank in ranks if rank["modelled_bytes"]), default=None)
+            modelled = max(
+                (rank["modelled_bytes"] for rank in ranks if rank["modelled_bytes"]), default=None
+            )
             loss = statistics.mean(rank["loss"] for rank in ranks)
             first = ranks[0]
-            found[form, cap] = BucketsResult(form, cap, [step_s], first["collectives"], first["sent_bytes"], peak, modelled, loss)
+            found[form, cap] = BucketsResult(
+                form, cap, [step_s], first["collectives"], first["sent_bytes"], peak, modelled, loss
+            )
     report.results = [found[run] for run in config.runs() if run in found]
     _relate(report)
     return report
@@ -143,14 +152,19 @@ def _relate(report: BucketsReport) -> None:
     if base is None:
         return
     for each in report.results:
-        each.ratio = statistics.median(own / other for own, other in zip(each.rounds_s, base.rounds_s, strict=False))
+        each.ratio = statistics.median(
+            own / other for own, other in zip(each.rounds_s, base.rounds_s, strict=False)
+        )
         if each.modelled_bytes and base.modelled_bytes:
             each.modelled_ratio = each.modelled_bytes / base.modelled_bytes
         if abs(each.loss - base.loss) > _LOSS_TOLERANCE * abs(base.loss):
-            report.failed[each.form] = f"trained something else: its last loss is {each.loss:.6g}, that of single {base.loss:.6g}"
+            report.failed[each.form] = (
+                f"trained something else: its last loss is {each.loss:.6g}, that of single "
+                f"{base.loss:.6g}"
+            )
 
 
-# --- in the processes that measure -------------------------------------------------------------------------------------------------
+# --- in the processes that measure ----------------------------------------------------------------
 class Layer(nn.Module):
     """A linear map of a normed input, beside a residual."""
 
@@ -172,7 +186,9 @@ class Wide(nn.Module):
         self.mix = nn.Linear(large, large, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.tanh(self.mix(x.repeat(1, self.copies))).unflatten(1, (self.copies, -1)).mean(1)
+        y: Tensor = (
+            torch.tanh(self.mix(x.repeat(1, self.copies))).unflatten(1, (self.copies, -1)).mean(1)
+        )
         return x + y
 
 
@@ -199,11 +215,15 @@ def pipeline(stage: int, form: str, cap_mb: float | None, memory_budget: str) ->
     from zpasses import Pipeline
     from zpasses.passes import Bucket
 
-    changes: dict[str, Any] = {"cap_mb": 0.0} if form == "single" else {"mode": form, "memory_budget": memory_budget}
+    changes: dict[str, Any] = (
+        {"cap_mb": 0.0} if form == "single" else {"mode": form, "memory_budget": memory_budget}
+    )
     if cap_mb is not None:
         changes["cap_mb"] = cap_mb
     named = Pipeline.parse(f"zero{stage}")
-    return ",".join(str(replace(each, **changes) if isinstance(each, Bucket) else each) for each in named)
+    return ",".join(
+        str(replace(each, **changes) if isinstance(each, Bucket) else each) for each in named
+    )
 
 
 def _build(job: dict[str, Any], mesh: DeviceMesh) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
@@ -220,7 +240,9 @@ def _build(job: dict[str, Any], mesh: DeviceMesh) -> tuple[nn.Module, Callable[[
 
     zpasses.shard(model, mesh=mesh)
     text = pipeline(job["stage"], job["form"], job["cap"], job["memory_budget"])
-    return model, torch.compile(model, backend="zpasses", options={"pipeline": text, "codegen": job["codegen"]})
+    return model, torch.compile(
+        model, backend="zpasses", options={"pipeline": text, "codegen": job["codegen"]}
+    )
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
@@ -272,7 +294,9 @@ def _peak_bytes(train: Callable[[], Tensor]) -> int:
         train()
     dist.barrier()
     gc.collect()
-    time.sleep(_SETTLE_S)  # gloo's threads let go of a collective's tensors only after it is awaited
+    time.sleep(
+        _SETTLE_S
+    )  # gloo's threads let go of a collective's tensors only after it is awaited
     memory = ResidentMemory()
     train()
     return memory.peak_bytes()

@@ -1,8 +1,8 @@
 """The suite "coalesce": one optimizer step of several backwards, reduced in each of them or once.
 
-Each way runs in fresh processes of its own, once for time and traffic and once for memory; one process measures all window lengths.
-A step is the backwards and the reduction, without the optimizer, which is the same everywhere.
-"""
+Each way runs in fresh processes of its own, once for time and traffic and once for memory; one
+process measures all window lengths. A step is the backwards and the reduction, without the
+optimizer, which is the same everywhere."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ _SETTLE_S = 0.2
 _MEMORY_WARMUP = 2
 
 NORM_TOLERANCE = {"gpt": 1e-3, "mlp": 2e-2}
-"""Largest relative difference of a gradient's norm from the first way's; the MLP computes and reduces in bfloat16."""
+"""Largest relative difference of a gradient's norm from the first way's; the MLP computes and
+reduces in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class CoalesceConfig:
 
 @dataclass
 class CoalesceResult:
-    """One way at one number of backwards. Seconds and bytes of one rank, the largest: what gradients and the step itself need, above
-    what is held between steps."""
+    """One way at one number of backwards. Seconds and bytes of one rank, the largest: what
+    gradients and the step itself need, above what is held between steps."""
 
     way: str
     backwards: int
@@ -93,7 +94,7 @@ class CoalesceReport:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-# --- ways --------------------------------------------------------------------------------------------------------------------------
+# --- ways -----------------------------------------------------------------------------------------
 class Runner:
     """A model on one rank, and how it goes through a step."""
 
@@ -101,8 +102,12 @@ class Runner:
         self,
         model: nn.Module,
         forward: Callable[..., Tensor],
-        window: Callable[[int], AbstractContextManager[Any]] = lambda count: contextlib.nullcontext(),
-        around: Callable[[bool], AbstractContextManager[Any]] = lambda last: contextlib.nullcontext(),
+        window: Callable[[int], AbstractContextManager[Any]] = lambda count: (
+            contextlib.nullcontext()
+        ),
+        around: Callable[[bool], AbstractContextManager[Any]] = lambda last: (
+            contextlib.nullcontext()
+        ),
     ) -> None:
         self.model, self.forward, self.window, self.around = model, forward, window, around
         self.kept_bytes = 0
@@ -141,7 +146,9 @@ class Way:
 
 def _ddp(no_sync: bool) -> Callable[[nn.Module, DeviceMesh], Runner]:
     def build(model: nn.Module, mesh: DeviceMesh) -> Runner:
-        wrapped = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), gradient_as_bucket_view=True)
+        wrapped = nn.parallel.DistributedDataParallel(
+            model, process_group=mesh.get_group(), gradient_as_bucket_view=True
+        )
 
         def around(last: bool) -> AbstractContextManager[Any]:
             return wrapped.no_sync() if no_sync and not last else contextlib.nullcontext()
@@ -179,9 +186,13 @@ def _zpasses(stage: int, mode: str) -> Callable[[nn.Module, DeviceMesh], Runner]
         def window(count: int) -> AbstractContextManager[Any]:
             if mode == "per backward":
                 return contextlib.nullcontext()
-            return zpasses.coalesce_grad_reduction(model, backwards=count if mode == "coalesced" else None)
+            return zpasses.coalesce_grad_reduction(
+                model, backwards=count if mode == "coalesced" else None
+            )
 
-        return Runner(model, torch.compile(model, backend="zpasses", options={"zero_stage": stage}), window)
+        return Runner(
+            model, torch.compile(model, backend="zpasses", options={"zero_stage": stage}), window
+        )
 
     return build
 
@@ -195,14 +206,24 @@ class _DeepSpeed(Runner):
         numel = sum(param.numel() for param in model.parameters())
         config = {
             "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": numel, "allgather_bucket_size": numel},
+            "zero_optimization": {
+                "stage": stage,
+                "reduce_bucket_size": numel,
+                "allgather_bucket_size": numel,
+            },
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": next(model.parameters()).dtype is torch.bfloat16},
         }
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
-        window = (lambda count: self._engine.coalesce_grad_reduction()) if coalesced else (lambda count: contextlib.nullcontext())
+        self._engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
+        window = (
+            (lambda count: self._engine.coalesce_grad_reduction())
+            if coalesced
+            else (lambda count: contextlib.nullcontext())
+        )
         super().__init__(model, self._engine, window)
 
     def backward(self, loss: Tensor) -> None:
@@ -224,16 +245,44 @@ def _all_ways() -> list[Way]:
         Way("ddp per backward", "DistributedDataParallel, compiled", _ddp(no_sync=False)),
         Way("ddp no_sync", "the same, all but the last backward under no_sync", _ddp(no_sync=True)),
         Way("fsdp2 per backward", "fully_shard per block and root, eager", _fsdp2(deferred=False)),
-        Way("fsdp2 deferred", "the same, with set_requires_gradient_sync in the last backward only", _fsdp2(deferred=True)),
+        Way(
+            "fsdp2 deferred",
+            "the same, with set_requires_gradient_sync in the last backward only",
+            _fsdp2(deferred=True),
+        ),
     ]
     for stage in (1, 2, 3):
-        ways.append(Way(f"zpasses-{stage} per backward", "zpasses without a window", _zpasses(stage, "per backward")))
-        ways.append(Way(f"zpasses-{stage} coalesced", "a window that reduces in the last backward", _zpasses(stage, "coalesced")))
-        ways.append(Way(f"zpasses-{stage} flushed", "a window that reduces when it ends", _zpasses(stage, "flushed")))
+        ways.append(
+            Way(
+                f"zpasses-{stage} per backward",
+                "zpasses without a window",
+                _zpasses(stage, "per backward"),
+            )
+        )
+        ways.append(
+            Way(
+                f"zpasses-{stage} coalesced",
+                "a window that reduces in the last backward",
+                _zpasses(stage, "coalesced"),
+            )
+        )
+        ways.append(
+            Way(
+                f"zpasses-{stage} flushed",
+                "a window that reduces when it ends",
+                _zpasses(stage, "flushed"),
+            )
+        )
     for stage in (1, 2, 3):
         for coalesced, mode in ((False, "per backward"), (True, "coalesced")):
             ways.append(
-                Way(f"deepspeed-{stage} {mode}", f"DeepSpeed, stage {stage}", _deepspeed(stage, coalesced), "deepspeed", _DEEPSPEED)
+                Way(
+                    f"deepspeed-{stage} {mode}",
+                    f"DeepSpeed, stage {stage}",
+                    _deepspeed(stage, coalesced),
+                    "deepspeed",
+                    _DEEPSPEED,
+                )
             )
     return ways
 
@@ -242,9 +291,10 @@ WAYS: dict[str, Way] = {way.name: way for way in _all_ways()}
 """Every way by name, in the order in which they run."""
 
 
-# --- running -----------------------------------------------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------
 def run_coalesce(config: CoalesceConfig) -> CoalesceReport:
-    """Measure every way that is installed; those that fail are reported, and do not stop the others."""
+    """Measure every way that is installed; those that fail are reported, and do not stop the
+    others."""
     report = CoalesceReport(config)
     for name in tqdm(config.ways):
         way = WAYS[name]
@@ -270,16 +320,28 @@ def _run(config: CoalesceConfig, way: str, kind: str) -> list[Any]:
 
 def _result(way: str, count: int, timed: Sequence[Any], held: Sequence[Any]) -> CoalesceResult:
     key = str(count)
-    largest = {name: max(rank[key][name] for rank in held) for name in ("peak_bytes", "window_bytes", "after_bytes")}
+    largest = {
+        name: max(rank[key][name] for rank in held)
+        for name in ("peak_bytes", "window_bytes", "after_bytes")
+    }
     first = timed[0][key]
     wall_s = max(rank[key]["wall_s"] for rank in timed)
     return CoalesceResult(
-        way, count, wall_s, None, **largest, **{name: first[name] for name in ("collectives", "sent_bytes", "gradient_norm")}
+        way,
+        count,
+        wall_s,
+        None,
+        **largest,
+        **{name: first[name] for name in ("collectives", "sent_bytes", "gradient_norm")},
     )
 
 
 def _relate(report: CoalesceReport) -> None:
-    base = {result.backwards: result for result in report.results if result.way == report.config.baseline}
+    base = {
+        result.backwards: result
+        for result in report.results
+        if result.way == report.config.baseline
+    }
     norms: dict[int, float] = {}
     for result in report.results:
         if result.backwards in base:
@@ -287,11 +349,17 @@ def _relate(report: CoalesceReport) -> None:
         if result.gradient_norm is None:
             continue
         expected = norms.setdefault(result.backwards, result.gradient_norm)
-        if not abs(result.gradient_norm - expected) <= NORM_TOLERANCE[report.config.model] * expected:
-            report.failed[result.way] = f"gradient norm {result.gradient_norm:.6g} instead of {expected:.6g}, {result.backwards} backwards"
+        if (
+            not abs(result.gradient_norm - expected)
+            <= NORM_TOLERANCE[report.config.model] * expected
+        ):
+            report.failed[result.way] = (
+                f"gradient norm {result.gradient_norm:.6g} instead of {expected:.6g}, "
+                f"{result.backwards} backwards"
+            )
 
 
-# --- one rank ----------------------------------------------------------------------------------------------------------------------
+# --- one rank -------------------------------------------------------------------------------------
 class Mlp(nn.Module):
     """Square layers with ReLU between them, and the mean square of what comes out as loss."""
 
@@ -309,12 +377,17 @@ def _build(config: Mapping[str, Any]) -> tuple[nn.Module, list[tuple[Tensor, ...
     """The model, the same in every process, and the data of this rank."""
     count, rank = max(config["backwards"]), dist.get_rank()
     if config["model"] == "gpt":
-        size = ModelSize(width=config["width"], layers=config["layers"], seq=config["seq"], batch=config["batch"])
+        size = ModelSize(
+            width=config["width"], layers=config["layers"], seq=config["seq"], batch=config["batch"]
+        )
         return build_model(size), list(batches(size, count, rank))
     torch.manual_seed(0)
     model = Mlp(config["width"], config["layers"]).bfloat16()
     draw = torch.Generator().manual_seed(1 + rank)
-    return model, [(torch.randn(config["batch"], config["width"], generator=draw).bfloat16(),) for _ in range(count)]
+    return model, [
+        (torch.randn(config["batch"], config["width"], generator=draw).bfloat16(),)
+        for _ in range(count)
+    ]
 
 
 def _time(job: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
@@ -358,7 +431,9 @@ def _memory(job: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
 
         def look(held: list[int] = held) -> None:
             gc.collect()
-            time.sleep(_SETTLE_S)  # gloo's threads let go of tensors only after their collective is awaited
+            time.sleep(
+                _SETTLE_S
+            )  # gloo's threads let go of tensors only after their collective is awaited
             held.append(held_bytes())
 
         look()
@@ -368,7 +443,11 @@ def _memory(job: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
         look()
         runner.clear()
         before, window, after = held
-        found[count] = {"peak_bytes": peak, "window_bytes": window - before, "after_bytes": after - before}
+        found[count] = {
+            "peak_bytes": peak,
+            "window_bytes": window - before,
+            "after_bytes": after - before,
+        }
     return found
 
 

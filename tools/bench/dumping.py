@@ -69,23 +69,37 @@ def run_dump(config: DumpConfig) -> DumpReport:
     for _ in range(config.rounds):
         for result in (plain, dumped):
             with tempfile.TemporaryDirectory(prefix="zpasses-bench-") as folder:
-                job = {**asdict(config), "dump": str(Path(folder, "dump")) if result.dumped else None}
+                job = {
+                    **asdict(config),
+                    "dump": str(Path(folder, "dump")) if result.dumped else None,
+                }
                 env = {"TORCHINDUCTOR_CACHE_DIR": str(Path(folder, "cache"))}
                 (took_s,) = run_ranks(_WORKER, job, ranks=1, timeout_s=config.timeout_s, env=env)
                 result.rounds_s.append(took_s)
-                result.dump_bytes = sum(file.stat().st_size for file in Path(folder, "dump").rglob("*") if file.is_file())
-    ratio = statistics.median(with_s / without_s for with_s, without_s in zip(dumped.rounds_s, plain.rounds_s, strict=True))
+                result.dump_bytes = sum(
+                    file.stat().st_size
+                    for file in Path(folder, "dump").rglob("*")
+                    if file.is_file()
+                )
+    ratio = statistics.median(
+        with_s / without_s
+        for with_s, without_s in zip(dumped.rounds_s, plain.rounds_s, strict=True)
+    )
     return DumpReport(config, [plain, dumped], ratio)
 
 
-# --- in the process that measures --------------------------------------------------------------------------------------------------
+# --- in the process that measures -----------------------------------------------------------------
 def measure(job: dict[str, Any]) -> float:
     """Seconds that the first step takes longer than the third."""
     import zpasses
     from zpasses.testing import fake_world
 
     size = ModelSize(**job["size"])
-    options = {"zero_stage": job["stage"], "codegen": job["codegen"], **({"dump": job["dump"]} if job["dump"] else {})}
+    options = {
+        "zero_stage": job["stage"],
+        "codegen": job["codegen"],
+        **({"dump": job["dump"]} if job["dump"] else {}),
+    }
     with fake_world(2) as mesh:
         model = zpasses.shard(build_model(size), mesh=mesh)
         step = torch.compile(model, backend="zpasses", options=options, fullgraph=True)

@@ -1,8 +1,9 @@
-"""The suite "flatten": the same tensors made into one flat buffer on the host, on the device, and in parts by all ranks.
+"""The suite "flatten": the same tensors made into one flat buffer on the host, on the device, and
+in parts by all ranks.
 
-Every form runs in fresh processes, on the same tensors, and must give the same bits. Without an accelerator the host plays the device:
-the graphs are the same, but both sides share one memory and one set of cores, so that times say nothing about accelerators.
-"""
+Every form runs in fresh processes, on the same tensors, and must give the same bits. Without an
+accelerator the host plays the device: the graphs are the same, but both sides share one memory and
+one set of cores, so that times say nothing about accelerators."""
 
 from __future__ import annotations
 
@@ -82,7 +83,12 @@ def run_flatten(config: FlattenConfig) -> FlattenReport:
     report = FlattenReport(config)
     for form in config.forms:
         try:
-            ranks = run_ranks(_WORKER, {**asdict(config), "form": form}, ranks=config.ranks, timeout_s=config.timeout_s)
+            ranks = run_ranks(
+                _WORKER,
+                {**asdict(config), "form": form},
+                ranks=config.ranks,
+                timeout_s=config.timeout_s,
+            )
         except RankError as error:
             report.failed[form] = str(error)
             continue
@@ -90,7 +96,9 @@ def run_flatten(config: FlattenConfig) -> FlattenReport:
         report.results.append(FlattenResult(**worst))
         digests = {rank["digest"] for rank in ranks} | {result.digest for result in report.results}
         if len(digests) > 1:
-            report.failed[form] = f"made another buffer than {report.results[0].form}, or ranks made different ones"
+            report.failed[form] = (
+                f"made another buffer than {report.results[0].form}, or ranks made different ones"
+            )
     return report
 
 
@@ -98,14 +106,17 @@ def _worst(values: list[Any]) -> Any:
     return None if None in values else max(values)
 
 
-# --- in the processes that measure -------------------------------------------------------------------------------------------------
+# --- in the processes that measure ----------------------------------------------------------------
 def measure(job: dict[str, Any]) -> FlattenResult:
     """One form on this rank."""
     from zpasses.pipeline.observers import GraphLog, observe_graphs
 
     device = _start(job["device"])
     seen: list[tuple[float, GraphLog]] = []
-    with observe_graphs(lambda graph: seen.append((time.perf_counter(), graph))), MemoryProfile() as memory:
+    with (
+        observe_graphs(lambda graph: seen.append((time.perf_counter(), graph))),
+        MemoryProfile() as memory,
+    ):
         tensors = _tensors(job["mib"], job["tensors"])
         _pack(tensors[:2], device, job)  # whatever the first call loads
         seen.clear()
@@ -119,7 +130,10 @@ def measure(job: dict[str, Any]) -> FlattenResult:
     del buffer
     timed = [_timed(tensors, device, job, seen) for _ in range(job["rounds"])]
     on_host = device.type == "cpu"
-    peaks = {each: memory.read("flatten", each)[1] for each in ("CPU", *(() if on_host else (device.type.upper(),)))}
+    peaks = {
+        each: memory.read("flatten", each)[1]
+        for each in ("CPU", *(() if on_host else (device.type.upper(),)))
+    }
     moved, host, laid = _bytes(seen[-1][1].graph, job["form"])
     return FlattenResult(
         form=job["form"],
@@ -158,11 +172,18 @@ def _pack(tensors: list[torch.Tensor], device: torch.device, job: dict[str, Any]
 
     options = {"tier": job["form"], **({"device": "cpu"} if device.type == "cpu" else {})}
     group = compat.group_name(dist.group.WORLD)
-    (flat,) = pack_parameters(list(tensors), device=device, group=group, replicated=True, options=options)
+    (flat,) = pack_parameters(
+        list(tensors), device=device, group=group, replicated=True, options=options
+    )
     return flat.buffer
 
 
-def _timed(tensors: list[torch.Tensor], device: torch.device, job: dict[str, Any], seen: list[tuple[float, Any]]) -> tuple[float, float]:
+def _timed(
+    tensors: list[torch.Tensor],
+    device: torch.device,
+    job: dict[str, Any],
+    seen: list[tuple[float, Any]],
+) -> tuple[float, float]:
     """Seconds that the graph ran, and those that it took to make."""
     from zpasses.pipeline.observers import observe_graphs
 
@@ -186,12 +207,18 @@ def _bytes(graph: torch.fx.Graph, form: str) -> tuple[int, int, int]:
     """Bytes moved to the device, laid out on the host, and laid out on the device."""
     from zpasses.graph.nodes import calls, nbytes, value_of
 
-    moved = sum(nbytes(value_of(node)) for node in calls(graph, torch.ops.aten._to_copy.default) if "device" in node.kwargs)
+    moved = sum(
+        nbytes(value_of(node))
+        for node in calls(graph, torch.ops.aten._to_copy.default)
+        if "device" in node.kwargs
+    )
     laid = sum(nbytes(value_of(node)) for node in calls(graph, torch.ops.aten.cat.default))
     return (moved, laid, 0) if form == "host" else (moved, 0, laid)
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(asdict(measure(json.loads(Path(sys.argv[1]).read_text())))))
+    Path(sys.argv[2]).write_text(
+        json.dumps(asdict(measure(json.loads(Path(sys.argv[1]).read_text()))))
+    )
     dist.barrier()
     dist.destroy_process_group()

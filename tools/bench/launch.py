@@ -21,14 +21,23 @@ _TAIL_LINES = 25
 
 
 class RankError(RuntimeError):
-    """A measurement that failed or took too long; the message ends with what the rank wrote last."""
+    """A measurement that failed or took too long; the message ends with what the rank wrote
+    last."""
 
 
-def run_ranks(module: str, job: Mapping[str, Any], *, ranks: int, timeout_s: float, env: Mapping[str, str] | None = None) -> list[Any]:
+def run_ranks(
+    module: str,
+    job: Mapping[str, Any],
+    *,
+    ranks: int,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
     """Run `python -m module JOB RESULT` on `ranks` new processes and return their results, by rank.
 
-    A rank reads its job from the JSON file JOB and writes its result as JSON to RESULT. It finds its peers as under torchrun
-    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and computes on one thread.
+    A rank reads its job from the JSON file JOB and writes its result as JSON to RESULT. It finds
+    its peers as under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and computes on one
+    thread.
 
     Args:
         timeout_s: seconds until all are ended.
@@ -37,7 +46,10 @@ def run_ranks(module: str, job: Mapping[str, Any], *, ranks: int, timeout_s: flo
     Raises:
         RankError: when a rank fails or time is up.
     """
-    with tempfile.TemporaryDirectory(prefix="zpasses-bench-") as folder, contextlib.ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="zpasses-bench-") as folder,
+        contextlib.ExitStack() as stack,
+    ):
         job_file = Path(folder, "job.json")
         job_file.write_text(json.dumps(dict(job)))
         # Held here, as torchrun does, so that no port has to be guessed.
@@ -48,7 +60,11 @@ def run_ranks(module: str, job: Mapping[str, Any], *, ranks: int, timeout_s: flo
             logs.append(stack.enter_context(Path(folder, f"log-{rank}.txt").open("w+")))
             command = [sys.executable, "-m", module, str(job_file), str(results[-1])]
             rank_env = {**os.environ, **_environment(rank, ranks, store.port), **(env or {})}
-            processes.append(subprocess.Popen(command, env=rank_env, stdout=logs[-1], stderr=subprocess.STDOUT, cwd=folder))
+            processes.append(
+                subprocess.Popen(
+                    command, env=rank_env, stdout=logs[-1], stderr=subprocess.STDOUT, cwd=folder
+                )
+            )
         try:
             failed = _wait(processes, timeout_s)
         finally:
@@ -59,7 +75,11 @@ def run_ranks(module: str, job: Mapping[str, Any], *, ranks: int, timeout_s: flo
             logs[failed].seek(0)
             tail = "".join(logs[failed].readlines()[-_TAIL_LINES:])
             code = processes[failed].returncode
-            reason = f"ended with code {code}" if code not in (-9, None) else f"was ended (time limit {timeout_s:g} s, or out of memory)"
+            reason = (
+                f"ended with code {code}"
+                if code not in (-9, None)
+                else f"was ended (time limit {timeout_s:g} s, or out of memory)"
+            )
             raise RankError(f"rank {failed} {reason}. It last wrote:\n{tail}")
         return [json.loads(path.read_text()) for path in results]
 

@@ -52,7 +52,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, width = x.shape
         split = (batch, seq, self.heads, width // self.heads)
-        q, k, v = (part.view(split).transpose(1, 2) for part in self.qkv(self.attention_norm(x)).chunk(3, dim=-1))
+        q, k, v = (
+            part.view(split).transpose(1, 2)
+            for part in self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).reshape(batch, seq, width))
         y: Tensor = x + self.down(F.gelu(self.up(self.mlp_norm(x))))
@@ -84,7 +87,12 @@ def build_model(size: ModelSize) -> GPT:
     model = GPT(size)
     for name, param in model.named_parameters():
         if param.dim() > 1:
-            nn.init.normal_(param, std=0.02 / (2 * size.layers) ** 0.5 if name.endswith(("project.weight", "down.weight")) else 0.02)
+            nn.init.normal_(
+                param,
+                std=0.02 / (2 * size.layers) ** 0.5
+                if name.endswith(("project.weight", "down.weight"))
+                else 0.02,
+            )
     return model
 
 
@@ -92,11 +100,14 @@ def build_model(size: ModelSize) -> GPT:
 def _text() -> Tensor:
     from pydoc_data import topics  # real English that comes with Python
 
-    return torch.frombuffer(bytearray("\n".join(topics.topics.values()).encode()), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray("\n".join(topics.topics.values()).encode()), dtype=torch.uint8
+    )
 
 
 def batches(size: ModelSize, count: int, rank: int) -> list[tuple[Tensor, Tensor]]:
-    """`count` batches of one rank, each (inputs, targets) of [batch, seq]; the same in every process with that rank."""
+    """`count` batches of one rank, each (inputs, targets) of [batch, seq]; the same in every
+    process with that rank."""
     text = _text()
     draw = torch.Generator().manual_seed(1 + rank)
     made = []

@@ -1,4 +1,5 @@
-"""The suite "overhead": what our runtime costs per parameter and step, next to torch.compile on the plain model.
+"""The suite "overhead": what our runtime costs per parameter and step, next to torch.compile on the
+plain model.
 
 One rank and no collectives, and parameters so small that nothing else counts.
 """
@@ -59,7 +60,8 @@ class OverheadResult:
     overhead_us: float
     """Their difference, per parameter."""
     parts_us: dict[str, float]
-    """The same difference where the profiler can name it; it slows, so that these are upper bounds."""
+    """The same difference where the profiler can name it; it slows, so that these are upper
+    bounds."""
 
 
 @dataclass
@@ -84,7 +86,7 @@ def run_overhead(config: OverheadConfig) -> OverheadReport:
     return report
 
 
-# --- in the process that measures --------------------------------------------------------------------------------------------------
+# --- in the process that measures -----------------------------------------------------------------
 class Layer(nn.Module):
     """One small parameter."""
 
@@ -118,7 +120,9 @@ def measure(job: dict[str, Any]) -> OverheadResult:
     dist.init_process_group("gloo")
     plain_step = _step(Model(job["params"]), backend=_PLAIN_BACKEND[job["codegen"]])
     model = zpasses.shard(Model(job["params"]), mesh=init_device_mesh("cpu", (1,)))
-    step = _step(model, backend="zpasses", options={"zero_stage": job["stage"], "codegen": job["codegen"]})
+    step = _step(
+        model, backend="zpasses", options={"zero_stage": job["stage"], "codegen": job["codegen"]}
+    )
     plain_us, step_us = [], []
     for _ in range(job["blocks"]):
         plain_us.append(_block_us(plain_step, job["steps"]))
@@ -160,9 +164,16 @@ def _parts_us(step: Callable[[], None], steps: int) -> dict[str, float]:
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         for _ in range(steps):
             step()
-    total_us: dict[str, float] = {event.key: event.cpu_time_total for event in profiled.key_averages()}
-    return {part: sum(total_us.get(name, 0.0) for name in names) / steps for part, names in _PARTS.items()}
+    total_us: dict[str, float] = {
+        event.key: event.cpu_time_total for event in profiled.key_averages()
+    }
+    return {
+        part: sum(total_us.get(name, 0.0) for name in names) / steps
+        for part, names in _PARTS.items()
+    }
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(asdict(measure(json.loads(Path(sys.argv[1]).read_text())))))
+    Path(sys.argv[2]).write_text(
+        json.dumps(asdict(measure(json.loads(Path(sys.argv[1]).read_text()))))
+    )

@@ -1,8 +1,7 @@
 """The peers: ways to train the same model data-parallel.
 
-Each builds a `Trainer` on every rank, out of the same unsharded model. Nothing else differs between them: the same optimizer, data and
-measurements.
-"""
+Each builds a `Trainer` on every rank, out of the same unsharded model. Nothing else differs between
+them: the same optimizer, data and measurements."""
 
 from __future__ import annotations
 
@@ -27,7 +26,9 @@ LEARNING_RATE = 3e-4
 class Trainer:
     """A model that is ready to train, and its optimizer."""
 
-    def __init__(self, model: nn.Module, step: Callable[..., Tensor], gradient_scale: float = 1.0) -> None:
+    def __init__(
+        self, model: nn.Module, step: Callable[..., Tensor], gradient_scale: float = 1.0
+    ) -> None:
         self.model, self._forward, self._gradient_scale = model, step, gradient_scale
         self.unseen_bytes = 0
         """Memory between steps that no Python object holds."""
@@ -44,8 +45,11 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def gradient_norm(self) -> float | None:
-        """Norm of the averaged gradient of the whole model, between `backward` and `update`; None where the peer hides it."""
-        norm: Any = nn.utils.get_total_norm([param.grad for param in self.model.parameters() if param.grad is not None])
+        """Norm of the averaged gradient of the whole model, between `backward` and `update`; None
+        where the peer hides it."""
+        norm: Any = nn.utils.get_total_norm(
+            [param.grad for param in self.model.parameters() if param.grad is not None]
+        )
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
@@ -72,8 +76,17 @@ class Peer:
         if importlib.util.find_spec(self.needs.partition(".")[0]) is None:
             return f"not installed: {self.install}"
         # Tried in a process of its own: some of these packages change torch when they are imported.
-        tried = subprocess.run([sys.executable, "-c", f"import {self.needs}"], capture_output=True, text=True, check=False)
-        return f"does not import: {tried.stderr.strip().splitlines()[-1]}" if tried.returncode else None
+        tried = subprocess.run(
+            [sys.executable, "-c", f"import {self.needs}"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return (
+            f"does not import: {tried.stderr.strip().splitlines()[-1]}"
+            if tried.returncode
+            else None
+        )
 
 
 def _compute(model: GPT, mesh: DeviceMesh) -> Trainer:
@@ -81,9 +94,13 @@ def _compute(model: GPT, mesh: DeviceMesh) -> Trainer:
 
 
 def _ddp(model: GPT, mesh: DeviceMesh) -> Trainer:
-    wrapped = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), gradient_as_bucket_view=True)
+    wrapped = nn.parallel.DistributedDataParallel(
+        model, process_group=mesh.get_group(), gradient_as_bucket_view=True
+    )
     trainer = Trainer(wrapped, torch.compile(wrapped))
-    trainer.unseen_bytes = sum(param.numel() * param.element_size() for param in model.parameters())  # the buckets
+    trainer.unseen_bytes = sum(
+        param.numel() * param.element_size() for param in model.parameters()
+    )  # the buckets
     return trainer
 
 
@@ -106,7 +123,9 @@ def _zpasses(stage: int) -> Callable[[GPT, DeviceMesh], Trainer]:
         import zpasses
 
         zpasses.shard(model, mesh=mesh)
-        return Trainer(model, torch.compile(model, backend="zpasses", options={"zero_stage": stage}))
+        return Trainer(
+            model, torch.compile(model, backend="zpasses", options={"zero_stage": stage})
+        )
 
     return build
 
@@ -115,7 +134,9 @@ def _simple_fsdp(model: GPT, mesh: DeviceMesh) -> Trainer:
     from torchtitan.experiments.graph_trainer.simple_fsdp import data_parallel
 
     sharded = data_parallel(model, mesh, mode="fully_shard")
-    return Trainer(sharded, torch.compile(sharded), gradient_scale=1 / mesh.size())  # it sums gradients over ranks
+    return Trainer(
+        sharded, torch.compile(sharded), gradient_scale=1 / mesh.size()
+    )  # it sums gradients over ranks
 
 
 class _DeepSpeedTrainer(Trainer):
@@ -126,7 +147,11 @@ class _DeepSpeedTrainer(Trainer):
 
         numel = sum(param.numel() for param in model.parameters())
         # Its buckets are allocated at their full size, by default 2 GB each.
-        buckets = {"reduce_bucket_size": numel, "allgather_bucket_size": numel, "stage3_prefetch_bucket_size": numel}
+        buckets = {
+            "reduce_bucket_size": numel,
+            "allgather_bucket_size": numel,
+            "stage3_prefetch_bucket_size": numel,
+        }
         config = {
             "train_micro_batch_size_per_gpu": 1,  # only bookkeeping: the batches are ours
             "zero_optimization": {"stage": stage, **buckets},
@@ -134,7 +159,9 @@ class _DeepSpeedTrainer(Trainer):
             "zero_force_ds_cpu_optimizer": False,
         }
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-        self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+        self._engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
 
     def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self._engine(inputs, targets)
@@ -157,15 +184,31 @@ _DEEPSPEED = "DS_BUILD_OPS=0 pip install --no-build-isolation 'deepspeed>=0.19'"
 PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
-        Peer("compute", "one process, compiled, no communication", _compute, ranks=1, reduces=False),
-        Peer("compute-all", "as many such processes as ranks, at the same time", _compute, reduces=False),
+        Peer(
+            "compute", "one process, compiled, no communication", _compute, ranks=1, reduces=False
+        ),
+        Peer(
+            "compute-all",
+            "as many such processes as ranks, at the same time",
+            _compute,
+            reduces=False,
+        ),
         Peer("ddp", "DistributedDataParallel, compiled", _ddp),
         Peer("fsdp2-eager", "fully_shard per block and root", _fsdp2(compiled=False)),
         Peer("fsdp2-compiled", "the same, blocks compiled", _fsdp2(compiled=True)),
         Peer("zpasses-1", "zpasses, ZeRO stage 1", _zpasses(1)),
         Peer("zpasses-2", "zpasses, ZeRO stage 2", _zpasses(2)),
         Peer("zpasses-3", "zpasses, ZeRO stage 3", _zpasses(3)),
-        *(Peer(f"deepspeed-{n}", f"DeepSpeed, ZeRO stage {n}, eager", _deepspeed(n), "deepspeed", _DEEPSPEED) for n in (1, 2, 3)),
+        *(
+            Peer(
+                f"deepspeed-{n}",
+                f"DeepSpeed, ZeRO stage {n}, eager",
+                _deepspeed(n),
+                "deepspeed",
+                _DEEPSPEED,
+            )
+            for n in (1, 2, 3)
+        ),
         Peer(
             "simple-fsdp",
             "torchtitan's SimpleFSDP, compiled",

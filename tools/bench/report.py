@@ -37,24 +37,45 @@ __all__ = [
 _MIB = float(1 << 20)
 
 
-_Report = TrainReport | CoalesceReport | OverheadReport | ScalingReport | FlattenReport | BucketsReport | StartupReport | DumpReport
+_Report = (
+    TrainReport
+    | CoalesceReport
+    | OverheadReport
+    | ScalingReport
+    | FlattenReport
+    | BucketsReport
+    | StartupReport
+    | DumpReport
+)
 
 
 def write_json(path: str, suite: str, report: _Report) -> None:
     """Everything measured, with the versions it was measured on."""
-    about = {"torch": torch.__version__, "zpasses": zpasses.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-    Path(path).write_text(json.dumps({"suite": suite, "versions": about, **dataclasses.asdict(report)}, indent=2) + "\n")
+    about = {
+        "torch": torch.__version__,
+        "zpasses": zpasses.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+    }
+    Path(path).write_text(
+        json.dumps({"suite": suite, "versions": about, **dataclasses.asdict(report)}, indent=2)
+        + "\n"
+    )
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
     return tabulate(rows, headers="keys", floatfmt=".1f", missingval="-", disable_numparse=False)
 
 
-# --- train -------------------------------------------------------------------------------------------------------------------------
+# --- train ----------------------------------------------------------------------------------------
 def train_table(report: TrainReport) -> str:
     """One line a peer, then the bounds and what did not run."""
     rows = [_train_row(result, report.config.baseline) for result in report.peers]
-    lines = [tabulate(rows, headers="keys", missingval="-", disable_numparse=True, stralign="right") if rows else "No peer ran."]
+    lines = [
+        tabulate(rows, headers="keys", missingval="-", disable_numparse=True, stralign="right")
+        if rows
+        else "No peer ran."
+    ]
     lines += ["", *_bounds(report)]
     lines += [f"skipped {name}: {reason}" for name, reason in report.skipped.items()]
     lines += [f"FAILED {name}: {reason}" for name, reason in report.failed.items()]
@@ -86,13 +107,22 @@ def _bounds(report: TrainReport) -> list[str]:
     if report.compute_s is not None:
         lines.append(f"compute without communication: {report.compute_s * 1e3:.1f} ms")
     if report.bounds:
-        times = ", ".join(f"{kind.replace('_', '-')} {time_s * 1e3:.1f} ms" for kind, time_s in report.bounds["time_s"].items())
-        lines.append(f"bare collectives over the {report.bounds['bytes'] / 1e6:.1f} MB of all parameters: {times}")
-        lines.append("comm ms: the bytes sent, at those speeds. waste ms: step - compute - comm; below 0 where they overlap.")
+        times = ", ".join(
+            f"{kind.replace('_', '-')} {time_s * 1e3:.1f} ms"
+            for kind, time_s in report.bounds["time_s"].items()
+        )
+        lines.append(
+            f"bare collectives over the {report.bounds['bytes'] / 1e6:.1f} MB of all parameters: "
+            f"{times}"
+        )
+        lines.append(
+            "comm ms: the bytes sent, at those speeds. waste ms: step - compute - comm; below 0 "
+            "where they overlap."
+        )
     return lines
 
 
-# --- overhead ----------------------------------------------------------------------------------------------------------------------
+# --- overhead -------------------------------------------------------------------------------------
 def overhead_table(report: OverheadReport) -> str:
     """Microseconds per parameter and step, ours beside torch.compile on the plain model."""
     rows = [
@@ -109,7 +139,7 @@ def overhead_table(report: OverheadReport) -> str:
     return f"{report.params} parameters, one rank, forward and backward\n" + _table(rows)
 
 
-# --- scaling -----------------------------------------------------------------------------------------------------------------------
+# --- scaling --------------------------------------------------------------------------------------
 def scaling_table(report: ScalingReport) -> str:
     """One line a layer count; times in seconds."""
     rows = [
@@ -130,12 +160,14 @@ def scaling_table(report: ScalingReport) -> str:
         }
         for point in report.points
     ]
-    lines = [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
+    lines = (
+        [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
+    )
     lines += [f"FAILED {layers} layers: {reason}" for layers, reason in report.failed.items()]
     return "\n".join(lines)
 
 
-# --- flatten -----------------------------------------------------------------------------------------------------------------------
+# --- flatten --------------------------------------------------------------------------------------
 def flatten_table(report: FlattenReport) -> str:
     """One line a form; the slowest or largest of all ranks."""
     config = report.config
@@ -148,22 +180,30 @@ def flatten_table(report: FlattenReport) -> str:
             "laid on host MiB": f"{result.host_bytes / _MIB:.1f}",
             "on device MiB": f"{result.device_bytes / _MIB:.1f}",
             "sent MiB": f"{result.sent_bytes / _MIB:.1f}",
-            "host peak MiB": "-" if result.host_peak_bytes is None else f"{result.host_peak_bytes / _MIB:.1f}",
+            "host peak MiB": "-"
+            if result.host_peak_bytes is None
+            else f"{result.host_peak_bytes / _MIB:.1f}",
             "device peak MiB": f"{result.device_peak_bytes / _MIB:.1f}",
         }
         for result in report.results
     ]
-    lines = [f"{config.tensors} tensors, {config.mib} MiB, on the host of {config.ranks} ranks, into one flat buffer on {config.device}"]
-    lines += [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
+    lines = [
+        f"{config.tensors} tensors, {config.mib} MiB, on the host of {config.ranks} ranks, into "
+        f"one flat buffer on {config.device}"
+    ]
+    lines += (
+        [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
+    )
     if config.device == "cpu":
         lines.append(
-            "No accelerator: the host stands in for the device. Its peak is of both sides, and times say nothing about accelerators."
+            "No accelerator: the host stands in for the device. Its peak is of both sides, and "
+            "times say nothing about accelerators."
         )
     lines += [f"FAILED {form}: {reason}" for form, reason in report.failed.items()]
     return "\n".join(lines)
 
 
-# --- buckets -----------------------------------------------------------------------------------------------------------------------
+# --- buckets --------------------------------------------------------------------------------------
 def buckets_table(report: BucketsReport) -> str:
     """One line a form and size of buckets."""
     config = report.config
@@ -176,23 +216,39 @@ def buckets_table(report: BucketsReport) -> str:
             "collectives": f"{result.collectives:g}",
             "sent MiB": f"{result.sent_bytes / _MIB:.2f}",
             "peak MiB": f"{result.peak_bytes / _MIB:.2f}",
-            "modelled MiB": "-" if result.modelled_bytes is None else f"{result.modelled_bytes / _MIB:.3f}",
-            "modelled / single": "-" if result.modelled_ratio is None else f"{result.modelled_ratio:.3f}",
+            "modelled MiB": "-"
+            if result.modelled_bytes is None
+            else f"{result.modelled_bytes / _MIB:.3f}",
+            "modelled / single": "-"
+            if result.modelled_ratio is None
+            else f"{result.modelled_ratio:.3f}",
             "loss": f"{result.loss:.6f}",
         }
         for result in report.results
     ]
-    lines = [f"{config.params} parameters of width {config.width}, {config.large} of {config.large_width}, stage {config.stage}"]
-    lines += [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
+    lines = [
+        f"{config.params} parameters of width {config.width}, {config.large} of "
+        f"{config.large_width}, stage {config.stage}"
+    ]
+    lines += (
+        [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
+    )
     lines += [f"FAILED {form}: {reason}" for form, reason in report.failed.items()]
     return "\n".join(lines)
 
 
-# --- coalesce ----------------------------------------------------------------------------------------------------------------------
+# --- coalesce -------------------------------------------------------------------------------------
 def coalesce_table(report: CoalesceReport) -> str:
     """One line a way and number of backwards; memory is above what is held between steps."""
-    rows = [_coalesce_row(result, report.config.baseline) for result in sorted(report.results, key=lambda each: each.backwards)]
-    lines = [tabulate(rows, headers="keys", missingval="-", disable_numparse=True, stralign="right") if rows else "No way ran."]
+    rows = [
+        _coalesce_row(result, report.config.baseline)
+        for result in sorted(report.results, key=lambda each: each.backwards)
+    ]
+    lines = [
+        tabulate(rows, headers="keys", missingval="-", disable_numparse=True, stralign="right")
+        if rows
+        else "No way ran."
+    ]
     lines += [f"{name}: skipped, {reason}" for name, reason in report.skipped.items()]
     lines += [f"FAILED {name}: {reason}" for name, reason in report.failed.items()]
     return "\n".join(lines)
@@ -212,7 +268,7 @@ def _coalesce_row(result: CoalesceResult, baseline: str) -> dict[str, str]:
     }
 
 
-# --- startup -----------------------------------------------------------------------------------------------------------------------
+# --- startup --------------------------------------------------------------------------------------
 def startup_table(report: StartupReport) -> str:
     """One line a command: median and extremes of its wall time."""
     return _table(
@@ -228,7 +284,7 @@ def startup_table(report: StartupReport) -> str:
     )
 
 
-# --- dump --------------------------------------------------------------------------------------------------------------------------
+# --- dump -----------------------------------------------------------------------------------------
 def dump_table(report: DumpReport) -> str:
     """One line a kind of compile, and the ratio of the two in the same round."""
     lines = [

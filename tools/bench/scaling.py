@@ -1,4 +1,5 @@
-"""The suite "scaling": capture, trace, passes and partition of a Llama-3-70B-wide model against its number of layers.
+"""The suite "scaling": capture, trace, passes and partition of a Llama-3-70B-wide model against its
+number of layers.
 
 Everything happens on fake tensors and fake ranks: nothing is allocated, computed or communicated.
 """
@@ -88,7 +89,7 @@ def run_scaling(config: ScalingConfig) -> ScalingReport:
     return report
 
 
-# --- in the process that measures --------------------------------------------------------------------------------------------------
+# --- in the process that measures -----------------------------------------------------------------
 def measure(job: dict[str, Any]) -> ScalingPoint:
     """One layer count, in this process."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -113,7 +114,12 @@ def measure(job: dict[str, Any]) -> ScalingPoint:
         built = time.perf_counter()
         zpasses.shard(model, mesh=mesh)
         sharded = time.perf_counter()
-        compiled = torch.compile(model, backend="zpasses", options={"zero_stage": job["stage"], "codegen": "eager"}, fullgraph=True)
+        compiled = torch.compile(
+            model,
+            backend="zpasses",
+            options={"zero_stage": job["stage"], "codegen": "eager"},
+            fullgraph=True,
+        )
         tokens = torch.zeros(1, job["seq"], dtype=torch.long)
         clock = _Clock()
         with clock.running():
@@ -155,7 +161,9 @@ class _Clock:
     def _see(self, graph: Any) -> None:
         passes = sum(record.time_us for record in graph.records) / 1e6
         checks = sum(record.check_us for record in graph.records) / 1e6
-        if graph.kind != "backward":  # compiled after the forward ran, on fakes, which is no part of a compile
+        if (
+            graph.kind != "backward"
+        ):  # compiled after the forward ran, on fakes, which is no part of a compile
             self.spent_s[graph.kind] = time.perf_counter() - self._last - passes - checks
         self.passes_s, self.checks_s = self.passes_s + passes, self.checks_s + checks
         if graph.kind == "joint":
@@ -164,4 +172,6 @@ class _Clock:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(asdict(measure(json.loads(Path(sys.argv[1]).read_text())))))
+    Path(sys.argv[2]).write_text(
+        json.dumps(asdict(measure(json.loads(Path(sys.argv[1]).read_text()))))
+    )

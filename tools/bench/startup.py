@@ -1,4 +1,5 @@
-"""How long `zpasses` takes to start, beside an interpreter that does nothing and one that imports torch."""
+"""How long `zpasses` takes to start, beside an interpreter that does nothing and one that imports
+torch."""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ def run_startup(config: StartupConfig) -> StartupReport:
     Raises:
         RankError: when one ends with an error or takes too long.
     """
-    commands: dict[str, Sequence[str]] = {"python": ["-c", "pass"], "zpasses --help": ["-m", "zpasses", "--help"]}
+    commands: dict[str, Sequence[str]] = {
+        "python": ["-c", "pass"],
+        "zpasses --help": ["-m", "zpasses", "--help"],
+    }
     if config.dump is not None:
         for name in ("list", "memory"):
             commands[f"zpasses {name} DUMP"] = ["-m", "zpasses", name, config.dump]
@@ -59,11 +63,19 @@ def run_startup(config: StartupConfig) -> StartupReport:
         for name, arguments in commands.items():
             started = time.perf_counter()
             try:
-                done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=config.timeout_s, check=False)
+                done = subprocess.run(
+                    [sys.executable, *arguments],
+                    capture_output=True,
+                    text=True,
+                    timeout=config.timeout_s,
+                    check=False,
+                )
             except subprocess.TimeoutExpired as error:
                 raise RankError(f"{name} took longer than {config.timeout_s} s") from error
             if done.returncode:
-                raise RankError(f"{name} ended with status {done.returncode}: {done.stderr.strip()}")
+                raise RankError(
+                    f"{name} ended with status {done.returncode}: {done.stderr.strip()}"
+                )
             if number:
                 results[name].rounds_s.append(time.perf_counter() - started)
     return StartupReport(config, list(results.values()))

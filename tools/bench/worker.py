@@ -1,8 +1,9 @@
-"""One rank of one training measurement: `python -m zpasses.tools.bench.worker JOB RESULT`, started by `launch.run_ranks`.
+"""One rank of one training measurement: `python -m zpasses.tools.bench.worker JOB RESULT`, started
+by `launch.run_ranks`.
 
-A job says what to do: "time" trains and takes times, losses and collectives; "memory" trains three steps and watches
-the memory of the process in a fourth; "bounds" times bare collectives over the bytes of all parameters.
-"""
+A job says what to do: "time" trains and takes times, losses and collectives; "memory" trains three
+steps and watches the memory of the process in a fourth; "bounds" times bare collectives over the
+bytes of all parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zpasses.tools.bench.measure import ResidentMemory, held_bytes, observe_work, sent_bytes, traffic
+from zpasses.tools.bench.measure import (
+    ResidentMemory,
+    held_bytes,
+    observe_work,
+    sent_bytes,
+    traffic,
+)
 from zpasses.tools.bench.model import ModelSize, batches, build_model
 from zpasses.tools.bench.peers import PEERS
 
@@ -79,7 +86,9 @@ def _memory(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str,
         trainer.update()
     dist.barrier()
     gc.collect()  # compiling leaves cycles behind, which hold tensors
-    time.sleep(_SETTLE_S)  # gloo's threads let go of a collective's tensors only after it is awaited
+    time.sleep(
+        _SETTLE_S
+    )  # gloo's threads let go of a collective's tensors only after it is awaited
     resting = held_bytes() + trainer.unseen_bytes
     memory = ResidentMemory()
     trainer.backward(*data[-1])
@@ -94,7 +103,8 @@ def _memory(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str,
 
 
 def _bounds(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str, Any]:
-    """Median seconds of one collective over the bytes of all parameters, and what a rank sends for it."""
+    """Median seconds of one collective over the bytes of all parameters, and what a rank sends for
+    it."""
     ranks = dist.get_world_size()
     rows = -(-sum(param.numel() for param in build_model(size).parameters()) // ranks)
     full, part = torch.zeros(rows * ranks), torch.zeros(rows)

@@ -1,4 +1,5 @@
-"""What two runs of one program returned, as they wrote it down themselves, compared. Loads no torch."""
+"""What two runs of one program returned, as they wrote it down themselves, compared. Loads no
+torch."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import Any
 __all__ = ["Journal", "first_difference", "read_journals"]
 
 _NOTHING = 1e-3
-"""A tensor this small beside the largest of its call is compared with that: it may be zero but for rounding."""
+"""A tensor this small beside the largest of its call is compared with that: it may be zero but for
+rounding."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,18 @@ def read_journals(folder: Path) -> dict[str, Journal]:
                 records.append(json.loads(line))
             except ValueError:
                 continue
-        pipelines = {record["compile"]: tuple(record["pipeline"]) for record in records if "compile" in record}
+        pipelines = {
+            record["compile"]: tuple(record["pipeline"])
+            for record in records
+            if "compile" in record
+        }
         found[path.stem] = Journal(pipelines, [record for record in records if "call" in record])
     return found
 
 
-def first_difference(reference: Mapping[str, Journal], trial: Mapping[str, Journal], tolerance: float) -> str | None:
+def first_difference(
+    reference: Mapping[str, Journal], trial: Mapping[str, Journal], tolerance: float
+) -> str | None:
     """Where a trial first returned something else, in words; None if nowhere.
 
     Args:
@@ -51,12 +59,16 @@ def first_difference(reference: Mapping[str, Journal], trial: Mapping[str, Journ
         for number, (ours, theirs) in enumerate(zip(actual.calls, expected.calls, strict=False)):
             where = f"{rank}, call {number + 1} ({theirs['call']})"
             if ours["call"] != theirs["call"]:
-                return f"{rank}, call {number + 1}: is of {ours['call']}, and was of {theirs['call']}"
+                return (
+                    f"{rank}, call {number + 1}: is of {ours['call']}, and was of {theirs['call']}"
+                )
             found = _difference(ours["values"], theirs["values"], tolerance)
             if found:
                 return f"{where}, {found}"
         if len(actual.calls) != len(expected.calls):
-            return f"{rank} made {len(actual.calls)} compiled calls, and {len(expected.calls)} before"
+            return (
+                f"{rank} made {len(actual.calls)} compiled calls, and {len(expected.calls)} before"
+            )
     return None
 
 
@@ -70,7 +82,9 @@ def _difference(ours: Sequence[Any], theirs: Sequence[Any], tolerance: float) ->
         if (a["shape"], a["dtype"]) != (b["shape"], b["dtype"]):
             return f"value {place} is {a['dtype']}{a['shape']}, and was {b['dtype']}{b['shape']}"
         if a["not_finite"] != b["not_finite"]:
-            return f"value {place} has {a['not_finite']} infinities or NaNs, and had {b['not_finite']}"
+            return (
+                f"value {place} has {a['not_finite']} infinities or NaNs, and had {b['not_finite']}"
+            )
         scale = max(a["norm"], b["norm"], _NOTHING * largest)
         apart = max(abs(a[key] - b[key]) for key in ("norm", "weighted"))
         if apart > tolerance * scale:

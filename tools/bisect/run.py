@@ -1,4 +1,5 @@
-"""Run a program again and again, with one pass more each time, until it goes wrong. Loads no torch; the program does."""
+"""Run a program again and again, with one pass more each time, until it goes wrong. Loads no torch;
+the program does."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _TAIL_LINES = 25
 
 
 class BisectError(ZpassesError):
-    """The program says nothing about passes: it compiles nothing with zpasses, fails without passes too, or is not repeatable."""
+    """The program says nothing about passes: it compiles nothing with zpasses, fails without passes
+    too, or is not repeatable."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,11 @@ class BisectRequest:
     """What to run, and what counts as wrong."""
 
     command: tuple[str, ...]
-    """A Python file with its arguments, or any command: ("torchrun", "--nproc-per-node", "2", "train.py")."""
+    """A Python file with its arguments, or any command: ("torchrun", "--nproc-per-node", "2",
+    "train.py")."""
     tolerance: float = 1e-3
-    """How far what compiled calls return may lie from the unlowered run, relative to the norm of each tensor."""
+    """How far what compiled calls return may lie from the unlowered run, relative to the norm of
+    each tensor."""
     calls: int = 32
     """Compiled calls to compare, forwards and backwards of each rank counted together."""
     timeout_s: float = 1800.0
@@ -61,7 +65,8 @@ class BisectReport:
     """What was found."""
 
     passes: tuple[str, ...]
-    """The passes in the order in which they run, as text; of several pipelines, each place with all of them."""
+    """The passes in the order in which they run, as text; of several pipelines, each place with all
+    of them."""
     culprit: int | None
     """Index of the first pass after which the run goes wrong; None if none does."""
     reason: str
@@ -72,7 +77,8 @@ class BisectReport:
 
 
 def run_bisect(request: BisectRequest, say: Callable[[str], None] = lambda _: None) -> BisectReport:
-    """Find the first pass after which a program fails, or returns something else than without passes.
+    """Find the first pass after which a program fails, or returns something else than without
+    passes.
 
     Args:
         say: told of each run.
@@ -81,7 +87,9 @@ def run_bisect(request: BisectRequest, say: Callable[[str], None] = lambda _: No
         BisectError: see there.
     """
     with contextlib.ExitStack() as stack:
-        folder = request.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zpasses-bisect-")))
+        folder = request.out or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="zpasses-bisect-"))
+        )
         if request.out is not None:
             _make(request.out)
         return _Bisection(request, folder, say).run()
@@ -93,7 +101,9 @@ def _make(folder: Path) -> None:
         if any(folder.iterdir()):
             raise BisectError(f"{folder} is not empty; name a new folder with -o.")
     except OSError as error:
-        raise BisectError(f"{folder} cannot be made: {error.strerror}; name another folder with -o.") from error
+        raise BisectError(
+            f"{folder} cannot be made: {error.strerror}; name another folder with -o."
+        ) from error
 
 
 class _Bisection:
@@ -106,24 +116,38 @@ class _Bisection:
         passes = _passes(whole.journals)
         if not whole.journals:
             why = f" It {whole.failure}:\n{whole.tail}" if whole.failure else ""
-            raise BisectError(f'the program compiled nothing with torch.compile(..., backend="zpasses").{why}')
+            raise BisectError(
+                f'the program compiled nothing with torch.compile(..., backend="zpasses").{why}'
+            )
         reference = self._try("no passes", 0)
         if reference.failure:
-            raise BisectError(f"the program {reference.failure} without any passes too, so no pass is to blame:\n{reference.tail}")
+            raise BisectError(
+                f"the program {reference.failure} without any passes too, so no pass is to "
+                f"blame:\n{reference.tail}"
+            )
         if self._wrong(whole, reference) is None:
-            return BisectReport(passes, None, "the run with all passes is as the one without", runs=self._runs)
+            return BisectReport(
+                passes, None, "the run with all passes is as the one without", runs=self._runs
+            )
         again = self._try("no passes, again", 0)
-        unlike = again.failure or first_difference(reference.journals, again.journals, self._request.tolerance)
+        unlike = again.failure or first_difference(
+            reference.journals, again.journals, self._request.tolerance
+        )
         if unlike:
             raise BisectError(
-                f"two runs without passes are not alike ({unlike}), so nothing can be compared. Seed all random numbers "
+                f"two runs without passes are not alike ({unlike}), so nothing can be compared. "
+                "Seed all random numbers "
                 "(torch.manual_seed), or allow more with --tolerance."
             )
         for count in range(1, len(passes) + 1):
-            outcome = whole if count == len(passes) else self._try(f"and {passes[count - 1]}", count)
+            outcome = (
+                whole if count == len(passes) else self._try(f"and {passes[count - 1]}", count)
+            )
             wrong = self._wrong(outcome, reference)
             if wrong:
-                return BisectReport(passes, count - 1, wrong, outcome.tail if outcome.failure else "", self._runs)
+                return BisectReport(
+                    passes, count - 1, wrong, outcome.tail if outcome.failure else "", self._runs
+                )
         raise AssertionError("the last of the runs is the one with all passes, which went wrong")
 
     def _wrong(self, outcome: TrialOutcome, reference: TrialOutcome) -> str | None:
@@ -136,20 +160,37 @@ class _Bisection:
         folder = self._folder / f"{self._runs:02d}-{'all' if passes is None else passes}-passes"
         folder.mkdir()
         self._say(f"run {self._runs}: {what}")
-        environment = {**os.environ, "ZPASSES_BISECT": json.dumps({"passes": passes, "folder": str(folder), "calls": self._request.calls})}
+        environment = {
+            **os.environ,
+            "ZPASSES_BISECT": json.dumps(
+                {"passes": passes, "folder": str(folder), "calls": self._request.calls}
+            ),
+        }
         if self._request.out is not None:
             environment["ZPASSES_DUMP"] = str(folder / "dump")
         started = time.monotonic()
-        failure, tail = _execute(_command(self._request.command), environment, folder / "log.txt", self._request.timeout_s)
+        failure, tail = _execute(
+            _command(self._request.command),
+            environment,
+            folder / "log.txt",
+            self._request.timeout_s,
+        )
         seconds = time.monotonic() - started
         self._say(f"       {failure or 'ended well'}, {seconds:.0f} s")
         return TrialOutcome(passes, failure, seconds, read_journals(folder), tail)
 
 
 def _passes(journals: Mapping[str, Journal]) -> tuple[str, ...]:
-    pipelines = list(dict.fromkeys(pipeline for journal in journals.values() for pipeline in journal.pipelines.values()))
+    pipelines = list(
+        dict.fromkeys(
+            pipeline for journal in journals.values() for pipeline in journal.pipelines.values()
+        )
+    )
     longest = max(map(len, pipelines), default=0)
-    return tuple(" / ".join(dict.fromkeys(each[at] for each in pipelines if at < len(each))) for at in range(longest))
+    return tuple(
+        " / ".join(dict.fromkeys(each[at] for each in pipelines if at < len(each)))
+        for at in range(longest)
+    )
 
 
 def _command(command: Sequence[str]) -> list[str]:
@@ -160,20 +201,34 @@ def _command(command: Sequence[str]) -> list[str]:
     return list(command)
 
 
-def _execute(command: list[str], environment: Mapping[str, str], log: Path, timeout_s: float) -> tuple[str | None, str]:
+def _execute(
+    command: list[str], environment: Mapping[str, str], log: Path, timeout_s: float
+) -> tuple[str | None, str]:
     """(what went wrong, the end of the output)."""
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(
-                command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         except OSError as error:
             raise BisectError(
-                f"{command[0]} cannot be run: {error.strerror}; give a Python file, or a command, with its arguments."
+                f"{command[0]} cannot be run: {error.strerror}; give a Python file, or a command, "
+                "with its arguments."
             ) from error
         try:
             status = process.wait(timeout_s)
-            failure = None if status == 0 else f"ended with status {status}" if status > 0 else f"died of {signal.Signals(-status).name}"
+            failure = (
+                None
+                if status == 0
+                else f"ended with status {status}"
+                if status > 0
+                else f"died of {signal.Signals(-status).name}"
+            )
         except subprocess.TimeoutExpired:
             failure = f"did not end within {timeout_s:g} s"
         finally:

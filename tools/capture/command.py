@@ -14,7 +14,9 @@ from zpasses.tools.cli.common import CommandError, explained
 __all__ = ["capture"]
 
 
-def _arguments(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
+def _arguments(
+    context: click.Context, option: click.Parameter, values: tuple[str, ...]
+) -> dict[str, Any]:
     found = {}
     for value in values:
         name, equals, text = value.partition("=")
@@ -36,16 +38,56 @@ def _ranks(context: click.Context, option: click.Parameter, value: str) -> tuple
 
 @click.command()
 @click.argument("function", metavar="MODULE:FUNCTION")
-@click.option("-o", "--output", "out", metavar="DIR", type=click.Path(path_type=Path), required=True, help="Folder of the dump.")
-@click.option("--world", type=click.IntRange(min=1), default=8, show_default=True, help="Ranks of the fake process group.")
-@click.option("--ranks", metavar="N,N", default="0", show_default=True, callback=_ranks, help="Capture as these ranks.")
-@click.option("--target", help='Hardware to plan for: "mi300x", "h100,ranks_per_node=4". By default what is here.')
-@click.option("--zero-stage", type=click.IntRange(1, 3), help="Which named pipeline to run; 3 without --pipeline.")
-@click.option("--pipeline", help='Passes to run instead, as text: "gather-params,reduce-grads,reshard-after-forward".')
-@click.option("--arg", "arguments", metavar="NAME=VALUE", multiple=True, callback=_arguments, help="Argument of the function; repeatable.")
+@click.option(
+    "-o",
+    "--output",
+    "out",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Folder of the dump.",
+)
+@click.option(
+    "--world",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    help="Ranks of the fake process group.",
+)
+@click.option(
+    "--ranks",
+    metavar="N,N",
+    default="0",
+    show_default=True,
+    callback=_ranks,
+    help="Capture as these ranks.",
+)
+@click.option(
+    "--target",
+    help='Hardware to plan for: "mi300x", "h100,ranks_per_node=4". By default what is here.',
+)
+@click.option(
+    "--zero-stage",
+    type=click.IntRange(1, 3),
+    help="Which named pipeline to run; 3 without --pipeline.",
+)
+@click.option(
+    "--pipeline",
+    help='Passes to run instead, as text: "gather-params,reduce-grads,reshard-after-forward".',
+)
+@click.option(
+    "--arg",
+    "arguments",
+    metavar="NAME=VALUE",
+    multiple=True,
+    callback=_arguments,
+    help="Argument of the function; repeatable.",
+)
 @click.option("--param-dtype", metavar="DTYPE", help="Gather parameters in this dtype: bfloat16.")
 @click.option("--reduce-dtype", metavar="DTYPE", help="Reduce gradients in this dtype: float32.")
-@click.option("--train/--no-train", default=True, help="Forward and backward, or a call without gradients.")
+@click.option(
+    "--train/--no-train", default=True, help="Forward and backward, or a call without gradients."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print plain values instead of text.")
 @explained
 def capture(
@@ -64,9 +106,9 @@ def capture(
 ) -> None:
     """Capture a training step for any number of ranks, without running it.
 
-    MODULE:FUNCTION (or FILE.py:FUNCTION) returns (model, inputs), or (model, inputs, loss). It is called on fake tensors, so that a model
-    of any size can be built on this machine. The model is sharded, captured and taken through the passes; every graph is in the dump.
-    """
+    MODULE:FUNCTION (or FILE.py:FUNCTION) returns (model, inputs), or (model, inputs, loss). It is
+    called on fake tensors, so that a model of any size can be built on this machine. The model is
+    sharded, captured and taken through the passes; every graph is in the dump."""
     import torch
 
     from zpasses.option_values import parse_value
@@ -74,14 +116,36 @@ def capture(
 
     given = {"zero_stage": zero_stage, "pipeline": pipeline, "target": target}
     if zero_stage is not None and pipeline is not None:
-        raise CommandError("--zero-stage and --pipeline are two ways to say one thing; give one of them.")
+        raise CommandError(
+            "--zero-stage and --pipeline are two ways to say one thing; give one of them."
+        )
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
-    shard = {key: parse_value(text, torch.dtype, f"--{key.replace('_', '-')}") for key, text in dtypes.items() if text is not None}
+    shard = {
+        key: parse_value(text, torch.dtype, f"--{key.replace('_', '-')}")
+        for key, text in dtypes.items()
+        if text is not None
+    }
     options = {key: value for key, value in given.items() if value is not None}
-    report = run_capture(CaptureRequest(function, out, world, ranks, arguments, train, shard, options))
+    report = run_capture(
+        CaptureRequest(function, out, world, ranks, arguments, train, shard, options)
+    )
     if as_json:
-        click.echo(json.dumps({"dump": str(out), "seconds": report.seconds, "peak_rss_bytes": report.peak_rss_bytes}, indent=1))
+        click.echo(
+            json.dumps(
+                {
+                    "dump": str(out),
+                    "seconds": report.seconds,
+                    "peak_rss_bytes": report.peak_rss_bytes,
+                },
+                indent=1,
+            )
+        )
         return
     took = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.seconds.items())
-    click.echo(f"{function} as rank {', '.join(map(str, ranks))} of {world}: {took}; {report.peak_rss_bytes / 2**30:.1f} GiB")
-    click.echo(f"Look at it: zpasses list {out}; zpasses memory {out}; zpasses html {out} -o report.html")
+    click.echo(
+        f"{function} as rank {', '.join(map(str, ranks))} of {world}: {took}; "
+        f"{report.peak_rss_bytes / 2**30:.1f} GiB"
+    )
+    click.echo(
+        f"Look at it: zpasses list {out}; zpasses memory {out}; zpasses html {out} -o report.html"
+    )

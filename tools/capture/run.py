@@ -1,7 +1,8 @@
-"""Build, shard, compile and "run" a model on fake tensors in a fake process group: nothing is allocated, computed or communicated.
+"""Build, shard, compile and "run" a model on fake tensors in a fake process group: nothing is
+allocated, computed or communicated.
 
-A capture names a function, `MODULE:FUNCTION` or `FILE.py:FUNCTION`. It is called on fake tensors, as one rank of the fake process group,
-and returns `(model, inputs)` or `(model, inputs, loss)`:
+A capture names a function, `MODULE:FUNCTION` or `FILE.py:FUNCTION`. It is called on fake tensors,
+as one rank of the fake process group, and returns `(model, inputs)` or `(model, inputs, loss)`:
 
     model    an nn.Module. It is sharded over all ranks unless it has DTensor parameters already.
     inputs   a tensor, a tuple of positional arguments, or a dict of keyword arguments
@@ -37,7 +38,8 @@ __all__ = ["CaptureError", "CaptureReport", "CaptureRequest", "load", "run_captu
 
 
 class CaptureError(ZpassesError):
-    """The function cannot be found, or does not return what a capture needs, or the model cannot be captured."""
+    """The function cannot be found, or does not return what a capture needs, or the model cannot be
+    captured."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,19 @@ def run_capture(request: CaptureRequest) -> CaptureReport:
         DumpError: when the folder cannot take a dump.
     """
     if not all(0 <= rank < request.world for rank in request.ranks):
-        raise OptionError(f"capture: ranks {request.ranks} of a world of {request.world}; expected numbers from 0 to {request.world - 1}.")
+        raise OptionError(
+            f"capture: ranks {request.ranks} of a world of {request.world}; expected numbers from "
+            f"0 to {request.world - 1}."
+        )
     function = load(request.function)
     _check_arguments(request.function, function, request.arguments)
-    options = {"codegen": "eager", "agreement": False, **request.options, "dump": request.out, "dump_ranks": "all"}
+    options = {
+        "codegen": "eager",
+        "agreement": False,
+        **request.options,
+        "dump": request.out,
+        "dump_ranks": "all",
+    }
     zpasses.Options.parse(options)
     seconds = dict.fromkeys(("build", "shard", "step"), 0.0)
     for rank in request.ranks:
@@ -102,25 +113,40 @@ def load(name: str) -> Callable[..., Any]:
     """
     place, colon, attribute = name.rpartition(":")
     if not colon or not place or not attribute.isidentifier():
-        raise CaptureError(f"{name!r} names no function; expected MODULE:FUNCTION or FILE.py:FUNCTION, as in train.model:build.")
+        raise CaptureError(
+            f"{name!r} names no function; expected MODULE:FUNCTION or FILE.py:FUNCTION, as in "
+            "train.model:build."
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
-        module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = (
+            _module_of_file(Path(place))
+            if place.endswith(".py")
+            else importlib.import_module(place)
+        )
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(f"{place} cannot be imported: {type(error).__name__}: {error}. Run where it can be.") from error
+        raise CaptureError(
+            f"{place} cannot be imported: {type(error).__name__}: {error}. Run where it can be."
+        ) from error
     found = getattr(module, attribute, None)
     if not callable(found):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+        functions = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
         raise CaptureError(f"{place} has no function {attribute!r}.{nearest(attribute, functions)}")
     return found  # type: ignore[no-any-return]
 
 
 def _module_of_file(path: Path) -> Any:
     if not path.is_file():
-        raise CaptureError(f"there is no file {path}; expected MODULE:FUNCTION or FILE.py:FUNCTION.")
+        raise CaptureError(
+            f"there is no file {path}; expected MODULE:FUNCTION or FILE.py:FUNCTION."
+        )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -135,11 +161,17 @@ def _check_arguments(name: str, function: Callable[..., Any], arguments: Mapping
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
-        raise CaptureError(f"{name}{inspect.signature(function)}: {error}. Give arguments as --arg NAME=VALUE.") from error
+        raise CaptureError(
+            f"{name}{inspect.signature(function)}: {error}. Give arguments as --arg NAME=VALUE."
+        ) from error
 
 
 def _capture_rank(
-    request: CaptureRequest, function: Callable[..., Any], rank: int, options: Mapping[str, Any], seconds: dict[str, float]
+    request: CaptureRequest,
+    function: Callable[..., Any],
+    rank: int,
+    options: Mapping[str, Any],
+    seconds: dict[str, float],
 ) -> None:
     torch.compiler.reset()
     with fake_world(request.world, rank) as mesh, compat.FakeTensorMode(allow_non_fake_inputs=True):
@@ -147,7 +179,9 @@ def _capture_rank(
             try:
                 made = function(**request.arguments)
             except Exception as error:
-                raise CaptureError(f"{request.function} raised {type(error).__name__}: {error}") from error
+                raise CaptureError(
+                    f"{request.function} raised {type(error).__name__}: {error}"
+                ) from error
             model, inputs, loss = _unpacked(request.function, made)
         with _timed(seconds, "shard"):
             if not any(isinstance(param, DTensor) for param in model.parameters()):
@@ -164,10 +198,16 @@ def _capture_rank(
 def _unpacked(name: str, made: Any) -> tuple[nn.Module, Any, Callable[[Any], Any] | None]:
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
         what = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
-        raise CaptureError(f"{name} returned {what}; expected (model, inputs) or (model, inputs, loss), model an nn.Module.")
+        raise CaptureError(
+            f"{name} returned {what}; expected (model, inputs) or (model, inputs, loss), model an "
+            "nn.Module."
+        )
     model, inputs, *loss = made
     if not isinstance(inputs, (Tensor, tuple, list, dict)):
-        raise CaptureError(f"{name} returned inputs of type {type(inputs).__name__}; expected a tensor, a tuple, or a dict of keywords.")
+        raise CaptureError(
+            f"{name} returned inputs of type {type(inputs).__name__}; expected a tensor, a tuple, "
+            "or a dict of keywords."
+        )
     return model, inputs, loss[0] if loss else None
 
 
@@ -182,10 +222,17 @@ def _step(compiled: Any, inputs: Any, loss: Callable[[Any], Any] | None, train: 
     ends = (
         [scalar]
         if scalar is not None
-        else [leaf for leaf in compat.pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        else [
+            leaf
+            for leaf in compat.pytree.tree_leaves(result)
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
     )
     if not ends or not all(isinstance(end, Tensor) and end.requires_grad for end in ends):
-        raise CaptureError("nothing that the model returned has a gradient; return a loss function as third value, or use --no-train.")
+        raise CaptureError(
+            "nothing that the model returned has a gradient; return a loss function as third "
+            "value, or use --no-train."
+        )
     torch.autograd.backward([end.sum() for end in ends])
 
 

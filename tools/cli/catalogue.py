@@ -14,8 +14,13 @@ from zpasses.pipeline.pipeline import Level, Pass, Pipeline, catalogue
 
 __all__ = ["all_passes_view", "pass_view"]
 
-_EXAMPLES = {"bucket": "bucket{memory_budget=1MiB}", "cache-params": "cache-params", "merge-reads": "merge-reads"}
-"""Passes of the small example that want other options than in the named pipelines, to have something to show."""
+_EXAMPLES = {
+    "bucket": "bucket{memory_budget=1MiB}",
+    "cache-params": "cache-params",
+    "merge-reads": "merge-reads",
+}
+"""Passes of the small example that want other options than in the named pipelines, to have
+something to show."""
 
 
 def all_passes_view() -> View:
@@ -27,7 +32,14 @@ def all_passes_view() -> View:
             options = _options(entry)
             shown = ", ".join(f"{option['name']}={option['default']}" for option in options)
             rows.append((name, entry.level.value, _first_sentence(entry), textwrap.fill(shown, 60)))
-            data.append({"name": name, "level": entry.level.value, "summary": _first_sentence(entry), "options": options})
+            data.append(
+                {
+                    "name": name,
+                    "level": entry.level.value,
+                    "summary": _first_sentence(entry),
+                    "options": options,
+                }
+            )
     pipelines = [(name, str(entry)) for name, entry in known.items() if isinstance(entry, Pipeline)]
     parts = (
         table(("pass", "level", "what it does", "options"), rows),
@@ -53,13 +65,25 @@ def pass_view(name: str) -> View:
     document = inspect.getdoc(inspect.getmodule(entry)) or inspect.getdoc(entry) or ""
     parts: list[Table | Code | str] = [document]
     if options:
-        rows = [(option["name"], option["type"], option["default"], textwrap.fill(option["doc"], 80)) for option in options]
+        rows = [
+            (option["name"], option["type"], option["default"], textwrap.fill(option["doc"], 80))
+            for option in options
+        ]
         parts.append(table(("option", "type", "default", ""), rows))
     example = _example(name, entry)
     for title, before, after in example:
-        parts += [Code((f"# {title}, before", *before.splitlines())), Code((f"# {title}, after", *after.splitlines()))]
+        parts += [
+            Code((f"# {title}, before", *before.splitlines())),
+            Code((f"# {title}, after", *after.splitlines())),
+        ]
     shown = [{"graph": title, "before": before, "after": after} for title, before, after in example]
-    data = {"name": name, "level": entry.level.value, "document": document, "options": options, "example": shown}
+    data = {
+        "name": name,
+        "level": entry.level.value,
+        "document": document,
+        "options": options,
+        "example": shown,
+    }
     return View(f"{name} ({entry.level.value})", tuple(parts), data)
 
 
@@ -76,7 +100,9 @@ def _options(entry: type[Pass]) -> list[dict[str, Any]]:
         {
             "name": field.name,
             "type": describe(kinds[field.name]),
-            "default": "(required)" if field.default is dataclasses.MISSING else format_value(field.default),
+            "default": "(required)"
+            if field.default is dataclasses.MISSING
+            else format_value(field.default),
             "doc": docs.get(field.name, ""),
         }
         for field in fields
@@ -94,16 +120,21 @@ def _field_docs(entry: type[Pass]) -> dict[str, str]:
     assert isinstance(body, ast.ClassDef)
     found = {}
     for field, text in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+        ):
             target = field.target
             if isinstance(target, ast.Name) and isinstance(text.value.value, str):
                 found[target.id] = " ".join(text.value.value.split())
     return found
 
 
-# --- the example -------------------------------------------------------------------------------------------------------------------
+# --- the example ----------------------------------------------------------------------------------
 def _example(name: str, entry: type[Pass]) -> list[tuple[str, str, str]]:
-    """(graph, listing before, listing after) for the graphs of a small model on two ranks that the pass changes."""
+    """(graph, listing before, listing after) for the graphs of a small model on two ranks that the
+    pass changes."""
     from zpasses.testing import listing
 
     pipeline = _pipeline_to(name)
@@ -111,8 +142,19 @@ def _example(name: str, entry: type[Pass]) -> list[tuple[str, str, str]]:
         return []
     records, after = _captured(pipeline)
     _, before = _captured(pipeline[:-1])
-    kinds = [kind for kind in _kinds(entry.level) if kind in after and listing(after[kind]) != listing(before[kind])]
-    return [(f"{kind} graph of the example", listing(before[kind]), listing(after[kind])) for kind in kinds] if records else []
+    kinds = [
+        kind
+        for kind in _kinds(entry.level)
+        if kind in after and listing(after[kind]) != listing(before[kind])
+    ]
+    return (
+        [
+            (f"{kind} graph of the example", listing(before[kind]), listing(after[kind]))
+            for kind in kinds
+        ]
+        if records
+        else []
+    )
 
 
 def _kinds(level: Level) -> tuple[str, ...]:
@@ -147,7 +189,13 @@ def _captured(passes: list[Pass]) -> tuple[int, dict[str, Any]]:
                 x = self.down(self.up(x).relu())
             return x
 
-    step = capture_graphs(Example(), (torch.ones(2, 4),), world_size=2, pipeline=Pipeline(tuple(passes)))
-    graphs = {kind: getattr(step.after, kind) for kind in ("captured", "joint", "forward", "backward")}
-    changes = sum(record.changes for record in step.records if passes and record.name == passes[-1].name)
+    step = capture_graphs(
+        Example(), (torch.ones(2, 4),), world_size=2, pipeline=Pipeline(tuple(passes))
+    )
+    graphs = {
+        kind: getattr(step.after, kind) for kind in ("captured", "joint", "forward", "backward")
+    }
+    changes = sum(
+        record.changes for record in step.records if passes and record.name == passes[-1].name
+    )
     return changes, {kind: graph for kind, graph in graphs.items() if graph is not None}

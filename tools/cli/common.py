@@ -15,7 +15,17 @@ import click
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.inspect.view import View
 
-__all__ = ["CommandError", "Group", "as_json", "dump_argument", "explained", "graph_argument", "picking", "show", "write"]
+__all__ = [
+    "CommandError",
+    "Group",
+    "as_json",
+    "dump_argument",
+    "explained",
+    "graph_argument",
+    "picking",
+    "show",
+    "write",
+]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -30,7 +40,8 @@ class CommandError(click.ClickException):
 
 
 class Group(click.Group):
-    """Commands in the order in which they are declared; one that is not there is answered with the nearest name."""
+    """Commands in the order in which they are declared; one that is not there is answered with the
+    nearest name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -53,7 +64,9 @@ def explained(command: Command) -> Command:
         except (ZpassesError, OptionError) as error:
             raise CommandError(_printable(str(error))) from error
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `| head` has seen enough
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # `| head` has seen enough
             return None
 
     return wrapped  # type: ignore[return-value]
@@ -67,14 +80,25 @@ def _printable(text: str) -> str:
 
 dump_argument = click.argument("dump", metavar="DIR", type=click.Path(path_type=Path))
 graph_argument = click.argument("graph", metavar="[GRAPH]", required=False)
-as_json = click.option("--json", "as_json", is_flag=True, help="Print plain values instead of text.")
+as_json = click.option(
+    "--json", "as_json", is_flag=True, help="Print plain values instead of text."
+)
 
 
 def picking(command: Command) -> Command:
     """Adds --rank and --compile."""
     for option in (
-        click.option("--compile", "compile_name", metavar="NAME", help='Only this compile, by Dynamo\'s id ("0/0") or by its folder.'),
-        click.option("--rank", type=click.IntRange(min=0), help="Whose graphs; by default the lowest rank that was dumped."),
+        click.option(
+            "--compile",
+            "compile_name",
+            metavar="NAME",
+            help='Only this compile, by Dynamo\'s id ("0/0") or by its folder.',
+        ),
+        click.option(
+            "--rank",
+            type=click.IntRange(min=0),
+            help="Whose graphs; by default the lowest rank that was dumped.",
+        ),
     ):
         command = option(command)
     return command
@@ -90,7 +114,9 @@ def show(view: View, as_json: bool) -> None:
 
 def _colored() -> bool:
     """On a terminal, unless NO_COLOR is set (no-color.org) or the terminal cannot."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return (
+        sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
 
 
 def write(path: Path, text: str) -> None:
@@ -105,4 +131,6 @@ def write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}; name a file in a folder that exists with -o.") from error
+        raise CommandError(
+            f"cannot write {path}: {error.strerror}; name a file in a folder that exists with -o."
+        ) from error

@@ -13,9 +13,8 @@ __all__ = ["completion"]
 def completion(ctx: click.Context, shell: str) -> None:
     """Print what makes a shell complete commands and options.
 
-    For bash, add `eval "$(zpasses completion bash)"` to ~/.bashrc; for zsh the same with zsh to ~/.zshrc; for fish,
-    `zpasses completion fish > ~/.config/fish/completions/zpasses.fish`.
-    """
+    For bash, add `eval "$(zpasses completion bash)"` to ~/.bashrc; for zsh the same with zsh to
+    ~/.zshrc; for fish, `zpasses completion fish > ~/.config/fish/completions/zpasses.fish`."""
     from click.shell_completion import get_completion_class
 
     root = ctx.find_root().command

@@ -1,1 +1,2 @@
-"""The torch.compile backend: one captured graph through all levels of a pipeline to runnable code."""
+"""The torch.compile backend: one captured graph through all levels of a pipeline to runnable
+code."""

@@ -1,8 +1,8 @@
 """The captured graph: Dynamo's graph with DTensor parameters, made ready for AOTAutograd.
 
-Dynamo sees a sharded parameter as a DTensor input that is read by `to_local` and the dialect. Here such inputs become plain local
-shards, so that AOTAutograd traces ordinary tensors; at run time one autograd function converts all of them.
-"""
+Dynamo sees a sharded parameter as a DTensor input that is read by `to_local` and the dialect. Here
+such inputs become plain local shards, so that AOTAutograd traces ordinary tensors; at run time one
+autograd function converts all of them."""
 
 from __future__ import annotations
 
@@ -48,8 +48,15 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     inputs = list(example_inputs)
-    mode = compat.fake_mode_of([node.meta.get("example_value") for node in placeholders]) or compat.ambient_fake_mode()
-    positions = [i for i, value in enumerate(inputs) if isinstance(value, DTensor) and _only_read_locally(gm, placeholders[i])]
+    mode = (
+        compat.fake_mode_of([node.meta.get("example_value") for node in placeholders])
+        or compat.ambient_fake_mode()
+    )
+    positions = [
+        i
+        for i, value in enumerate(inputs)
+        if isinstance(value, DTensor) and _only_read_locally(gm, placeholders[i])
+    ]
     names = _unique_names([placeholders[i] for i in positions])
     for i in positions:
         dtensor = inputs[i]
@@ -58,7 +65,9 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
         placeholders[i].meta["example_value"] = inputs[i]
     if positions:
         _read_shards_directly(gm)
-    groups = _check_and_tag_reads(gm, dict(zip((placeholders[i] for i in positions), names, strict=True)))
+    groups = _check_and_tag_reads(
+        gm, dict(zip((placeholders[i] for i in positions), names, strict=True))
+    )
     if groups:
         _warn_of_unsharded(placeholders, example_inputs)
     gm.recompile()
@@ -66,7 +75,8 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
 
 
 def describe_inputs(captured: Capture, example_inputs: Sequence[Any]) -> dict[str, Any]:
-    """The inputs of a captured graph, and the sharded parameters among them, as plain values for dumps.
+    """The inputs of a captured graph, and the sharded parameters among them, as plain values for
+    dumps.
 
     Args:
         example_inputs: those that Dynamo gave, DTensors in place of shards.
@@ -76,7 +86,10 @@ def describe_inputs(captured: Capture, example_inputs: Sequence[Any]) -> dict[st
     for i, (node, value) in enumerate(zip(placeholders, captured.inputs, strict=True)):
         record: dict[str, Any] = {"name": node.name, "param": captured.shards.get(i)}
         if isinstance(value, torch.Tensor):
-            record |= {"shape": _plain_shape(value), "dtype": str(value.dtype).removeprefix("torch.")}
+            record |= {
+                "shape": _plain_shape(value),
+                "dtype": str(value.dtype).removeprefix("torch."),
+            }
         inputs.append(record)
         full = example_inputs[i]
         if i in captured.shards and isinstance(full, DTensor):
@@ -101,14 +114,23 @@ def _only_read_locally(gm: fx.GraphModule, node: fx.Node) -> bool:
         if compat.is_to_local(user):
             continue
         inner = list(_inner_inputs(gm, user, node))
-        if not inner or not all(_only_read_locally(owner, placeholder) for owner, placeholder in inner):
+        if not inner or not all(
+            _only_read_locally(owner, placeholder) for owner, placeholder in inner
+        ):
             return False
     return True
 
 
-def _inner_inputs(gm: fx.GraphModule, call: fx.Node, value: fx.Node) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
-    """Where a higher-order call (a checkpoint, say) hands `value` to its subgraph; nothing if it is not known how."""
-    if not (isinstance(call.target, compat.HigherOrderOperator) and call.args and isinstance(call.args[0], fx.Node)):
+def _inner_inputs(
+    gm: fx.GraphModule, call: fx.Node, value: fx.Node
+) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
+    """Where a higher-order call (a checkpoint, say) hands `value` to its subgraph; nothing if it is
+    not known how."""
+    if not (
+        isinstance(call.target, compat.HigherOrderOperator)
+        and call.args
+        and isinstance(call.args[0], fx.Node)
+    ):
         return
     body = getattr(gm, str(call.args[0].target), None) if call.args[0].op == "get_attr" else None
     if not isinstance(body, fx.GraphModule):
@@ -116,7 +138,11 @@ def _inner_inputs(gm: fx.GraphModule, call: fx.Node, value: fx.Node) -> Iterator
     operands = [arg for arg in call.args[1:] if isinstance(arg, fx.Node)]
     placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
     if len(operands) == len(placeholders):
-        yield from ((body, inner) for operand, inner in zip(operands, placeholders, strict=True) if operand is value)
+        yield from (
+            (body, inner)
+            for operand, inner in zip(operands, placeholders, strict=True)
+            if operand is value
+        )
 
 
 def _as_local(value: Any) -> Any:
@@ -134,10 +160,14 @@ def _read_shards_directly(gm: fx.GraphModule) -> None:
 
 
 def _unique_names(placeholders: Sequence[fx.Node]) -> list[str]:
-    """Parameter names below the compiled module; where two roots have the same, the graph's own names."""
+    """Parameter names below the compiled module; where two roots have the same, the graph's own
+    names."""
     names = [compat.parameter_name(node) for node in placeholders]
     uses = Counter(names)
-    return [name if uses[name] == 1 else node.name for name, node in zip(names, placeholders, strict=True)]
+    return [
+        name if uses[name] == 1 else node.name
+        for name, node in zip(names, placeholders, strict=True)
+    ]
 
 
 def _is_unshard(node: fx.Node) -> bool:
@@ -162,13 +192,24 @@ def _check_and_tag_reads(gm: fx.GraphModule, names: dict[fx.Node, str]) -> tuple
 
 def _refuse_writes(read: fx.Node, name: str | None) -> None:
     for value, user in _uses_of_memory(read):
-        target = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
-        in_place = (target.endswith("_") and not target.endswith("__")) or target in ("setitem", "iadd", "imul", "isub", "itruediv")
+        target = (
+            user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+        )
+        in_place = (target.endswith("_") and not target.endswith("__")) or target in (
+            "setitem",
+            "iadd",
+            "imul",
+            "isub",
+            "itruediv",
+        )
         if in_place and user.args and user.args[0] is value:
             raise ShardingError(
-                f"the model writes to parameter {name or read.name} ({target}), which is sharded: what it read is a gathered copy, and "
-                "the write would be lost. Write to the shards, outside the compiled function: the parameter from model.parameters(), "
-                f"or module attributes inside `with zpasses.local_shards(model)`.\n{read.stack_trace or ''}"
+                f"the model writes to parameter {name or read.name} ({target}), which is sharded: "
+                "what it read is a gathered copy, and "
+                "the write would be lost. Write to the shards, outside the compiled function: the "
+                "parameter from model.parameters(), "
+                f"or module attributes inside `with "
+                f"zpasses.local_shards(model)`.\n{read.stack_trace or ''}"
             )
 
 
@@ -185,18 +226,25 @@ def _uses_of_memory(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 def _memory(node: fx.Node) -> int | None:
     value = value_of(node)
-    return compat.storage_id(value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
+    return (
+        compat.storage_id(value)
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided
+        else None
+    )
 
 
 def _warn_of_unsharded(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> None:
     left = [
         compat.parameter_name(node)
         for node, value in zip(placeholders, inputs, strict=True)
-        if isinstance(value, nn.Parameter) and value.requires_grad and not isinstance(value, DTensor)
+        if isinstance(value, nn.Parameter)
+        and value.requires_grad
+        and not isinstance(value, DTensor)
     ]
     if left:
         log.warning(
-            "parameters %s are trained but not sharded: their gradients are not averaged over ranks. Call zpasses.shard on the module "
+            "parameters %s are trained but not sharded: their gradients are not averaged over "
+            "ranks. Call zpasses.shard on the module "
             "that holds them, or average them yourself.",
             ", ".join(left[:5]) + (", ..." if len(left) > 5 else ""),
         )
@@ -205,9 +253,8 @@ def _warn_of_unsharded(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -
 def tag_joint(graph: fx.Graph, shards: dict[int, str]) -> None:
     """Name what each dialect op of an AOTAutograd graph works for, and the inputs that hold shards.
 
-    Tags that were mirrored through re-tracing are taken as they are; the rest (checkpointed regions, gradients) is found through the
-    graph's own descriptions of its inputs and outputs.
-    """
+    Tags that were mirrored through re-tracing are taken as they are; the rest (checkpointed
+    regions, gradients) is found through the graph's own descriptions of its inputs and outputs."""
     inputs = _described_inputs(graph)
     for node in graph.nodes:
         if node.op == "call_function" and node.target is UNSHARD:
@@ -225,7 +272,11 @@ def tag_joint(graph: fx.Graph, shards: dict[int, str]) -> None:
 
 
 def _described_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
-    indices = {node: compat.aot_input_index(node.meta.get("desc")) for node in graph.nodes if node.op == "placeholder"}
+    indices = {
+        node: compat.aot_input_index(node.meta.get("desc"))
+        for node in graph.nodes
+        if node.op == "placeholder"
+    }
     return {node: index for node, index in indices.items() if index is not None}
 
 

@@ -28,7 +28,12 @@ from zpasses.runtime.backward_variants import BackwardVariant, cut_backward
 from zpasses.runtime.barrier import with_barrier
 from zpasses.runtime.codegen import boxed, eager_codegen
 from zpasses.runtime.flush import GraphLowering, flush
-from zpasses.runtime.forward import Accumulation, BoundParameters, ForwardDispatch, with_local_shards
+from zpasses.runtime.forward import (
+    Accumulation,
+    BoundParameters,
+    ForwardDispatch,
+    with_local_shards,
+)
 from zpasses.runtime.forward_variants import (
     ForwardVariant,
     ParamSlot,
@@ -51,9 +56,14 @@ Compiled = Callable[[list[Any]], Any]
 
 
 def zpasses_backend(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile one captured graph. `torch.compile` calls it; see `zpasses.pipeline.options.Options` for the options.
+    """Compile one captured graph. `torch.compile` calls it; see `zpasses.pipeline.options.Options`
+    for the options.
 
     Raises:
         OptionError: for unknown options, passes or values, before anything is compiled.
@@ -62,7 +72,10 @@ def zpasses_backend(
         ShardingError: when the model writes to a gathered copy of a parameter.
     """
     if mode is not None:
-        raise OptionError(f"backend 'zpasses' has no modes (got {mode!r}); set Inductor's options with options={{'inductor': {{...}}}}.")
+        raise OptionError(
+            f"backend 'zpasses' has no modes (got {mode!r}); set Inductor's options with "
+            f"options={{'inductor': {{...}}}}."
+        )
     parsed = Options.parse(options)
     captured = capture(gm, example_inputs)
     pipeline, record = apply_bisect_limits(parsed.passes(), compat.compile_name())
@@ -87,7 +100,9 @@ def zpasses_backend(
 class _GraphCompiler:
     """Takes one captured graph through the levels of a pipeline to runnable code."""
 
-    def __init__(self, captured: Capture, options: Options, pipeline: Pipeline, record: ResultHook) -> None:
+    def __init__(
+        self, captured: Capture, options: Options, pipeline: Pipeline, record: ResultHook
+    ) -> None:
         self.name = compat.compile_name()
         self._record = record
         self.target = Target.parse(options.target) if options.target else None
@@ -101,11 +116,18 @@ class _GraphCompiler:
 
         def describe() -> dict[str, Any]:
             options, pipeline = self._options.as_text(), str(self._pipeline)
-            parts = {"name": self.name, "options": options, "pipeline": pipeline, "codegen": self._options.codegen}
+            parts = {
+                "name": self.name,
+                "options": options,
+                "pipeline": pipeline,
+                "codegen": self._options.codegen,
+            }
             return {**parts, **describe_inputs(self._captured, example_inputs)}
 
         ranks = self._options.dumping_ranks()
-        self.recorder = recorders_for(self._options.dump_folder(), ranks, self.target or current_target(), describe)
+        self.recorder = recorders_for(
+            self._options.dump_folder(), ranks, self.target or current_target(), describe
+        )
 
     def compile(self) -> Callable[..., Any]:
         gm, inputs = self._captured.gm, self._captured.inputs
@@ -113,13 +135,26 @@ class _GraphCompiler:
         if self._options.codegen == "eager":
             backward = functools.partial(self._backward, eager_codegen)
             inference = functools.partial(self._forward, eager_codegen, inference=True)
-            compiled = compat.aot_compile(gm, inputs, functools.partial(self._forward, eager_codegen), backward, inference, self._partition)
+            compiled = compat.aot_compile(
+                gm,
+                inputs,
+                functools.partial(self._forward, eager_codegen),
+                backward,
+                inference,
+                self._partition,
+            )
         else:
-            patches = compat.inductor_patches(_Partitioner(self._partition, self._pipeline.digest()), self._options.inductor)
-            compiled = compat.inductor_compile(gm, inputs, functools.partial(self._inductor_inner, patches), patches)
+            patches = compat.inductor_patches(
+                _Partitioner(self._partition, self._pipeline.digest()), self._options.inductor
+            )
+            compiled = compat.inductor_compile(
+                gm, inputs, functools.partial(self._inductor_inner, patches), patches
+            )
         self.recorder.done()
         positions, names = list(self._captured.shards), list(self._captured.shards.values())
-        return with_local_shards(compiled, positions, names, self._bound if self._retains else None, self._accumulation())
+        return with_local_shards(
+            compiled, positions, names, self._bound if self._retains else None, self._accumulation()
+        )
 
     def _accumulation(self) -> Accumulation:
         options = self._options
@@ -128,14 +163,27 @@ class _GraphCompiler:
         timeout_s = options.agreement_timeout_s if options.agreement else None
         return Accumulation(options.backwards_per_step, options.grad_accum_dtype, timeout_s, _close)
 
-    # --- levels ---------------------------------------------------------------------------------------------------------------------
-    def _partition(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        reads = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is UNSHARD]
+    # --- levels -----------------------------------------------------------------------------------
+    def _partition(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        reads = [
+            node for node in gm.graph.nodes if node.op == "call_function" and node.target is UNSHARD
+        ]
         compat.eliminate_common_subexpressions(gm, reads)
         self._run_level(gm, Level.JOINT, "joint")
-        return compat.partition(gm, joint_inputs, recompute_elementwise=self._options.recomputes_elementwise(), **kwargs)
+        return compat.partition(
+            gm, joint_inputs, recompute_elementwise=self._options.recomputes_elementwise(), **kwargs
+        )
 
-    def _forward(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any], *, inference: bool = False) -> Compiled:
+    def _forward(
+        self,
+        codegen: _Codegen,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        *,
+        inference: bool = False,
+    ) -> Compiled:
         if inference:
             self._run_level(gm, Level.JOINT, "inference")
         self._run_level(gm, Level.FORWARD, "inference" if inference else "forward")
@@ -154,12 +202,29 @@ class _GraphCompiler:
 
         def compile_variant(variant: ForwardVariant) -> Compiled:
             cut, extra = cut_forward(template, variant)
-            log.debug("graph %s: variant given %d of %d parameters, keeps %d", self.name, len(variant.given), len(found), len(variant.kept))
-            self.recorder.variant(name, name, _named(found, variant.given), _named(found, variant.kept), cut.graph)
+            log.debug(
+                "graph %s: variant given %d of %d parameters, keeps %d",
+                self.name,
+                len(variant.given),
+                len(found),
+                len(variant.kept),
+            )
+            self.recorder.variant(
+                name, name, _named(found, variant.given), _named(found, variant.kept), cut.graph
+            )
             with state.restored(), self.recorder.watching(f"code of a variant of {name}"):
                 return self._generate(codegen, cut, [*inputs, *extra])
 
-        return boxed(ForwardDispatch(found, gather_ids(template.graph), len(values), self._bound, inference, compile_variant))
+        return boxed(
+            ForwardDispatch(
+                found,
+                gather_ids(template.graph),
+                len(values),
+                self._bound,
+                inference,
+                compile_variant,
+            )
+        )
 
     def _backward(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         self._run_level(gm, Level.BACKWARD, "backward")
@@ -168,7 +233,9 @@ class _GraphCompiler:
         compiled = boxed(self._record(self._deferring(codegen, gm, inputs, order), "gradients"))
         return boxed(warn_if_always_reduced(compiled, self.name, left, order)) if left else compiled
 
-    def _deferring(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any], order: Mapping[str, int]) -> Compiled:
+    def _deferring(
+        self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any], order: Mapping[str, int]
+    ) -> Compiled:
         found = grad_slots(gm.graph)
         if not found or not all(slot.param in order and slot.reduction for slot in found):
             self._agree(gm, "backward")
@@ -179,8 +246,16 @@ class _GraphCompiler:
 
         def compile_variant(variant: BackwardVariant) -> Compiled:
             cut, extra = cut_backward(template, variant)
-            self.recorder.variant("backward", "backward", _named(found, variant.given), _named(found, variant.deferred), cut.graph)
-            self._agree(cut, "backward")  # on what runs: a rank may defer gradients that others do not have
+            self.recorder.variant(
+                "backward",
+                "backward",
+                _named(found, variant.given),
+                _named(found, variant.deferred),
+                cut.graph,
+            )
+            self._agree(
+                cut, "backward"
+            )  # on what runs: a rank may defer gradients that others do not have
             log.debug("graph %s: %s of %d gradients", self.name, variant, len(found))
             with state.restored(), self.recorder.watching("code of a variant of backward"):
                 return self._generate(codegen, cut, [*inputs, *extra])
@@ -190,19 +265,31 @@ class _GraphCompiler:
 
     def _generate(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         runnable = replace_gloo_all_gathers(gm)
-        return with_barrier(codegen, runnable, inputs) if self._options.agreement else codegen(runnable, inputs)
+        return (
+            with_barrier(codegen, runnable, inputs)
+            if self._options.agreement
+            else codegen(runnable, inputs)
+        )
 
     def _lowering(self) -> Lowering:
         if self._options.codegen == "eager":
             return GraphLowering(self._pipeline, eager_codegen, self.recorder)
-        patches = compat.inductor_patches(_Partitioner(self._partition, self._pipeline.digest()), self._options.inductor)
-        return GraphLowering(self._pipeline, functools.partial(compat.inductor_codegen_alone, patches=patches), self.recorder)
+        patches = compat.inductor_patches(
+            _Partitioner(self._partition, self._pipeline.digest()), self._options.inductor
+        )
+        return GraphLowering(
+            self._pipeline,
+            functools.partial(compat.inductor_codegen_alone, patches=patches),
+            self.recorder,
+        )
 
     def _run_level(self, gm: fx.GraphModule, level: Level, kind: str) -> None:
         if level is Level.JOINT:
             tag_joint(gm.graph, self._captured.shards)
         with use_target(self.target):  # torch may compile a backward late
-            records = recorded_passes(self.recorder, kind, level.value, gm.graph, self._pipeline.at(level))
+            records = recorded_passes(
+                self.recorder, kind, level.value, gm.graph, self._pipeline.at(level)
+            )
         gm.recompile()
         name = f"{self.name} {kind}"
         for record in records:
@@ -217,8 +304,10 @@ class _GraphCompiler:
                 agree(gm.graph, self.name, self._options.agreement_timeout_s)
         self.recorder.agreed(kind, gm.graph, asks)
 
-    # --- Inductor -------------------------------------------------------------------------------------------------------------------
-    def _inductor_inner(self, patches: dict[str, Any], gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Compiled:
+    # --- Inductor ---------------------------------------------------------------------------------
+    def _inductor_inner(
+        self, patches: dict[str, Any], gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+    ) -> Compiled:
         def codegen(graph: fx.GraphModule, values: Sequence[Any]) -> Compiled:
             return compat.inductor_codegen(graph, values, patches, copy.copy(kwargs))
 
@@ -244,7 +333,9 @@ class _Partitioner(compat.CustomPartitionerFn):
     def __init__(self, run: Callable[..., Any], uuid: str) -> None:
         self._run, self._uuid = run, uuid
 
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
         result: tuple[fx.GraphModule, fx.GraphModule] = self._run(gm, joint_inputs, **kwargs)
         return result
 

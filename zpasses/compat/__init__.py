@@ -1,8 +1,8 @@
 """Every private torch API that zpasses uses: one file per torch subsystem.
 
-Supported are torch 2.11 to 2.15. A name that moved between those versions is resolved here and nowhere else, so
-supporting a new torch means reading this package. Other code imports the package (`from zpasses import compat`) and calls `compat.<name>`.
-"""
+Supported are torch 2.11 to 2.15. A name that moved between those versions is resolved here and
+nowhere else, so supporting a new torch means reading this package. Other code imports the package
+(`from zpasses import compat`) and calls `compat.<name>`."""
 
 from zpasses.compat.aot import (
     CompilerState,

@@ -1,4 +1,5 @@
-"""AOTAutograd: recompute marks, the partitioner, and what a joint graph says of its inputs and outputs."""
+"""AOTAutograd: recompute marks, the partitioner, and what a joint graph says of its inputs and
+outputs."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ __all__ = [
 
 
 def aot_input_index(desc: object) -> int | None:
-    """Position among the captured graph's inputs that an AOTAutograd description of a plain (or unwrapped DTensor) input means."""
+    """Position among the captured graph's inputs that an AOTAutograd description of a plain (or
+    unwrapped DTensor) input means."""
     base = getattr(desc, "base", desc)
     return getattr(base, "idx", None) if type(base).__name__ == "PlainAOTInput" else None
 
@@ -46,19 +48,23 @@ _LAST_REGION = 1 << 30
 def mark_recompute(node: fx.Node) -> None:
     """Never save this value for backward: compute it again there.
 
-    The region number is above every checkpoint's: the partitioner saves a recomputed value that a *later* region reads.
-    """
+    The region number is above every checkpoint's: the partitioner saves a recomputed value that a
+    *later* region reads."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = _LAST_REGION
 
 
 def is_marked_recompute(node: fx.Node) -> bool:
-    return node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE and node.meta.get("ac_graph_id") == _LAST_REGION
+    return (
+        node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
+        and node.meta.get("ac_graph_id") == _LAST_REGION
+    )
 
 
 def recompute_mark(node: fx.Node) -> tuple[str, int] | None:
-    """What the partitioner is told of a value, by checkpoints or by `mark_recompute`: the policy ("must_recompute", "prefer_save", ...)
-    and the region; None for a value that it may treat as it likes."""
+    """What the partitioner is told of a value, by checkpoints or by `mark_recompute`: the policy
+    ("must_recompute", "prefer_save", ...) and the region; None for a value that it may treat as it
+    likes."""
     policy = node.meta.get("recompute")
     if not isinstance(policy, CheckpointPolicy):
         return None
@@ -67,30 +73,50 @@ def recompute_mark(node: fx.Node) -> tuple[str, int] | None:
 
 
 def eliminate_common_subexpressions(gm: fx.GraphModule, distinct: Sequence[fx.Node]) -> None:
-    """What the partitioner does first, except that the nodes in `distinct` (whose last argument is a string) are never merged."""
+    """What the partitioner does first, except that the nodes in `distinct` (whose last argument is
+    a string) are never merged."""
     for i, node in enumerate(distinct):
         node.args = (*node.args[:-1], f"{node.args[-1]}#{i}")
     gm.graph = fx_graph_cse(gm.graph)
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node.args and isinstance(node.args[-1], str) and "#" in node.args[-1]:
+        if (
+            node.op == "call_function"
+            and node.args
+            and isinstance(node.args[-1], str)
+            and "#" in node.args[-1]
+        ):
             node.args = (*node.args[:-1], node.args[-1].rpartition("#")[0])
 
 
 def partition(
-    gm: fx.GraphModule, joint_inputs: Sequence[Any], *, recompute_elementwise: bool = False, **kwargs: Any
+    gm: fx.GraphModule,
+    joint_inputs: Sequence[Any],
+    *,
+    recompute_elementwise: bool = False,
+    **kwargs: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Min-cut partition of a joint graph whose common subexpressions were merged already.
 
     Args:
-        recompute_elementwise: also where a matrix product reads the result, for which it must be written to memory once more.
+        recompute_elementwise: also where a matrix product reads the result, for which it must be
+            written to memory once more.
     """
     kwargs.setdefault("compiler", "inductor")
-    materialized = functorch_config.ban_recompute_materialized_backward and not recompute_elementwise
+    materialized = (
+        functorch_config.ban_recompute_materialized_backward and not recompute_elementwise
+    )
     with functorch_config.patch(cse=False, ban_recompute_materialized_backward=materialized):
         return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
 
-def aot_compile(gm: fx.GraphModule, inputs: Sequence[Any], forward: Any, backward: Any, inference: Any, partition_fn: Any) -> Any:
+def aot_compile(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    forward: Any,
+    backward: Any,
+    inference: Any,
+    partition_fn: Any,
+) -> Any:
     """AOTAutograd with our compilers and no decompositions."""
     from torch._dynamo.backends.common import aot_autograd
 
@@ -125,12 +151,18 @@ def undonate_saved(outputs: Sequence[Any], held: Callable[[fx.Node], bool]) -> N
     meta: Any = context.fw_metadata if context is not None else None
     donated = meta.bw_donated_idxs if meta is not None else None
     if donated:
-        saved, first = outputs[meta.tensors_saved_for_backwards_slice], meta.num_symints_saved_for_bw
-        donated[:] = [i for i in donated if not held(saved[i - first])]  # in place: other metadata shares the list
+        saved, first = (
+            outputs[meta.tensors_saved_for_backwards_slice],
+            meta.num_symints_saved_for_bw,
+        )
+        donated[:] = [
+            i for i in donated if not held(saved[i - first])
+        ]  # in place: other metadata shares the list
 
 
 class CompilerState:
-    """What a compiler may look up while it runs, kept so that a variant can be compiled later, at call time."""
+    """What a compiler may look up while it runs, kept so that a variant can be compiled later, at
+    call time."""
 
     def __init__(self) -> None:
         from torch._inductor.virtualized import V

@@ -20,7 +20,8 @@ __all__ = [
 
 
 def current_engine_run() -> int:
-    """Number of the innermost run of the autograd engine that calls this; raises RuntimeError outside a backward."""
+    """Number of the innermost run of the autograd engine that calls this; raises RuntimeError
+    outside a backward."""
     number = cast(Any, torch._C)._current_graph_task_id()
     if number < 0:
         raise RuntimeError("no backward is running")
@@ -28,7 +29,8 @@ def current_engine_run() -> int:
 
 
 def queue_engine_callback(fn: Callable[[], None]) -> None:
-    """Call `fn` when the current run of the engine has succeeded. The engine holds it until that run is over, whatever its end."""
+    """Call `fn` when the current run of the engine has succeeded. The engine holds it until that
+    run is over, whatever its end."""
     cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(fn)
 
 
@@ -47,7 +49,8 @@ def grad_consumers(source: Any) -> list[Any]:
 
 
 def will_accumulate(taker: Any) -> bool | None:
-    """Whether the current run of the engine adds a gradient to `param.grad`; None if it hands it to somebody else."""
+    """Whether the current run of the engine adds a gradient to `param.grad`; None if it hands it to
+    somebody else."""
     if taker is None:
         return False
     if not hasattr(taker, "variable"):

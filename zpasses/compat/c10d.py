@@ -45,7 +45,8 @@ Work: Any = torch._C._distributed_c10d.Work if dist.is_available() else object
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """The process group that functional collectives call `name`; raises RuntimeError if there is none."""
+    """The process group that functional collectives call `name`; raises RuntimeError if there is
+    none."""
     return cast(dist.ProcessGroup, cast(Any, c10d)._resolve_process_group(name))
 
 
@@ -60,8 +61,11 @@ def group_ranks(name: str) -> list[int]:
 
 
 def group_backends() -> dict[str, str]:
-    """Group name -> backend ("gloo", "nccl", "fake", ...) of every process group of this process."""
-    return {c10d._world.pg_names[group]: backend for group, (backend, _) in c10d._world.pg_map.items()}
+    """Group name -> backend ("gloo", "nccl", "fake", ...) of every process group of this
+    process."""
+    return {
+        c10d._world.pg_names[group]: backend for group, (backend, _) in c10d._world.pg_map.items()
+    }
 
 
 def group_names() -> list[str]:
@@ -80,20 +84,29 @@ def group_backend(name: str) -> str:
 
 
 def is_gloo(name: str, device: torch.device | None = None) -> bool:
-    """Whether tensors on `device` communicate through gloo in this group; without a device, whether all that it can communicate do.
+    """Whether tensors on `device` communicate through gloo in this group; without a device, whether
+    all that it can communicate do.
 
     A group of simulated ranks counts as what it says it is.
     """
     backend = group_backend(name)
-    if backend == "undefined":  # init_process_group() without a name takes what there is for each device
+    if (
+        backend == "undefined"
+    ):  # init_process_group() without a name takes what there is for each device
         group = process_group(name)
-        backend = ",".join(f"{each.type}:{cast(Any, group._get_backend(each)).name()}" for each in group._device_types).lower()
-    return "gloo" in backend and ("cuda" not in backend or (device is not None and device.type == "cpu"))
+        backend = ",".join(
+            f"{each.type}:{cast(Any, group._get_backend(each)).name()}"
+            for each in group._device_types
+        ).lower()
+    return "gloo" in backend and (
+        "cuda" not in backend or (device is not None and device.type == "cpu")
+    )
 
 
 @contextlib.contextmanager
 def limited_timeouts(names: Sequence[str], seconds: float) -> Iterator[None]:
-    """Collectives of these groups that start inside give up after `seconds`, if they would wait longer."""
+    """Collectives of these groups that start inside give up after `seconds`, if they would wait
+    longer."""
     limit, before = timedelta(seconds=seconds), []
     for name in names:
         group = process_group(name)
@@ -123,10 +136,11 @@ def fake_store() -> Any:
 
 
 def flight_record() -> list[dict[str, Any]]:
-    """Every collective that this process's groups ran, oldest first, as they recorded it themselves.
+    """Every collective that this process's groups ran, oldest first, as they recorded it
+    themselves.
 
-    Nothing is recorded unless TORCH_FR_BUFFER_SIZE, the number of entries to keep, is set before the first group is made.
-    """
+    Nothing is recorded unless TORCH_FR_BUFFER_SIZE, the number of entries to keep, is set before
+    the first group is made."""
     dump = cast(Any, torch._C._distributed_c10d)._dump_fr_trace_json
     return cast(list[dict[str, Any]], json.loads(dump(True, False)).get("entries", []))
 
@@ -137,21 +151,24 @@ def register_work(tensor: Tensor, work: Any) -> None:
 
 
 def symmetric_memory() -> Any:
-    """The module that defines the operators `torch.ops.symm_mem`; raises ImportError where torch was built without it."""
+    """The module that defines the operators `torch.ops.symm_mem`; raises ImportError where torch
+    was built without it."""
     import torch.distributed._symmetric_memory as module
 
     return module
 
 
 def low_contention_all_gather(source: Tensor, group: str) -> Tensor:
-    """Gather by copy engines through symmetric memory; under way, as the functional collectives are."""
+    """Gather by copy engines through symmetric memory; under way, as the functional collectives
+    are."""
     symmetric_memory()
     result: Tensor = torch.ops.symm_mem._low_contention_all_gather(source, group)
     return result
 
 
 def low_contention_reduce_scatter(source: Tensor, reduce_op: str, group: str) -> Tensor:
-    """Exchange by copy engines and reduce ("sum", "avg"); under way, as the functional collectives are."""
+    """Exchange by copy engines and reduce ("sum", "avg"); under way, as the functional collectives
+    are."""
     symmetric_memory()
     result: Tensor = torch.ops.symm_mem._low_contention_reduce_scatter(source, reduce_op, group)
     return result

@@ -28,7 +28,8 @@ _SOURCE_PART = re.compile(r"_(modules|parameters|buffers)\[['\"]([^'\"]+)['\"]\]
 
 
 def placeholder_source(node: fx.Node) -> str:
-    """The Python expression that a Dynamo placeholder stands for, or "" for graphs from elsewhere."""
+    """The Python expression that a Dynamo placeholder stands for, or "" for graphs from
+    elsewhere."""
     argument = node.meta.get("grapharg")
     source = getattr(node, "_dynamo_source", None) or getattr(argument, "source", None)
     if source is None:
@@ -38,7 +39,8 @@ def placeholder_source(node: fx.Node) -> str:
 
 
 def parameter_name(node: fx.Node) -> str:
-    """The parameter's name below the compiled module ("layers.0.weight"); the placeholder's own name for anything else."""
+    """The parameter's name below the compiled module ("layers.0.weight"); the placeholder's own
+    name for anything else."""
     parts = [match.group(2) for match in _SOURCE_PART.finditer(placeholder_source(node))]
     return ".".join(parts) or node.name
 
@@ -59,7 +61,8 @@ def is_to_local(node: fx.Node) -> bool:
 
 
 def compile_name() -> str:
-    """Dynamo's id of the graph being compiled ("0/1": second compile of the first frame), or "-" outside a compile."""
+    """Dynamo's id of the graph being compiled ("0/1": second compile of the first frame), or "-"
+    outside a compile."""
     return str(CompileContext.current_compile_id() or "-")
 
 
@@ -87,14 +90,18 @@ def dynamo_disable(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_structured_trace_on() -> bool:
-    """Whether somebody listens to torch's structured trace: TORCH_TRACE is set, or torch's own tests listen."""
+    """Whether somebody listens to torch's structured trace: TORCH_TRACE is set, or torch's own
+    tests listen."""
     from torch._logging._internal import trace_log
 
     return bool(trace_log.handlers) and trace_log.isEnabledFor(10)
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Put a text into torch's structured trace, where tlparse shows it with the compile under way."""
+    """Put a text into torch's structured trace, where tlparse shows it with the compile under
+    way."""
     from torch._logging._internal import trace_structured
 
-    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+    trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
+    )

@@ -27,10 +27,14 @@ __all__ = [
 
 
 def trace_aten(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """The aten graph of a function, traced on fakes of its inputs; runs without autograd and reads nothing."""
+    """The aten graph of a function, traced on fakes of its inputs; runs without autograd and reads
+    nothing."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    mode = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None) or FakeTensorMode()
+    mode = (
+        next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None)
+        or FakeTensorMode()
+    )
     with torch.no_grad(), mode:
         return make_fx(fn, tracing_mode="real")(*[as_fake(value, mode) for value in inputs])
 
@@ -70,5 +74,7 @@ def ambient_fake_mode() -> FakeTensorMode | None:
     """The fake mode that is active right now, if any."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FakeTensorMode)]
+    modes = [
+        mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FakeTensorMode)
+    ]
     return modes[-1] if modes else None

@@ -25,7 +25,8 @@ __all__ = [
 
 
 BOXED_CODEGEN = _BoxedCodeGen
-"""Code generation whose function takes one list and empties it, so that inputs die at their last use."""
+"""Code generation whose function takes one list and empties it, so that inputs die at their last
+use."""
 
 
 OpOverload = torch._ops.OpOverload
@@ -49,7 +50,8 @@ def is_erased(node: fx.Node) -> bool:
 
 
 def flop_formula(target: object) -> Callable[..., int] | None:
-    """How many floating-point operations a call of `target` takes, as torch counts them; None where it counts none."""
+    """How many floating-point operations a call of `target` takes, as torch counts them; None where
+    it counts none."""
     from torch.utils.flop_counter import flop_registry
 
     packet = getattr(target, "overloadpacket", None)
@@ -57,7 +59,8 @@ def flop_formula(target: object) -> Callable[..., int] | None:
 
 
 def clone_graph_module(gm: fx.GraphModule, source: fx.Graph | None = None) -> fx.GraphModule:
-    """A copy of the module's graph (or of `source`) that can be rewritten; attributes and metadata values are shared."""
+    """A copy of the module's graph (or of `source`) that can be rewritten; attributes and metadata
+    values are shared."""
     graph = fx.Graph()
     output = graph.graph_copy(source or gm.graph, {}, return_output_node=True)
     value, old = cast(tuple[Any, fx.Node], output)

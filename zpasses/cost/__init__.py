@@ -1,1 +1,2 @@
-"""What a graph costs on a target: compute, collectives, memory, the time of a step, and which moves of collectives fit a budget."""
+"""What a graph costs on a target: compute, collectives, memory, the time of a step, and which moves
+of collectives fit a budget."""

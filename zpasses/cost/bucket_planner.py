@@ -1,9 +1,9 @@
 """Which collectives share a bucket: neighbours that pay and fit, in the order of the graph.
 
-A collective holds memory over a span of the graph: a gather from its start until its wait (its full tensor lives on as before), a
-reduction from its start until it is awaited. The members of a bucket have one span, and where `overlap` follows, a longer bucket moves
-the spans of its neighbours as well. A member joins if the memory curve stays within its limit with all of that.
-"""
+A collective holds memory over a span of the graph: a gather from its start until its wait (its full
+tensor lives on as before), a reduction from its start until it is awaited. The members of a bucket
+have one span, and where `overlap` follows, a longer bucket moves the spans of its neighbours as
+well. A member joins if the memory curve stays within its limit with all of that."""
 
 from __future__ import annotations
 
@@ -69,11 +69,24 @@ def plan_buckets(
     Args:
         items: collectives of one tensor each, in graph order.
         cap_bytes: most bytes of full tensors in one bucket.
-        plan_for_overlap: a gather will start once the one before it has arrived, a reduction be awaited once the next has started. The limit
-            of the curve then follows from the graph in which each collective by itself does so.
+        plan_for_overlap: a gather will start once the one before it has arrived, a reduction be
+            awaited once the next has started. The limit of the curve then follows from the graph in
+            which each collective by itself does so.
     """
-    gathers = _Gathers([item for item in items if item.tag.role == "gather"], choose, curve, cap_bytes, plan_for_overlap)
-    reductions = _Reductions([item for item in items if item.tag.role == "reduce"], choose, curve, cap_bytes, plan_for_overlap)
+    gathers = _Gathers(
+        [item for item in items if item.tag.role == "gather"],
+        choose,
+        curve,
+        cap_bytes,
+        plan_for_overlap,
+    )
+    reductions = _Reductions(
+        [item for item in items if item.tag.role == "reduce"],
+        choose,
+        curve,
+        cap_bytes,
+        plan_for_overlap,
+    )
     if plan_for_overlap:
         gathers.spread()
         reductions.spread()
@@ -94,7 +107,13 @@ class _Planner:
         cap_bytes: float,
         plan_for_overlap: bool,
     ) -> None:
-        self._items, self._choose, self._curve, self._cap_bytes, self._plan_for_overlap = items, choose, curve, cap_bytes, plan_for_overlap
+        self._items, self._choose, self._curve, self._cap_bytes, self._plan_for_overlap = (
+            items,
+            choose,
+            curve,
+            cap_bytes,
+            plan_for_overlap,
+        )
         self._starts = [curve.position[item.started] for item in items]
         self._ends = [curve.position[item.wait] + 1 for item in items]
         self._launches: list[Bucketed] = []
@@ -107,7 +126,11 @@ class _Planner:
             choice = self._choose(item)
             key = (choice.key, choice.mode)
             bucket = open_.get(key) if choice.mode != "single" else None
-            if bucket is not None and bucket.full_bytes + item.full_bytes <= self._cap_bytes and self._joins(bucket, number):
+            if (
+                bucket is not None
+                and bucket.full_bytes + item.full_bytes <= self._cap_bytes
+                and self._joins(bucket, number)
+            ):
                 continue
             made = Bucketed(choice, [item], self._starts[number], self._ends[number])
             self._launches.append(made)
@@ -122,7 +145,10 @@ class _Planner:
         real = [each for each in changes if each[0] < each[1] and each[2]]
         for change in real:
             self._curve.add(*change)
-        low, high = min((each[0] for each in real), default=0), max((each[1] for each in real), default=0)
+        low, high = (
+            min((each[0] for each in real), default=0),
+            max((each[1] for each in real), default=0),
+        )
         if max(self._curve.live_bytes[low:high], default=0) <= self._curve.limit_bytes:
             return True
         for start, end, more in real:
@@ -141,8 +167,12 @@ class _Gathers(_Planner):
             while nodes[arrived] in item.inputs:
                 arrived += 1
             early = min(arrived, self._starts[number])
-            made = min([self._curve.position[node] for node in item.inputs], default=self._starts[number])
-            self._curve.add(early, self._starts[number], item.full_bytes + scratch_bytes(item.started))
+            made = min(
+                [self._curve.position[node] for node in item.inputs], default=self._starts[number]
+            )
+            self._curve.add(
+                early, self._starts[number], item.full_bytes + scratch_bytes(item.started)
+            )
             self._curve.add(early, max(early, made), _beside(item) - scratch_bytes(item.started))
             self._starts[number], arrived = early, self._ends[number]
 
@@ -161,7 +191,9 @@ class _Gathers(_Planner):
         follows = self._plan_for_overlap and number + 1 < len(self._items)
         if follows:  # the next one starts earlier, as there is no wait for this one before it
             following = self._items[number + 1]
-            changes.append((arrived, self._starts[number + 1], following.full_bytes + _beside(following)))
+            changes.append(
+                (arrived, self._starts[number + 1], following.full_bytes + _beside(following))
+            )
         if not self._takes(changes):
             return False
         bucket.items.append(item)
@@ -177,7 +209,9 @@ class _Reductions(_Planner):
         """Await each once the next one has started, the last one at the end."""
         for number, item in enumerate(self._items):
             end, last = self._ends[number], number + 1 == len(self._items)
-            late = max(end, len(self._curve.base.nodes) - 1 if last else self._starts[number + 1] + 1)
+            late = max(
+                end, len(self._curve.base.nodes) - 1 if last else self._starts[number + 1] + 1
+            )
             for change in self._awaited([item], end, late):
                 self._curve.add(*change)
             self._ends[number] = late
@@ -204,8 +238,11 @@ class _Reductions(_Planner):
         self._launches.append(self._launches.pop(at))
         return True
 
-    def _awaited(self, items: Sequence[SchedulableCollective], old: int, new: int) -> Iterator[_Change]:
-        """What changes if these are awaited before `new` and not before `old`: what they read lives longer, their results come later."""
+    def _awaited(
+        self, items: Sequence[SchedulableCollective], old: int, new: int
+    ) -> Iterator[_Change]:
+        """What changes if these are awaited before `new` and not before `old`: what they read lives
+        longer, their results come later."""
         if new <= old:
             return
         for item in items:
@@ -220,13 +257,18 @@ class _Reductions(_Planner):
         """What a node allocates, and where that is alive in the graph as it is."""
         if not self._made:
             for buffer in self._curve.base.buffers:
-                self._made.setdefault(buffer.node, []).append((buffer.first, buffer.last + 1, buffer.nbytes))
+                self._made.setdefault(buffer.node, []).append(
+                    (buffer.first, buffer.last + 1, buffer.nbytes)
+                )
         return self._made.get(node, ())
 
 
 def _beside(item: SchedulableCollective) -> int:
-    """What one collective holds besides its full tensor: what was cast or padded for it, and its backend's scratch memory."""
-    return scratch_bytes(item.started) + sum(tag.block_bytes for node in item.inputs if (tag := tag_of(node)) is not None)
+    """What one collective holds besides its full tensor: what was cast or padded for it, and its
+    backend's scratch memory."""
+    return scratch_bytes(item.started) + sum(
+        tag.block_bytes for node in item.inputs if (tag := tag_of(node)) is not None
+    )
 
 
 def _packed(bucket: Bucketed, items: Sequence[SchedulableCollective]) -> int:

@@ -1,4 +1,5 @@
-"""How much memory a device has free: one function, so that tests and plans can put a budget in its place."""
+"""How much memory a device has free: one function, so that tests and plans can put a budget in its
+place."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ __all__ = ["free_bytes"]
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on a device, what torch's allocator holds in reserve included.
+    """Bytes that can still be allocated on a device, what torch's allocator holds in reserve
+    included.
 
-    On "cpu" it is the memory of the machine, of which every rank on it sees all. None where torch cannot tell (meta, say).
-    """
+    On "cpu" it is the memory of the machine, of which every rank on it sees all. None where torch
+    cannot tell (meta, say)."""
     if device.type == "cpu":
         return _host_bytes()
     module = torch.get_device_module(device.type) if device.type != "meta" else None
@@ -21,8 +23,15 @@ def free_bytes(device: torch.device) -> int | None:
     if module is None or probe is None or not module.is_available():
         return None
     free, _ = probe(device)
-    reserved, allocated = getattr(module, "memory_reserved", None), getattr(module, "memory_allocated", None)
-    cached = reserved(device) - allocated(device) if reserved is not None and allocated is not None else 0
+    reserved, allocated = (
+        getattr(module, "memory_reserved", None),
+        getattr(module, "memory_allocated", None),
+    )
+    cached = (
+        reserved(device) - allocated(device)
+        if reserved is not None and allocated is not None
+        else 0
+    )
     return int(free) + int(cached)
 
 
@@ -33,4 +42,8 @@ def _host_bytes() -> int | None:
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         names = ("SC_AVPHYS_PAGES", "SC_PAGE_SIZE")
-        return os.sysconf(names[0]) * os.sysconf(names[1]) if all(name in os.sysconf_names for name in names) else None
+        return (
+            os.sysconf(names[0]) * os.sysconf(names[1])
+            if all(name in os.sysconf_names for name in names)
+            else None
+        )

@@ -1,10 +1,10 @@
 """Peak memory of a graph, from the order of its nodes: what is alive while each of them runs.
 
-The model is that of a graph run node by node with inputs freed at their last use. Views share the memory of what they view, and an
-all-reduce writes over its input where it may; what a collective reads and writes lives until it is awaited, with the scratch memory that
-its backend takes. Memory that the caller holds
-(parameters, the batch) is not counted: figures are bytes above the state before the call.
-"""
+The model is that of a graph run node by node with inputs freed at their last use. Views share the
+memory of what they view, and an all-reduce writes over its input where it may; what a collective
+reads and writes lives until it is awaited, with the scratch memory that its backend takes. Memory
+that the caller holds (parameters, the batch) is not counted: figures are bytes above the state
+before the call."""
 
 from __future__ import annotations
 
@@ -20,10 +20,21 @@ from zpasses import compat
 from zpasses.graph.nodes import collective_of, is_wait, nbytes, value_of
 from zpasses.graph.tags import tag_of
 
-__all__ = ["Buffer", "Liveness", "liveness", "reinplaceable_all_reduces", "saved_for_backward", "scratch_bytes"]
+__all__ = [
+    "Buffer",
+    "Liveness",
+    "liveness",
+    "reinplaceable_all_reduces",
+    "saved_for_backward",
+    "scratch_bytes",
+]
 
 aten = torch.ops.aten
-_ALIASES = {aten._unsafe_view.default, aten.lift_fresh_copy.default, torch.ops._c10d_functional.wait_tensor.default}
+_ALIASES = {
+    aten._unsafe_view.default,
+    aten.lift_fresh_copy.default,
+    torch.ops._c10d_functional.wait_tensor.default,
+}
 
 
 @dataclass(eq=False)
@@ -62,14 +73,18 @@ class Liveness:
     def alive_at(self, node: fx.Node) -> list[Buffer]:
         """What is alive while `node` runs, largest first."""
         at = self.nodes.index(node)
-        return sorted((each for each in self.buffers if each.first <= at <= each.last), key=lambda each: -each.nbytes)
+        return sorted(
+            (each for each in self.buffers if each.first <= at <= each.last),
+            key=lambda each: -each.nbytes,
+        )
 
 
 def saved_for_backward(graph: fx.Graph) -> set[fx.Node]:
-    """The inputs of a backward graph that die with their last use: what forward saved, and the incoming gradients.
+    """The inputs of a backward graph that die with their last use: what forward saved, and the
+    incoming gradients.
 
-    Empty for other graphs: their inputs belong to the caller, as parameters and the batch do in a backward graph.
-    """
+    Empty for other graphs: their inputs belong to the caller, as parameters and the batch do in a
+    backward graph."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     if not any(node.name.startswith("tangents") for node in inputs):
         return set()
@@ -89,7 +104,9 @@ def liveness(
         is_view: nodes to take for views of their first input besides those that are.
     """
     nodes = tuple(graph.nodes)
-    tracker = _Tracker(nodes, saved_for_backward(graph), reinplaceable_all_reduces(graph), bytes_of, is_view)
+    tracker = _Tracker(
+        nodes, saved_for_backward(graph), reinplaceable_all_reduces(graph), bytes_of, is_view
+    )
     for index, node in enumerate(nodes):
         tracker.visit(index, node)
     changes = [0] * (len(nodes) + 1)
@@ -104,7 +121,8 @@ def liveness(
 
 
 def reinplaceable_all_reduces(graph: fx.Graph) -> set[fx.Node]:
-    """All-reduces that may write over what they read: the graph made it, and nothing reads it afterwards. Generated code does so."""
+    """All-reduces that may write over what they read: the graph made it, and nothing reads it
+    afterwards. Generated code does so."""
     reductions = [node for node in graph.nodes if node.target in _ALL_REDUCES]
     if not reductions:
         return set()
@@ -112,14 +130,26 @@ def reinplaceable_all_reduces(graph: fx.Graph) -> set[fx.Node]:
     found = set()
     for node in reductions:
         bases = [_base(item) for item in node.all_input_nodes]
-        whole = all(isinstance(value := value_of(item), Tensor) and value.is_contiguous() for item in node.all_input_nodes)
-        own = whole and len(set(bases)) == len(bases) and all(base.op == "call_function" for base in bases)
-        if own and all(position[reader] <= position[node] for base in bases for reader in _readers(base)):
+        whole = all(
+            isinstance(value := value_of(item), Tensor) and value.is_contiguous()
+            for item in node.all_input_nodes
+        )
+        own = (
+            whole
+            and len(set(bases)) == len(bases)
+            and all(base.op == "call_function" for base in bases)
+        )
+        if own and all(
+            position[reader] <= position[node] for base in bases for reader in _readers(base)
+        ):
             found.add(node)
     return found
 
 
-_ALL_REDUCES = (torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.all_reduce_coalesced.default)
+_ALL_REDUCES = (
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.all_reduce_coalesced.default,
+)
 
 
 def _base(node: fx.Node) -> fx.Node:
@@ -164,7 +194,12 @@ class _Tracker:
         self._retained: list[fx.Node] = []
         """Full parameters that outlive the call, whether or not the graph returns them yet."""
         self._overwriting = overwriting
-        self._dying, self._bytes_of, self._is_view, self._end = dying, bytes_of, is_view, len(nodes) - 1
+        self._dying, self._bytes_of, self._is_view, self._end = (
+            dying,
+            bytes_of,
+            is_view,
+            len(nodes) - 1,
+        )
 
     def visit(self, index: int, node: fx.Node) -> None:
         for item in (*node.all_input_nodes, *(self._retained if node.op == "output" else ())):
@@ -181,13 +216,16 @@ class _Tracker:
                 self._retained.append(node)
 
     def _saved(self, node: fx.Node) -> Buffer | None:
-        """What forward handed over: values that are views of one tensor keep that tensor alive, and it once."""
+        """What forward handed over: values that are views of one tensor keep that tensor alive, and
+        it once."""
         value = value_of(node)
         if not isinstance(value, Tensor):
             return None
         key = compat.storage_id(value)
         if key not in self._storages:
-            self._storages[key] = Buffer(node, compat.size_hint(value.untyped_storage().nbytes()), 0, 0)
+            self._storages[key] = Buffer(
+                node, compat.size_hint(value.untyped_storage().nbytes()), 0, 0
+            )
             self.buffers.append(self._storages[key])
         return self._storages[key]
 
@@ -223,7 +261,12 @@ class _Tracker:
                 self.buffers.append(scratch)
             # Outputs belong to it as well: of several, none is let go before all were awaited.
             involved = [*node.all_input_nodes, node]
-            needed = [buffer for item in involved for buffer in self._held.get(item, ()) if buffer is not None]
+            needed = [
+                buffer
+                for item in involved
+                for buffer in self._held.get(item, ())
+                if buffer is not None
+            ]
             self._pending[node] = [*needed, scratch]
         elif is_wait(node):
             started = node.all_input_nodes[0]
@@ -243,14 +286,15 @@ def _returns_argument(node: fx.Node) -> bool:
 def scratch_bytes(node: fx.Node) -> int:
     """Memory of a collective besides its inputs and outputs.
 
-    gloo packs several tensors into one, and gathers into a flat tensor of its own that it copies out of; a copy engine that gathers
-    several tensors in one call does both.
-    """
+    gloo packs several tensors into one, and gathers into a flat tensor of its own that it copies
+    out of; a copy engine that gathers several tensors in one call does both."""
     collective: Any = collective_of(node)
     by_engine = collective.op.startswith("sdma_")
     if by_engine and len(collective.shapes) > 1:
         return int(collective.nbytes) + nbytes(value_of(node))
-    if not (by_engine or node.target.namespace == "_c10d_functional") or not compat.is_gloo(collective.group):  # type: ignore[union-attr]
+    if not (by_engine or node.target.namespace == "_c10d_functional") or not compat.is_gloo(
+        collective.group
+    ):  # type: ignore[union-attr]
         return 0
     packed = collective.nbytes if len(collective.shapes) > 1 else 0
     return packed + (nbytes(value_of(node)) if "gather" in collective.op else 0)

@@ -1,13 +1,13 @@
 """How long things take on a target: communication, copies and compute, in microseconds.
 
-A collective costs a latency that does not depend on its size and the time of its bytes on the slowest link of a ring (the model of
-Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005). A kernel takes what the slower of
-memory and arithmetic needs (Williams, Waterman, Patterson: Roofline, 2009). Such figures are good enough to compare two forms of one
-graph; they are no predictions.
+A collective costs a latency that does not depend on its size and the time of its bytes on the
+slowest link of a ring (the model of Thakur, Rabenseifner, Gropp: Optimization of Collective
+Communication Operations in MPICH, 2005). A kernel takes what the slower of memory and arithmetic
+needs (Williams, Waterman, Patterson: Roofline, 2009). Such figures are good enough to compare two
+forms of one graph; they are no predictions.
 
-A collective can take several routes: "c10d" (RCCL, NCCL or gloo) takes compute units away from what runs beside it, copy engines do not.
-`zpasses.cost.routes` has what is known of each.
-"""
+A collective can take several routes: "c10d" (RCCL, NCCL or gloo) takes compute units away from what
+runs beside it, copy engines do not. `zpasses.cost.routes` has what is known of each."""
 
 from __future__ import annotations
 
@@ -49,12 +49,20 @@ def collective_us(kind: str, full_bytes: int, ranks: int, target: Target) -> flo
     """
     if ranks <= 1:
         return 0.0
-    bandwidth = target.link_gb_s if ranks <= target.ranks_per_node else min(target.link_gb_s, target.network_gb_s)
+    bandwidth = (
+        target.link_gb_s
+        if ranks <= target.ranks_per_node
+        else min(target.link_gb_s, target.network_gb_s)
+    )
     passes = 2 if _is_all_reduce(kind) else 1
-    return latency_us(kind, ranks, target) + passes * (ranks - 1) / ranks * full_bytes / (bandwidth * 1e3)
+    return latency_us(kind, ranks, target) + passes * (ranks - 1) / ranks * full_bytes / (
+        bandwidth * 1e3
+    )
 
 
-def route_us(figures: RouteFigures, kind: str, full_bytes: int, ranks: int, target: Target) -> float:
+def route_us(
+    figures: RouteFigures, kind: str, full_bytes: int, ranks: int, target: Target
+) -> float:
     """Time of one collective by a route within a node, with nothing beside it.
 
     Args:
@@ -68,8 +76,11 @@ def route_us(figures: RouteFigures, kind: str, full_bytes: int, ranks: int, targ
     return figures.latency_us + moving + (copy_us(int(copied), target) if copied else 0.0)
 
 
-def engine_us(figures: RouteFigures, kind: str, full_bytes: Sequence[int], ranks: int, target: Target) -> float:
-    """Time of one launch of several tensors by a copy engine: they are packed into pieces, gathered, and copied out.
+def engine_us(
+    figures: RouteFigures, kind: str, full_bytes: Sequence[int], ranks: int, target: Target
+) -> float:
+    """Time of one launch of several tensors by a copy engine: they are packed into pieces,
+    gathered, and copied out.
 
     Args:
         full_bytes: bytes of each full tensor; one by itself needs no packing.
@@ -77,7 +88,11 @@ def engine_us(figures: RouteFigures, kind: str, full_bytes: Sequence[int], ranks
     total = sum(full_bytes)
     pieces = math.ceil(total / ranks / PIECE_BYTES) if ranks else 0
     packing = copy_us(total + total // ranks, target) if len(full_bytes) > 1 else 0.0
-    return route_us(figures, kind, total, ranks, target) + max(pieces - 1, 0) * figures.latency_us + packing
+    return (
+        route_us(figures, kind, total, ranks, target)
+        + max(pieces - 1, 0) * figures.latency_us
+        + packing
+    )
 
 
 def _is_all_reduce(kind: str) -> bool:
@@ -92,12 +107,19 @@ def copy_us(copied_bytes: int, target: Target) -> float:
 def compute_us(node: fx.Node, target: Target) -> float:
     """Time of one call; 0 for views, inputs and communication."""
     call: Any = node.target
-    if node.op != "call_function" or not isinstance(call, compat.OpOverload) or call.is_view or collective_of(node) is not None:
+    if (
+        node.op != "call_function"
+        or not isinstance(call, compat.OpOverload)
+        or call.is_view
+        or collective_of(node) is not None
+    ):
         return 0.0
     if call.namespace == "_c10d_functional":
         return 0.0
     moved = nbytes(value_of(node)) + sum(nbytes(value_of(item)) for item in node.all_input_nodes)
-    return max(target.kernel_us, moved / (target.memory_gb_s * 1e3), _flops(node) / (target.tflops * 1e6))
+    return max(
+        target.kernel_us, moved / (target.memory_gb_s * 1e3), _flops(node) / (target.tflops * 1e6)
+    )
 
 
 def _flops(node: fx.Node) -> float:
@@ -112,11 +134,14 @@ def _flops(node: fx.Node) -> float:
 
 
 def _hinted(value: Any) -> Any:
-    """Fake tensors of dynamic shape as ones of the shape at hand, because formulas count in plain numbers."""
+    """Fake tensors of dynamic shape as ones of the shape at hand, because formulas count in plain
+    numbers."""
 
     def fixed(tensor: Tensor) -> Tensor:
         if all(isinstance(size, int) for size in tensor.shape):
             return tensor
-        return torch.empty([compat.size_hint(size) for size in tensor.shape], dtype=tensor.dtype, device="meta")
+        return torch.empty(
+            [compat.size_hint(size) for size in tensor.shape], dtype=tensor.dtype, device="meta"
+        )
 
     return compat.pytree.tree_map_only(Tensor, fixed, value)

@@ -1,10 +1,13 @@
-"""How long graphs would take on a target: their nodes in order on one stream, their collectives beside it.
+"""How long graphs would take on a target: their nodes in order on one stream, their collectives
+beside it.
 
-Collectives take turns on the links that they share, whatever their group and route: those within a node on its links, those between nodes
-on the network. Groups of the one kind do not hold up groups of the other. A kernel takes what the roofline says, and longer while
-collectives that need compute units are under way; collectives take longer too, while kernels run beside them. There is no fusion, no CPU
-and no optimizer in it: it compares forms of one step, and is no prediction of what a clock would show.
-"""
+Collectives take turns on the links that they share, whatever their group and route: those within a
+node on its links, those between nodes on the network. Groups of the one kind do not hold up groups
+of the other. A kernel takes what the roofline says, and longer while collectives that need compute
+units are under way; collectives take longer too, while kernels run beside them. There is no fusion,
+no CPU
+and no optimizer in it: it compares forms of one step, and is no prediction of what a clock would
+show."""
 
 from __future__ import annotations
 
@@ -19,7 +22,15 @@ from zpasses import compat
 from zpasses.cost.roofline import collective_us, compute_us, engine_us, route_us
 from zpasses.cost.routes import figures_of
 from zpasses.cost.target import Target
-from zpasses.graph.nodes import Collective, collective_of, is_dialect, is_wait, named_arguments, nbytes, value_of
+from zpasses.graph.nodes import (
+    Collective,
+    collective_of,
+    is_dialect,
+    is_wait,
+    named_arguments,
+    nbytes,
+    value_of,
+)
 
 __all__ = ["StepTime", "Timeline", "collective_time_us", "is_by_engine", "step_time"]
 
@@ -45,12 +56,15 @@ class StepTime:
 def step_time(graphs: Iterable[fx.Graph], target: Target) -> StepTime:
     """Time of graphs that run one after another, such as forward and backward."""
     parts = [Timeline(graph, target).run() for graph in graphs]
-    return StepTime(*(sum(values) for values in zip(*(vars(part).values() for part in parts), strict=True)))
+    return StepTime(
+        *(sum(values) for values in zip(*(vars(part).values() for part in parts), strict=True))
+    )
 
 
 @dataclass(frozen=True)
 class _Event:
-    """What happens next on the compute stream: kernels, the start of a collective, or a wait for one."""
+    """What happens next on the compute stream: kernels, the start of a collective, or a wait for
+    one."""
 
     work_us: float = 0.0
     starts: fx.Node | None = None
@@ -92,9 +106,12 @@ class Timeline:
         """Time of the graph.
 
         Args:
-            engines: collectives that copy engines carry out, besides those that call `zpasses::sdma` ops already.
+            engines: collectives that copy engines carry out, besides those that call
+                `zpasses::sdma` ops already.
         """
-        return _Run().through(self._events, {node: self.ride(node, node in engines) for node in self._collectives})
+        return _Run().through(
+            self._events, {node: self.ride(node, node in engines) for node in self._collectives}
+        )
 
     def ride(self, node: fx.Node, by_engine: bool) -> _Ride:
         """A collective of the graph by copy engines, or as it stands there."""
@@ -133,7 +150,9 @@ class Timeline:
 
     def _measure(self, node: fx.Node, by_engine: bool) -> _Ride:
         collective = self._collectives[node]
-        return _ride(node, collective, len(compat.group_ranks(collective.group)), self._target, by_engine)
+        return _ride(
+            node, collective, len(compat.group_ranks(collective.group)), self._target, by_engine
+        )
 
 
 def is_by_engine(collective: Collective) -> bool:
@@ -142,7 +161,8 @@ def is_by_engine(collective: Collective) -> bool:
 
 
 def collective_time_us(node: fx.Node, collective: Collective, ranks: int, target: Target) -> float:
-    """Time of a collective as it stands in a graph, with nothing beside it, by the figures that the pass `sdma` compares.
+    """Time of a collective as it stands in a graph, with nothing beside it, by the figures that the
+    pass `sdma` compares.
 
     Args:
         collective: `collective_of(node)`; none of the dialect.
@@ -151,11 +171,16 @@ def collective_time_us(node: fx.Node, collective: Collective, ranks: int, target
     return _ride(node, collective, ranks, target, is_by_engine(collective)).took_us
 
 
-def _ride(node: fx.Node, collective: Collective, ranks: int, target: Target, by_engine: bool) -> _Ride:
+def _ride(
+    node: fx.Node, collective: Collective, ranks: int, target: Target, by_engine: bool
+) -> _Ride:
     parts = _full_bytes(node, collective, ranks)
     figures = figures_of(target.routes[0] if by_engine and target.routes else "c10d", target)
     if figures is None or ranks > target.ranks_per_node:
-        return _Ride(collective_us(collective.op, sum(parts), ranks, target), between_nodes=ranks > target.ranks_per_node)
+        return _Ride(
+            collective_us(collective.op, sum(parts), ranks, target),
+            between_nodes=ranks > target.ranks_per_node,
+        )
     if by_engine and target.routes:
         took = engine_us(figures, collective.op, parts, ranks, target)
     else:
@@ -175,7 +200,8 @@ class _Run:
     def __init__(self) -> None:
         self._now = self._compute = self._collective = self._waited = 0.0
         self._queues: dict[bool, deque[_Flight]] = {False: deque(), True: deque()}
-        """On the links within the node, and on the network between nodes (True). The first of each moves."""
+        """On the links within the node, and on the network between nodes (True). The first of each
+        moves."""
 
     def through(self, events: Iterable[_Event], rides: dict[fx.Node, _Ride]) -> StepTime:
         for event in events:
@@ -229,6 +255,10 @@ def _full_bytes(node: fx.Node, collective: Collective, ranks: int) -> list[int]:
     """Bytes of the full tensors that a call gathers or reduces."""
     assert isinstance(node.target, compat.OpOverload)
     given = named_arguments(node, node.target)[node.target._schema.arguments[0].name]
-    inputs = [value_of(item) for item in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(item, fx.Node)]
+    inputs = [
+        value_of(item)
+        for item in (given if isinstance(given, (list, tuple)) else [given])
+        if isinstance(item, fx.Node)
+    ]
     times = ranks if "gather" in collective.op else 1
     return [nbytes(value) * times for value in inputs if isinstance(value, Tensor)]

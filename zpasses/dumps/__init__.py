@@ -1,6 +1,13 @@
 """Dumps of what passes did to graphs: the format, and reading it. Importing this loads no torch."""
 
-from zpasses.dumps.errors import DamagedDumpError, DumpError, DumpPathError, DumpTooLargeError, DumpVersionError, NotADumpError
+from zpasses.dumps.errors import (
+    DamagedDumpError,
+    DumpError,
+    DumpPathError,
+    DumpTooLargeError,
+    DumpVersionError,
+    NotADumpError,
+)
 from zpasses.dumps.files import Limits
 from zpasses.dumps.format import VERSION, Compile, Dump, Graph, Node, Rank, Snapshot, Step
 from zpasses.dumps.reader import read

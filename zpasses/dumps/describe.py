@@ -1,4 +1,5 @@
-"""Graphs as snapshots: what torch knows of each node, and what the models of memory and cost say of it, as plain data."""
+"""Graphs as snapshots: what torch knows of each node, and what the models of memory and cost say of
+it, as plain data."""
 
 from __future__ import annotations
 
@@ -19,7 +20,15 @@ from zpasses.cost.step_time import collective_time_us, is_by_engine
 from zpasses.cost.target import Target
 from zpasses.dumps import format as data
 from zpasses.dumps.sources import SourceTable
-from zpasses.graph.nodes import Collective, collective_of, input_nbytes, is_dialect, is_wait, nbytes, value_of
+from zpasses.graph.nodes import (
+    Collective,
+    collective_of,
+    input_nbytes,
+    is_dialect,
+    is_wait,
+    nbytes,
+    value_of,
+)
 from zpasses.graph.ops import UNSHARD
 from zpasses.graph.tags import GATHER_ROLES, REDUCE_ROLES, Tag, tag_of
 
@@ -32,8 +41,8 @@ _LONGEST = 400
 
 
 class Describer:
-    """Describes the graphs of one compile. Nodes are numbered: a node keeps its number through all passes of its graph, and one that
-    another graph took over by name has it there too."""
+    """Describes the graphs of one compile. Nodes are numbered: a node keeps its number through all
+    passes of its graph, and one that another graph took over by name has it there too."""
 
     def __init__(self, target: Target) -> None:
         self.target, self.sources = target, SourceTable()
@@ -47,9 +56,12 @@ class Describer:
         Args:
             graph: its name.
             parent: the graph that it was made from; the graph itself, if it was described before.
-            modelled: whether the models of memory and cost know its ops: they know aten, and not what Dynamo captures.
+            modelled: whether the models of memory and cost know its ops: they know aten, and not
+                what Dynamo captures.
         """
-        return Trace(self, graph, self._numbers.get(graph) or self._numbers.get(parent or "", {}), modelled)
+        return Trace(
+            self, graph, self._numbers.get(graph) or self._numbers.get(parent or "", {}), modelled
+        )
 
     def number(self) -> int:
         self._next += 1
@@ -70,8 +82,15 @@ class Describer:
 class Trace:
     """One graph while passes run on it."""
 
-    def __init__(self, describer: Describer, graph: str, inherited: Mapping[str, int], modelled: bool) -> None:
-        self._describer, self._graph, self._inherited, self._modelled = describer, graph, inherited, modelled
+    def __init__(
+        self, describer: Describer, graph: str, inherited: Mapping[str, int], modelled: bool
+    ) -> None:
+        self._describer, self._graph, self._inherited, self._modelled = (
+            describer,
+            graph,
+            inherited,
+            modelled,
+        )
         self._marked = not graph.startswith(_PARTITIONED)
         self._numbers: dict[fx.Node, int] = {}
         self._known: dict[fx.Node, tuple[tuple[Any, ...], data.Node]] = {}
@@ -83,7 +102,11 @@ class Trace:
         for node in nodes:
             if node not in self._numbers:
                 inherited = None if self._known else self._inherited.get(node.name)
-                fresh = self._describer.number() if inherited is None or inherited in taken else inherited
+                fresh = (
+                    self._describer.number()
+                    if inherited is None or inherited in taken
+                    else inherited
+                )
                 self._numbers[node] = fresh
         self._describer.remember(self._graph, {node.name: self._numbers[node] for node in nodes})
         memory = liveness(graph) if self._modelled else Liveness(nodes, (0,) * len(nodes), ())
@@ -91,22 +114,43 @@ class Trace:
         described = tuple(self._node(node, buffers.get(node, ())) for node in nodes)
         return data.Snapshot(number, described, memory.live_bytes)
 
-    # --- memory ---------------------------------------------------------------------------------------------------------------------
-    def _buffers(self, nodes: tuple[fx.Node, ...], memory: Liveness) -> dict[fx.Node, tuple[data.Buffer, ...]]:
+    # --- memory -----------------------------------------------------------------------------------
+    def _buffers(
+        self, nodes: tuple[fx.Node, ...], memory: Liveness
+    ) -> dict[fx.Node, tuple[data.Buffer, ...]]:
         gradients = _gradients(nodes)
         found: dict[fx.Node, list[data.Buffer]] = {}
         for each in memory.buffers:
             kind, params = _kind(each, gradients)
-            buffer = data.Buffer(each.nbytes, self._numbers[nodes[each.first]], self._numbers[nodes[each.last]], kind, params)
+            buffer = data.Buffer(
+                each.nbytes,
+                self._numbers[nodes[each.first]],
+                self._numbers[nodes[each.last]],
+                kind,
+                params,
+            )
             found.setdefault(each.node, []).append(buffer)
         return {node: tuple(buffers) for node, buffers in found.items()}
 
-    # --- nodes ----------------------------------------------------------------------------------------------------------------------
+    # --- nodes ------------------------------------------------------------------------------------
     def _node(self, node: fx.Node, buffers: tuple[data.Buffer, ...]) -> data.Node:
         value, tag = value_of(node), tag_of(node)
-        waits = tuple(self._numbers[each] for each in _waits(node)) if _may_communicate(node) else ()
+        waits = (
+            tuple(self._numbers[each] for each in _waits(node)) if _may_communicate(node) else ()
+        )
         mark = compat.recompute_mark(node) if self._marked else None
-        key = (node.name, node.op, node.target, node.args, node.kwargs, id(value), tag, mark, waits, buffers)
+        key = (
+            node.name,
+            node.op,
+            node.target,
+            node.args,
+            node.kwargs,
+            id(value),
+            tag,
+            mark,
+            waits,
+            buffers,
+        )
         known = self._known.get(node)
         if known is not None and known[0] == key:
             return known[1]
@@ -121,7 +165,9 @@ class Trace:
             put_in = input_nbytes(node, communicates)
             route = self._route(communicates, tag)
             verdict = tag.note if tag is not None else ""
-            collective = data.Collective(communicates.op, communicates.group, ranks, put_in, full, waits, route, verdict)
+            collective = data.Collective(
+                communicates.op, communicates.group, ranks, put_in, full, waits, route, verdict
+            )
         cost_us, stream = self._cost(node, communicates, collective)
         described = data.Node(
             id=self._numbers[node],
@@ -139,24 +185,44 @@ class Trace:
             cost_us=cost_us,
             stream=stream,
             collective=collective,
-            inputs=tuple(dict.fromkeys(id for item in (*args, *kwargs.values()) for id in data.references(item))),
+            inputs=tuple(
+                dict.fromkeys(
+                    id for item in (*args, *kwargs.values()) for id in data.references(item)
+                )
+            ),
         )
         self._known[node] = (key, described)
         return described
 
     def _route(self, communicates: Collective, tag: Tag | None) -> str:
-        packed = "coalesced" if "coalesced" in communicates.op else "flat" if tag is not None and tag.bucket is not None else ""
+        packed = (
+            "coalesced"
+            if "coalesced" in communicates.op
+            else "flat"
+            if tag is not None and tag.bucket is not None
+            else ""
+        )
         routes = self._describer.target.routes
-        return " ".join(each for each in (routes[0] if routes and is_by_engine(communicates) else "", packed) if each)
+        return " ".join(
+            each
+            for each in (routes[0] if routes and is_by_engine(communicates) else "", packed)
+            if each
+        )
 
-    def _cost(self, node: fx.Node, communicates: Collective | None, collective: data.Collective | None) -> tuple[float, str | None]:
+    def _cost(
+        self, node: fx.Node, communicates: Collective | None, collective: data.Collective | None
+    ) -> tuple[float, str | None]:
         if not self._modelled:
             return 0.0, None
         target = self._describer.target
         if communicates is not None and collective is not None:
             if target.routes and not is_dialect(node):
-                return round(collective_time_us(node, communicates, collective.ranks, target), 3), "communication"
-            return round(collective_us(collective.kind, collective.full_bytes, collective.ranks, target), 3), "communication"
+                return round(
+                    collective_time_us(node, communicates, collective.ranks, target), 3
+                ), "communication"
+            return round(
+                collective_us(collective.kind, collective.full_bytes, collective.ranks, target), 3
+            ), "communication"
         cost_us = round(compute_us(node, target), 3)
         return cost_us, "compute" if cost_us else None
 
@@ -173,7 +239,11 @@ class Trace:
         if isinstance(value, Mapping):
             return {str(key): self._argument(item) for key, item in value.items()}
         if isinstance(value, slice):
-            return {"start": self._argument(value.start), "stop": self._argument(value.stop), "step": self._argument(value.step)}
+            return {
+                "start": self._argument(value.start),
+                "stop": self._argument(value.stop),
+                "step": self._argument(value.step),
+            }
         return plain(value)
 
 
@@ -187,7 +257,11 @@ def plain(value: Any) -> bool | int | float | str | data.Text | None:
         return value
     if hasattr(value, "group_name") and not isinstance(value, type):
         return compat.group_name(value)
-    text = repr(value) if not isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)) else str(value)
+    text = (
+        repr(value)
+        if not isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format))
+        else str(value)
+    )
     return data.Text(text if len(text) <= _LONGEST else text[:_LONGEST] + "...")
 
 
@@ -198,9 +272,15 @@ def counts(nodes: int, collectives: int, put_in_bytes: int) -> dict[str, int]:
 @functools.lru_cache(maxsize=1 << 12)
 def target_text(target: Any) -> str:
     """What a node calls: "aten.mm.default", "operator.getitem", the name of an input."""
-    if isinstance(target, (str, compat.OpOverload, compat.OpOverloadPacket, compat.HigherOrderOperator)):
+    if isinstance(
+        target, (str, compat.OpOverload, compat.OpOverloadPacket, compat.HigherOrderOperator)
+    ):
         return str(target)
-    module = str(getattr(target, "__module__", "") or "").removeprefix("_").replace("torch._C.", "torch.")
+    module = (
+        str(getattr(target, "__module__", "") or "")
+        .removeprefix("_")
+        .replace("torch._C.", "torch.")
+    )
     name = str(getattr(target, "__qualname__", getattr(target, "__name__", repr(target))))
     return f"{module}.{name}" if module else name
 
@@ -218,13 +298,26 @@ def _values(value: Any) -> tuple[data.Value, ...]:
     if not isinstance(value, Tensor):
         return (data.Value((), type(value).__name__, "", 0),)
     shape = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
-    return (data.Value(shape, str(value.dtype).removeprefix("torch."), str(value.device), nbytes(value)),)
+    return (
+        data.Value(
+            shape, str(value.dtype).removeprefix("torch."), str(value.device), nbytes(value)
+        ),
+    )
 
 
 def _tag(tag: Tag | None) -> data.Tag | None:
     if tag is None:
         return None
-    return data.Tag(tag.role, tag.params, tag.nbytes, tag.bucket, tag.origin, tag.cached, tag.deferrable, tag.note)
+    return data.Tag(
+        tag.role,
+        tag.params,
+        tag.nbytes,
+        tag.bucket,
+        tag.origin,
+        tag.cached,
+        tag.deferrable,
+        tag.note,
+    )
 
 
 def _waits(node: fx.Node) -> list[fx.Node]:
@@ -235,7 +328,7 @@ def _waits(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-# --- what memory is for ------------------------------------------------------------------------------------------------------------
+# --- what memory is for ---------------------------------------------------------------------------
 def _gradients(nodes: tuple[fx.Node, ...]) -> dict[fx.Node, tuple[str, ...]]:
     """Nodes that make a full gradient, which is what is reduced later -> the parameters."""
     found: dict[fx.Node, tuple[str, ...]] = {}
@@ -248,15 +341,22 @@ def _gradients(nodes: tuple[fx.Node, ...]) -> dict[fx.Node, tuple[str, ...]]:
             while source.op == "call_function" and _is_view(source) and source.all_input_nodes:
                 source = source.all_input_nodes[0]
             if tag_of(source) is None and source.op == "call_function":
-                found.setdefault(source, tag.params if tag.role != "flat" and len(node.all_input_nodes) == 1 else ())
+                found.setdefault(
+                    source,
+                    tag.params if tag.role != "flat" and len(node.all_input_nodes) == 1 else (),
+                )
     return found
 
 
 def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, compat.OpOverload) and (node.target.is_view or node.target is torch.ops.aten._unsafe_view.default)
+    return isinstance(node.target, compat.OpOverload) and (
+        node.target.is_view or node.target is torch.ops.aten._unsafe_view.default
+    )
 
 
-def _kind(buffer: Memory, gradients: Mapping[fx.Node, tuple[str, ...]]) -> tuple[str, tuple[str, ...]]:
+def _kind(
+    buffer: Memory, gradients: Mapping[fx.Node, tuple[str, ...]]
+) -> tuple[str, tuple[str, ...]]:
     tag = tag_of(buffer.node)
     if buffer.scratch:
         return "scratch", tag.params if tag is not None else ()

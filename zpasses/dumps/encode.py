@@ -15,23 +15,39 @@ __all__ = ["dumps", "program", "snapshot_lines"]
 
 def dumps(value: Any) -> bytes:
     """One line of JSON, as UTF-8, without the line's end."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
+        "utf-8", "replace"
+    )
 
 
-def snapshot_lines(snapshot: Snapshot, header: Mapping[str, Any], base: Snapshot | None = None) -> Iterator[bytes]:
+def snapshot_lines(
+    snapshot: Snapshot, header: Mapping[str, Any], base: Snapshot | None = None
+) -> Iterator[bytes]:
     """The lines of a snapshot's file; with a base, of nodes only those that differ from it."""
     known = {} if base is None else base.by_id
-    written = [node for node in snapshot.nodes if (old := known.get(node.id)) is None or not (old is node or old == node)]
+    written = [
+        node
+        for node in snapshot.nodes
+        if (old := known.get(node.id)) is None or not (old is node or old == node)
+    ]
     sources: dict[Source, int] = {}
     for node in written:
         if node.source is not None:
             sources.setdefault(node.source, len(sources))
-    head: dict[str, Any] = {"snapshot": snapshot.number, **header, "base": None if base is None else base.number, "written": len(written)}
+    head: dict[str, Any] = {
+        "snapshot": snapshot.number,
+        **header,
+        "base": None if base is None else base.number,
+        "written": len(written),
+    }
     order = [node.id for node in snapshot.nodes]
     if base is not None and order != [node.id for node in base.nodes]:
         head["order"] = order
     head["live_bytes"] = list(snapshot.live_bytes)
-    head["sources"] = [_full({"file": each.file, "line": each.line, "text": each.text, "module": each.module}) for each in sources]
+    head["sources"] = [
+        _full({"file": each.file, "line": each.line, "text": each.text, "module": each.module})
+        for each in sources
+    ]
     yield dumps(head)
     for node in written:
         yield dumps(_node(node, None if node.source is None else sources[node.source]))
@@ -39,18 +55,32 @@ def snapshot_lines(snapshot: Snapshot, header: Mapping[str, Any], base: Snapshot
 
 def _full(record: dict[str, Any]) -> dict[str, Any]:
     """Without what is empty, which readers take for granted; a line number stays."""
-    return {key: value for key, value in record.items() if value not in (None, "", [], {}, (), False) or key == "line"}
+    return {
+        key: value
+        for key, value in record.items()
+        if value not in (None, "", [], {}, (), False) or key == "line"
+    }
 
 
 def _node(node: Node, source: int | None) -> dict[str, Any]:
-    record: dict[str, Any] = {"id": node.id, "name": node.name, "op": node.op, "target": node.target}
+    record: dict[str, Any] = {
+        "id": node.id,
+        "name": node.name,
+        "op": node.op,
+        "target": node.target,
+    }
     optional = {
         "args": [_argument(item) for item in node.args],
         "kwargs": {key: _argument(item) for key, item in node.kwargs.items()},
-        "val": [{"shape": each.shape, "dtype": each.dtype, "device": each.device, "bytes": each.nbytes} for each in node.vals],
+        "val": [
+            {"shape": each.shape, "dtype": each.dtype, "device": each.device, "bytes": each.nbytes}
+            for each in node.vals
+        ],
         "params": node.params,
         "tag": None if node.tag is None else _tag(node.tag),
-        "recompute": None if node.mark is None else _full({"policy": node.mark.policy, "region": node.mark.region or None}),
+        "recompute": None
+        if node.mark is None
+        else _full({"policy": node.mark.policy, "region": node.mark.region or None}),
         "buffers": [
             {
                 "bytes": each.nbytes,
@@ -94,23 +124,34 @@ def _tag(tag: Tag) -> dict[str, Any]:
         "deferrable": tag.deferrable,
         "note": tag.note,
     }
-    return {**_full(record), "role": tag.role, **({} if tag.bucket is None else {"bucket": tag.bucket})}
+    return {
+        **_full(record),
+        "role": tag.role,
+        **({} if tag.bucket is None else {"bucket": tag.bucket}),
+    }
 
 
 def _collective(collective: Collective) -> dict[str, Any]:
     required = {"kind": collective.kind, "group": collective.group, "ranks": collective.ranks}
     sizes = {"bytes": collective.nbytes, "full_bytes": collective.full_bytes}
-    return {**required, **sizes, **_full({"waits": collective.waits, "route": collective.route, "verdict": collective.verdict})}
+    return {
+        **required,
+        **sizes,
+        **_full(
+            {"waits": collective.waits, "route": collective.route, "verdict": collective.verdict}
+        ),
+    }
 
 
-# --- Python ------------------------------------------------------------------------------------------------------------------------
+# --- Python ---------------------------------------------------------------------------------------
 _DTYPES = {"float": "f", "int": "i", "uint": "u", "complex": "c"}
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 def program(snapshot: Snapshot, name: str, title: str) -> str:
-    """A graph as a Python function, for reading: every line has the shape of what it makes, and what it does for which parameter."""
+    """A graph as a Python function, for reading: every line has the shape of what it makes, and
+    what it does for which parameter."""
     names = {node.id: _identifier(node.name) for node in snapshot.nodes}
     inputs, body = [], []
     for node in snapshot.nodes:
@@ -160,7 +201,9 @@ def _text(value: Argument, names: Mapping[int, str]) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(_text(item, names) for item in value)}]"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_text(item, names)}" for key, item in value.items()) + "}"
+        return (
+            "{" + ", ".join(f"{key!r}: {_text(item, names)}" for key, item in value.items()) + "}"
+        )
     return repr(value)
 
 
@@ -169,7 +212,11 @@ def _note(node: Node) -> str:
     if node.tag is not None:
         bucket = "" if node.tag.bucket is None else f" in bucket {node.tag.bucket}"
         notes.append(f"{node.tag.role}: {', '.join(node.tag.params)}{bucket}")
-        notes += [word for word, said in (("cached", node.tag.cached), (node.tag.note, bool(node.tag.note))) if said]
+        notes += [
+            word
+            for word, said in (("cached", node.tag.cached), (node.tag.note, bool(node.tag.note)))
+            if said
+        ]
     notes += [node.mark.text] if node.mark is not None else []
     return " ".join("; ".join(notes).split())
 
@@ -177,5 +224,9 @@ def _note(node: Node) -> str:
 @functools.lru_cache(maxsize=1 << 12)
 def _value(value: Value) -> str:
     match = re.fullmatch(r"(float|int|uint|complex)(\d+)", value.dtype)
-    short = _DTYPES[match[1]] + match[2] if match else {"bfloat16": "bf16"}.get(value.dtype, value.dtype)
+    short = (
+        _DTYPES[match[1]] + match[2]
+        if match
+        else {"bfloat16": "bf16"}.get(value.dtype, value.dtype)
+    )
     return f"{short}[{', '.join(map(str, value.shape))}]" if value.device else short

@@ -1,4 +1,5 @@
-"""What reading and writing dumps raises. Every message says what was given, what was expected and what to do."""
+"""What reading and writing dumps raises. Every message says what was given, what was expected and
+what to do."""
 
 from __future__ import annotations
 
@@ -35,4 +36,5 @@ class DumpTooLargeError(DumpError):
 
 
 class DumpPathError(DumpError):
-    """A path in the dump is a link or no plain file, or the dump cannot be written where it should go."""
+    """A path in the dump is a link or no plain file, or the dump cannot be written where it should
+    go."""

@@ -47,14 +47,20 @@ def listing(folder: Path, limits: Limits) -> list[str]:
     except OSError as error:
         raise DamagedDumpError(f"{folder}: cannot be read: {error.strerror or error}.") from error
     if not stat.S_ISDIR(status.st_mode):
-        raise DumpPathError(f"{folder} is {_kind(status.st_mode)}; a dump has a folder there. Nothing behind it was read.")
+        raise DumpPathError(
+            f"{folder} is {_kind(status.st_mode)}; a dump has a folder there. Nothing behind it "
+            "was read."
+        )
     names: list[str] = []
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
                 names.append(entry.name)
                 if len(names) > limits.entries:
-                    raise DumpTooLargeError(f"{folder} has more than {limits.entries} entries; Limits(entries=...) allows more.")
+                    raise DumpTooLargeError(
+                        f"{folder} has more than {limits.entries} entries; Limits(entries=...) "
+                        "allows more."
+                    )
     except OSError as error:
         raise DamagedDumpError(f"{folder}: cannot be read: {error.strerror or error}.") from error
     return sorted(names)
@@ -63,14 +69,24 @@ def listing(folder: Path, limits: Limits) -> list[str]:
 @contextlib.contextmanager
 def _opened(path: Path, limits: Limits) -> Iterator[Any]:
     """A plain file, opened so that neither a link is followed nor a pipe waited for."""
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    flags = (
+        os.O_RDONLY
+        | getattr(os, "O_NOFOLLOW", 0)
+        | getattr(os, "O_NONBLOCK", 0)
+        | getattr(os, "O_CLOEXEC", 0)
+    )
     try:
         before = os.lstat(path)
         if not stat.S_ISREG(before.st_mode):
-            raise DumpPathError(f"{path} is {_kind(before.st_mode)}; a dump has plain files only. Nothing behind it was read.")
+            raise DumpPathError(
+                f"{path} is {_kind(before.st_mode)}; a dump has plain files only. Nothing behind "
+                "it was read."
+            )
         handle = os.open(path, flags)
     except FileNotFoundError as error:
-        raise DamagedDumpError(f"{path} is missing: the dump was cut off, or copied in part. Copy the whole folder.") from error
+        raise DamagedDumpError(
+            f"{path} is missing: the dump was cut off, or copied in part. Copy the whole folder."
+        ) from error
     except OSError as error:
         raise DumpPathError(f"{path}: cannot be opened: {error.strerror or error}.") from error
     with os.fdopen(handle, "rb") as file:
@@ -79,7 +95,8 @@ def _opened(path: Path, limits: Limits) -> Iterator[Any]:
             raise DumpPathError(f"{path} is {_kind(status.st_mode)}; a dump has plain files only.")
         if status.st_size > limits.file_bytes:
             raise DumpTooLargeError(
-                f"{path} has {status.st_size} bytes, more than {limits.file_bytes}; Limits(file_bytes=...) allows more."
+                f"{path} has {status.st_size} bytes, more than {limits.file_bytes}; "
+                "Limits(file_bytes=...) allows more."
             )
         yield file
 
@@ -97,12 +114,15 @@ def whole(path: Path, limits: Limits) -> str:
     with _opened(path, limits) as file:
         data = file.read(limits.file_bytes + 1)
     if len(data) > limits.file_bytes:
-        raise DumpTooLargeError(f"{path} has more than {limits.file_bytes} bytes; Limits(file_bytes=...) allows more.")
+        raise DumpTooLargeError(
+            f"{path} has more than {limits.file_bytes} bytes; Limits(file_bytes=...) allows more."
+        )
     return _text(data, path, 0)
 
 
 def lines(path: Path, limits: Limits) -> Iterator[tuple[int, str]]:
-    """(number, text) of the lines of one file; each must end, since a file that was cut off ends in the middle of one."""
+    """(number, text) of the lines of one file; each must end, since a file that was cut off ends in
+    the middle of one."""
     left = limits.file_bytes
     with _opened(path, limits) as file:
         number = 0
@@ -111,10 +131,14 @@ def lines(path: Path, limits: Limits) -> Iterator[tuple[int, str]]:
             left -= len(data)
             if len(data) > limits.line_bytes or left < 0:
                 raise DumpTooLargeError(
-                    f"{path}, line {number}: has more than {limits.line_bytes} bytes, or the file {limits.file_bytes}; see Limits."
+                    f"{path}, line {number}: has more than {limits.line_bytes} bytes, or the file "
+                    f"{limits.file_bytes}; see Limits."
                 )
             if not data.endswith(b"\n"):
-                raise DamagedDumpError(f"{path}, line {number}: ends in the middle: the file was cut off. Copy or dump it again.")
+                raise DamagedDumpError(
+                    f"{path}, line {number}: ends in the middle: the file was cut off. Copy or "
+                    "dump it again."
+                )
             yield number, _text(data, path, number)
 
 
@@ -122,7 +146,9 @@ def _text(data: bytes, path: Path, number: int) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DamagedDumpError(f"{path}{f', line {number}' if number else ''}: is not UTF-8 text ({error.reason}).") from error
+        raise DamagedDumpError(
+            f"{path}{f', line {number}' if number else ''}: is not UTF-8 text ({error.reason})."
+        ) from error
 
 
 def parse(text: str, where: str, limits: Limits) -> Record:
@@ -130,9 +156,13 @@ def parse(text: str, where: str, limits: Limits) -> Record:
     try:
         loaded = json.loads(text, parse_constant=_no_constant)
         if "\\ud" in text.lower():
-            json.dumps(loaded, ensure_ascii=False).encode()  # half a surrogate pair is no text, and cannot be printed
+            json.dumps(
+                loaded, ensure_ascii=False
+            ).encode()  # half a surrogate pair is no text, and cannot be printed
     except (ValueError, RecursionError) as error:
-        raise DamagedDumpError(f"{where}: is not JSON ({str(error) or type(error).__name__}). Dump or copy it again.") from error
+        raise DamagedDumpError(
+            f"{where}: is not JSON ({str(error) or type(error).__name__}). Dump or copy it again."
+        ) from error
     _check_depth(loaded, where, limits.depth)
     if not isinstance(loaded, dict):
         raise DamagedDumpError(f"{where}: is {_name(loaded)}; expected an object.")
@@ -147,7 +177,10 @@ def _check_depth(value: Any, where: str, left: int) -> None:
     level = [value]
     while level:
         if left < 0:
-            raise DumpTooLargeError(f"{where}: lists and objects lie deeper inside each other than Limits(depth=...) allows.")
+            raise DumpTooLargeError(
+                f"{where}: lists and objects lie deeper inside each other than Limits(depth=...) "
+                "allows."
+            )
         inner = []
         for item in level:
             if isinstance(item, dict):
@@ -158,9 +191,14 @@ def _check_depth(value: Any, where: str, left: int) -> None:
 
 
 def _name(value: Any) -> str:
-    return {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}.get(
-        type(value), "null"
-    )
+    return {
+        dict: "an object",
+        list: "a list",
+        str: "text",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+    }.get(type(value), "null")
 
 
 _REQUIRED: Any = object()
@@ -231,7 +269,9 @@ class Record:
 
     def sizes(self, key: str) -> tuple[int | str, ...]:
         value = self.items(key)
-        if not all((type(item) is int and abs(item) < _MOST) or isinstance(item, str) for item in value):
+        if not all(
+            (type(item) is int and abs(item) < _MOST) or isinstance(item, str) for item in value
+        ):
             raise self.fail(key, "a list of sizes: integers or texts")
         return tuple(value)
 

@@ -1,8 +1,8 @@
-"""What a dump says, as plain data. docs/dump-format.md describes the files; nothing here imports torch.
+"""What a dump says, as plain data. docs/dump-format.md describes the files; nothing here imports
+torch.
 
-A dump has ranks, a rank has compiles, a compile has graphs, a graph has steps: the graph as it came and after every pass that ran on
-it. Bytes are bytes and times are microseconds, as everywhere.
-"""
+A dump has ranks, a rank has compiles, a compile has graphs, a graph has steps: the graph as it came
+and after every pass that ran on it. Bytes are bytes and times are microseconds, as everywhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from zpasses.dumps.nodes import Argument, Buffer, Collective, Mark, Node, Ref, Snapshot, Source, Tag, Text, Value, references
+from zpasses.dumps.nodes import (
+    Argument,
+    Buffer,
+    Collective,
+    Mark,
+    Node,
+    Ref,
+    Snapshot,
+    Source,
+    Tag,
+    Text,
+    Value,
+    references,
+)
 
 __all__ = [
     "FORMAT",
@@ -47,7 +60,7 @@ FORMAT = "zpasses-dump"
 VERSION = 2
 
 
-# --- steps -------------------------------------------------------------------------------------------------------------------------
+# --- steps ----------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Of one graph."""
@@ -108,12 +121,14 @@ class Step:
     after: str | None
     """The pass as pipeline text; None for the graph as it came to this level."""
     number: int | None
-    """Of the snapshot; the same as the step's before if the pass changed nothing, None if there was no graph left to write."""
+    """Of the snapshot; the same as the step's before if the pass changed nothing, None if there was
+    no graph left to write."""
     counts: Counts | None = None
     """Of the snapshot; None in dumps that do not say, where no pass ran."""
     run: PassRun | None = None
     error: Failure | None = None
-    """Why the pass failed; the snapshot is then the graph that it left behind, which may be wrong, if there is one."""
+    """Why the pass failed; the snapshot is then the graph that it left behind, which may be wrong,
+    if there is one."""
     load: Callable[[int], Snapshot] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -136,7 +151,8 @@ class Agreement:
     """Of the group's collectives in order."""
     collectives: int
     verdict: str
-    """"agreed", "differs", "off" (option agreement=False) or "alone" (a group of one, or a fake one)."""
+    """"agreed", "differs", "off" (option agreement=False) or "alone" (a group of one, or a fake
+    one)."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +160,9 @@ class Graph:
     """One graph through its passes."""
 
     name: str
-    """"captured", "joint", "forward", "backward", "inference", "pack", "flush", and for forms of a graph that carry values from call to
-    call "forward.variant0", ...; a second one of the same name is "flush.2"."""
+    """"captured", "joint", "forward", "backward", "inference", "pack", "flush", and for forms of a
+    graph that carry values from call to call "forward.variant0", ...; a second one of the same name
+    is "flush.2"."""
     steps: tuple[Step, ...]
     of: str = ""
     """For a variant, the graph that it was cut from."""
@@ -218,7 +235,8 @@ class Event:
     """One record of events.jsonl as it stands, for readers that want more than graphs and steps."""
 
     kind: str
-    """"snapshot", "pass", "variant", "agreement", "note" or "error"; readers skip kinds that they do not know."""
+    """"snapshot", "pass", "variant", "agreement", "note" or "error"; readers skip kinds that they
+    do not know."""
     data: Mapping[str, Any]
 
 
@@ -243,7 +261,9 @@ class Compile:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was decided when the code ran, after the compile."""
-        return tuple(str(event.data.get("text", "")) for event in self.events if event.kind == "note")
+        return tuple(
+            str(event.data.get("text", "")) for event in self.events if event.kind == "note"
+        )
 
 
 @dataclass(frozen=True)

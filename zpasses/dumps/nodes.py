@@ -1,4 +1,5 @@
-"""Graphs in a dump, as plain data: nodes with all that is known of them, and snapshots of a graph at one moment."""
+"""Graphs in a dump, as plain data: nodes with all that is known of them, and snapshots of a graph
+at one moment."""
 
 from __future__ import annotations
 
@@ -7,10 +8,23 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Union
 
-__all__ = ["Argument", "Buffer", "Collective", "Mark", "Node", "Ref", "Snapshot", "Source", "Tag", "Text", "Value", "references"]
+__all__ = [
+    "Argument",
+    "Buffer",
+    "Collective",
+    "Mark",
+    "Node",
+    "Ref",
+    "Snapshot",
+    "Source",
+    "Tag",
+    "Text",
+    "Value",
+    "references",
+]
 
 
-# --- arguments ---------------------------------------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Ref:
     """An argument that is the value of another node."""
@@ -26,7 +40,9 @@ class Text:
     text: str
 
 
-Argument = Union[None, bool, int, float, str, Ref, Text, "tuple[Argument, ...]", "Mapping[str, Argument]"]
+Argument = Union[
+    None, bool, int, float, str, Ref, Text, "tuple[Argument, ...]", "Mapping[str, Argument]"
+]
 """A list of the graph is a tuple here, a dictionary a mapping with text for keys."""
 
 
@@ -42,7 +58,7 @@ def references(argument: Argument) -> Iterator[int]:
             yield from references(item)
 
 
-# --- nodes -------------------------------------------------------------------------------------------------------------------------
+# --- nodes ----------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Value:
     """One tensor (or number) that a node produces."""
@@ -75,7 +91,8 @@ class Mark:
     """What AOTAutograd's partitioner is told to do with a value that backward needs."""
 
     policy: str
-    """"must_recompute", "prefer_recompute", "must_save", "prefer_save", ...: a checkpoint policy of torch."""
+    """"must_recompute", "prefer_recompute", "must_save", "prefer_save", ...: a checkpoint policy of
+    torch."""
     region: int = 0
     """Of which checkpoint; the passes of zpasses use one of their own, behind all others."""
 
@@ -99,15 +116,18 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One piece of memory that a node allocates, by the model of `zpasses.cost.memory`: alive from `first` to `last`, both included."""
+    """One piece of memory that a node allocates, by the model of `zpasses.cost.memory`: alive from
+    `first` to `last`, both included."""
 
     nbytes: int
     first: int
-    """Id of the node during which it is allocated: the node's own, but for values that forward saved, which are there from the start."""
+    """Id of the node during which it is allocated: the node's own, but for values that forward
+    saved, which are there from the start."""
     last: int
     """Id of the last node that needs it."""
     kind: str
-    """"parameter" (a full or partial one), "gradient", "bucket", "activation", "saved", "scratch" or "other"."""
+    """"parameter" (a full or partial one), "gradient", "bucket", "activation", "saved", "scratch"
+    or "other"."""
     params: tuple[str, ...] = ()
     """The parameters that it belongs to."""
 
@@ -128,17 +148,20 @@ class Collective:
     waits: tuple[int, ...] = ()
     """Ids of the nodes that await it; none for an op of the dialect, which waits by itself."""
     route: str = ""
-    """How it travels, where a pass chose: "coalesced", "flat", by copy engines: "mori", "mori coalesced"."""
+    """How it travels, where a pass chose: "coalesced", "flat", by copy engines: "mori", "mori
+    coalesced"."""
     verdict: str = ""
     """Why a pass chose so, or left it alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node of a graph, in one state. Two snapshots share the object of a node that did not change between them."""
+    """One node of a graph, in one state. Two snapshots share the object of a node that did not
+    change between them."""
 
     id: int
-    """The same for one node through all passes and levels of a compile; a node that forward or backward took over by name keeps it."""
+    """The same for one node through all passes and levels of a compile; a node that forward or
+    backward took over by name keeps it."""
     name: str
     op: str
     """"placeholder", "call_function", "get_attr", "call_method", "call_module" or "output"."""
@@ -177,7 +200,8 @@ class Snapshot:
     """Of the file in the compile's folder."""
     nodes: tuple[Node, ...]
     live_bytes: tuple[int, ...]
-    """Bytes alive while each node runs, one figure a node, by the model of `zpasses.cost.memory`."""
+    """Bytes alive while each node runs, one figure a node, by the model of
+    `zpasses.cost.memory`."""
 
     @cached_property
     def by_id(self) -> dict[int, Node]:
@@ -210,8 +234,14 @@ class Snapshot:
         return self.live_bytes[self.position[node if isinstance(node, int) else node.id]]
 
     def alive_at(self, node: Node | int) -> list[tuple[Node, Buffer]]:
-        """(who allocated it, buffer) of what is alive while a node runs, largest first; sums up to `live_at`."""
+        """(who allocated it, buffer) of what is alive while a node runs, largest first; sums up to
+        `live_at`."""
         position = self.position
         at = position[node if isinstance(node, int) else node.id]
-        alive = [(each, buffer) for each in self.nodes for buffer in each.buffers if position[buffer.first] <= at <= position[buffer.last]]
+        alive = [
+            (each, buffer)
+            for each in self.nodes
+            for buffer in each.buffers
+            if position[buffer.first] <= at <= position[buffer.last]
+        ]
         return sorted(alive, key=lambda pair: -pair[1].nbytes)

@@ -1,4 +1,5 @@
-"""Read a dump: a folder that may come from a stranger. Whatever is wrong with it becomes a DumpError, and nothing outside is touched."""
+"""Read a dump: a folder that may come from a stranger. Whatever is wrong with it becomes a
+DumpError, and nothing outside is touched."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zpasses.dumps.errors import DamagedDumpError, DumpTooLargeError, DumpVersionError, NotADumpError
+from zpasses.dumps.errors import (
+    DamagedDumpError,
+    DumpTooLargeError,
+    DumpVersionError,
+    NotADumpError,
+)
 from zpasses.dumps.files import Limits, Record, lines, listing, parse, whole
 from zpasses.dumps.format import (
     FORMAT,
@@ -37,16 +43,18 @@ _SNAPSHOT = re.compile(r"(\d{3,6})-[a-z0-9_.-]{1,120}\.jsonl")
 
 
 def read(path: str | Path, limits: Limits | None = None) -> Dump:
-    """Open a dump. Graphs are read when they are first asked for (`Step.snapshot`), all else at once.
+    """Open a dump. Graphs are read when they are first asked for (`Step.snapshot`), all else at
+    once.
 
     Args:
         path: the folder that `options={"dump": ...}` named.
         limits: what to take at most.
 
     Raises:
-        NotADumpError: there is no dump; DumpVersionError: another version of the format; DamagedDumpError: a file is missing, cut off or
-            says what makes no sense; DumpTooLargeError: it goes beyond the limits; DumpPathError: it has a link or a device in it.
-            All are DumpErrors.
+        NotADumpError: there is no dump; DumpVersionError: another version of the format;
+            DamagedDumpError: a file is missing, cut off or says what makes no sense;
+            DumpTooLargeError: it goes beyond the limits; DumpPathError: it has a link or a device
+            in it. All are DumpErrors.
     """
     limits, root = limits or Limits(), Path(path)
     meta = _meta(root, limits)
@@ -61,17 +69,27 @@ def read(path: str | Path, limits: Limits | None = None) -> Dump:
 
 def _meta(root: Path, limits: Limits) -> Record:
     if not root.exists():
-        raise NotADumpError(f"{root} does not exist; expected the folder that options={{'dump': ...}} or ZPASSES_DUMP named.")
+        raise NotADumpError(
+            f"{root} does not exist; expected the folder that options={{'dump': ...}} or "
+            "ZPASSES_DUMP named."
+        )
     if not root.is_dir():
-        raise NotADumpError(f"{root} is a file; expected the folder that options={{'dump': ...}} or ZPASSES_DUMP named.")
+        raise NotADumpError(
+            f"{root} is a file; expected the folder that options={{'dump': ...}} or ZPASSES_DUMP "
+            "named."
+        )
     if not (root / HEADER).is_symlink() and not (root / HEADER).exists():
         raise NotADumpError(
-            f"{root} is not a dump: it has no {HEADER}. Expected the folder that options={{'dump': ...}} or ZPASSES_DUMP named"
+            f"{root} is not a dump: it has no {HEADER}. Expected the folder that "
+            f"options={{'dump': ...}} or ZPASSES_DUMP named"
             f"{_near(root)}."
         )
     meta = parse(whole(root.resolve() / HEADER, limits), f"{root / HEADER}", limits)
     if meta.data.get("format") != FORMAT:
-        raise NotADumpError(f"{root / HEADER}: 'format' is {str(meta.data.get('format'))[:80]!r}; expected {FORMAT!r}.")
+        raise NotADumpError(
+            f"{root / HEADER}: 'format' is {str(meta.data.get('format'))[:80]!r}; expected "
+            f"{FORMAT!r}."
+        )
     version = meta.integer("version")
     if version < 1:
         raise meta.fail("version", "an integer >= 1")
@@ -83,14 +101,17 @@ def _meta(root: Path, limits: Limits) -> Record:
             else f"Run the program again with this zpasses, or read the dump with {written_by}."
         )
         raise DumpVersionError(
-            f"{root} is a dump of version {version}, written by {written_by}; this zpasses reads version {VERSION}. {advice}"
+            f"{root} is a dump of version {version}, written by {written_by}; this zpasses reads "
+            f"version {VERSION}. {advice}"
         )
     return meta
 
 
 def _near(root: Path) -> str:
     try:
-        inside = next((each.name for each in sorted(root.iterdir())[:1000] if (each / HEADER).is_file()), None)
+        inside = next(
+            (each.name for each in sorted(root.iterdir())[:1000] if (each / HEADER).is_file()), None
+        )
         above = next((each for each in root.resolve().parents if (each / HEADER).is_file()), None)
     except OSError:
         return ""
@@ -108,7 +129,10 @@ def _compile(folder: Path, limits: Limits) -> Compile:
         match = _SNAPSHOT.fullmatch(name)
         if match:
             if int(match[1]) in paths:
-                raise DamagedDumpError(f"{folder}: {name} and {paths[int(match[1])].name} have one number. Dump into an empty folder.")
+                raise DamagedDumpError(
+                    f"{folder}: {name} and {paths[int(match[1])].name} have one number. Dump into "
+                    "an empty folder."
+                )
             paths[int(match[1])] = folder / name
     record = parse(whole(folder / "compile.json", limits), str(folder / "compile.json"), limits)
     files = SnapshotFiles(paths, limits)
@@ -139,7 +163,9 @@ def _events(path: Path, limits: Limits) -> list[Record]:
     found = []
     for number, text in lines(path, limits):
         if number > limits.entries:
-            raise DumpTooLargeError(f"{path} has more than {limits.entries} records; Limits(entries=...) allows more.")
+            raise DumpTooLargeError(
+                f"{path} has more than {limits.entries} records; Limits(entries=...) allows more."
+            )
         found.append(parse(text, f"{path}, line {number}", limits))
     return found
 
@@ -179,7 +205,7 @@ def _param(name: str, record: Record) -> Param:
     )
 
 
-# --- events to graphs --------------------------------------------------------------------------------------------------------------
+# --- events to graphs -----------------------------------------------------------------------------
 class _Growing:
     """A graph while its events are read."""
 
@@ -202,7 +228,11 @@ def _graphs(events: list[Record], files: SnapshotFiles) -> dict[str, Graph]:
             graph.agreements.append(_agreement(event))
             continue
         if kind == "variant":
-            graph.of, graph.given, graph.kept = event.text("of"), event.texts("given"), event.texts("kept")
+            graph.of, graph.given, graph.kept = (
+                event.text("of"),
+                event.texts("given"),
+                event.texts("kept"),
+            )
         graph.steps.append(_step(event, len(graph.steps), files))
     return {
         name: Graph(name, tuple(each.steps), each.of, each.given, each.kept, tuple(each.agreements))
@@ -214,7 +244,9 @@ def _graphs(events: list[Record], files: SnapshotFiles) -> dict[str, Graph]:
 def _step(event: Record, index: int, files: SnapshotFiles) -> Step:
     number = event.optional_integer("snapshot")
     if number is not None and number not in files:
-        raise DamagedDumpError(f"{event.where}: snapshot {number} is missing: the dump was cut off, or copied in part.")
+        raise DamagedDumpError(
+            f"{event.where}: snapshot {number} is missing: the dump was cut off, or copied in part."
+        )
     run, said = event.optional_record("pass"), event.optional_record("counts")
     error = event.optional_record("error")
     load: Callable[[int], Snapshot] = files.load
@@ -223,7 +255,11 @@ def _step(event: Record, index: int, files: SnapshotFiles) -> Step:
         level=event.text("level"),
         after=event.optional_text("after"),
         number=number,
-        counts=_counts(said) if said is not None else _counts(run.record("after")) if run is not None else None,
+        counts=_counts(said)
+        if said is not None
+        else _counts(run.record("after"))
+        if run is not None
+        else None,
         run=None if run is None else _run(run),
         error=None if error is None else _failure(error),
         load=load,
@@ -250,7 +286,12 @@ def _counts(record: Record) -> Counts:
 
 
 def _failure(record: Record) -> Failure:
-    return Failure(record.text("type"), record.text("message"), record.text("where", ""), record.text("traceback", ""))
+    return Failure(
+        record.text("type"),
+        record.text("message"),
+        record.text("where", ""),
+        record.text("traceback", ""),
+    )
 
 
 def _agreement(record: Record) -> Agreement:

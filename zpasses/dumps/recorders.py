@@ -18,7 +18,8 @@ __all__ = ["TraceArtifacts", "recorders_for"]
 
 
 class TraceArtifacts(Recorder):
-    """Hands every graph to torch's structured trace (TORCH_TRACE, tlparse), as an artifact of the compile."""
+    """Hands every graph to torch's structured trace (TORCH_TRACE, tlparse), as an artifact of the
+    compile."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -26,14 +27,36 @@ class TraceArtifacts(Recorder):
     def before(self, graph_name: str, level: str, graph: fx.Graph) -> None:
         self._trace(f"{graph_name}_before_{level}_passes", graph)
 
-    def after(self, graph_name: str, level: str, each: Pass, record: PassRecord, graph: fx.Graph, notes: Sequence[str]) -> None:
+    def after(
+        self,
+        graph_name: str,
+        level: str,
+        each: Pass,
+        record: PassRecord,
+        graph: fx.Graph,
+        notes: Sequence[str],
+    ) -> None:
         if record.changes:
             self._trace(f"{graph_name}_after_{each.name}", graph)
 
-    def failed(self, graph_name: str, level: str, each: Pass, error: BaseException, graph: fx.Graph, notes: Sequence[str]) -> None:
-        self._trace(f"{graph_name}_after_failed_{each.name}", graph, f"# {type(error).__name__}: {error}\n".replace("\n", "\n# ")[:-2])
+    def failed(
+        self,
+        graph_name: str,
+        level: str,
+        each: Pass,
+        error: BaseException,
+        graph: fx.Graph,
+        notes: Sequence[str],
+    ) -> None:
+        self._trace(
+            f"{graph_name}_after_failed_{each.name}",
+            graph,
+            f"# {type(error).__name__}: {error}\n".replace("\n", "\n# ")[:-2],
+        )
 
-    def variant(self, graph_name: str, of: str, given: Sequence[str], kept: Sequence[str], graph: fx.Graph) -> None:
+    def variant(
+        self, graph_name: str, of: str, given: Sequence[str], kept: Sequence[str], graph: fx.Graph
+    ) -> None:
         self._trace(f"{graph_name}_variant", graph)
 
     def _trace(self, name: str, graph: fx.Graph, head: str = "") -> None:
@@ -41,7 +64,12 @@ class TraceArtifacts(Recorder):
         self._number += 1
 
 
-def recorders_for(dump: str | None, ranks: frozenset[int] | None, target: Target, describe: Callable[[], Mapping[str, Any]]) -> Recorders:
+def recorders_for(
+    dump: str | None,
+    ranks: frozenset[int] | None,
+    target: Target,
+    describe: Callable[[], Mapping[str, Any]],
+) -> Recorders:
     """Whoever watches a compile of this process.
 
     Args:
@@ -59,8 +87,16 @@ def recorders_for(dump: str | None, ranks: frozenset[int] | None, target: Target
             from zpasses.dumps.writer import CompileDump, open_dump
 
             folder = open_dump(dump, rank, world)
-            groups = {name: compat.group_ranks(name) for name in compat.group_backends()} if dist.is_initialized() else {}
-            watching.append(CompileDump(folder, {"rank": rank, "world": world, "groups": groups, **describe()}, target))
+            groups = (
+                {name: compat.group_ranks(name) for name in compat.group_backends()}
+                if dist.is_initialized()
+                else {}
+            )
+            watching.append(
+                CompileDump(
+                    folder, {"rank": rank, "world": world, "groups": groups, **describe()}, target
+                )
+            )
     if compat.is_structured_trace_on():
         watching.append(TraceArtifacts())
     watch(watching)

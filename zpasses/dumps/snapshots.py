@@ -8,7 +8,20 @@ from typing import Any
 
 from zpasses.dumps.errors import DamagedDumpError, DumpTooLargeError
 from zpasses.dumps.files import Limits, Record, lines, parse
-from zpasses.dumps.format import Argument, Buffer, Collective, Mark, Node, Ref, Snapshot, Source, Tag, Text, Value, references
+from zpasses.dumps.format import (
+    Argument,
+    Buffer,
+    Collective,
+    Mark,
+    Node,
+    Ref,
+    Snapshot,
+    Source,
+    Tag,
+    Text,
+    Value,
+    references,
+)
 
 __all__ = ["SnapshotFiles"]
 
@@ -35,7 +48,10 @@ class SnapshotFiles:
             file = self._open(at)
             chain.append(file)
             if file.base is not None and file.base >= at:
-                raise DamagedDumpError(f"{file.where}: builds on snapshot {file.base}, which is not an earlier one. Dump or copy it again.")
+                raise DamagedDumpError(
+                    f"{file.where}: builds on snapshot {file.base}, which is not an earlier one. "
+                    "Dump or copy it again."
+                )
             at = file.base
         for file in reversed(chain):
             base = None if file.base is None else self._read[file.base]
@@ -44,7 +60,10 @@ class SnapshotFiles:
 
     def _open(self, number: int) -> _File:
         if number not in self._paths:
-            raise DamagedDumpError(f"snapshot {number} is missing: the dump was cut off, or copied in part. Copy the whole folder.")
+            raise DamagedDumpError(
+                f"snapshot {number} is missing: the dump was cut off, or copied in part. Copy the "
+                "whole folder."
+            )
         return _File(self._paths[number], number, self._limits)
 
 
@@ -65,29 +84,46 @@ class _File:
         self.nodes: dict[int, Node] = {}
         for line, text in rows:
             if len(self.nodes) >= limits.nodes:
-                raise DumpTooLargeError(f"{path} has more than {limits.nodes} nodes; Limits(nodes=...) allows more.")
+                raise DumpTooLargeError(
+                    f"{path} has more than {limits.nodes} nodes; Limits(nodes=...) allows more."
+                )
             node = self._node(parse(text, f"{path}, line {line}", limits))
             if node.id in self.nodes:
-                raise DamagedDumpError(f"{path}, line {line}: node {node.id} was there before; ids are unique.")
+                raise DamagedDumpError(
+                    f"{path}, line {line}: node {node.id} was there before; ids are unique."
+                )
             self.nodes[node.id] = node
         if len(self.nodes) != self._header.integer("written"):
-            raise DamagedDumpError(f"{path} has {len(self.nodes)} nodes, and should have {self._header.data['written']}: it was cut off.")
+            raise DamagedDumpError(
+                f"{path} has {len(self.nodes)} nodes, and should have "
+                f"{self._header.data['written']}: it was cut off."
+            )
 
     def snapshot(self, base: Snapshot | None) -> Snapshot:
         known = self.nodes if base is None else {**base.by_id, **self.nodes}
         order: Sequence[int] = (
-            self._header.integers("order") if "order" in self._header.data else list(known if base is None else base.by_id)
+            self._header.integers("order")
+            if "order" in self._header.data
+            else list(known if base is None else base.by_id)
         )
         if len(order) > self._limits.nodes:
-            raise DumpTooLargeError(f"{self.where} has more than {self._limits.nodes} nodes; Limits(nodes=...) allows more.")
+            raise DumpTooLargeError(
+                f"{self.where} has more than {self._limits.nodes} nodes; Limits(nodes=...) allows "
+                "more."
+            )
         present = set(order)
-        if len(present) != len(order) or not present <= known.keys() or not self.nodes.keys() <= present:
+        if (
+            len(present) != len(order)
+            or not present <= known.keys()
+            or not self.nodes.keys() <= present
+        ):
             raise self._header.fail("order", "each node of the graph once")
         nodes = tuple(known[id] for id in order)
         live = self._header.integers("live_bytes")
         if len(live) != len(nodes):
             raise DamagedDumpError(
-                f"{self.where}, line 1: 'live_bytes' has {len(live)} figures; expected one for each of {len(nodes)} nodes."
+                f"{self.where}, line 1: 'live_bytes' has {len(live)} figures; expected one for "
+                f"each of {len(nodes)} nodes."
             )
         for node in nodes:
             buffers = {at for buffer in node.buffers for at in (buffer.first, buffer.last)}
@@ -95,18 +131,23 @@ class _File:
             missing = [id for id in (*node.inputs, *buffers, *waits) if id not in present]
             if missing:
                 raise DamagedDumpError(
-                    f"{self.where}: node {node.id} ({node.name!r}) refers to node {missing[0]}, which is not in the graph."
+                    f"{self.where}: node {node.id} ({node.name!r}) refers to node {missing[0]}, "
+                    "which is not in the graph."
                 )
         return Snapshot(self.number, nodes, live)
 
     def _node(self, record: Record) -> Node:
         id = record.integer("id")
         args = tuple(_argument(item, record.where) for item in record.items("args"))
-        kwargs = {key: _argument(item, record.where) for key, item in record.mapping("kwargs").items()}
+        kwargs = {
+            key: _argument(item, record.where) for key, item in record.mapping("kwargs").items()
+        }
         source = record.optional_integer("source")
         if source is not None and source >= len(self._sources):
             raise record.fail("source", f"a number below {len(self._sources)}")
-        tag, collective, mark = (record.optional_record(name) for name in ("tag", "collective", "recompute"))
+        tag, collective, mark = (
+            record.optional_record(name) for name in ("tag", "collective", "recompute")
+        )
         stream = record.optional_text("stream")
         if stream not in (None, "compute", "communication"):
             raise record.fail("stream", "'compute', 'communication' or null")
@@ -126,7 +167,9 @@ class _File:
             cost_us=record.number("cost_us", 0.0),
             stream=stream,
             collective=None if collective is None else _collective(collective),
-            inputs=tuple(dict.fromkeys(id for item in (*args, *kwargs.values()) for id in references(item))),
+            inputs=tuple(
+                dict.fromkeys(id for item in (*args, *kwargs.values()) for id in references(item))
+            ),
         )
 
 
@@ -143,11 +186,19 @@ def _argument(value: Any, where: str) -> Argument:
             return Text(inner)
         if key == "map" and isinstance(inner, dict):
             return {name: _argument(item, where) for name, item in inner.items()}
-    raise DamagedDumpError(f'{where}: argument {str(value)[:80]} is none of {{"node": id}}, {{"repr": text}}, {{"map": object}}.')
+    raise DamagedDumpError(
+        f'{where}: argument {str(value)[:80]} is none of {{"node": id}}, {{"repr": text}}, '
+        f'{{"map": object}}.'
+    )
 
 
 def _value(record: Record) -> Value:
-    return Value(record.sizes("shape"), record.text("dtype"), record.text("device", ""), record.integer("bytes", 0))
+    return Value(
+        record.sizes("shape"),
+        record.text("dtype"),
+        record.text("device", ""),
+        record.integer("bytes", 0),
+    )
 
 
 def _tag(record: Record) -> Tag:
@@ -164,7 +215,12 @@ def _tag(record: Record) -> Tag:
 
 
 def _source(record: Record) -> Source:
-    return Source(record.text("file", ""), record.integer("line"), record.text("text", ""), record.text("module", ""))
+    return Source(
+        record.text("file", ""),
+        record.integer("line"),
+        record.text("text", ""),
+        record.text("module", ""),
+    )
 
 
 def _buffer(record: Record, node: int) -> Buffer:

@@ -1,4 +1,5 @@
-"""Where in the user's model nodes came from: the innermost line that is neither torch's nor ours, and the module's path."""
+"""Where in the user's model nodes came from: the innermost line that is neither torch's nor ours,
+and the module's path."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from zpasses.dumps.format import Source
 __all__ = ["SourceTable"]
 
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in [^\n]*(?:\n[ \t]+([^\n]*))?')
-_PART = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]|\.(\w+)")
+_PART = re.compile(
+    r"\._(?:modules|parameters|buffers)\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]|\.(\w+)"
+)
 _TORCH, _ZPASSES = str(Path(torch.__file__).parent) + "/", str(Path(__file__).parents[1]) + "/"
 _FILE_BYTES, _ALL_BYTES = 512 << 10, 4 << 20
 """Of the user's code that a dump holds."""
@@ -52,7 +55,8 @@ class SourceTable:
         return Source(name, int(line), text.strip(), module)
 
     def texts(self) -> dict[str, str]:
-        """Text of the files that nodes came from: the user's, as far as they are there and not too large."""
+        """Text of the files that nodes came from: the user's, as far as they are there and not too
+        large."""
         found, left = {}, _ALL_BYTES
         for name, path in sorted(self._files.items()):
             text = "".join(linecache.getlines(path))
@@ -77,6 +81,9 @@ def _module(path: str) -> str:
 
 
 def _short(file: str) -> str:
-    """A path below the place that it was imported from, so that a dump names no folders of the machine where it can."""
-    entries = sorted((entry for entry in sys.path if entry and file.startswith(entry.rstrip("/") + "/")), key=len)
+    """A path below the place that it was imported from, so that a dump names no folders of the
+    machine where it can."""
+    entries = sorted(
+        (entry for entry in sys.path if entry and file.startswith(entry.rstrip("/") + "/")), key=len
+    )
     return file[len(entries[-1].rstrip("/")) + 1 :] if entries else file

@@ -1,4 +1,5 @@
-"""Writing dumps. A folder a compile; files appear whole or not at all, so that a reader may look at any time.
+"""Writing dumps. A folder a compile; files appear whole or not at all, so that a reader may look at
+any time.
 
 Only zpasses.pipeline.recorder loads this, and only when somebody asked for a dump.
 """
@@ -48,7 +49,8 @@ def open_dump(root: str | Path, rank: int, world: int) -> Path:
     """The folder of one rank in a dump, made if it is not there.
 
     Raises:
-        DumpPathError: when `root` is a file, or cannot be written to, or has a link where the rank's folder should be.
+        DumpPathError: when `root` is a file, or cannot be written to, or has a link where the
+            rank's folder should be.
         NotADumpError: when `root` holds something else.
         DumpVersionError: when a zpasses with another format version wrote there.
     """
@@ -57,7 +59,9 @@ def open_dump(root: str | Path, rank: int, world: int) -> Path:
     try:
         root.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise DumpPathError(f"dump: {root} is a file or lies below one; expected a folder. {how}") from error
+        raise DumpPathError(
+            f"dump: {root} is a file or lies below one; expected a folder. {how}"
+        ) from error
     except OSError as error:
         raise DumpPathError(f"dump: {root} cannot be made: {error.strerror}. {how}") from error
     try:
@@ -67,7 +71,9 @@ def open_dump(root: str | Path, rank: int, world: int) -> Path:
             raise DumpPathError(f"dump: {folder} is a symbolic link; expected a folder. {how}")
         folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise DumpPathError(f"dump: {root} cannot be written to: {error.strerror}. {how}") from error
+        raise DumpPathError(
+            f"dump: {root} cannot be written to: {error.strerror}. {how}"
+        ) from error
     return folder
 
 
@@ -78,7 +84,10 @@ def _write_header(root: Path, world: int, how: str) -> None:
     if not header.exists():
         others = [each.name for each in root.iterdir() if not each.name.startswith(_TEMPORARY)]
         if others and not header.exists():  # another rank may have written it meanwhile
-            raise NotADumpError(f"dump: {root} holds {others[0]!r} and no dump; expected an empty folder, or an earlier dump. {how}")
+            raise NotADumpError(
+                f"dump: {root} holds {others[0]!r} and no dump; expected an empty folder, or an "
+                f"earlier dump. {how}"
+            )
         meta = {
             "format": data.FORMAT,
             "version": data.VERSION,
@@ -93,11 +102,17 @@ def _write_header(root: Path, world: int, how: str) -> None:
         found = json.loads(header.read_text())
         version = found["version"] if found["format"] == data.FORMAT else None
     except (ValueError, KeyError, TypeError) as error:
-        raise NotADumpError(f"dump: {header} is damaged ({error}); expected an empty folder, or an earlier dump. {how}") from error
+        raise NotADumpError(
+            f"dump: {header} is damaged ({error}); expected an empty folder, or an earlier dump. "
+            f"{how}"
+        ) from error
     if not isinstance(version, int):
         raise NotADumpError(f"dump: {header} is no header of a dump. {how}")
     if version != data.VERSION:
-        raise DumpVersionError(f"dump: {root} holds a dump of version {version}; this zpasses writes version {data.VERSION}. {how}")
+        raise DumpVersionError(
+            f"dump: {root} holds a dump of version {version}; this zpasses writes version "
+            f"{data.VERSION}. {how}"
+        )
 
 
 def _version() -> str:
@@ -113,7 +128,9 @@ def _write(path: Path, lines: Iterator[bytes] | Sequence[bytes]) -> None:
     temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{threading.get_ident()}-{path.name}")
     try:
         temporary.unlink(missing_ok=True)
-        with open(temporary, "xb", buffering=1 << 20) as file:  # never through a link that somebody left there
+        with open(
+            temporary, "xb", buffering=1 << 20
+        ) as file:  # never through a link that somebody left there
             for line in lines:
                 file.write(line)
                 file.write(b"\n")
@@ -157,7 +174,13 @@ class CompileDump(Recorder):
     """
 
     def __init__(self, folder: Path, info: Mapping[str, Any], target: Target) -> None:
-        self._info = {**info, "state": "compiling", "created": _now(), "target": dataclasses.asdict(target), "error": None}
+        self._info = {
+            **info,
+            "state": "compiling",
+            "created": _now(),
+            "target": dataclasses.asdict(target),
+            "error": None,
+        }
         self._describer = Describer(target)
         self._lock = threading.RLock()
         self._events: list[bytes] = []
@@ -174,18 +197,30 @@ class CompileDump(Recorder):
             self._folder = _claim(folder, slug(str(info["name"])))
             self._write_info()
         except OSError as error:
-            raise DumpPathError(f"dump: {folder} cannot be written to: {error.strerror}. Name another folder.") from error
+            raise DumpPathError(
+                f"dump: {folder} cannot be written to: {error.strerror}. Name another folder."
+            ) from error
 
-    # --- what it is told ------------------------------------------------------------------------------------------------------------
+    # --- what it is told --------------------------------------------------------------------------
     @_guarded
     def before(self, graph_name: str, level: str, graph: fx.Graph) -> None:
         name = self._name(graph_name, level)
-        trace = self._describer.trace(name, _PARENTS.get(graph_name), modelled=graph_name in _MODELLED)
+        trace = self._describer.trace(
+            name, _PARENTS.get(graph_name), modelled=graph_name in _MODELLED
+        )
         self._trace = (name, trace)
         self._snapshot(name, level, None, graph)
 
     @_guarded
-    def after(self, graph_name: str, level: str, each: Pass, record: PassRecord, graph: fx.Graph, notes: Sequence[str]) -> None:
+    def after(
+        self,
+        graph_name: str,
+        level: str,
+        each: Pass,
+        record: PassRecord,
+        graph: fx.Graph,
+        notes: Sequence[str],
+    ) -> None:
         name, _ = self._current(graph_name)
         run = {
             "name": record.name,
@@ -203,30 +238,62 @@ class CompileDump(Recorder):
             self._passes.add(record.name)
             self._snapshot(name, level, record.text, graph, {"pass": run})
         else:
-            self._event("pass", graph=name, level=level, after=record.text, snapshot=self._last[name].number, **{"pass": run})
+            self._event(
+                "pass",
+                graph=name,
+                level=level,
+                after=record.text,
+                snapshot=self._last[name].number,
+                **{"pass": run},
+            )
 
     @_guarded
-    def failed(self, graph_name: str, level: str, each: Pass, error: BaseException, graph: fx.Graph, notes: Sequence[str]) -> None:
+    def failed(
+        self,
+        graph_name: str,
+        level: str,
+        each: Pass,
+        error: BaseException,
+        graph: fx.Graph,
+        notes: Sequence[str],
+    ) -> None:
         name, _ = self._current(graph_name)
         failure = {**_failure(error, str(each)), "notes": list(notes)}
         try:
             self._snapshot(name, level, str(each), graph, {"error": failure})
-        except Exception as second:  # a graph that is wrong may be wrong in ways that no description survives
+        except (
+            Exception
+        ) as second:  # a graph that is wrong may be wrong in ways that no description survives
             log.debug("dump: the graph that %s left cannot be described: %s", each, second)
-            self._event("snapshot", graph=name, level=level, after=str(each), snapshot=None, error=failure)
+            self._event(
+                "snapshot", graph=name, level=level, after=str(each), snapshot=None, error=failure
+            )
         self._fail(str(each), error)
 
     @_guarded
-    def variant(self, graph_name: str, of: str, given: Sequence[str], kept: Sequence[str], graph: fx.Graph) -> None:
-        number = self._runs[graph_name + ".variant"] = self._runs.get(graph_name + ".variant", -1) + 1
+    def variant(
+        self, graph_name: str, of: str, given: Sequence[str], kept: Sequence[str], graph: fx.Graph
+    ) -> None:
+        number = self._runs[graph_name + ".variant"] = (
+            self._runs.get(graph_name + ".variant", -1) + 1
+        )
         name = f"{graph_name}.variant{number}"
         self._trace = (name, self._describer.trace(name, of))
         said = {"of": of, "given": list(given), "kept": list(kept)}
         self._snapshot(name, "variant", None, graph, said, kind="variant", base=self._last.get(of))
 
     @_guarded
-    def agreement(self, graph_name: str, group: str, digest: str, collectives: int, verdict: str) -> None:
-        self._event("agreement", graph=graph_name, group=group, digest=digest, collectives=collectives, verdict=verdict)
+    def agreement(
+        self, graph_name: str, group: str, digest: str, collectives: int, verdict: str
+    ) -> None:
+        self._event(
+            "agreement",
+            graph=graph_name,
+            group=group,
+            digest=digest,
+            collectives=collectives,
+            verdict=verdict,
+        )
 
     @_guarded
     def runtime_note(self, concerning: str, text: str) -> None:
@@ -252,9 +319,10 @@ class CompileDump(Recorder):
         shutil.rmtree(self._folder, ignore_errors=True)
         self._broken = True
 
-    # --- files ----------------------------------------------------------------------------------------------------------------------
+    # --- files ------------------------------------------------------------------------------------
     def _name(self, graph_name: str, level: str) -> str:
-        """A graph that comes to its first level again (a flush of other gradients) is another graph."""
+        """A graph that comes to its first level again (a flush of other gradients) is another
+        graph."""
         if graph_name in _REPEATED and level == _REPEATED[graph_name]:
             count = self._runs[graph_name] = self._runs.get(graph_name, 0) + 1
         else:
@@ -282,14 +350,24 @@ class CompileDump(Recorder):
         base = base or self._last.get(name)
         found = data.Counts.of(snapshot)
         said = {"counts": counts(found.nodes, found.collectives, found.nbytes), **(said or {})}
-        if after is None and base is not None and base.nodes == snapshot.nodes and kind == "snapshot":
-            self._event(kind, graph=name, level=level, after=None, snapshot=base.number, **said)  # the next level, as it was
+        if (
+            after is None
+            and base is not None
+            and base.nodes == snapshot.nodes
+            and kind == "snapshot"
+        ):
+            self._event(
+                kind, graph=name, level=level, after=None, snapshot=base.number, **said
+            )  # the next level, as it was
             return
         stem = f"{self._number:03d}-{slug(name)}" + (f"-{slug(after)}" if after else "")
         header = {"graph": name, "level": level, "after": after}
         _write(self._folder / f"{stem}.jsonl", snapshot_lines(snapshot, header, base))
         title = f"{self._info['name']} {name}: {after or 'as it came'}; {len(snapshot.nodes)} nodes, peak {snapshot.peak_bytes} bytes"
-        _write(self._folder / f"{stem}.py", [program(snapshot, name, title).rstrip("\n").encode("utf-8", "replace")])
+        _write(
+            self._folder / f"{stem}.py",
+            [program(snapshot, name, title).rstrip("\n").encode("utf-8", "replace")],
+        )
         self._number += 1
         self._last[name] = snapshot
         self._event(kind, graph=name, level=level, after=after, snapshot=snapshot.number, **said)
@@ -319,7 +397,11 @@ _REPEATED = {"flush": "joint", "pack": "joint"}
 
 def _claim(folder: Path, name: str) -> Path:
     """A new folder of the next number; other processes may be doing the same."""
-    taken = [int(each.name.partition("-")[0]) for each in folder.iterdir() if each.name.partition("-")[0].isdigit()]
+    taken = [
+        int(each.name.partition("-")[0])
+        for each in folder.iterdir()
+        if each.name.partition("-")[0].isdigit()
+    ]
     number = max(taken, default=-1) + 1
     while True:
         claimed = folder / f"{number:03d}-{name}"
@@ -342,7 +424,12 @@ def _json(value: Any) -> Any:
 
 def _failure(error: BaseException, where: str) -> dict[str, str]:
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return {"type": type(error).__name__, "message": str(error)[:20_000], "where": where, "traceback": text[-50_000:]}
+    return {
+        "type": type(error).__name__,
+        "message": str(error)[:20_000],
+        "where": where,
+        "traceback": text[-50_000:],
+    }
 
 
 def _caused_by(error: BaseException | None, cause: BaseException | None) -> bool:

@@ -1,7 +1,8 @@
-"""FX graphs of the toolkit: the dialect's operators, tags, queries, edits, the verifier, and listings.
+"""FX graphs of the toolkit: the dialect's operators, tags, queries, edits, the verifier, and
+listings.
 
-Nothing here knows about ranks or costs. What passes are written with is importable from `zpasses.graph` itself.
-"""
+Nothing here knows about ranks or costs. What passes are written with is importable from
+`zpasses.graph` itself."""
 
 from zpasses.graph.nodes import (
     Collective,

@@ -1,12 +1,15 @@
-"""Recognise flattening that happens on the host: tensors laid end to end there, and the result moved to a device.
+"""Recognise flattening that happens on the host: tensors laid end to end there, and the result
+moved to a device.
 
-As in `foreign`, graphs are matched by their shape here, because whoever wrote them knew nothing of tags. Found are graphs of aten ops:
+As in `foreign`, graphs are matched by their shape here, because whoever wrote them knew nothing of
+tags. Found are graphs of aten ops:
 
-    cat([view(a, [-1]), view(_to_copy(b, device=cpu), [-1]), zeros([3])]) -> constant_pad_nd -> view -> _to_copy(device=...)
+    cat([view(a, [-1]), view(_to_copy(b, device=cpu), [-1]), zeros([3])]) -> constant_pad_nd -> view
+    -> _to_copy(device=...)
 
-with or without each step between `cat` and the move, `flatten_dense_tensors` in place of views and `cat`, concatenations within
-concatenations, and casts anywhere. What is found is normal form: pieces, each the elements of one value in row-major order.
-"""
+with or without each step between `cat` and the move, `flatten_dense_tensors` in place of views and
+`cat`, concatenations within concatenations, and casts anywhere. What is found is normal form:
+pieces, each the elements of one value in row-major order."""
 
 from __future__ import annotations
 
@@ -59,7 +62,12 @@ _SHAPE = {
 """Views that a device makes for free of what lies there."""
 
 _MOVES = {aten._to_copy.default, prims.device_put.default}
-_CONSTANTS = {aten.zeros.default: 0, aten.ones.default: 1, aten.new_zeros.default: 0, aten.zeros_like.default: 0}
+_CONSTANTS = {
+    aten.zeros.default: 0,
+    aten.ones.default: 1,
+    aten.new_zeros.default: 0,
+    aten.zeros_like.default: 0,
+}
 
 
 @dataclass(frozen=True)
@@ -105,9 +113,9 @@ class Flattening:
 def find_flattenings(graph: fx.Graph, device: str = ACCELERATOR) -> list[Flattening]:
     """Host flattenings whose result moves to a device of this type, in graph order.
 
-    Left out are those of which the host needs the flat buffer as well, those with sizes that are not known when compiling, and those
-    between whose first and last step the graph writes to memory.
-    """
+    Left out are those of which the host needs the flat buffer as well, those with sizes that are
+    not known when compiling, and those between whose first and last step the graph writes to
+    memory."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     writes = [order[node] for node in graph.nodes if _writes(node)]
     found = []
@@ -120,32 +128,52 @@ def find_flattenings(graph: fx.Graph, device: str = ACCELERATOR) -> list[Flatten
             continue
         if writes and any(_first_copy(steps, pieces, order) < at < order[node] for at in writes):
             continue
-        names = tuple(dict.fromkeys(name for piece in pieces if piece.source is not None for name in _names(piece.source)))
+        names = tuple(
+            dict.fromkeys(
+                name
+                for piece in pieces
+                if piece.source is not None
+                for name in _names(piece.source)
+            )
+        )
         found.append(Flattening(node, pieces, names))
     return found
 
 
 def device_source(node: fx.Node, device: torch.device) -> fx.Node | None:
-    """The value on `device` that a host value was copied from, views of it included; None if the host's is the original."""
+    """The value on `device` that a host value was copied from, views of it included; None if the
+    host's is the original."""
     while True:
         value = _tensor(node)
         if value.device == device and value.device.type != "cpu":
             return node
         if value.device.type != "cpu" or node.op != "call_function":
             return None
-        if not (is_shape_op(node) or (node.target in _MOVES and _tensor(node.all_input_nodes[0]).dtype == value.dtype)):
+        if not (
+            is_shape_op(node)
+            or (node.target in _MOVES and _tensor(node.all_input_nodes[0]).dtype == value.dtype)
+        ):
             return None
         node = node.all_input_nodes[0]
 
 
 def is_shape_op(node: fx.Node) -> bool:
-    """Whether a node is a view of its one input that can be made of a copy of that input as well."""
+    """Whether a node is a view of its one input that can be made of a copy of that input as
+    well."""
     return node.op == "call_function" and node.target in _SHAPE
 
 
-def _expand(node: Any, casts: tuple[torch.dtype, ...], steps: list[fx.Node]) -> tuple[Piece, ...] | None:
-    """The pieces of a flat host buffer, of which nothing but the next step may know; None if it is no such buffer."""
-    if not isinstance(node, fx.Node) or not _is_on_host(node) or len(node.users) != 1 or node.op != "call_function":
+def _expand(
+    node: Any, casts: tuple[torch.dtype, ...], steps: list[fx.Node]
+) -> tuple[Piece, ...] | None:
+    """The pieces of a flat host buffer, of which nothing but the next step may know; None if it is
+    no such buffer."""
+    if (
+        not isinstance(node, fx.Node)
+        or not _is_on_host(node)
+        or len(node.users) != 1
+        or node.op != "call_function"
+    ):
         return None
     steps.append(node)
     if node.target is aten.cat.default:
@@ -154,8 +182,16 @@ def _expand(node: Any, casts: tuple[torch.dtype, ...], steps: list[fx.Node]) -> 
         return tuple(_piece(item, casts, steps) for item in _inputs_of(node))
     if node.target is aten.constant_pad_nd.default:
         padding, fill = list(node.args[1]), node.args[2] if len(node.args) > 2 else 0  # type: ignore[arg-type]
-        inner = _expand(node.args[0], casts, steps) if _tensor(node).dim() == 1 and padding[0] == 0 and padding[1] >= 0 else None
-        return inner if inner is None else (*inner, Piece(padding[1], fill=_cast(fill, (_tensor(node).dtype, *casts))))
+        inner = (
+            _expand(node.args[0], casts, steps)
+            if _tensor(node).dim() == 1 and padding[0] == 0 and padding[1] >= 0
+            else None
+        )
+        return (
+            inner
+            if inner is None
+            else (*inner, Piece(padding[1], fill=_cast(fill, (_tensor(node).dtype, *casts))))
+        )
     if node.target in _ROW_MAJOR:
         return _expand(node.args[0], casts, steps)
     if _is_cast(node):
@@ -163,13 +199,19 @@ def _expand(node: Any, casts: tuple[torch.dtype, ...], steps: list[fx.Node]) -> 
     return None
 
 
-def _expand_cat(node: fx.Node, casts: tuple[torch.dtype, ...], steps: list[fx.Node]) -> tuple[Piece, ...] | None:
+def _expand_cat(
+    node: fx.Node, casts: tuple[torch.dtype, ...], steps: list[fx.Node]
+) -> tuple[Piece, ...] | None:
     value = _tensor(node)
     if value.dim() != 1:
         return None
     pieces: list[Piece] = []
     for item in _inputs_of(node):
-        inner = _expand(item, (value.dtype, *casts), steps) if item.target in (aten.cat.default, aten.constant_pad_nd.default) else None
+        inner = (
+            _expand(item, (value.dtype, *casts), steps)
+            if item.target in (aten.cat.default, aten.constant_pad_nd.default)
+            else None
+        )
         pieces += inner if inner is not None else (_piece(item, (value.dtype, *casts), steps),)
     return tuple(pieces)
 
@@ -197,11 +239,16 @@ def _piece(node: fx.Node, casts: tuple[torch.dtype, ...], steps: list[fx.Node]) 
 
 
 def _first_copy(steps: list[fx.Node], pieces: tuple[Piece, ...], order: dict[fx.Node, int]) -> int:
-    """Place of the first node whose result the device would make later; inputs of the graph are not made."""
+    """Place of the first node whose result the device would make later; inputs of the graph are not
+    made."""
     made = list(steps)
     for piece in pieces:
         node = piece.source
-        while node is not None and node.op == "call_function" and (is_shape_op(node) or node.target in _MOVES):
+        while (
+            node is not None
+            and node.op == "call_function"
+            and (is_shape_op(node) or node.target in _MOVES)
+        ):
             made.append(node)
             node = node.all_input_nodes[0]
     return min(order[node] for node in made if node.op == "call_function")
@@ -238,7 +285,12 @@ def _constant(node: fx.Node) -> float | None:
 
 
 def _moves_to(node: fx.Node, device: str) -> bool:
-    if node.op != "call_function" or node.target not in _MOVES or not node.all_input_nodes or not _is_on_host(node.all_input_nodes[0]):
+    if (
+        node.op != "call_function"
+        or node.target not in _MOVES
+        or not node.all_input_nodes
+        or not _is_on_host(node.all_input_nodes[0])
+    ):
         return False
     target = _tensor(node).device.type
     if device != "cpu":
@@ -257,7 +309,9 @@ def _is_cast(node: fx.Node) -> bool:
 
 def _is_on_host(node: fx.Node) -> bool:
     value = value_of(node)
-    return isinstance(value, Tensor) and value.device.type == "cpu" and value.layout is torch.strided
+    return (
+        isinstance(value, Tensor) and value.device.type == "cpu" and value.layout is torch.strided
+    )
 
 
 def _inputs_of(node: fx.Node) -> list[fx.Node]:

@@ -77,26 +77,38 @@ class Collective:
     reduce_op: str | None
     """"sum", "avg", ... where the call reduces."""
     nbytes: int
-    """Bytes of the inputs; of the dialect's `unshard`, of the full parameter, as ranks may hold different rows. See `put_in_bytes`."""
+    """Bytes of the inputs; of the dialect's `unshard`, of the full parameter, as ranks may hold
+    different rows. See `put_in_bytes`."""
 
 
 def collective_of(node: fx.Node) -> Collective | None:
     """What a node communicates, or None if it does not."""
     target = node.target
-    if node.op != "call_function" or not isinstance(target, compat.OpOverload) or target.namespace not in _NAMESPACES:
+    if (
+        node.op != "call_function"
+        or not isinstance(target, compat.OpOverload)
+        or target.namespace not in _NAMESPACES
+    ):
         return None
     arguments = named_arguments(node, target)
     if target is _WAIT or "group_name" not in arguments:
         return None
     # Ranks may hold different numbers of rows: a dialect op is described by its full parameter.
     given = node if target is UNSHARD else arguments[target._schema.arguments[0].name]
-    inputs = [value_of(item) for item in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(item, fx.Node)]
+    inputs = [
+        value_of(item)
+        for item in (given if isinstance(given, (list, tuple)) else [given])
+        if isinstance(item, fx.Node)
+    ]
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     reduce_op = arguments.get("reduce_op")
     return Collective(
         op=compat.op_name(target),
         group=compat.group_name(arguments["group_name"]),
-        shapes=tuple(tuple(size if isinstance(size, int) else str(size) for size in value.shape) for value in tensors),
+        shapes=tuple(
+            tuple(size if isinstance(size, int) else str(size) for size in value.shape)
+            for value in tensors
+        ),
         dtypes=tuple(str(value.dtype).removeprefix("torch.") for value in tensors),
         reduce_op=reduce_op if isinstance(reduce_op, str) else None,
         nbytes=nbytes(tensors),
@@ -105,7 +117,11 @@ def collective_of(node: fx.Node) -> Collective | None:
 
 def input_nbytes(node: fx.Node, collective: Collective) -> int:
     """Bytes that this rank puts into a collective: of its own rows, for a gather."""
-    return collective.nbytes if node.target is not UNSHARD else nbytes([value_of(item) for item in node.all_input_nodes])
+    return (
+        collective.nbytes
+        if node.target is not UNSHARD
+        else nbytes([value_of(item) for item in node.all_input_nodes])
+    )
 
 
 def named_arguments(node: fx.Node, target: compat.OpOverload) -> dict[str, Any]:
@@ -123,7 +139,8 @@ def collectives(graph: fx.Graph) -> Iterator[tuple[fx.Node, Collective]]:
 
 
 def collectives_by_group(graph: fx.Graph) -> dict[str, list[Collective]]:
-    """Name of a process group -> its collectives, in graph order. Groups are sorted by name, identically on every rank."""
+    """Name of a process group -> its collectives, in graph order. Groups are sorted by name,
+    identically on every rank."""
     by_group: dict[str, list[Collective]] = {}
     for _, each in collectives(graph):
         by_group.setdefault(each.group, []).append(each)
@@ -147,7 +164,9 @@ def propagate(node: fx.Node) -> Any:
     assert callable(target)
     args = map_arg(node.args, value_of)
     kwargs = map_arg(node.kwargs, value_of)
-    mode = compat.fake_mode_of([value_of(item) for item in node.all_input_nodes]) or _fake_mode_of_graph(node.graph)
+    mode = compat.fake_mode_of(
+        [value_of(item) for item in node.all_input_nodes]
+    ) or _fake_mode_of_graph(node.graph)
     if mode is None:
         return target(*args, **kwargs)
     with mode:
@@ -156,12 +175,16 @@ def propagate(node: fx.Node) -> Any:
 
 def _fake_mode_of_graph(graph: fx.Graph) -> compat.FakeTensorMode | None:
     """For calls that take no tensor, such as `empty`."""
-    first = next((value_of(node) for node in graph.nodes if isinstance(value_of(node), compat.FakeTensor)), None)
+    first = next(
+        (value_of(node) for node in graph.nodes if isinstance(value_of(node), compat.FakeTensor)),
+        None,
+    )
     return compat.fake_mode_of([first])
 
 
 class Editor:
-    """Inserts calls in front of a node; every new node gets its fake value and the provenance of the node it stands for."""
+    """Inserts calls in front of a node; every new node gets its fake value and the provenance of
+    the node it stands for."""
 
     def __init__(self, graph: fx.Graph, before: fx.Node, like: fx.Node | None = None) -> None:
         self._graph, self._before, self._like = graph, before, like or before
@@ -198,10 +221,11 @@ def replace_node(old: fx.Node, new: fx.Node) -> None:
 
 
 def erase_dead(graph: fx.Graph, roots: Sequence[fx.Node]) -> int:
-    """Erase those of `roots` that nobody uses, and whatever only they used: collectives and waits too, but never an input.
+    """Erase those of `roots` that nobody uses, and whatever only they used: collectives and waits
+    too, but never an input.
 
-    Of a collective with several outputs all waits go or none: an output that nobody awaits would never be let go.
-    """
+    Of a collective with several outputs all waits go or none: an output that nobody awaits would
+    never be let go."""
     erased, queue = 0, list(roots)
     while queue:
         node = queue.pop()
@@ -218,7 +242,8 @@ def erase_dead(graph: fx.Graph, roots: Sequence[fx.Node]) -> int:
 
 
 def _waits_beside(node: fx.Node) -> list[fx.Node]:
-    """The waits of all outputs of the collective that `node` awaits one of; nothing if it awaits no such."""
+    """The waits of all outputs of the collective that `node` awaits one of; nothing if it awaits no
+    such."""
     part = node.all_input_nodes[0] if is_wait(node) else None
     if part is None or part.target is not operator.getitem:
         return []

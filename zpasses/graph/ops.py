@@ -1,12 +1,13 @@
-"""The dialect: two abstract operations that say what happens to a parameter, and leave how to the passes.
+"""The dialect: two abstract operations that say what happens to a parameter, and leave how to the
+passes.
 
     zpasses::unshard(shard, rows, param_dtype, reduce_dtype, group)                -> full parameter
     zpasses::reduce_grad(grad, rows, shard_rows, dtype, reduce_dtype, group)       -> gradient of the shard
 
-Their eager implementations are the reference that every lowered graph must equal. A parameter of `rows` rows is cut into blocks of
-ceil(rows / world size) rows, one a rank; the last ranks may hold fewer rows, or none. A 0-dimensional parameter cannot be cut: every
-rank holds it whole and only its gradient communicates.
-"""
+Their eager implementations are the reference that every lowered graph must equal. A parameter of
+`rows` rows is cut into blocks of ceil(rows / world size) rows, one a rank; the last ranks may hold
+fewer rows, or none. A 0-dimensional parameter cannot be cut: every rank holds it whole and only its
+gradient communicates."""
 
 from __future__ import annotations
 
@@ -23,11 +24,13 @@ __all__ = ["REDUCE_GRAD", "UNSHARD", "group_size", "rows_per_rank", "set_grad_ho
 
 _library = torch.library.Library("zpasses", "DEF")
 _library.define(
-    "unshard(Tensor shard, SymInt rows, ScalarType? param_dtype, ScalarType? reduce_dtype, str group_name) -> Tensor",
+    "unshard(Tensor shard, SymInt rows, ScalarType? param_dtype, ScalarType? reduce_dtype, str "
+    "group_name) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "reduce_grad(Tensor grad, SymInt rows, SymInt shard_rows, ScalarType dtype, ScalarType? reduce_dtype, str group_name) -> Tensor",
+    "reduce_grad(Tensor grad, SymInt rows, SymInt shard_rows, ScalarType dtype, ScalarType? "
+    "reduce_dtype, str group_name) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -45,11 +48,18 @@ def rows_per_rank(rows: int, size: int) -> int:
     return -(-rows // size)
 
 
-def _unshard(shard: Tensor, rows: int, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, group_name: str) -> Tensor:
+def _unshard(
+    shard: Tensor,
+    rows: int,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    group_name: str,
+) -> Tensor:
     """Gather a parameter.
 
     Args:
-        shard: this rank's rows, [shard_rows, ...]; 0-dimensional for a parameter that every rank holds whole.
+        shard: this rank's rows, [shard_rows, ...]; 0-dimensional for a parameter that every rank
+            holds whole.
         rows: rows of the full parameter.
         param_dtype: dtype to gather and compute in; None keeps the shard's.
         reduce_dtype: dtype in which the gradient will be reduced; used by backward only.
@@ -62,7 +72,9 @@ def _unshard(shard: Tensor, rows: int, param_dtype: torch.dtype | None, reduce_d
     if shard.dim() == 0:
         return shard.to(dtype, copy=True)
     full_shape = (rows, *shard.shape[1:])
-    block = shard.new_zeros((rows_per_rank(rows, group_size(group_name)), *shard.shape[1:]), dtype=dtype)
+    block = shard.new_zeros(
+        (rows_per_rank(rows, group_size(group_name)), *shard.shape[1:]), dtype=dtype
+    )
     if block.numel() == 0:
         return block.new_empty(full_shape)
     block[: shard.shape[0]].copy_(shard)
@@ -71,12 +83,25 @@ def _unshard(shard: Tensor, rows: int, param_dtype: torch.dtype | None, reduce_d
     return full[:rows]
 
 
-def _unshard_fake(shard: Tensor, rows: int, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, group_name: str) -> Tensor:
+def _unshard_fake(
+    shard: Tensor,
+    rows: int,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    group_name: str,
+) -> Tensor:
     shape = (rows, *shard.shape[1:]) if shard.dim() else ()
     return shard.new_empty(shape, dtype=param_dtype or shard.dtype)
 
 
-def _reduce_grad(grad: Tensor, rows: int, shard_rows: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None, group_name: str) -> Tensor:
+def _reduce_grad(
+    grad: Tensor,
+    rows: int,
+    shard_rows: int,
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype | None,
+    group_name: str,
+) -> Tensor:
     """Average a gradient over the group and keep this rank's rows.
 
     Args:
@@ -93,19 +118,28 @@ def _reduce_grad(grad: Tensor, rows: int, shard_rows: int, dtype: torch.dtype, r
     value = grad.to(reduce_dtype or grad.dtype)
     size = group_size(group_name)
     if grad.dim() == 0:
-        total: Tensor = compat.functional.wait_tensor(compat.functional.all_reduce(value, "avg", group_name))
+        total: Tensor = compat.functional.wait_tensor(
+            compat.functional.all_reduce(value, "avg", group_name)
+        )
         return total.to(dtype, copy=True)
     if value.numel() == 0:
         return grad.new_empty((shard_rows, *grad.shape[1:]), dtype=dtype)
     block = rows_per_rank(rows, size)
     padded = value.new_zeros((block * size, *value.shape[1:]))
     padded[:rows].copy_(value)
-    mine: Tensor = compat.functional.wait_tensor(compat.functional.reduce_scatter_tensor(padded, "avg", size, group_name))
+    mine: Tensor = compat.functional.wait_tensor(
+        compat.functional.reduce_scatter_tensor(padded, "avg", size, group_name)
+    )
     return mine[:shard_rows].to(dtype, copy=True)
 
 
 def _reduce_grad_fake(
-    grad: Tensor, rows: int, shard_rows: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None, group_name: str
+    grad: Tensor,
+    rows: int,
+    shard_rows: int,
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype | None,
+    group_name: str,
 ) -> Tensor:
     shape = (shard_rows, *grad.shape[1:]) if grad.dim() else ()
     return grad.new_empty(shape, dtype=dtype)
@@ -118,10 +152,13 @@ def _remember_shard(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -
 
 
 GradHook = Callable[[Tensor, int, torch.dtype, torch.dtype | None, str], Tensor | None]
-"""Called with the arguments of `reduce_grad` but `shard_rows`; returns the gradient to reduce now, or None to reduce nothing."""
+"""Called with the arguments of `reduce_grad` but `shard_rows`; returns the gradient to reduce now,
+or None to reduce nothing."""
 
 
-def _reduce_now(grad: Tensor, rows: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None, group_name: str) -> Tensor | None:
+def _reduce_now(
+    grad: Tensor, rows: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None, group_name: str
+) -> Tensor | None:
     return grad
 
 
@@ -131,8 +168,8 @@ _grad_hook: GradHook = _reduce_now
 def set_grad_hook(hook: GradHook) -> None:
     """Let `hook` decide in the backward of every eager `unshard` what is reduced.
 
-    `zpasses.runtime.windows` sets it when it is imported, to defer reductions. The dialect itself knows no windows.
-    """
+    `zpasses.runtime.windows` sets it when it is imported, to defer reductions. The dialect itself
+    knows no windows."""
     global _grad_hook
     _grad_hook = hook
 
@@ -151,7 +188,8 @@ def _remember_grad(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) ->
 
 
 def _reduce_grad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    # The loss is the mean of the ranks' losses, so each rank's share of an averaged value is 1/N of its gradient.
+    # The loss is the mean of the ranks' losses, so each rank's share of an averaged value is 1/N of
+    # its gradient.
     rows, dtype, reduce_dtype, group_name = ctx.call
     full = torch.ops.zpasses.unshard(grad, rows, dtype, reduce_dtype, group_name)
     return full / group_size(group_name), None, None, None, None, None
@@ -161,5 +199,9 @@ _library.impl("unshard", _unshard, "CompositeExplicitAutograd")
 _library.impl("reduce_grad", _reduce_grad, "CompositeExplicitAutograd")
 torch.library.register_fake("zpasses::unshard", _unshard_fake, lib=_library)
 torch.library.register_fake("zpasses::reduce_grad", _reduce_grad_fake, lib=_library)
-torch.library.register_autograd("zpasses::unshard", _unshard_backward, setup_context=_remember_shard, lib=_library)
-torch.library.register_autograd("zpasses::reduce_grad", _reduce_grad_backward, setup_context=_remember_grad, lib=_library)
+torch.library.register_autograd(
+    "zpasses::unshard", _unshard_backward, setup_context=_remember_shard, lib=_library
+)
+torch.library.register_autograd(
+    "zpasses::reduce_grad", _reduce_grad_backward, setup_context=_remember_grad, lib=_library
+)

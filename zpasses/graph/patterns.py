@@ -1,9 +1,10 @@
-"""Recognise gathers and reductions in graphs that zpasses did not capture (FSDP2, SimpleFSDP, hand-written ones), and tag them.
+"""Recognise gathers and reductions in graphs that zpasses did not capture (FSDP2, SimpleFSDP,
+hand-written ones), and tag them.
 
-This is the only place that matches on the shape of a graph. A parameter gather is an all-gather whose input comes from one graph input
-through casts, padding and views alone; what a wait gives back is the full parameter. A gradient reduction is a reduce-scatter or
-all-reduce (sum or average) whose result reaches one output of the graph through casts, views and scaling alone.
-"""
+This is the only place that matches on the shape of a graph. A parameter gather is an all-gather
+whose input comes from one graph input through casts, padding and views alone; what a wait gives
+back is the full parameter. A gradient reduction is a reduce-scatter or all-reduce (sum or average)
+whose result reaches one output of the graph through casts, views and scaling alone."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def tag_foreign_gathers(graph: fx.Graph, origin: str) -> int:
             continue
         *between, shard = chain
         params = (shard.name,)
-        add_tag(node, Tag("gather", params, nbytes(value_of(node.all_input_nodes[0])), origin=origin))
+        add_tag(
+            node, Tag("gather", params, nbytes(value_of(node.all_input_nodes[0])), origin=origin)
+        )
         add_tag(waits[0], Tag("full", params, origin=origin))
         for step in between:
             add_tag(step, Tag("gather_input", params, origin=origin))
@@ -58,7 +61,8 @@ def _is_all_gather(node: fx.Node) -> bool:
 
 
 def _chain_to_input(gather: fx.Node) -> list[fx.Node] | None:
-    """The nodes between a gather and the graph input it reads, that input last; None if it reads anything else."""
+    """The nodes between a gather and the graph input it reads, that input last; None if it reads
+    anything else."""
     chain: list[fx.Node] = []
     node = gather
     while True:
@@ -74,7 +78,8 @@ def _chain_to_input(gather: fx.Node) -> list[fx.Node] | None:
 
 
 def tag_foreign_reductions(graph: fx.Graph, origin: str) -> int:
-    """Tag untagged gradient reductions; returns how many were found. A gradient is named after its place among the outputs."""
+    """Tag untagged gradient reductions; returns how many were found. A gradient is named after its
+    place among the outputs."""
     places = {node: i for i, node in enumerate(_returned(graph)) if isinstance(node, fx.Node)}
     found = 0
     for node in graph.nodes:
@@ -84,7 +89,9 @@ def tag_foreign_reductions(graph: fx.Graph, origin: str) -> int:
         if after is None:
             continue
         params = (f"output_{places[after[-1]]}",)
-        add_tag(node, Tag("reduce", params, nbytes(value_of(node.all_input_nodes[0])), origin=origin))
+        add_tag(
+            node, Tag("reduce", params, nbytes(value_of(node.all_input_nodes[0])), origin=origin)
+        )
         for step in after[:-1]:
             add_tag(step, Tag("reduced", params, origin=origin))
         add_tag(after[-1], Tag("shard_grad", params, origin=origin))
@@ -102,18 +109,24 @@ def _returned(graph: fx.Graph) -> list[object]:
 def _is_reduction(node: fx.Node) -> bool:
     collective = collective_of(node)
     known = ("reduce_scatter_tensor", "all_reduce")
-    return collective is not None and collective.op in known and collective.reduce_op in ("sum", "avg")
+    return (
+        collective is not None and collective.op in known and collective.reduce_op in ("sum", "avg")
+    )
 
 
 def _chain_to_output(reduction: fx.Node, places: dict[fx.Node, int]) -> list[fx.Node] | None:
-    """The nodes between a reduction and the output it ends in, that one last; None if anything else reads them."""
+    """The nodes between a reduction and the output it ends in, that one last; None if anything else
+    reads them."""
     chain: list[fx.Node] = []
     node = reduction
     while len(node.users) == 1:
         (node,) = node.users
         if node.op == "output":
             return chain or None
-        if not (is_wait(node) or node.target in _TRANSPARENT or node.target in _SCALING) or len(node.all_input_nodes) != 1:
+        if (
+            not (is_wait(node) or node.target in _TRANSPARENT or node.target in _SCALING)
+            or len(node.all_input_nodes) != 1
+        ):
             return None
         chain.append(node)
     return None
@@ -129,4 +142,8 @@ def _prepared(reduction: fx.Node) -> list[fx.Node]:
     return steps
 
 
-_PREPARING = {aten._to_copy.default, aten.constant_pad_nd.default, torch.ops.prims.convert_element_type.default}
+_PREPARING = {
+    aten._to_copy.default,
+    aten.constant_pad_nd.default,
+    torch.ops.prims.convert_element_type.default,
+}

@@ -36,10 +36,12 @@ def listing(graph: fx.Graph | fx.GraphModule) -> str:
         w = zpasses.unshard(w_shard, 6, None, None, '0')      # f32[6, 5]; gather: w
         return (w,)
 
-    After the `#` stand the value's dtype and shape, what the node's tag says it does and for which parameters, and `recomputed` where
-    backward computes the value again instead of saving it. `aten` and `_c10d_functional` are left out of the names of ops.
-    """
-    lines = [_line(node) for node in (graph.graph if isinstance(graph, fx.GraphModule) else graph).nodes]
+    After the `#` stand the value's dtype and shape, what the node's tag says it does and for which
+    parameters, and `recomputed` where backward computes the value again instead of saving it.
+    `aten` and `_c10d_functional` are left out of the names of ops."""
+    lines = [
+        _line(node) for node in (graph.graph if isinstance(graph, fx.GraphModule) else graph).nodes
+    ]
     width = max((len(code) for code, note in lines if note), default=0)
     return "\n".join(f"{code:{width}}  # {note}" if note else code for code, note in lines)
 
@@ -57,7 +59,9 @@ def _line(node: fx.Node) -> tuple[str, str]:
 
 
 def _call(node: fx.Node) -> str:
-    arguments = [_argument(arg) for arg in node.args] + [f"{key}={_argument(arg)}" for key, arg in node.kwargs.items()]
+    arguments = [_argument(arg) for arg in node.args] + [
+        f"{key}={_argument(arg)}" for key, arg in node.kwargs.items()
+    ]
     if node.op == "call_function":
         return f"{_op_name(node.target)}({', '.join(arguments)})"
     if node.op == "call_method":
@@ -99,7 +103,10 @@ def _value(value: object) -> str:
 def _notes(node: fx.Node) -> list[str]:
     notes, tag = [], tag_of(node)
     if tag is not None:
-        notes.append(f"{tag.role}: {', '.join(tag.params)}{' in bucket ' + str(tag.bucket) if tag.bucket is not None else ''}")
+        notes.append(
+            f"{tag.role}: "
+            f"{', '.join(tag.params)}{' in bucket ' + str(tag.bucket) if tag.bucket is not None else ''}"
+        )
         if tag.cached:
             notes.append("cached")
         if tag.note:

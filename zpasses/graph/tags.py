@@ -1,8 +1,8 @@
 """Tags: what a node is to zpasses, written where the node is made.
 
-No pass finds out by walking users what an earlier pass knew. A tag lives in `node.meta["zpasses"]` and is mirrored into
-`node.meta["custom"]`, the only key of ours that AOTAutograd's re-tracing keeps.
-"""
+No pass finds out by walking users what an earlier pass knew. A tag lives in `node.meta["zpasses"]`
+and is mirrored into `node.meta["custom"]`, the only key of ours that AOTAutograd's re-tracing
+keeps."""
 
 from __future__ import annotations
 
@@ -13,15 +13,36 @@ from typing import Literal
 import torch
 from torch import fx
 
-__all__ = ["GATHER_ROLES", "REDUCE_ROLES", "Reduction", "Role", "Tag", "add_tag", "retag", "tag_of", "tagged"]
+__all__ = [
+    "GATHER_ROLES",
+    "REDUCE_ROLES",
+    "Reduction",
+    "Role",
+    "Tag",
+    "add_tag",
+    "retag",
+    "tag_of",
+    "tagged",
+]
 
-Role = Literal["shard", "gather_input", "gather", "gathered", "full", "reduce_input", "reduce", "reduced", "shard_grad", "flat"]
+Role = Literal[
+    "shard",
+    "gather_input",
+    "gather",
+    "gathered",
+    "full",
+    "reduce_input",
+    "reduce",
+    "reduced",
+    "shard_grad",
+    "flat",
+]
 """What a node does for a parameter.
 
-shard: the graph input that holds the shard. gather_input, reduce_input: makes a collective's input (cast, padding). gather, reduce:
-starts the collective, or is the dialect's op for it. gathered, reduced: its wait, where another node finishes. full: the full parameter
-that the model reads. shard_grad: the reduced gradient of the shard. flat: makes a flat buffer of several tensors.
-"""
+shard: the graph input that holds the shard. gather_input, reduce_input: makes a collective's input
+(cast, padding). gather, reduce: starts the collective, or is the dialect's op for it. gathered,
+reduced: its wait, where another node finishes. full: the full parameter that the model reads.
+shard_grad: the reduced gradient of the shard. flat: makes a flat buffer of several tensors. """
 
 GATHER_ROLES: frozenset[Role] = frozenset({"gather_input", "gather", "gathered", "full"})
 """Everything between a shard and its full parameter."""
@@ -32,7 +53,8 @@ REDUCE_ROLES: frozenset[Role] = frozenset({"reduce_input", "reduce", "reduced", 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a gradient becomes a shard's: what ranks share of the arguments of `zpasses::reduce_grad`."""
+    """How a gradient becomes a shard's: what ranks share of the arguments of
+    `zpasses::reduce_grad`."""
 
     rows: int
     """Rows of the full parameter; 0 for a 0-dimensional one."""
@@ -60,7 +82,8 @@ class Tag:
     cached: bool = False
     """The value outlives the call (stages 1 and 2)."""
     block_bytes: int = 0
-    """For values whose size differs between ranks: bytes where a rank holds all the rows that it can; the same on all of them."""
+    """For values whose size differs between ranks: bytes where a rank holds all the rows that it
+    can; the same on all of them."""
     note: str = ""
     """What the pass chose here, for listings and dumps."""
     reduction: Reduction | None = None

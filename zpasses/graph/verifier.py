@@ -1,8 +1,7 @@
 """What must hold after every pass, whoever wrote it.
 
-The runner takes a `Snapshot` before a pass and checks afterwards only what the pass touched, so the cost grows with the change and
-not with the number of passes times the size of the graph.
-"""
+The runner takes a `Snapshot` before a pass and checks afterwards only what the pass touched, so the
+cost grows with the change and not with the number of passes times the size of the graph."""
 
 from __future__ import annotations
 
@@ -37,16 +36,17 @@ class Snapshot:
 
 
 def _fingerprint(node: fx.Node) -> tuple[Any, ...]:
-    # The values of the inputs belong to it: a wrong value upstream must be found where it is read as well.
+    # The values of the inputs belong to it: a wrong value upstream must be found where it is read
+    # as well.
     return (node.op, node.target, node.args, node.kwargs, id(value_of(node)), len(node.users))
 
 
 def check(graph: fx.Graph, before: Snapshot, pass_name: str) -> None:
     """Raise PassError, naming the pass and the node, unless the graph is right where it changed.
 
-    Checked: `graph.lint()`; a fresh propagation of fake tensors agrees with the recorded values; every collective has exactly one
-    wait, and nothing else reads what was started; every new collective and its wait is tagged.
-    """
+    Checked: `graph.lint()`; a fresh propagation of fake tensors agrees with the recorded values;
+    every collective has exactly one wait, and nothing else reads what was started; every new
+    collective and its wait is tagged."""
     try:
         graph.lint()
     except Exception as error:
@@ -62,17 +62,22 @@ def check(graph: fx.Graph, before: Snapshot, pass_name: str) -> None:
 
 
 def _with_what_it_reads(node: fx.Node) -> Iterator[fx.Node]:
-    """A collective may be untouched and yet have lost its wait to another reader; one of several outputs is read through getitem."""
+    """A collective may be untouched and yet have lost its wait to another reader; one of several
+    outputs is read through getitem."""
     yield node
     for item in node.all_input_nodes:
         yield item.all_input_nodes[0] if item.target is operator.getitem else item
 
 
 def check_unchanged(graph: fx.Graph, before: Snapshot, pass_name: str) -> None:
-    """Raise PassError if a pass that reported no change made one, which nothing would have checked."""
+    """Raise PassError if a pass that reported no change made one, which nothing would have
+    checked."""
     changed = before.changed(graph)
     if changed:
-        raise PassError(f"pass {pass_name!r} returned 0 changes, but changed {changed[0].format_node()}. Return how much was changed.")
+        raise PassError(
+            f"pass {pass_name!r} returned 0 changes, but changed {changed[0].format_node()}. "
+            "Return how much was changed."
+        )
 
 
 def _check_value(node: fx.Node, pass_name: str, known: dict[tuple[Any, str], list[Tensor]]) -> None:
@@ -81,28 +86,35 @@ def _check_value(node: fx.Node, pass_name: str, known: dict[tuple[Any, str], lis
     recorded = value_of(node)
     if not _has_value(node):
         raise PassError(
-            f"pass {pass_name!r} made node {node.format_node()} without meta['val']; build nodes with zpasses.graph.nodes.Editor."
+            f"pass {pass_name!r} made node {node.format_node()} without meta['val']; build nodes "
+            "with zpasses.graph.nodes.Editor."
         )
-    if not all(_has_value(item) for item in node.all_input_nodes) or compat.has_unbacked_size(recorded):
+    if not all(_has_value(item) for item in node.all_input_nodes) or compat.has_unbacked_size(
+        recorded
+    ):
         return  # subgraphs carry no value; data-dependent sizes get a new name at each propagation
     # Layers are alike: a call that was propagated once need not be again.
     signature = _signature(node)
     try:
         fresh = known[signature] if signature in known else _tensors(propagate(node))
     except Exception as error:
-        raise PassError(f"pass {pass_name!r}: node {node.format_node()} does not run on its inputs: {error}") from error
+        raise PassError(
+            f"pass {pass_name!r}: node {node.format_node()} does not run on its inputs: {error}"
+        ) from error
     known[signature] = fresh
     for ours, theirs in zip(fresh, _tensors(recorded), strict=False):
         difference = _difference(ours, theirs)
         if difference:
             raise PassError(
-                f"pass {pass_name!r}: node {node.format_node()} computes {difference[0]}, but meta['val'] says {difference[1]}. "
+                f"pass {pass_name!r}: node {node.format_node()} computes {difference[0]}, but "
+                f"meta['val'] says {difference[1]}. "
                 "Record the value that the node really has."
             )
 
 
 def _signature(node: fx.Node) -> tuple[Any, str]:
-    """All that a call's fake value depends on. As text: equal numbers of different types promote differently."""
+    """All that a call's fake value depends on. As text: equal numbers of different types promote
+    differently."""
     return node.target, repr(map_arg((node.args, node.kwargs), _input_signature))
 
 
@@ -124,13 +136,21 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> tuple[str, str] | None:
-    if ours.dtype != theirs.dtype or ours.device != theirs.device or ours.dim() != theirs.dim() or not _same_sizes(ours, theirs):
+    if (
+        ours.dtype != theirs.dtype
+        or ours.device != theirs.device
+        or ours.dim() != theirs.dim()
+        or not _same_sizes(ours, theirs)
+    ):
         return _describe(ours), _describe(theirs)
     return None
 
 
 def _same_sizes(ours: Tensor, theirs: Tensor) -> bool:
-    return all(bool(compat.statically_known_true(a == b)) or str(a) == str(b) for a, b in zip(ours.shape, theirs.shape, strict=True))
+    return all(
+        bool(compat.statically_known_true(a == b)) or str(a) == str(b)
+        for a, b in zip(ours.shape, theirs.shape, strict=True)
+    )
 
 
 def _describe(value: Tensor) -> str:
@@ -149,16 +169,21 @@ def _check_waits(node: fx.Node, pass_name: str) -> None:
         if len(readers) != 1 or not is_wait(readers[0]):
             names = ", ".join(reader.name for reader in readers) or "nobody"
             raise PassError(
-                f"pass {pass_name!r}: collective {output.format_node()} must be read by exactly one wait_tensor, but is read by {names}."
+                f"pass {pass_name!r}: collective {output.format_node()} must be read by exactly "
+                f"one wait_tensor, but is read by {names}."
             )
 
 
 def _is_in_place(node: fx.Node) -> bool:
-    """In-place and out= forms are awaited through the tensor they write, whose aliases this check does not follow."""
+    """In-place and out= forms are awaited through the tensor they write, whose aliases this check
+    does not follow."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
 
 
 def _check_tag(node: fx.Node, pass_name: str) -> None:
     if (collective_of(node) is not None or is_wait(node)) and tag_of(node) is None:
-        raise PassError(f"pass {pass_name!r} made {node.format_node()} without a tag; use zpasses.graph.tags.add_tag where it is made.")
+        raise PassError(
+            f"pass {pass_name!r} made {node.format_node()} without a tag; use "
+            "zpasses.graph.tags.add_tag where it is made."
+        )

@@ -1,4 +1,5 @@
-"""Look at a dump: listings, differences, collectives, memory, timelines and report pages. Importing this loads no torch.
+"""Look at a dump: listings, differences, collectives, memory, timelines and report pages. Importing
+this loads no torch.
 
     dump = zpasses.inspect.open("dump")
     dump                                   # what there is; notebooks show a table

@@ -1,4 +1,5 @@
-"""Every collective of a graph: what it moves, how far its wait is away, and how much of it computation hides."""
+"""Every collective of a graph: what it moves, how far its wait is away, and how much of it
+computation hides."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """What changed between two graphs, by node and not by line.
 
-Nodes of one compile are the same when their ids are. Between compiles, ranks or dumps, nodes are paired by what they compute, then by
-name, then by what they are to nodes that are paired already (`pairing.py`). Of common nodes, the fewest that explain the new order are
-said to have moved.
-"""
+Nodes of one compile are the same when their ids are. Between compiles, ranks or dumps, nodes are
+paired by what they compute, then by name, then by what they are to nodes that are paired already
+(`pairing.py`). Of common nodes, the fewest that explain the new order are said to have moved."""
 
 from __future__ import annotations
 
@@ -18,9 +17,10 @@ from zpasses.inspect.listing import argument_text, op_text, value_text
 __all__ = ["KINDS", "Change", "Difference", "compare"]
 
 KINDS = ("inserted", "removed", "moved", "rewired", "retagged", "remarked", "retyped", "renamed")
-"""inserted, removed: only in one of the graphs. moved: at another place among the nodes that both have. rewired: another op, or other
-arguments. retagged: another tag, or other parameters. remarked: told the partitioner something else, whether backward computes it again.
-retyped: another shape, dtype or device. renamed: another name."""
+"""inserted, removed: only in one of the graphs. moved: at another place among the nodes that both
+have. rewired: another op, or other arguments. retagged: another tag, or other parameters. remarked:
+told the partitioner something else, whether backward computes it again. retyped: another shape,
+dtype or device. renamed: another name."""
 
 
 @dataclass(frozen=True)
@@ -72,46 +72,78 @@ class Difference:
         return ", ".join(f"{count} {kind}" for kind, count in self.counts.items()) or "no change"
 
 
-def compare(before: Snapshot, after: Snapshot, pairs: Mapping[int, int] | None = None) -> Difference:
+def compare(
+    before: Snapshot, after: Snapshot, pairs: Mapping[int, int] | None = None
+) -> Difference:
     """What changed from one graph to another.
 
     Args:
-        pairs: id in `before` -> id in `after` of the nodes that are the same; by default equal ids are, as within one compile.
-            `zpasses.inspect.pairing.pair` makes them for graphs of different compiles.
+        pairs: id in `before` -> id in `after` of the nodes that are the same; by default equal ids
+            are, as within one compile. `zpasses.inspect.pairing.pair` makes them for graphs of
+            different compiles.
     """
     if pairs is None:
         pairs = {key: key for key in before.by_id if key in after.by_id}
     backward = {new: old for old, new in pairs.items()}
-    found = [Change("inserted", None, node, _place(after, node)) for node in after.nodes if node.id not in backward]
-    found += [Change("removed", node, None, _use(before, node)) for node in before.nodes if node.id not in pairs]
-    common = [(before.by_id[backward[node.id]], node) for node in after.nodes if node.id in backward]
+    found = [
+        Change("inserted", None, node, _place(after, node))
+        for node in after.nodes
+        if node.id not in backward
+    ]
+    found += [
+        Change("removed", node, None, _use(before, node))
+        for node in before.nodes
+        if node.id not in pairs
+    ]
+    common = [
+        (before.by_id[backward[node.id]], node) for node in after.nodes if node.id in backward
+    ]
     found += _moves(before, after, common)
-    names = {node.id: node.name for node in before.nodes}, {node.id: node.name for node in after.nodes}
+    names = (
+        {node.id: node.name for node in before.nodes},
+        {node.id: node.name for node in after.nodes},
+    )
     kept: dict[str, list[Change]] = {kind: [] for kind in KINDS}
     for old, new in common:
         if old is not new:
             for kind, detail in _edits(old, new, pairs, *names):
                 kept[kind].append(Change(kind, old, new, detail))
-    return Difference(before, after, (*found, *(change for kind in KINDS for change in kept[kind])), pairs)
+    return Difference(
+        before, after, (*found, *(change for kind in KINDS for change in kept[kind])), pairs
+    )
 
 
-def _edits(old: Node, new: Node, pairs: Mapping[int, int], old_names: Mapping[int, str], new_names: Mapping[int, str]) -> Iterator[Any]:
+def _edits(
+    old: Node,
+    new: Node,
+    pairs: Mapping[int, int],
+    old_names: Mapping[int, str],
+    new_names: Mapping[int, str],
+) -> Iterator[Any]:
     """(kind, detail) of what is different about one node."""
     wiring = []
-    if (old.op, old.target) != (new.op, new.target) and not (old.op == new.op == "placeholder" and old.name != new.name):
+    if (old.op, old.target) != (new.op, new.target) and not (
+        old.op == new.op == "placeholder" and old.name != new.name
+    ):
         wiring.append(f"{op_text(old.target)} -> {op_text(new.target)}")
     for place, before, after in _arguments(old, new):
         if before is _MISSING or after is _MISSING or not _same(before, after, pairs):
             was = "nothing" if before is _MISSING else argument_text(before, old_names)
             now = "nothing" if after is _MISSING else argument_text(after, new_names)
-            wiring.append(f"{place}: {_short(was)} -> {_short(now)}" if _short(was) != _short(now) else f"{place}: another {_short(now)}")
+            wiring.append(
+                f"{place}: {_short(was)} -> {_short(now)}"
+                if _short(was) != _short(now)
+                else f"{place}: another {_short(now)}"
+            )
     if wiring:
         yield "rewired", "; ".join(wiring)
     if old.tag != new.tag or (old.params != new.params and new.tag is None):
         yield "retagged", _tag_change(old, new)
     if old.mark != new.mark:
         yield "remarked", _mark_change(old.mark, new.mark)
-    if [(each.shape, each.dtype, each.device) for each in old.vals] != [(each.shape, each.dtype, each.device) for each in new.vals]:
+    if [(each.shape, each.dtype, each.device) for each in old.vals] != [
+        (each.shape, each.dtype, each.device) for each in new.vals
+    ]:
         was, now = (value_text(each.vals) or "nothing" for each in (old, new))
         yield "retyped", f"{was} -> {now}" if was != now else f"{now} on another device"
     if old.name != new.name:
@@ -122,10 +154,15 @@ _MISSING: Any = object()
 
 
 def _arguments(old: Node, new: Node) -> Iterator[tuple[str, Argument, Argument]]:
-    """(place, before, after) of every argument that either node has; those of an output one by one."""
+    """(place, before, after) of every argument that either node has; those of an output one by
+    one."""
     before, after = _spread(old), _spread(new)
     for at in range(max(len(before), len(after))):
-        yield f"args[{at}]", before[at] if at < len(before) else _MISSING, after[at] if at < len(after) else _MISSING
+        yield (
+            f"args[{at}]",
+            before[at] if at < len(before) else _MISSING,
+            after[at] if at < len(after) else _MISSING,
+        )
     for key in dict.fromkeys((*old.kwargs, *new.kwargs)):
         yield key, old.kwargs.get(key, _MISSING), new.kwargs.get(key, _MISSING)
 
@@ -140,17 +177,29 @@ def _same(before: Argument, after: Argument, pairs: Mapping[int, int]) -> bool:
         return isinstance(after, Ref) and pairs.get(before.node) == after.node
     if isinstance(before, tuple):
         return (
-            isinstance(after, tuple) and len(before) == len(after) and all(_same(a, b, pairs) for a, b in zip(before, after, strict=True))
+            isinstance(after, tuple)
+            and len(before) == len(after)
+            and all(_same(a, b, pairs) for a, b in zip(before, after, strict=True))
         )
     if isinstance(before, Mapping):
-        return isinstance(after, Mapping) and before.keys() == after.keys() and all(_same(before[key], after[key], pairs) for key in before)
-    return type(before) is type(after) and (before == after or before != before)  # a NaN is the same NaN
+        return (
+            isinstance(after, Mapping)
+            and before.keys() == after.keys()
+            and all(_same(before[key], after[key], pairs) for key in before)
+        )
+    return type(before) is type(after) and (
+        before == after or before != before
+    )  # a NaN is the same NaN
 
 
 def _tag_change(old: Node, new: Node) -> str:
     if old.tag is None or new.tag is None:
         was, now = (each.tag.role if each.tag else "no tag" for each in (old, new))
-        return f"{was} -> {now}" if was != now else f"parameters {_listed(old.params)} -> {_listed(new.params)}"
+        return (
+            f"{was} -> {now}"
+            if was != now
+            else f"parameters {_listed(old.params)} -> {_listed(new.params)}"
+        )
     parts = []
     for field in fields(new.tag):
         was, now = getattr(old.tag, field.name), getattr(new.tag, field.name)
@@ -188,30 +237,45 @@ def _use(snapshot: Snapshot, node: Node) -> str:
     return f"was read by {first}" + (f" and {len(users) - 1} more" if len(users) > 1 else "")
 
 
-# --- moves -------------------------------------------------------------------------------------------------------------------------
+# --- moves ----------------------------------------------------------------------------------------
 def _moves(before: Snapshot, after: Snapshot, common: Sequence[tuple[Node, Node]]) -> list[Change]:
     places = [before.position[old.id] for old, _ in common]
-    # Where either of two neighbours may have moved, say that it was the communication: that is what passes move.
+    # Where either of two neighbours may have moved, say that it was the communication: that is what
+    # passes move.
     stayed = _longest_rising(places, [0 if _communicates(new) else 1 for _, new in common])
     moved = []
     for at, (old, new) in enumerate(common):
         if at not in stayed:
             steps = after.position[new.id] - before.position[old.id]
-            moved.append(Change("moved", old, new, f"{_place(after, new)} ({steps:+d})" if steps else _place(after, new)))
+            moved.append(
+                Change(
+                    "moved",
+                    old,
+                    new,
+                    f"{_place(after, new)} ({steps:+d})" if steps else _place(after, new),
+                )
+            )
     return moved
 
 
 def _communicates(node: Node) -> bool:
-    return node.collective is not None or "wait_tensor" in node.target or (node.tag is not None and "_input" in node.tag.role)
+    return (
+        node.collective is not None
+        or "wait_tensor" in node.target
+        or (node.tag is not None and "_input" in node.tag.role)
+    )
 
 
 def _longest_rising(places: Sequence[int], preference: Sequence[int]) -> set[int]:
-    """Indices of a longest rising subsequence; among those of equal length, one with the highest sum of preferences (0 or 1)."""
+    """Indices of a longest rising subsequence; among those of equal length, one with the highest
+    sum of preferences (0 or 1)."""
     if all(a < b for a, b in itertools.pairwise(places)):
         return set(range(len(places)))
     rank = {place: at + 1 for at, place in enumerate(sorted(places))}
     size = len(places)
-    tree: list[tuple[int, int]] = [(0, -1)] * (size + 1)  # a Fenwick tree of (best score of a prefix, index that it ends with)
+    tree: list[tuple[int, int]] = [(0, -1)] * (
+        size + 1
+    )  # a Fenwick tree of (best score of a prefix, index that it ends with)
     link = []
     for at, place in enumerate(places):
         best, key = (0, -1), rank[place] - 1

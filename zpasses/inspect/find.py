@@ -49,18 +49,27 @@ def pick_rank(dump: Dump, rank: int | None = None) -> int:
         NotInDumpError: when that rank wrote none.
     """
     if not dump.ranks:
-        raise NotInDumpError(f"{dump.path} holds no rank's graphs; was the run stopped before its first compile?")
+        raise NotInDumpError(
+            f"{dump.path} holds no rank's graphs; was the run stopped before its first compile?"
+        )
     if rank is None:
         return min(dump.ranks)
     if rank not in dump.ranks:
         held = ", ".join(map(str, sorted(dump.ranks)))
         raise NotInDumpError(
-            f"{dump.path} holds nothing of rank {rank}, but of {held}; the other ranks write with options={{'dump_ranks': 'all'}}."
+            f"{dump.path} holds nothing of rank {rank}, but of {held}; the other ranks write with "
+            f"options={{'dump_ranks': 'all'}}."
         )
     return rank
 
 
-def pick(dump: Dump, graph: str | None = None, *, rank: int | None = None, compile_name: str | None = None) -> list[Picked]:
+def pick(
+    dump: Dump,
+    graph: str | None = None,
+    *,
+    rank: int | None = None,
+    compile_name: str | None = None,
+) -> list[Picked]:
     """Graphs of one rank, in the order in which they were compiled.
 
     Args:
@@ -69,7 +78,8 @@ def pick(dump: Dump, graph: str | None = None, *, rank: int | None = None, compi
         compile_name: Dynamo's compile id ("0/0"), or the name of its folder; None for all compiles.
 
     Raises:
-        NotInDumpError: when there is no such rank, compile or graph; names what is near, and what there is.
+        NotInDumpError: when there is no such rank, compile or graph; names what is near, and what
+            there is.
     """
     rank = pick_rank(dump, rank)
     compiles = dump.ranks[rank].compiles
@@ -77,7 +87,10 @@ def pick(dump: Dump, graph: str | None = None, *, rank: int | None = None, compi
         compiles = tuple(each for each in compiles if compile_name in (each.name, each.folder))
         if not compiles:
             names = dict.fromkeys(each.name for each in dump.ranks[rank].compiles)
-            raise NotInDumpError(f"rank {rank} of {dump.path} has no compile {compile_name!r}.{nearest(compile_name, names)}")
+            raise NotInDumpError(
+                f"rank {rank} of {dump.path} has no compile "
+                f"{compile_name!r}.{nearest(compile_name, names)}"
+            )
     everything = [Picked(rank, each, found) for each in compiles for found in each.graphs.values()]
     if graph is None:
         return everything
@@ -91,8 +104,15 @@ def pick(dump: Dump, graph: str | None = None, *, rank: int | None = None, compi
 _RUN = ("forward", "inference", "backward")
 
 
-def picked_to_run(dump: Dump, graph: str | None = None, *, rank: int | None = None, compile_name: str | None = None) -> list[Picked]:
-    """As `pick`; without a name, only graphs that are run (forward, backward, inference), or all where none of those is there."""
+def picked_to_run(
+    dump: Dump,
+    graph: str | None = None,
+    *,
+    rank: int | None = None,
+    compile_name: str | None = None,
+) -> list[Picked]:
+    """As `pick`; without a name, only graphs that are run (forward, backward, inference), or all
+    where none of those is there."""
     found = pick(dump, graph, rank=rank, compile_name=compile_name)
     if graph is not None:
         return found
@@ -103,8 +123,9 @@ def step_after(picked: Picked, after: str | int | None) -> Step:
     """The step of a graph after a pass.
 
     Args:
-        after: name of the pass, the pass as pipeline text, or number of the step (0 is the graph before the first pass; also as
-            text). Of several runs of one pass, the last. None for the last step that did not fail.
+        after: name of the pass, the pass as pipeline text, or number of the step (0 is the graph
+            before the first pass; also as text). Of several runs of one pass, the last. None for
+            the last step that did not fail.
 
     Raises:
         NotInDumpError: when no such pass ran on the graph.
@@ -115,12 +136,18 @@ def step_after(picked: Picked, after: str | int | None) -> Step:
     if isinstance(after, int) or after.isdigit():
         if int(after) < len(steps):
             return steps[int(after)]
-        raise NotInDumpError(f"graph {picked.title} has no step {after}; expected 0 (before the first pass) to {len(steps) - 1}.")
+        raise NotInDumpError(
+            f"graph {picked.title} has no step {after}; expected 0 (before the first pass) to "
+            f"{len(steps) - 1}."
+        )
     for step in reversed(steps):
         if step.after is not None and after in (step.after, _name(step)):
             return step
     known = dict.fromkeys(_name(step) for step in steps if step.after is not None)
-    raise NotInDumpError(f"no pass {after!r} ran on graph {picked.title}.{nearest(after, known) if known else ' No pass did.'}")
+    raise NotInDumpError(
+        f"no pass {after!r} ran on graph "
+        f"{picked.title}.{nearest(after, known) if known else ' No pass did.'}"
+    )
 
 
 def steps_after(picked: Sequence[Picked], after: str | int | None) -> list[tuple[Picked, Step]]:
@@ -140,8 +167,13 @@ def steps_after(picked: Sequence[Picked], after: str | int | None) -> list[tuple
     if missing is not None and not found:
         if len(picked) == 1:
             raise missing
-        known = dict.fromkeys(_name(step) for each in picked for step in each.graph.steps if step.after is not None)
-        raise NotInDumpError(f"no pass {after!r} ran on {', '.join(each.title for each in picked)}.{nearest(str(after), known)}")
+        known = dict.fromkeys(
+            _name(step) for each in picked for step in each.graph.steps if step.after is not None
+        )
+        raise NotInDumpError(
+            f"no pass {after!r} ran on "
+            f"{', '.join(each.title for each in picked)}.{nearest(str(after), known)}"
+        )
     return found
 
 
@@ -170,7 +202,9 @@ def step_title(step: Step) -> str:
 def node_named(snapshot: Snapshot, name: str) -> Node:
     """Raises NotInDumpError with near names."""
     if name not in snapshot.by_name:
-        raise NotInDumpError(f"the graph has no node {name!r}.{_some(nearest(name, snapshot.by_name))}")
+        raise NotInDumpError(
+            f"the graph has no node {name!r}.{_some(nearest(name, snapshot.by_name))}"
+        )
     return snapshot.by_name[name]
 
 

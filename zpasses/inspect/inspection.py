@@ -10,7 +10,15 @@ from zpasses.dumps import Dump, Limits, Step, read
 from zpasses.inspect.communication import Communication, communication
 from zpasses.inspect.difference import Difference, compare
 from zpasses.inspect.diffs import between_view, differences_view, pass_differences
-from zpasses.inspect.find import Picked, node_named, pick, picked_to_run, snapshot_of, step_after, steps_after
+from zpasses.inspect.find import (
+    Picked,
+    node_named,
+    pick,
+    picked_to_run,
+    snapshot_of,
+    step_after,
+    steps_after,
+)
 from zpasses.inspect.listing import MOST, Where
 from zpasses.inspect.memory import Memory, memory, sizes
 from zpasses.inspect.schedule import Schedule, schedule
@@ -21,7 +29,13 @@ from zpasses.inspect.views import collectives_view, list_view, memory_view, show
 __all__ = ["Inspection", "open_dump"]
 
 
-def open_dump(path: str | Path, *, rank: int | None = None, compile_name: str | None = None, limits: Limits | None = None) -> Inspection:
+def open_dump(
+    path: str | Path,
+    *,
+    rank: int | None = None,
+    compile_name: str | None = None,
+    limits: Limits | None = None,
+) -> Inspection:
     """Open a dump for looking at.
 
     Args:
@@ -31,19 +45,23 @@ def open_dump(path: str | Path, *, rank: int | None = None, compile_name: str | 
         limits: what to read at most.
 
     Raises:
-        DumpError: as `zpasses.dumps.read` does, and where a graph, pass or node is asked for that is not there.
+        DumpError: as `zpasses.dumps.read` does, and where a graph, pass or node is asked for that
+            is not there.
     """
     return Inspection(read(path, limits), rank, compile_name)
 
 
 class Inspection:
-    """One rank of a dump. Graphs are named "joint", "forward", ...; passes by name, as pipeline text, or by the number of their step.
+    """One rank of a dump. Graphs are named "joint", "forward", ...; passes by name, as pipeline
+    text, or by the number of their step.
 
-    Methods that end in `_of` return figures of one graph, those of the first compile that has it; the others return pages (`View`)
-    that print, show in notebooks, and hold plain values in `data`.
+    Methods that end in `_of` return figures of one graph, those of the first compile that has it;
+    the others return pages (`View`) that print, show in notebooks, and hold plain values in `data`.
     """
 
-    def __init__(self, dump: Dump, rank: int | None = None, compile_name: str | None = None) -> None:
+    def __init__(
+        self, dump: Dump, rank: int | None = None, compile_name: str | None = None
+    ) -> None:
         self.dump = dump
         self._where: dict[str, Any] = {"rank": rank, "compile_name": compile_name}
 
@@ -53,20 +71,37 @@ class Inspection:
     def _repr_html_(self) -> str:
         return self.overview()._repr_html_()
 
-    # --- pages ----------------------------------------------------------------------------------------------------------------------
+    # --- pages ------------------------------------------------------------------------------------
     def overview(self) -> View:
         """Compiles, graphs and passes."""
         return list_view(self.dump, self._where["rank"])
 
-    def show(self, graph: str | None = None, after: str | int | None = None, where: Where | None = None, *, full: bool = False) -> View:
-        """Listings of graphs, after a pass or after the last. `full` shows long lists as a whole."""
+    def show(
+        self,
+        graph: str | None = None,
+        after: str | int | None = None,
+        where: Where | None = None,
+        *,
+        full: bool = False,
+    ) -> View:
+        """Listings of graphs, after a pass or after the last. `full` shows long lists as a
+        whole."""
         return show_view(self._pick(graph), after, where, None if full else MOST)
 
-    def diff(self, graph: str | None = None, pass_name: str | int | None = None, *, limit: int = 40) -> View:
+    def diff(
+        self, graph: str | None = None, pass_name: str | int | None = None, *, limit: int = 40
+    ) -> View:
         """What a pass changed, or all passes together."""
         return differences_view(pass_differences(self._pick(graph), pass_name), limit)
 
-    def diff_to(self, other: Inspection, graph: str | None = None, after: str | int | None = None, *, limit: int = 40) -> View:
+    def diff_to(
+        self,
+        other: Inspection,
+        graph: str | None = None,
+        after: str | int | None = None,
+        *,
+        limit: int = 40,
+    ) -> View:
         """What is different in another dump, or another rank of this one."""
         return between_view(self._pick(graph), other._pick(graph), after, limit)
 
@@ -74,7 +109,14 @@ class Inspection:
         """Every collective, with totals."""
         return collectives_view(self._to_run(graph), after)
 
-    def memory(self, graph: str | None = None, after: str | int | None = None, at: str | None = None, *, limit: int = 12) -> View:
+    def memory(
+        self,
+        graph: str | None = None,
+        after: str | int | None = None,
+        at: str | None = None,
+        *,
+        limit: int = 12,
+    ) -> View:
         """Peaks of all steps, and what is alive at the peak, or while the node `at` runs."""
         return memory_view(self._to_run(graph), after, at, limit)
 
@@ -99,7 +141,7 @@ class Inspection:
         Path(path).write_text(json.dumps(self.timeline(graph)), encoding="utf-8")
         return Path(path)
 
-    # --- figures --------------------------------------------------------------------------------------------------------------------
+    # --- figures ----------------------------------------------------------------------------------
     def step_of(self, graph: str, after: str | int | None = None) -> Step:
         """A step, and through it the graph with its nodes."""
         return step_after(self._pick(graph)[0], after)
@@ -110,16 +152,23 @@ class Inspection:
     def diff_of_steps(self, graph: str, before: str | int, after: str | int) -> Difference:
         """What changed from one step of a graph to another."""
         picked = self._pick(graph)[0]
-        return compare(snapshot_of(picked, step_after(picked, before)), snapshot_of(picked, step_after(picked, after)))
+        return compare(
+            snapshot_of(picked, step_after(picked, before)),
+            snapshot_of(picked, step_after(picked, after)),
+        )
 
     def collectives_of(self, graph: str, after: str | int | None = None) -> Communication:
         picked = self._pick(graph)[0]
         return communication(snapshot_of(picked, step_after(picked, after)))
 
-    def memory_of(self, graph: str, after: str | int | None = None, at: str | None = None) -> Memory:
+    def memory_of(
+        self, graph: str, after: str | int | None = None, at: str | None = None
+    ) -> Memory:
         picked = self._pick(graph)[0]
         snapshot = snapshot_of(picked, step_after(picked, after))
-        return memory(snapshot, node_named(snapshot, at) if at is not None else None, sizes(picked.compile))
+        return memory(
+            snapshot, node_named(snapshot, at) if at is not None else None, sizes(picked.compile)
+        )
 
     def schedule_of(self, graph: str, after: str | int | None = None) -> Schedule:
         picked = self._pick(graph)[0]

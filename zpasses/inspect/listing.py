@@ -1,4 +1,5 @@
-"""A graph as text: one line a node, with what it makes, how large that is, and for which parameters."""
+"""A graph as text: one line a node, with what it makes, how large that is, and for which
+parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +10,18 @@ from fnmatch import fnmatchcase
 from zpasses.dumps.format import Argument, Node, Ref, Snapshot, Text, Value
 from zpasses.inspect.units import bytes_text
 
-__all__ = ["MOST", "Line", "Where", "argument_text", "call_text", "lines", "listing", "note_text", "op_text", "value_text"]
+__all__ = [
+    "MOST",
+    "Line",
+    "Where",
+    "argument_text",
+    "call_text",
+    "lines",
+    "listing",
+    "note_text",
+    "op_text",
+    "value_text",
+]
 
 _SHORT = {
     **{f"float{bits}": f"f{bits}" for bits in (16, 32, 64)},
@@ -45,7 +57,8 @@ class Where:
     params: tuple[str, ...] = ()
     """Patterns (`layers.3.*`) of which one must match one of the node's parameters."""
     ops: tuple[str, ...] = ()
-    """Patterns (`mm`, `all_gather*`) of which one must match the op, with or without its namespace."""
+    """Patterns (`mm`, `all_gather*`) of which one must match the op, with or without its
+    namespace."""
     names: tuple[str, ...] = ()
     """Patterns of which one must match the node's name."""
     ids: Collection[int] | None = None
@@ -57,7 +70,10 @@ class Where:
             return False
         return (
             _matches(self.params, node.params)
-            and _matches(self.ops, (op_text(node.target), node.target) if node.op.startswith("call") else (node.op,))
+            and _matches(
+                self.ops,
+                (op_text(node.target), node.target) if node.op.startswith("call") else (node.op,),
+            )
             and _matches(self.names, (node.name,))
         )
 
@@ -66,27 +82,35 @@ def _matches(patterns: Sequence[str], words: Iterable[str]) -> bool:
     return not patterns or any(fnmatchcase(word, pattern) for word in words for pattern in patterns)
 
 
-def lines(snapshot: Snapshot, where: Callable[[Node], bool] | None = None, most: int | None = MOST) -> list[Line]:
+def lines(
+    snapshot: Snapshot, where: Callable[[Node], bool] | None = None, most: int | None = MOST
+) -> list[Line]:
     """The nodes of a graph as text, in order.
 
     Args:
         most: items of a list to show, before the rest is counted; None for all.
     """
     names = {node.id: node.name for node in snapshot.nodes}
-    return [Line(node, call_text(node, names, most), note_text(node, most)) for node in snapshot.nodes if where is None or where(node)]
+    return [
+        Line(node, call_text(node, names, most), note_text(node, most))
+        for node in snapshot.nodes
+        if where is None or where(node)
+    ]
 
 
-def listing(snapshot: Snapshot, where: Callable[[Node], bool] | None = None, most: int | None = MOST) -> str:
+def listing(
+    snapshot: Snapshot, where: Callable[[Node], bool] | None = None, most: int | None = MOST
+) -> str:
     """A graph as text.
 
         w_shard: f32[3, 5]                                    # 60 B; shard: w
         w = zpasses.unshard(w_shard, 6, None, None, '0')      # f32[6, 5] 120 B; gather: w
         return (w,)
 
-    After the `#` stand dtype, shape and bytes of what the node makes, what its tag says it does and for which parameters, its bucket,
-    what a pass chose there, and `recomputed` where backward computes it again instead of finding it saved. `aten` and
-    `_c10d_functional` are left out of the names of ops, and of long lists all but a few items.
-    """
+    After the `#` stand dtype, shape and bytes of what the node makes, what its tag says it does and
+    for which parameters, its bucket, what a pass chose there, and `recomputed` where backward
+    computes it again instead of finding it saved. `aten` and `_c10d_functional` are left out of the
+    names of ops, and of long lists all but a few items."""
     found = lines(snapshot, where, most)
     width = min(max((len(line.code) for line in found if line.note), default=0), 88)
     return "\n".join(line.text(width) for line in found)
@@ -97,7 +121,12 @@ def op_text(target: str) -> str:
     for prefix in _PLAIN_NAMESPACES:
         target = target.removeprefix(prefix)
     head, dot, overload = target.rpartition(".")
-    return head if (dot and overload in ("default", "out")) or (dot and head.count(".") < 1 and overload[:1].isupper()) else target
+    return (
+        head
+        if (dot and overload in ("default", "out"))
+        or (dot and head.count(".") < 1 and overload[:1].isupper())
+        else target
+    )
 
 
 def call_text(node: Node, names: Mapping[int, str], most: int | None = MOST) -> str:
@@ -109,7 +138,9 @@ def call_text(node: Node, names: Mapping[int, str], most: int | None = MOST) -> 
     if node.op == "get_attr":
         return f"{node.name} = self.{node.target}"
     given = [argument_text(argument, names, most) for argument in node.args]
-    given += [f"{key}={argument_text(argument, names, most)}" for key, argument in node.kwargs.items()]
+    given += [
+        f"{key}={argument_text(argument, names, most)}" for key, argument in node.kwargs.items()
+    ]
     if node.op == "call_method":
         return f"{node.name} = {given[0] if given else '?'}.{node.target}({', '.join(given[1:])})"
     return f"{node.name} = {'self.' if node.op == 'call_module' else ''}{op_text(node.target)}({', '.join(given)})"
@@ -151,11 +182,17 @@ def note_text(node: Node, most: int | None = MOST) -> str:
     notes = []
     if node.vals and node.op != "output":
         size = bytes_text(node.nbytes) if node.nbytes else ""
-        notes.append(size if node.op == "placeholder" else f"{value_text(node.vals, most)} {size}".strip())
+        notes.append(
+            size if node.op == "placeholder" else f"{value_text(node.vals, most)} {size}".strip()
+        )
     tag = node.tag
     if tag is not None:
         bucket = "" if tag.bucket is None else f" in bucket {tag.bucket}"
-        notes.append(f"{tag.role}: {_joined(tag.params, most)}{bucket}" if tag.params else f"{tag.role}{bucket}")
+        notes.append(
+            f"{tag.role}: {_joined(tag.params, most)}{bucket}"
+            if tag.params
+            else f"{tag.role}{bucket}"
+        )
         notes += ["cached"] if tag.cached else []
         notes += [tag.note] if tag.note else []
     elif node.params:

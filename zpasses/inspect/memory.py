@@ -1,4 +1,5 @@
-"""What is alive along a graph, and at its peak; by the model of `zpasses.cost.memory`, whose figures a dump holds."""
+"""What is alive along a graph, and at its peak; by the model of `zpasses.cost.memory`, whose
+figures a dump holds."""
 
 from __future__ import annotations
 
@@ -65,13 +66,16 @@ class Memory:
 
     @property
     def by_parameter(self) -> dict[str, int]:
-        """Parameter -> bytes alive that belong to it, most first. What several share counts by their sizes."""
+        """Parameter -> bytes alive that belong to it, most first. What several share counts by
+        their sizes."""
         found: dict[str, float] = defaultdict(float)
         for each in self.alive:
             whole = sum(self.sizes.get(name, 1) for name in each.params) or 1
             for name in each.params:
                 found[name] += each.nbytes * self.sizes.get(name, 1) / whole
-        return {name: round(nbytes) for name, nbytes in sorted(found.items(), key=lambda item: -item[1])}
+        return {
+            name: round(nbytes) for name, nbytes in sorted(found.items(), key=lambda item: -item[1])
+        }
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -102,17 +106,25 @@ def sizes(compiled: Compile) -> dict[str, int]:
     return {name: param.nbytes for name, param in compiled.info.parameters.items()}
 
 
-def memory(snapshot: Snapshot, at: Node | None = None, sizes: Mapping[str, int] | None = None) -> Memory:
+def memory(
+    snapshot: Snapshot, at: Node | None = None, sizes: Mapping[str, int] | None = None
+) -> Memory:
     """What is alive at a node of a graph.
 
     Args:
         at: None for the first node at which the peak is reached.
-        sizes: parameter -> bytes, by which buffers that parameters share are divided among them; None for equal parts.
+        sizes: parameter -> bytes, by which buffers that parameters share are divided among them;
+            None for equal parts.
     """
     if at is None:
         at = snapshot.nodes[snapshot.live_bytes.index(snapshot.peak_bytes)]
     names = {node.id: node.name for node in snapshot.nodes}
-    return Memory(snapshot, at, tuple(_alive(node, buffer, names) for node, buffer in snapshot.alive_at(at)), sizes or {})
+    return Memory(
+        snapshot,
+        at,
+        tuple(_alive(node, buffer, names) for node, buffer in snapshot.alive_at(at)),
+        sizes or {},
+    )
 
 
 def peaks(graph: Graph) -> list[StepPeak]:
@@ -121,12 +133,22 @@ def peaks(graph: Graph) -> list[StepPeak]:
     for step in graph.steps:
         if step.snapshot is not None and step.number is not None and step.snapshot.nodes:
             there = seen.get(step.number) or seen.setdefault(step.number, memory(step.snapshot))
-            found.append(StepPeak(step.index, step.after, there.peak_bytes, there.at.name, there.by_kind))
+            found.append(
+                StepPeak(step.index, step.after, there.peak_bytes, there.at.name, there.by_kind)
+            )
     return found
 
 
 def _alive(node: Node, buffer: Buffer, names: dict[int, str]) -> Alive:
-    return Alive(node.name, node.id, buffer.nbytes, buffer.kind, buffer.params, names[buffer.first], names[buffer.last])
+    return Alive(
+        node.name,
+        node.id,
+        buffer.nbytes,
+        buffer.kind,
+        buffer.params,
+        names[buffer.first],
+        names[buffer.last],
+    )
 
 
 def _sums(items: Iterable[tuple[str, int]]) -> dict[str, int]:

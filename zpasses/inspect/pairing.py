@@ -1,4 +1,5 @@
-"""Which nodes of two graphs are the same where ids cannot tell: graphs of two dumps, two ranks, or two compiles."""
+"""Which nodes of two graphs are the same where ids cannot tell: graphs of two dumps, two ranks, or
+two compiles."""
 
 from __future__ import annotations
 
@@ -13,19 +14,26 @@ __all__ = ["pair"]
 def pair(before: Snapshot, after: Snapshot) -> dict[int, int]:
     """Id in `before` -> id in `after`.
 
-    Three rounds, each over the nodes that the ones before left. First what computes the same from the same inputs; equal
-    computations are paired by name, then in order. Then what has the same op and name. Then, in graph order, what has the same op and
-    reads a node that is paired, at the same place.
-    """
+    Three rounds, each over the nodes that the ones before left. First what computes the same from
+    the same inputs; equal computations are paired by name, then in order. Then what has the same op
+    and name. Then, in graph order, what has the same op and reads a node that is paired, at the
+    same place."""
     pairs: dict[int, int] = {}
     old, new = _expressions(before), _expressions(after)
     _match(before, after, pairs, lambda node, side: (old if side == 0 else new)[node.id])
-    _match(before, after, pairs, lambda node, _: (node.op, node.name, "" if node.op == "placeholder" else node.target))
+    _match(
+        before,
+        after,
+        pairs,
+        lambda node, _: (node.op, node.name, "" if node.op == "placeholder" else node.target),
+    )
     _match_by_inputs(before, after, pairs)
     return pairs
 
 
-def _match(before: Snapshot, after: Snapshot, pairs: dict[int, int], key: Callable[[Node, int], Hashable]) -> None:
+def _match(
+    before: Snapshot, after: Snapshot, pairs: dict[int, int], key: Callable[[Node, int], Hashable]
+) -> None:
     taken = set(pairs.values())
     free: dict[Hashable, list[Node]] = defaultdict(list)
     for node in after.nodes:
@@ -44,14 +52,20 @@ def _match(before: Snapshot, after: Snapshot, pairs: dict[int, int], key: Callab
 
 
 def _expressions(snapshot: Snapshot) -> dict[int, int]:
-    """Id -> a number that equal computations share: of op, arguments and values, all the way up to the inputs."""
+    """Id -> a number that equal computations share: of op, arguments and values, all the way up to
+    the inputs."""
     found: dict[int, int] = {}
     for node in snapshot.nodes:
-        # An input is what it is called, or the parameter that it holds: the same for all ranks, and in all runs of one model.
-        start = (node.params or node.target) if node.op in ("placeholder", "get_attr") else node.target
+        # An input is what it is called, or the parameter that it holds: the same for all ranks, and
+        # in all runs of one model.
+        start = (
+            (node.params or node.target) if node.op in ("placeholder", "get_attr") else node.target
+        )
         values = tuple((each.shape, each.dtype) for each in node.vals)
         args = tuple(_expression(argument, found) for argument in node.args)
-        kwargs = tuple((key, _expression(argument, found)) for key, argument in sorted(node.kwargs.items()))
+        kwargs = tuple(
+            (key, _expression(argument, found)) for key, argument in sorted(node.kwargs.items())
+        )
         found[node.id] = hash((node.op, start, values, args, kwargs))
     return found
 
@@ -74,7 +88,14 @@ def _match_by_inputs(before: Snapshot, after: Snapshot, pairs: dict[int, int]) -
         for place, read in enumerate(node.inputs):
             users = after.users.get(pairs.get(read, -1), ())
             candidates = (after.by_id[user] for user in users if user not in taken)
-            found = next((each for each in candidates if _alike(node, each) and each.inputs.index(pairs[read]) == place), None)
+            found = next(
+                (
+                    each
+                    for each in candidates
+                    if _alike(node, each) and each.inputs.index(pairs[read]) == place
+                ),
+                None,
+            )
             if found is not None:
                 pairs[node.id] = found.id
                 taken.add(found.id)

@@ -1,9 +1,10 @@
-"""When a graph's nodes would run: computation on one stream, communication on one a process group, by the cost model of the dump's target.
+"""When a graph's nodes would run: computation on one stream, communication on one a process group,
+by the cost model of the dump's target.
 
-Nodes are issued in order and without delay. Computation runs one node after the other; the collectives of a group as well, each from its
-start on, or from the end of the one before. Groups do not hold each other up, as on devices; that they may share links is left out.
-A wait holds computation until its collective has ended: that is exposed time.
-"""
+Nodes are issued in order and without delay. Computation runs one node after the other; the
+collectives of a group as well, each from its start on, or from the end of the one before. Groups do
+not hold each other up, as on devices; that they may share links is left out. A wait holds
+computation until its collective has ended: that is exposed time."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Flight:
 
     node: Node
     start_us: float
-    """When its bytes start to move: once computation has reached it, and the group's collective before has ended."""
+    """When its bytes start to move: once computation has reached it, and the group's collective
+    before has ended."""
     end_us: float
     wait: Node
     """The first node that awaits it; its own for a collective that waits by itself."""
@@ -76,7 +78,8 @@ class Schedule:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Process groups that communicate, each on its stream, in the order in which they start to."""
+        """Process groups that communicate, each on its stream, in the order in which they start
+        to."""
         return tuple(dict.fromkeys(flight.group for flight in self.flights))
 
     @property
@@ -89,12 +92,14 @@ class Schedule:
 
     @property
     def exposed_us(self) -> float:
-        """How long computation stands still, or is over, while communication goes on: `total_us - compute_us`."""
+        """How long computation stands still, or is over, while communication goes on: `total_us -
+        compute_us`."""
         return self.total_us - self.compute_us
 
     @property
     def hidden(self) -> float:
-        """The share of communication, 0 to 1, that runs beside computation; 1 where there is none."""
+        """The share of communication, 0 to 1, that runs beside computation; 1 where there is
+        none."""
         whole = self.communication_us
         return 1.0 if whole == 0 else max(0.0, 1 - self.exposed_us / whole)
 
@@ -105,7 +110,9 @@ def schedule(snapshot: Snapshot) -> Schedule:
     free: dict[str, float] = {}
     """When the stream of a group has done what it was given."""
     spans: list[Span] = []
-    flying: dict[int, tuple[Node, float, float, int, float]] = {}  # id -> node, start, end, index, compute time before it
+    flying: dict[
+        int, tuple[Node, float, float, int, float]
+    ] = {}  # id -> node, start, end, index, compute time before it
     awaited: dict[int, list[int]] = {}  # id of a wait -> ids of what it awaits
     stalls: dict[int, list[Stall]] = {}
     first_wait: dict[int, tuple[Node, int, float]] = {}
@@ -135,5 +142,15 @@ def schedule(snapshot: Snapshot) -> Schedule:
     flights = []
     for key, (node, start, end, at, before) in flying.items():
         awaiting, place, after = first_wait.get(key, (node, at, before))
-        flights.append(Flight(node, start, end, awaiting, max(place - at - 1, 0), after - before, tuple(stalls[key])))
+        flights.append(
+            Flight(
+                node,
+                start,
+                end,
+                awaiting,
+                max(place - at - 1, 0),
+                after - before,
+                tuple(stalls[key]),
+            )
+        )
     return Schedule(tuple(spans), tuple(flights), max((now, *free.values())))

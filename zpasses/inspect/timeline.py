@@ -1,4 +1,5 @@
-"""A compile's streams as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""A compile's streams as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing
+open."""
 
 from __future__ import annotations
 
@@ -16,10 +17,12 @@ _COMPUTE = 1
 
 
 def chrome_trace(graphs: Sequence[tuple[str, Snapshot]]) -> dict[str, Any]:
-    """One process a graph, one behind the other in time, each with a track for computation and one for the communication of each group.
+    """One process a graph, one behind the other in time, each with a track for computation and one
+    for the communication of each group.
 
-    Stalls are slices of the computation track; arrows lead from a collective's start to the collective and on to its wait; bytes alive
-    are a counter. Times are microseconds, as the format wants them.
+    Stalls are slices of the computation track; arrows lead from a collective's start to the
+    collective and on to its wait; bytes alive are a counter. Times are microseconds, as the format
+    wants them.
 
     Args:
         graphs: title and graph.
@@ -30,27 +33,63 @@ def chrome_trace(graphs: Sequence[tuple[str, Snapshot]]) -> dict[str, Any]:
         plan = schedule(snapshot)
         base = {"pid": number}
         events.append({**base, "ph": "M", "name": "process_name", "args": {"name": title}})
-        events.append({**base, "ph": "M", "name": "process_sort_index", "args": {"sort_index": number}})
+        events.append(
+            {**base, "ph": "M", "name": "process_sort_index", "args": {"sort_index": number}}
+        )
         tracks = {group: thread for thread, group in enumerate(plan.groups, start=_COMPUTE + 1)}
-        named = {thread: f"communication, group {group}" if len(tracks) > 1 else "communication" for group, thread in tracks.items()}
+        named = {
+            thread: f"communication, group {group}" if len(tracks) > 1 else "communication"
+            for group, thread in tracks.items()
+        }
         for thread, name in {_COMPUTE: "compute", **named}.items():
-            events.append({**base, "tid": thread, "ph": "M", "name": "thread_name", "args": {"name": name}})
-            events.append({**base, "tid": thread, "ph": "M", "name": "thread_sort_index", "args": {"sort_index": thread}})
+            events.append(
+                {**base, "tid": thread, "ph": "M", "name": "thread_name", "args": {"name": name}}
+            )
+            events.append(
+                {
+                    **base,
+                    "tid": thread,
+                    "ph": "M",
+                    "name": "thread_sort_index",
+                    "args": {"sort_index": thread},
+                }
+            )
         live = dict(zip((node.id for node in snapshot.nodes), snapshot.live_bytes, strict=True))
         for span in plan.compute:
             node = span.node
-            where = {"source": f"{node.source.file}:{node.source.line}", "module": node.source.module} if node.source else {}
-            about = {"op": node.target, "bytes": node.nbytes, "params": ", ".join(node.params), **where}
+            where = (
+                {"source": f"{node.source.file}:{node.source.line}", "module": node.source.module}
+                if node.source
+                else {}
+            )
+            about = {
+                "op": node.target,
+                "bytes": node.nbytes,
+                "params": ", ".join(node.params),
+                **where,
+            }
             start, length = offset + span.start_us, span.end_us - span.start_us
-            events.append(_slice(number, _COMPUTE, node.name, op_text(node.target), start, length, about))
-            events.append({**base, "ph": "C", "name": "bytes alive", "ts": start, "args": {"bytes": live[node.id]}})
+            events.append(
+                _slice(number, _COMPUTE, node.name, op_text(node.target), start, length, about)
+            )
+            events.append(
+                {
+                    **base,
+                    "ph": "C",
+                    "name": "bytes alive",
+                    "ts": start,
+                    "args": {"bytes": live[node.id]},
+                }
+            )
         for flight in plan.flights:
             events += _flight(number, tracks[flight.group], flight, offset, len(events))
         offset += plan.total_us
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _flight(process: int, track: int, flight: Flight, offset: float, key: int) -> Iterator[dict[str, Any]]:
+def _flight(
+    process: int, track: int, flight: Flight, offset: float, key: int
+) -> Iterator[dict[str, Any]]:
     node, collective = flight.node, flight.node.collective
     assert collective is not None
     about = {
@@ -63,16 +102,46 @@ def _flight(process: int, track: int, flight: Flight, offset: float, key: int) -
         "route": collective.route,
         "verdict": collective.verdict,
     }
-    yield _slice(process, track, node.name, collective.kind, offset + flight.start_us, flight.time_us, about)
+    yield _slice(
+        process, track, node.name, collective.kind, offset + flight.start_us, flight.time_us, about
+    )
     for at, stall in enumerate(flight.stalls):
         about = {"awaits": node.name}
         length = stall.end_us - stall.start_us
-        yield {**_slice(process, _COMPUTE, f"exposed: {node.name}", "exposed", offset + stall.start_us, length, about), "cname": "terrible"}
+        yield {
+            **_slice(
+                process,
+                _COMPUTE,
+                f"exposed: {node.name}",
+                "exposed",
+                offset + stall.start_us,
+                length,
+                about,
+            ),
+            "cname": "terrible",
+        }
         flow = {"pid": process, "cat": "wait", "name": "wait", "id": f"{key}.{at}"}
         yield {**flow, "tid": track, "ph": "s", "ts": offset + flight.start_us}
         yield {**flow, "tid": _COMPUTE, "ph": "f", "bp": "e", "ts": offset + stall.start_us}
 
 
-def _slice(process: int, thread: int, name: str, category: str, start: float, length: float, about: dict[str, Any]) -> dict[str, Any]:
+def _slice(
+    process: int,
+    thread: int,
+    name: str,
+    category: str,
+    start: float,
+    length: float,
+    about: dict[str, Any],
+) -> dict[str, Any]:
     shown = {key: value for key, value in about.items() if value not in ("", None)}
-    return {"pid": process, "tid": thread, "ph": "X", "name": name, "cat": category, "ts": start, "dur": length, "args": shown}
+    return {
+        "pid": process,
+        "tid": thread,
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "ts": start,
+        "dur": length,
+        "args": shown,
+    }

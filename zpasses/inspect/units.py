@@ -26,12 +26,19 @@ def time_text(us: float) -> str:
 
 
 def change_text(before: float, after: float) -> str:
-    """How far `after` is from `before`: "+20.0%", "-3.1%", "=" where nothing changed, "new" where there was nothing."""
+    """How far `after` is from `before`: "+20.0%", "-3.1%", "=" where nothing changed, "new" where
+    there was nothing."""
     if before == after:
         return "="
     return "new" if before == 0 else f"{(after - before) / before:+.1%}"
 
 
 def _digits(size: float) -> str:
-    text = f"{size:.2f}" if abs(size) < 9.995 else f"{size:.1f}" if abs(size) < 99.95 else f"{size:.0f}"
+    text = (
+        f"{size:.2f}"
+        if abs(size) < 9.995
+        else f"{size:.1f}"
+        if abs(size) < 99.95
+        else f"{size:.0f}"
+    )
     return text.rstrip("0").rstrip(".") if "." in text else text

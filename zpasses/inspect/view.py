@@ -1,4 +1,5 @@
-"""What the inspector shows, apart from where: as text for terminals, as HTML for notebooks, as plain values for programs."""
+"""What the inspector shows, apart from where: as text for terminals, as HTML for notebooks, as
+plain values for programs."""
 
 from __future__ import annotations
 
@@ -10,12 +11,20 @@ from typing import Any
 
 __all__ = ["Code", "Marked", "Table", "View", "printable"]
 
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
 
 
 def printable(text: str) -> str:
-    """Text with what steers a terminal, or turns the direction of writing, spelled out: a dump may come from a stranger."""
-    return _UNPRINTABLE.sub(lambda found: f"\\x{ord(found[0]):02x}" if ord(found[0]) < 256 else f"\\u{ord(found[0]):04x}", text)
+    """Text with what steers a terminal, or turns the direction of writing, spelled out: a dump may
+    come from a stranger."""
+    return _UNPRINTABLE.sub(
+        lambda found: (
+            f"\\x{ord(found[0]):02x}" if ord(found[0]) < 256 else f"\\u{ord(found[0]):04x}"
+        ),
+        text,
+    )
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,9 @@ class Table:
 
         align = ["right" if header in self.right else "left" for header in self.headers]
         rows = [[printable(cell) for cell in row] for row in self.rows]
-        body = tabulate(rows, headers=self.headers, colalign=align if rows else None, disable_numparse=True)
+        body = tabulate(
+            rows, headers=self.headers, colalign=align if rows else None, disable_numparse=True
+        )
         body = "\n".join(line.rstrip() for line in body.splitlines())
         return f"{_bold(printable(self.title), color)}\n{body}" if self.title else body
 
@@ -40,7 +51,13 @@ class Table:
 
         align = ["right" if header in self.right else "left" for header in self.headers]
         rows = [[printable(cell) for cell in row] for row in self.rows]
-        body = tabulate(rows, headers=self.headers, colalign=align if rows else None, disable_numparse=True, tablefmt="html")
+        body = tabulate(
+            rows,
+            headers=self.headers,
+            colalign=align if rows else None,
+            disable_numparse=True,
+            tablefmt="html",
+        )
         return (f"<h4>{html.escape(printable(self.title))}</h4>" if self.title else "") + body
 
 
@@ -67,17 +84,45 @@ class Code:
         from pygments.lexers.python import PythonLexer
 
         body = "\n".join(printable(line) for line in self.lines)
-        return highlight(body, PythonLexer(stripnl=False), HtmlFormatter(noclasses=True, nobackground=True))
+        return highlight(
+            body, PythonLexer(stripnl=False), HtmlFormatter(noclasses=True, nobackground=True)
+        )
 
 
-_COLORS = {"inserted": 32, "removed": 31, "moved": 36, "rewired": 33, "retagged": 35, "remarked": 35, "retyped": 34, "renamed": 34}
-_SIGNS = {"inserted": "+", "removed": "-", "moved": ">", "rewired": "~", "retagged": "#", "remarked": "*", "retyped": ":", "renamed": "="}
-_CSS = {"inserted": "#2e9e4f", "removed": "#d1434b", "moved": "#1a93a8", "rewired": "#b07d12", "retagged": "#a557c0", "remarked": "#a557c0"}
+_COLORS = {
+    "inserted": 32,
+    "removed": 31,
+    "moved": 36,
+    "rewired": 33,
+    "retagged": 35,
+    "remarked": 35,
+    "retyped": 34,
+    "renamed": 34,
+}
+_SIGNS = {
+    "inserted": "+",
+    "removed": "-",
+    "moved": ">",
+    "rewired": "~",
+    "retagged": "#",
+    "remarked": "*",
+    "retyped": ":",
+    "renamed": "=",
+}
+_CSS = {
+    "inserted": "#2e9e4f",
+    "removed": "#d1434b",
+    "moved": "#1a93a8",
+    "rewired": "#b07d12",
+    "retagged": "#a557c0",
+    "remarked": "#a557c0",
+}
 
 
 @dataclass(frozen=True)
 class Marked:
-    """Lines that each stand for a kind of change: (kind, text), where a kind of "" is a line of its own."""
+    """Lines that each stand for a kind of change: (kind, text), where a kind of "" is a line of its
+    own."""
 
     lines: tuple[tuple[str, str], ...]
 
@@ -91,7 +136,9 @@ class Marked:
         return f"\x1b[{_COLORS.get(kind, 39)}m{line}\x1b[0m" if color else line
 
     def html(self) -> str:
-        return f"<pre>{''.join(self._span(kind, printable(text)) for kind, text in self.lines)}</pre>"
+        return (
+            f"<pre>{''.join(self._span(kind, printable(text)) for kind, text in self.lines)}</pre>"
+        )
 
     def _span(self, kind: str, text: str) -> str:
         if not kind:
@@ -101,7 +148,8 @@ class Marked:
 
 @dataclass(frozen=True)
 class View:
-    """A page of the inspector. `str(view)` is its text, notebooks show its HTML, `view.data` holds its figures as plain values."""
+    """A page of the inspector. `str(view)` is its text, notebooks show its HTML, `view.data` holds
+    its figures as plain values."""
 
     title: str
     parts: tuple[Table | Code | Marked | str, ...]
@@ -109,7 +157,9 @@ class View:
 
     def text(self, color: bool = False) -> str:
         shown: list[str] = [_bold(printable(self.title), color)] if self.title else []
-        shown += [printable(part) if isinstance(part, str) else part.text(color) for part in self.parts]
+        shown += [
+            printable(part) if isinstance(part, str) else part.text(color) for part in self.parts
+        ]
         return "\n\n".join(each for each in shown if each)
 
     def __str__(self) -> str:
@@ -119,7 +169,10 @@ class View:
         return f"<{self.title}>"
 
     def _repr_html_(self) -> str:
-        parts = [f"<p>{html.escape(printable(part))}</p>" if isinstance(part, str) else part.html() for part in self.parts]
+        parts = [
+            f"<p>{html.escape(printable(part))}</p>" if isinstance(part, str) else part.html()
+            for part in self.parts
+        ]
         return f"<h3>{html.escape(printable(self.title))}</h3>{''.join(parts)}"
 
 
@@ -127,6 +180,16 @@ def _bold(text: str, color: bool) -> str:
     return f"\x1b[1m{text}\x1b[0m" if color else text
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[object]], right: Iterable[str] = (), title: str = "") -> Table:
+def table(
+    headers: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    right: Iterable[str] = (),
+    title: str = "",
+) -> Table:
     """A table of anything that has a text."""
-    return Table(tuple(headers), tuple(tuple("" if cell is None else str(cell) for cell in row) for row in rows), frozenset(right), title)
+    return Table(
+        tuple(headers),
+        tuple(tuple("" if cell is None else str(cell) for cell in row) for row in rows),
+        frozenset(right),
+        title,
+    )

@@ -1,4 +1,5 @@
-"""The inspector's pages on one dump: what there is, a graph's listing, its collectives, its memory. `diffs.py` has those on changes."""
+"""The inspector's pages on one dump: what there is, a graph's listing, its collectives, its memory.
+`diffs.py` has those on changes."""
 
 from __future__ import annotations
 
@@ -34,13 +35,15 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value) if field.repr}
+        return {
+            field.name: plain(getattr(value, field.name)) for field in fields(value) if field.repr
+        }
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # JSON has no infinity
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
-# --- list --------------------------------------------------------------------------------------------------------------------------
+# --- list -----------------------------------------------------------------------------------------
 def list_view(dump: Dump, rank: int | None = None) -> View:
     """Compiles, graphs and passes of one rank."""
     rank = pick_rank(dump, rank)
@@ -50,8 +53,22 @@ def list_view(dump: Dump, rank: int | None = None) -> View:
         data.append(_compile_data(each))
     ranks = ", ".join(map(str, sorted(dump.ranks)))
     title = f"{dump.path}: zpasses {meta.get('zpasses', '?')}, torch {meta.get('torch', '?')}, world of {meta.get('world', '?')}"
-    said = f"Rank {rank} of those dumped: {ranks}." if len(dump.ranks) > 1 else f"Rank {rank} was dumped."
-    return View(title, (said, *parts), {"path": str(dump.path), **plain(meta), "rank": rank, "ranks": sorted(dump.ranks), "compiles": data})
+    said = (
+        f"Rank {rank} of those dumped: {ranks}."
+        if len(dump.ranks) > 1
+        else f"Rank {rank} was dumped."
+    )
+    return View(
+        title,
+        (said, *parts),
+        {
+            "path": str(dump.path),
+            **plain(meta),
+            "rank": rank,
+            "ranks": sorted(dump.ranks),
+            "compiles": data,
+        },
+    )
 
 
 def _compile_parts(each: Compile) -> list[Table | str]:
@@ -61,29 +78,61 @@ def _compile_parts(each: Compile) -> list[Table | str]:
     for graph in each.graphs.values():
         for step in graph.steps:
             rows.append(_step_row(graph, step))
-    columns = ("graph", "step", "after", "changes", "nodes", "collectives", "bytes put in", "pass", "checks", "notes")
+    columns = (
+        "graph",
+        "step",
+        "after",
+        "changes",
+        "nodes",
+        "collectives",
+        "bytes put in",
+        "pass",
+        "checks",
+        "notes",
+    )
     shown: list[Table | str] = [f"{head}\npipeline: {info.pipeline or '(none)'}"]
     if rows:
-        shown.append(table(columns, rows, right=("step", "changes", "nodes", "collectives", "bytes put in", "pass", "checks")))
+        shown.append(
+            table(
+                columns,
+                rows,
+                right=("step", "changes", "nodes", "collectives", "bytes put in", "pass", "checks"),
+            )
+        )
     else:
         shown.append("No graph was written.")
     shown += [f"when it ran: {note}" for note in each.notes]
     if each.error is not None:
-        shown.append(f"FAILED in {each.error.where or '?'}: {each.error.type}: {each.error.message}")
+        shown.append(
+            f"FAILED in {each.error.where or '?'}: {each.error.type}: {each.error.message}"
+        )
     return shown
 
 
 def _step_row(graph: Graph, step: Step) -> tuple[Any, ...]:
     counts = _counts(graph, step)
-    figures = (counts["nodes"], counts["collectives"], bytes_text(counts["nbytes"])) if counts else ("", "", "")
+    figures = (
+        (counts["nodes"], counts["collectives"], bytes_text(counts["nbytes"]))
+        if counts
+        else ("", "", "")
+    )
     run = step.run
     times = (run.changes, time_text(run.time_us), time_text(run.check_us)) if run else ("", "", "")
     said = f"FAILED: {step.error.type}" if step.error else "; ".join(run.notes) if run else ""
-    return (graph.name if step.index == 0 else "", step.index, step.after or "-", times[0], *figures, *times[1:], textwrap.fill(said, 64))
+    return (
+        graph.name if step.index == 0 else "",
+        step.index,
+        step.after or "-",
+        times[0],
+        *figures,
+        *times[1:],
+        textwrap.fill(said, 64),
+    )
 
 
 def _counts(graph: Graph, step: Step) -> dict[str, int] | None:
-    """Nodes, collectives and bytes of a step, as the dump's events say, so that no graph is read; where they do not, as the graph says."""
+    """Nodes, collectives and bytes of a step, as the dump's events say, so that no graph is read;
+    where they do not, as the graph says."""
     if step.counts is not None:
         return asdict(step.counts)
     following = graph.steps[step.index + 1].run if step.index + 1 < len(graph.steps) else None
@@ -92,18 +141,38 @@ def _counts(graph: Graph, step: Step) -> dict[str, int] | None:
     try:
         return asdict(Counts.of(step.snapshot)) if step.snapshot is not None else None
     except DumpError:
-        return None  # whoever asks for this graph is told what is wrong with it; the rest can be listed
+        # whoever asks for this graph is told what is wrong with it; the rest can be listed
+        return None
 
 
 def _compile_data(each: Compile) -> dict[str, Any]:
     graphs = []
     for graph in each.graphs.values():
-        steps = [{"index": step.index, "level": step.level, "after": step.after, "counts": _counts(graph, step)} for step in graph.steps]
+        steps = [
+            {
+                "index": step.index,
+                "level": step.level,
+                "after": step.after,
+                "counts": _counts(graph, step),
+            }
+            for step in graph.steps
+        ]
         for step, entry in zip(graph.steps, steps, strict=True):
             entry |= {"run": plain(step.run), "error": plain(step.error)}
-        about = {"name": graph.name, "of": graph.of, "given": list(graph.given), "kept": list(graph.kept)}
+        about = {
+            "name": graph.name,
+            "of": graph.of,
+            "given": list(graph.given),
+            "kept": list(graph.kept),
+        }
         graphs.append({**about, "agreements": plain(graph.agreements), "steps": steps})
-    return {"folder": each.folder, **plain(each.info), "error": plain(each.error), "notes": list(each.notes), "graphs": graphs}
+    return {
+        "folder": each.folder,
+        **plain(each.info),
+        "error": plain(each.error),
+        "notes": list(each.notes),
+        "graphs": graphs,
+    }
 
 
 def _count(number: int, what: str) -> str:
@@ -114,8 +183,13 @@ def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
-# --- show --------------------------------------------------------------------------------------------------------------------------
-def show_view(picked: Sequence[Picked], after: str | int | None = None, where: Where | None = None, most: int | None = MOST) -> View:
+# --- show -----------------------------------------------------------------------------------------
+def show_view(
+    picked: Sequence[Picked],
+    after: str | int | None = None,
+    where: Where | None = None,
+    most: int | None = MOST,
+) -> View:
     """Listings of graphs, each before its passes, after one of them, or (None) after the last."""
     parts: list[Code | str] = []
     data = []
@@ -129,16 +203,31 @@ def show_view(picked: Sequence[Picked], after: str | int | None = None, where: W
         parts.append(Code((head, *(line.text(width) for line in found))))
         if where is not None and where.params and not found:
             parts.append(_known_parameters(snapshot))
-        about = {"rank": each.rank, "compile": each.compile.name, "graph": each.graph.name, "step": step.index, "after": step.after}
+        about = {
+            "rank": each.rank,
+            "compile": each.compile.name,
+            "graph": each.graph.name,
+            "step": step.index,
+            "after": step.after,
+        }
         live = dict(zip((node.id for node in snapshot.nodes), snapshot.live_bytes, strict=True))
-        data.append({**about, "nodes": [{**plain(line.node), "live_bytes": live[line.node.id]} for line in found]})
+        data.append(
+            {
+                **about,
+                "nodes": [{**plain(line.node), "live_bytes": live[line.node.id]} for line in found],
+            }
+        )
     return View("", tuple(parts), data)
 
 
 def _known_parameters(snapshot: Snapshot) -> str:
     known = list(dict.fromkeys(name for node in snapshot.nodes for name in node.params))
     more = f", ... and {len(known) - 6} more" if len(known) > 6 else ""
-    return f"No node meets all conditions. The graph's parameters are {', '.join(known[:6])}{more}." if known else "It has no parameters."
+    return (
+        f"No node meets all conditions. The graph's parameters are {', '.join(known[:6])}{more}."
+        if known
+        else "It has no parameters."
+    )
 
 
 def _unmodelled(each: Picked, step: Step) -> list[str]:
@@ -147,7 +236,7 @@ def _unmodelled(each: Picked, step: Step) -> list[str]:
     return [said] if step.level == "captured" else []
 
 
-# --- collectives -------------------------------------------------------------------------------------------------------------------
+# --- collectives ----------------------------------------------------------------------------------
 _FIGURES = ("ranks", "bytes", "distance", "compute between", "time", "exposed")
 
 
@@ -157,9 +246,18 @@ def collectives_view(picked: Sequence[Picked], after: str | int | None = None) -
     data = []
     for each, step in steps_after(picked, after):
         found = communication(snapshot_of(each, step))
-        about = {"rank": each.rank, "compile": each.compile.name, "graph": each.graph.name, "step": step.index, "after": step.after}
+        about = {
+            "rank": each.rank,
+            "compile": each.compile.name,
+            "graph": each.graph.name,
+            "step": step.index,
+            "after": step.after,
+        }
         data.append({**about, **found.to_json()})
-        parts += _unmodelled(each, step) or [_collectives_table(f"{each.title}, {step_title(step)}", found), _totals(found)]
+        parts += _unmodelled(each, step) or [
+            _collectives_table(f"{each.title}, {step_title(step)}", found),
+            _totals(found),
+        ]
     return View("", tuple(parts), data)
 
 
@@ -181,49 +279,102 @@ def _collectives_table(title: str, found: Communication) -> Table:
         )
         for row in found.rows
     ]
-    headers = ("node", "kind", "group", "ranks", "parameters", "bytes", *_FIGURES[2:], "route", "verdict")
-    empty = {at for at, header in enumerate(headers) if header in ("route", "verdict") and not any(row[at] for row in rows)}
+    headers = (
+        "node",
+        "kind",
+        "group",
+        "ranks",
+        "parameters",
+        "bytes",
+        *_FIGURES[2:],
+        "route",
+        "verdict",
+    )
+    empty = {
+        at
+        for at, header in enumerate(headers)
+        if header in ("route", "verdict") and not any(row[at] for row in rows)
+    }
     kept = [at for at in range(len(headers)) if at not in empty]
-    return table([headers[at] for at in kept], [[row[at] for at in kept] for row in rows], right=_FIGURES, title=title)
+    return table(
+        [headers[at] for at in kept],
+        [[row[at] for at in kept] for row in rows],
+        right=_FIGURES,
+        title=title,
+    )
 
 
 def _params(params: Sequence[str]) -> str:
-    return f"{_cut(params[0], 40)} and {len(params) - 1} more" if len(params) > 1 else _cut(params[0], 40) if params else ""
+    return (
+        f"{_cut(params[0], 40)} and {len(params) - 1} more"
+        if len(params) > 1
+        else _cut(params[0], 40)
+        if params
+        else ""
+    )
 
 
 def _totals(found: Communication) -> str:
     plan = found.schedule
     return (
-        f"{_count(len(found.rows), 'collective')}, {bytes_text(found.nbytes)} put in. Communication {time_text(plan.communication_us)}, "
-        f"compute {time_text(plan.compute_us)}; exposed {time_text(plan.exposed_us)}, hidden {plan.hidden:.0%}. By the target's model."
+        f"{_count(len(found.rows), 'collective')}, {bytes_text(found.nbytes)} put in. "
+        f"Communication {time_text(plan.communication_us)}, "
+        f"compute {time_text(plan.compute_us)}; exposed {time_text(plan.exposed_us)}, hidden "
+        f"{plan.hidden:.0%}. By the target's model."
     )
 
 
-# --- memory ------------------------------------------------------------------------------------------------------------------------
-def memory_view(picked: Sequence[Picked], after: str | int | None = None, at: str | None = None, limit: int = 12) -> View:
-    """Peaks before and after each pass, the curve of one step, and what is alive there at its peak or at the node `at`."""
+# --- memory ---------------------------------------------------------------------------------------
+def memory_view(
+    picked: Sequence[Picked], after: str | int | None = None, at: str | None = None, limit: int = 12
+) -> View:
+    """Peaks before and after each pass, the curve of one step, and what is alive there at its peak
+    or at the node `at`."""
     parts: list[Table | str] = []
     data = []
     for each, step in steps_after(picked, after):
         snapshot = snapshot_of(each, step)
         if not snapshot.nodes:
             continue
-        found = memory(snapshot, node_named(snapshot, at) if at is not None else None, sizes(each.compile))
+        found = memory(
+            snapshot, node_named(snapshot, at) if at is not None else None, sizes(each.compile)
+        )
         steps = peaks(each.graph)
         before = [steps[0].peak_bytes, *(peak.peak_bytes for peak in steps)]
         rows = [
-            (peak.step, peak.after or "-", bytes_text(peak.peak_bytes), change_text(was, peak.peak_bytes), peak.at)
+            (
+                peak.step,
+                peak.after or "-",
+                bytes_text(peak.peak_bytes),
+                change_text(was, peak.peak_bytes),
+                peak.at,
+            )
             for was, peak in zip(before, steps, strict=False)
         ]
-        curves = table(("step", "after", "peak", "change", "at node"), rows, ("step", "peak", "change"), title=each.title)
+        curves = table(
+            ("step", "after", "peak", "change", "at node"),
+            rows,
+            ("step", "peak", "change"),
+            title=each.title,
+        )
         parts += _unmodelled(each, step) or [curves, *_alive_parts(found, step_title(step), limit)]
-        about = {"rank": each.rank, "compile": each.compile.name, "graph": each.graph.name, "step": step.index, "after": step.after}
+        about = {
+            "rank": each.rank,
+            "compile": each.compile.name,
+            "graph": each.graph.name,
+            "step": step.index,
+            "after": step.after,
+        }
         data.append({**about, **found.to_json(), "steps": [asdict(peak) for peak in steps]})
     return View("", tuple(parts), data)
 
 
 def _alive_parts(found: Memory, title: str, limit: int) -> list[Table | str]:
-    where = "At the peak" if found.nbytes == found.peak_bytes else f"Of the peak's {bytes_text(found.peak_bytes)}"
+    where = (
+        "At the peak"
+        if found.nbytes == found.peak_bytes
+        else f"Of the peak's {bytes_text(found.peak_bytes)}"
+    )
     curve = f"{curve_text(found.live_bytes)}  {bytes_text(found.peak_bytes)}"
     said = f"{title}:\n{curve}\n{where}, {bytes_text(found.nbytes)} are alive while {found.at.name} runs."
     whole = max(found.nbytes, 1)
@@ -232,11 +383,27 @@ def _alive_parts(found: Memory, title: str, limit: int) -> list[Table | str]:
         [(kind, bytes_text(size), f"{size / whole:.0%}") for kind, size in found.by_kind.items()],
         ("bytes", "share"),
     )
-    largest = [(one.node, one.kind, bytes_text(one.nbytes), _params(one.params), one.last) for one in found.alive if one.nbytes]
-    more = f"and {len(largest) - limit} smaller ones (--limit 0 shows all)." if limit and len(largest) > limit else ""
-    buffers = table(("allocated by", "kind", "bytes", "parameters", "needed until"), largest[: limit or None], ("bytes",))
+    largest = [
+        (one.node, one.kind, bytes_text(one.nbytes), _params(one.params), one.last)
+        for one in found.alive
+        if one.nbytes
+    ]
+    more = (
+        f"and {len(largest) - limit} smaller ones (--limit 0 shows all)."
+        if limit and len(largest) > limit
+        else ""
+    )
+    buffers = table(
+        ("allocated by", "kind", "bytes", "parameters", "needed until"),
+        largest[: limit or None],
+        ("bytes",),
+    )
     shared = list(found.by_parameter.items())
-    by_param = table(("parameter", "bytes"), [(name, bytes_text(size)) for name, size in shared[: limit or None]], ("bytes",))
+    by_param = table(
+        ("parameter", "bytes"),
+        [(name, bytes_text(size)) for name, size in shared[: limit or None]],
+        ("bytes",),
+    )
     return [said, kinds, buffers, more, *([by_param] if shared else [])]
 
 

@@ -1,8 +1,8 @@
-"""Trial runs: what `zpasses bisect` asks of a program through the environment variable ZPASSES_BISECT.
+"""Trial runs: what `zpasses bisect` asks of a program through the environment variable
+ZPASSES_BISECT.
 
-A trial runs the first passes of every pipeline alone, and writes down what compiled calls return, as a few numbers a tensor. Nothing of
-this is loaded by a program that is not on trial.
-"""
+A trial runs the first passes of every pipeline alone, and writes down what compiled calls return,
+as a few numbers a tensor. Nothing of this is loaded by a program that is not on trial."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ _ORDER = (Level.CAPTURED, Level.JOINT)
 
 
 def in_running_order(pipeline: Pipeline) -> list[Pass]:
-    """The passes level by level, as they run; forward's and backward's stay as the pipeline has them."""
-    return sorted(pipeline, key=lambda each: _ORDER.index(each.level) if each.level in _ORDER else len(_ORDER))
+    """The passes level by level, as they run; forward's and backward's stay as the pipeline has
+    them."""
+    return sorted(
+        pipeline, key=lambda each: _ORDER.index(each.level) if each.level in _ORDER else len(_ORDER)
+    )
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,9 @@ class Trial:
             given = json.loads(text)
             return cls(given["passes"], Path(given["folder"]), int(given["calls"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise OptionError(f"{ENVIRONMENT_VARIABLE}={text!r} is not what `zpasses bisect` sets; unset it.") from error
+            raise OptionError(
+                f"{ENVIRONMENT_VARIABLE}={text!r} is not what `zpasses bisect` sets; unset it."
+            ) from error
 
     def prefix(self, pipeline: Pipeline, name: str) -> Pipeline:
         """The passes that may run; writes down all that there are."""
@@ -103,7 +108,13 @@ def _digest(value: Tensor) -> dict[str, Any]:
     exact = flat.to(torch.float64)
     finite = torch.isfinite(exact)
     exact = torch.where(finite, exact, torch.zeros_like(exact))
-    weights = torch.frac(torch.arange(exact.numel(), dtype=torch.float64, device=exact.device) * 0.6180339887498949) - 0.5
+    weights = (
+        torch.frac(
+            torch.arange(exact.numel(), dtype=torch.float64, device=exact.device)
+            * 0.6180339887498949
+        )
+        - 0.5
+    )
     return {
         "shape": list(value.shape),
         "dtype": str(value.dtype).removeprefix("torch."),

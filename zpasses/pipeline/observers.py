@@ -19,7 +19,8 @@ class GraphLog:
     name: str
     """Dynamo's compile id and the kind of graph: "0/0 joint", "0/0 forward", "0/0 backward"."""
     kind: str
-    """"captured", "joint", "forward", "backward" or "inference"; "pack" for a graph that lays parameters into flat buffers."""
+    """"captured", "joint", "forward", "backward" or "inference"; "pack" for a graph that lays
+    parameters into flat buffers."""
     graph: fx.Graph
     """The graph after the last pass of its level."""
     records: list[PassRecord] = field(default_factory=list)
@@ -29,7 +30,8 @@ _observers: list[Callable[[GraphLog], None]] = []
 
 
 class observe_graphs:  # noqa: N801 - used as a context manager, like torch.no_grad
-    """Inside, `observer` is called with every graph that the backend compiles, after its passes ran."""
+    """Inside, `observer` is called with every graph that the backend compiles, after its passes
+    ran."""
 
     def __init__(self, observer: Callable[[GraphLog], None]) -> None:
         self._observer = observer

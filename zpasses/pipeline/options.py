@@ -62,24 +62,38 @@ class Options:
         """Check and convert what the user gave.
 
         Raises:
-            OptionError: for unknown keys, unknown passes and ill-typed values; the message names the nearest right word.
+            OptionError: for unknown keys, unknown passes and ill-typed values; the message names
+                the nearest right word.
         """
         options = build(cls, given or {}, "backend 'zpasses'")
         if options.zero_stage is not None and options.pipeline is not None:
             raise OptionError(
-                f"zero_stage={options.zero_stage} and pipeline={str(options.pipeline)!r} both choose the passes; give one of them. "
+                f"zero_stage={options.zero_stage} and pipeline={str(options.pipeline)!r} both "
+                "choose the passes; give one of them. "
                 f"A stage can start a pipeline: pipeline='zero{options.zero_stage},...'."
             )
         if options.agreement_timeout_s <= 0:
-            raise OptionError(f"agreement_timeout_s={options.agreement_timeout_s}; expected seconds > 0. agreement=False turns it off.")
+            raise OptionError(
+                f"agreement_timeout_s={options.agreement_timeout_s}; expected seconds > 0. "
+                "agreement=False turns it off."
+            )
         if options.backwards_per_step < 1:
-            raise OptionError(f"backwards_per_step={options.backwards_per_step}; expected how many backwards an optimizer step has, >= 1.")
+            raise OptionError(
+                f"backwards_per_step={options.backwards_per_step}; expected how many backwards an "
+                "optimizer step has, >= 1."
+            )
         if options.grad_accum_dtype is not None and not options.grad_accum_dtype.is_floating_point:
-            raise OptionError(f"grad_accum_dtype={options.grad_accum_dtype}; expected a floating-point dtype such as torch.float32.")
+            raise OptionError(
+                f"grad_accum_dtype={options.grad_accum_dtype}; expected a floating-point dtype "
+                "such as torch.float32."
+            )
         known = compat.inductor_option_names()
         for name in options.inductor:
             if name not in known:
-                raise OptionError(f"option 'inductor': torch._inductor.config has no {name!r}.{nearest(name, known).split(' Known')[0]}")
+                raise OptionError(
+                    f"option 'inductor': torch._inductor.config has no "
+                    f"{name!r}.{nearest(name, known).split(' Known')[0]}"
+                )
         options.passes()
         options.dumping_ranks()
         if options.target is not None:
@@ -95,8 +109,15 @@ class Options:
     def as_text(self) -> dict[str, Any]:
         """The options that differ from their defaults, as plain values."""
         default = Options()
-        given = {each.name: getattr(self, each.name) for each in fields(self) if getattr(self, each.name) != getattr(default, each.name)}
-        return {key: value if isinstance(value, (bool, int, float)) else str(value) for key, value in given.items()}
+        given = {
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if getattr(self, each.name) != getattr(default, each.name)
+        }
+        return {
+            key: value if isinstance(value, (bool, int, float)) else str(value)
+            for key, value in given.items()
+        }
 
     def dump_folder(self) -> str | None:
         """Where to dump; None is nowhere."""
@@ -104,7 +125,11 @@ class Options:
 
     def dumping_ranks(self) -> frozenset[int] | None:
         """Which ranks dump; None is all."""
-        text = self.dump_ranks if self.dump_ranks is not None else os.environ.get("ZPASSES_DUMP_RANKS") or "0"
+        text = (
+            self.dump_ranks
+            if self.dump_ranks is not None
+            else os.environ.get("ZPASSES_DUMP_RANKS") or "0"
+        )
         numbers = [part.strip() for part in text.split(",")]
         if text.strip() == "all":
             return None
@@ -117,4 +142,6 @@ class Options:
         """The pipeline that these options choose."""
         if isinstance(self.pipeline, Pipeline):
             return self.pipeline
-        return Pipeline.parse(f"zero{self.zero_stage or 3}" if self.pipeline is None else self.pipeline)
+        return Pipeline.parse(
+            f"zero{self.zero_stage or 3}" if self.pipeline is None else self.pipeline
+        )

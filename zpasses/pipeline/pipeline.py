@@ -1,4 +1,5 @@
-"""Passes and pipelines: what a pass is, how a pipeline is written as text, and what the runner guarantees."""
+"""Passes and pipelines: what a pass is, how a pipeline is written as text, and what the runner
+guarantees."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Level(enum.Enum):
     CAPTURED = "captured"
     """Dynamo's graph of the model's own calls, sharded parameters as local shards."""
     JOINT = "joint"
-    """Forward and backward together, before partitioning; also the graph of a model run without gradients."""
+    """Forward and backward together, before partitioning; also the graph of a model run without
+    gradients."""
     FORWARD = "forward"
     BACKWARD = "backward"
     PARTITIONED = "partitioned"
@@ -52,9 +54,9 @@ class Level(enum.Enum):
 class Pass(compat.CustomGraphPass):
     """A rewrite of one graph. Derive a frozen dataclass from it: its fields are the pass's options.
 
-    An instance can also be handed to Inductor's hooks (`torch._inductor.config.joint_custom_pre_pass`,
-    `post_grad_custom_post_pass`, ...) to rewrite graphs that zpasses did not capture.
-    """
+    An instance can also be handed to Inductor's hooks
+    (`torch._inductor.config.joint_custom_pre_pass`, `post_grad_custom_post_pass`, ...) to rewrite
+    graphs that zpasses did not capture."""
 
     name: ClassVar[str]
     """What pipelines call it, in kebab-case."""
@@ -64,7 +66,8 @@ class Pass(compat.CustomGraphPass):
 
     @abstractmethod
     def rewrite(self, graph: fx.Graph) -> int:
-        """Rewrite `graph` in place; return how many things were changed. The runner lints, checks, times and records."""
+        """Rewrite `graph` in place; return how many things were changed. The runner lints, checks,
+        times and records."""
 
     def __call__(self, graph: fx.Graph) -> None:
         run_passes(graph, [self])
@@ -76,14 +79,20 @@ class Pass(compat.CustomGraphPass):
     def uuid(self) -> str:
         """What Inductor's hooks add to the key of their compile caches.
 
-        Where ranks vote, it is another one in each process: a rank whose cache answers would not come to the vote that others wait for.
-        """
+        Where ranks vote, it is another one in each process: a rank whose cache answers would not
+        come to the vote that others wait for."""
         return self.digest() + _process_of_votes([self])
 
     def digest(self) -> str:
-        """A key: the source of the toolkit and of the pass, its options, the process groups, and the target."""
+        """A key: the source of the toolkit and of the pass, its options, the process groups, and
+        the target."""
         module = inspect.getsourcefile(type(self))
-        parts = (_toolkit_digest(), _file_digest(module), str(self), repr(sorted(_environment().items())))
+        parts = (
+            _toolkit_digest(),
+            _file_digest(module),
+            str(self),
+            repr(sorted(_environment().items())),
+        )
         return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
     def __str__(self) -> str:
@@ -129,10 +138,11 @@ class PassRecord:
 
 @dataclass(frozen=True)
 class Pipeline(compat.CustomGraphPass):
-    """Passes in the order in which they run. Written as text: `merge-reads,reduce-grads{form=all_reduce}`.
+    """Passes in the order in which they run. Written as text:
+    `merge-reads,reduce-grads{form=all_reduce}`.
 
-    Called on a graph, it runs all its passes on that graph, whatever their level; the backend runs each at its own level.
-    """
+    Called on a graph, it runs all its passes on that graph, whatever their level; the backend runs
+    each at its own level."""
 
     passes: tuple[Pass, ...] = ()
 
@@ -141,17 +151,23 @@ class Pipeline(compat.CustomGraphPass):
         """Read a pipeline; a named pipeline in it stands for its passes.
 
         Raises:
-            OptionError: for an unknown pass or option, or an ill-typed value; the message names the nearest right word.
+            OptionError: for an unknown pass or option, or an ill-typed value; the message names the
+                nearest right word.
         """
         known = catalogue()
         passes: list[Pass] = []
         for name, options in _split(text):
             entry = known.get(name)
             if entry is None:
-                raise OptionError(f"pipeline {text!r}: no pass is called {name!r}.{nearest(name, known)}")
+                raise OptionError(
+                    f"pipeline {text!r}: no pass is called {name!r}.{nearest(name, known)}"
+                )
             if isinstance(entry, Pipeline):
                 if options:
-                    raise OptionError(f"pipeline {text!r}: {name!r} is a named pipeline, which takes no options; name its passes: {entry}.")
+                    raise OptionError(
+                        f"pipeline {text!r}: {name!r} is a named pipeline, which takes no options; "
+                        f"name its passes: {entry}."
+                    )
                 passes.extend(entry.passes)
             else:
                 passes.append(build(entry, options, f"pass {name!r}"))
@@ -170,7 +186,8 @@ class Pipeline(compat.CustomGraphPass):
         return self.digest() + _process_of_votes(self.passes)
 
     def digest(self) -> str:
-        """A key of what the passes do; the backend, whose passes run in front of all caches, needs no other."""
+        """A key of what the passes do; the backend, whose passes run in front of all caches, needs
+        no other."""
         return hashlib.sha256("|".join(each.digest() for each in self.passes).encode()).hexdigest()
 
     def __str__(self) -> str:
@@ -180,7 +197,7 @@ class Pipeline(compat.CustomGraphPass):
         return iter(self.passes)
 
 
-# --- running -----------------------------------------------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------
 def run_passes(
     graph: fx.Graph,
     passes: Iterable[Pass],
@@ -253,7 +270,7 @@ class _Totals:
         return cls(len(graph.nodes), len(found), sum(found))
 
 
-# --- text --------------------------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 _ITEM = re.compile(r"\s*(?P<name>[A-Za-z][\w-]*)\s*(?:\{(?P<options>[^{}]*)\})?\s*(?P<end>,|$)")
 _OPTION = re.compile(r"\s*(?P<key>[A-Za-z_]\w*)\s*=\s*(?P<value>[^,=]*?)\s*$")
 
@@ -265,7 +282,8 @@ def _split(text: str) -> Iterator[tuple[str, dict[str, str]]]:
         match = _ITEM.match(text, position)
         if match is None or (match["end"] and not text[match.end() :].strip()):
             raise OptionError(
-                f"pipeline {text!r}: cannot read {text[position:].strip()!r}; expected passes separated by commas, options in braces: "
+                f"pipeline {text!r}: cannot read {text[position:].strip()!r}; expected passes "
+                "separated by commas, options in braces: "
                 "merge-reads,reduce-grads{form=all_reduce}."
             )
         yield match["name"], _options(text, match["options"])
@@ -277,14 +295,16 @@ def _options(text: str, inside: str | None) -> dict[str, str]:
     for part in (inside or "").split(",") if (inside or "").strip() else []:
         match = _OPTION.match(part)
         if match is None:
-            raise OptionError(f"pipeline {text!r}: cannot read option {part.strip()!r}; expected name=value.")
+            raise OptionError(
+                f"pipeline {text!r}: cannot read option {part.strip()!r}; expected name=value."
+            )
         if match["key"] in options:
             raise OptionError(f"pipeline {text!r}: option {match['key']!r} is given twice.")
         options[match["key"]] = match["value"]
     return options
 
 
-# --- discovery ---------------------------------------------------------------------------------------------------------------------
+# --- discovery ------------------------------------------------------------------------------------
 _GROUP = "zpasses.passes"
 
 
@@ -293,27 +313,42 @@ def catalogue() -> dict[str, type[Pass] | Pipeline]:
     """Every installed pass and named pipeline by name, from the entry-point group `zpasses.passes`.
 
     Raises:
-        OptionError: when an entry point does not load, or is neither a pass nor a pipeline, or disagrees about its name.
+        OptionError: when an entry point does not load, or is neither a pass nor a pipeline, or
+            disagrees about its name.
     """
     found: dict[str, type[Pass] | Pipeline] = {}
     for point in entry_points(group=_GROUP):
         try:
             entry = point.load()
         except Exception as error:
-            raise OptionError(f"entry point {point.name} = {point.value} in group {_GROUP!r} does not load: {error}") from error
-        if not (isinstance(entry, Pipeline) or (isinstance(entry, type) and issubclass(entry, Pass))):
-            raise OptionError(f"entry point {point.name} = {point.value} is neither a Pass class nor a Pipeline.")
+            raise OptionError(
+                f"entry point {point.name} = {point.value} in group {_GROUP!r} does not load: "
+                f"{error}"
+            ) from error
+        if not (
+            isinstance(entry, Pipeline) or (isinstance(entry, type) and issubclass(entry, Pass))
+        ):
+            raise OptionError(
+                f"entry point {point.name} = {point.value} is neither a Pass class nor a Pipeline."
+            )
         if isinstance(entry, type) and entry.name != point.name:
-            raise OptionError(f"entry point {point.name} = {point.value} holds the pass called {entry.name!r}; use one name.")
+            raise OptionError(
+                f"entry point {point.name} = {point.value} holds the pass called {entry.name!r}; "
+                "use one name."
+            )
         found[point.name] = entry
     if not found:
-        raise OptionError(f"no entry points in group {_GROUP!r}: install zpasses (pip install -e .) so that its passes can be found.")
+        raise OptionError(
+            f"no entry points in group {_GROUP!r}: install zpasses (pip install -e .) so that its "
+            "passes can be found."
+        )
     return found
 
 
-# --- cache keys --------------------------------------------------------------------------------------------------------------------
+# --- cache keys -----------------------------------------------------------------------------------
 _TOOLKIT = Path(__file__).parents[1]
-"""The folder of the package `zpasses`: all rooms, since a change in any of them may change what a pass does."""
+"""The folder of the package `zpasses`: all rooms, since a change in any of them may change what a
+pass does."""
 
 
 @functools.cache
@@ -326,11 +361,14 @@ def _toolkit_digest() -> str:
 
 @functools.cache
 def _file_digest(path: str | None) -> str:
-    return hashlib.sha256(Path(path).read_bytes() if path and Path(path).exists() else b"").hexdigest()
+    return hashlib.sha256(
+        Path(path).read_bytes() if path and Path(path).exists() else b""
+    ).hexdigest()
 
 
 def _environment() -> dict[str, str]:
-    """What a pass may look up besides the graph: the backend of each process group, and the target."""
+    """What a pass may look up besides the graph: the backend of each process group, and the
+    target."""
     groups = compat.group_backends() if torch.distributed.is_initialized() else {}
     target = current_target()
     return {**groups, "target": repr(target), "routes": repr(known_figures(target))}

@@ -1,8 +1,9 @@
-"""Votes: the ranks of a process group exchange what they know through the store, and every rank gets the same result.
+"""Votes: the ranks of a process group exchange what they know through the store, and every rank
+gets the same result.
 
-A vote never waits longer than its time limit. A rank that cannot go on says so instead of voting, and the vote becomes an error on every
-other rank. The group's first rank collects the ballots and decides, so all ranks see one result.
-"""
+A vote never waits longer than its time limit. A rank that cannot go on says so instead of voting,
+and the vote becomes an error on every other rank. The group's first rank collects the ballots and
+decides, so all ranks see one result."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class _Ledger:
     agreed: set[str] = field(default_factory=set)
     """Digests of collective sequences that all ranks were found to share."""
     last: str | None = None
-    """The last vote in which every rank was heard. Its ballots stay in the store until the next one."""
+    """The last vote in which every rank was heard. Its ballots stay in the store until the next
+    one."""
     answers: dict[str, list[Any]] = field(default_factory=dict)
     """Answers of all ranks to questions that are asked once."""
 
@@ -60,7 +62,8 @@ _ledgers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Ledger] = weakref.WeakKe
 
 
 def has_other_ranks(group: str) -> bool:
-    """Whether a group has ranks besides this one that can be asked: those of a fake world cannot."""
+    """Whether a group has ranks besides this one that can be asked: those of a fake world
+    cannot."""
     return compat.group_backend(group) != "fake" and compat.process_group(group).size() > 1
 
 
@@ -75,7 +78,8 @@ def vote(
     missed: str | None = None,
     timeout_option: str = "timeout_s=...",
 ) -> Ballot:
-    """Exchange what the ranks of a group know; every rank gets what `combine` makes of all ballots on the group's first rank.
+    """Exchange what the ranks of a group know; every rank gets what `combine` makes of all ballots
+    on the group's first rank.
 
     Args:
         name: the process group.
@@ -83,7 +87,8 @@ def vote(
         ballot: this rank's part.
         combine: must not raise; it runs on the first rank only.
         timeout_s: seconds to wait for the other ranks.
-        failure: why this rank cannot go on. It tells the other ranks and returns its own ballot at once.
+        failure: why this rank cannot go on. It tells the other ranks and returns its own ballot at
+            once.
         missed: what a missing rank did not do, for the error; by default to reach the occasion.
         timeout_option: what the user sets to wait longer, for the error.
 
@@ -117,32 +122,44 @@ def vote(
 
 
 def store_barrier(name: str, occasion: str, timeout_s: float) -> None:
-    """Wait until all ranks of a group are at the same point and none of them has failed; raises as `vote` does."""
+    """Wait until all ranks of a group are at the same point and none of them has failed; raises as
+    `vote` does."""
     vote(name, occasion, {}, lambda ballots: {}, timeout_s)
 
 
-def exchange(group: str, question: str, mine: Any, timeout_s: float, *, remember: str | None = None) -> list[Any]:
+def exchange(
+    group: str, question: str, mine: Any, timeout_s: float, *, remember: str | None = None
+) -> list[Any]:
     """Every rank of a group tells the others its answer, so that all of them choose identically.
 
     Args:
-        group: name of the process group. Where it has no other ranks (or is a fake one), this rank's answer is the only one.
+        group: name of the process group. Where it has no other ranks (or is a fake one), this
+            rank's answer is the only one.
         question: what is asked; it must be the same on all ranks.
         mine: this rank's answer, of plain JSON values.
         timeout_s: seconds to wait for the other ranks.
-        remember: a key. If something was asked under it before, the earlier answers are returned. A rank may then repeat a compile alone.
+        remember: a key. If something was asked under it before, the earlier answers are returned. A
+            rank may then repeat a compile alone.
 
     Returns:
         The answers, in the order of the group's ranks; the same list on every rank.
 
     Raises:
-        AgreementError: on every rank, when one of them asks something else, failed, or does not answer in time.
+        AgreementError: on every rank, when one of them asks something else, failed, or does not
+            answer in time.
     """
     if not has_other_ranks(group):
         return [mine]
     ledger = _ledger(group, compat.process_group(group), compat.default_store())
     if remember is not None and remember in ledger.answers:
         return ledger.answers[remember]
-    combined = vote(group, question, {"answer": mine}, lambda ballots: {"answers": [each["answer"] for each in ballots]}, timeout_s)
+    combined = vote(
+        group,
+        question,
+        {"answer": mine},
+        lambda ballots: {"answers": [each["answer"] for each in ballots]},
+        timeout_s,
+    )
     answers: list[Any] = combined["answers"]
     if remember is not None:
         ledger.answers[remember] = answers
@@ -150,15 +167,21 @@ def exchange(group: str, question: str, mine: Any, timeout_s: float, *, remember
 
 
 def agreed_sequences(group: str) -> set[str]:
-    """Digests of the collective sequences that the ranks of a group were found to share. Callers add to it."""
+    """Digests of the collective sequences that the ranks of a group were found to share. Callers
+    add to it."""
     return _ledger(group, compat.process_group(group), compat.default_store()).agreed
 
 
-# --- failures ----------------------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 def report_failure(groups: Sequence[str], graph_name: str, error: BaseException) -> None:
-    """Tell the other ranks of these groups that this rank will not vote, because its compile failed."""
+    """Tell the other ranks of these groups that this rank will not vote, because its compile
+    failed."""
     for name in groups:
-        _post_failure(name, f"rank {dist.get_rank()} failed while compiling graph {graph_name}: {type(error).__name__}: {str(error)[:500]}")
+        _post_failure(
+            name,
+            f"rank {dist.get_rank()} failed while compiling graph {graph_name}: "
+            f"{type(error).__name__}: {str(error)[:500]}",
+        )
     error._zpasses_reported = True  # type: ignore[attr-defined]
 
 
@@ -172,7 +195,8 @@ def is_reported(error: BaseException | None) -> bool:
 
 
 def reported_failure(name: str) -> str | None:
-    """Why another rank of the group said that it will not come to the next vote, if one did; asks without waiting."""
+    """Why another rank of the group said that it will not come to the next vote, if one did; asks
+    without waiting."""
     if not has_other_ranks(name):
         return None
     group, store = compat.process_group(name), compat.default_store()
@@ -204,29 +228,43 @@ class _MissingError:
 
     def text(self, store: Any, key: str) -> str:
         ranks = compat.group_ranks(self.group)
-        missing = [rank for i, rank in enumerate(ranks) if not store.check([f"{key}/{i}"])] or ranks[:1]
+        missing = [
+            rank for i, rank in enumerate(ranks) if not store.check([f"{key}/{i}"])
+        ] or ranks[:1]
         return (
-            f"rank {', '.join(map(str, missing))} of group {self.group!r} did not {self.missed} within {self.timeout_s:g} s, but the "
-            f"others did. It stopped, is much slower, or runs other code. Look at its log; {self.option} waits longer."
+            f"rank {', '.join(map(str, missing))} of group {self.group!r} did not {self.missed} "
+            f"within {self.timeout_s:g} s, but the "
+            f"others did. It stopped, is much slower, or runs other code. Look at its log; "
+            f"{self.option} waits longer."
         )
 
 
 def _mismatch_error(rank: int, occasion: str, other_rank: int, other: str) -> str:
     return (
-        f"rank {rank} is at {occasion}, but rank {other_rank} at {other}: every rank must do the same things in the same order."
+        f"rank {rank} is at {occasion}, but rank {other_rank} at {other}: every rank must do the "
+        "same things in the same order."
         " Compile the same graphs, run the same backwards, leave windows alike."
     )
 
 
-# --- the store -----------------------------------------------------------------------------------------------------------------------
+# --- the store ------------------------------------------------------------------------------------
 def _collect(
-    store: Any, key: str, name: str, occasion: str, combine: Combine, timeout_s: float, missing_error: _MissingError
+    store: Any,
+    key: str,
+    name: str,
+    occasion: str,
+    combine: Combine,
+    timeout_s: float,
+    missing_error: _MissingError,
 ) -> dict[str, Any]:
     ranks = compat.group_ranks(name)
     keys = [f"{key}/{rank}" for rank in range(len(ranks))]
     missing = _wait(store, keys, timeout_s)
     there = [(rank, each) for rank, each in zip(ranks, keys, strict=True) if each not in missing]
-    ballots = {rank: _unpack(data) for (rank, _), data in zip(there, _read(store, [each for _, each in there]), strict=True)}
+    ballots = {
+        rank: _unpack(data)
+        for (rank, _), data in zip(there, _read(store, [each for _, each in there]), strict=True)
+    }
     for ballot in ballots.values():
         if "failed" in ballot:
             return {"error": str(ballot["failed"])}
@@ -239,7 +277,8 @@ def _collect(
 
 
 def _delete_last_ballots(ledger: _Ledger, store: Any, rank: int) -> None:
-    """Delete what this rank said in the vote before. All ranks have come to a later one, so all have read it."""
+    """Delete what this rank said in the vote before. All ranks have come to a later one, so all
+    have read it."""
     if ledger.last is None:
         return
     store.delete_key(f"{ledger.last}/{rank}")
@@ -250,7 +289,8 @@ def _delete_last_ballots(ledger: _Ledger, store: Any, rank: int) -> None:
 def _ledger(name: str, group: dist.ProcessGroup, store: Any) -> _Ledger:
     ledger = _ledgers.get(group)
     if ledger is None:
-        # A store outlives its groups: number the groups that had this name, so that old votes are not read again.
+        # A store outlives its groups: number the groups that had this name, so that old votes are
+        # not read again.
         entered = store.add(f"zpasses/{name}/entered", 1)
         ledger = _ledgers[group] = _Ledger(f"zpasses/{name}/{(entered - 1) // group.size()}")
     return ledger
@@ -267,7 +307,9 @@ def _wait(store: Any, keys: list[str], timeout_s: float) -> list[str]:
 
 def _read(store: Any, keys: list[str]) -> list[bytes]:
     """What lies under keys that are all there: in one round where the store can."""
-    found: list[bytes] = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    found: list[bytes] = (
+        store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    )
     return found
 
 

@@ -1,1 +1,2 @@
-"""What runs at each call of compiled code: parameters to local shards, cached parameters, deferred gradients, and windows."""
+"""What runs at each call of compiled code: parameters to local shards, cached parameters, deferred
+gradients, and windows."""

@@ -14,14 +14,24 @@ from zpasses.errors import ZpassesError
 from zpasses.runtime.backward_variants import BackwardVariant
 from zpasses.runtime.grad_slots import GradSlot
 from zpasses.runtime.local_shards import sharded_inputs
-from zpasses.runtime.windows import EngineRun, Lowering, Pending, PendingGrad, Window, mark_failed, pending_of, windows_of
+from zpasses.runtime.windows import (
+    EngineRun,
+    Lowering,
+    Pending,
+    PendingGrad,
+    Window,
+    mark_failed,
+    pending_of,
+    windows_of,
+)
 
 __all__ = ["BackwardDispatch", "warn_if_always_reduced"]
 
 log = logging.getLogger("zpasses")
 
 _MAX_VARIANTS = 8
-"""Patterns of given gradients that get a variant of their own; further ones are given zeros where nothing is pending."""
+"""Patterns of given gradients that get a variant of their own; further ones are given zeros where
+nothing is pending."""
 
 
 @dataclass
@@ -53,11 +63,17 @@ class BackwardDispatch:
         lowering: Lowering,
         compile_variant: Callable[[BackwardVariant], Callable[[list[Any]], Any]],
     ) -> None:
-        self._slots, self._outputs, self._lowering, self._compile = slots, outputs, lowering, compile_variant
+        self._slots, self._outputs, self._lowering, self._compile = (
+            slots,
+            outputs,
+            lowering,
+            compile_variant,
+        )
         self._places = [order[slot.param] for slot in slots]
         self._code: dict[BackwardVariant, Callable[[list[Any]], Any]] = {}
         if not compat.in_backward():
-            # Compiled ahead: most likely without a window. Otherwise the first call, which follows at once, knows what it needs.
+            # Compiled ahead: most likely without a window. Otherwise the first call, which follows
+            # at once, knows what it needs.
             self._code_of(BackwardVariant())
 
     def __call__(self, args: list[Any]) -> Any:
@@ -79,11 +95,13 @@ class BackwardDispatch:
             plan.entries[i].parts[slot.dtype] = PendingGrad(total, slot.reduction, self._lowering)
         return values[: self._outputs]
 
-    # --- choosing -------------------------------------------------------------------------------------------------------------------
+    # --- choosing ---------------------------------------------------------------------------------
     def _plan(self) -> _Plan:
         source = sharded_inputs()
         plan = _Plan(BackwardVariant(), {}, [])
-        if source is None or not windows_of([source.zpasses_params[place] for place in self._places]):
+        if source is None or not windows_of(
+            [source.zpasses_params[place] for place in self._places]
+        ):
             return plan
         takers = compat.grad_consumers(source)
         given, deferred, dropped = set(), set(), set()
@@ -105,7 +123,9 @@ class BackwardDispatch:
             if not lasts[window]:
                 deferred.add(i)
         plan.windows = list(lasts)
-        plan.variant = BackwardVariant(frozenset(given), frozenset(deferred), frozenset(dropped), _accum_dtype(plan.windows))
+        plan.variant = BackwardVariant(
+            frozenset(given), frozenset(deferred), frozenset(dropped), _accum_dtype(plan.windows)
+        )
         return plan
 
     def _code_for(self, plan: _Plan) -> Callable[[list[Any]], Any]:
@@ -145,27 +165,36 @@ def _accum_dtype(windows: Sequence[Window]) -> torch.dtype | None:
     dtypes = {window.accum_dtype for window in windows}
     if len(dtypes) > 1:
         raise ZpassesError(
-            f"one compiled graph holds parameters of windows with different grad_accum_dtype: {sorted(map(str, dtypes))}. Open one window "
+            f"one compiled graph holds parameters of windows with different grad_accum_dtype: "
+            f"{sorted(map(str, dtypes))}. Open one window "
             "for all of them, or compile the models one by one."
         )
     return dtypes.pop() if dtypes else None
 
 
 def warn_if_always_reduced(
-    code: Callable[[list[Any]], Any], graph_name: str, names: Sequence[str], order: Mapping[str, int]
+    code: Callable[[list[Any]], Any],
+    graph_name: str,
+    names: Sequence[str],
+    order: Mapping[str, int],
 ) -> Callable[[list[Any]], Any]:
-    """`code`, saying once that these parameters' gradients are reduced in each backward, if that is not what a window asks for."""
+    """`code`, saying once that these parameters' gradients are reduced in each backward, if that is
+    not what a window asks for."""
     warned = False
 
     def run(args: list[Any]) -> Any:
         nonlocal warned
         if not warned:
             source = sharded_inputs()
-            if source is not None and windows_of([source.zpasses_params[order[name]] for name in names]):
+            if source is not None and windows_of(
+                [source.zpasses_params[order[name]] for name in names]
+            ):
                 warned = True
                 log.warning(
-                    "graph %s reduces the gradients of %s in every backward, also inside a window: they are right, but communicate each "
-                    "time. Its pipeline has no pass defer-reduction behind what makes the reductions, or that pass cannot tell them apart.",
+                    "graph %s reduces the gradients of %s in every backward, also inside a window: "
+                    "they are right, but communicate each "
+                    "time. Its pipeline has no pass defer-reduction behind what makes the "
+                    "reductions, or that pass cannot tell them apart.",
                     graph_name,
                     ", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
                 )

@@ -1,11 +1,12 @@
-"""Backward variants: forms of one backward graph that leave gradients unreduced, or reduce what earlier calls left.
+"""Backward variants: forms of one backward graph that leave gradients unreduced, or reduce what
+earlier calls left.
 
-In a variant, each gradient slot is handled in one of three ways. It is reduced as in the graph itself, together with the pending gradient
-that is given. Or it is deferred: nothing communicates, the shard's gradient is returned as None, and the full gradient is an extra output,
-or is added in place to the pending gradient that is given. Or it is dropped. Pending gradients that are given are extra inputs after the
-graph's own inputs, and extra outputs come after its own outputs, both in slot order. Pending gradients are contiguous, in the accumulation
-dtype, and written in place.
-"""
+In a variant, each gradient slot is handled in one of three ways. It is reduced as in the graph
+itself, together with the pending gradient that is given. Or it is deferred: nothing communicates,
+the shard's gradient is returned as None, and the full gradient is an extra output, or is added in
+place to the pending gradient that is given. Or it is dropped. Pending gradients that are given are
+extra inputs after the graph's own inputs, and extra outputs come after its own outputs, both in
+slot order. Pending gradients are contiguous, in the accumulation dtype, and written in place."""
 
 from __future__ import annotations
 
@@ -45,7 +46,11 @@ class BackwardVariant:
     """Dtype of pending gradients; None is the gradient's own."""
 
     def pending_dtype(self, slot: GradSlot) -> torch.dtype:
-        return self.accum_dtype if self.accum_dtype is not None and slot.dtype.is_floating_point else slot.dtype
+        return (
+            self.accum_dtype
+            if self.accum_dtype is not None and slot.dtype.is_floating_point
+            else slot.dtype
+        )
 
 
 def cut_backward(gm: fx.GraphModule, variant: BackwardVariant) -> tuple[fx.GraphModule, list[Any]]:
@@ -69,7 +74,9 @@ def cut_backward(gm: fx.GraphModule, variant: BackwardVariant) -> tuple[fx.Graph
         if number in variant.deferred:
             gone.update(site.leaves)
             if pending is None:
-                extra_outputs.append(_owned_sum(graph, site, variant.pending_dtype(slot), extra_outputs))
+                extra_outputs.append(
+                    _owned_sum(graph, site, variant.pending_dtype(slot), extra_outputs)
+                )
             for source in site.nodes() if pending is not None else ():
                 _after(source).call(aten.add_.Tensor, pending, source)
         elif number in variant.dropped:
@@ -94,7 +101,11 @@ def _sum(nodes: Sequence[fx.Node], before: fx.Node) -> fx.Node | None:
     """Of an output that was a sum: what is still reduced here."""
     total: fx.Node | None = None
     for node in nodes:
-        total = node if total is None else Editor(node.graph, before, like=node).call(aten.add.Tensor, total, node)
+        total = (
+            node
+            if total is None
+            else Editor(node.graph, before, like=node).call(aten.add.Tensor, total, node)
+        )
     return total
 
 
@@ -115,7 +126,8 @@ def _after(source: fx.Node) -> Editor:
 
 
 def _reduce_with(pending: fx.Node, source: GradSource) -> None:
-    """Reduce the sum of what is pending and a gradient; the sum is made in the pending gradient's memory."""
+    """Reduce the sum of what is pending and a gradient; the sum is made in the pending gradient's
+    memory."""
     edit = _after(source.node)
     total = edit.call(aten.add_.Tensor, pending, source.node)
     dtype = value_of(source.node).dtype
@@ -126,10 +138,14 @@ def _reduce_with(pending: fx.Node, source: GradSource) -> None:
 
 
 def _casts(reader: fx.Node) -> bool:
-    return reader.target is REDUCE_GRAD or (reader.target is aten._to_copy.default and "dtype" in reader.kwargs)
+    return reader.target is REDUCE_GRAD or (
+        reader.target is aten._to_copy.default and "dtype" in reader.kwargs
+    )
 
 
-def _owned_sum(graph: fx.Graph, site: GradSite, dtype: torch.dtype, others: Sequence[fx.Node]) -> fx.Node:
+def _owned_sum(
+    graph: fx.Graph, site: GradSite, dtype: torch.dtype, others: Sequence[fx.Node]
+) -> fx.Node:
     """The full gradient in memory that nobody else holds, contiguous."""
     first, *rest = site.nodes()
     output = graph.output_node()
@@ -138,7 +154,9 @@ def _owned_sum(graph: fx.Graph, site: GradSite, dtype: torch.dtype, others: Sequ
     value = value_of(first)
     edit = _after(first) if not rest else Editor(graph, output, like=first)
     if value.dtype != dtype:
-        return edit.call(aten._to_copy.default, first, dtype=dtype, memory_format=torch.contiguous_format)
+        return edit.call(
+            aten._to_copy.default, first, dtype=dtype, memory_format=torch.contiguous_format
+        )
     if _owns_memory(first, [*_nodes(output), *others]) and value.is_contiguous():
         return first
     return edit.call(aten.clone.default, first, memory_format=torch.contiguous_format)
@@ -149,11 +167,16 @@ def _nodes(output: fx.Node) -> Iterator[fx.Node]:
 
 
 def _owns_memory(node: fx.Node, returned: Sequence[fx.Node]) -> bool:
-    """Whether a value is made here, whole, and not returned under another name: what it is a view of was computed in this graph."""
+    """Whether a value is made here, whole, and not returned under another name: what it is a view
+    of was computed in this graph."""
     base = _base(node)
     if base.op == "placeholder" or value_of(base).numel() != value_of(node).numel():
         return False
-    made = isinstance(base.target, compat.OpOverload) and base.target.namespace == "aten" and not _may_alias(base.target)
+    made = (
+        isinstance(base.target, compat.OpOverload)
+        and base.target.namespace == "aten"
+        and not _may_alias(base.target)
+    )
     return made and all(_base(other) is not base for other in returned)
 
 
@@ -164,4 +187,8 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def _may_alias(target: compat.OpOverload) -> bool:
-    return target._schema.is_mutable or target in (aten.reshape.default, aten.contiguous.default, aten.clone.default)
+    return target._schema.is_mutable or target in (
+        aten.reshape.default,
+        aten.contiguous.default,
+        aten.clone.default,
+    )

@@ -1,8 +1,8 @@
 """Inside a window, ranks meet before each compiled graph that communicates.
 
-At stage 3 every forward and backward of a window gathers. A rank that has left the window with an exception comes to none of these
-gathers, so the others ask before they start one: one round through the store for each graph, and none outside of windows.
-"""
+At stage 3 every forward and backward of a window gathers. A rank that has left the window with an
+exception comes to none of these gathers, so the others ask before they start one: one round through
+the store for each graph, and none outside of windows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from zpasses.runtime.codegen import boxed
 
 __all__ = ["barriers_enabled", "with_barrier"]
 
-# Group name -> time limits of the windows that are open over it, in seconds. Windows belong to parameters, which several graphs read.
+# Group name -> time limits of the windows that are open over it, in seconds. Windows belong to
+# parameters, which several graphs read.
 _limits: dict[str, list[float]] = {}
 
 
@@ -28,8 +29,8 @@ _limits: dict[str, list[float]] = {}
 def barriers_enabled(groups: Sequence[str], timeout_s: float) -> Iterator[None]:
     """Inside, graphs that communicate over these groups meet the other ranks first.
 
-    What the meeting cannot see, a rank that fails inside a graph, ends by time: collectives that start inside give up after `timeout_s`.
-    """
+    What the meeting cannot see, a rank that fails inside a graph, ends by time: collectives that
+    start inside give up after `timeout_s`."""
     asked = [group for group in groups if has_other_ranks(group)]
     for group in asked:
         _limits.setdefault(group, []).append(timeout_s)
@@ -44,12 +45,16 @@ def barriers_enabled(groups: Sequence[str], timeout_s: float) -> Iterator[None]:
 
 
 def with_barrier(
-    codegen: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]], gm: fx.GraphModule, inputs: Sequence[Any]
+    codegen: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
 ) -> Callable[[list[Any]], Any]:
-    """What `codegen` makes of a graph; where a window is open, it meets the other ranks before it runs.
+    """What `codegen` makes of a graph; where a window is open, it meets the other ranks before it
+    runs.
 
     Raises:
-        AgreementError: when the code is called and another rank has failed, is at something else, or does not come in time.
+        AgreementError: when the code is called and another rank has failed, is at something else,
+            or does not come in time.
     """
     # Before code generation, which may take the graph to pieces.
     occasions = {group: _said(each) for group, each in collectives_by_group(gm.graph).items()}

@@ -24,7 +24,8 @@ def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def eager_codegen(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """Run the graph node by node, freeing inputs at their last use, and all-reducing in place where compiled code does."""
+    """Run the graph node by node, freeing inputs at their last use, and all-reducing in place where
+    compiled code does."""
     gm = compat.clone_graph_module(gm)  # others look at the graph as the passes left it
     for node in reinplaceable_all_reduces(gm.graph):
         node.target = _IN_PLACE[node.target]

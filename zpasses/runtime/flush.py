@@ -1,8 +1,9 @@
-"""Reduce what is pending, outside of any backward: a small graph of its own, over a set of gradients that the ranks agreed on.
+"""Reduce what is pending, outside of any backward: a small graph of its own, over a set of
+gradients that the ranks agreed on.
 
-Ranks may hold different pending gradients, because a parameter got a gradient on some of them only. They exchange what they hold
-through the store; what any of them holds is reduced, with zeros from those that hold nothing.
-"""
+Ranks may hold different pending gradients, because a parameter got a gradient on some of them only.
+They exchange what they hold through the store; what any of them holds is reduced, with zeros from
+those that hold nothing."""
 
 from __future__ import annotations
 
@@ -63,12 +64,15 @@ class FlushEntry:
     @staticmethod
     def unpack(packed: Sequence[Any], group: str) -> FlushEntry:
         place, dtype, total_dtype, shape, rows, shard_dtype, reduce_dtype = packed
-        reduction = Reduction(rows, _dtype(shard_dtype), _dtype(reduce_dtype) if reduce_dtype else None, group)
+        reduction = Reduction(
+            rows, _dtype(shard_dtype), _dtype(reduce_dtype) if reduce_dtype else None, group
+        )
         return FlushEntry(place, _dtype(dtype), _dtype(total_dtype), tuple(shape), reduction)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """What is communicated: a sum in a wider dtype is reduced in the dtype that the gradient itself would have been."""
+        """What is communicated: a sum in a wider dtype is reduced in the dtype that the gradient
+        itself would have been."""
         return self.reduction.reduce_dtype or self.dtype
 
 
@@ -83,7 +87,8 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class GraphLowering:
-    """How the backend that made a graph lowers a flush: with the same passes and the same code generation."""
+    """How the backend that made a graph lowers a flush: with the same passes and the same code
+    generation."""
 
     def __init__(
         self,
@@ -99,7 +104,11 @@ class GraphLowering:
             self.text = ""  # passes that other ranks cannot be told by name
 
     def code(
-        self, items: Sequence[FlushEntry], totals: Sequence[Tensor], shard_rows: Sequence[int], timeout_s: float | None
+        self,
+        items: Sequence[FlushEntry],
+        totals: Sequence[Tensor],
+        shard_rows: Sequence[int],
+        timeout_s: float | None,
     ) -> Callable[[list[Any]], Any]:
         """What reduces these gradients; the ranks compare its collectives the first time."""
         key = (tuple(items), tuple(shard_rows))
@@ -108,7 +117,9 @@ class GraphLowering:
                 self._code.clear()
             gm, fakes = flush_graph(items, totals, shard_rows)
             for level in (Level.JOINT, Level.BACKWARD):
-                recorded_passes(self._recorder, "flush", level.value, gm.graph, self._pipeline.at(level))
+                recorded_passes(
+                    self._recorder, "flush", level.value, gm.graph, self._pipeline.at(level)
+                )
             gm.recompile()
             code = self._codegen(gm, fakes)
             if timeout_s is not None:
@@ -119,14 +130,16 @@ class GraphLowering:
 
 
 def flush(window: Window, timeout_s: float | None, failure: str | None = None) -> None:
-    """Average what is pending in a window over the ranks and add it to `param.grad`; what was pending is gone in any case.
+    """Average what is pending in a window over the ranks and add it to `param.grad`; what was
+    pending is gone in any case.
 
     Args:
         timeout_s: seconds to wait for the other ranks; None does not ask them.
         failure: why this rank cannot take part, for the others; nothing is reduced then.
 
     Raises:
-        AgreementError: when another rank failed, or did not come in time. Nothing is reduced on any rank.
+        AgreementError: when another rank failed, or did not come in time. Nothing is reduced on any
+            rank.
     """
     try:
         items, text = _agreed(window, _held(window), timeout_s, failure)
@@ -140,20 +153,30 @@ def _held(window: Window) -> dict[FlushEntry, str]:
     """What this rank holds, with the pipeline that lowers it."""
     held = {}
     for place, param in enumerate(window.params):
-        for dtype, part in sorted(pending_of(param).parts.items(), key=str) if param is not None else ():
-            item = FlushEntry(place, dtype, part.total.dtype, tuple(part.total.shape), part.reduction)
+        for dtype, part in (
+            sorted(pending_of(param).parts.items(), key=str) if param is not None else ()
+        ):
+            item = FlushEntry(
+                place, dtype, part.total.dtype, tuple(part.total.shape), part.reduction
+            )
             held[item] = part.lowering.text if part.lowering is not None else ""
     return held
 
 
-def _agreed(window: Window, held: dict[FlushEntry, str], timeout_s: float | None, failure: str | None) -> tuple[list[FlushEntry], str]:
+def _agreed(
+    window: Window, held: dict[FlushEntry, str], timeout_s: float | None, failure: str | None
+) -> tuple[list[FlushEntry], str]:
     if timeout_s is None:
         return sorted(held, key=_order), _common(held.values())
     items: list[FlushEntry] = []
     texts: set[str] = set()
     error: AgreementError | None = None
     for group in groups_of(window):
-        mine = {json.dumps(item.pack()): text for item, text in held.items() if item.reduction.group == group}
+        mine = {
+            json.dumps(item.pack()): text
+            for item, text in held.items()
+            if item.reduction.group == group
+        }
         ballot = {"items": list(mine), "texts": sorted(set(mine.values()))}
         try:
             why = failure or (str(error) if error else None)
@@ -173,35 +196,57 @@ def _order(item: FlushEntry) -> tuple[int, str]:
 
 
 def _common(texts: Any) -> str:
-    known = {text for text in texts if text}  # eager code has no passes; those of a graph are as good for it
+    known = {
+        text for text in texts if text
+    }  # eager code has no passes; those of a graph are as good for it
     return known.pop() if len(known) == 1 else ""
 
 
 def _unite(ballots: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {key: sorted({value for ballot in ballots for value in ballot[key]}) for key in ("items", "texts")}
+    return {
+        key: sorted({value for ballot in ballots for value in ballot[key]})
+        for key in ("items", "texts")
+    }
 
 
 def groups_of(window: Window) -> list[str]:
-    """Names of the process groups over which a window's parameters are sharded, in an order that ranks share."""
-    names = (compat.group_name(param.device_mesh.get_group()) for param in window.params if isinstance(param, DTensor))
+    """Names of the process groups over which a window's parameters are sharded, in an order that
+    ranks share."""
+    names = (
+        compat.group_name(param.device_mesh.get_group())
+        for param in window.params
+        if isinstance(param, DTensor)
+    )
     return list(dict.fromkeys(names))
 
 
-# --- reducing --------------------------------------------------------------------------------------------------------------------
-def _reduce(window: Window, items: Sequence[FlushEntry], text: str, timeout_s: float | None) -> None:
+# --- reducing -------------------------------------------------------------------------------------
+def _reduce(
+    window: Window, items: Sequence[FlushEntry], text: str, timeout_s: float | None
+) -> None:
     params = window.params
     lowering = _lowering(params, text)
     totals, shard_rows = [], []
     for item in items:
         param = params[item.place]
         if param is None:
-            raise ZpassesError(f"parameter {item.place} of the window is gone on this rank, but other ranks hold a gradient of it.")
+            raise ZpassesError(
+                f"parameter {item.place} of the window is gone on this rank, but other ranks hold "
+                "a gradient of it."
+            )
         shard = compat.local_of(param)
         part = pending_of(param).parts.pop(item.dtype, None)
-        totals.append(part.total if part is not None else torch.zeros(item.shape, dtype=item.total_dtype, device=shard.device))
+        totals.append(
+            part.total
+            if part is not None
+            else torch.zeros(item.shape, dtype=item.total_dtype, device=shard.device)
+        )
         shard_rows.append(shard.shape[0] if shard.dim() else 0)
     if lowering is None:
-        grads: Any = [_by_dialect(item, totals.pop(0), rows) for item, rows in zip(items, shard_rows, strict=True)]
+        grads: Any = [
+            _by_dialect(item, totals.pop(0), rows)
+            for item, rows in zip(items, shard_rows, strict=True)
+        ]
     else:
         try:
             code = lowering.code(items, totals, shard_rows, timeout_s)
@@ -214,11 +259,21 @@ def _reduce(window: Window, items: Sequence[FlushEntry], text: str, timeout_s: f
 
 
 def _lowering(params: Sequence[Any], text: str) -> Lowering | None:
-    """Of the graphs that left gradients: one with these passes. A rank that has none runs them uncompiled; without text, the dialect."""
+    """Of the graphs that left gradients: one with these passes. A rank that has none runs them
+    uncompiled; without text, the dialect."""
     if not text:
         return None
-    parts = (part for param in params if param is not None for part in pending_of(param).parts.values())
-    own = next((part.lowering for part in parts if part.lowering is not None and part.lowering.text == text), None)
+    parts = (
+        part for param in params if param is not None for part in pending_of(param).parts.values()
+    )
+    own = next(
+        (
+            part.lowering
+            for part in parts
+            if part.lowering is not None and part.lowering.text == text
+        ),
+        None,
+    )
     return own or GraphLowering(Pipeline.parse(text), eager_codegen)
 
 
@@ -229,14 +284,20 @@ def _by_dialect(item: FlushEntry, total: Tensor, shard_rows: int) -> Tensor:
 
 
 def _deliver(params: Sequence[Any], grads: Sequence[Tensor]) -> None:
-    """Hand gradients to the parameters as a backward would: added to what is there, with all hooks."""
-    arriving = [arriving_gradient(grad, compat.spec_of(param)) for param, grad in zip(params, grads, strict=True)]
+    """Hand gradients to the parameters as a backward would: added to what is there, with all
+    hooks."""
+    arriving = [
+        arriving_gradient(grad, compat.spec_of(param))
+        for param, grad in zip(params, grads, strict=True)
+    ]
     for param in params:
         drop_cached(param)  # a step is due, as after every reduction
     torch.autograd.backward(list(params), arriving)
 
 
-def flush_graph(items: Sequence[FlushEntry], totals: Sequence[Tensor], shard_rows: Sequence[int]) -> tuple[fx.GraphModule, list[Any]]:
+def flush_graph(
+    items: Sequence[FlushEntry], totals: Sequence[Tensor], shard_rows: Sequence[int]
+) -> tuple[fx.GraphModule, list[Any]]:
     """The dialect's reductions of these gradients as a graph, and the fake values of its inputs."""
     graph = fx.Graph()
     mode = compat.FakeTensorMode()
@@ -248,9 +309,13 @@ def flush_graph(items: Sequence[FlushEntry], totals: Sequence[Tensor], shard_row
     outputs = []
     for node, fake, item, rows in zip(inputs, fakes, items, shard_rows, strict=True):
         how = item.reduction
-        reduced = graph.call_function(REDUCE_GRAD, (node, how.rows, rows, how.dtype, item.reduce_dtype, how.group))
+        reduced = graph.call_function(
+            REDUCE_GRAD, (node, how.rows, rows, how.dtype, item.reduce_dtype, how.group)
+        )
         with mode:
-            reduced.meta["val"] = REDUCE_GRAD(fake, how.rows, rows, how.dtype, item.reduce_dtype, how.group)
+            reduced.meta["val"] = REDUCE_GRAD(
+                fake, how.rows, rows, how.dtype, item.reduce_dtype, how.group
+            )
         add_tag(reduced, Tag("reduce", (f"pending_{item.place}",), nbytes(fake), origin="flush"))
         outputs.append(reduced)
     graph.output(tuple(outputs))

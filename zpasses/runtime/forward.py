@@ -20,7 +20,8 @@ from zpasses.runtime.windows import StepWindow, pending_of, step_windows
 __all__ = ["Accumulation", "BoundParameters", "ForwardDispatch", "with_local_shards"]
 
 _MAX_VARIANTS = 4
-"""Patterns of fresh and stale parameters that get a variant of their own; further ones run as the first call did."""
+"""Patterns of fresh and stale parameters that get a variant of their own; further ones run as the
+first call did."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,22 @@ class Accumulation:
 
 
 class BoundParameters(threading.local):
-    """The parameters that the current call of a graph was given, for the graph's forward to look up what is kept of them."""
+    """The parameters that the current call of a graph was given, for the graph's forward to look up
+    what is kept of them."""
 
     def __init__(self) -> None:
         self._bound: dict[str, tuple[ParamCache, DTensor, Tensor]] = {}
 
     def bind(self, params: Sequence[Any], names: Sequence[str]) -> None:
         # Anew at each call: `model.to` and its kin give the same parameter another local tensor.
-        self._bound = {name: (param_cache_of(param), param, compat.local_of(param)) for name, param in zip(names, params, strict=True)}
+        self._bound = {
+            name: (param_cache_of(param), param, compat.local_of(param))
+            for name, param in zip(names, params, strict=True)
+        }
 
     def release(self) -> None:
-        """Forget the parameters, so that compiled code does not outlive a model with all its memory."""
+        """Forget the parameters, so that compiled code does not outlive a model with all its
+        memory."""
         self._bound = {}
 
     def __getitem__(self, name: str) -> tuple[ParamCache, DTensor, Tensor]:
@@ -62,7 +68,8 @@ class BoundParameters(threading.local):
 
 
 class ForwardDispatch:
-    """Runs the variant of a forward graph that gathers what is stale and takes the rest from what was kept.
+    """Runs the variant of a forward graph that gathers what is stale and takes the rest from what
+    was kept.
 
     Args:
         slots: the graph's cached parameters.
@@ -83,9 +90,18 @@ class ForwardDispatch:
         compile_variant: Callable[[ForwardVariant], Callable[[list[Any]], Any]],
     ) -> None:
         self._launches = launches
-        self._slots, self._outputs, self._bound, self._inference, self._compile = slots, outputs, bound, inference, compile_variant
-        self._first = ForwardVariant(kept=frozenset() if inference else frozenset(range(len(slots))))
-        # The variant that every rank needs first is compiled with the graph; the others when they are first needed.
+        self._slots, self._outputs, self._bound, self._inference, self._compile = (
+            slots,
+            outputs,
+            bound,
+            inference,
+            compile_variant,
+        )
+        self._first = ForwardVariant(
+            kept=frozenset() if inference else frozenset(range(len(slots)))
+        )
+        # The variant that every rank needs first is compiled with the graph; the others when they
+        # are first needed.
         self._code = {self._first: compile_variant(self._first)}
         install_step_invalidation()
 
@@ -110,7 +126,10 @@ class ForwardDispatch:
     def _choose(self, entries: Sequence[tuple[ParamCache, DTensor, Tensor]]) -> ForwardVariant:
         given, kept = [], []
         keeps = not torch.is_inference_mode_enabled()  # autograd refuses what is made there
-        fresh = [entry.is_fresh(param, shard, self._slots[i].dtype) for i, (entry, param, shard) in enumerate(entries)]
+        fresh = [
+            entry.is_fresh(param, shard, self._slots[i].dtype)
+            for i, (entry, param, shard) in enumerate(entries)
+        ]
         stale = {launch for launch, each in zip(self._launches, fresh, strict=True) if not each}
         for i, (entry, _, _) in enumerate(entries):
             if self._launches[i] not in stale:

@@ -1,9 +1,10 @@
-"""Variants: forms of one compiled graph that hand values from call to call through extra inputs and outputs.
+"""Variants: forms of one compiled graph that hand values from call to call through extra inputs and
+outputs.
 
-A forward graph whose full parameters are marked as cached has one slot a parameter. In a variant each slot is either gathered, and
-its value perhaps an extra output, or given, as an extra input; extras come after the graph's own, in slot order. No op with side
-effects is involved, so Inductor sees a plain graph.
-"""
+A forward graph whose full parameters are marked as cached has one slot a parameter. In a variant
+each slot is either gathered, and its value perhaps an extra output, or given, as an extra input;
+extras come after the graph's own, in slot order. No op with side effects is involved, so Inductor
+sees a plain graph."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ from zpasses import compat
 from zpasses.graph.nodes import append_placeholder, collective_of, erase_dead, value_of
 from zpasses.graph.tags import retag, tag_of, tagged
 
-__all__ = ["ForwardVariant", "ParamSlot", "cut_forward", "gather_ids", "is_cached_param", "param_slots", "unmark_returned"]
+__all__ = [
+    "ForwardVariant",
+    "ParamSlot",
+    "cut_forward",
+    "gather_ids",
+    "is_cached_param",
+    "param_slots",
+    "unmark_returned",
+]
 
 
 @dataclass(frozen=True)
@@ -32,14 +41,19 @@ class ParamSlot:
 
 
 def param_slots(graph: fx.Graph) -> list[ParamSlot]:
-    """The cached parameters of a graph, in graph order, each once: of one that is gathered in two dtypes, the first."""
+    """The cached parameters of a graph, in graph order, each once: of one that is gathered in two
+    dtypes, the first."""
     return list(_nodes_by_slot(graph))
 
 
 def gather_ids(graph: fx.Graph) -> list[int]:
-    """For each slot, which collective gathers it: slots with one number are gathered together or not at all."""
+    """For each slot, which collective gathers it: slots with one number are gathered together or
+    not at all."""
     numbers: dict[fx.Node, int] = {}
-    return [numbers.setdefault(_launch(nodes[0]), len(numbers)) for nodes in _nodes_by_slot(graph).values()]
+    return [
+        numbers.setdefault(_launch(nodes[0]), len(numbers))
+        for nodes in _nodes_by_slot(graph).values()
+    ]
 
 
 def _launch(full: fx.Node) -> fx.Node:
@@ -65,7 +79,9 @@ def unmark_returned(graph: fx.Graph, returned: Iterable[object]) -> None:
 
 def _viewed(node: fx.Node) -> fx.Node:
     # Inductor may drop a clone.
-    while isinstance(node.target, compat.OpOverload) and (node.target.is_view or node.target is torch.ops.aten.clone.default):
+    while isinstance(node.target, compat.OpOverload) and (
+        node.target.is_view or node.target is torch.ops.aten.clone.default
+    ):
         node = node.all_input_nodes[0]
     return node
 
@@ -83,7 +99,8 @@ def _nodes_by_slot(graph: fx.Graph) -> dict[ParamSlot, list[fx.Node]]:
 
 @dataclass(frozen=True)
 class ForwardVariant:
-    """Which slots a variant is given and which it hands out; it gathers all that it is not given."""
+    """Which slots a variant is given and which it hands out; it gathers all that it is not
+    given."""
 
     given: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()

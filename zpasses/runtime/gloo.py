@@ -1,9 +1,11 @@
 """All-gathers over gloo, past a fault of torch.
 
-torch's functional all-gathers, also that of one tensor, run `ProcessGroupGloo::allgather_coalesced`. With another collective under way
-beside it, it corrupts the heap: two ranks that keep one such gather and one all-reduce in flight abort within some thousands of them
-("malloc(): unaligned tcache chunk detected", or a segmentation fault; torch 2.13, torch alone). `_allgather_base` in the same place does
-not, nor do all-reduces among themselves. So code that is about to run over gloo calls these instead:
+torch's functional all-gathers, also that of one tensor, run
+`ProcessGroupGloo::allgather_coalesced`. With another collective under way beside it, it corrupts
+the heap: two ranks that keep one such gather and one all-reduce in flight abort within some
+thousands of them ("malloc(): unaligned tcache chunk detected", or a segmentation fault; torch 2.13,
+torch alone). `_allgather_base` in the same place does not, nor do all-reduces among themselves. So
+code that is about to run over gloo calls these instead:
 
     zpasses::gloo_all_gather(input, group_size, group)              -> what all_gather_into_tensor returns
     zpasses::gloo_all_gather_coalesced(inputs, group_size, group)   -> one output an input
@@ -26,8 +28,13 @@ __all__ = ["all_gather", "replace_gloo_all_gathers"]
 
 _library = torch.library.Library("zpasses", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides)
-_library.define("gloo_all_gather(Tensor input, int group_size, str group_name) -> Tensor", tags=_TAGS)
-_library.define("gloo_all_gather_coalesced(Tensor[] inputs, int group_size, str group_name) -> Tensor[]", tags=_TAGS)
+_library.define(
+    "gloo_all_gather(Tensor input, int group_size, str group_name) -> Tensor", tags=_TAGS
+)
+_library.define(
+    "gloo_all_gather_coalesced(Tensor[] inputs, int group_size, str group_name) -> Tensor[]",
+    tags=_TAGS,
+)
 
 _STAND_INS: dict[Any, compat.OpOverload] = {
     compat.functional.all_gather_into_tensor.default: torch.ops.zpasses.gloo_all_gather.default,
@@ -49,37 +56,54 @@ def replace_gloo_all_gathers(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _gathers(graph: fx.Graph) -> list[fx.Node]:
-    nodes = [node for target in _STAND_INS for node in graph.find_nodes(op="call_function", target=target)]
+    nodes = [
+        node
+        for target in _STAND_INS
+        for node in graph.find_nodes(op="call_function", target=target)
+    ]
     return [node for node in nodes if _is_over_gloo(node)]
 
 
 def _is_over_gloo(node: fx.Node) -> bool:
     found, value = collective_of(node), value_of(node.all_input_nodes[0])
-    return found is not None and isinstance(value, Tensor) and compat.is_gloo(found.group, value.device)
+    return (
+        found is not None
+        and isinstance(value, Tensor)
+        and compat.is_gloo(found.group, value.device)
+    )
 
 
 def all_gather(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
-    """Gather tensors over gloo: one output an input, [group_size * rows, ...]; returns at once, to be awaited by `wait_tensor`."""
+    """Gather tensors over gloo: one output an input, [group_size * rows, ...]; returns at once, to
+    be awaited by `wait_tensor`."""
     if len(inputs) == 1:
         return [torch.ops.zpasses.gloo_all_gather(inputs[0], group_size, group_name)]
     return list(torch.ops.zpasses.gloo_all_gather_coalesced(inputs, group_size, group_name))
 
 
 def _empty(source: Tensor, group_size: int) -> Tensor:
-    return source.new_empty((source.shape[0] * group_size, *source.shape[1:]) if source.dim() else (group_size,))
+    return source.new_empty(
+        (source.shape[0] * group_size, *source.shape[1:]) if source.dim() else (group_size,)
+    )
 
 
 def _all_gather(input: Tensor, group_size: int, group_name: str) -> Tensor:
-    output: Tensor = compat.functional.all_gather_into_tensor_out(input.contiguous(), group_size, group_name, out=_empty(input, group_size))
+    output: Tensor = compat.functional.all_gather_into_tensor_out(
+        input.contiguous(), group_size, group_name, out=_empty(input, group_size)
+    )
     return output
 
 
-def _all_gather_coalesced(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
+def _all_gather_coalesced(
+    inputs: Sequence[Tensor], group_size: int, group_name: str
+) -> list[Tensor]:
     if len({source.dtype for source in inputs}) != 1:
         return [_all_gather(source, group_size, group_name) for source in inputs]
     packed = torch.cat([source.reshape(-1) for source in inputs])
     gathered = packed.new_empty(group_size, packed.numel())
-    compat.functional.all_gather_into_tensor_out(packed, group_size, group_name, out=gathered.view(-1))
+    compat.functional.all_gather_into_tensor_out(
+        packed, group_size, group_name, out=gathered.view(-1)
+    )
     outputs = [_empty(source, group_size) for source in inputs]
     work = _Unpacking(gathered, outputs)
     for output in outputs:
@@ -110,7 +134,9 @@ def _all_gather_fake(input: Tensor, group_size: int, group_name: str) -> Tensor:
     return _empty(input, group_size)
 
 
-def _all_gather_coalesced_fake(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
+def _all_gather_coalesced_fake(
+    inputs: Sequence[Tensor], group_size: int, group_name: str
+) -> list[Tensor]:
     return [_empty(source, group_size) for source in inputs]
 
 

@@ -1,7 +1,8 @@
-"""Gradient slots: the parameter gradients that a backward graph reduces and that another call may reduce instead.
+"""Gradient slots: the parameter gradients that a backward graph reduces and that another call may
+reduce instead.
 
-A slot knows the full gradient, the nodes of its reduction that read it, and the reduced gradients that the graph returns.
-"""
+A slot knows the full gradient, the nodes of its reduction that read it, and the reduced gradients
+that the graph returns."""
 
 from __future__ import annotations
 
@@ -47,13 +48,15 @@ class GradSlot:
 
 @dataclass(frozen=True)
 class GradReader:
-    """A node of a reduction, and where in its list of tensors it reads a gradient; None where it reads it anywhere else."""
+    """A node of a reduction, and where in its list of tensors it reads a gradient; None where it
+    reads it anywhere else."""
 
     node: fx.Node
     place: int | None = None
 
     def read(self, old: fx.Node, new: fx.Node) -> None:
-        """Read `new` instead. Other parameters may have the same gradient, in other places of the list."""
+        """Read `new` instead. Other parameters may have the same gradient, in other places of the
+        list."""
         if self.place is None:
             self.node.replace_input_with(old, new)
             return
@@ -101,7 +104,11 @@ def grad_slots(graph: fx.Graph) -> list[GradSlot]:
 
 def always_reduced(graph: fx.Graph) -> list[str]:
     """Parameters whose gradients a backward graph reduces and cannot leave unreduced."""
-    tags = [tag for node in graph.nodes if (tag := tag_of(node)) is not None and tag.role in REDUCE_ROLES]
+    tags = [
+        tag
+        for node in graph.nodes
+        if (tag := tag_of(node)) is not None and tag.role in REDUCE_ROLES
+    ]
     deferrable = {slot.param for slot in grad_slots(graph)}
     return [name for name in dict.fromkeys(tag.params[0] for tag in tags) if name not in deferrable]
 
@@ -131,7 +138,8 @@ def _reduction(leaf: fx.Node, tag: Tag) -> Reduction | None:
 
 
 def returned_gradients(graph: fx.Graph) -> dict[int, list[fx.Node]]:
-    """Position of an output -> the reduced gradients whose sum it is; outputs that are anything else are missing."""
+    """Position of an output -> the reduced gradients whose sum it is; outputs that are anything
+    else are missing."""
     outputs: Any = graph.output_node().args[0]
     found = {i: _leaves(value) for i, value in enumerate(outputs) if isinstance(value, fx.Node)}
     return {i: leaves for i, leaves in found.items() if leaves}
@@ -173,9 +181,16 @@ def _source(leaf: fx.Node) -> GradSource | None:
     return GradSource(source, tuple(readers)) if isinstance(value_of(source), Tensor) else None
 
 
-def _whole(node: fx.Node, reader: GradReader, reduction: Reduction | None) -> tuple[fx.Node, GradReader]:
+def _whole(
+    node: fx.Node, reader: GradReader, reduction: Reduction | None
+) -> tuple[fx.Node, GradReader]:
     """A gradient and its reader, from in front of views that packed it."""
-    while reduction is not None and reduction.rows and _is_view(node) and _rows(node) != reduction.rows:
+    while (
+        reduction is not None
+        and reduction.rows
+        and _is_view(node)
+        and _rows(node) != reduction.rows
+    ):
         node, reader = node.all_input_nodes[0], GradReader(node)
     return node, reader
 
@@ -186,7 +201,8 @@ def _rows(node: fx.Node) -> int:
 
 
 def _belongs(node: fx.Node, param: str) -> bool:
-    """Whether a node is part of the reduction of a parameter's gradient: it is tagged so, or a view of such a node."""
+    """Whether a node is part of the reduction of a parameter's gradient: it is tagged so, or a view
+    of such a node."""
     tag = tag_of(node)
     if tag is not None:
         return tag.role in REDUCE_ROLES and param in tag.params
@@ -196,15 +212,24 @@ def _belongs(node: fx.Node, param: str) -> bool:
 def _is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return True
-    return isinstance(node.target, compat.OpOverload) and node.target.is_view and len(node.all_input_nodes) == 1
+    return (
+        isinstance(node.target, compat.OpOverload)
+        and node.target.is_view
+        and len(node.all_input_nodes) == 1
+    )
 
 
 def _inputs_of(node: fx.Node, param: str) -> list[tuple[fx.Node, GradReader]]:
-    """What a node of a reduction reads for one parameter, where it may read other gradients for others."""
+    """What a node of a reduction reads for one parameter, where it may read other gradients for
+    others."""
     if node.target is operator.getitem:
         several, place = cast(tuple[fx.Node, int], node.args)
         listed = _listed(several)
-        return [(listed[place], GradReader(several, place))] if listed is not None else [(several, GradReader(node))]
+        return (
+            [(listed[place], GradReader(several, place))]
+            if listed is not None
+            else [(several, GradReader(node))]
+        )
     listed = _listed(node)
     if listed is None:
         return [(item, GradReader(node)) for item in node.all_input_nodes]
@@ -219,6 +244,10 @@ def _inputs_of(node: fx.Node, param: str) -> list[tuple[fx.Node, GradReader]]:
 def _listed(node: fx.Node) -> list[fx.Node] | None:
     """The tensors of a call that takes a list of them."""
     for arg in node.args:
-        if isinstance(arg, (list, tuple)) and arg and all(isinstance(item, fx.Node) for item in arg):
+        if (
+            isinstance(arg, (list, tuple))
+            and arg
+            and all(isinstance(item, fx.Node) for item in arg)
+        ):
             return list(arg)
     return None

@@ -1,8 +1,7 @@
 """Local shards of DTensor parameters, and their gradients on the way back.
 
-A compiled graph takes local shards instead of DTensors. One autograd node converts all parameters of a call, and turns the gradients of
-their shards into DTensors.
-"""
+A compiled graph takes local shards instead of DTensors. One autograd node converts all parameters
+of a call, and turns the gradients of their shards into DTensors."""
 
 from __future__ import annotations
 
@@ -26,7 +25,8 @@ class _LocalShards(torch.autograd.Function):
     def forward(ctx: Any, *params: DTensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # a missing gradient must stay missing
         ctx.zpasses_params = params  # backward graphs look here for what they work for
-        # Views: an autograd function must not return, and so mark as its output, the parameter's own tensor.
+        # Views: an autograd function must not return, and so mark as its output, the parameter's
+        # own tensor.
         return tuple([compat.local_of(param).view_as(compat.local_of(param)) for param in params])
 
     @staticmethod
@@ -36,7 +36,9 @@ class _LocalShards(torch.autograd.Function):
             if grad is None:
                 result.append(None)
                 continue
-            drop_cached(param)  # a step is due: what was gathered is about to be stale, on every rank
+            drop_cached(
+                param
+            )  # a step is due: what was gathered is about to be stale, on every rank
             result.append(arriving_gradient(grad, compat.spec_of(param)))
         return tuple(result)
 
@@ -55,7 +57,8 @@ def local_shards(params: Sequence[DTensor]) -> tuple[Tensor, ...]:
 
 
 def sharded_inputs() -> Any:
-    """The autograd node that gave local shards to the autograd node that runs right now; None if there is none.
+    """The autograd node that gave local shards to the autograd node that runs right now; None if
+    there is none.
 
     Its attribute `zpasses_params` holds the parameters.
     """
@@ -69,12 +72,13 @@ def sharded_inputs() -> Any:
 class ArrivingGradient(DTensor):
     """A gradient on its way to `param.grad`, where it is a plain DTensor.
 
-    Autograd detaches every gradient that it stores, which through DTensor's dispatch costs more than all else that happens to a small
-    gradient. A gradient that nobody else holds need not be copied: it is handed on as it is.
-    """
+    Autograd detaches every gradient that it stores, which through DTensor's dispatch costs more
+    than all else that happens to a small gradient. A gradient that nobody else holds need not be
+    copied: it is handed on as it is."""
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # of what DTensor's stub says, a disabled C function
+    # of what DTensor's stub says, a disabled C function
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for value in compat.pytree.tree_leaves((args, kwargs)) if func is not _DETACH else args:
@@ -87,9 +91,12 @@ _DETACH = torch.ops.aten.detach.default
 
 
 def arriving_gradient(local: Tensor, spec: compat.DTensorSpec) -> DTensor:
-    """A gradient of `spec` around a local one that nobody else holds; one that autograd follows (create_graph) stays in its graph."""
+    """A gradient of `spec` around a local one that nobody else holds; one that autograd follows
+    (create_graph) stays in its graph."""
     if local.requires_grad:
         meta = cast(Any, spec.tensor_meta)
-        return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride)
+        return DTensor.from_local(
+            local, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
+        )
     build = cast(Callable[..., DTensor], ArrivingGradient)
     return build(local, spec, requires_grad=False)

@@ -1,15 +1,17 @@
 """Full parameters that stages 1 and 2 keep between the calls of compiled graphs.
 
-One `Retained` belongs to one sharded parameter and lives as an attribute of it: every graph that reads the parameter (training,
-evaluation, both halves of a graph break) shares the one copy, and nothing outlives the parameter.
+One `Retained` belongs to one sharded parameter and lives as an attribute of it: every graph that
+reads the parameter (training, evaluation, both halves of a graph break) shares the one copy, and
+nothing outlives the parameter.
 
-A kept value is fresh until its gradient is reduced, an optimizer steps, or its shard changes. All three are events that ranks which
-run the same program share, also where a rank holds an empty shard: ranks must decide alike, or they would wait for each other. Change
-is seen by version counters. There are two: an operation on the DTensor moves the DTensor's, one on its local tensor the local
-tensor's. Operations on lists of DTensors (`torch._foreach_*`, fused optimizers) move neither; torch's optimizers are seen by the hook
-that torch offers. Other such edits exist (averages of weights, say), so runs without gradients keep only parameters that an optimizer
-of torch has been seen to step.
-"""
+A kept value is fresh until its gradient is reduced, an optimizer steps, or its shard changes. All
+three are events that ranks which run the same program share, also where a rank holds an empty
+shard: ranks must decide alike, or they would wait for each other. Change is seen by version
+counters. There are two: an operation on the DTensor moves the DTensor's, one on its local tensor
+the local tensor's. Operations on lists of DTensors (`torch._foreach_*`, fused optimizers) move
+neither; torch's optimizers are seen by the hook that torch offers. Other such edits exist (averages
+of weights, say), so runs without gradients keep only parameters that an optimizer of torch has been
+seen to step."""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ class ParamCache:
         return ParamCache, ()  # a copy of the parameter starts anew: nobody has stepped it yet
 
     def is_fresh(self, param: DTensor, shard: Tensor, dtype: torch.dtype) -> bool:
-        """Whether the copy was gathered from this parameter's shard, in this dtype, since it last changed."""
+        """Whether the copy was gathered from this parameter's shard, in this dtype, since it last
+        changed."""
         full, seen = self.full, self.shard
         return (
             full is not None
@@ -62,7 +65,8 @@ class ParamCache:
 
 
 def _version(param: DTensor, shard: Tensor) -> int:
-    """Both counters, which only grow; -1 (never fresh) for tensors made in inference mode, which have none."""
+    """Both counters, which only grow; -1 (never fresh) for tensors made in inference mode, which
+    have none."""
     if param.is_inference() or shard.is_inference():
         return -1
     return param._version + shard._version
@@ -79,7 +83,8 @@ def param_cache_of(param: Any) -> ParamCache:
 
 @functools.cache
 def install_step_invalidation() -> None:
-    """Drop the cached copies of the parameters of an optimizer after each of its steps: all torch optimizers. Installed once."""
+    """Drop the cached copies of the parameters of an optimizer after each of its steps: all torch
+    optimizers. Installed once."""
     register_optimizer_step_post_hook(_after_step)
 
 

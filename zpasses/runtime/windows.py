@@ -1,12 +1,13 @@
 """Gradients that wait for their reduction, and the windows that say how long.
 
-One `Pending` belongs to one sharded parameter and lives as an attribute of it, so every graph that gives the parameter a gradient (both
-halves of a graph break, recompilations, eager code) adds to the same buffers: one a dtype of gradient, full-size, written in place.
+One `Pending` belongs to one sharded parameter and lives as an attribute of it, so every graph that
+gives the parameter a gradient (both halves of a graph break, recompilations, eager code) adds to
+the same buffers: one a dtype of gradient, full-size, written in place.
 
-A window is a run of backwards whose gradients are reduced once. A backward is one run of the autograd engine that gives a gradient to at
-least one parameter of the window; runs inside such a run (reentrant checkpoints) are part of it. Windows belong to parameters and not to
-threads, because autograd runs backward of accelerators in threads of its own.
-"""
+A window is a run of backwards whose gradients are reduced once. A backward is one run of the
+autograd engine that gives a gradient to at least one parameter of the window; runs inside such a
+run (reentrant checkpoints) are part of it. Windows belong to parameters and not to threads, because
+autograd runs backward of accelerators in threads of its own."""
 
 from __future__ import annotations
 
@@ -43,14 +44,20 @@ PENDING_ATTRIBUTE = "_zpasses_pending"
 
 
 class Lowering(Protocol):
-    """How the backend that compiled a graph lowers reductions which that graph left to a later call."""
+    """How the backend that compiled a graph lowers reductions which that graph left to a later
+    call."""
 
     @property
     def text(self) -> str:
-        """The pipeline as text, for ranks without such a graph; "" if other ranks cannot build it from text."""
+        """The pipeline as text, for ranks without such a graph; "" if other ranks cannot build it
+        from text."""
 
     def code(
-        self, entries: Sequence[Any], totals: Sequence[Tensor], shard_rows: Sequence[int], timeout_s: float | None
+        self,
+        entries: Sequence[Any],
+        totals: Sequence[Tensor],
+        shard_rows: Sequence[int],
+        timeout_s: float | None,
     ) -> Callable[[list[Any]], Any]:
         """Compile a graph that reduces these pending gradients. It takes one list, `totals`."""
 
@@ -109,9 +116,10 @@ def pending_of(param: Any) -> Pending:
     return entry
 
 
-# --- engine runs -----------------------------------------------------------------------------------------------------------------
+# --- engine runs ----------------------------------------------------------------------------------
 class EngineRun:
-    """One run of the autograd engine, alive as long as it goes on, also where it ends in an exception."""
+    """One run of the autograd engine, alive as long as it goes on, also where it ends in an
+    exception."""
 
     def __init__(self) -> None:
         self._at_end: list[Callable[[], None]] = []
@@ -139,11 +147,13 @@ class EngineRun:
 _runs: weakref.WeakValueDictionary[int, EngineRun] = weakref.WeakValueDictionary()
 
 
-# --- windows ---------------------------------------------------------------------------------------------------------------------
+# --- windows --------------------------------------------------------------------------------------
 class Window:
     """A run of backwards that reduce gradients together."""
 
-    def __init__(self, params: Callable[[], list[Any]], accum_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, params: Callable[[], list[Any]], accum_dtype: torch.dtype | None = None
+    ) -> None:
         self._find = params
         self.accum_dtype = accum_dtype
         """Dtype of pending gradients; None is that of the gradient."""
@@ -184,7 +194,8 @@ class Window:
 
 
 class StepWindow(Window):
-    """The window of parameters that were sharded together: every `per_step` backwards reduce once, without a `with` statement."""
+    """The window of parameters that were sharded together: every `per_step` backwards reduce once,
+    without a `with` statement."""
 
     def __init__(self, params: Callable[[], list[Any]] = list) -> None:
         super().__init__(params)
@@ -194,7 +205,11 @@ class StepWindow(Window):
         self._close: Callable[[StepWindow], None] | None = None
 
     def configure(
-        self, per_step: int, accum_dtype: torch.dtype | None, timeout_s: float | None, close: Callable[[StepWindow], None]
+        self,
+        per_step: int,
+        accum_dtype: torch.dtype | None,
+        timeout_s: float | None,
+        close: Callable[[StepWindow], None],
     ) -> None:
         """Take over the options of a compiled graph, at its forward.
 
@@ -203,11 +218,18 @@ class StepWindow(Window):
         """
         if (per_step, accum_dtype) != (self.per_step, self.accum_dtype) and self.count:
             raise OptionError(
-                f"backwards_per_step={per_step}, grad_accum_dtype={accum_dtype} of this graph, but other graphs of the model have "
-                f"accumulated {self.count} of {self.per_step} backwards with grad_accum_dtype={self.accum_dtype}. Compile all parts of a "
+                f"backwards_per_step={per_step}, grad_accum_dtype={accum_dtype} of this graph, but "
+                "other graphs of the model have "
+                f"accumulated {self.count} of {self.per_step} backwards with "
+                f"grad_accum_dtype={self.accum_dtype}. Compile all parts of a "
                 "model with the same options, and change them between steps."
             )
-        self.per_step, self.accum_dtype, self.agreement_timeout_s, self._close = per_step, accum_dtype, timeout_s, close
+        self.per_step, self.accum_dtype, self.agreement_timeout_s, self._close = (
+            per_step,
+            accum_dtype,
+            timeout_s,
+            close,
+        )
 
     def begin(self, run: EngineRun) -> bool:
         if self.count < self.per_step:
@@ -228,21 +250,28 @@ class StepWindow(Window):
 
 
 def windows_of(params: Sequence[Any]) -> list[Window]:
-    """The windows that these parameters are in, each once. Called in every backward: most often there is none."""
+    """The windows that these parameters are in, each once. Called in every backward: most often
+    there is none."""
     found: dict[Window, None] = {}
     for param in params:
         entry = getattr(param, PENDING_ATTRIBUTE, None)
-        if entry is not None and (entry.opened is not None or (entry.steps is not None and entry.steps.per_step > 1)):
+        if entry is not None and (
+            entry.opened is not None or (entry.steps is not None and entry.steps.per_step > 1)
+        ):
             found[entry.window] = None
     return list(found)
 
 
 def register_step_window(holders: Sequence[tuple[nn.Module, str]]) -> None:
-    """Count the backwards of parameters, given by module and name, together. Those that are counted with others already stay so."""
+    """Count the backwards of parameters, given by module and name, together. Those that are counted
+    with others already stay so."""
     refs = [(weakref.ref(module), name) for module, name in holders]
 
     def find() -> list[Any]:
-        return [module._parameters.get(name) if (module := ref()) is not None else None for ref, name in refs]
+        return [
+            module._parameters.get(name) if (module := ref()) is not None else None
+            for ref, name in refs
+        ]
 
     _join(find(), StepWindow(find))
 
@@ -254,15 +283,20 @@ def _join(params: Sequence[Any], window: StepWindow) -> None:
 
 
 def step_windows(params: Sequence[Any]) -> list[StepWindow]:
-    """The step windows of these parameters; those that have none, as copies of models do, get one together."""
+    """The step windows of these parameters; those that have none, as copies of models do, get one
+    together."""
     alone = [param for param in params if pending_of(param).steps is None]
     if alone:
         _join(alone, StepWindow(lambda: alone))
-    return list(dict.fromkeys(steps for param in params if (steps := pending_of(param).steps) is not None))
+    return list(
+        dict.fromkeys(steps for param in params if (steps := pending_of(param).steps) is not None)
+    )
 
 
-# --- eager code ------------------------------------------------------------------------------------------------------------------
-def maybe_defer_grad(grad: Tensor, rows: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None, group: str) -> Tensor | None:
+# --- eager code -----------------------------------------------------------------------------------
+def maybe_defer_grad(
+    grad: Tensor, rows: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None, group: str
+) -> Tensor | None:
     """In the backward of an eager read: what to reduce now instead of `grad`; None for nothing."""
     if type(grad) is not Tensor:
         return grad  # traced
@@ -293,13 +327,14 @@ def mark_failed(windows: Sequence[Window], reason: str) -> None:
         window.broken = reason
 
 
-# --- optimizers ------------------------------------------------------------------------------------------------------------------
+# --- optimizers -----------------------------------------------------------------------------------
 @functools.cache
 def install_step_guard() -> None:
-    """Check the windows of parameters before every step of every torch optimizer of this process. Installed once.
+    """Check the windows of parameters before every step of every torch optimizer of this process.
+    Installed once.
 
-    A step inside a `with` block raises; a step before the last of `backwards_per_step` backwards reduces what is pending.
-    """
+    A step inside a `with` block raises; a step before the last of `backwards_per_step` backwards
+    reduces what is pending."""
     register_optimizer_step_pre_hook(_before_step)
 
 
@@ -312,7 +347,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
                 continue
             if entry.opened is not None:
                 raise ZpassesError(
-                    f"{type(optimizer).__name__}.step() inside coalesce_grad_reduction: gradients of its parameters are not reduced yet. "
+                    f"{type(optimizer).__name__}.step() inside coalesce_grad_reduction: gradients "
+                    "of its parameters are not reduced yet. "
                     "Step after the block."
                 )
             if entry.steps is not None and entry.steps.count:

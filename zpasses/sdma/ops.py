@@ -5,11 +5,11 @@
     zpasses::sdma_all_gather_coalesced(inputs, group_size, group)     -> one output an input
     zpasses::sdma_reduce_scatter(input, op, group_size, group)        -> what reduce_scatter_tensor returns
 
-They take and give what the functional collectives of the same name do, return at once, and are awaited by the ordinary `wait_tensor`: on
-an accelerator that makes the current stream wait, never the CPU. Until then inputs and outputs are kept alive. Which way the bytes take
-is decided once for a group (`zpasses.sdma.lifecycle`), the same on all its ranks; where no copy engine can be had, it is the functional
-collective itself.
-"""
+They take and give what the functional collectives of the same name do, return at once, and are
+awaited by the ordinary `wait_tensor`: on an accelerator that makes the current stream wait, never
+the CPU. Until then inputs and outputs are kept alive. Which way the bytes take is decided once for
+a group (`zpasses.sdma.lifecycle`), the same on all its ranks; where no copy engine can be had, it
+is the functional collective itself."""
 
 from __future__ import annotations
 
@@ -22,15 +22,34 @@ from zpasses import compat
 from zpasses.sdma.lifecycle import route_of
 from zpasses.sdma.routes import gathered_shape, plain
 
-__all__ = ["SDMA_ALL_GATHER", "SDMA_ALL_GATHER_COALESCED", "SDMA_ALL_GATHER_OUT", "SDMA_REDUCE_SCATTER"]
+__all__ = [
+    "SDMA_ALL_GATHER",
+    "SDMA_ALL_GATHER_COALESCED",
+    "SDMA_ALL_GATHER_OUT",
+    "SDMA_REDUCE_SCATTER",
+]
 
 _library = torch.library.Library("zpasses", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides)
-_OUT_TAGS = (*_TAGS, torch.Tag.out) if hasattr(torch.Tag, "out") else _TAGS  # by which newer torch can functionalize the op
-_library.define("sdma_all_gather(Tensor input, int group_size, str group_name) -> Tensor", tags=_TAGS)
-_library.define("sdma_all_gather_out(Tensor input, int group_size, str group_name, *, Tensor(a!) out) -> Tensor(a!)", tags=_OUT_TAGS)
-_library.define("sdma_all_gather_coalesced(Tensor[] inputs, int group_size, str group_name) -> Tensor[]", tags=_TAGS)
-_library.define("sdma_reduce_scatter(Tensor input, str reduce_op, int group_size, str group_name) -> Tensor", tags=_TAGS)
+_OUT_TAGS = (
+    (*_TAGS, torch.Tag.out) if hasattr(torch.Tag, "out") else _TAGS
+)  # by which newer torch can functionalize the op
+_library.define(
+    "sdma_all_gather(Tensor input, int group_size, str group_name) -> Tensor", tags=_TAGS
+)
+_library.define(
+    "sdma_all_gather_out(Tensor input, int group_size, str group_name, *, Tensor(a!) out) -> "
+    "Tensor(a!)",
+    tags=_OUT_TAGS,
+)
+_library.define(
+    "sdma_all_gather_coalesced(Tensor[] inputs, int group_size, str group_name) -> Tensor[]",
+    tags=_TAGS,
+)
+_library.define(
+    "sdma_reduce_scatter(Tensor input, str reduce_op, int group_size, str group_name) -> Tensor",
+    tags=_TAGS,
+)
 
 SDMA_ALL_GATHER: compat.OpOverload = torch.ops.zpasses.sdma_all_gather.default
 SDMA_ALL_GATHER_OUT: compat.OpOverload = torch.ops.zpasses.sdma_all_gather_out.default
@@ -46,37 +65,54 @@ def _all_gather(input: Tensor, group_size: int, group_name: str) -> Tensor:
     """Gather one tensor.
 
     Args:
-        input: this rank's part, of any dtype and the same shape on every rank; made contiguous if it is not.
+        input: this rank's part, of any dtype and the same shape on every rank; made contiguous if
+            it is not.
         group_size: ranks of the group.
         group_name: the process group.
 
     Returns:
-        [group_size * rows, ...], the parts in the order of the group's ranks; nothing may read it before `wait_tensor`.
+        [group_size * rows, ...], the parts in the order of the group's ranks; nothing may read it
+        before `wait_tensor`.
 
     Raises:
-        RuntimeError: while a CUDA graph is captured, unless the group's route is the functional collective.
+        RuntimeError: while a CUDA graph is captured, unless the group's route is the functional
+            collective.
         AgreementError: when the ranks cannot agree on a route, on all of them.
     """
     (output,) = _gather((input,), group_size, group_name)
     return output
 
 
-def _all_gather_coalesced(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
+def _all_gather_coalesced(
+    inputs: Sequence[Tensor], group_size: int, group_name: str
+) -> list[Tensor]:
     return _gather(inputs, group_size, group_name)
 
 
 def _gather(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
     if group_size == 1:
         return [plain(source).clone().reshape(gathered_shape(source.shape, 1)) for source in inputs]
-    return route_of(group_name, inputs[0].device).all_gather(inputs, group_size, group_name) if inputs else []
+    return (
+        route_of(group_name, inputs[0].device).all_gather(inputs, group_size, group_name)
+        if inputs
+        else []
+    )
 
 
 def _all_gather_out(input: Tensor, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
     """As `_all_gather`, into `out`: contiguous, of the input's dtype, [group_size * rows, ...]."""
     expected = input.numel() * group_size
-    if out.dtype != input.dtype or out.device != input.device or out.numel() != expected or not out.is_contiguous():
+    if (
+        out.dtype != input.dtype
+        or out.device != input.device
+        or out.numel() != expected
+        or not out.is_contiguous()
+    ):
         given = f"{out.dtype} {list(out.shape)} on {out.device}, {'' if out.is_contiguous() else 'not '}contiguous"
-        raise ValueError(f"sdma_all_gather_out: out is {given}; expected {input.dtype}, {expected} elements on {input.device}, contiguous.")
+        raise ValueError(
+            f"sdma_all_gather_out: out is {given}; expected {input.dtype}, {expected} elements on "
+            f"{input.device}, contiguous."
+        )
     if group_size == 1:
         return out.copy_(input.reshape(out.shape))
     return route_of(group_name, input.device).all_gather_out(input, group_size, group_name, out)
@@ -85,18 +121,22 @@ def _all_gather_out(input: Tensor, group_size: int, group_name: str, *, out: Ten
 def _reduce_scatter(input: Tensor, reduce_op: str, group_size: int, group_name: str) -> Tensor:
     """Reduce over the group ("sum" or "avg") and keep this rank's rows.
 
-    Routes add in other orders than the functional collective does, so floating-point results may round otherwise.
-    """
+    Routes add in other orders than the functional collective does, so floating-point results may
+    round otherwise."""
     if group_size == 1:
         return plain(input).clone()
-    return route_of(group_name, input.device).reduce_scatter(input, reduce_op, group_size, group_name)
+    return route_of(group_name, input.device).reduce_scatter(
+        input, reduce_op, group_size, group_name
+    )
 
 
 def _all_gather_fake(input: Tensor, group_size: int, group_name: str) -> Tensor:
     return _empty_gathered(input, group_size)
 
 
-def _all_gather_coalesced_fake(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
+def _all_gather_coalesced_fake(
+    inputs: Sequence[Tensor], group_size: int, group_name: str
+) -> list[Tensor]:
     return [_empty_gathered(each, group_size) for each in inputs]
 
 
@@ -106,8 +146,10 @@ def _all_gather_out_fake(input: Tensor, group_size: int, group_name: str, *, out
 
 def _all_gather_out_in_aot(*_: object, **__: object) -> Tensor:
     raise NotImplementedError(
-        f"sdma_all_gather_out cannot be traced by AOTAutograd of torch {torch.__version__}, which takes no op that returns its argument; "
-        "call sdma_all_gather in a model. The pass 'sdma' comes after that trace, and may insert it."
+        f"sdma_all_gather_out cannot be traced by AOTAutograd of torch {torch.__version__}, which "
+        "takes no op that returns its argument; "
+        "call sdma_all_gather in a model. The pass 'sdma' comes after that trace, and may insert "
+        "it."
     )
 
 
@@ -125,7 +167,9 @@ for _name, _impl, _fake in (
     torch.library.register_fake(f"zpasses::{_name}", _fake, lib=_library)
 
 if not hasattr(torch.Tag, "out"):
-    _library.impl("sdma_all_gather_out", _all_gather_out_in_aot, "Functionalize")  # Inductor generates code only for ops that have one
+    _library.impl(
+        "sdma_all_gather_out", _all_gather_out_in_aot, "Functionalize"
+    )  # Inductor generates code only for ops that have one
 
 for _op in (SDMA_ALL_GATHER, SDMA_ALL_GATHER_COALESCED, SDMA_REDUCE_SCATTER):
     compat.declare_collective(_op)

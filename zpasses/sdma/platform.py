@@ -1,7 +1,7 @@
 """The device under the routes: what it is, and streams on which work is put in order.
 
-Device types are looked up by name, so that a test can stand in for one (`zpasses.testing.fake_mori` does for "cpu").
-"""
+Device types are looked up by name, so that a test can stand in for one (`zpasses.testing.fake_mori`
+does for "cpu")."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["CudaPlatform", "Platform", "SideStream", "node_name", "platform_of", "register_platform"]
+__all__ = [
+    "CudaPlatform",
+    "Platform",
+    "SideStream",
+    "node_name",
+    "platform_of",
+    "register_platform",
+]
 
 
 class SideStream(Protocol):
-    """An order of work beside the current stream. Nothing here makes the CPU wait but `synchronize`."""
+    """An order of work beside the current stream. Nothing here makes the CPU wait but
+    `synchronize`."""
 
     handle: int
     """What C++ calls it; never 0, which means the default stream."""
@@ -32,7 +40,8 @@ class SideStream(Protocol):
         """Put torch calls in order here."""
 
     def record(self) -> Any:
-        """An event; its `wait()` lets the current stream wait for all that was put in order here before."""
+        """An event; its `wait()` lets the current stream wait for all that was put in order here
+        before."""
 
     def synchronize(self) -> None:
         """Let the CPU wait until nothing is left."""
@@ -120,6 +129,7 @@ def register_platform(device_type: str, platform: Platform | None) -> None:
 
 
 def node_name() -> str:
-    """The same for processes on one machine and no others, also across containers where the kernel tells."""
+    """The same for processes on one machine and no others, also across containers where the kernel
+    tells."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else gethostname()

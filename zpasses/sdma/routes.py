@@ -16,17 +16,20 @@ __all__ = ["C10dRoute", "Pending", "Route", "gathered_shape", "plain", "refuse_c
 
 
 def gathered_shape(shape: Sequence[int], group_size: int) -> tuple[int, ...]:
-    """Shape of what a gather returns: as many rows as all ranks have together; [group_size] for a scalar."""
+    """Shape of what a gather returns: as many rows as all ranks have together; [group_size] for a
+    scalar."""
     return (shape[0] * group_size, *shape[1:]) if len(shape) else (group_size,)
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor as its memory says it: contiguous, no conjugate or negative that is yet to be taken."""
+    """The tensor as its memory says it: contiguous, no conjugate or negative that is yet to be
+    taken."""
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 class Route(ABC):
-    """Carries out the collectives of one group. Every call returns at once; `wait_tensor` awaits what it returned."""
+    """Carries out the collectives of one group. Every call returns at once; `wait_tensor` awaits
+    what it returned."""
 
     name: str
 
@@ -40,7 +43,9 @@ class Route(ABC):
 
     def reduce_scatter(self, source: Tensor, reduce_op: str, group_size: int, group: str) -> Tensor:
         """Routes that cannot reduce leave it to the functional collective."""
-        result: Tensor = compat.functional.reduce_scatter_tensor(plain(source), reduce_op, group_size, group)
+        result: Tensor = compat.functional.reduce_scatter_tensor(
+            plain(source), reduce_op, group_size, group
+        )
         return result
 
 
@@ -58,15 +63,18 @@ class C10dRoute(Route):
         return list(compat.functional.all_gather_into_tensor_coalesced(sources, group_size, group))
 
     def all_gather_out(self, source: Tensor, group_size: int, group: str, out: Tensor) -> Tensor:
-        result: Tensor = compat.functional.all_gather_into_tensor_out(plain(source), group_size, group, out=out)
+        result: Tensor = compat.functional.all_gather_into_tensor_out(
+            plain(source), group_size, group, out=out
+        )
         return result
 
 
 class Pending(compat.Work):  # type: ignore[misc]  # of what torch calls it, an Any
-    """A collective under way on a side stream. `wait` lets the current stream wait for it, and lets go of what it needed.
+    """A collective under way on a side stream. `wait` lets the current stream wait for it, and lets
+    go of what it needed.
 
-    If nobody waits, memory that it reads and writes is never freed, which is what keeps it from corrupting somebody else's.
-    """
+    If nobody waits, memory that it reads and writes is never freed, which is what keeps it from
+    corrupting somebody else's."""
 
     def __init__(self, event: Any, needs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -79,9 +87,12 @@ class Pending(compat.Work):  # type: ignore[misc]  # of what torch calls it, an 
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raise RuntimeError while a CUDA graph is captured: a replay would neither alternate buffers nor vote."""
+    """Raise RuntimeError while a CUDA graph is captured: a replay would neither alternate buffers
+    nor vote."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "zpasses::sdma ops on a copy engine cannot be captured in a CUDA graph: a replay would reuse buffers that other ranks may "
-            "still read. Leave the pass 'sdma' out of the pipeline of a graph that is captured, or turn CUDA graphs off."
+            "zpasses::sdma ops on a copy engine cannot be captured in a CUDA graph: a replay would "
+            "reuse buffers that other ranks may "
+            "still read. Leave the pass 'sdma' out of the pipeline of a graph that is captured, or "
+            "turn CUDA graphs off."
         )

@@ -1,7 +1,8 @@
-"""Gathers and reductions through symmetric memory, with torch's own low-contention collectives: copy engines pull from the other ranks.
+"""Gathers and reductions through symmetric memory, with torch's own low-contention collectives:
+copy engines pull from the other ranks.
 
-They run on NVIDIA's devices, and on AMD's as far as torch's symmetric memory does, which a trial finds out.
-"""
+They run on NVIDIA's devices, and on AMD's as far as torch's symmetric memory does, which a trial
+finds out."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ class SymmRoute(Route):
             full = self._gather(plain(source), group)
             stream = compat.symmetric_stream()
             with torch.cuda.stream(stream):
-                compat.functional.wait_tensor(full)  # of the stream for itself: takes the gather off the list of those to await
+                compat.functional.wait_tensor(
+                    full
+                )  # of the stream for itself: takes the gather off the list of those to await
                 out.reshape(-1).view(torch.uint8).copy_(full)
                 compat.register_work(out, Pending(stream.record_event(), (full, source, out)))
         return out
@@ -95,5 +98,7 @@ class SymmRoute(Route):
         """[bytes of all ranks], under way."""
         refuse_capture(source.device)
         full = compat.low_contention_all_gather(source.reshape(-1).view(torch.uint8), group)
-        source.record_stream(compat.symmetric_stream())  # the caller may let go of it before the copies have read it
+        source.record_stream(
+            compat.symmetric_stream()
+        )  # the caller may let go of it before the copies have read it
         return full

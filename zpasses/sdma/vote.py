@@ -1,8 +1,8 @@
 """What the ranks of a group tell each other before one of them touches a copy engine, and after.
 
-Whatever a rank may see differently (an import, a version, an architecture, free memory, the result of an initialisation) is told to all
-ranks of the group, through the store and with a time limit. Every rank then draws the same conclusion from the same answers: one rank's
-no is everybody's no.
+Whatever a rank may see differently (an import, a version, an architecture, free memory, the result
+of an initialisation) is told to all ranks of the group, through the store and with a time limit.
+Every rank then draws the same conclusion from the same answers: one rank's no is everybody's no.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ def one_node(answers: Sequence[Answer]) -> str | None:
     return None
 
 
-def run_with_timeout(timeout_s: float, work: Callable[[], str | None], platform: Platform) -> str | None:
+def run_with_timeout(
+    timeout_s: float, work: Callable[[], str | None], platform: Platform
+) -> str | None:
     """Do something that may hang or fail, in another thread.
 
     Returns:
-        What `work` returns: None, or what went wrong; also if it raised, or has not come back after `timeout_s` seconds (the thread is
-        then left behind).
+        What `work` returns: None, or what went wrong; also if it raised, or has not come back after
+        `timeout_s` seconds (the thread is then left behind).
     """
     outcome: list[str | None] = []
     bind = platform.bind_thread()

@@ -1,1 +1,2 @@
-"""What `zpasses.shard` does to a model: DTensor parameters, reads that gather them, flat buffers."""
+"""What `zpasses.shard` does to a model: DTensor parameters, reads that gather them, flat
+buffers."""

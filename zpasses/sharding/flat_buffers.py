@@ -1,8 +1,8 @@
 """Flat buffers: several tensors laid end to end in one allocation, and handed out as views of it.
 
-The buffers are made by a graph of their own, which says plainly that everything is laid together on the host and moved. The pass
-`flatten-on-device` rewrites it, as it rewrites anyone's, and observers of graphs see it with the tier that was taken.
-"""
+The buffers are made by a graph of their own, which says plainly that everything is laid together on
+the host and moved. The pass `flatten-on-device` rewrites it, as it rewrites anyone's, and observers
+of graphs see it with the tier that was taken."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ class Flat:
     buffer: Tensor
     """[elements], on the device; zeros where no tensor lies."""
     views: dict[int, Tensor]
-    """Position in the list that was packed -> that tensor's values, in its shape, in the buffer's memory. Contiguous, without autograd,
-    and with storage and version counter of its own: writing to one does not make the others look written to."""
+    """Position in the list that was packed -> that tensor's values, in its shape, in the buffer's
+    memory. Contiguous, without autograd, and with storage and version counter of its own: writing
+    to one does not make the others look written to."""
     choice: str
     """How it was made and why: "plain: ...", "distributed: ...", "host: ..."."""
 
@@ -72,31 +73,43 @@ def pack_parameters(
     """Lay tensors end to end in one flat buffer a dtype, on the device if it has room.
 
     Args:
-        tensors: strided tensors of any shapes, dtypes and strides, on the host or the device, none on meta. One that is listed twice
-            (a tied parameter) is laid down once. Emptied if `options` says `donate_inputs`, so that the tensors die as they are read.
+        tensors: strided tensors of any shapes, dtypes and strides, on the host or the device, none
+            on meta. One that is listed twice (a tied parameter) is laid down once. Emptied if
+            `options` says `donate_inputs`, so that the tensors die as they are read.
         device: where the buffers belong; None is where the first tensor is.
-        group: process group whose ranks call this together, with tensors of the same sizes: they take the same tier. "" if none do.
-        replicated: the ranks' tensors are equal, so that each may flatten a part and gather the rest from the others.
+        group: process group whose ranks call this together, with tensors of the same sizes: they
+            take the same tier. "" if none do.
+        replicated: the ranks' tensors are equal, so that each may flatten a part and gather the
+            rest from the others.
         align_bytes: every tensor, and the end of a buffer, lies at a multiple of this many bytes.
-        reserve: elements to keep for each tensor, where that is more than it has: the rest is zeros.
+        reserve: elements to keep for each tensor, where that is more than it has: the rest is
+            zeros.
         names: what the graph calls the tensors, for whoever looks at it.
-        options: further options of the pass `flatten-on-device`, by name: tier, headroom, free_bytes, donate_inputs, timeout_s, device.
+        options: further options of the pass `flatten-on-device`, by name: tier, headroom,
+            free_bytes, donate_inputs, timeout_s, device.
 
     Returns:
-        One Flat for each dtype, in the order in which dtypes first appear. Nothing in it requires gradients.
+        One Flat for each dtype, in the order in which dtypes first appear. Nothing in it requires
+        gradients.
 
     Raises:
-        ValueError: for tensors on meta, a reservation smaller than its tensor, or an alignment that is no multiple of an element.
+        ValueError: for tensors on meta, a reservation smaller than its tensor, or an alignment that
+            is no multiple of an element.
         OptionError: for an unknown option.
-        AgreementError: on every rank of the group, when one of them failed, or packs something else.
+        AgreementError: on every rank of the group, when one of them failed, or packs something
+            else.
     """
     given = dict(options or {})
     try:
         flatten = _flatten_pass({"group": group, "replicated": replicated, **given})
         unique, positions = _distinct(tensors)
-        target = _indexed(torch.device(device) if device is not None else unique[0].device if unique else _HOST)
+        target = _indexed(
+            torch.device(device) if device is not None else unique[0].device if unique else _HOST
+        )
         layouts = _lay_out(unique, positions, align_bytes, reserve)
-        labels = {at: names[i] if names is not None else str(i) for i, at in reversed(positions.items())}
+        labels = {
+            at: names[i] if names is not None else str(i) for i, at in reversed(positions.items())
+        }
         graph = _graph(unique, labels, layouts, target, stands_in=given.get("device") == "cpu")
         recorder = _recorder(flatten)
         records = recorded_passes(recorder, _NAME, flatten.level.value, graph.graph, [flatten])
@@ -116,7 +129,15 @@ def pack_parameters(
     del unique
     buffers = _run(graph, arguments)
     return [
-        Flat(buffer, {i: _part(buffer, layout.offsets[at], shapes[at]) for i, at in positions.items() if at in layout.offsets}, choice)
+        Flat(
+            buffer,
+            {
+                i: _part(buffer, layout.offsets[at], shapes[at])
+                for i, at in positions.items()
+                if at in layout.offsets
+            },
+            choice,
+        )
         for buffer, layout, choice in zip(buffers, layouts, choices, strict=True)
     ]
 
@@ -137,7 +158,10 @@ def _recorder(flatten: Pass) -> Recorders:
 def _flatten_pass(options: dict[str, Any]) -> Pass:
     found = catalogue().get(_PASS)
     if not (isinstance(found, type) and issubclass(found, Pass)):
-        raise OptionError(f"no pass is called {_PASS!r}: install zpasses (pip install -e .) so that its passes can be found.")
+        raise OptionError(
+            f"no pass is called {_PASS!r}: install zpasses (pip install -e .) so that its passes "
+            "can be found."
+        )
     return build(found, options, f"pass {_PASS!r}")
 
 
@@ -148,7 +172,10 @@ def _distinct(tensors: Sequence[Tensor]) -> tuple[list[Tensor], dict[int, int]]:
     positions = {}
     for i, tensor in enumerate(tensors):
         if tensor.is_meta:
-            raise ValueError(f"pack_parameters: tensor {i} ({list(tensor.shape)}) is on meta, and has no values. Call to_empty() first.")
+            raise ValueError(
+                f"pack_parameters: tensor {i} ({list(tensor.shape)}) is on meta, and has no "
+                "values. Call to_empty() first."
+            )
         if id(tensor) not in known:
             known[id(tensor)] = len(unique)
             unique.append(tensor)
@@ -156,18 +183,27 @@ def _distinct(tensors: Sequence[Tensor]) -> tuple[list[Tensor], dict[int, int]]:
     return unique, positions
 
 
-def _lay_out(unique: Sequence[Tensor], positions: Mapping[int, int], align_bytes: int, reserve: Sequence[int] | None) -> list[_Layout]:
+def _lay_out(
+    unique: Sequence[Tensor],
+    positions: Mapping[int, int],
+    align_bytes: int,
+    reserve: Sequence[int] | None,
+) -> list[_Layout]:
     room = [tensor.numel() for tensor in unique]
     for i, at in positions.items():
         wanted = reserve[i] if reserve is not None else 0
         if reserve is not None and wanted < unique[at].numel():
-            raise ValueError(f"pack_parameters: reserve[{i}] is {wanted}, but the tensor has {unique[at].numel()} elements.")
+            raise ValueError(
+                f"pack_parameters: reserve[{i}] is {wanted}, but the tensor has "
+                f"{unique[at].numel()} elements."
+            )
         room[at] = max(room[at], wanted)
     layouts = []
     for dtype in dict.fromkeys(tensor.dtype for tensor in unique):
         if align_bytes < 1 or align_bytes % dtype.itemsize:
             raise ValueError(
-                f"pack_parameters: align_bytes is {align_bytes}; expected a multiple of the {dtype.itemsize} bytes of {dtype}."
+                f"pack_parameters: align_bytes is {align_bytes}; expected a multiple of the "
+                f"{dtype.itemsize} bytes of {dtype}."
             )
         grain, end, offsets = align_bytes // dtype.itemsize, 0, {}
         for at, tensor in enumerate(unique):
@@ -179,7 +215,12 @@ def _lay_out(unique: Sequence[Tensor], positions: Mapping[int, int], align_bytes
 
 
 def _graph(
-    unique: Sequence[Tensor], labels: Mapping[int, str], layouts: Sequence[_Layout], device: torch.device, *, stands_in: bool
+    unique: Sequence[Tensor],
+    labels: Mapping[int, str],
+    layouts: Sequence[_Layout],
+    device: torch.device,
+    *,
+    stands_in: bool,
 ) -> fx.GraphModule:
     """The graph that makes the buffers on the host and moves them."""
 
@@ -188,7 +229,11 @@ def _graph(
         for layout in layouts:
             parts, end = [], 0
             for at, offset in layout.offsets.items():
-                value = values[at] if values[at].device.type == "cpu" else torch.ops.aten._to_copy.default(values[at], device=_HOST)
+                value = (
+                    values[at]
+                    if values[at].device.type == "cpu"
+                    else torch.ops.aten._to_copy.default(values[at], device=_HOST)
+                )
                 if offset > end:
                     parts.append(torch.zeros(offset - end, dtype=layout.dtype))
                 parts.append(value.reshape(-1))
@@ -239,11 +284,12 @@ def _run(graph: fx.GraphModule, arguments: list[Tensor]) -> list[Tensor]:
 
 
 def _part(buffer: Tensor, offset: int, shape: torch.Size) -> Tensor:
-    """Part of a buffer as a tensor with a storage of its own, which keeps the buffer's memory alive.
+    """Part of a buffer as a tensor with a storage of its own, which keeps the buffer's memory
+    alive.
 
-    A plain view would do, but for what it shares with its neighbours: version counter and storage, which `torch.save` would write
-    whole, and an offset into it, with which DTensors cannot be copied (`copy.deepcopy`).
-    """
+    A plain view would do, but for what it shares with its neighbours: version counter and storage,
+    which `torch.save` would write whole, and an offset into it, with which DTensors cannot be
+    copied (`copy.deepcopy`)."""
     numel = shape.numel()
     if numel == 0 or isinstance(buffer, compat.FakeTensor):
         return buffer.new_empty(shape)

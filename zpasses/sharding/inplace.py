@@ -3,13 +3,15 @@
 Initialisers run on the shards. Some things that they do come out wrong on torch's DTensor
 alone, most without an error:
 
-- random numbers: on meshes without DTensor's random-number tracker (CPU), ranks that are seeded alike draw alike, and every rank would
-  hold the same block. Here the full tensor is drawn and each rank keeps its rows: with equal seeds the result equals the unsharded one.
-- `weight[padding_idx].fill_(0)`: a view across the sharded dimension is a copy, and what is written to it is lost. Here it is
-  written back.
-- `weight[0] = 1.0` and `weight.copy_(full)` mix plain tensors with DTensors, which DTensor refuses. Here they mean the full tensor.
-- `torch.eye(..., out=weight)`, as in `nn.init.eye_`, writes the whole result into one shard. Here each rank keeps its rows.
-"""
+  - random numbers: on meshes without DTensor's random-number tracker (CPU), ranks that are seeded
+  alike draw alike, and every rank would hold the same block. Here the full tensor is drawn and each
+  rank keeps its rows: with equal seeds the result equals the unsharded one.
+  - `weight[padding_idx].fill_(0)`: a view across the sharded dimension is a copy, and what is
+  written to it is lost. Here it is written back.
+  - `weight[0] = 1.0` and `weight.copy_(full)` mix plain tensors with DTensors, which DTensor
+  refuses. Here they mean the full tensor.
+  - `torch.eye(..., out=weight)`, as in `nn.init.eye_`, writes the whole result into one shard. Here
+  each rank keeps its rows."""
 
 from __future__ import annotations
 
@@ -40,14 +42,19 @@ class _Copy:
 
 
 class DTensorInplaceMode(compat.TorchDispatchMode):
-    """Inside, edits in place of DTensors that are sharded over one mesh dimension do what they do to a full tensor."""
+    """Inside, edits in place of DTensors that are sharded over one mesh dimension do what they do
+    to a full tensor."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._copies: defaultdict[int, list[_Copy]] = defaultdict(list)
 
     def __torch_dispatch__(
-        self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         out = kwargs.get("out")
@@ -72,14 +79,22 @@ class DTensorInplaceMode(compat.TorchDispatchMode):
             self._remember_copy(target, result, func, args[1:], kwargs)
         return result
 
-    def _remember_copy(self, source: DTensor, result: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _remember_copy(
+        self, source: DTensor, result: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         for i, made in enumerate(result if isinstance(result, (list, tuple)) else [result]):
             if isinstance(made, DTensor) and _storage(made) != _storage(source):
-                pick = (lambda *a, _i=i, **k: func(*a, **k)[_i]) if isinstance(result, (list, tuple)) else func
+                pick = (
+                    (lambda *a, _i=i, **k: func(*a, **k)[_i])
+                    if isinstance(result, (list, tuple))
+                    else func
+                )
                 self._copies[_storage(made)].append(_Copy(made, source, pick, args, kwargs))
 
     def _write_back(self, edited: DTensor) -> None:
-        for copy in tuple(self._copies.get(_storage(edited), ())):  # parts of one split share memory
+        for copy in tuple(
+            self._copies.get(_storage(edited), ())
+        ):  # parts of one split share memory
             full = copy.source.full_tensor()
             copy.view(full, *copy.args, **copy.kwargs).copy_(copy.made.full_tensor())
             _keep_rows(copy.source, full)
@@ -101,12 +116,20 @@ def _any_dtensor(values: tuple[Any, ...]) -> bool:
 
 
 def _any_plain_tensor(values: tuple[Any, ...]) -> bool:
-    flat = [item for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
+    flat = [
+        item
+        for value in values
+        for item in (value if isinstance(value, (list, tuple)) else [value])
+    ]
     return any(isinstance(item, Tensor) for item in flat) and not _any_dtensor(tuple(flat))
 
 
 def _is_ours(value: object) -> TypeGuard[DTensor]:
-    return isinstance(value, DTensor) and len(value.placements) == 1 and not value.placements[0].is_partial()
+    return (
+        isinstance(value, DTensor)
+        and len(value.placements) == 1
+        and not value.placements[0].is_partial()
+    )
 
 
 def _has_sharded_random_numbers(tensor: DTensor) -> bool:
@@ -121,7 +144,10 @@ def _keep_rows(target: Any, full: Tensor) -> DTensor:
     local, placement = compat.local_of(target), target.placements[0]
     if isinstance(placement, Shard):
         length, dim = full.shape[placement.dim], placement.dim
-        start = min(target.device_mesh.get_local_rank() * rows_per_rank(length, target.device_mesh.size()), length)
+        start = min(
+            target.device_mesh.get_local_rank() * rows_per_rank(length, target.device_mesh.size()),
+            length,
+        )
         full = full.narrow(dim, start, local.shape[dim])
     local.copy_(full)
     kept: DTensor = target

@@ -1,8 +1,9 @@
-"""Reads of a sharded parameter: the class that a sharded module becomes, and the guard on what a read returns.
+"""Reads of a sharded parameter: the class that a sharded module becomes, and the guard on what a
+read returns.
 
-`module.weight` on a sharded module is a gathered copy. Writing to that copy would silently change nothing, so eager code gets it as a
-`GatheredCopy`, which refuses to be written to and says what to do instead. Compiled code gets the plain tensor.
-"""
+`module.weight` on a sharded module is a gathered copy. Writing to that copy would silently change
+nothing, so eager code gets it as a `GatheredCopy`, which refuses to be written to and says what to
+do instead. Compiled code gets the plain tensor."""
 
 from __future__ import annotations
 
@@ -57,9 +58,12 @@ def shard_tensor(param: Tensor, mesh: DeviceMesh) -> DTensor:
     """This rank's block of rows as a DTensor: a copy, so that the full tensor can be freed.
 
     Args:
-        param: the full parameter, the same on every rank (nothing is communicated). 0-dimensional ones are kept whole.
+        param: the full parameter, the same on every rank (nothing is communicated). 0-dimensional
+            ones are kept whole.
     """
-    return as_shard(local_rows(param, mesh).clone(memory_format=torch.contiguous_format), param.shape, mesh)
+    return as_shard(
+        local_rows(param, mesh).clone(memory_format=torch.contiguous_format), param.shape, mesh
+    )
 
 
 def local_rows(param: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -79,24 +83,34 @@ def as_shard(rows: Tensor, shape: torch.Size, mesh: DeviceMesh) -> DTensor:
 
 
 class GatheredCopy(Tensor):
-    """A full parameter, gathered for reading, or a view of one. Writing to it raises ShardingError; what is computed is plain."""
+    """A full parameter, gathered for reading, or a view of one. Writing to it raises ShardingError;
+    what is computed is plain."""
 
     _label: str
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # the copy is an input of the graph, which is checked for writes as a whole
+        if (
+            torch.compiler.is_compiling()
+        ):  # the copy is an input of the graph, which is checked for writes as a whole
             with compat.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         target = _target(func, args, kwargs)
         if target is not None and not compat.is_tracing():
             raise ShardingError(
-                f"{_name(func)} would write to {target._label}, which is sharded: what was read is a gathered copy, and the write "
-                "would be lost (its gradient lives on the shards as well). Use the shards: `with zpasses.local_shards(model): ...` makes "
-                "every parameter read return its DTensor, and model.parameters() always does. (model.apply and reset_parameters do "
+                f"{_name(func)} would write to {target._label}, which is sharded: what was read is "
+                "a gathered copy, and the write "
+                "would be lost (its gradient lives on the shards as well). Use the shards: `with "
+                "zpasses.local_shards(model): ...` makes "
+                "every parameter read return its DTensor, and model.parameters() always does. "
+                "(model.apply and reset_parameters do "
                 "so themselves.)"
             )
         with compat.DisableTorchFunctionSubclass():
@@ -127,12 +141,20 @@ def _name(func: Callable[..., Any]) -> str:
     return f".{attribute}" if name in ("__get__", "__set__", "__delete__") and attribute else name
 
 
-def _target(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GatheredCopy | None:
+def _target(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> GatheredCopy | None:
     """The gathered copy that a call would write to."""
     written = [kwargs.get("out")]
     if _writes(func):
-        written.append(args[0] if args else next(iter(kwargs.values()), None))  # nn.init hands everything on by keyword
-    flat = [item for value in written for item in (value if isinstance(value, (list, tuple)) else [value])]
+        written.append(
+            args[0] if args else next(iter(kwargs.values()), None)
+        )  # nn.init hands everything on by keyword
+    flat = [
+        item
+        for value in written
+        for item in (value if isinstance(value, (list, tuple)) else [value])
+    ]
     return next((item for item in flat if isinstance(item, GatheredCopy)), None)
 
 
@@ -144,8 +166,11 @@ def _guard(full: Tensor, label: str) -> Tensor:
     return copy
 
 
-def with_plain_inputs(compiled: Callable[..., Any], example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """`compiled`, called with plain tensors where frames that were not compiled hand gathered copies to it."""
+def with_plain_inputs(
+    compiled: Callable[..., Any], example_inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """`compiled`, called with plain tensors where frames that were not compiled hand gathered
+    copies to it."""
     positions = [i for i, value in enumerate(example_inputs) if isinstance(value, GatheredCopy)]
     if not positions:
         return compiled
@@ -173,15 +198,22 @@ def _reader(read: ParamShardSpec, class_name: str) -> property:
 
     def gather(module: nn.Module) -> Tensor | None:
         if name not in module._parameters:
-            raise AttributeError(f"{class_name!r} object has no attribute {name!r}")  # deleted, as parametrizations do
+            raise AttributeError(
+                f"{class_name!r} object has no attribute {name!r}"
+            )  # deleted, as parametrizations do
         param = module._parameters[name]
         if not isinstance(param, DTensor):
             return param  # None, or a tensor swapped in by torch.func.functional_call
         rows = param.shape[0] if param.dim() else 0
         if torch.compiler.is_compiling():
-            traced: Tensor = torch.ops.zpasses.unshard(param.to_local(), rows, param_dtype, reduce_dtype, group)
+            traced: Tensor = torch.ops.zpasses.unshard(
+                param.to_local(), rows, param_dtype, reduce_dtype, group
+            )
             return traced
-        return _guard(torch.ops.zpasses.unshard(local_shard(param), rows, param_dtype, reduce_dtype, group), label)
+        return _guard(
+            torch.ops.zpasses.unshard(local_shard(param), rows, param_dtype, reduce_dtype, group),
+            label,
+        )
 
     return property(gather, doc=f"{name}, gathered for reading")
 
@@ -193,32 +225,46 @@ class ShardedModule(nn.Module):
     _zpasses_base: type[nn.Module]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Assigning a full parameter under a sharded name shards it in the same way; a DTensor must be sharded alike already."""
+        """Assigning a full parameter under a sharded name shards it in the same way; a DTensor must
+        be sharded alike already."""
         read = self._zpasses_reads.get(name)
         if read is None or param is None:
             super().register_parameter(name, param)
         else:
             self._parameters[name] = _as_sharded(param, read)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
         """Accept full tensors under sharded names: each rank takes its rows."""
         for name, read in self._zpasses_reads.items():
             value = state_dict.get(prefix + name)
             current = self._parameters.get(name)
-            if isinstance(value, Tensor) and not isinstance(value, DTensor) and current is not None and value.shape == current.shape:
+            if (
+                isinstance(value, Tensor)
+                and not isinstance(value, DTensor)
+                and current is not None
+                and value.shape == current.shape
+            ):
                 state_dict[prefix + name] = shard_tensor(value, read.mesh)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedModule:
-        """Moves and casts give a parameter other attributes; whose backwards it counts with stays."""
-        before = {name: pending_of(param) for name in self._zpasses_reads if (param := self._parameters.get(name)) is not None}
+        """Moves and casts give a parameter other attributes; whose backwards it counts with
+        stays."""
+        before = {
+            name: pending_of(param)
+            for name in self._zpasses_reads
+            if (param := self._parameters.get(name)) is not None
+        }
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, entry in before.items():
             setattr(self._parameters[name], PENDING_ATTRIBUTE, entry)
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> ShardedModule:
-        """As nn.Module.apply; `fn` sees this module's parameters as DTensors, so that initialisers work on the shards."""
+        """As nn.Module.apply; `fn` sees this module's parameters as DTensors, so that initialisers
+        work on the shards."""
         for child in self.children():
             child.apply(fn)
         with local_shards(self, recurse=False):
@@ -226,7 +272,8 @@ class ShardedModule(nn.Module):
         return self
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        # torch.distributed.checkpoint walks to a parameter by getattr; this sends it to the DTensors instead of gathering.
+        # torch.distributed.checkpoint walks to a parameter by getattr; this sends it to the
+        # DTensors instead of gathering.
         return dict.fromkeys(self._zpasses_reads, "_zpasses_shards")
 
     @property
@@ -243,15 +290,18 @@ def _as_sharded(param: nn.Parameter, read: ParamShardSpec) -> nn.Parameter:
     if not isinstance(param, DTensor):
         if param.device.type not in (read.mesh.device_type, "meta"):
             raise ShardingError(
-                f"assigned to {read.name!r}: a parameter on {param.device.type}, but its mesh is on {read.mesh.device_type}. "
+                f"assigned to {read.name!r}: a parameter on {param.device.type}, but its mesh is "
+                f"on {read.mesh.device_type}. "
                 f"Move it first: value.to({read.mesh.device_type!r})."
             )
         return nn.Parameter(shard_tensor(param, read.mesh), requires_grad=param.requires_grad)
     expected: Placement = Shard(0) if param.dim() else Replicate()
     if param.device_mesh != read.mesh or param.placements != (expected,):
         raise ShardingError(
-            f"assigned to {read.name!r}: a DTensor with placements {param.placements} on {param.device_mesh}, but the module is "
-            f"sharded as ({expected},) on {read.mesh}. Assign a full tensor, or redistribute the DTensor first."
+            f"assigned to {read.name!r}: a DTensor with placements {param.placements} on "
+            f"{param.device_mesh}, but the module is "
+            f"sharded as ({expected},) on {read.mesh}. Assign a full tensor, or redistribute the "
+            "DTensor first."
         )
     return param
 
@@ -267,7 +317,8 @@ def _reset(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def sharded_class(base: type[Any], reads: tuple[ParamShardSpec, ...]) -> type[Any]:
-    """The class of a module of class `base` with these parameters sharded: same name, a subclass of `base`.
+    """The class of a module of class `base` with these parameters sharded: same name, a subclass of
+    `base`.
 
     Modules that are alike share one class, so that compiled code for one block serves all blocks.
     """
@@ -293,10 +344,12 @@ def sharded_parameters(model: nn.Module) -> list[DTensor]:
 
 @contextlib.contextmanager
 def local_shards(model: nn.Module, *, recurse: bool = True) -> Iterator[nn.Module]:
-    """Inside, parameter reads return the DTensor shards instead of gathered copies: for initialisers and surgery.
+    """Inside, parameter reads return the DTensor shards instead of gathered copies: for
+    initialisers and surgery.
 
-    Initialisers give what they give on an unsharded model, if every rank is seeded alike. (Random numbers on accelerators are the
-    exception: they come from DTensor's generator, which draws another sequence.) Edits run on every rank: some communicate.
+    Initialisers give what they give on an unsharded model, if every rank is seeded alike. (Random
+    numbers on accelerators are the exception: they come from DTensor's generator, which draws
+    another sequence.) Edits run on every rank: some communicate.
 
     Args:
         model: a sharded module, or one that contains sharded modules.

@@ -1,4 +1,5 @@
-"""How shards share flat buffers: which go together, and where each lies. The same on every rank, whatever rows that rank holds."""
+"""How shards share flat buffers: which go together, and where each lies. The same on every rank,
+whatever rows that rank holds."""
 
 from __future__ import annotations
 
@@ -24,15 +25,21 @@ P = TypeVar("P", bound=Tensor)
 
 def check_pack_mb(pack_mb: object) -> None:
     """Raise ShardingError unless it is None or a number above 0."""
-    if pack_mb is not None and not (isinstance(pack_mb, (int, float)) and not isinstance(pack_mb, bool) and pack_mb > 0):
-        raise ShardingError(f"pack_mb is {pack_mb!r}; expected MiB of shards for one flat buffer, a number above 0, or None.")
+    if pack_mb is not None and not (
+        isinstance(pack_mb, (int, float)) and not isinstance(pack_mb, bool) and pack_mb > 0
+    ):
+        raise ShardingError(
+            f"pack_mb is {pack_mb!r}; expected MiB of shards for one flat buffer, a number above "
+            "0, or None."
+        )
 
 
 def next_batch(params: deque[P], mesh: DeviceMesh, pack_mb: float | None) -> list[P]:
-    """Take parameters that belong together off the front of a queue: as many as fit `pack_mb`, one if that is None.
+    """Take parameters that belong together off the front of a queue: as many as fit `pack_mb`, one
+    if that is None.
 
-    Sizes are those of full blocks, so that ranks with fewer rows choose alike. Parameters of another mesh end a batch.
-    """
+    Sizes are those of full blocks, so that ranks with fewer rows choose alike. Parameters of
+    another mesh end a batch."""
     batch = [params.popleft()]
     room = (pack_mb or 0) * _MIB - _block_numel(batch[0].shape, mesh) * batch[0].element_size()
     while params and pack_mb is not None and getattr(params[0], "device_mesh", mesh) == mesh:
@@ -43,7 +50,9 @@ def next_batch(params: deque[P], mesh: DeviceMesh, pack_mb: float | None) -> lis
     return batch
 
 
-def lay_out(rows: Sequence[Tensor], shapes: Sequence[torch.Size], names: Sequence[str], mesh: DeviceMesh) -> list[Tensor]:
+def lay_out(
+    rows: Sequence[Tensor], shapes: Sequence[torch.Size], names: Sequence[str], mesh: DeviceMesh
+) -> list[Tensor]:
     """This rank's rows of each parameter as parts of flat buffers on the mesh's device.
 
     Args:
@@ -57,7 +66,9 @@ def lay_out(rows: Sequence[Tensor], shapes: Sequence[torch.Size], names: Sequenc
     reserve = [_block_numel(shape, mesh) for shape in shapes]
     packed: dict[int, Tensor] = {}
     group = compat.group_name(mesh.get_group())
-    for flat in pack_parameters(list(rows), device=mesh.device_type, group=group, reserve=reserve, names=names):
+    for flat in pack_parameters(
+        list(rows), device=mesh.device_type, group=group, reserve=reserve, names=names
+    ):
         packed.update(flat.views)
     return [packed[i] for i in range(len(rows))]
 

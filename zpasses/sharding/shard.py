@@ -17,7 +17,15 @@ from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.runtime.param_cache import forget
 from zpasses.runtime.windows import register_step_window
-from zpasses.sharding.module import ParamShardSpec, ShardedModule, as_shard, local_rows, shard_tensor, sharded_class, sharded_parameters
+from zpasses.sharding.module import (
+    ParamShardSpec,
+    ShardedModule,
+    as_shard,
+    local_rows,
+    shard_tensor,
+    sharded_class,
+    sharded_parameters,
+)
 from zpasses.sharding.packing import check_pack_mb, lay_out, next_batch
 
 __all__ = ["invalidate", "pack_shards", "shard"]
@@ -36,29 +44,34 @@ def shard(
 ) -> M:
     """Shard every parameter of `model` over `mesh`, in place, and return `model`.
 
-    Each parameter becomes a DTensor parameter, `Shard(0)`, under its own name; reading it gathers the full one, and its gradient is
-    averaged over the ranks. Rows need not divide by the number of ranks. 0-dimensional parameters stay whole on every rank
-    (`Replicate()`). Tied parameters are sharded once. Nothing is communicated: every rank must hold the same values.
+    Each parameter becomes a DTensor parameter, `Shard(0)`, under its own name; reading it gathers
+    the full one, and its gradient is averaged over the ranks. Rows need not divide by the number of
+    ranks. 0-dimensional parameters stay whole on every rank (`Replicate()`). Tied parameters are
+    sharded once. Nothing is communicated: every rank must hold the same values.
 
-    One parameter is cut after the other, and each full one is freed (if nobody else holds it) before the next: there is never a second
-    full copy.
+    One parameter is cut after the other, and each full one is freed (if nobody else holds it)
+    before the next: there is never a second full copy.
 
-    Call it before the optimizer is built, on a model on the mesh's device or on meta (then `to_empty` and an initialiser that runs on
-    the shards: `model.apply(fn)`, `reset_parameters()`, or anything inside `zpasses.local_shards(model)`). Calls on submodules may differ
-    in dtype and mesh; a later call on the whole model shards the rest.
+    Call it before the optimizer is built, on a model on the mesh's device or on meta (then
+    `to_empty` and an initialiser that runs on the shards: `model.apply(fn)`, `reset_parameters()`,
+    or anything inside `zpasses.local_shards(model)`). Calls on submodules may differ in dtype and
+    mesh; a later call on the whole model shards the rest.
 
     Args:
         mesh: one-dimensional; its size is the number of shards.
-        param_dtype: gather and compute in this dtype, e.g. torch.bfloat16. The shards, and so the optimizer, keep theirs. Inputs are
-            not cast: feed them in this dtype.
-        reduce_dtype: reduce gradients in this dtype; None reduces in the dtype in which they were computed.
+        param_dtype: gather and compute in this dtype, e.g. torch.bfloat16. The shards, and so the
+            optimizer, keep theirs. Inputs are not cast: feed them in this dtype.
+        reduce_dtype: reduce gradients in this dtype; None reduces in the dtype in which they were
+            computed.
         ignored_params: parameters to leave alone, unsharded and unreduced.
-        pack_mb: lay the shards of consecutive parameters, up to this many MiB of them, into one flat buffer a dtype; None gives each
-            memory of its own. With it the model may also lie on the host and the mesh on accelerators: each rank then moves its own
-            shards alone. See `pack_shards`, which does the same to a model that is sharded already, or was on meta.
+        pack_mb: lay the shards of consecutive parameters, up to this many MiB of them, into one
+            flat buffer a dtype; None gives each memory of its own. With it the model may also lie
+            on the host and the mesh on accelerators: each rank then moves its own shards alone. See
+            `pack_shards`, which does the same to a model that is sharded already, or was on meta.
 
     Raises:
-        ShardingError: before anything is changed, for a model that cannot be sharded; the message names the module.
+        ShardingError: before anything is changed, for a model that cannot be sharded; the message
+            names the module.
     """
     _check_arguments(mesh, param_dtype, reduce_dtype)
     check_pack_mb(pack_mb)
@@ -78,7 +91,13 @@ def shard(
             for _, module, name in places.pop(key):
                 module._parameters[name] = made
                 floating = made.is_floating_point()
-                read = ParamShardSpec(name, mesh, group, param_dtype if floating else None, reduce_dtype if floating else None)
+                read = ParamShardSpec(
+                    name,
+                    mesh,
+                    group,
+                    param_dtype if floating else None,
+                    reduce_dtype if floating else None,
+                )
                 reads.setdefault(module, []).append(read)
         batch.clear()  # the full parameters die here
     for module, own in reads.items():
@@ -90,20 +109,27 @@ def shard(
 def pack_shards(model: M, pack_mb: float) -> M:
     """Lay the shards of a sharded model into flat buffers, in place, and return `model`.
 
-    Consecutive parameters, up to `pack_mb` MiB of shards, share one buffer a dtype. Every rank's buffers are alike: each parameter has
-    the room of a full block of rows, padded with zeros, at the same multiple of 16 bytes. Parameters stay the same objects, so that
-    optimizers go on; what reassigns memory (`to`, `to_empty`, a copy through DTensor) gives each shard memory of its own again. Call
-    it on every rank.
+    Consecutive parameters, up to `pack_mb` MiB of shards, share one buffer a dtype. Every rank's
+    buffers are alike: each parameter has the room of a full block of rows, padded with zeros, at
+    the same multiple of 16 bytes. Parameters stay the same objects, so that optimizers go on; what
+    reassigns memory (`to`, `to_empty`, a copy through DTensor) gives each shard memory of its own
+    again. Call it on every rank.
 
     Raises:
-        ShardingError: for a model that is not sharded, or is on meta, or a `pack_mb` that is no number above 0.
+        ShardingError: for a model that is not sharded, or is on meta, or a `pack_mb` that is no
+            number above 0.
     """
     check_pack_mb(pack_mb)
     left = deque(sharded_parameters(model))
     if not left:
-        raise ShardingError(f"{type(model).__name__} has no sharded parameter to pack. Call zpasses.shard first.")
+        raise ShardingError(
+            f"{type(model).__name__} has no sharded parameter to pack. Call zpasses.shard first."
+        )
     if any(param.is_meta for param in left):
-        raise ShardingError(f"{type(model).__name__} is on meta, where there is no memory to lay out. Call to_empty(device=...) first.")
+        raise ShardingError(
+            f"{type(model).__name__} is on meta, where there is no memory to lay out. Call "
+            "to_empty(device=...) first."
+        )
     names = {id(param): name for name, param in model.named_parameters()}
     while left:
         mesh = left[0].device_mesh
@@ -112,19 +138,24 @@ def pack_shards(model: M, pack_mb: float) -> M:
         packed = lay_out([compat.local_of(param) for param in batch], shapes, called, mesh)
         for param, rows in zip(batch, packed, strict=True):
             compat.set_local(param, rows)
-        forget(batch)  # its address tells ranks with rows that a shard is another, but not those with none
+        forget(
+            batch
+        )  # its address tells ranks with rows that a shard is another, but not those with none
     return model
 
 
 def invalidate(model: nn.Module) -> None:
-    """Forget gathered parameters that stages 1 and 2 keep, after an edit that torch cannot see (through `.data`).
+    """Forget gathered parameters that stages 1 and 2 keep, after an edit that torch cannot see
+    (through `.data`).
 
-    Call it on every rank. Edits by an optimizer, `load_state_dict` or in-place operations are seen without it.
-    """
+    Call it on every rank. Edits by an optimizer, `load_state_dict` or in-place operations are seen
+    without it."""
     forget(model.parameters())
 
 
-def _unsharded(model: nn.Module, ignored: Collection[int]) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+def _unsharded(
+    model: nn.Module, ignored: Collection[int]
+) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
     for prefix, module in model.named_modules():
         taken = module._zpasses_reads if isinstance(module, ShardedModule) else {}
         for name, param in module._parameters.items():
@@ -137,7 +168,8 @@ _Places = dict[int, list[tuple[str, nn.Module, str]]]
 
 
 def _find(model: nn.Module, ignored: Collection[int]) -> tuple[_Places, deque[nn.Parameter]]:
-    """Where unsharded parameters are, and each once: nothing else may hold them when they are to be freed."""
+    """Where unsharded parameters are, and each once: nothing else may hold them when they are to be
+    freed."""
     places: _Places = {}
     params: deque[nn.Parameter] = deque()
     for path, module, param in _unsharded(model, ignored):
@@ -147,13 +179,17 @@ def _find(model: nn.Module, ignored: Collection[int]) -> tuple[_Places, deque[nn
     return places, params
 
 
-def _check_parameters(places: _Places, params: Iterable[nn.Parameter], mesh: DeviceMesh, pack_mb: float | None) -> None:
+def _check_parameters(
+    places: _Places, params: Iterable[nn.Parameter], mesh: DeviceMesh, pack_mb: float | None
+) -> None:
     for param in params:
         for path, _, _ in places[id(param)]:
             _check_parameter(path, param, mesh, pack_mb is not None)
 
 
-def _shard_parameters(batch: Sequence[nn.Parameter], places: _Places, mesh: DeviceMesh, pack_mb: float | None) -> dict[int, nn.Parameter]:
+def _shard_parameters(
+    batch: Sequence[nn.Parameter], places: _Places, mesh: DeviceMesh, pack_mb: float | None
+) -> dict[int, nn.Parameter]:
     """Identity of each full parameter -> its sharded one."""
     made = {id(param): _sharded_earlier(param) for param in batch}
     todo = [param for param in batch if made[id(param)] is None]
@@ -191,48 +227,72 @@ def _swap_class(module: nn.Module, added: list[ParamShardSpec]) -> None:
 
 def _check_arguments(mesh: Any, param_dtype: Any, reduce_dtype: Any) -> None:
     if not dist.is_initialized():
-        raise ShardingError("no process group: call torch.distributed.init_process_group() and make a mesh with init_device_mesh() first.")
+        raise ShardingError(
+            "no process group: call torch.distributed.init_process_group() and make a mesh with "
+            "init_device_mesh() first."
+        )
     if not isinstance(mesh, DeviceMesh):
-        raise ShardingError(f"mesh is a {type(mesh).__name__}; expected a DeviceMesh, e.g. init_device_mesh('cuda', (world_size,)).")
+        raise ShardingError(
+            f"mesh is a {type(mesh).__name__}; expected a DeviceMesh, e.g. "
+            "init_device_mesh('cuda', (world_size,))."
+        )
     if mesh.ndim != 1:
         raise ShardingError(
-            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}; sharding over more than one (hybrid sharding) is not there "
+            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}; sharding over more than "
+            "one (hybrid sharding) is not there "
             "yet. Pass the one-dimensional submesh to shard over, e.g. mesh['shard']."
         )
     for label, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ShardingError(f"{label} is {dtype!r}; expected a floating-point torch.dtype such as torch.bfloat16, or None.")
+            raise ShardingError(
+                f"{label} is {dtype!r}; expected a floating-point torch.dtype such as "
+                "torch.bfloat16, or None."
+            )
 
 
 def _nothing_to_do(model: nn.Module) -> str:
     kind = type(model).__name__
     if any(isinstance(module, ShardedModule) for module in model.modules()):
-        return f"{kind} is sharded already. Shard a model once; to shard it otherwise, build it anew."
+        return (
+            f"{kind} is sharded already. Shard a model once; to shard it otherwise, build it anew."
+        )
     return f"{kind} has no parameter to shard."
 
 
 def _check_module(path: str, module: nn.Module, ignored: Collection[int]) -> None:
     where = f"module {path or '(root)'} ({type(module).__name__})"
     if isinstance(module, torch.jit.ScriptModule):
-        raise ShardingError(f"{where} is a TorchScript module, whose class cannot change. Shard the Python module instead.")
+        raise ShardingError(
+            f"{where} is a TorchScript module, whose class cannot change. Shard the Python module "
+            "instead."
+        )
     if (
         isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         and module.max_norm is not None
         and id(module._parameters["weight"]) not in ignored
     ):
         raise ShardingError(
-            f"{where} has max_norm: its forward writes to its weight, and what is read of a sharded one is a gathered copy. Set "
-            "max_norm=None and renormalise the shards after each optimizer step, or pass its weight as ignored_params."
+            f"{where} has max_norm: its forward writes to its weight, and what is read of a "
+            "sharded one is a gathered copy. Set "
+            "max_norm=None and renormalise the shards after each optimizer step, or pass its "
+            "weight as ignored_params."
         )
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and id(module._parameters["weight"]) not in ignored:
+    if (
+        isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        and module.sparse
+        and id(module._parameters["weight"]) not in ignored
+    ):
         raise ShardingError(
-            f"{where} has sparse gradients, which cannot be reduced to shards. Set sparse=False, or pass its weight as ignored_params."
+            f"{where} has sparse gradients, which cannot be reduced to shards. Set sparse=False, "
+            "or pass its weight as ignored_params."
         )
     for name, value in vars(module).items():
         if name not in ("_parameters", "_modules", "_buffers") and _holds_parameter(value):
             raise ShardingError(
-                f"{where} holds parameters outside its parameter table, in attribute {name!r}; they would keep the full, stale "
-                "weights. Replace the module (for RNNs: a loop over cells such as nn.LSTMCell), shard its siblings only, or pass its "
+                f"{where} holds parameters outside its parameter table, in attribute {name!r}; "
+                "they would keep the full, stale "
+                "weights. Replace the module (for RNNs: a loop over cells such as nn.LSTMCell), "
+                "shard its siblings only, or pass its "
                 "parameters as ignored_params and move it out of the sharded model."
             )
 
@@ -250,27 +310,38 @@ def _holds_parameter(value: object, depth: int = 3) -> bool:
 def _check_parameter(path: str, param: nn.Parameter, mesh: DeviceMesh, packs: bool) -> None:
     if isinstance(param, DTensor):
         raise ShardingError(
-            f"parameter {path} is a DTensor already ({param.placements} on {param.device_mesh}). Shard a model once; sharding on top "
+            f"parameter {path} is a DTensor already ({param.placements} on {param.device_mesh}). "
+            "Shard a model once; sharding on top "
             "of tensor parallelism is not there yet."
         )
     known = _sharded_earlier(param)
     if isinstance(known, DTensor) and known.device_mesh != mesh:
         raise ShardingError(
-            f"parameter {path} is tied to one that an earlier call sharded over another mesh ({known.device_mesh}). Shard both over one "
+            f"parameter {path} is tied to one that an earlier call sharded over another mesh "
+            f"({known.device_mesh}). Shard both over one "
             "mesh, or untie them: give one module a copy."
         )
     if isinstance(param, nn.parameter.UninitializedParameter):
-        raise ShardingError(f"parameter {path} has no shape yet (lazy module). Run one forward on a small input first.")
+        raise ShardingError(
+            f"parameter {path} has no shape yet (lazy module). Run one forward on a small input "
+            "first."
+        )
     if param.is_complex():
-        raise ShardingError(f"parameter {path} is complex; keep its real view (torch.view_as_real) as the parameter instead.")
+        raise ShardingError(
+            f"parameter {path} is complex; keep its real view (torch.view_as_real) as the "
+            "parameter instead."
+        )
     if packs and param.is_meta:
         raise ShardingError(
-            f"parameter {path} is on meta, where there is no memory to lay out. Leave pack_mb out, and call zpasses.pack_shards after "
+            f"parameter {path} is on meta, where there is no memory to lay out. Leave pack_mb out, "
+            "and call zpasses.pack_shards after "
             "to_empty."
         )
     if param.device.type not in (mesh.device_type, "meta", *(("cpu",) if packs else ())):
         raise ShardingError(
-            f"parameter {path} is on {param.device.type}, the mesh on {mesh.device_type}. Move the model first "
-            f"(model.to({mesh.device_type!r})), give pack_mb=... so that each rank moves its own shards from the host, or build it on "
+            f"parameter {path} is on {param.device.type}, the mesh on {mesh.device_type}. Move the "
+            "model first "
+            f"(model.to({mesh.device_type!r})), give pack_mb=... so that each rank moves its own "
+            "shards from the host, or build it on "
             "meta and call to_empty after sharding."
         )

@@ -9,12 +9,19 @@ A pass is tested in four lines, in one process, for as many ranks as one likes:
             MyPass()(rewritten[-1].graph)                              # checked by the runner
     assert_equal_bits(graphs, rewritten, random_inputs(graphs))        # true collectives, on real tensors
 
-`listing(graph)` is short text for reading and for inline expectations; `trace_joint` makes a graph out of a plain function in
-milliseconds; `simulate` raises where real ranks would hang, race or disagree.
-"""
+`listing(graph)` is short text for reading and for inline expectations; `trace_joint` makes a graph
+out of a plain function in milliseconds; `simulate` raises where real ranks would hang, race or
+disagree."""
 
 from zpasses.graph.printer import listing
-from zpasses.testing.capture import StepCapture, StepGraphs, capture_graphs, capture_ranks, copy_graph, trace_joint
+from zpasses.testing.capture import (
+    StepCapture,
+    StepGraphs,
+    capture_graphs,
+    capture_ranks,
+    copy_graph,
+    trace_joint,
+)
 from zpasses.testing.compare import assert_deterministic, assert_equal_bits, random_inputs
 from zpasses.testing.semantics import SEMANTICS, Semantics
 from zpasses.testing.simulate import RankRun, SimulationError, simulate

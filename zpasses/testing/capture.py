@@ -1,4 +1,5 @@
-"""Graphs to test passes on: of a model's training step through the backend, or of a plain function without Dynamo."""
+"""Graphs to test passes on: of a model's training step through the backend, or of a plain function
+without Dynamo."""
 
 from __future__ import annotations
 
@@ -21,12 +22,20 @@ from zpasses.pipeline.pipeline import Level, Pass, PassRecord, Pipeline
 from zpasses.sharding.shard import shard as shard_model
 from zpasses.testing.worlds import fake_world
 
-__all__ = ["StepCapture", "StepGraphs", "capture_graphs", "capture_ranks", "copy_graph", "trace_joint"]
+__all__ = [
+    "StepCapture",
+    "StepGraphs",
+    "capture_graphs",
+    "capture_ranks",
+    "copy_graph",
+    "trace_joint",
+]
 
 
 @dataclass(frozen=True)
 class StepGraphs:
-    """The graphs of one training step, or of one call without gradients; None for those that there are not."""
+    """The graphs of one training step, or of one call without gradients; None for those that there
+    are not."""
 
     captured: fx.GraphModule
     """Dynamo's graph, sharded parameters as local shards."""
@@ -47,8 +56,8 @@ class StepCapture:
     groups: Mapping[str, tuple[int, ...]]
     """Process group -> its ranks, as `simulate` takes it: the groups that this rank knows."""
     before: StepGraphs
-    """Each graph before the passes of its level. The joint one is the unlowered reference; forward and backward come out of a joint
-    graph that the joint passes have rewritten."""
+    """Each graph before the passes of its level. The joint one is the unlowered reference; forward
+    and backward come out of a joint graph that the joint passes have rewritten."""
     after: StepGraphs
     """Each graph after the passes of its level."""
     records: tuple[PassRecord, ...]
@@ -66,11 +75,13 @@ def capture_graphs(
     train: bool = True,
     dynamic: bool | None = False,
 ) -> StepCapture:
-    """Compile a model as one rank of a fake world, and return its graphs before and after the passes.
+    """Compile a model as one rank of a fake world, and return its graphs before and after the
+    passes.
 
-    The model is copied, sharded, compiled with `torch.compile(fullgraph=True, backend="zpasses")`, and called once, with a backward of
-    every output. Inside `fake_world` that world is used, and stays for rewriting the graphs further; otherwise one is made for the
-    call. Dynamo's caches are emptied.
+    The model is copied, sharded, compiled with `torch.compile(fullgraph=True, backend="zpasses")`,
+    and called once, with a backward of every output. Inside `fake_world` that world is used, and
+    stays for rewriting the graphs further; otherwise one is made for the call. Dynamo's caches are
+    emptied.
 
     Args:
         model: an unsharded module, or a function (which is compiled as it is).
@@ -78,8 +89,8 @@ def capture_graphs(
         world_size: ranks of the fake world to make; leave it out inside `fake_world`.
         rank: which of them to be.
         pipeline: passes to run; "" runs none, and leaves the dialect unlowered.
-        shard: how to shard: keyword arguments for `zpasses.shard`, or a function that is called with the model and the mesh of all
-            ranks. None calls `zpasses.shard(model, mesh=mesh)`.
+        shard: how to shard: keyword arguments for `zpasses.shard`, or a function that is called
+            with the model and the mesh of all ranks. None calls `zpasses.shard(model, mesh=mesh)`.
         train: capture forward and backward. False captures under no_grad.
         dynamic: as in torch.compile.
 
@@ -88,7 +99,9 @@ def capture_graphs(
         RuntimeError: as torch.compile does, when the model is not captured as one graph.
     """
     if (world_size is None) != dist.is_initialized():
-        raise ValueError("capture_graphs: call it inside fake_world, or outside with world_size=...")
+        raise ValueError(
+            "capture_graphs: call it inside fake_world, or outside with world_size=..."
+        )
     with contextlib.nullcontext() if world_size is None else fake_world(world_size, rank):
         size = dist.get_world_size()
         mesh = init_device_mesh("cpu", (size,))
@@ -103,8 +116,14 @@ def capture_graphs(
             records.extend(record for record in log.records if record.name != _Probe.name)
 
         torch.compiler.reset()
-        options: dict[str, Any] = {"pipeline": Pipeline((*probes.values(), *parsed.passes)), "codegen": "eager", "agreement": False}
-        compiled = torch.compile(step, backend="zpasses", fullgraph=True, dynamic=dynamic, options=options)
+        options: dict[str, Any] = {
+            "pipeline": Pipeline((*probes.values(), *parsed.passes)),
+            "codegen": "eager",
+            "agreement": False,
+        }
+        compiled = torch.compile(
+            step, backend="zpasses", fullgraph=True, dynamic=dynamic, options=options
+        )
         with observe_graphs(observe), torch.set_grad_enabled(train):
             _run_step(compiled, inputs, train)
         torch.compiler.reset()
@@ -118,28 +137,37 @@ def capture_graphs(
         )
 
 
-def capture_ranks(model: nn.Module | Callable[..., Any], inputs: Sequence[Any], *, world_size: int, **options: Any) -> list[StepCapture]:
+def capture_ranks(
+    model: nn.Module | Callable[..., Any], inputs: Sequence[Any], *, world_size: int, **options: Any
+) -> list[StepCapture]:
     """`capture_graphs` as each of `world_size` ranks in turn; takes its other options.
 
     For `simulate`: `[each.after.joint for each in capture_ranks(...)]`.
     """
-    return [capture_graphs(model, inputs, world_size=world_size, rank=rank, **options) for rank in range(world_size)]
+    return [
+        capture_graphs(model, inputs, world_size=world_size, rank=rank, **options)
+        for rank in range(world_size)
+    ]
 
 
-def trace_joint(fn: Callable[..., Any], inputs: Sequence[Any], shards: Mapping[int, str] | None = None) -> fx.GraphModule:
-    """The joint graph of a plain function, as the joint passes of the backend see it: tagged, common subexpressions merged.
+def trace_joint(
+    fn: Callable[..., Any], inputs: Sequence[Any], shards: Mapping[int, str] | None = None
+) -> fx.GraphModule:
+    """The joint graph of a plain function, as the joint passes of the backend see it: tagged,
+    common subexpressions merged.
 
-    Quicker than `capture_graphs` by ten times, since it does without Dynamo: for drawing many graphs. Groups that `fn` names must
-    exist: call it inside `fake_world`.
+    Quicker than `capture_graphs` by ten times, since it does without Dynamo: for drawing many
+    graphs. Groups that `fn` names must exist: call it inside `fake_world`.
 
     Args:
-        fn: takes tensors, returns a tensor or a tuple; reads its parameters through `torch.ops.zpasses.unshard`.
+        fn: takes tensors, returns a tensor or a tuple; reads its parameters through
+            `torch.ops.zpasses.unshard`.
         inputs: its arguments; those that require gradients get some.
         shards: position of each input that is a shard -> name of the parameter.
 
     Returns:
-        Inputs are those of `fn`, then one gradient ("tangents") for each output that depends on a differentiable input; outputs are
-        those of `fn`, then one gradient or None for each input.
+        Inputs are those of `fn`, then one gradient ("tangents") for each output that depends on a
+        differentiable input; outputs are those of `fn`, then one gradient or None for each input.
 
     Raises:
         ValueError: when no output depends on an input that requires gradients.
@@ -153,7 +181,10 @@ def trace_joint(fn: Callable[..., Any], inputs: Sequence[Any], shards: Mapping[i
     with contextlib.suppress(_Traced):
         compat.aot_compile(_AsModule(fn), list(inputs), None, None, _no_gradients, partition)  # type: ignore[arg-type]
     (gm,) = captured
-    compat.eliminate_common_subexpressions(gm, [node for node in gm.graph.nodes if node.op == "call_function" and node.target is UNSHARD])
+    compat.eliminate_common_subexpressions(
+        gm,
+        [node for node in gm.graph.nodes if node.op == "call_function" and node.target is UNSHARD],
+    )
     tag_joint(gm.graph, dict(shards or {}))
     gm.recompile()
     return gm
@@ -163,7 +194,9 @@ def copy_graph(graph: fx.Graph | fx.GraphModule) -> fx.GraphModule:
     """A copy to rewrite; attributes (subgraphs, constants) are shared."""
     if isinstance(graph, fx.GraphModule):
         return compat.clone_graph_module(graph)
-    return compat.clone_graph_module(graph.owning_module or fx.GraphModule(nn.Module(), graph), graph)
+    return compat.clone_graph_module(
+        graph.owning_module or fx.GraphModule(nn.Module(), graph), graph
+    )
 
 
 @dataclass(frozen=True)
@@ -195,13 +228,22 @@ class _AsModule(nn.Module):
 
 
 def _no_gradients(*_: Any) -> Any:
-    raise ValueError("trace_joint: no output depends on an input that requires gradients, so there is no joint graph.")
+    raise ValueError(
+        "trace_joint: no output depends on an input that requires gradients, so there is no joint "
+        "graph."
+    )
 
 
-def _sharded_copy(model: Any, mesh: DeviceMesh, shard: Callable[[Any, DeviceMesh], object] | Mapping[str, Any] | None) -> Any:
+def _sharded_copy(
+    model: Any,
+    mesh: DeviceMesh,
+    shard: Callable[[Any, DeviceMesh], object] | Mapping[str, Any] | None,
+) -> Any:
     if not isinstance(model, nn.Module):
         return model
-    model = copy.deepcopy(model, {id(group): group for group in compat.process_groups()})  # groups cannot be copied
+    model = copy.deepcopy(
+        model, {id(group): group for group in compat.process_groups()}
+    )  # groups cannot be copied
     if callable(shard):
         shard(model, mesh)
     else:
@@ -211,7 +253,11 @@ def _sharded_copy(model: Any, mesh: DeviceMesh, shard: Callable[[Any, DeviceMesh
 
 def _run_step(compiled: Callable[..., Any], inputs: Sequence[Any], train: bool) -> None:
     outputs = compiled(*[_own(value) if isinstance(value, Tensor) else value for value in inputs])
-    ends = [leaf for leaf in compat.pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    ends = [
+        leaf
+        for leaf in compat.pytree.tree_leaves(outputs)
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
     if train and ends:
         torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
 
@@ -220,7 +266,9 @@ def _own(value: Tensor) -> Tensor:
     return value.detach().clone().requires_grad_(value.requires_grad)
 
 
-def _graphs_before(probes: Mapping[Level, _Probe], seen: Mapping[str, fx.GraphModule]) -> StepGraphs:
+def _graphs_before(
+    probes: Mapping[Level, _Probe], seen: Mapping[str, fx.GraphModule]
+) -> StepGraphs:
     first = {level: probe.seen[0] if probe.seen else None for level, probe in probes.items()}
     (captured,) = probes[Level.CAPTURED].seen
     if "inference" in seen:

@@ -18,19 +18,28 @@ __all__ = ["assert_deterministic", "assert_equal_bits", "random_inputs"]
 Graphs = fx.GraphModule | Sequence[fx.GraphModule]
 
 
-def random_inputs(graphs: Sequence[fx.GraphModule], *, seed: int = 0, bound: int = 3) -> list[list[Any]]:
+def random_inputs(
+    graphs: Sequence[fx.GraphModule], *, seed: int = 0, bound: int = 3
+) -> list[list[Any]]:
     """Inputs for `simulate`: one list a rank, shapes and dtypes as the graph's inputs record them.
 
-    Values are small integers, so that sums are exact in whatever order they are taken; incoming gradients ("tangents") are multiples
-    of the number of ranks, so that averages over ranks are exact too. Ranks get different values.
+    Values are small integers, so that sums are exact in whatever order they are taken; incoming
+    gradients ("tangents") are multiples of the number of ranks, so that averages over ranks are
+    exact too. Ranks get different values.
 
     Args:
         graphs: one graph a rank.
-        bound: floating-point values lie in -bound..bound, integers in 0..bound - 1, which makes them valid indices of anything larger.
+        bound: floating-point values lie in -bound..bound, integers in 0..bound - 1, which makes
+            them valid indices of anything larger.
     """
     generator = torch.Generator().manual_seed(seed)
     return [
-        [_random_input(node, len(graphs), bound, generator) for node in graph.graph.nodes if node.op == "placeholder"] for graph in graphs
+        [
+            _random_input(node, len(graphs), bound, generator)
+            for node in graph.graph.nodes
+            if node.op == "placeholder"
+        ]
+        for graph in graphs
     ]
 
 
@@ -55,11 +64,12 @@ def assert_equal_bits(
     *,
     semantics: Mapping[Any, Semantics] | None = None,
 ) -> list[RankRun]:
-    """Simulate two versions of a graph on copies of the same inputs: all outputs of all ranks must be equal bit for bit.
+    """Simulate two versions of a graph on copies of the same inputs: all outputs of all ranks must
+    be equal bit for bit.
 
-    Bits, not values: 0.0 differs from -0.0, and one NaN from another. What the graphs write to their inputs must be equal as well.
-    Passes may add in another order than the reference did, which rounds otherwise; give inputs whose sums are exact, as
-    `random_inputs` makes them.
+    Bits, not values: 0.0 differs from -0.0, and one NaN from another. What the graphs write to
+    their inputs must be equal as well. Passes may add in another order than the reference did,
+    which rounds otherwise; give inputs whose sums are exact, as `random_inputs` makes them.
 
     Args:
         reference: the graph before the pass, for all ranks or one a rank.
@@ -77,16 +87,26 @@ def assert_equal_bits(
     """
     runs = []
     for graphs in (reference, rewritten):
-        copies = [[value.clone() if isinstance(value, Tensor) else value for value in values] for values in inputs]
+        copies = [
+            [value.clone() if isinstance(value, Tensor) else value for value in values]
+            for values in inputs
+        ]
         runs.append((simulate(graphs, copies, groups, semantics=semantics), copies))
     (expected, expected_inputs), (actual, actual_inputs) = runs
     for rank, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
-        names = _output_names(reference if isinstance(reference, fx.GraphModule) else reference[rank])
+        names = _output_names(
+            reference if isinstance(reference, fx.GraphModule) else reference[rank]
+        )
         if len(ours.outputs) != len(theirs.outputs):
-            raise AssertionError(f"rank {rank}: the rewritten graph has {len(ours.outputs)} outputs, the reference {len(theirs.outputs)}.")
+            raise AssertionError(
+                f"rank {rank}: the rewritten graph has {len(ours.outputs)} outputs, the reference "
+                f"{len(theirs.outputs)}."
+            )
         for i, (got, wanted) in enumerate(zip(ours.outputs, theirs.outputs, strict=True)):
             _check_equal(got, wanted, f"rank {rank}, output {i}{names.get(i, '')}")
-        for i, (got, wanted) in enumerate(zip(actual_inputs[rank], expected_inputs[rank], strict=True)):
+        for i, (got, wanted) in enumerate(
+            zip(actual_inputs[rank], expected_inputs[rank], strict=True)
+        ):
             _check_equal(got, wanted, f"rank {rank}, input {i} after the run")
     return actual
 
@@ -100,10 +120,14 @@ def _output_names(gm: fx.GraphModule) -> dict[int, str]:
 def _check_equal(got: Any, wanted: Any, where: str) -> None:
     if not (isinstance(got, Tensor) and isinstance(wanted, Tensor)):
         if type(got) is not type(wanted) or got != wanted:
-            raise AssertionError(f"{where}: is {_short(got)}, but the reference gives {_short(wanted)}.")
+            raise AssertionError(
+                f"{where}: is {_short(got)}, but the reference gives {_short(wanted)}."
+            )
         return
     if got.dtype != wanted.dtype or got.shape != wanted.shape:
-        raise AssertionError(f"{where}: is {_short(got)}, but the reference gives {_short(wanted)}.")
+        raise AssertionError(
+            f"{where}: is {_short(got)}, but the reference gives {_short(wanted)}."
+        )
     if got.numel() == 0:
         return
     ours, theirs = _bits(got), _bits(wanted)
@@ -112,14 +136,16 @@ def _check_equal(got: Any, wanted: Any, where: str) -> None:
         at = int(different[0])
         index = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), got.shape))
         raise AssertionError(
-            f"{where}: {len(different)} of {got.numel()} elements differ. First difference at {index}: {_element(got, at)}, but the "
+            f"{where}: {len(different)} of {got.numel()} elements differ. First difference at "
+            f"{index}: {_element(got, at)}, but the "
             f"reference gives {_element(wanted, at)}."
         )
 
 
 def _bits(tensor: Tensor) -> Tensor:
     """[elements, bytes]"""
-    # A tensor of one element is contiguous whatever its stride, but only a stride of 1 can be viewed as bytes.
+    # A tensor of one element is contiguous whatever its stride, but only a stride of 1 can be
+    # viewed as bytes.
     row = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
     return row.view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
 
@@ -130,11 +156,18 @@ def _element(tensor: Tensor, at: int) -> str:
 
 
 def _short(value: Any) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return (
+        f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        if isinstance(value, Tensor)
+        else repr(value)
+    )
 
 
-def assert_deterministic(pass_: Callable[[fx.Graph], object], graph: fx.Graph | fx.GraphModule, *, copies: int = 3) -> None:
-    """Rewriting copies of a graph must give the same collectives in the same order: ranks rewrite alone, and must agree.
+def assert_deterministic(
+    pass_: Callable[[fx.Graph], object], graph: fx.Graph | fx.GraphModule, *, copies: int = 3
+) -> None:
+    """Rewriting copies of a graph must give the same collectives in the same order: ranks rewrite
+    alone, and must agree.
 
     Copies differ in the addresses of their nodes, so an order taken from a set or from `id` shows.
 
@@ -155,6 +188,12 @@ def assert_deterministic(pass_: Callable[[fx.Graph], object], graph: fx.Graph | 
     for sequence in sequences[1:]:
         for i, (first, other) in enumerate(zip(sequences[0], sequence, strict=False)):
             if first != other:
-                raise AssertionError(f"{pass_} is not deterministic: collective {i} is {first} in one copy, but {other} in another.")
+                raise AssertionError(
+                    f"{pass_} is not deterministic: collective {i} is {first} in one copy, but "
+                    f"{other} in another."
+                )
         if len(sequence) != len(sequences[0]):
-            raise AssertionError(f"{pass_} is not deterministic: {len(sequences[0])} collectives in one copy, {len(sequence)} in another.")
+            raise AssertionError(
+                f"{pass_} is not deterministic: {len(sequences[0])} collectives in one copy, "
+                f"{len(sequence)} in another."
+            )

@@ -1,16 +1,17 @@
 """A stand-in for mori and for a device with SDMA engines, for real processes on CPU tensors.
 
-It does what amd-mori does where that can hurt: takes raw addresses and keeps nothing alive; moves whole 4-byte words through buffers that
-all ranks write to, without checking that they fit; lets a rank that is ahead overwrite what a slower one has not copied out yet; connects
-one set of ranks in a process; returns -1 or ends the process where others raise. Calls are put in order on streams, each a thread, and
-deliver late, so a result that is read before it was awaited is poison.
+It does what amd-mori does where that can hurt: takes raw addresses and keeps nothing alive; moves
+whole 4-byte words through buffers that all ranks write to, without checking that they fit; lets a
+rank that is ahead overwrite what a slower one has not copied out yet; connects one set of ranks in
+a process; returns -1 or ends the process where others raise. Calls are put in order on streams,
+each a thread, and deliver late, so a result that is read before it was awaited is poison.
 
     with fake_mori.installed(fake_mori.Settings(copy_out_s=0.05)):   # on every rank
         zpasses.sdma.init()
         ...
 
-What would be a crash or a hang of a device is a `DeviceFaultError`, raised where the stream is awaited.
-"""
+What would be a crash or a hang of a device is a `DeviceFaultError`, raised where the stream is
+awaited."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class Settings:
 
     version: str = "1.2.4"
     capturing: bool = True
-    """Whether calls take `capturing`, without which they make the CPU wait; 1.2.4 does, earlier releases do not."""
+    """Whether calls take `capturing`, without which they make the CPU wait; 1.2.4 does, earlier
+    releases do not."""
     architecture: str = "gfx942"
     free_bytes: int = 192 << 30
     device_id: str | None = None
@@ -62,7 +64,8 @@ class Settings:
     copy_out_s: float = 0.0
     """From the arrival of all parts until this rank copies them out."""
     fail: str = ""
-    """Where this rank fails: "import", "unique_id", "init", "init_raises", "exit", "init_hangs", "handle", "wrong_bytes" or "call"."""
+    """Where this rank fails: "import", "unique_id", "init", "init_raises", "exit", "init_hangs",
+    "handle", "wrong_bytes" or "call"."""
     time_limit_s: float = 20.0
     """After which a device that waits for another counts as hung."""
     calls: list[int] = field(default_factory=list)
@@ -73,7 +76,8 @@ class Settings:
 
 @contextlib.contextmanager
 def installed(settings: Settings | None = None) -> Iterator[Settings]:
-    """Inside, `import mori` gives the stand-in, and CPU tensors are on a device with SDMA engines."""
+    """Inside, `import mori` gives the stand-in, and CPU tensors are on a device with SDMA
+    engines."""
     given = settings or Settings()
     names = ("mori", "mori.ccl", "mori.shmem")
     before = {name: sys.modules.get(name) for name in names}
@@ -96,7 +100,7 @@ def installed(settings: Settings | None = None) -> Iterator[Settings]:
             os.environ["MORI_ENABLE_SDMA"] = variable
 
 
-# --- the device -------------------------------------------------------------------------------------------------------------------
+# --- the device -----------------------------------------------------------------------------------
 class _Host:
     """This process as a device."""
 
@@ -119,7 +123,7 @@ class _Host:
         return lambda: None
 
 
-# --- mori --------------------------------------------------------------------------------------------------------------------------
+# --- mori -----------------------------------------------------------------------------------------
 class _World:
     """What `mori.shmem` knows in one process."""
 
@@ -131,7 +135,9 @@ class _World:
     def shmem_get_unique_id(self) -> bytes:
         if self.settings.fail == "unique_id":
             raise RuntimeError("bootstrap: no interface")
-        folder = tempfile.mkdtemp(prefix="fake-mori-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        folder = tempfile.mkdtemp(
+            prefix="fake-mori-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+        )
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return folder.encode().ljust(_UID_BYTES, b"\0")
 
@@ -163,7 +169,10 @@ class _World:
     def _meet(self, where: str) -> bool:
         (self.folder / f"{where}-{self.rank}").touch()
         present = [self.folder / f"{where}-{rank}" for rank in range(self.size)]
-        return _until(lambda: all(each.exists() for each in present), time.monotonic() + self.settings.time_limit_s)
+        return _until(
+            lambda: all(each.exists() for each in present),
+            time.monotonic() + self.settings.time_limit_s,
+        )
 
 
 def _until(condition: Callable[[], bool], deadline: float) -> bool:
@@ -207,7 +216,10 @@ class _Gather:
         if world.settings.fail == "handle":
             raise RuntimeError("shmem_malloc: out of memory")
         halves = (transit_buffer_size or _DEFAULT_TRANSIT) // 2
-        self._in_bytes, self._out_bytes = input_buffer_size or halves, (output_buffer_size or halves) // 4 * 4
+        self._in_bytes, self._out_bytes = (
+            input_buffer_size or halves,
+            (output_buffer_size or halves) // 4 * 4,
+        )
         self._world, self._me, self._pes, self._number = world, my_pe, npes, next(world.handles)
         self._mine = _Region(self._path(my_pe), self._out_bytes, npes, create=True)
         self._peers: dict[int, _Region] = {my_pe: self._mine}
@@ -219,12 +231,16 @@ class _Gather:
 
     def _peer(self, pe: int) -> _Region:
         if pe not in self._peers:
-            if not _until(self._path(pe).exists, time.monotonic() + self._world.settings.time_limit_s):
+            if not _until(
+                self._path(pe).exists, time.monotonic() + self._world.settings.time_limit_s
+            ):
                 raise DeviceFaultError(f"PE {pe} has no handle {self._number}")
             self._peers[pe] = _Region(self._path(pe), self._out_bytes, self._pes, create=False)
         return self._peers[pe]
 
-    def enqueue(self, source: Tensor, target: Tensor, count: int, stream: int, *, block: bool) -> bool:
+    def enqueue(
+        self, source: Tensor, target: Tensor, count: int, stream: int, *, block: bool
+    ) -> bool:
         settings, nbytes = self._world.settings, count * source.element_size()
         if count == 0:
             raise ValueError("AllgatherSdma: count is 0")
@@ -255,8 +271,13 @@ class _Gather:
         if source.nbytes < moved:
             raise DeviceFaultError(f"reads {moved} bytes of a tensor of {source.nbytes}")
         if self._pes * moved > self._out_bytes or moved > self._in_bytes:
-            raise DeviceFaultError(f"{self._pes} x {moved} bytes do not fit into buffers of {self._in_bytes} and {self._out_bytes}")
-        data = bytes([_POISON]) * moved if source.freed() else ctypes.string_at(source.address, moved)
+            raise DeviceFaultError(
+                f"{self._pes} x {moved} bytes do not fit into buffers of {self._in_bytes} and "
+                f"{self._out_bytes}"
+            )
+        data = (
+            bytes([_POISON]) * moved if source.freed() else ctypes.string_at(source.address, moved)
+        )
         if settings.fail == "wrong_bytes":
             data = bytes(moved)
         for pe in range(self._pes):
@@ -267,20 +288,32 @@ class _Gather:
     def _take(self, sequence: int, target: _Raw, moved: int) -> None:
         settings, flags = self._world.settings, self._mine.flags
         deadline = time.monotonic() + settings.time_limit_s
-        if self._pes > _MAX_PES or not _until(lambda: all(flag >= sequence for flag in flags), deadline):
-            raise DeviceFaultError(f"call {sequence} of handle {self._number} hangs: flags are {list(flags)}")
+        if self._pes > _MAX_PES or not _until(
+            lambda: all(flag >= sequence for flag in flags), deadline
+        ):
+            raise DeviceFaultError(
+                f"call {sequence} of handle {self._number} hangs: flags are {list(flags)}"
+            )
         time.sleep(settings.copy_out_s)
         if target.nbytes < self._pes * moved:
-            raise DeviceFaultError(f"writes {self._pes * moved} bytes into a tensor of {target.nbytes}")
+            raise DeviceFaultError(
+                f"writes {self._pes * moved} bytes into a tensor of {target.nbytes}"
+            )
         if target.freed():
             raise DeviceFaultError("writes into a tensor that was freed")
         ctypes.memmove(target.address, self._mine.address, self._pes * moved)
 
-    def start_async(self, source: Tensor, target: Tensor, count: int, stream: int | None = None) -> bool:
+    def start_async(
+        self, source: Tensor, target: Tensor, count: int, stream: int | None = None
+    ) -> bool:
         if self._in_flight is not None:
             return False
         self._sequence += 1
-        self._in_flight = (self._sequence, *_view(source, target), -(-count * source.element_size() // 4) * 4)
+        self._in_flight = (
+            self._sequence,
+            *_view(source, target),
+            -(-count * source.element_size() // 4) * 4,
+        )
         sequence, source_raw, _, moved = self._in_flight
         HostStream.of(stream or 0).run(lambda: self._put(sequence, source_raw, moved))
         return True
@@ -303,11 +336,14 @@ class _Raw:
 
     def __init__(self, tensor: Tensor) -> None:
         self.address, self.freed = tensor.data_ptr(), compat.storage_reference(tensor)
-        self.nbytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+        self.nbytes = (
+            tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+        )
 
 
 def _view(source: Tensor, target: Tensor) -> tuple[_Raw, _Raw]:
-    """Both as addresses; the target is poisoned until its bytes arrive, unless the source is a part of it."""
+    """Both as addresses; the target is poisoned until its bytes arrive, unless the source is a part
+    of it."""
     raw = _Raw(source), _Raw(target)
     if source.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
         target.fill_(_POISON)
@@ -322,16 +358,27 @@ def _modules(settings: Settings) -> dict[str, types.ModuleType]:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(world, *args, **kwargs)
 
-        def __call__(self, input_data: Tensor, output_data: Tensor, count: int, stream: int | None = None, capturing: bool = False) -> bool:
+        def __call__(
+            self,
+            input_data: Tensor,
+            output_data: Tensor,
+            count: int,
+            stream: int | None = None,
+            capturing: bool = False,
+        ) -> bool:
             return self.enqueue(input_data, output_data, count, stream or 0, block=not capturing)
 
     class OlderAllgatherSdma(AllgatherSdma):
-        def __call__(self, input_data: Tensor, output_data: Tensor, count: int, stream: int | None = None) -> bool:  # type: ignore[override]
+        def __call__(
+            self, input_data: Tensor, output_data: Tensor, count: int, stream: int | None = None
+        ) -> bool:  # type: ignore[override]
             return self.enqueue(input_data, output_data, count, stream or 0, block=True)
 
     contents: dict[types.ModuleType, dict[str, Any]] = {
         package: {"__version__": settings.version, "__path__": [], "ccl": ccl, "shmem": shmem},
-        ccl: {} if settings.fail == "import" else {"AllgatherSdma": AllgatherSdma if settings.capturing else OlderAllgatherSdma},
+        ccl: {}
+        if settings.fail == "import"
+        else {"AllgatherSdma": AllgatherSdma if settings.capturing else OlderAllgatherSdma},
         shmem: {
             "MORI_SHMEM_INIT_WITH_UNIQUEID": 1,
             **{name: getattr(world, name) for name in dir(world) if name.startswith("shmem_")},

@@ -1,4 +1,5 @@
-"""Streams of a device, as threads of this process: what is put on one runs in order, beside the code that put it there."""
+"""Streams of a device, as threads of this process: what is put on one runs in order, beside the
+code that put it there."""
 
 from __future__ import annotations
 

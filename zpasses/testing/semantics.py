@@ -14,7 +14,8 @@ from zpasses.graph.ops import rows_per_rank
 __all__ = ["SEMANTICS", "Semantics"]
 
 Semantics = Callable[[Sequence[Tensor], Sequence[Mapping[str, Any]]], Sequence[Tensor]]
-"""(one input a rank, the arguments by name of each rank's call) -> one output a rank, none an alias of an input or of another."""
+"""(one input a rank, the arguments by name of each rank's call) -> one output a rank, none an alias
+of an input or of another."""
 
 
 def _all_gather(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
@@ -27,7 +28,11 @@ def _reduce_scatter(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]
     size, rows = len(inputs), inputs[0].shape[0]
     if rows % size:
         raise ValueError(f"{rows} rows cannot be scattered over {size} ranks evenly")
-    return [part.clone() for part in reduce(inputs, str(calls[0]["reduce_op"])).chunk(size)] if rows else [each.clone() for each in inputs]
+    return (
+        [part.clone() for part in reduce(inputs, str(calls[0]["reduce_op"])).chunk(size)]
+        if rows
+        else [each.clone() for each in inputs]
+    )
 
 
 def _all_reduce(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
@@ -50,7 +55,8 @@ def _all_to_all(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) ->
         for target, _ in enumerate(calls):
             if sent[source][target] != received[target][source]:
                 raise ValueError(
-                    f"rank {source} of the group sends {sent[source][target]} rows to rank {target}, which expects "
+                    f"rank {source} of the group sends {sent[source][target]} rows to rank "
+                    f"{target}, which expects "
                     f"{received[target][source]}"
                 )
     parts = [tensor.split(list(sizes)) for tensor, sizes in zip(inputs, sent, strict=True)]
@@ -61,41 +67,62 @@ def _unshard(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> li
     rows, size = calls[0]["rows"], len(inputs)
     for rank, shard in enumerate(inputs):
         _check_rows(rank, shard.shape[0], rows, size)
-    return [torch.cat([shard.to(calls[0]["param_dtype"] or shard.dtype) for shard in inputs]) for _ in inputs]
+    return [
+        torch.cat([shard.to(calls[0]["param_dtype"] or shard.dtype) for shard in inputs])
+        for _ in inputs
+    ]
 
 
 def _reduce_grad(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    rows, size, dtype, reduce_dtype = calls[0]["rows"], len(inputs), calls[0]["dtype"], calls[0]["reduce_dtype"]
+    rows, size, dtype, reduce_dtype = (
+        calls[0]["rows"],
+        len(inputs),
+        calls[0]["dtype"],
+        calls[0]["reduce_dtype"],
+    )
     total = reduce([grad.to(reduce_dtype or grad.dtype) for grad in inputs], "avg")
     if total.dim() == 0:
         return [total.to(dtype, copy=True) for _ in inputs]
     for rank, call in enumerate(calls):
         _check_rows(rank, call["shard_rows"], rows, size)
-    return [part.to(dtype, copy=True) for part in total.split([call["shard_rows"] for call in calls])]
+    return [
+        part.to(dtype, copy=True) for part in total.split([call["shard_rows"] for call in calls])
+    ]
 
 
 def reduce(inputs: Sequence[Tensor], reduce_op: str) -> Tensor:
     """Combine in rank order; "avg" adds and divides after."""
     if reduce_op == "avg":
         total, size = reduce(inputs, "sum"), len(inputs)
-        return total / size if total.is_floating_point() or total.is_complex() else total.div(size, rounding_mode="trunc")
+        return (
+            total / size
+            if total.is_floating_point() or total.is_complex()
+            else total.div(size, rounding_mode="trunc")
+        )
     combine = _REDUCTIONS.get(reduce_op)
     if combine is None:
-        raise ValueError(f"reduce op {reduce_op!r} is not simulated; known: avg, {', '.join(_REDUCTIONS)}")
+        raise ValueError(
+            f"reduce op {reduce_op!r} is not simulated; known: avg, {', '.join(_REDUCTIONS)}"
+        )
     return functools.reduce(combine, inputs).clone()
 
 
 def _check_group_size(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> None:
     for rank, call in enumerate(calls):
         if call["group_size"] != len(inputs):
-            raise ValueError(f"rank {rank} of the group says that it has {call['group_size']} ranks, but it has {len(inputs)}")
+            raise ValueError(
+                f"rank {rank} of the group says that it has {call['group_size']} ranks, but it has "
+                f"{len(inputs)}"
+            )
 
 
 def _check_rows(rank: int, given: int, rows: int, size: int) -> None:
     block = rows_per_rank(rows, size)
     expected = max(0, min(block, rows - rank * block))
     if given != expected:
-        raise ValueError(f"rank {rank} of the group of {size} holds {given} of {rows} rows; expected {expected}")
+        raise ValueError(
+            f"rank {rank} of the group of {size} holds {given} of {rows} rows; expected {expected}"
+        )
 
 
 _REDUCTIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -119,4 +146,5 @@ SEMANTICS: Mapping[str, Semantics] = {
     "unshard": _unshard,
     "reduce_grad": _reduce_grad,
 }
-"""By name of the op, without what says only where its outputs go: `_coalesced`, `_out` and the `_` of in-place forms."""
+"""By name of the op, without what says only where its outputs go: `_coalesced`, `_out` and the `_`
+of in-place forms."""

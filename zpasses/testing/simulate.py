@@ -1,8 +1,8 @@
 """Run the graphs of several ranks in one process, in lockstep, on real tensors.
 
-Each rank's graph runs node by node until it has to wait for the others. A collective that ranks would not agree on, or that some of
-them never start, raises here where it would hang or corrupt memory on a cluster.
-"""
+Each rank's graph runs node by node until it has to wait for the others. A collective that ranks
+would not agree on, or that some of them never start, raises here where it would hang or corrupt
+memory on a cluster."""
 
 from __future__ import annotations
 
@@ -53,41 +53,50 @@ def simulate(
 ) -> list[RankRun]:
     """Run one graph a rank, all in this process, with true collectives between them.
 
-    Known are the functional collectives (plain, coalesced, in place and `out=`) and the dialect's `unshard` and `reduce_grad`, so that
-    a graph can be run before and after it is lowered. Reductions add in rank order; "avg" divides after. Collectives are asynchronous:
-    nothing may read what one writes, or write what one reads, before `wait_tensor`. Values are freed at their last use. No process
-    group is needed.
+    Known are the functional collectives (plain, coalesced, in place and `out=`) and the dialect's
+    `unshard` and `reduce_grad`, so that a graph can be run before and after it is lowered.
+    Reductions add in rank order; "avg" divides after. Collectives are asynchronous: nothing may
+    read what one writes, or write what one reads, before `wait_tensor`. Values are freed at their
+    last use. No process group is needed.
 
     Args:
         graphs: one graph for all ranks, or one a rank. They run without autograd.
         inputs: one list of inputs a rank. The graph may write to them, as it may on a device.
         groups: process group -> its ranks, in group order. None: every group holds all ranks.
-        semantics: what further collectives compute, by operator (`torch.ops.mine.all_gather.default`); such an operator has an
-            argument `group_name`, and its first argument is what it sends.
+        semantics: what further collectives compute, by operator
+            (`torch.ops.mine.all_gather.default`); such an operator has an argument `group_name`,
+            and its first argument is what it sends.
         seed: rank r draws random numbers from seed + r.
 
     Returns:
         What each rank did.
 
     Raises:
-        SimulationError: when ranks start different collectives on a group, or one ends or waits while others expect it; when a value
-            is read too early, or a collective is never waited for; when a node fails.
+        SimulationError: when ranks start different collectives on a group, or one ends or waits
+            while others expect it; when a value is read too early, or a collective is never waited
+            for; when a node fails.
         ValueError: for another number of graphs than of inputs.
     """
     per_rank = [graphs] * len(inputs) if isinstance(graphs, fx.GraphModule) else list(graphs)
     if len(per_rank) != len(inputs):
         raise ValueError(
-            f"simulate: got {len(per_rank)} graphs and the inputs of {len(inputs)} ranks; expected one list of inputs a graph."
+            f"simulate: got {len(per_rank)} graphs and the inputs of {len(inputs)} ranks; expected "
+            "one list of inputs a graph."
         )
     board = _Board(len(per_rank), groups)
     custom = dict(semantics or {})
-    ranks = [_Rank(rank, graph, list(values), board, custom) for rank, (graph, values) in enumerate(zip(per_rank, inputs, strict=True))]
+    ranks = [
+        _Rank(rank, graph, list(values), board, custom)
+        for rank, (graph, values) in enumerate(zip(per_rank, inputs, strict=True))
+    ]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for each in ranks:
             torch.manual_seed(seed + each.rank)
             each.rng = torch.get_rng_state()
         _run(ranks, board)
-    return [RankRun(tuple(compat.pytree.tree_leaves(each.output)), tuple(each.log)) for each in ranks]
+    return [
+        RankRun(tuple(compat.pytree.tree_leaves(each.output)), tuple(each.log)) for each in ranks
+    ]
 
 
 def _run(ranks: Sequence[_Rank], board: _Board) -> None:
@@ -102,7 +111,7 @@ def _run(ranks: Sequence[_Rank], board: _Board) -> None:
     board.check_complete(ranks)
 
 
-# --- matching ----------------------------------------------------------------------------------------------------------------------
+# --- matching -------------------------------------------------------------------------------------
 @dataclass
 class _Call:
     """One rank's part in one collective."""
@@ -124,7 +133,8 @@ class _Call:
 
 
 class _Board:
-    """Where ranks post what they start; the last rank of a group to post runs the collective for all."""
+    """Where ranks post what they start; the last rank of a group to post runs the collective for
+    all."""
 
     def __init__(self, size: int, groups: Mapping[str, Sequence[int]] | None) -> None:
         self._size, self._groups = size, groups
@@ -135,14 +145,18 @@ class _Board:
         if self._groups is None:
             return range(self._size)
         if group not in self._groups:
-            raise SimulationError(f"a graph communicates on group {group!r}; the groups given are {', '.join(map(repr, self._groups))}.")
+            raise SimulationError(
+                f"a graph communicates on group {group!r}; the groups given are "
+                f"{', '.join(map(repr, self._groups))}."
+            )
         return self._groups[group]
 
     def post(self, call: _Call) -> None:
         group, members = call.what.group, self.members(call.what.group)
         if call.rank not in members:
             raise SimulationError(
-                f"rank {call.rank}, node {call.node.name}: starts {call.name} on group {group!r}, whose ranks are {list(members)}."
+                f"rank {call.rank}, node {call.node.name}: starts {call.name} on group {group!r}, "
+                f"whose ranks are {list(members)}."
             )
         call.number = self._posted.get((group, call.rank), 0)
         self._posted[group, call.rank] = call.number + 1
@@ -161,25 +175,42 @@ class _Board:
             missing = [rank for rank in self.members(group) if rank not in calls]
             started = ", ".join(f"rank {call.rank} ({call.node.name})" for call in calls.values())
             raise SimulationError(
-                f"the ranks would hang. Collective {number} on group {group!r}, {_describe(first)}, was started by {started}, but not by "
+                f"the ranks would hang. Collective {number} on group {group!r}, "
+                f"{_describe(first)}, was started by {started}, but not by "
                 + ", ".join(f"rank {rank}, which {ranks[rank].standing()}" for rank in missing)
                 + "."
             )
 
 
 def _check_alike(a: _Call, b: _Call) -> None:
-    # Ranks hold different numbers of rows: a dialect op is described by its full parameter, and uneven exchanges by their splits.
+    # Ranks hold different numbers of rows: a dialect op is described by its full parameter, and
+    # uneven exchanges by their splits.
     shapes = a.name == "all_to_all_single" or a.what.shapes == b.what.shapes
-    same = a.name == b.name and shapes and a.what.dtypes == b.what.dtypes and a.what.reduce_op == b.what.reduce_op
-    if not (same and all(a.arguments.get(key) == b.arguments.get(key) for key in ("src", "rows", "dtype", "param_dtype", "reduce_dtype"))):
+    same = (
+        a.name == b.name
+        and shapes
+        and a.what.dtypes == b.what.dtypes
+        and a.what.reduce_op == b.what.reduce_op
+    )
+    if not (
+        same
+        and all(
+            a.arguments.get(key) == b.arguments.get(key)
+            for key in ("src", "rows", "dtype", "param_dtype", "reduce_dtype")
+        )
+    ):
         raise SimulationError(
-            f"ranks disagree on group {a.what.group!r}: collective {a.number} is {_describe(a)} on rank {a.rank} (node {a.node.name}), but "
+            f"ranks disagree on group {a.what.group!r}: collective {a.number} is {_describe(a)} on "
+            f"rank {a.rank} (node {a.node.name}), but "
             f"{_describe(b)} on rank {b.rank} (node {b.node.name})."
         )
 
 
 def _describe(call: _Call) -> str:
-    tensors = [f"{dtype}{list(shape)}" for dtype, shape in zip(call.what.dtypes, call.what.shapes, strict=True)]
+    tensors = [
+        f"{dtype}{list(shape)}"
+        for dtype, shape in zip(call.what.dtypes, call.what.shapes, strict=True)
+    ]
     told = [
         f"{key}={call.arguments[key]}"
         for key in ("reduce_op", "src", "rows", "dtype", "param_dtype", "reduce_dtype")
@@ -195,7 +226,9 @@ def _perform(calls: Sequence[_Call]) -> None:
             outputs = calls[0].semantics([call.inputs[i] for call in calls], arguments)
         except Exception as error:
             nodes = ", ".join(f"{call.node.name} on rank {call.rank}" for call in calls)
-            raise SimulationError(f"{_describe(calls[0])} on group {calls[0].what.group!r} ({nodes}) failed: {error}.") from error
+            raise SimulationError(
+                f"{_describe(calls[0])} on group {calls[0].what.group!r} ({nodes}) failed: {error}."
+            ) from error
         for call, output in zip(calls, outputs, strict=True):
             call.results.append(output)
     for call in calls:
@@ -203,7 +236,8 @@ def _perform(calls: Sequence[_Call]) -> None:
             for target, result in zip(call.into, call.results, strict=True):
                 if target.shape != result.shape or target.dtype != result.dtype:
                     raise SimulationError(
-                        f"rank {call.rank}, node {call.node.name}: writes {_kind(result)} into a tensor that is {_kind(target)}."
+                        f"rank {call.rank}, node {call.node.name}: writes {_kind(result)} into a "
+                        f"tensor that is {_kind(target)}."
                     )
                 target.copy_(result)
             call.results = call.into
@@ -214,7 +248,7 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-# --- one rank ----------------------------------------------------------------------------------------------------------------------
+# --- one rank -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Started:
     """One output of a collective that was started; nothing but `wait_tensor` may read it."""
@@ -233,7 +267,14 @@ class _Started:
 class _Rank:
     """Interprets one rank's graph; stops where it has to wait for other ranks."""
 
-    def __init__(self, rank: int, gm: fx.GraphModule, inputs: list[Any], board: _Board, custom: Mapping[Any, Semantics]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        gm: fx.GraphModule,
+        inputs: list[Any],
+        board: _Board,
+        custom: Mapping[Any, Semantics],
+    ) -> None:
         self.rank, self.output, self.ended = rank, None, False
         self.log: list[Collective] = []
         self.blocked_by: _Call | None = None
@@ -274,9 +315,11 @@ class _Rank:
                 del values[dead]
         if self._in_flight:
             names = ", ".join(dict.fromkeys(started.call.node.name for started in self._in_flight))
-            raise SimulationError(f"rank {self.rank}: nobody waits for {names}; end each collective with wait_tensor.")
+            raise SimulationError(
+                f"rank {self.rank}: nobody waits for {names}; end each collective with wait_tensor."
+            )
 
-    # --- collectives ----------------------------------------------------------------------------------------------------------------
+    # --- collectives ------------------------------------------------------------------------------
     def _semantics_of(self, node: fx.Node) -> Semantics | None:
         target = _overload(node)
         if target in self._custom:
@@ -286,13 +329,20 @@ class _Rank:
             if name in SEMANTICS:
                 return SEMANTICS[name]
             if name != "_wrap_tensor_autograd":
-                self._fail(f"collective {target} is not simulated; give its meaning as semantics={{{target}: ...}}")
+                self._fail(
+                    f"collective {target} is not simulated; give its meaning as "
+                    f"semantics={{{target}: ...}}"
+                )
         return None
 
-    def _start(self, node: fx.Node, semantics: Semantics, values: Mapping[fx.Node, Any]) -> Generator[_Call, None, Any]:
+    def _start(
+        self, node: fx.Node, semantics: Semantics, values: Mapping[fx.Node, Any]
+    ) -> Generator[_Call, None, Any]:
         target = _overload(node)
         schema = target._schema
-        arguments = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+        arguments = dict(
+            zip((argument.name for argument in schema.arguments), node.args, strict=False)
+        ) | dict(node.kwargs)
         arguments = {name: self._fetch(node, value, values) for name, value in arguments.items()}
         given = arguments.pop(schema.arguments[0].name)
         inputs = list(given) if isinstance(given, (list, tuple)) else [given]
@@ -326,7 +376,7 @@ class _Rank:
             self._in_flight = [other for other in self._in_flight if other is not started]
         return value.call.results[value.index] if isinstance(value, _Started) else value
 
-    # --- everything else ------------------------------------------------------------------------------------------------------------
+    # --- everything else --------------------------------------------------------------------------
     def _run_locally(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         if node.op == "placeholder":
             return self._next_input(node)
@@ -337,14 +387,20 @@ class _Rank:
         args = self._fetch(node, node.args, values)
         kwargs = self._fetch(node, node.kwargs, values)
         if node.op == "output":
-            self._check_access([leaf for leaf in compat.pytree.tree_leaves(args) if isinstance(leaf, Tensor)], [])
+            self._check_access(
+                [leaf for leaf in compat.pytree.tree_leaves(args) if isinstance(leaf, Tensor)], []
+            )
             self.output = args[0]
             return None
         self._check_access(*_accesses(node, args, kwargs))
         try:
             if node.op == "call_method":
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            target = self._gm.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+            target = (
+                self._gm.get_submodule(str(node.target))
+                if node.op == "call_module"
+                else node.target
+            )
             return target(*args, **kwargs)  # type: ignore[operator]
         except Exception as error:
             self._fail(f"{type(error).__name__}: {error}", error)
@@ -361,9 +417,17 @@ class _Rank:
             value = values[item]
             for leaf in value if isinstance(value, list) else [value]:
                 if isinstance(leaf, _Started):
-                    self._fail(f"reads {item.name} before wait_tensor; the collective {leaf.call.node.name} is still running")
-            if isinstance(value, fx.GraphModule) and any(_communicates(inner) for inner in value.graph.nodes):
-                self._fail(f"calls the subgraph {item.target}, which communicates; simulate the joint or a partitioned graph instead")
+                    self._fail(
+                        f"reads {item.name} before wait_tensor; the collective "
+                        f"{leaf.call.node.name} is still running"
+                    )
+            if isinstance(value, fx.GraphModule) and any(
+                _communicates(inner) for inner in value.graph.nodes
+            ):
+                self._fail(
+                    f"calls the subgraph {item.target}, which communicates; simulate the joint or "
+                    "a partitioned graph instead"
+                )
             return value
 
         return map_arg(arguments, value_of)
@@ -372,19 +436,30 @@ class _Rank:
         for started in self._in_flight:
             name = started.call.node.name
             if any(_overlap(tensor, started.target) for tensor in (*read, *written)):
-                self._fail(f"reads or writes what the collective {name} is writing; wait_tensor first")
+                self._fail(
+                    f"reads or writes what the collective {name} is writing; wait_tensor first"
+                )
             if any(_overlap(tensor, started.source) for tensor in written):
-                self._fail(f"writes to the input of the collective {name}, which is still running; wait_tensor first")
+                self._fail(
+                    f"writes to the input of the collective {name}, which is still running; "
+                    "wait_tensor first"
+                )
 
     def _fail(self, reason: str, cause: BaseException | None = None) -> Any:
-        raise SimulationError(f"rank {self.rank}, node {self._node.format_node()}: {reason}.") from cause
+        raise SimulationError(
+            f"rank {self.rank}, node {self._node.format_node()}: {reason}."
+        ) from cause
 
 
 def _overload(node: fx.Node) -> Any:
     """The operator that a node calls; graphs from Dynamo may hold the packet of its overloads."""
     if node.op != "call_function":
         return None
-    return node.target.default if isinstance(node.target, compat.OpOverloadPacket) and "default" in node.target.overloads() else node.target
+    return (
+        node.target.default
+        if isinstance(node.target, compat.OpOverloadPacket) and "default" in node.target.overloads()
+        else node.target
+    )
 
 
 def _is_call_of(node: fx.Node, packet: Any) -> bool:
@@ -415,16 +490,25 @@ def _local_result(target: Any, source: Tensor, arguments: Mapping[str, Any]) -> 
         if arguments["rows"] == 0 or 0 in source.shape[1:]:
             return source.new_empty((arguments["rows"], *source.shape[1:]), dtype=dtype)
     if target is REDUCE_GRAD and source.dim() and source.numel() == 0:
-        return source.new_empty((arguments["shard_rows"], *source.shape[1:]), dtype=arguments["dtype"])
+        return source.new_empty(
+            (arguments["shard_rows"], *source.shape[1:]), dtype=arguments["dtype"]
+        )
     return None
 
 
 def _collective(name: str, inputs: Sequence[Tensor], arguments: Mapping[str, Any]) -> Collective:
-    """Description of a call; `unshard` by its full parameter, so that ranks with fewer rows say the same."""
+    """Description of a call; `unshard` by its full parameter, so that ranks with fewer rows say the
+    same."""
     tensors = list(inputs)
     if name == "unshard":
         (shard,) = inputs
-        tensors = [torch.empty((arguments["rows"], *shard.shape[1:]), dtype=arguments["param_dtype"] or shard.dtype, device="meta")]
+        tensors = [
+            torch.empty(
+                (arguments["rows"], *shard.shape[1:]),
+                dtype=arguments["param_dtype"] or shard.dtype,
+                device="meta",
+            )
+        ]
     reduce_op = arguments.get("reduce_op")
     return Collective(
         op=name,
@@ -454,15 +538,21 @@ def _attribute(root: Any, path: str) -> Any:
     return root
 
 
-# --- memory ------------------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 def _accesses(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
     """Tensors that a call reads, and those that its schema says it writes."""
     read = compat.pytree.tree_leaves((args, kwargs))
     schema = getattr(_overload(node), "_schema", None)
     if schema is None or not schema.is_mutable:
         return read, []
-    named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
-    mutable = [argument.name for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write]
+    named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(
+        kwargs
+    )
+    mutable = [
+        argument.name
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
     return read, compat.pytree.tree_leaves([named.get(name) for name in mutable])
 
 
@@ -475,5 +565,7 @@ def _overlap(a: Any, b: Any) -> bool:
 def _byte_range(tensor: Tensor) -> tuple[int, int]:
     if tensor.numel() == 0:
         return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -1,4 +1,5 @@
-"""A process group of any size in one process, whose collectives do nothing: for capturing and rewriting graphs."""
+"""A process group of any size in one process, whose collectives do nothing: for capturing and
+rewriting graphs."""
 
 from __future__ import annotations
 
@@ -15,19 +16,24 @@ __all__ = ["fake_world"]
 
 @contextlib.contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[DeviceMesh]:
-    """Be rank `rank` of `world_size` ranks that do not exist; yields the one-dimensional CPU mesh over all of them.
+    """Be rank `rank` of `world_size` ranks that do not exist; yields the one-dimensional CPU mesh
+    over all of them.
 
-    Collectives run at once and leave their outputs uninitialised: use it to shard, capture and rewrite, and `simulate` to run.
+    Collectives run at once and leave their outputs uninitialised: use it to shard, capture and
+    rewrite, and `simulate` to run.
 
     Raises:
         RuntimeError: when this process has a process group already.
         ValueError: unless 0 <= rank < world_size.
     """
     if not 0 <= rank < world_size:
-        raise ValueError(f"fake_world: got rank {rank} of {world_size}; expected 0 <= rank < world_size.")
+        raise ValueError(
+            f"fake_world: got rank {rank} of {world_size}; expected 0 <= rank < world_size."
+        )
     if dist.is_initialized():
         raise RuntimeError(
-            f"fake_world: this process is rank {dist.get_rank()} of {dist.get_world_size()} of a {dist.get_backend()!r} process group "
+            f"fake_world: this process is rank {dist.get_rank()} of {dist.get_world_size()} of a "
+            f"{dist.get_backend()!r} process group "
             "already. Leave that world first: torch.distributed.destroy_process_group()."
         )
     compat.forget_sharding_decisions()  # of another rank that this process was

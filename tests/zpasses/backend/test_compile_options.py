@@ -26,9 +26,14 @@ def backward_of(**options):
     """The backward graph of one compile."""
     seen = []
     torch._dynamo.reset()
-    with fake_world(8) as mesh, observe_graphs(lambda log: seen.append(log.graph) if log.kind == "backward" else None):
+    with (
+        fake_world(8) as mesh,
+        observe_graphs(lambda log: seen.append(log.graph) if log.kind == "backward" else None),
+    ):
         model = zpasses.shard(Mlp(), mesh=mesh)
-        torch.compile(model, backend="zpasses", options={"codegen": "eager", **options})(torch.ones(4, 8)).sum().backward()
+        torch.compile(model, backend="zpasses", options={"codegen": "eager", **options})(
+            torch.ones(4, 8)
+        ).sum().backward()
     (graph,) = seen
     return graph
 
@@ -50,9 +55,12 @@ SLOW_MEMORY = "cpu,launch_us=0.001,hop_us=0.001,network_hop_us=0.001,memory_gb_s
 
 
 def test_target_decides_what_is_merged(monkeypatch):
-    monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: True)  # where a shared launch costs copies
+    monkeypatch.setattr(
+        "zpasses.compat.is_gloo", lambda group, device=None: True
+    )  # where a shared launch costs copies
     few, many = (
-        sum("reduce" in each.op for _, each in collectives(backward_of(pipeline=ROOMY, target=it))) for it in (SLOW_LAUNCH, SLOW_MEMORY)
+        sum("reduce" in each.op for _, each in collectives(backward_of(pipeline=ROOMY, target=it)))
+        for it in (SLOW_LAUNCH, SLOW_MEMORY)
     )
     assert few < many
     monkeypatch.setenv("ZPASSES_TARGET", SLOW_LAUNCH)

@@ -50,7 +50,11 @@ class Net(nn.Module):
     def forward(self, tokens):
         x = self.embed(tokens) * self.scale + self.frozen
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.between == "checkpoint" else block(x)
+            x = (
+                checkpoint(block, x, use_reentrant=False)
+                if self.between == "checkpoint"
+                else block(x)
+            )
             if self.between == "graph break":
                 torch._dynamo.graph_break()
                 x = x * self.scale  # read by the eager code between two graphs
@@ -79,7 +83,11 @@ def assert_same_gradients(model, reference):
             expected = theirs.grad.clone()
             dist.all_reduce(expected, op=dist.ReduceOp.AVG)
             torch.testing.assert_close(
-                ours.grad.full_tensor(), expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+                ours.grad.full_tensor(),
+                expected,
+                rtol=1e-4,
+                atol=1e-6,
+                msg=lambda text, name=name: f"{name}: {text}",
             )
 
 
@@ -103,7 +111,9 @@ def train_alike(step, model, reference, data, optimizer=torch.optim.SGD):
 def _trains(options, between="nothing", fullgraph=False, dynamic=None, shapes=((2, 5),) * 3):
     reference, model = pair(between=between)
     graphs = []
-    step = torch.compile(model, backend="zpasses", options=options, fullgraph=fullgraph, dynamic=dynamic)
+    step = torch.compile(
+        model, backend="zpasses", options=options, fullgraph=fullgraph, dynamic=dynamic
+    )
     with observe_graphs(graphs.append):
         train_alike(step, model, reference, [batches(1, shape)[0] for shape in shapes])
     return [graph.name for graph in graphs if graph.kind == "joint"]
@@ -143,7 +153,12 @@ def test_dynamic_batch_and_sequence_need_one_graph():
 
 @pytest.mark.inductor
 def test_dynamic_shapes_through_inductor():
-    assert len(run_on_ranks(_trains, {}, dynamic=True, shapes=((2, 5), (4, 7), (3, 9)), timeout=240)[0]) == 1
+    assert (
+        len(
+            run_on_ranks(_trains, {}, dynamic=True, shapes=((2, 5), (4, 7), (3, 9)), timeout=240)[0]
+        )
+        == 1
+    )
 
 
 def _ranks_with_their_own_shapes():
@@ -159,7 +174,9 @@ def test_a_rank_may_recompile_alone_for_a_new_shape():
 
 def _inference(stage, codegen):
     reference, model = pair()
-    step = torch.compile(model, backend="zpasses", options={"zero_stage": stage, "codegen": codegen})
+    step = torch.compile(
+        model, backend="zpasses", options={"zero_stage": stage, "codegen": codegen}
+    )
     tokens = batches(1)[0]
     with torch.no_grad():
         torch.testing.assert_close(step(tokens), reference(tokens), rtol=1e-4, atol=1e-5)
@@ -183,8 +200,12 @@ def _two_models():
         return first[1](tokens) + second[1](tokens)
 
     tokens = batches(1)[0]
-    compiled = torch.compile(both, backend="zpasses", options={"zero_stage": 2, **EAGER}, fullgraph=True)
-    torch.testing.assert_close(compiled(tokens), first[0](tokens) + second[0](tokens), rtol=1e-4, atol=1e-5)
+    compiled = torch.compile(
+        both, backend="zpasses", options={"zero_stage": 2, **EAGER}, fullgraph=True
+    )
+    torch.testing.assert_close(
+        compiled(tokens), first[0](tokens) + second[0](tokens), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_several_sharded_models_in_one_process():
@@ -199,7 +220,9 @@ def _two_groups():
     zpasses.shard(model, mesh=world_mesh())
     graphs = []
     with observe_graphs(graphs.append):
-        train_alike(torch.compile(model, backend="zpasses", options=EAGER), model, reference, batches(2))
+        train_alike(
+            torch.compile(model, backend="zpasses", options=EAGER), model, reference, batches(2)
+        )
     joint = next(graph for graph in graphs if graph.kind == "joint")
     return len({each.group for _, each in collectives(joint.graph)})
 
@@ -240,10 +263,14 @@ class WritesToView(Writes):
 
 
 def _writes():
-    model = torch.compile(zpasses.shard(Writes(), mesh=world_mesh()), backend="zpasses", options=EAGER)
+    model = torch.compile(
+        zpasses.shard(Writes(), mesh=world_mesh()), backend="zpasses", options=EAGER
+    )
     with pytest.raises(Exception, match=r"writes to parameter weight \(clamp_\).*would be lost"):
         model(torch.ones(4))
-    model = torch.compile(zpasses.shard(WritesToView(), mesh=world_mesh()), backend="zpasses", options=EAGER)
+    model = torch.compile(
+        zpasses.shard(WritesToView(), mesh=world_mesh()), backend="zpasses", options=EAGER
+    )
     with pytest.raises(Exception, match=r"writes to parameter weight \(zero_\).*would be lost"):
         model(torch.ones(4))
 
@@ -253,7 +280,8 @@ def test_a_model_that_writes_to_its_parameters_is_refused():
 
 
 def _gathers_run(stage):
-    """Gathers that run in: first forward, second forward, after backward, after an edit of a shard, after one through `.data`."""
+    """Gathers that run in: first forward, second forward, after backward, after an edit of a shard,
+    after one through `.data`."""
     _, model = pair()
     step = torch.compile(model, backend="zpasses", options={"zero_stage": stage, **EAGER})
     tokens = batches(1)[0]
@@ -318,11 +346,14 @@ def _equal_after(edit):
             for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
                 ours.mul_(0.5)
                 theirs.mul_(0.5)
-    torch.testing.assert_close(loss_of(step, tokens), loss_of(reference, tokens), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        loss_of(step, tokens), loss_of(reference, tokens), rtol=1e-4, atol=1e-5
+    )
 
 
 def _stepped_after_a_look(optimizer, inference):
-    """Between backward and step somebody runs the model: what that run gathered must not be used after the step."""
+    """Between backward and step somebody runs the model: what that run gathered must not be used
+    after the step."""
     reference, model = pair()
     step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
     optimizers = [optimizer(each.parameters(), lr=0.1, foreach=True) for each in (model, reference)]
@@ -338,7 +369,9 @@ def _stepped_after_a_look(optimizer, inference):
                 dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
         for each in optimizers:
             each.step()
-        torch.testing.assert_close(loss_of(step, tokens), loss_of(reference, tokens), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            loss_of(step, tokens), loss_of(reference, tokens), rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -347,7 +380,8 @@ def test_a_foreach_optimizer_is_seen_though_it_moves_no_version_counter(inferenc
 
 
 def _averaged_weights():
-    """A model that only an average of weights writes to, by foreach operations that leave no trace."""
+    """A model that only an average of weights writes to, by foreach operations that leave no
+    trace."""
     reference, model = pair()
     step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
     tokens = batches(1)[0]
@@ -391,12 +425,15 @@ def test_kept_parameters_follow_every_change_of_their_shards(edit):
 
 
 def _empty_shard():
-    """Rank 2 of 3 holds nothing of a parameter with two rows, and must still decide like the others."""
+    """Rank 2 of 3 holds nothing of a parameter with two rows, and must still decide like the
+    others."""
     torch.manual_seed(0)
     reference = nn.Linear(3, 2)
     model = zpasses.shard(copy.deepcopy(reference), mesh=world_mesh())
     step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, foreach=True) for each in (model, reference)]
+    optimizers = [
+        torch.optim.AdamW(each.parameters(), lr=0.1, foreach=True) for each in (model, reference)
+    ]
     for _ in range(3):
         x = torch.ones(2, 3)
         torch.testing.assert_close(step(x), reference(x))
@@ -412,7 +449,8 @@ def test_a_rank_with_an_empty_shard_gathers_when_the_others_do():
 
 
 class Gain(nn.Module):
-    """Its backward needs nothing but the gain, in whose memory Inductor would like to write the gradient."""
+    """Its backward needs nothing but the gain, in whose memory Inductor would like to write the
+    gradient."""
 
     def __init__(self, frozen=False):
         super().__init__()
@@ -433,7 +471,9 @@ def _kept_through_backward():
         model, step = _sharded_copy(reference)
         x = torch.randn(8, 8)
         for _ in range(2):
-            ours, theirs = (net(x).square().sum() + net(2 * x).square().sum() for net in (step, reference))
+            ours, theirs = (
+                net(x).square().sum() + net(2 * x).square().sum() for net in (step, reference)
+            )
             torch.testing.assert_close(ours, theirs)
             ours.backward()
             theirs.backward()
@@ -445,7 +485,9 @@ def test_backward_does_not_write_over_kept_parameters():
 
 
 def _convolutions():
-    reference = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten())
+    reference = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten()
+    )
     model, step = _sharded_copy(reference)
     for _ in range(2):
         x = torch.randn(2, 3, 6, 6)
@@ -473,7 +515,8 @@ def test_training_goes_on_after_inference_mode():
 
 
 def _average_of_a_trained_model():
-    """A copy of a model that an optimizer stepped is stepped by nobody: only foreach operations write to it."""
+    """A copy of a model that an optimizer stepped is stepped by nobody: only foreach operations
+    write to it."""
     reference = nn.Linear(4, 4)
     model, step = _sharded_copy(reference, **EAGER)
     x = torch.ones(2, 4)

@@ -1,4 +1,5 @@
-"""Compile caches on disk: a program that runs again in new processes, also with other options, never gets wrong code."""
+"""Compile caches on disk: a program that runs again in new processes, also with other options,
+never gets wrong code."""
 
 from collections import Counter
 
@@ -39,13 +40,17 @@ def _train(options):
         optimizer.zero_grad()
         losses.append(loss.item())
     names = [event.name.partition("::") for event in profile.events()]
-    ran = Counter(name for namespace, _, name in names if namespace in ("_c10d_functional", "zpasses"))
+    ran = Counter(
+        name for namespace, _, name in names if namespace in ("_c10d_functional", "zpasses")
+    )
     del ran["wait_tensor"], ran["all_gather_into_tensor_out"]  # which the gathers over gloo call
     return losses, dict(ran), counters["inductor"]["fxgraph_cache_hit"]
 
 
 def run(options, cache):
-    outcomes = run_in_fresh_ranks(_train, options, env={"TORCHINDUCTOR_CACHE_DIR": str(cache)}, timeout=200)
+    outcomes = run_in_fresh_ranks(
+        _train, options, env={"TORCHINDUCTOR_CACHE_DIR": str(cache)}, timeout=200
+    )
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     return outcomes[0].result
 
@@ -53,7 +58,8 @@ def run(options, cache):
 def test_warm_caches_give_the_code_of_the_options_at_hand(tmp_path):
     losses, ran, hits = run({"zero_stage": 3}, tmp_path)
     assert hits == 0
-    # The weight of `down` is gathered again in backward; two of the gradients are one bucket, as are two of the gathers.
+    # The weight of `down` is gathered again in backward; two of the gradients are one bucket, as
+    # are two of the gathers.
     assert ran == {"gloo_all_gather": 3, "gloo_all_gather_coalesced": 1, "all_reduce_": 3}
 
     dump = tmp_path / "dump"
@@ -62,11 +68,16 @@ def test_warm_caches_give_the_code_of_the_options_at_hand(tmp_path):
     for rank in (0, 1):  # passes run in front of the cache, so its hits are dumped too
         (compiled,) = read(dump).ranks[rank].compiles
         assert compiled.graphs["backward"].last.after == "defer-reduction"
-        assert {each.verdict for graph in compiled.graphs.values() for each in graph.agreements} == {"agreed"}
+        assert {
+            each.verdict for graph in compiled.graphs.values() for each in graph.agreements
+        } == {"agreed"}
     assert (again, ran_again) == (losses, ran)
 
     for options, expected in [
-        ({"zero_stage": 2}, {"gloo_all_gather": 2, "gloo_all_gather_coalesced": 1, "all_reduce_": 3}),
+        (
+            {"zero_stage": 2},
+            {"gloo_all_gather": 2, "gloo_all_gather_coalesced": 1, "all_reduce_": 3},
+        ),
         (
             {"pipeline": "gather-params,reduce-grads{form=reduce_scatter},reshard-after-forward"},
             {"gloo_all_gather": 5, "reduce_scatter_tensor": 4},

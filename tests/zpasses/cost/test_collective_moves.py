@@ -3,7 +3,13 @@ import torch
 
 from tests.graphs import Param, joint, rewritten
 from zpasses import OptionError
-from zpasses.cost.collective_moves import MemoryCurve, gather_launches, movable_gathers, movable_reductions, reduction_launches
+from zpasses.cost.collective_moves import (
+    MemoryCurve,
+    gather_launches,
+    movable_gathers,
+    movable_reductions,
+    reduction_launches,
+)
 from zpasses.option_values import parse_budget
 from zpasses.passes import GatherParams, ReduceGrads
 from zpasses.passes.bucket import Bucket
@@ -14,7 +20,8 @@ LOWER = (GatherParams(), ReduceGrads("reduce_scatter"))
 
 @pytest.fixture(autouse=True)
 def backend_is_not_gloo(monkeypatch):
-    """Graphs outlive the fake world that they were made in; whether gloo's scratch memory counts is asked of their group."""
+    """Graphs outlive the fake world that they were made in; whether gloo's scratch memory counts is
+    asked of their group."""
     monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: False)
 
 
@@ -27,10 +34,18 @@ def names(nodes):
     return [node.target._opname for node in nodes]
 
 
-# --- budgets ------------------------------------------------------------------------------------------------------------------------
+# --- budgets --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("text", "budget"),
-    [("5%", 0.05), ("0%", 0.0), ("2.5 %", 0.025), ("300MiB", 300 << 20), ("1.5KiB", 1536), (" 7 B ", 7), ("2GiB", 2 << 30)],
+    [
+        ("5%", 0.05),
+        ("0%", 0.0),
+        ("2.5 %", 0.025),
+        ("300MiB", 300 << 20),
+        ("1.5KiB", 1536),
+        (" 7 B ", 7),
+        ("2GiB", 2 << 30),
+    ],
 )
 def test_budget_is_a_share_or_bytes(text, budget):
     read = parse_budget(text, "here")
@@ -39,11 +54,14 @@ def test_budget_is_a_share_or_bytes(text, budget):
 
 @pytest.mark.parametrize("text", ["", "5", "-5%", "5 percent", "300MB", "MiB", "1e3B", "none"])
 def test_wrong_budget_says_where_and_what_is_expected(text):
-    with pytest.raises(OptionError, match=r"pass 'x': got .*; expected how far the peak may rise \('5%'\) or a peak in bytes"):
+    with pytest.raises(
+        OptionError,
+        match=r"pass 'x': got .*; expected how far the peak may rise \('5%'\) or a peak in bytes",
+    ):
         parse_budget(text, "pass 'x'")
 
 
-# --- what can move ------------------------------------------------------------------------------------------------------------------
+# --- what can move --------------------------------------------------------------------------------
 def test_gathers_of_parameters_move_with_their_cast_and_padding():
     items = movable_gathers(lowered(Param((7, 2), param_dtype=torch.bfloat16), Param((6, 2))))
     assert [names(item.inputs) for item in items] == [["_to_copy", "constant_pad_nd"], []]
@@ -78,7 +96,9 @@ def test_a_reduction_that_the_graph_reads_stays():
     (reduction,) = movable_reductions(graph)
     output = graph.output_node()
     with graph.inserting_before(output):
-        mixed = graph.call_function(torch.ops.aten.add.Tensor, (reduction.wait, graph.find_nodes(op="placeholder")[0]))
+        mixed = graph.call_function(
+            torch.ops.aten.add.Tensor, (reduction.wait, graph.find_nodes(op="placeholder")[0])
+        )
         mixed.meta["val"] = reduction.wait.meta["val"]
     output.args = ([mixed, *output.args[0]],)
     assert movable_reductions(graph) == []
@@ -90,7 +110,12 @@ def test_untagged_collectives_stay():
     for node in graph.nodes:
         node.meta.pop("zpasses", None)
         node.meta.pop("custom", None)
-    assert (movable_gathers(graph), movable_reductions(graph), gather_launches(graph), reduction_launches(graph)) == ([], [], [], [])
+    assert (
+        movable_gathers(graph),
+        movable_reductions(graph),
+        gather_launches(graph),
+        reduction_launches(graph),
+    ) == ([], [], [], [])
 
 
 @pytest.mark.parametrize("mode", ["coalesced", "flat"])
@@ -100,8 +125,15 @@ def test_launches_know_buckets(mode):
     (gather,), (reduction,) = gather_launches(graph), reduction_launches(graph)
     parts = 2 if mode == "coalesced" else 0
     waits = parts or 1
-    assert (len(gather.parts), len(gather.waits), len(reduction.parts), len(reduction.waits)) == (parts, waits, parts, waits)
-    assert names(gather.before) == (["constant_pad_nd"] if parts else ["constant_pad_nd", "reshape", "reshape", "cat"])
+    assert (len(gather.parts), len(gather.waits), len(reduction.parts), len(reduction.waits)) == (
+        parts,
+        waits,
+        parts,
+        waits,
+    )
+    assert names(gather.before) == (
+        ["constant_pad_nd"] if parts else ["constant_pad_nd", "reshape", "reshape", "cat"]
+    )
     assert movable_gathers(graph) == ([] if parts else movable_gathers(graph))
     full = (9 + 6) * 2 * 4
     assert gather.nbytes >= full
@@ -109,12 +141,14 @@ def test_launches_know_buckets(mode):
 
 
 def test_a_moved_all_reduce_holds_its_input_alone():
-    (reduction,) = reduction_launches(lowered(Param((7, 2)), passes=(GatherParams(), ReduceGrads("all_reduce"))))
+    (reduction,) = reduction_launches(
+        lowered(Param((7, 2)), passes=(GatherParams(), ReduceGrads("all_reduce")))
+    )
     assert reduction.nbytes == 7 * 2 * 4
     assert names(reduction.after) == ["slice_copy"]
 
 
-# --- the curve ----------------------------------------------------------------------------------------------------------------------
+# --- the curve ------------------------------------------------------------------------------------
 def test_limit_is_a_share_above_the_peak_or_bytes_but_never_below_it():
     graph = lowered(Param((6, 2)))
     peak = MemoryCurve(graph, 0.0).limit_bytes
@@ -139,13 +173,22 @@ def test_added_bytes_are_there_from_start_until_before_end():
 
 
 def test_ranks_whose_rows_differ_plan_with_the_same_bytes():
-    """A full, a partly filled and an empty shard; with a cast, which reads and writes what only this rank has."""
+    """A full, a partly filled and an empty shard; with a cast, which reads and writes what only
+    this rank has."""
     for form in ("all_reduce", "reduce_scatter"):
-        params = [Param((4, 2), param_dtype=torch.bfloat16, reduce_dtype=torch.float32), Param((4, 3))]
+        params = [
+            Param((4, 2), param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            Param((4, 3)),
+        ]
         curves = []
         for rank in range(3):
             graph = lowered(*params, rank=rank, passes=(GatherParams(), ReduceGrads(form)))
             curve = MemoryCurve(graph, 0.0)
             collective = [*gather_launches(graph), *reduction_launches(graph)]
-            curves.append((curve.limit_bytes, [curve.live_bytes[curve.position[each.started]] for each in collective]))
+            curves.append(
+                (
+                    curve.limit_bytes,
+                    [curve.live_bytes[curve.position[each.started]] for each in collective],
+                )
+            )
         assert curves[0] == curves[1] == curves[2], form

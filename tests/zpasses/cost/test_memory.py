@@ -1,4 +1,5 @@
-"""The memory model against graphs whose figures can be told by hand, and against what a model really allocates."""
+"""The memory model against graphs whose figures can be told by hand, and against what a model
+really allocates."""
 
 import gc
 import operator
@@ -10,7 +11,12 @@ from torch import fx
 import zpasses
 from tests.graphs import Param, joint, rewritten
 from zpasses import compat
-from zpasses.cost.memory import liveness, reinplaceable_all_reduces, saved_for_backward, scratch_bytes
+from zpasses.cost.memory import (
+    liveness,
+    reinplaceable_all_reduces,
+    saved_for_backward,
+    scratch_bytes,
+)
 from zpasses.graph.nodes import collective_of, is_wait
 from zpasses.graph.tags import Tag, add_tag
 from zpasses.passes import CacheParams, GatherParams, ReduceGrads
@@ -28,7 +34,8 @@ UNIT = 4096
 
 @pytest.fixture(autouse=True)
 def backend_is_not_gloo(monkeypatch):
-    """Graphs outlive the fake world that they were made in; whether gloo's scratch memory counts is asked of their group."""
+    """Graphs outlive the fake world that they were made in; whether gloo's scratch memory counts is
+    asked of their group."""
     monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: False)
 
 
@@ -38,7 +45,9 @@ class Graph:
     def __init__(self, *inputs):
         self.graph = fx.Graph()
         with compat.FakeTensorMode() as self.mode:
-            self.inputs = [self._value(self.graph.placeholder(name), torch.empty(1024)) for name in inputs]
+            self.inputs = [
+                self._value(self.graph.placeholder(name), torch.empty(1024)) for name in inputs
+            ]
 
     def call(self, target, *args, **kwargs):
         node = self.graph.call_function(target, args, kwargs)
@@ -99,7 +108,9 @@ def test_an_op_that_returns_what_it_writes_to_takes_no_memory():
 
 def test_each_output_of_an_op_lives_by_itself():
     given = Graph("x")
-    both = given.call(aten.aminmax.default, given.call(aten.view.default, given.inputs[0], [2, 512]), dim=0)
+    both = given.call(
+        aten.aminmax.default, given.call(aten.view.default, given.inputs[0], [2, 512]), dim=0
+    )
     first = given.call(operator.getitem, both, 0)
     second = given.call(operator.getitem, both, 1)
     a = given.call(aten.sin.default, first)
@@ -152,7 +163,11 @@ def test_a_collective_holds_inputs_and_outputs_until_it_is_awaited():
     (reduction,) = [node for node in started(gm) if "reduce_scatter" in node.name]
     (wait,) = reduction.users
     # the tangent is a saved value; of the forward part its output lives on
-    before = [each for each in liveness(gm.graph).alive_at(wait) if each.node in (reduction, reduction.args[0])]
+    before = [
+        each
+        for each in liveness(gm.graph).alive_at(wait)
+        if each.node in (reduction, reduction.args[0])
+    ]
     assert sorted(each.nbytes for each in before) == [24, 48]
     after = liveness(gm.graph).alive_at(gm.graph.output_node())
     assert [each.nbytes for each in after if each.node in (reduction, reduction.args[0])] == [24]
@@ -160,7 +175,11 @@ def test_a_collective_holds_inputs_and_outputs_until_it_is_awaited():
 
 def test_of_several_outputs_of_a_collective_none_dies_before_all_are_awaited():
     with fake_world(2):
-        gm = rewritten(joint([Param((4, 2)), Param((6, 2))], 0, 2), GatherParams(), Bucket(memory_budget="1GiB"))
+        gm = rewritten(
+            joint([Param((4, 2)), Param((6, 2))], 0, 2),
+            GatherParams(),
+            Bucket(memory_budget="1GiB"),
+        )
     (gather,) = [node for node in started(gm) if "coalesced" in node.name]
     waits = [node for node in gm.graph.nodes if is_wait(node)]
     held = [each for each in liveness(gm.graph).alive_at(waits[-1]) if each.node is gather]
@@ -170,12 +189,18 @@ def test_of_several_outputs_of_a_collective_none_dies_before_all_are_awaited():
 def test_gloo_takes_scratch_memory_until_the_wait(monkeypatch):
     params = [Param((4, 2)), Param((6, 2))]
     with fake_world(2):
-        gm = rewritten(joint(params, 0, 2), GatherParams(), ReduceGrads("all_reduce"), Bucket(mode="coalesced", memory_budget="1GiB"))
+        gm = rewritten(
+            joint(params, 0, 2),
+            GatherParams(),
+            ReduceGrads("all_reduce"),
+            Bucket(mode="coalesced", memory_budget="1GiB"),
+        )
         assert [scratch_bytes(node) for node in started(gm)] == [0, 0]
         plain = liveness(gm.graph)
         monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: True)
         gather, reduction = started(gm)
-        # Packed shards and what they are gathered into; packed gradients, which are reduced in place.
+        # Packed shards and what they are gathered into; packed gradients, which are reduced in
+        # place.
         assert [scratch_bytes(gather), scratch_bytes(reduction)] == [40 + 80, 80]
         gloo = liveness(gm.graph)
     wait = next(iter(next(iter(gather.users)).users))
@@ -197,16 +222,24 @@ def test_an_all_reduce_writes_over_what_the_graph_made_and_reads_no_more():
         assert given.live(given.call(aten.cos.default, reduced)) == [1, 1, 1, 1, 2, 1]
 
 
-@pytest.mark.parametrize("case", ["input of the graph", "read later", "a view is read later", "returned", "not contiguous"])
+@pytest.mark.parametrize(
+    "case",
+    ["input of the graph", "read later", "a view is read later", "returned", "not contiguous"],
+)
 def test_an_all_reduce_leaves_alone_what_others_need(case):
     with fake_world(2):
         given = Graph("x")
         a = given.call(aten.sin.default, *given.inputs)
         half = given.call(aten.view.default, a, [2, 512])
-        item = {"input of the graph": given.inputs[0], "not contiguous": given.call(aten.t.default, half)}.get(case, a)
+        item = {
+            "input of the graph": given.inputs[0],
+            "not contiguous": given.call(aten.t.default, half),
+        }.get(case, a)
         started, reduced = _all_reduced(given, item)
         later = {"read later": a, "a view is read later": half}.get(case, reduced)
-        given.graph.output((given.call(aten.cos.default, later), reduced, *([a] if case == "returned" else [])))
+        given.graph.output(
+            (given.call(aten.cos.default, later), reduced, *([a] if case == "returned" else []))
+        )
         assert started not in reinplaceable_all_reduces(given.graph)
         assert any(buffer.node is started for buffer in liveness(given.graph).buffers)
 
@@ -214,7 +247,11 @@ def test_an_all_reduce_leaves_alone_what_others_need(case):
 @pytest.mark.parametrize("form", ["coalesced", "flat"])
 def test_code_without_a_compiler_reduces_in_place_and_leaves_the_graph_as_it_is(form):
     with fake_world(2):
-        gm = rewritten(joint([Param((4, 2)), Param((6, 2))], 0, 2), ReduceGrads("all_reduce"), Bucket(mode=form, memory_budget="1GiB"))
+        gm = rewritten(
+            joint([Param((4, 2)), Param((6, 2))], 0, 2),
+            ReduceGrads("all_reduce"),
+            Bucket(mode=form, memory_budget="1GiB"),
+        )
         before = [node.target for node in gm.graph.nodes]
         source = eager_codegen(gm, []).__closure__[0].cell_contents.__self__.code
     assert "all_reduce_" + ("coalesced_" if form == "coalesced" else "") + ".default" in source
@@ -230,7 +267,11 @@ def test_kept_parameters_live_to_the_end():
 
 def test_alive_at_lists_the_largest_first_and_adds_up():
     with fake_world(3):
-        gm = rewritten(joint([Param((7, 2)), Param((3, 2))], 0, 3), GatherParams(), ReduceGrads("reduce_scatter"))
+        gm = rewritten(
+            joint([Param((7, 2)), Param((3, 2))], 0, 3),
+            GatherParams(),
+            ReduceGrads("reduce_scatter"),
+        )
     found = liveness(gm.graph)
     for node, live in zip(found.nodes, found.live_bytes, strict=True):
         sizes = [each.nbytes for each in found.alive_at(node)]
@@ -250,7 +291,7 @@ def test_an_empty_graph_takes_nothing():
     assert liveness(Graph("x").graph).peak_bytes == 0
 
 
-# --- against what is allocated ------------------------------------------------------------------------------------------------------
+# --- against what is allocated --------------------------------------------------------------------
 SIZE = ModelSize(width=128, layers=2, heads=4, vocab=256, seq=64, batch=4)
 
 
@@ -260,7 +301,11 @@ LARGE = "bucket{cap_mb=1,memory_budget=1GiB},overlap"
 @pytest.mark.parametrize("last", ["cache-params", f"reshard-after-forward,{LARGE}"])
 def test_the_model_s_peaks_are_what_a_step_allocates(last):
     graphs = {}
-    options = {"pipeline": f"merge-reads,gather-params,reduce-grads,{last}", "codegen": "eager", "agreement": False}
+    options = {
+        "pipeline": f"merge-reads,gather-params,reduce-grads,{last}",
+        "codegen": "eager",
+        "agreement": False,
+    }
     with MemoryProfile() as profile, fake_world(2) as mesh:
         model = build_model(SIZE)
         zpasses.shard(model, mesh=mesh)
@@ -281,5 +326,8 @@ def test_the_model_s_peaks_are_what_a_step_allocates(last):
     backward += before_backward - resting  # what forward left behind
     ahead, back = liveness(graphs["forward"]), liveness(graphs["backward"])
     assert ahead.peak_bytes == pytest.approx(forward, rel=0.02)
-    # What forward leaves that backward does not need, kept parameters, belongs to backward's caller.
-    assert back.peak_bytes + ahead.live_bytes[-1] - back.live_bytes[0] == pytest.approx(backward, rel=0.02)
+    # What forward leaves that backward does not need, kept parameters, belongs to backward's
+    # caller.
+    assert back.peak_bytes + ahead.live_bytes[-1] - back.live_bytes[0] == pytest.approx(
+        backward, rel=0.02
+    )

@@ -6,7 +6,14 @@ from torch import fx
 
 from tests.graphs import Param, joint, rewritten
 from zpasses import compat
-from zpasses.cost.roofline import collective_us, compute_us, copy_us, engine_us, latency_us, route_us
+from zpasses.cost.roofline import (
+    collective_us,
+    compute_us,
+    copy_us,
+    engine_us,
+    latency_us,
+    route_us,
+)
 from zpasses.cost.routes import RouteFigures
 from zpasses.cost.target import TARGETS, Target
 from zpasses.graph.nodes import collective_of, is_wait
@@ -14,7 +21,9 @@ from zpasses.passes import GatherParams
 from zpasses.testing import fake_world
 
 aten = torch.ops.aten
-T = Target.parse("h100,launch_us=10,hop_us=1,network_hop_us=100,link_gb_s=100,network_gb_s=10,memory_gb_s=1000,tflops=1,kernel_us=2")
+T = Target.parse(
+    "h100,launch_us=10,hop_us=1,network_hop_us=100,link_gb_s=100,network_gb_s=10,memory_gb_s=1000,tflops=1,kernel_us=2"
+)
 MIB = 1 << 20
 
 
@@ -35,8 +44,12 @@ def test_latency_counts_the_hops_of_a_ring(kind, ranks, us):
 def test_bytes_take_their_time_on_the_slowest_link():
     moved = 8e6
     assert collective_us("all_gather", 8_000_000, 8, T) == pytest.approx(17 + 7 / 8 * moved / 1e5)
-    assert collective_us("all_reduce", 8_000_000, 8, T) == pytest.approx(24 + 2 * 7 / 8 * moved / 1e5)
-    assert collective_us("all_gather", 8_000_000, 16, T) == pytest.approx(124 + 15 / 16 * moved / 1e4)
+    assert collective_us("all_reduce", 8_000_000, 8, T) == pytest.approx(
+        24 + 2 * 7 / 8 * moved / 1e5
+    )
+    assert collective_us("all_gather", 8_000_000, 16, T) == pytest.approx(
+        124 + 15 / 16 * moved / 1e4
+    )
 
 
 def test_one_rank_communicates_for_nothing():
@@ -44,7 +57,9 @@ def test_one_rank_communicates_for_nothing():
 
 
 def test_collectives_as_torch_and_c10d_name_them_cost_alike():
-    assert collective_us("_allreduce_base", MIB, 4, T) == collective_us("all_reduce_coalesced", MIB, 4, T)
+    assert collective_us("_allreduce_base", MIB, 4, T) == collective_us(
+        "all_reduce_coalesced", MIB, 4, T
+    )
     assert collective_us("all_gather", MIB, 4, T) < collective_us("all_reduce", MIB, 4, T)
 
 
@@ -73,17 +88,23 @@ def graph_of(target, *shapes):
 
 
 def test_a_matrix_product_takes_its_operations_where_they_are_the_slower():
-    assert compute_us(graph_of(aten.mm.default, (1000, 1000), (1000, 1000)), T) == pytest.approx(2e9 / 1e6)
+    assert compute_us(graph_of(aten.mm.default, (1000, 1000), (1000, 1000)), T) == pytest.approx(
+        2e9 / 1e6
+    )
 
 
 def test_a_thin_matrix_product_takes_its_bytes():
     read_and_written = 4 * (1000 * 1000 + 1000 + 1000)
     quick = Target.parse("h100,memory_gb_s=1,tflops=1000,kernel_us=1")
-    assert compute_us(graph_of(aten.mm.default, (1000, 1000), (1000, 1)), quick) == pytest.approx(read_and_written / 1e3)
+    assert compute_us(graph_of(aten.mm.default, (1000, 1000), (1000, 1)), quick) == pytest.approx(
+        read_and_written / 1e3
+    )
 
 
 def test_a_pointwise_call_takes_its_bytes_and_no_less_than_a_kernel():
-    assert compute_us(graph_of(aten.add.Tensor, (1000, 1000), (1000, 1000)), T) == pytest.approx(12e6 / 1e6)
+    assert compute_us(graph_of(aten.add.Tensor, (1000, 1000), (1000, 1000)), T) == pytest.approx(
+        12e6 / 1e6
+    )
     assert compute_us(graph_of(aten.add.Tensor, (2,), (2,)), T) == T.kernel_us
 
 
@@ -91,7 +112,11 @@ def test_views_inputs_and_communication_compute_nothing():
     assert compute_us(graph_of(aten.t.default, (100, 100)), T) == 0
     with fake_world(2):
         graph = rewritten(joint([Param((4, 2))], 0, 2), GatherParams()).graph
-        idle = [node for node in graph.nodes if node.op != "call_function" or is_wait(node) or collective_of(node) is not None]
+        idle = [
+            node
+            for node in graph.nodes
+            if node.op != "call_function" or is_wait(node) or collective_of(node) is not None
+        ]
         assert len(idle) >= 5
         assert [compute_us(node, T) for node in idle] == [0] * len(idle)
 
@@ -103,28 +128,40 @@ def test_dynamic_sizes_count_by_their_hints():
         seen.extend(node for node in gm.graph.nodes if node.op == "call_function")
         return gm
 
-    torch.compile(lambda a, b: torch.ops.aten.mm.default(a, b), backend=backend, dynamic=True)(torch.ones(200, 300), torch.ones(300, 400))
+    torch.compile(lambda a, b: torch.ops.aten.mm.default(a, b), backend=backend, dynamic=True)(
+        torch.ones(200, 300), torch.ones(300, 400)
+    )
     (product,) = [node for node in seen if node.target is aten.mm.default]
     assert not all(isinstance(size, int) for size in product.meta["example_value"].shape)
     assert compute_us(product, T) == pytest.approx(2 * 200 * 300 * 400 / 1e6)
 
 
-# --- routes -------------------------------------------------------------------------------------------------------------------------
+# --- routes ---------------------------------------------------------------------------------------
 ENGINE = RouteFigures(latency_us=20, gb_s=100, compute_slowdown=1.0, copied_full=1.0)
 
 
 def test_a_route_takes_its_latency_its_bytes_and_its_copies():
     moved = 20 + 7 / 8 * 8e6 / 1e5
-    assert route_us(dataclasses.replace(ENGINE, copied_full=0.0), "all_gather", 8_000_000, 8, T) == pytest.approx(moved)
-    assert route_us(ENGINE, "all_gather", 8_000_000, 8, T) == pytest.approx(moved + copy_us(8_000_000, T))
+    assert route_us(
+        dataclasses.replace(ENGINE, copied_full=0.0), "all_gather", 8_000_000, 8, T
+    ) == pytest.approx(moved)
+    assert route_us(ENGINE, "all_gather", 8_000_000, 8, T) == pytest.approx(
+        moved + copy_us(8_000_000, T)
+    )
     parts = dataclasses.replace(ENGINE, copied_full=0.0, copied_parts=1.0)
-    assert route_us(parts, "all_gather", 8_000_000, 8, T) == pytest.approx(moved + copy_us(1_000_000, T))
+    assert route_us(parts, "all_gather", 8_000_000, 8, T) == pytest.approx(
+        moved + copy_us(1_000_000, T)
+    )
     assert route_us(ENGINE, "all_gather", MIB, 1, T) == 0
 
 
 def test_several_tensors_are_packed_and_go_in_pieces():
     one = route_us(ENGINE, "all_gather", 8 * MIB, 8, T)
     assert engine_us(ENGINE, "all_gather", [8 * MIB], 8, T) == one
-    assert engine_us(ENGINE, "all_gather", [4 * MIB] * 2, 8, T) == pytest.approx(one + copy_us(9 * MIB, T))
+    assert engine_us(ENGINE, "all_gather", [4 * MIB] * 2, 8, T) == pytest.approx(
+        one + copy_us(9 * MIB, T)
+    )
     large = 8 * 65 * MIB
-    assert engine_us(ENGINE, "all_gather", [large], 8, T) == pytest.approx(route_us(ENGINE, "all_gather", large, 8, T) + 20)
+    assert engine_us(ENGINE, "all_gather", [large], 8, T) == pytest.approx(
+        route_us(ENGINE, "all_gather", large, 8, T) + 20
+    )

@@ -11,8 +11,14 @@ FIGURES = {"latency_us": 99.0, "gb_s": 300.0, "compute_slowdown": 1.1}
 
 
 def written(path, architecture="gfx942", routes=("mori",), **versions):
-    machine = {"architecture": architecture, "versions": versions, "routes": dict.fromkeys(routes, FIGURES)}
-    path.write_text(json.dumps({"format": 1, "machines": {machine_key(architecture, versions): machine}}))
+    machine = {
+        "architecture": architecture,
+        "versions": versions,
+        "routes": dict.fromkeys(routes, FIGURES),
+    }
+    path.write_text(
+        json.dumps({"format": 1, "machines": {machine_key(architecture, versions): machine}})
+    )
     return path
 
 
@@ -32,7 +38,9 @@ def test_targets_have_figures_for_their_routes_and_say_where_they_are_from(targe
 
 
 def test_measured_figures_replace_priors_of_their_architecture(tmp_path, monkeypatch):
-    monkeypatch.setenv("ZPASSES_CALIBRATION", str(written(tmp_path / "c.json", torch="2.13.0", mori="1.2.4")))
+    monkeypatch.setenv(
+        "ZPASSES_CALIBRATION", str(written(tmp_path / "c.json", torch="2.13.0", mori="1.2.4"))
+    )
     measured = figures_of("mori", TARGETS["mi300x"])
     assert (measured.latency_us, measured.gb_s, measured.compute_slowdown) == (99.0, 300.0, 1.1)
     assert measured.source == "measured: gfx942 mori=1.2.4 torch=2.13.0"
@@ -45,7 +53,11 @@ def test_figures_of_this_torch_come_before_those_of_another(tmp_path, monkeypatc
     path = written(tmp_path / "c.json", torch="0.1")
     content = json.loads(path.read_text())
     content["machines"] = {
-        "mine": {"architecture": "gfx942", "versions": {"torch": "9.9"}, "routes": {"mori": {**FIGURES, "gb_s": 1.0}}},
+        "mine": {
+            "architecture": "gfx942",
+            "versions": {"torch": "9.9"},
+            "routes": {"mori": {**FIGURES, "gb_s": 1.0}},
+        },
         **content["machines"],
     }
     path.write_text(json.dumps(content))
@@ -55,12 +67,17 @@ def test_figures_of_this_torch_come_before_those_of_another(tmp_path, monkeypatc
     assert calibrated_figures(path, "gfx942")["mori"].gb_s == 300.0
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"format": 2, "machines": {}}', '{"format": 1, "machines": {"a": {}}}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"format": 2, "machines": {}}', '{"format": 1, "machines": {"a": {}}}']
+)
 def test_a_file_that_is_no_calibration_is_named(tmp_path, monkeypatch, content):
     path = tmp_path / "c.json"
     path.write_text(content)
     monkeypatch.setenv("ZPASSES_CALIBRATION", str(path))
-    with pytest.raises(OptionError, match=r"ZPASSES_CALIBRATION=.*c.json: .*Expected what `python -m zpasses.tools.calibrate` writes"):
+    with pytest.raises(
+        OptionError,
+        match=r"ZPASSES_CALIBRATION=.*c.json: .*Expected what `python -m zpasses.tools.calibrate` writes",  # noqa: E501
+    ):
         known_figures(TARGETS["mi300x"])
     monkeypatch.setenv("ZPASSES_CALIBRATION", str(tmp_path / "missing.json"))
     with pytest.raises(OptionError, match="No such file"):

@@ -12,13 +12,17 @@ from zpasses.testing import fake_world
 
 FUNCTIONAL = torch.ops._c10d_functional
 GATHER = FUNCTIONAL.all_gather_into_tensor.default
-TARGET = Target.parse("mi300x,launch_us=4,hop_us=1,link_gb_s=100,memory_gb_s=1000000,tflops=1,kernel_us=0.001")
-"""On eight ranks: RCCL's latency is 4 + 7 us and its bandwidth 75 GB/s, mori's 49.5 us and 81 GB/s."""
+TARGET = Target.parse(
+    "mi300x,launch_us=4,hop_us=1,link_gb_s=100,memory_gb_s=1000000,tflops=1,kernel_us=0.001"
+)
+"""On eight ranks: RCCL's latency is 4 + 7 us and its bandwidth 75 GB/s, mori's 49.5 us and 81
+GB/s."""
 PART = 1_000_000
 
 
 def graph_of(gather, products, wait_first=False):
-    """A gather of 8 MB, products of 2e9 operations (2 ms) beside it, and the wait, before them or behind."""
+    """A gather of 8 MB, products of 2e9 operations (2 ms) beside it, and the wait, before them or
+    behind."""
 
     def fn(shard, x):
         started = gather(shard, 8, "0")
@@ -91,12 +95,15 @@ def test_collectives_share_the_links_whatever_their_route(other, took):
     with fake_world(8):
         with mode:
             inputs = [torch.empty(PART, dtype=torch.uint8) for _ in range(2)]
-        assert step_time([compat.trace_aten(fn, inputs).graph], TARGET).waited_us == pytest.approx(RCCL + took)
+        assert step_time([compat.trace_aten(fn, inputs).graph], TARGET).waited_us == pytest.approx(
+            RCCL + took
+        )
 
 
 @pytest.mark.parametrize(("ranks_per_node", "beside"), [(8, False), (4, True)])
 def test_groups_take_turns_where_they_share_links(ranks_per_node, beside):
-    """One group of all eight ranks and one of four: on one node, or with the first between two nodes and the second within one."""
+    """One group of all eight ranks and one of four: on one node, or with the first between two
+    nodes and the second within one."""
     target = replace(TARGET, ranks_per_node=ranks_per_node)
     mode = compat.FakeTensorMode()
     with fake_world(8):
@@ -104,7 +111,10 @@ def test_groups_take_turns_where_they_share_links(ranks_per_node, beside):
 
         def times_of(*groups):
             def fn(*shards):
-                started = [GATHER(shard, ranks, group) for shard, (ranks, group) in zip(shards, groups, strict=True)]
+                started = [
+                    GATHER(shard, ranks, group)
+                    for shard, (ranks, group) in zip(shards, groups, strict=True)
+                ]
                 return [FUNCTIONAL.wait_tensor(each) for each in started]
 
             with mode:

@@ -27,7 +27,9 @@ def test_figures_can_be_changed():
     assert dataclasses.replace(target, ranks_per_node=8, link_gb_s=448.0) == TARGETS["mi300x"]
 
 
-@pytest.mark.parametrize("text", ["h100", "mi300x,ranks_per_node=4,link_gb_s=300.0", "cpu,memory_bytes=1024"])
+@pytest.mark.parametrize(
+    "text", ["h100", "mi300x,ranks_per_node=4,link_gb_s=300.0", "cpu,memory_bytes=1024"]
+)
 def test_text_of_a_target_reads_back(text):
     assert Target.parse(str(Target.parse(text))) == Target.parse(text)
     assert str(Target.parse(text)) == text
@@ -38,7 +40,10 @@ def test_text_of_a_target_reads_back(text):
     [
         ("h10", r"nothing is called 'h10'. Did you mean \"h100\"\? Known: a100"),
         ("", r"nothing is called ''"),
-        ("h100,link_gbs=3", r"cannot read 'link_gbs=3'; expected figure=value. Did you mean \"link_gb_s\"\?"),
+        (
+            "h100,link_gbs=3",
+            r"cannot read 'link_gbs=3'; expected figure=value. Did you mean \"link_gb_s\"\?",
+        ),
         ("h100,link_gb_s", r"cannot read 'link_gb_s'; expected figure=value"),
         ("h100,name=x", r"cannot read 'name=x'"),
         ("h100,routes=mori", r"cannot read 'routes=mori'"),
@@ -72,7 +77,14 @@ def test_devices_are_known_by_what_they_report(device, architecture, name):
 
 
 @pytest.mark.parametrize(
-    ("units", "gib", "name"), [(304, 192, "mi300x"), (304, 256, "mi325x"), (228, 128, "mi300a"), (80, 192, "mi308x"), (0, 0, "mi300x")]
+    ("units", "gib", "name"),
+    [
+        (304, 192, "mi300x"),
+        (304, 256, "mi325x"),
+        (228, 128, "mi300a"),
+        (80, 192, "mi308x"),
+        (0, 0, "mi300x"),
+    ],
 )
 def test_devices_of_the_gfx942_family_are_told_apart_without_a_name(units, gib, name):
     assert target_of("AMD Radeon Graphics", "gfx942:sramecc+:xnack-", units, gib << 30).name == name
@@ -80,10 +92,20 @@ def test_devices_of_the_gfx942_family_are_told_apart_without_a_name(units, gib, 
 
 def test_targets_say_which_copy_engine_routes_they_have():
     assert zpasses.Target is Target
-    assert TARGETS["mi300x"].routes == TARGETS["mi308x"].routes == TARGETS["mi355x"].routes == ("mori", "symm_mem")
+    assert (
+        TARGETS["mi300x"].routes
+        == TARGETS["mi308x"].routes
+        == TARGETS["mi355x"].routes
+        == ("mori", "symm_mem")
+    )
     assert TARGETS["h100"].routes == ("symm_mem",)
     assert TARGETS["cpu"].routes == ()
-    assert [TARGETS[name].architecture for name in ("mi300a", "mi325x", "mi355x", "h100")] == ["gfx942", "gfx942", "gfx950", "sm90"]
+    assert [TARGETS[name].architecture for name in ("mi300a", "mi325x", "mi355x", "h100")] == [
+        "gfx942",
+        "gfx942",
+        "gfx950",
+        "sm90",
+    ]
 
 
 def test_environment_names_the_target(monkeypatch):

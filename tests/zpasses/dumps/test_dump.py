@@ -62,17 +62,35 @@ def test_a_dump_holds_every_graph_before_and_after_every_pass(tmp_path):
         "reduce-grads",
         "reshard-after-forward",
     ]
-    assert [step.number for step in joint.steps[:2]] == [1, 1]  # nothing is read twice, so merge-reads left the graph alone
+    assert [step.number for step in joint.steps[:2]] == [
+        1,
+        1,
+    ]  # nothing is read twice, so merge-reads left the graph alone
     for step in joint.steps[1:]:
         assert step.run.changes == (step.number != 1) * step.run.changes
         assert step.run.after.nodes == len(step.snapshot.nodes)
-        assert step.run.checks == (("lint", "values", "waits", "tags") if step.run.changes else ("unchanged",))
+        assert step.run.checks == (
+            ("lint", "values", "waits", "tags") if step.run.changes else ("unchanged",)
+        )
     assert joint.steps[1].run.options == {"max_hold_mb": 1.0}
-    bucketed = next(step.run for step in found.graphs["backward"].steps if step.run and step.run.name == "bucket")
+    bucketed = next(
+        step.run
+        for step in found.graphs["backward"].steps
+        if step.run and step.run.name == "bucket"
+    )
     assert bucketed.notes[0].startswith("bucket: ")
     assert "of 4 reductions in" in bucketed.notes[0]
-    gathers = [node for node in joint.last.snapshot.nodes if node.collective and "gather" in node.collective.kind]
-    assert [node.params for node in gathers] == [("inner.0.weight",), ("inner.0.bias",), ("inner.1.weight",), ("inner.1.bias",)]
+    gathers = [
+        node
+        for node in joint.last.snapshot.nodes
+        if node.collective and "gather" in node.collective.kind
+    ]
+    assert [node.params for node in gathers] == [
+        ("inner.0.weight",),
+        ("inner.0.bias",),
+        ("inner.1.weight",),
+        ("inner.1.bias",),
+    ]
     assert gathers[0].source.module == "inner.0"
     assert gathers[0].collective.nbytes == 3 * 4 * 4  # three of six rows
 
@@ -80,12 +98,23 @@ def test_a_dump_holds_every_graph_before_and_after_every_pass(tmp_path):
 def test_a_dump_says_what_was_compiled_for_what(tmp_path):
     train({"zero_stage": 2, "dump": tmp_path, "target": "mi300x,ranks_per_node=4"})
     found = only_compile(tmp_path)
-    assert found.info.options == {"zero_stage": 2, "codegen": "eager", "target": "mi300x,ranks_per_node=4", "dump": str(tmp_path)}
+    assert found.info.options == {
+        "zero_stage": 2,
+        "codegen": "eager",
+        "target": "mi300x,ranks_per_node=4",
+        "dump": str(tmp_path),
+    }
     assert found.info.pipeline == str(Pipeline.parse("zero2"))
     assert (found.info.target["name"], found.info.target["ranks_per_node"]) == ("mi300x", 4)
     assert found.info.groups == {"0": (0, 1)}
     weight = found.info.parameters["inner.0.weight"]
-    assert (weight.shape, weight.nbytes, weight.shard_bytes, weight.rows, weight.group) == ((6, 4), 96, 48, 6, "0")
+    assert (weight.shape, weight.nbytes, weight.shard_bytes, weight.rows, weight.group) == (
+        (6, 4),
+        96,
+        48,
+        6,
+        "0",
+    )
     assert [each["param"] for each in found.info.inputs].count(None) == 1
     (agreement,) = found.graphs["forward"].agreements
     assert (agreement.group, agreement.verdict, agreement.collectives) == ("0", "alone", 1)
@@ -98,7 +127,9 @@ def test_variants_say_what_they_take_and_hand_out(tmp_path):
     names = ("inner.0.weight", "inner.0.bias", "inner.1.weight", "inner.1.bias")
     assert (variant.of, variant.given, sorted(variant.kept)) == ("forward", (), sorted(names))
     first = variant.first.snapshot
-    assert len(first.nodes[-1].inputs) == 4 + len(only_compile(tmp_path).graphs["forward"].last.snapshot.nodes[-1].inputs)
+    assert len(first.nodes[-1].inputs) == 4 + len(
+        only_compile(tmp_path).graphs["forward"].last.snapshot.nodes[-1].inputs
+    )
 
 
 def test_numbers_of_nodes_hold_from_the_joint_graph_to_its_halves(tmp_path):
@@ -106,7 +137,11 @@ def test_numbers_of_nodes_hold_from_the_joint_graph_to_its_halves(tmp_path):
     graphs = only_compile(tmp_path).graphs
     joint = graphs["joint"].last.snapshot
     for half in ("forward", "backward"):
-        same = [node for node in graphs[half].first.snapshot.nodes if node.id in joint.by_id and node.op != "output"]
+        same = [
+            node
+            for node in graphs[half].first.snapshot.nodes
+            if node.id in joint.by_id and node.op != "output"
+        ]
         assert len(same) >= 8
         assert all(joint.by_id[node.id].name == node.name for node in same)
 
@@ -114,7 +149,9 @@ def test_numbers_of_nodes_hold_from_the_joint_graph_to_its_halves(tmp_path):
 def test_what_is_for_people_is_python(tmp_path):
     train({"zero_stage": 3, "dump": tmp_path})
     listings = sorted(only_compile(tmp_path).path.glob("*.py"))
-    assert [path.stem for path in listings] == [path.stem for path in sorted(only_compile(tmp_path).path.glob("[0-9]*.jsonl"))]
+    assert [path.stem for path in listings] == [
+        path.stem for path in sorted(only_compile(tmp_path).path.glob("[0-9]*.jsonl"))
+    ]
     for path in listings:
         ast.parse(path.read_text())
     text = next(path for path in listings if "gather-params" in path.name).read_text()
@@ -132,7 +169,9 @@ def test_a_call_without_gradients_is_one_graph(tmp_path):
 
 def test_every_compile_and_every_run_gets_a_folder_of_its_own(tmp_path):
     for stage in (2, 3):
-        train({"zero_stage": stage, "dump": tmp_path}, rank=1, backward=False) if stage == 2 else None
+        train(
+            {"zero_stage": stage, "dump": tmp_path}, rank=1, backward=False
+        ) if stage == 2 else None
         train({"zero_stage": stage, "dump": tmp_path})
     assert [each.folder for each in read(tmp_path).ranks[0].compiles] == ["000-0_0", "001-0_0"]
 
@@ -141,7 +180,12 @@ def test_every_compile_and_every_run_gets_a_folder_of_its_own(tmp_path):
 def test_rank_0_dumps_unless_told_otherwise(tmp_path, ranks, dumping):
     folder = tmp_path / "dump"
     for rank in (0, 2):
-        train({"zero_stage": 3, "dump": folder, **({} if ranks is None else {"dump_ranks": ranks})}, world=3, rank=rank, backward=False)
+        train(
+            {"zero_stage": 3, "dump": folder, **({} if ranks is None else {"dump_ranks": ranks})},
+            world=3,
+            rank=rank,
+            backward=False,
+        )
     assert set(read(folder).ranks if dumping else []) == dumping
     assert folder.exists() == bool(dumping)
 
@@ -154,7 +198,9 @@ def test_the_environment_asks_for_dumps_and_the_option_names_another_place(tmp_p
     assert list(read(tmp_path / "environment").ranks) == [1]
     assert list(read(tmp_path / "option").ranks) == [0]
     monkeypatch.setenv("ZPASSES_DUMP_RANKS", "first")
-    with pytest.raises(OptionError, match="ZPASSES_DUMP_RANKS: got 'first'; expected 'all', or ranks by number"):
+    with pytest.raises(
+        OptionError, match="ZPASSES_DUMP_RANKS: got 'first'; expected 'all', or ranks by number"
+    ):
         zpasses.Options.parse({})
     with pytest.raises(OptionError, match="option 'dump_ranks'"):
         zpasses.Options.parse({"dump_ranks": "-1"})
@@ -171,7 +217,11 @@ def test_packing_is_dumped_by_the_environment(tmp_path, monkeypatch):
 def test_the_flush_of_a_window_is_dumped_with_the_compile_that_left_it(tmp_path):
     with fake_world(2) as mesh:
         model = zpasses.shard(Net(), mesh=mesh)
-        step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, "codegen": "eager", "dump": tmp_path})
+        step = torch.compile(
+            model,
+            backend="zpasses",
+            options={"zero_stage": 2, "codegen": "eager", "dump": tmp_path},
+        )
         for _ in range(2):
             with zpasses.coalesce_grad_reduction(model):
                 step(X).sum().backward()
@@ -182,7 +232,7 @@ def test_the_flush_of_a_window_is_dumped_with_the_compile_that_left_it(tmp_path)
     assert sorted(deferring[0].kept) == sorted(only_compile(tmp_path).info.parameters)
 
 
-# --- failures ----------------------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Raises(Pass):
     """Raises, or leaves a graph that is wrong."""
@@ -223,7 +273,11 @@ def test_a_compile_that_fails_behind_the_passes_says_where(tmp_path, monkeypatch
     with pytest.raises(Exception, match="division by zero"):
         train({"zero_stage": 3, "dump": tmp_path})
     found = only_compile(tmp_path)
-    assert (found.info.state, found.error.type, found.error.where) == ("failed", "ZeroDivisionError", "compile")
+    assert (found.info.state, found.error.type, found.error.where) == (
+        "failed",
+        "ZeroDivisionError",
+        "compile",
+    )
     assert found.graphs["joint"].last.after == "reshard-after-forward"
 
 
@@ -232,14 +286,22 @@ def test_places_where_no_dump_can_be_are_refused_with_what_to_do(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("")
     (tmp_path / "newer").mkdir()
-    (tmp_path / "newer" / "zpasses-dump.json").write_text('{"format": "zpasses-dump", "version": 99}')
+    (tmp_path / "newer" / "zpasses-dump.json").write_text(
+        '{"format": "zpasses-dump", "version": 99}'
+    )
     (tmp_path / "older").mkdir()
-    (tmp_path / "older" / "zpasses-dump.json").write_text('{"format": "zpasses-dump", "version": 1}')
+    (tmp_path / "older" / "zpasses-dump.json").write_text(
+        '{"format": "zpasses-dump", "version": 1}'
+    )
     (tmp_path / "linked").mkdir()
-    (tmp_path / "linked" / "zpasses-dump.json").write_text('{"format": "zpasses-dump", "version": 2}')
+    (tmp_path / "linked" / "zpasses-dump.json").write_text(
+        '{"format": "zpasses-dump", "version": 2}'
+    )
     (tmp_path / "linked" / "rank0").symlink_to(tmp_path / "full")
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "zpasses-dump.json").symlink_to(tmp_path / "linked" / "zpasses-dump.json")
+    (tmp_path / "elsewhere" / "zpasses-dump.json").symlink_to(
+        tmp_path / "linked" / "zpasses-dump.json"
+    )
     for name, kind, text in [
         ("elsewhere", DumpPathError, "zpasses-dump.json is a symbolic link"),
         ("file", DumpPathError, "is a file"),
@@ -285,11 +347,16 @@ def test_a_full_disk_ends_the_dump_and_not_the_training(tmp_path, monkeypatch, c
     assert "is incomplete: [Errno 28] No space left" in caplog.text
     found = only_compile(tmp_path)
     assert found.info.state == "compiling"
-    assert [step.after for step in found.graphs["joint"].steps] == [None, "merge-reads{max_hold_mb=1.0}"]
+    assert [step.after for step in found.graphs["joint"].steps] == [
+        None,
+        "merge-reads{max_hold_mb=1.0}",
+    ]
 
 
-# --- without -----------------------------------------------------------------------------------------------------------------------
-def test_reading_loads_no_torch_and_compiling_without_a_dump_no_writer_but_tells_torchs_trace(tmp_path):
+# --- without --------------------------------------------------------------------------------------
+def test_reading_loads_no_torch_and_compiling_without_a_dump_no_writer_but_tells_torchs_trace(
+    tmp_path,
+):
     code = """
 import sys
 import zpasses.dumps
@@ -300,12 +367,21 @@ with fake_world(2) as mesh:
     model = zpasses.shard(torch.nn.Linear(2, 2), mesh=mesh)
     torch.compile(model, backend="zpasses", options={"codegen": "eager"})(torch.ones(1, 2)).sum().backward()
 assert "zpasses.dumps.writer" not in sys.modules and "zpasses.dumps.describe" not in sys.modules
-"""
+"""  # noqa: E501
     environment = {**os.environ, "TORCH_TRACE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr
     (trace,) = tmp_path.iterdir()
-    artifact, _, graph = trace.read_text().partition('"zpasses_02_joint_after_gather-params"')[2].partition("\n")
+    artifact, _, graph = (
+        trace.read_text().partition('"zpasses_02_joint_after_gather-params"')[2].partition("\n")
+    )
     assert '"encoding": "string"' in artifact
     assert "full: weight" in graph
 
@@ -313,7 +389,9 @@ assert "zpasses.dumps.writer" not in sys.modules and "zpasses.dumps.describe" no
 def test_torchs_structured_trace_gets_the_graphs_of_every_pass(monkeypatch):
     artifacts = {}
     monkeypatch.setattr(compat, "is_structured_trace_on", lambda: True)
-    monkeypatch.setattr(compat, "trace_artifact", lambda name, text: artifacts.update({name: text()}))
+    monkeypatch.setattr(
+        compat, "trace_artifact", lambda name, text: artifacts.update({name: text()})
+    )
     train({"zero_stage": 3})
     names = [name.split("_", 2)[2] for name in artifacts]
     assert names[:5] == [

@@ -14,7 +14,11 @@ pytestmark = pytest.mark.processes
 def _train(options, width=5):
     torch._dynamo.reset()
     model = zpasses.shard(nn.Linear(width, 3), mesh=world_mesh())
-    step = torch.compile(model, backend="zpasses", options={"codegen": "eager", "agreement_timeout_s": 20.0, **options})
+    step = torch.compile(
+        model,
+        backend="zpasses",
+        options={"codegen": "eager", "agreement_timeout_s": 20.0, **options},
+    )
     step(torch.ones(2, width)).sum().backward()
 
 
@@ -30,7 +34,9 @@ def _dump_together_then_where_rank_0_cannot(folder, blocked):
 def test_ranks_share_a_folder_and_a_dump_that_one_cannot_write_is_an_error_on_all(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
-    errors = run_on_ranks(_dump_together_then_where_rank_0_cannot, str(tmp_path / "dump"), str(blocked))
+    errors = run_on_ranks(
+        _dump_together_then_where_rank_0_cannot, str(tmp_path / "dump"), str(blocked)
+    )
     dump = read(tmp_path / "dump")
     assert list(dump.ranks) == [0, 1]
     digests = []

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zpasses
-from zpasses.dumps import DamagedDumpError, DumpError, DumpPathError, DumpTooLargeError, DumpVersionError, Limits, NotADumpError, read
+from zpasses.dumps import (
+    DamagedDumpError,
+    DumpError,
+    DumpPathError,
+    DumpTooLargeError,
+    DumpVersionError,
+    Limits,
+    NotADumpError,
+    read,
+)
 from zpasses.testing import fake_world
 
 
@@ -21,7 +30,9 @@ def original(tmp_path_factory):
     folder = tmp_path_factory.mktemp("original") / "dump"
     with fake_world(2) as mesh:
         model = zpasses.shard(nn.Linear(4, 3), mesh=mesh)
-        step = torch.compile(model, backend="zpasses", options={"zero_stage": 3, "codegen": "eager", "dump": folder})
+        step = torch.compile(
+            model, backend="zpasses", options={"zero_stage": 3, "codegen": "eager", "dump": folder}
+        )
         step(torch.ones(2, 4)).sum().backward()
     return folder
 
@@ -34,7 +45,13 @@ def dump(original, tmp_path):
 
 def read_all(folder, limits=None):
     found = read(folder, limits)
-    steps = [step for rank in found.ranks.values() for each in rank.compiles for graph in each.graphs.values() for step in graph.steps]
+    steps = [
+        step
+        for rank in found.ranks.values()
+        for each in rank.compiles
+        for graph in each.graphs.values()
+        for step in graph.steps
+    ]
     return found, [step.snapshot for step in steps]
 
 
@@ -48,7 +65,9 @@ def files(folder):
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 def test_damaged_bytes_are_read_right_or_refused(original, tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("damaged") / "dump"
     shutil.copytree(original, folder)
@@ -66,7 +85,9 @@ def test_damaged_bytes_are_read_right_or_refused(original, tmp_path_factory, dat
         pass
     else:
         for snapshot in snapshots:
-            assert snapshot is None or len(snapshot.users) == len(snapshot.nodes) == len(snapshot.live_bytes)
+            assert snapshot is None or len(snapshot.users) == len(snapshot.nodes) == len(
+                snapshot.live_bytes
+            )
     finally:
         shutil.rmtree(folder)
 
@@ -78,7 +99,10 @@ def test_a_copy_is_as_good_as_the_dump(original, dump):
     assert found.meta["world"] == 2
 
 
-@pytest.mark.parametrize("name", ["zpasses-dump.json", "compile.json", "events.jsonl", "000-captured.jsonl", "sources.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["zpasses-dump.json", "compile.json", "events.jsonl", "000-captured.jsonl", "sources.json"],
+)
 def test_a_link_is_refused_and_not_followed(dump, tmp_path, name):
     path = dump / name if name == "zpasses-dump.json" else compile_folder(dump) / name
     secret = tmp_path / "secret"
@@ -179,9 +203,14 @@ def test_what_an_earlier_zpasses_did_not_write_yet_is_not_missed(original, dump)
     for path in files(dump):
         if path.suffix == ".jsonl":
             records = [json.loads(line) for line in path.read_text().splitlines()]
-            older = [{key: value for key, value in record.items() if key not in ("recompute", "counts")} for record in records]
+            older = [
+                {key: value for key, value in record.items() if key not in ("recompute", "counts")}
+                for record in records
+            ]
             path.write_text("".join(json.dumps(record) + "\n" for record in older))
-    shown, expected = (zpasses.inspect.open(each).overview().data["compiles"] for each in (dump, original))
+    shown, expected = (
+        zpasses.inspect.open(each).overview().data["compiles"] for each in (dump, original)
+    )
     assert shown == expected
     assert all(step["counts"] for graph in shown[0]["graphs"] for step in graph["steps"])
     steps = read(dump).ranks[0].compiles[0].graphs["joint"].steps
@@ -192,12 +221,19 @@ def test_what_an_earlier_zpasses_did_not_write_yet_is_not_missed(original, dump)
 
 @pytest.mark.parametrize(
     ("version", "advice"),
-    [(1, r"Run the program again with this zpasses, or read the dump with zpasses 9\.9"), (3, r"Update zpasses \(pip install -U")],
+    [
+        (1, r"Run the program again with this zpasses, or read the dump with zpasses 9\.9"),
+        (3, r"Update zpasses \(pip install -U"),
+    ],
 )
 def test_a_dump_of_another_version_is_refused_with_what_to_do(dump, version, advice):
     header = json.loads((dump / "zpasses-dump.json").read_text())
-    (dump / "zpasses-dump.json").write_text(json.dumps({**header, "version": version, "zpasses": "9.9"}))
-    expected = rf"version {version}, written by zpasses 9\.9; this zpasses reads version 2\. {advice}"
+    (dump / "zpasses-dump.json").write_text(
+        json.dumps({**header, "version": version, "zpasses": "9.9"})
+    )
+    expected = (
+        rf"version {version}, written by zpasses 9\.9; this zpasses reads version 2\. {advice}"
+    )
     with pytest.raises(DumpVersionError, match=expected):
         read(dump)
 

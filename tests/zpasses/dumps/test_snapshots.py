@@ -26,7 +26,9 @@ ZERO3 = Pipeline.parse("merge-reads,gather-params,reduce-grads,reshard-after-for
 
 @given(params=param_lists(), rank=st.integers(0, 2))
 @few
-def test_drawn_graphs_come_back_as_they_were_before_and_after_every_pass(tmp_path_factory, params, rank):
+def test_drawn_graphs_come_back_as_they_were_before_and_after_every_pass(
+    tmp_path_factory, params, rank
+):
     folder = tmp_path_factory.mktemp("snapshots")
     with fake_world(3, rank):
         gm = joint([*params, Param((4, 2))], rank, 3)
@@ -43,21 +45,39 @@ def test_drawn_graphs_come_back_as_they_were_before_and_after_every_pass(tmp_pat
 
 
 def test_every_graph_of_a_model_comes_back(tmp_path):
-    model = nn.Sequential(nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 5, bias=False), nn.GELU())
+    model = nn.Sequential(
+        nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 5, bias=False), nn.GELU()
+    )
     seen = []
-    with observe_graphs(lambda log: seen.append(round_trip(log.graph, tmp_path, modelled=log.kind != "captured"))):
+    with observe_graphs(
+        lambda log: seen.append(round_trip(log.graph, tmp_path, modelled=log.kind != "captured"))
+    ):
         for stage in (2, 3):
             for train in (True, False):
-                capture_graphs(model, (torch.zeros(3, 2, dtype=torch.long),), world_size=3, pipeline=f"zero{stage}", train=train)
-    assert len(seen) == 2 * (4 + 3)  # a graph without gradients is shown after the joint passes and after those of forward
-    places = [node.source for snapshot in seen for node in snapshot.nodes if node.source is not None]
+                capture_graphs(
+                    model,
+                    (torch.zeros(3, 2, dtype=torch.long),),
+                    world_size=3,
+                    pipeline=f"zero{stage}",
+                    train=train,
+                )
+    assert len(seen) == 2 * (
+        4 + 3
+    )  # a graph without gradients is shown after the joint passes and after those of forward
+    places = [
+        node.source for snapshot in seen for node in snapshot.nodes if node.source is not None
+    ]
     assert {"1", "2"} <= {place.module for place in places}
 
 
 def test_dynamic_shapes_slices_and_odd_values_come_back(tmp_path):
     graph = fx.Graph()
     x = graph.placeholder("x")
-    odd = graph.call_function(torch.narrow_copy, (x, float("nan"), 1 << 80, {"deep": [slice(x, None, 2)]}), {"dtype": torch.bfloat16})
+    odd = graph.call_function(
+        torch.narrow_copy,
+        (x, float("nan"), 1 << 80, {"deep": [slice(x, None, 2)]}),
+        {"dtype": torch.bfloat16},
+    )
     graph.call_method("to", (odd, torch.device("cpu")), {"text": "\u2028 <b> \n"})
     graph.output((odd,))
     read = round_trip(graph, tmp_path, modelled=False)
@@ -91,14 +111,31 @@ def test_gathers_are_described_with_route_sizes_and_waits():
         Pipeline.parse("gather-params,reduce-grads{form=reduce_scatter}")(gm.graph)
         snapshot = Describer(TARGETS["h100"]).trace("joint").snapshot(gm.graph, 0)
     gather, padded, *reductions = [node for node in snapshot.nodes if node.collective is not None]
-    assert (gather.collective.kind, gather.params, gather.stream) == ("all_gather_into_tensor", ("p0",), "communication")
-    assert (gather.collective.nbytes, gather.collective.full_bytes, gather.collective.ranks) == (2 * 2 * 4, 8 * 2 * 4, 4)
+    assert (gather.collective.kind, gather.params, gather.stream) == (
+        "all_gather_into_tensor",
+        ("p0",),
+        "communication",
+    )
+    assert (gather.collective.nbytes, gather.collective.full_bytes, gather.collective.ranks) == (
+        2 * 2 * 4,
+        8 * 2 * 4,
+        4,
+    )
     assert padded.collective.full_bytes == 8 * 3 * 4  # two rows a rank
     assert [node.collective.kind for node in reductions] == ["reduce_scatter_tensor"] * 2
-    assert reductions[0].collective.full_bytes == 4 * snapshot.by_id[reductions[0].collective.waits[0]].nbytes
-    assert [snapshot.by_id[id].target for id in gather.collective.waits] == ["_c10d_functional.wait_tensor.default"]
+    assert (
+        reductions[0].collective.full_bytes
+        == 4 * snapshot.by_id[reductions[0].collective.waits[0]].nbytes
+    )
+    assert [snapshot.by_id[id].target for id in gather.collective.waits] == [
+        "_c10d_functional.wait_tensor.default"
+    ]
     assert gather.cost_us > 0
-    assert {buffer.kind for node in snapshot.nodes for buffer in node.buffers} == {"parameter", "gradient", "activation"}
+    assert {buffer.kind for node in snapshot.nodes for buffer in node.buffers} == {
+        "parameter",
+        "gradient",
+        "activation",
+    }
 
 
 def test_gathers_by_copy_engines_have_their_route_and_the_times_that_the_pass_compared():
@@ -112,12 +149,20 @@ def test_gathers_by_copy_engines_have_their_route_and_the_times_that_the_pass_co
             Pipeline.parse("sdma{min_mb=0,min_hidden=0}")(gm.graph)
         after = trace.snapshot(gm.graph, 1)
         expected = Timeline(gm.graph, target).run().collective_us
-    swapped = [node for node in after.nodes if node.collective and node.collective.kind == "sdma_all_gather"]
+    swapped = [
+        node
+        for node in after.nodes
+        if node.collective and node.collective.kind == "sdma_all_gather"
+    ]
     assert swapped
     assert {node.collective.route for node in swapped} == {"mori"}
     assert all("sdma swapped" in node.collective.verdict for node in swapped)
-    assert {before.by_id[node.id].collective.route for node in swapped if node.id in before.by_id} <= {""}
-    assert sum(node.cost_us for node in after.nodes if node.collective) == pytest.approx(expected, abs=0.01)
+    assert {
+        before.by_id[node.id].collective.route for node in swapped if node.id in before.by_id
+    } <= {""}
+    assert sum(node.cost_us for node in after.nodes if node.collective) == pytest.approx(
+        expected, abs=0.01
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,13 +180,20 @@ def test_gathers_by_copy_engines_have_their_route_and_the_times_that_the_pass_co
         (lambda rows: rows[1].update(cost_us=-1), "number >= 0"),
         (lambda rows: rows[1].update(args=[{"node": 4711}]), "refers to node 4711"),
         (lambda rows: rows[1].update(args=[{"node": 1, "more": 2}]), "none of"),
-        (lambda rows: rows[1].update(buffers=[{"bytes": 1, "last": 999, "kind": "other"}]), "refers to node 999"),
+        (
+            lambda rows: rows[1].update(buffers=[{"bytes": 1, "last": 999, "kind": "other"}]),
+            "refers to node 999",
+        ),
         (lambda rows: rows.pop(), "cut off"),
     ],
 )
 def test_what_makes_no_sense_is_named(tmp_path, change, message):
     with fake_world(2, 0):
-        snapshot = Describer(TARGETS["h100"]).trace("joint").snapshot(joint([Param((4, 2))], 0, 2).graph, 0)
+        snapshot = (
+            Describer(TARGETS["h100"])
+            .trace("joint")
+            .snapshot(joint([Param((4, 2))], 0, 2).graph, 0)
+        )
     path = write_snapshot(tmp_path, snapshot)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     change(rows)

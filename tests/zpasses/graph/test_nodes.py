@@ -35,7 +35,12 @@ def lowered(gm):
 
 
 def test_calls_are_found_in_graph_order(gm):
-    assert [node.name for node in calls(gm.graph, aten.mul.Tensor)] == ["mul", "mul_1", "mul_2", "mul_3"]
+    assert [node.name for node in calls(gm.graph, aten.mul.Tensor)] == [
+        "mul",
+        "mul_1",
+        "mul_2",
+        "mul_3",
+    ]
     assert calls(gm.graph, aten.mm.default) == []
 
 
@@ -62,14 +67,21 @@ def test_dynamic_sizes_are_described_by_their_expression_and_counted_by_their_hi
     captured = capture_graphs(fn, (torch.zeros(5, 2),), world_size=2, dynamic=True, train=False)
     ((_, each),) = collectives(captured.after.inference.graph)
     ((rows, columns),) = each.shapes
-    assert (isinstance(rows, str), columns in (2, rows) or isinstance(columns, str), each.nbytes) == (True, True, 40)
+    assert (
+        isinstance(rows, str),
+        columns in (2, rows) or isinstance(columns, str),
+        each.nbytes,
+    ) == (True, True, 40)
 
 
 def test_waits_and_computation_are_no_collectives(gm):
     graph = lowered(gm).graph
     waits = [node for node in graph.nodes if is_wait(node)]
     assert len(waits) == 3
-    assert all(collective_of(node) is None for node in [*waits, *calls(graph, aten.mul.Tensor), graph.output_node()])
+    assert all(
+        collective_of(node) is None
+        for node in [*waits, *calls(graph, aten.mul.Tensor), graph.output_node()]
+    )
 
 
 def test_dialect_ops_are_told_apart(gm):
@@ -87,7 +99,11 @@ def test_editor_gives_values_and_provenance_but_not_the_tag(gm):
     add_tag(mul, Tag("full", ("p0",)))
     mul.meta["stack_trace"] = "here"
     node = Editor(gm.graph, before=mul).call(aten.add.Tensor, mul.args[0], 1)
-    assert (tuple(value_of(node).shape), node.meta["stack_trace"], tag_of(node)) == ((7, 2), "here", None)
+    assert (tuple(value_of(node).shape), node.meta["stack_trace"], tag_of(node)) == (
+        (7, 2),
+        "here",
+        None,
+    )
     assert tag_of(mul) == Tag("full", ("p0",))
     assert node.next is mul
 
@@ -95,7 +111,12 @@ def test_editor_gives_values_and_provenance_but_not_the_tag(gm):
 def test_editor_takes_provenance_from_the_node_that_it_is_told(gm):
     first, *_, last = calls(gm.graph, aten.mul.Tensor)
     first.meta["stack_trace"], last.meta["stack_trace"] = "first", "last"
-    assert Editor(gm.graph, before=last, like=first).call(aten.neg.default, last.args[0]).meta["stack_trace"] == "first"
+    assert (
+        Editor(gm.graph, before=last, like=first)
+        .call(aten.neg.default, last.args[0])
+        .meta["stack_trace"]
+        == "first"
+    )
 
 
 def test_call_without_tensor_inputs_gets_a_fake_value(gm):

@@ -42,9 +42,15 @@ def test_op_passes_opcheck(op, args, alone):
 def test_sizes_that_depend_on_the_rank_pass_opcheck_in_a_larger_world():
     with fake_world(3, 2):
         torch.library.opcheck(
-            UNSHARD, (leaf(1, 2), 7, None, None, "0"), test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+            UNSHARD,
+            (leaf(1, 2), 7, None, None, "0"),
+            test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
         )
-        torch.library.opcheck(REDUCE_GRAD, (leaf(7, 2), 7, 1, F32, None, "0"), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            REDUCE_GRAD,
+            (leaf(7, 2), 7, 1, F32, None, "0"),
+            test_utils=("test_schema", "test_faketensor"),
+        )
 
 
 def test_one_rank_gets_its_own_rows_as_a_copy(alone):
@@ -71,7 +77,9 @@ def test_gradients_and_their_gradients_are_right_on_one_rank(alone):
 
     assert torch.autograd.gradcheck(loss, (shard,))
     assert torch.autograd.gradgradcheck(loss, (shard,))
-    assert torch.autograd.gradcheck(lambda value: reduce_grad(value, 3, 3, F64, None, "0").pow(2), (shard,))
+    assert torch.autograd.gradcheck(
+        lambda value: reduce_grad(value, 3, 3, F64, None, "0").pow(2), (shard,)
+    )
 
 
 def test_gradient_is_the_mean_of_the_ranks_gradients():
@@ -81,7 +89,9 @@ def test_gradient_is_the_mean_of_the_ranks_gradients():
     graphs = []
     for rank, rows in enumerate((3, 2)):
         with fake_world(2, rank):
-            graphs.append(trace_joint(fn, [torch.zeros(rows, 2, requires_grad=True), torch.zeros(5, 2)]))
+            graphs.append(
+                trace_joint(fn, [torch.zeros(rows, 2, requires_grad=True), torch.zeros(5, 2)])
+            )
     inputs = random_inputs(graphs)
     runs = simulate(graphs, inputs)
     mean = sum(values[1] * values[2] for values in inputs) / 2
@@ -89,7 +99,8 @@ def test_gradient_is_the_mean_of_the_ranks_gradients():
 
 
 def test_gradient_of_an_averaged_gradient_is_each_rank_s_share():
-    """A loss on `reduce_grad(g)` of every rank: the mean of the losses depends on each rank's g through 1/N of the average."""
+    """A loss on `reduce_grad(g)` of every rank: the mean of the losses depends on each rank's g
+    through 1/N of the average."""
 
     def fn(grad):
         return reduce_grad(grad, 4, 2, F32, None, "0") * 2
@@ -106,7 +117,10 @@ def test_gradient_of_an_averaged_gradient_is_each_rank_s_share():
 
 def test_fake_value_has_the_full_shape_and_the_compute_dtype():
     with fake_world(3, 2):
-        gm = trace_joint(lambda shard: unshard(shard, 7, BF16, F32, "0") * 2, [torch.zeros(1, 5, requires_grad=True)])
+        gm = trace_joint(
+            lambda shard: unshard(shard, 7, BF16, F32, "0") * 2,
+            [torch.zeros(1, 5, requires_grad=True)],
+        )
     ((read,), (reduction,)) = calls(gm.graph, UNSHARD), calls(gm.graph, REDUCE_GRAD)
     assert (tuple(read.meta["val"].shape), read.meta["val"].dtype) == ((7, 5), BF16)
     assert (tuple(reduction.meta["val"].shape), reduction.meta["val"].dtype) == ((1, 5), F32)

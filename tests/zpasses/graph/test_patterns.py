@@ -13,12 +13,17 @@ from zpasses.testing import capture_graphs, fake_world, trace_joint
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated")
 
 X = torch.zeros(2, 6)
-gather, wait = torch.ops._c10d_functional.all_gather_into_tensor, torch.ops._c10d_functional.wait_tensor
+gather, wait = (
+    torch.ops._c10d_functional.all_gather_into_tensor,
+    torch.ops._c10d_functional.wait_tensor,
+)
 
 
 def captured(dtype=None):
     with fake_world(2) as mesh:
-        return capture_graphs(simple_fsdp(mesh, dtype), (X if dtype is None else X.to(dtype),), shard=leave_alone).before.joint
+        return capture_graphs(
+            simple_fsdp(mesh, dtype), (X if dtype is None else X.to(dtype),), shard=leave_alone
+        ).before.joint
 
 
 def roles(gm):
@@ -68,7 +73,10 @@ def test_gathers_of_our_own_are_left_alone():
 )
 def test_what_is_no_parameter_gather_is_left_alone(fn):
     with fake_world(2):
-        gm = trace_joint(lambda shard, x: fn(shard.detach(), x) * shard.sum(), [torch.zeros(2, 2, requires_grad=True), torch.zeros(4, 2)])
+        gm = trace_joint(
+            lambda shard, x: fn(shard.detach(), x) * shard.sum(),
+            [torch.zeros(2, 2, requires_grad=True), torch.zeros(4, 2)],
+        )
     before = roles(gm)
     assert tag_foreign_gathers(gm.graph, "test") == 0
     assert roles(gm) == before

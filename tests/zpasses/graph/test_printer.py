@@ -10,7 +10,11 @@ from zpasses.testing import capture_graphs, fake_world, listing, trace_joint
 
 def test_values_tags_and_marks_stand_behind_the_code():
     with fake_world(2):
-        gm = rewritten(joint([Param((4, 2), param_dtype=torch.bfloat16)], 0, 2), GatherParams(), ReshardAfterForward())
+        gm = rewritten(
+            joint([Param((4, 2), param_dtype=torch.bfloat16)], 0, 2),
+            GatherParams(),
+            ReshardAfterForward(),
+        )
     ((full, _),) = tagged(gm.graph, "full")
     retag(full, cached=True, bucket=3)
     expect_listing(
@@ -26,11 +30,13 @@ mul = mul(wait_tensor_default, primals_2)                                       
 mul_1 = mul(tangents_1, primals_2)                                                 # bf16[4, 2]
 reduce_grad = zpasses.reduce_grad(mul_1, 4, 2, f32, None, '0')                     # f32[2, 2]; reduce: p0
 return [mul, reduce_grad, None]
-""",
+""",  # noqa: E501
     )
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo of torch 2.11 calls the node prim_to_local")
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="Dynamo of torch 2.11 calls the node prim_to_local"
+)
 def test_captured_graph_is_listed_too():
     captured = capture_graphs(nn.Linear(6, 4, bias=False), (torch.zeros(2, 6),), world_size=2)
     expect_listing(

@@ -49,7 +49,11 @@ def test_retag_changes_both_copies():
     node = one_node()
     add_tag(node, Tag("gather", ("w",), 8))
     retag(node, bucket=3, cached=True)
-    assert tag_of(node) == node.meta["custom"]["zpasses"] == Tag("gather", ("w",), 8, bucket=3, cached=True)
+    assert (
+        tag_of(node)
+        == node.meta["custom"]["zpasses"]
+        == Tag("gather", ("w",), 8, bucket=3, cached=True)
+    )
 
 
 def test_retag_of_an_untagged_node_raises():
@@ -78,14 +82,17 @@ def test_nodes_are_found_by_role_in_graph_order():
 
 def test_tags_of_the_captured_graph_survive_retracing_through_custom():
     captured = capture_graphs(nn.Linear(6, 4, bias=False), (X,), world_size=2)
-    (read,) = (node for node in captured.before.captured.graph.nodes if "unshard" in str(node.target))
+    (read,) = (
+        node for node in captured.before.captured.graph.nodes if "unshard" in str(node.target)
+    )
     (traced,) = calls(captured.before.joint.graph, UNSHARD)
     assert tag_of(read).params == ("weight",)
     assert traced.meta["custom"]["zpasses"].params == ("weight",)
 
 
 def test_only_custom_survives_retracing(monkeypatch):
-    """Why tags are mirrored: without the mirror nothing of the captured tag is left on the joint graph, and what it says is lost."""
+    """Why tags are mirrored: without the mirror nothing of the captured tag is left on the joint
+    graph, and what it says is lost."""
     monkeypatch.setattr("zpasses.backend.capture.tag_joint", lambda *_: None)
     monkeypatch.setattr("zpasses.backend.compiler.tag_joint", lambda *_: None)
     captured = capture_graphs(nn.Linear(6, 4, bias=False), (X,), world_size=2)
@@ -95,13 +102,17 @@ def test_only_custom_survives_retracing(monkeypatch):
 
 
 def test_shards_reads_and_reductions_of_a_joint_graph_are_tagged():
-    joint = capture_graphs(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6, bias=False)), (X,), world_size=2).before.joint
+    joint = capture_graphs(
+        nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6, bias=False)), (X,), world_size=2
+    ).before.joint
     expected = ["0.bias", "0.weight", "1.weight"]
     assert sorted(tag.params[0] for _, tag in tagged(joint.graph, "shard")) == expected
     assert sorted(tag.params[0] for _, tag in tagged(joint.graph, "gather")) == expected
     assert sorted(tag.params[0] for _, tag in tagged(joint.graph, "reduce")) == expected
     assert all(tag_of(node) for node in calls(joint.graph, UNSHARD, REDUCE_GRAD))
-    ((_, scatter),) = [pair for pair in tagged(joint.graph, "reduce") if pair[1].params == ("1.weight",)]
+    ((_, scatter),) = [
+        pair for pair in tagged(joint.graph, "reduce") if pair[1].params == ("1.weight",)
+    ]
     assert scatter.nbytes == 6 * 4 * 4
 
 
@@ -112,7 +123,9 @@ def test_reads_inside_a_checkpoint_are_tagged_with_their_parameter():
             self.inner = nn.Linear(6, 6, bias=False)
 
         def forward(self, x):
-            return torch.utils.checkpoint.checkpoint(lambda y: self.inner(y).sin(), x, use_reentrant=False)
+            return torch.utils.checkpoint.checkpoint(
+                lambda y: self.inner(y).sin(), x, use_reentrant=False
+            )
 
     joint = capture_graphs(Checkpointed(), (X,), world_size=2).before.joint
     assert {tag_of(node).params for node in calls(joint.graph, UNSHARD)} == {("inner.weight",)}
@@ -120,5 +133,9 @@ def test_reads_inside_a_checkpoint_are_tagged_with_their_parameter():
 
 def test_tags_survive_partitioning():
     captured = capture_graphs(nn.Linear(6, 4, bias=False), (X,), world_size=2, pipeline="zero3")
-    assert [tag.role for _, tag in tagged(captured.after.forward.graph)] == ["shard", "gather", "full"]
+    assert [tag.role for _, tag in tagged(captured.after.forward.graph)] == [
+        "shard",
+        "gather",
+        "full",
+    ]
     assert "shard_grad" in [tag.role for _, tag in tagged(captured.after.backward.graph)]

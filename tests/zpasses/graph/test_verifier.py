@@ -58,7 +58,9 @@ def test_use_before_definition_is_malformed():
         mul = first(graph, aten.mul.Tensor)
         first(graph, torch.ops.zpasses.unshard.default).prepend(mul)
 
-    with pytest.raises(PassError, match=r"pass 'do' left a malformed graph: .*(before|topological)"):
+    with pytest.raises(
+        PassError, match=r"pass 'do' left a malformed graph: .*(before|topological)"
+    ):
         rewrite(swap)
 
 
@@ -67,7 +69,10 @@ def test_value_of_the_wrong_shape_is_found():
         mul = first(graph, aten.mul.Tensor)
         mul.meta["val"] = mul.meta["val"].new_empty(3, 5)
 
-    with pytest.raises(PassError, match=r"node %mul .* computes float32\[4, 2\] on cpu, but meta\['val'\] says float32\[3, 5\] on cpu"):
+    with pytest.raises(
+        PassError,
+        match=r"node %mul .* computes float32\[4, 2\] on cpu, but meta\['val'\] says float32\[3, 5\] on cpu",  # noqa: E501
+    ):
         rewrite(lie)
 
 
@@ -76,7 +81,9 @@ def test_value_of_the_wrong_dtype_is_found():
         mul = first(graph, aten.mul.Tensor)
         mul.meta["val"] = mul.meta["val"].to(torch.bfloat16)
 
-    with pytest.raises(PassError, match=r"computes float32\[4, 2\] on cpu, but meta\['val'\] says bfloat16"):
+    with pytest.raises(
+        PassError, match=r"computes float32\[4, 2\] on cpu, but meta\['val'\] says bfloat16"
+    ):
         rewrite(lie)
 
 
@@ -106,7 +113,10 @@ def test_node_without_a_value_is_found():
         with graph.inserting_before(mul):
             graph.call_function(aten.mul.Tensor, (mul.args[0], 2))
 
-    with pytest.raises(PassError, match=r"made node .* without meta\['val'\]; build nodes with zpasses.graph.nodes.Editor"):
+    with pytest.raises(
+        PassError,
+        match=r"made node .* without meta\['val'\]; build nodes with zpasses.graph.nodes.Editor",
+    ):
         rewrite(forget)
 
 
@@ -117,7 +127,8 @@ def test_missing_wait_is_found():
         graph.erase_node(wait)
 
     with pytest.raises(
-        PassError, match=r"collective %all_gather_into_tensor_default .* must be read by exactly one wait_tensor, but is read by mul"
+        PassError,
+        match=r"collective %all_gather_into_tensor_default .* must be read by exactly one wait_tensor, but is read by mul",  # noqa: E501
     ):
         rewrite(unwait, lowered=True)
 
@@ -126,7 +137,9 @@ def test_collective_that_nobody_reads_is_found():
     def lose(graph):
         wait = first(graph, F.wait_tensor.default)
         (shard,) = (node for node, _ in tagged(graph, "shard"))
-        wait.replace_all_uses_with(Editor(graph, before=wait).call(aten.cat.default, [shard, shard]))
+        wait.replace_all_uses_with(
+            Editor(graph, before=wait).call(aten.cat.default, [shard, shard])
+        )
         graph.erase_node(wait)
 
     with pytest.raises(PassError, match=r"is read by nobody"):
@@ -140,7 +153,10 @@ def test_second_reader_of_a_started_collective_is_found():
         peeked = Editor(graph, before=mul).call(aten.mul.Tensor, wait.args[0], 1)
         mul.args = (peeked, mul.args[1])
 
-    with pytest.raises(PassError, match=r"must be read by exactly one wait_tensor, but is read by wait_tensor_default, mul_tensor"):
+    with pytest.raises(
+        PassError,
+        match=r"must be read by exactly one wait_tensor, but is read by wait_tensor_default, mul_tensor",  # noqa: E501
+    ):
         rewrite(peek, lowered=True)
 
 
@@ -151,7 +167,9 @@ def test_untagged_collective_is_found():
         started = edit.call(F.all_reduce.default, mul.args[0], "sum", "0")
         mul.args = (edit.call(F.wait_tensor.default, started), mul.args[1])
 
-    with pytest.raises(PassError, match=r"%all_reduce_default .* without a tag; use zpasses.graph.tags.add_tag"):
+    with pytest.raises(
+        PassError, match=r"%all_reduce_default .* without a tag; use zpasses.graph.tags.add_tag"
+    ):
         rewrite(insert)
 
 
@@ -176,7 +194,8 @@ def test_error_names_the_pass_that_did_it_and_not_an_earlier_one():
 
 
 def test_pass_that_says_it_changed_nothing_is_not_checked_again():
-    """The price of a check is paid for changes; a pass that lies is found by the next check, at the latest by the compiler."""
+    """The price of a check is paid for changes; a pass that lies is found by the next check, at the
+    latest by the compiler."""
     with fake_world(2):
         gm = joint([Param((4, 2))], 0, 2)
         before = Snapshot(gm.graph)
@@ -197,5 +216,7 @@ def test_only_what_changed_is_looked_at():
 
 
 def test_graphs_with_dynamic_sizes_pass():
-    captured = capture_graphs(torch.nn.Linear(6, 4), (torch.zeros(2, 6),), world_size=2, pipeline="zero3", dynamic=True)
+    captured = capture_graphs(
+        torch.nn.Linear(6, 4), (torch.zeros(2, 6),), world_size=2, pipeline="zero3", dynamic=True
+    )
     assert {record.name for record in captured.records} == {each.name for each in ZERO3}

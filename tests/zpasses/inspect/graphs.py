@@ -24,7 +24,11 @@ from zpasses.dumps.format import (
 )
 from zpasses.inspect import Inspection
 
-MM, GATHER, WAIT = "aten.mm.default", "_c10d_functional.all_gather_into_tensor.default", "_c10d_functional.wait_tensor.default"
+MM, GATHER, WAIT = (
+    "aten.mm.default",
+    "_c10d_functional.all_gather_into_tensor.default",
+    "_c10d_functional.wait_tensor.default",
+)
 
 
 def value(*shape, dtype="float32", device="cpu", width=4):
@@ -34,7 +38,17 @@ def value(*shape, dtype="float32", device="cpu", width=4):
     return Value(shape, dtype, device, count)
 
 
-def node(id, name, target="aten.relu.default", args=(), *, op="call_function", shape=(4, 4), cost_us=1.0, **more):
+def node(
+    id,
+    name,
+    target="aten.relu.default",
+    args=(),
+    *,
+    op="call_function",
+    shape=(4, 4),
+    cost_us=1.0,
+    **more,
+):
     inputs = tuple(dict.fromkeys(references(tuple(args))))
     vals = () if op == "output" else (value(*shape),)
     work = {"cost_us": cost_us, "stream": "compute"} if op == "call_function" else {}
@@ -61,14 +75,28 @@ def gather(id, name, shard, wait, *, cost_us=10.0, param="w", buffers=(), **more
 
 
 def wait(id, name, started, *, param="w"):
-    return node(id, name, WAIT, (Ref(started),), cost_us=0.0, stream=None, params=(param,), tag=Tag("full", (param,)))
+    return node(
+        id,
+        name,
+        WAIT,
+        (Ref(started),),
+        cost_us=0.0,
+        stream=None,
+        params=(param,),
+        tag=Tag("full", (param,)),
+    )
 
 
 def two_gathers(early=False):
-    """x @ w @ v, each parameter gathered where it is read, or (early) the second beside the first product."""
+    """x @ w @ v, each parameter gathered where it is read, or (early) the second beside the first
+    product."""
     x = node(0, "x", "x", op="placeholder")
     shards = [
-        replace(node(id, f"{name}_shard", f"{name}_shard", op="placeholder"), params=(name,), tag=Tag("shard", (name,)))
+        replace(
+            node(id, f"{name}_shard", f"{name}_shard", op="placeholder"),
+            params=(name,),
+            tag=Tag("shard", (name,)),
+        )
         for id, name in ((1, "w"), (2, "v"))
     ]
     first, second = (
@@ -77,8 +105,18 @@ def two_gathers(early=False):
     )
     first_wait, second_wait = wait(4, "w", 3), wait(7, "v", 6, param="v")
     source = Source("model.py", 3, "x = self.up(x)", "layers.0.up")
-    product = node(5, "mm", MM, (Ref(0), Ref(4)), cost_us=8.0, source=source, buffers=(Buffer(64, 5, 8, "activation"),))
-    last = node(8, "mm_1", MM, (Ref(5), Ref(7)), cost_us=8.0, buffers=(Buffer(64, 8, 9, "activation"),))
+    product = node(
+        5,
+        "mm",
+        MM,
+        (Ref(0), Ref(4)),
+        cost_us=8.0,
+        source=source,
+        buffers=(Buffer(64, 5, 8, "activation"),),
+    )
+    last = node(
+        8, "mm_1", MM, (Ref(5), Ref(7)), cost_us=8.0, buffers=(Buffer(64, 8, 9, "activation"),)
+    )
     end = node(9, "output", "output", ((Ref(8),),), op="output")
     middle = (second, product, second_wait) if early else (product, second, second_wait)
     nodes = (x, *shards, first, first_wait, *middle, last, end)
@@ -93,7 +131,10 @@ def alive(nodes):
     """Bytes alive while each node runs, from the buffers' ends."""
     at = {each.id: index for index, each in enumerate(nodes)}
     buffers = [buffer for each in nodes for buffer in each.buffers]
-    return [sum(b.nbytes for b in buffers if at[b.first] <= index <= at[b.last]) for index in range(len(nodes))]
+    return [
+        sum(b.nbytes for b in buffers if at[b.first] <= index <= at[b.last])
+        for index in range(len(nodes))
+    ]
 
 
 def chain(count, seed=0):
@@ -101,38 +142,79 @@ def chain(count, seed=0):
     nodes = [node(0, "x", "x", op="placeholder")]
     for at in range(1, count):
         reads = sorted({(at * 7 + seed) % at, at - 1})
-        nodes.append(node(at, f"n{at}", "aten.add.Tensor" if len(reads) > 1 else "aten.relu.default", tuple(Ref(read) for read in reads)))
+        nodes.append(
+            node(
+                at,
+                f"n{at}",
+                "aten.add.Tensor" if len(reads) > 1 else "aten.relu.default",
+                tuple(Ref(read) for read in reads),
+            )
+        )
     nodes.append(node(count, "output", "output", ((Ref(count - 1),),), op="output"))
     return snapshot(*nodes)
 
 
-# --- dumps -------------------------------------------------------------------------------------------------------------------------
+# --- dumps ----------------------------------------------------------------------------------------
 def counts(graph):
     found = [each.collective.nbytes for each in graph.nodes if each.collective]
     return Counts(len(graph.nodes), len(found), sum(found))
 
 
 def graph_of(name, *states, error=None):
-    """A graph through its passes: pairs of a pass (None first) and the graph behind it; the same graph twice where it changed nothing."""
+    """A graph through its passes: pairs of a pass (None first) and the graph behind it; the same
+    graph twice where it changed nothing."""
     steps, graphs = [], {}
     for index, (after, state) in enumerate(states):
-        number = next((key for key, known in graphs.items() if known is state), len(graphs)) if state is not None else None
+        number = (
+            next((key for key, known in graphs.items() if known is state), len(graphs))
+            if state is not None
+            else None
+        )
         if state is not None:
             graphs[number] = state
         run = None
         if after and state is not None:
             before = counts(states[index - 1][1])
             changes = int(state is not states[index - 1][1])
-            run = PassRun(after.partition("{")[0], after, {}, changes, 1500.0, 250.0, ("lint", "values"), before, counts(state))
+            run = PassRun(
+                after.partition("{")[0],
+                after,
+                {},
+                changes,
+                1500.0,
+                250.0,
+                ("lint", "values"),
+                before,
+                counts(state),
+            )
         failure = error if after and index == len(states) - 1 else None
-        steps.append(Step(index, name, after, number, run and run.after, run, failure, graphs.__getitem__))
+        steps.append(
+            Step(index, name, after, number, run and run.after, run, failure, graphs.__getitem__)
+        )
     return Graph(name, tuple(steps))
 
 
 def dump_of(*graphs, rank=0, name="0/0", error=None, sources=None, **info):
     """A dump of one compile on one rank."""
-    about = CompileInfo(name, rank, 2, "failed" if error else "done", codegen="eager", pipeline="overlap", target={"name": "cpu"}, **info)
-    compiled = Compile(f"000-{name.replace('/', '_')}", Path("dump"), about, (), {each.name: each for each in graphs}, error, sources or {})
+    about = CompileInfo(
+        name,
+        rank,
+        2,
+        "failed" if error else "done",
+        codegen="eager",
+        pipeline="overlap",
+        target={"name": "cpu"},
+        **info,
+    )
+    compiled = Compile(
+        f"000-{name.replace('/', '_')}",
+        Path("dump"),
+        about,
+        (),
+        {each.name: each for each in graphs},
+        error,
+        sources or {},
+    )
     meta = {"zpasses": "0.1.0", "torch": "2.13.0", "created": "2030-01-01T00:00:00Z", "world": 2}
     return Dump(Path("dump"), 1, meta, {rank: Rank(rank, (compiled,))})
 
@@ -140,12 +222,26 @@ def dump_of(*graphs, rank=0, name="0/0", error=None, sources=None, **info):
 def small_dump(**more):
     """Two gathers, the second started earlier by `overlap`; `bucket` found nothing to do."""
     before, after = two_gathers(), two_gathers(early=True)
-    return dump_of(graph_of("forward", (None, before), ("bucket{cap_mb=0}", before), ("overlap", after)), **more)
+    return dump_of(
+        graph_of("forward", (None, before), ("bucket{cap_mb=0}", before), ("overlap", after)),
+        **more,
+    )
 
 
 def two_groups():
     """Both gathers start first, the second in another process group."""
     by = two_gathers().by_name
     other = replace(by["gather_v"], collective=replace(by["gather_v"].collective, group="1"))
-    order = (by["x"], by["w_shard"], by["v_shard"], by["gather_w"], other, by["w"], by["mm"], by["v"], by["mm_1"], by["output"])
+    order = (
+        by["x"],
+        by["w_shard"],
+        by["v_shard"],
+        by["gather_w"],
+        other,
+        by["w"],
+        by["mm"],
+        by["v"],
+        by["mm_1"],
+        by["output"],
+    )
     return Inspection(dump_of(graph_of("forward", (None, snapshot(*order, live=alive(order))))))

@@ -12,7 +12,7 @@ from zpasses.cost.memory import liveness
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.testing import fake_world
 
-BUCKETS = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{memory_budget=1MiB},overlap"
+BUCKETS = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{memory_budget=1MiB},overlap"  # noqa: E501
 
 
 class Layers(nn.Module):
@@ -29,11 +29,22 @@ class Layers(nn.Module):
 
 
 def dump_training_step(folder, world=2, rank=0, **options):
-    """Compile a step of `Layers` as one rank of a fake world; returns kind -> bytes alive along the graph after its passes."""
+    """Compile a step of `Layers` as one rank of a fake world; returns kind -> bytes alive along the
+    graph after its passes."""
     seen = {}
-    with fake_world(world, rank) as mesh, observe_graphs(lambda log: seen.update({log.kind: liveness(log.graph).live_bytes})):
+    with (
+        fake_world(world, rank) as mesh,
+        observe_graphs(lambda log: seen.update({log.kind: liveness(log.graph).live_bytes})),
+    ):
         model = zpasses.shard(Layers(), mesh=mesh)
-        given = {"codegen": "eager", "agreement": False, "pipeline": BUCKETS, "dump": str(folder), "dump_ranks": "all", **options}
+        given = {
+            "codegen": "eager",
+            "agreement": False,
+            "pipeline": BUCKETS,
+            "dump": str(folder),
+            "dump_ranks": "all",
+            **options,
+        }
         torch._dynamo.reset()
         torch.compile(model, backend="zpasses", options=given)(torch.ones(8, 64)).sum().backward()
         torch._dynamo.reset()

@@ -24,14 +24,20 @@ def test_equal_graphs_have_no_difference():
 
 def test_moved_collective_is_named_and_not_the_compute_it_passed():
     difference = compare(two_gathers(), two_gathers(early=True))
-    assert [(change.kind, change.node.name, change.detail) for change in difference.changes] == [("moved", "gather_v", "behind w (-1)")]
+    assert [(change.kind, change.node.name, change.detail) for change in difference.changes] == [
+        ("moved", "gather_v", "behind w (-1)")
+    ]
 
 
 def test_details_say_what_was_and_what_is():
     before = two_gathers()
     nodes = list(before.nodes)
-    nodes[5] = replace(nodes[5], args=(Ref(4), Ref(4)), inputs=(4,), tag=Tag("full", ("w", "v"), bucket=3))
-    nodes[8] = replace(nodes[8], vals=(replace(nodes[8].vals[0], dtype="bfloat16"),), name="product")
+    nodes[5] = replace(
+        nodes[5], args=(Ref(4), Ref(4)), inputs=(4,), tag=Tag("full", ("w", "v"), bucket=3)
+    )
+    nodes[8] = replace(
+        nodes[8], vals=(replace(nodes[8].vals[0], dtype="bfloat16"),), name="product"
+    )
     nodes.insert(6, node(20, "extra", args=(Ref(5),)))
     difference = compare(before, snapshot(*nodes))
     assert [(change.kind, change.detail) for change in difference.changes] == [
@@ -61,7 +67,7 @@ def test_marks_for_the_partitioner_are_named(was, now, detail):
     assert (change.kind, change.node.name, change.detail) == ("remarked", "x", detail)
 
 
-# --- planted changes ---------------------------------------------------------------------------------------------------------------
+# --- planted changes ------------------------------------------------------------------------------
 def insert(nodes, at, draw):
     fresh = node(1000, "fresh", args=(Ref(nodes[at - 1].id),))
     nodes.insert(at, fresh)
@@ -81,12 +87,17 @@ def remove(nodes, at, draw):
 
 
 def rewire(args, old, new):
-    return tuple(Ref(new) if arg == Ref(old) else rewire(arg, old, new) if isinstance(arg, tuple) else arg for arg in args)
+    return tuple(
+        Ref(new) if arg == Ref(old) else rewire(arg, old, new) if isinstance(arg, tuple) else arg
+        for arg in args
+    )
 
 
 def move(nodes, at, draw):
     moved = nodes.pop(at)
-    others = [place for place in range(1, len(nodes)) if abs(place - at) > 1]  # of two neighbours either may have moved
+    others = [
+        place for place in range(1, len(nodes)) if abs(place - at) > 1
+    ]  # of two neighbours either may have moved
     nodes.insert(draw(st.sampled_from(others)), moved)
     return {("moved", moved.name)}
 
@@ -138,13 +149,15 @@ def test_fewest_nodes_are_said_to_move(data):
     moved = {change.node.id for change in compare(before, snapshot(*order)).of_kind("moved")}
     stayed = [each.id for each in order if each.id not in moved]
     assert stayed == sorted(stayed)
-    rising = [1] * len(order)  # the length of the longest rising subsequence that ends at each place
+    rising = [1] * len(
+        order
+    )  # the length of the longest rising subsequence that ends at each place
     for at, each in enumerate(order):
         rising[at] = 1 + max((rising[i] for i in range(at) if order[i].id < each.id), default=0)
     assert len(stayed) == max(rising)
 
 
-# --- between compiles --------------------------------------------------------------------------------------------------------------
+# --- between compiles -----------------------------------------------------------------------------
 def renumbered(graph, offset=100, names=None):
     """The same graph as another compile would number and name it."""
 
@@ -179,12 +192,18 @@ def test_node_inserted_early_does_not_make_the_rest_different():
     nodes.insert(5, node(50, "cast", "aten._to_copy.default", (Ref(0),)))
     nodes[6] = replace(nodes[6], args=(Ref(50), Ref(4)), inputs=(50, 4))
     after = renumbered(snapshot(*nodes))
-    assert changes(compare(before, after, pair(before, after))) == {("inserted", "cast"), ("rewired", "mm")}
+    assert changes(compare(before, after, pair(before, after))) == {
+        ("inserted", "cast"),
+        ("rewired", "mm"),
+    }
 
 
 def test_node_of_another_name_behind_a_change_is_found_by_what_it_reads():
     before = two_gathers()
-    nodes = [replace(each, target="aten.bmm.default") if each.name == "mm" else each for each in before.nodes]
+    nodes = [
+        replace(each, target="aten.bmm.default") if each.name == "mm" else each
+        for each in before.nodes
+    ]
     nodes = [replace(each, name="mm_9") if each.name == "mm_1" else each for each in nodes]
     after = renumbered(snapshot(*nodes))
     assert changes(compare(before, after, pair(before, after))) == {

@@ -33,7 +33,10 @@ def test_differences_of_passes_add_up(dump):
         nodes += counts.get("inserted", 0) - counts.get("removed", 0)
         assert nodes == len(after.snapshot.nodes)
     whole = dump.diff_of_steps("joint", 0, len(joint.steps) - 1)
-    assert {change.node.target for change in whole.of_kind("removed")} == {"zpasses.unshard.default", "zpasses.reduce_grad.default"}
+    assert {change.node.target for change in whole.of_kind("removed")} == {
+        "zpasses.unshard.default",
+        "zpasses.reduce_grad.default",
+    }
 
 
 def test_regather_is_seen_by_its_marks(dump):
@@ -66,19 +69,38 @@ def test_ranks_with_equal_shards_have_the_same_graphs(dump):
 
 def test_trace_has_two_tracks_a_graph_and_as_much_time_as_the_schedule(dump):
     events = json.loads(json.dumps(dump.timeline()))["traceEvents"]
-    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    names = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["name"] == "thread_name"
+    }
     assert sorted(names.values()) == ["communication", "communication", "compute", "compute"]
-    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["0/0 forward", "0/0 backward"]
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == [
+        "0/0 forward",
+        "0/0 backward",
+    ]
     slices = [event for event in events if event["ph"] == "X"]
     for process, kind in ((1, "forward"), (2, "backward")):
         plan = dump.schedule_of(kind)
         took = dict.fromkeys(("compute", "communication", "exposed"), 0.0)
         for event in slices:
             if event["pid"] == process:
-                took["exposed" if event["cat"] == "exposed" else names[process, event["tid"]]] += event["dur"]
-        assert took == pytest.approx({"compute": plan.compute_us, "communication": plan.communication_us, "exposed": plan.exposed_us})
+                took["exposed" if event["cat"] == "exposed" else names[process, event["tid"]]] += (
+                    event["dur"]
+                )
+        assert took == pytest.approx(
+            {
+                "compute": plan.compute_us,
+                "communication": plan.communication_us,
+                "exposed": plan.exposed_us,
+            }
+        )
     for track in names:  # no two slices of a track at once
-        own = sorted((event["ts"], event["ts"] + event["dur"]) for event in slices if (event["pid"], event["tid"]) == track)
+        own = sorted(
+            (event["ts"], event["ts"] + event["dur"])
+            for event in slices
+            if (event["pid"], event["tid"]) == track
+        )
         assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(own))
 
 

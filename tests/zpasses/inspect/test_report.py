@@ -1,4 +1,5 @@
-"""report.html in a headless browser: it opens without errors, its filters and jumps work, and nothing of a dump is ever run."""
+"""report.html in a headless browser: it opens without errors, its filters and jumps work, and
+nothing of a dump is ever run."""
 
 import importlib.util
 import json
@@ -8,17 +9,29 @@ import time
 
 import pytest
 
-from tests.zpasses.inspect.graphs import GATHER, WAIT, chain, dump_of, graph_of, node, small_dump, snapshot, two_groups
+from tests.zpasses.inspect.graphs import (
+    GATHER,
+    WAIT,
+    chain,
+    dump_of,
+    graph_of,
+    node,
+    small_dump,
+    snapshot,
+    two_groups,
+)
 from tests.zpasses.inspect.real import real_dump
 from zpasses.dumps.format import Buffer, Collective, Failure, Ref, Source, Tag
 from zpasses.inspect import Inspection
 from zpasses.inspect import open as open_dump
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 DRIVER = shutil.which("chromedriver")
 needs_browser = pytest.mark.skipif(
     BROWSER is None or DRIVER is None or importlib.util.find_spec("selenium") is None,
-    reason="needs Chromium and its driver (Debian: apt install chromium chromium-driver) and selenium (pip install -e '.[dev]')",
+    reason="needs Chromium and its driver (Debian: apt install chromium chromium-driver) and selenium (pip install -e '.[dev]')",  # noqa: E501
 )
 FLAGS = (
     "--headless",
@@ -32,7 +45,7 @@ FLAGS = (
     "--disable-sync",
     "--window-size=1280,800",
 )
-HOSTILE = '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script>${window.hacked=1}\'"\u202e'
+HOSTILE = '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script>${window.hacked=1}\'"\u202e'  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +67,8 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def page(browser, tmp_path):
-    """Opens an inspection's page; whatever the browser complains of while a test looks at it fails the test."""
+    """Opens an inspection's page; whatever the browser complains of while a test looks at it fails
+    the test."""
 
     def show(inspection, address=""):
         path = tmp_path / "report.html"
@@ -76,7 +90,11 @@ def one(browser, selector, text=None):
     """The element that is visible and has this text, waited for a little."""
     deadline = time.monotonic() + 10
     while True:
-        found = [each for each in all_of(browser, selector) if each.is_displayed() and (text is None or text in each.text)]
+        found = [
+            each
+            for each in all_of(browser, selector)
+            if each.is_displayed() and (text is None or text in each.text)
+        ]
         if found:
             return found[0]
         assert time.monotonic() < deadline, f"no {selector} with {text!r}"
@@ -104,7 +122,7 @@ def rows(browser):
     return [each.text for each in all_of(browser, "main .rows .row") if each.is_displayed()]
 
 
-# --- what it shows -----------------------------------------------------------------------------------------------------------------
+# --- what it shows --------------------------------------------------------------------------------
 @needs_browser
 def test_every_view_of_a_real_dump_opens(page):
     browser = page(open_dump(real_dump()[0]))
@@ -114,23 +132,38 @@ def test_every_view_of_a_real_dump_opens(page):
         assert one(browser, '.tabs [aria-selected="true"]').text == tab
         assert one(browser, "main").text.strip()
     overview = one(browser, "main").text
-    for word in ("Exposed communication", "Peak memory", "bucket{memory_budget=1MiB}", "merge-reads", "backward"):
+    for word in (
+        "Exposed communication",
+        "Peak memory",
+        "bucket{memory_budget=1MiB}",
+        "merge-reads",
+        "backward",
+    ):
         assert word in overview
-    wide = "Array.from(document.querySelectorAll('main .scroll')).filter(each => each.scrollWidth > each.clientWidth).length"
-    assert browser.execute_script(f"return {wide}") == 0  # at 1280 px nothing needs to be scrolled sideways
+    wide = "Array.from(document.querySelectorAll('main .scroll')).filter(each => each.scrollWidth > each.clientWidth).length"  # noqa: E501
+    assert (
+        browser.execute_script(f"return {wide}") == 0
+    )  # at 1280 px nothing needs to be scrolled sideways
 
 
 @needs_browser
 def test_memory_and_time_on_the_page_are_those_of_the_models(page):
     inspection = open_dump(real_dump()[0])
     browser = page(inspection)
-    curves = "compiles[0].graphs.flatMap(g => g.steps.map((s, i) => Array.from(compiles[0].at(g, i).curves.live).slice(0, -1)))"
+    curves = "compiles[0].graphs.flatMap(g => g.steps.map((s, i) => Array.from(compiles[0].at(g, i).curves.live).slice(0, -1)))"  # noqa: E501
     graphs = inspection.dump.ranks[0].compiles[0].graphs.values()
-    assert browser.execute_script(f"return {curves}") == [list(step.snapshot.live_bytes) for graph in graphs for step in graph.steps]
+    assert browser.execute_script(f"return {curves}") == [
+        list(step.snapshot.live_bytes) for graph in graphs for step in graph.steps
+    ]
     for kind in ("forward", "backward"):
-        spans = f"compiles[0].at(compiles[0].graphData('{kind}'), 1).spans.map(s => [s.form.name, s.start, s.end])"
-        expected = [[span.node.name, span.start_us, span.end_us] for span in inspection.schedule_of(kind, 1).compute]
-        for shown, (name, start, end) in zip(browser.execute_script(f"return {spans}"), expected, strict=True):
+        spans = f"compiles[0].at(compiles[0].graphData('{kind}'), 1).spans.map(s => [s.form.name, s.start, s.end])"  # noqa: E501
+        expected = [
+            [span.node.name, span.start_us, span.end_us]
+            for span in inspection.schedule_of(kind, 1).compute
+        ]
+        for shown, (name, start, end) in zip(
+            browser.execute_script(f"return {spans}"), expected, strict=True
+        ):
             assert shown == [name, pytest.approx(start, abs=0.05), pytest.approx(end, abs=0.05)]
 
 
@@ -139,9 +172,20 @@ def test_diff_stands_side_by_side_and_folds_what_did_not_change(page):
     browser = page(Inspection(small_dump()), "0/forward/2/diff/")
     assert "peak 256 B → 320 B +25.0 %" in one(browser, ".runline").text
     moved = [each.text for each in all_of(browser, ".cell.moved")]
-    assert [re.sub(r"\s+", " ", text).partition(" =")[0] for text in moved] == ["6 ↕ gather_v", "7 ↕ gather_v"]
-    browser = page(Inspection(dump_of(graph_of("joint", (None, chain(60)), ("retag", retagged(chain(60), 30))))), "0/joint/1/diff/")
-    assert [text for text in rows(browser) if "as before" in text] == ["⋯ 27 nodes as before", "⋯ 27 nodes as before"]
+    assert [re.sub(r"\s+", " ", text).partition(" =")[0] for text in moved] == [
+        "6 ↕ gather_v",
+        "7 ↕ gather_v",
+    ]
+    browser = page(
+        Inspection(
+            dump_of(graph_of("joint", (None, chain(60)), ("retag", retagged(chain(60), 30))))
+        ),
+        "0/joint/1/diff/",
+    )
+    assert [text for text in rows(browser) if "as before" in text] == [
+        "⋯ 27 nodes as before",
+        "⋯ 27 nodes as before",
+    ]
     one(browser, ".row.gap").click()
     wait_for(browser, "document.querySelectorAll('main .gap').length < 2")
 
@@ -167,9 +211,17 @@ def test_marks_that_a_pass_left_are_in_the_diff_and_beside_the_node(page):
 
 @needs_browser
 def test_pass_that_changed_nothing_says_so_and_a_failed_one_why(page):
-    assert "changed nothing" in one(page(Inspection(small_dump()), "0/forward/1/diff/"), "main").text
+    assert (
+        "changed nothing" in one(page(Inspection(small_dump()), "0/forward/1/diff/"), "main").text
+    )
     failure = Failure("PassError", "pass 'sdma': node x has no wait", "sdma", "Traceback ...")
-    browser = page(Inspection(dump_of(graph_of("joint", (None, chain(5)), ("sdma", None), error=failure), error=failure)))
+    browser = page(
+        Inspection(
+            dump_of(
+                graph_of("joint", (None, chain(5)), ("sdma", None), error=failure), error=failure
+            )
+        )
+    )
     assert "node x has no wait" in one(browser, ".failure").text
     assert one(browser, ".nav .failed").text == "failed"
     early = dump_of(graph_of("joint", (None, chain(5)), ("s", None), error=failure))
@@ -179,7 +231,10 @@ def test_pass_that_changed_nothing_says_so_and_a_failed_one_why(page):
 @needs_browser
 def test_captured_graph_has_no_figures_of_models(page):
     browser = page(Inspection(dump_of(graph_of("captured", (None, chain(5))))))
-    assert "6 nodes · 0 collectives · memory and times are not modelled" in one(browser, ".card header").text
+    assert (
+        "6 nodes · 0 collectives · memory and times are not modelled"
+        in one(browser, ".card header").text
+    )
     for tab in ("memory", "timeline", "collectives"):
         browser.execute_script(f"go({{graph: 'captured', step: 0, tab: '{tab}'}})")
         assert "is the graph that Dynamo captured" in one(browser, "main").text
@@ -191,7 +246,7 @@ def test_dump_without_graphs_says_why(page):
     assert "no pass is called 'x'" in one(page(Inspection(dump_of(error=failure))), "main").text
 
 
-# --- filters and jumps -------------------------------------------------------------------------------------------------------------
+# --- filters and jumps ----------------------------------------------------------------------------
 @needs_browser
 def test_listing_is_filtered_and_leads_to_the_node(page):
     browser = page(Inspection(small_dump()), "0/forward/2/listing/")
@@ -201,7 +256,17 @@ def test_listing_is_filtered_and_leads_to_the_node(page):
     assert "1 of 10 nodes" in one(browser, ".bar").text
     one(browser, "main .row").click()
     detail = one(browser, ".detail").text
-    assert all(word in detail for word in ("gather_v", "all_gather_into_tensor", "puts in", "exposed", "2 µs", "is read by (1)"))
+    assert all(
+        word in detail
+        for word in (
+            "gather_v",
+            "all_gather_into_tensor",
+            "puts in",
+            "exposed",
+            "2 µs",
+            "is read by (1)",
+        )
+    )
     one(browser, ".detail .links button", "v_shard").click()
     assert one(browser, ".detail h2").text == "v_shard"
     browser.back()
@@ -215,7 +280,9 @@ def test_collectives_sort_filter_and_jump(page):
     assert names() == ["gather_w", "gather_v"]
     one(browser, ".grid-head button", "exposed").click()
     assert names() == ["gather_w", "gather_v"]
-    assert one(browser, ".col-exposed[role=columnheader]").get_attribute("aria-sort") == "descending"
+    assert (
+        one(browser, ".col-exposed[role=columnheader]").get_attribute("aria-sort") == "descending"
+    )
     one(browser, ".grid-head button", "exposed").click()
     assert names() == ["gather_v", "gather_w"]
     one(browser, ".filter").send_keys("gather_v")
@@ -232,7 +299,10 @@ def test_collectives_sort_filter_and_jump(page):
 def test_exposed_filter_and_kind_filter_of_collectives(page):
     browser = page(open_dump(real_dump()[0]), "0/backward/0/collectives/")
     every = len(all_of(browser, "main .row"))
-    browser.execute_script("const s = document.querySelector('main select'); s.selectedIndex = 1; s.dispatchEvent(new Event('change'))")
+    browser.execute_script(
+        "const s = document.querySelector('main select'); s.selectedIndex = 1; s.dispatchEvent(new "
+        "Event('change'))"
+    )
     some = wait_for(browser, "document.querySelectorAll('main .row').length")
     assert 0 < some < every
     one(browser, "main input[type=checkbox]").click()
@@ -247,9 +317,14 @@ def test_timeline_and_memory_answer_to_pointer_and_keys(page):
     chart = one(browser, "canvas")
     wait_for(browser, "document.querySelector('canvas').width > 300")
     # Of 28 us, the second gather moves its bytes from 10 to 20: half way, in the lower track.
-    across = browser.execute_script("return TRACK.left + (document.querySelector('canvas').clientWidth - TRACK.left - 8) * 15 / 28")
+    across = browser.execute_script(
+        "return TRACK.left + (document.querySelector('canvas').clientWidth - TRACK.left - 8) * 15 "
+        "/ 28"
+    )
     middle = (chart.size["width"] / 2, chart.size["height"] / 2)
-    ActionChains(browser).move_to_element_with_offset(chart, int(across - middle[0]), int(110 - middle[1])).perform()
+    ActionChains(browser).move_to_element_with_offset(
+        chart, int(across - middle[0]), int(110 - middle[1])
+    ).perform()
     assert "gather_v" in one(browser, ".hint").text
     ActionChains(browser).click().perform()
     assert one(browser, ".detail h2").text == "gather_v"
@@ -264,7 +339,10 @@ def test_timeline_and_memory_answer_to_pointer_and_keys(page):
     chart = one(browser, "canvas")
     wait_for(browser, "document.querySelector('canvas').width > 300")
     # Of 26 us, both gathers take the first 10, each in the track of its group.
-    across = browser.execute_script("return TRACK.left + (document.querySelector('canvas').clientWidth - TRACK.left - 8) * 5 / 26")
+    across = browser.execute_script(
+        "return TRACK.left + (document.querySelector('canvas').clientWidth - TRACK.left - 8) * 5 / "
+        "26"
+    )
     for track, name in enumerate(("gather_w", "gather_v")):
         down = browser.execute_script("return laneTop(arguments[0]) + 9", track)
         offset = (int(across - chart.size["width"] / 2), int(down - chart.size["height"] / 2))
@@ -299,7 +377,10 @@ def test_keys_reach_everything(page):
     reached = []
     for _ in range(12):
         keys(browser, "TAB")
-        reached.append(browser.switch_to.active_element.get_attribute("role") or browser.switch_to.active_element.tag_name)
+        reached.append(
+            browser.switch_to.active_element.get_attribute("role")
+            or browser.switch_to.active_element.tag_name
+        )
     assert {"button", "tab"} <= set(reached)
     one(browser, '.tabs [aria-selected="true"]').send_keys("")
     browser.execute_script("document.getElementById('tab-overview').focus()")
@@ -307,7 +388,9 @@ def test_keys_reach_everything(page):
     assert browser.switch_to.active_element.text == "Diff"
     outline = browser.execute_script("return getComputedStyle(document.activeElement).outlineStyle")
     assert outline == "solid"
-    browser.execute_script("go({tab: 'listing', node: null}); document.querySelector('.rows').focus()")
+    browser.execute_script(
+        "go({tab: 'listing', node: null}); document.querySelector('.rows').focus()"
+    )
     keys(browser, "ARROW_DOWN", "ARROW_DOWN", "ENTER")
     assert one(browser, ".detail h2").text == "w_shard"
     keys(browser, "ESCAPE")
@@ -316,7 +399,7 @@ def test_keys_reach_everything(page):
     assert "bucket{cap_mb=0}" in one(browser, ".nav [aria-current]").text
 
 
-# --- hostile and large -------------------------------------------------------------------------------------------------------------
+# --- hostile and large ----------------------------------------------------------------------------
 def hostile_dump():
     source = Source(HOSTILE, 1, HOSTILE, HOSTILE)
     tag = Tag(HOSTILE, (HOSTILE,), origin=HOSTILE, note=HOSTILE)
@@ -333,20 +416,40 @@ def hostile_dump():
         collective=Collective(HOSTILE, HOSTILE, 2, 32, 64, (2,), HOSTILE, HOSTILE),
         buffers=(Buffer(64, 1, 2, HOSTILE, (HOSTILE,)),),
     )
-    nodes = (node(0, HOSTILE, HOSTILE, op="placeholder"), started, node(2, f"{HOSTILE}2", WAIT, (Ref(1),), source=source))
+    nodes = (
+        node(0, HOSTILE, HOSTILE, op="placeholder"),
+        started,
+        node(2, f"{HOSTILE}2", WAIT, (Ref(1),), source=source),
+    )
     failure = Failure(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
-    states = (None, snapshot(*nodes[:1])), (HOSTILE, snapshot(*nodes, live=[0, 64, 64], number=1)), (HOSTILE, None)
+    states = (
+        (None, snapshot(*nodes[:1])),
+        (HOSTILE, snapshot(*nodes, live=[0, 64, 64], number=1)),
+        (HOSTILE, None),
+    )
     graph = graph_of("joint", *states, error=failure)
-    return dump_of(graph, error=failure, sources={HOSTILE: HOSTILE}, options={HOSTILE: HOSTILE, "limit": float("inf")})
+    return dump_of(
+        graph,
+        error=failure,
+        sources={HOSTILE: HOSTILE},
+        options={HOSTILE: HOSTILE, "limit": float("inf")},
+    )
 
 
 def test_data_can_neither_end_their_element_nor_begin_another():
     text = Inspection(hostile_dump()).html()
-    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1]
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[
+        1
+    ]
     assert not set("<>&") & set(data)
-    assert json.loads(data)["compiles"][0]["options"] == {HOSTILE: HOSTILE, "limit": "inf"}  # a browser's JSON has no infinity
+    assert json.loads(data)["compiles"][0]["options"] == {
+        HOSTILE: HOSTILE,
+        "limit": "inf",
+    }  # a browser's JSON has no infinity
     assert text.count("<script") == 2
-    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text.replace(data, ""))  # a name of SVG, not an address
+    assert not re.search(
+        r"https?://(?!www\.w3\.org/2000/svg)", text.replace(data, "")
+    )  # a name of SVG, not an address
 
 
 @needs_browser
@@ -355,7 +458,9 @@ def test_hostile_names_are_shown_as_text_and_never_run(page):
     for tab in ("overview", "diff", "memory", "timeline", "collectives", "listing", "source"):
         browser.execute_script(f"go({{graph: 'joint', step: 1, tab: '{tab}', node: 1}})")
         assert '<img src=x onerror="window.hacked=1">' in one(browser, ".detail h2").text
-        assert browser.execute_script("return window.hacked === undefined && document.querySelectorAll('img').length === 0")
+        assert browser.execute_script(
+            "return window.hacked === undefined && document.querySelectorAll('img').length === 0"
+        )
         assert len(all_of(browser, "script")) == 2
     assert HOSTILE[:20] in one(browser, ".nav").text
 
@@ -366,7 +471,15 @@ def test_of_twenty_thousand_nodes_only_those_in_sight_are_on_the_page(page):
     before = chain(size)
     nodes = list(before.nodes)
     for at in range(100, size, 400):
-        nodes.insert(at, node(100_000 + at, f"extra{at}", args=(Ref(0),), buffers=(Buffer(1 << 20, 100_000 + at, size, "bucket"),)))
+        nodes.insert(
+            at,
+            node(
+                100_000 + at,
+                f"extra{at}",
+                args=(Ref(0),),
+                buffers=(Buffer(1 << 20, 100_000 + at, size, "bucket"),),
+            ),
+        )
     after = snapshot(*nodes, live=[0] * len(nodes), number=1)
     browser = page(Inspection(dump_of(graph_of("joint", (None, before), ("insert", after)))))
     for tab in ("diff", "memory", "timeline", "listing", "source", "overview"):
@@ -374,4 +487,6 @@ def test_of_twenty_thousand_nodes_only_those_in_sight_are_on_the_page(page):
         assert len(all_of(browser, "body *")) < 3000, tab
     assert "50" in one(browser, "main .chip.inserted").text
     browser.execute_script("go({graph: 'joint', step: 1, tab: 'listing', node: 19990})")
-    assert "n19990 = " in wait_for(browser, "document.querySelector('main .row.active')?.textContent")
+    assert "n19990 = " in wait_for(
+        browser, "document.querySelector('main .row.active')?.textContent"
+    )

@@ -3,16 +3,33 @@
 import expecttest
 import pytest
 
-from tests.zpasses.inspect.graphs import chain, dump_of, graph_of, node, small_dump, snapshot, two_gathers, two_groups
+from tests.zpasses.inspect.graphs import (
+    chain,
+    dump_of,
+    graph_of,
+    node,
+    small_dump,
+    snapshot,
+    two_gathers,
+    two_groups,
+)
 from zpasses.dumps.format import Buffer, Collective, Failure
-from zpasses.inspect import Inspection, NotInDumpError, Where, communication, listing, memory, schedule
+from zpasses.inspect import (
+    Inspection,
+    NotInDumpError,
+    Where,
+    communication,
+    listing,
+    memory,
+    schedule,
+)
 
 
 def expect(view, text):
     expecttest.assert_expected_inline(str(view), text, skip=1)
 
 
-# --- pages -------------------------------------------------------------------------------------------------------------------------
+# --- pages ----------------------------------------------------------------------------------------
 def test_overview_lists_graphs_and_passes():
     expect(
         Inspection(small_dump()).overview(),
@@ -28,13 +45,15 @@ graph      step  after               changes    nodes    collectives    bytes pu
 -------  ------  ----------------  ---------  -------  -------------  --------------  ------  --------  -------
 forward       0  -                                 10              2            64 B
               1  bucket{cap_mb=0}          0       10              2            64 B  1.5 ms    250 us
-              2  overlap                   1       10              2            64 B  1.5 ms    250 us""",
+              2  overlap                   1       10              2            64 B  1.5 ms    250 us""",  # noqa: E501
     )
 
 
 def test_overview_shows_a_failed_pass():
     failure = Failure("ValueError", "no such group", "sdma")
-    dump = dump_of(graph_of("joint", (None, chain(3)), ("sdma", None), error=failure), error=failure)
+    dump = dump_of(
+        graph_of("joint", (None, chain(3)), ("sdma", None), error=failure), error=failure
+    )
     expect(
         Inspection(dump).overview(),
         """\
@@ -50,7 +69,7 @@ graph      step  after      changes    nodes    collectives    bytes put in    p
 joint         0  -                         4              0             0 B
               1  sdma                                                                          FAILED: ValueError
 
-FAILED in sdma: ValueError: no such group""",
+FAILED in sdma: ValueError: no such group""",  # noqa: E501
     )
 
 
@@ -108,7 +127,8 @@ node      kind        group      ranks  parameters      bytes    distance    com
 gather_w  all_gather  0              2  w                32 B           0                  0   10 us      10 us
 gather_v  all_gather  0              2  v                32 B           1               8 us   10 us       2 us
 
-2 collectives, 64 B put in. Communication 20 us, compute 16 us; exposed 12 us, hidden 40%. By the target's model.""",
+2 collectives, 64 B put in. Communication 20 us, compute 16 us; exposed 12 us, hidden 40%. By the
+target's model.""",  # noqa: E501
     )
 
 
@@ -146,23 +166,33 @@ v              128 B"""
     )
 
 
-# --- figures -----------------------------------------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------
 def test_gather_beside_compute_is_exposed_for_what_compute_leaves():
     late = Inspection(small_dump()).collectives_of("forward", 0)
     early = Inspection(small_dump()).collectives_of("forward")
-    assert [(row.distance, row.compute_us, row.time_us, row.exposed_us) for row in late.rows] == [(0, 0, 10, 10), (0, 0, 10, 10)]
-    assert [(row.distance, row.compute_us, row.time_us, row.exposed_us) for row in early.rows] == [(0, 0, 10, 10), (1, 8, 10, 2)]
+    assert [(row.distance, row.compute_us, row.time_us, row.exposed_us) for row in late.rows] == [
+        (0, 0, 10, 10),
+        (0, 0, 10, 10),
+    ]
+    assert [(row.distance, row.compute_us, row.time_us, row.exposed_us) for row in early.rows] == [
+        (0, 0, 10, 10),
+        (1, 8, 10, 2),
+    ]
     assert (late.schedule.total_us, early.schedule.total_us) == (36, 28)
     assert early.schedule.hidden == pytest.approx(0.4)
 
 
 def test_collectives_of_a_group_share_one_stream():
-    # Both start at once; the second moves its bytes behind the first, so compute hides the first and a part of the second.
+    # Both start at once; the second moves its bytes behind the first, so compute hides the first
+    # and a part of the second.
     graph = Inspection(small_dump()).step_of("forward").snapshot
     by = graph.by_name
     order = ("x", "w_shard", "v_shard", "gather_w", "gather_v", "w", "mm", "v", "mm_1", "output")
     plan = schedule(snapshot(*(by[name] for name in order)))
-    assert [(flight.start_us, flight.end_us, flight.exposed_us) for flight in plan.flights] == [(0, 10, 10), (10, 20, 2)]
+    assert [(flight.start_us, flight.end_us, flight.exposed_us) for flight in plan.flights] == [
+        (0, 10, 10),
+        (10, 20, 2),
+    ]
     assert plan.exposed_us == plan.total_us - plan.compute_us == 12
 
 
@@ -170,23 +200,38 @@ def test_each_group_has_a_stream_of_its_own():
     dump = two_groups()
     plan = dump.schedule_of("forward")
     assert plan.groups == ("0", "1")
-    assert [(flight.group, flight.start_us, flight.end_us, flight.exposed_us) for flight in plan.flights] == [
+    assert [
+        (flight.group, flight.start_us, flight.end_us, flight.exposed_us) for flight in plan.flights
+    ] == [
         ("0", 0, 10, 10),
         ("1", 0, 10, 0),
     ]
     assert (plan.total_us, plan.exposed_us, plan.hidden) == (26, 10, 0.5)
     assert [row.exposed_us for row in dump.collectives_of("forward").rows] == [10, 0]
     events = dump.timeline("forward")["traceEvents"]
-    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    tracks = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
     assert tracks == {1: "compute", 2: "communication, group 0", 3: "communication, group 1"}
-    assert {event["name"]: event["tid"] for event in events if event.get("cat") == "all_gather_into_tensor"} == {
+    assert {
+        event["name"]: event["tid"]
+        for event in events
+        if event.get("cat") == "all_gather_into_tensor"
+    } == {
         "gather_w": 2,
         "gather_v": 3,
     }
 
 
 def test_collective_that_waits_by_itself_is_exposed_as_a_whole():
-    op = node(1, "full", "zpasses.unshard.default", cost_us=5.0, stream="communication", collective=Collective("unshard", "0", 2, 8, 16))
+    op = node(
+        1,
+        "full",
+        "zpasses.unshard.default",
+        cost_us=5.0,
+        stream="communication",
+        collective=Collective("unshard", "0", 2, 8, 16),
+    )
     (row,) = communication(snapshot(node(0, "x", "x", op="placeholder"), op)).rows
     assert (row.exposed_us, row.wait, row.distance) == (5, "full", 0)
 
@@ -197,16 +242,22 @@ def test_memory_at_a_node_and_at_the_peak():
     assert (peak.at.name, peak.nbytes, peak.peak_bytes) == ("mm", 320, 320)
     assert peak.by_kind == {"parameter": 256, "activation": 64}
     assert peak.by_parameter == {"w": 128, "v": 128}
-    assert [each.node for each in inspection.memory_of("forward", at="mm_1").alive] == ["gather_v", "mm", "mm_1"]
+    assert [each.node for each in inspection.memory_of("forward", at="mm_1").alive] == [
+        "gather_v",
+        "mm",
+        "mm_1",
+    ]
 
 
 def test_shared_buffer_counts_for_its_parameters_by_size():
-    graph = snapshot(node(0, "flat", buffers=(Buffer(120, 0, 0, "bucket", ("a", "b")),)), live=[120])
+    graph = snapshot(
+        node(0, "flat", buffers=(Buffer(120, 0, 0, "bucket", ("a", "b")),)), live=[120]
+    )
     assert memory(graph).by_parameter == {"a": 60, "b": 60}
     assert memory(graph, sizes={"a": 10, "b": 30}).by_parameter == {"b": 90, "a": 30}
 
 
-# --- selection ---------------------------------------------------------------------------------------------------------------------
+# --- selection ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("where", "names"),
     [
@@ -228,12 +279,19 @@ def test_listings_are_filtered(where, names):
         (lambda it: it.show("foward"), "has no graph 'foward'. Did you mean \"forward\"?"),
         (
             lambda it: it.show("forward", "overlp"),
-            "no pass 'overlp' ran on graph 0/0 forward. Did you mean \"overlap\"? Known: bucket, overlap.",
+            "no pass 'overlp' ran on graph 0/0 forward. Did you mean \"overlap\"? Known: bucket, "
+            "overlap.",
         ),
-        (lambda it: it.show("forward", 7), "has no step 7; expected 0 (before the first pass) to 2"),
+        (
+            lambda it: it.show("forward", 7),
+            "has no step 7; expected 0 (before the first pass) to 2",
+        ),
         (lambda it: it.memory("forward", at="mmm"), "has no node 'mmm'. Did you mean \"mm\"?"),
         (lambda it: Inspection(it.dump, 3).show(), "holds nothing of rank 3, but of 0"),
-        (lambda it: Inspection(it.dump, None, "1/0").show(), "has no compile '1/0'. Did you mean \"0/0\"?"),
+        (
+            lambda it: Inspection(it.dump, None, "1/0").show(),
+            "has no compile '1/0'. Did you mean \"0/0\"?",
+        ),
     ],
 )
 def test_what_is_not_there_is_answered_with_what_is(ask, message):
@@ -244,7 +302,10 @@ def test_what_is_not_there_is_answered_with_what_is(ask, message):
 
 def test_steps_are_found_by_name_text_and_number():
     inspection = Inspection(small_dump())
-    assert [inspection.step_of("forward", after).index for after in ("bucket", "bucket{cap_mb=0}", "1", 1, None, "overlap")] == [
+    assert [
+        inspection.step_of("forward", after).index
+        for after in ("bucket", "bucket{cap_mb=0}", "1", 1, None, "overlap")
+    ] == [
         1,
         1,
         1,
@@ -262,10 +323,18 @@ def test_long_lists_are_counted_unless_asked_for():
 
 def test_what_steers_a_terminal_is_spelled_out():
     evil = "evil\x1b[2J\u202e"
-    dump = dump_of(graph_of("joint", (None, snapshot(node(0, evil, "x", op="placeholder")))), name=evil)
+    dump = dump_of(
+        graph_of("joint", (None, snapshot(node(0, evil, "x", op="placeholder")))), name=evil
+    )
     inspection = Inspection(dump)
     assert "evil\\x1b[2J\\u202e" in inspection.show("joint").text()
-    for page in (inspection.overview(), inspection.show(), inspection.diff(), inspection.collectives("joint"), inspection.memory("joint")):
+    for page in (
+        inspection.overview(),
+        inspection.show(),
+        inspection.diff(),
+        inspection.collectives("joint"),
+        inspection.memory("joint"),
+    ):
         for steering in ("\x1b[2J", "\u202e"):
             assert steering not in page.text(color=True)
             assert steering not in page._repr_html_()
@@ -274,29 +343,51 @@ def test_what_steers_a_terminal_is_spelled_out():
 def test_filter_that_nothing_meets_says_what_parameters_there_are():
     shown = str(Inspection(small_dump()).show("forward", where=Where(params=("layers.*",))))
     assert shown.endswith("No node meets all conditions. The graph's parameters are w, v.")
-    assert "parameters are" not in str(Inspection(small_dump()).show("forward", where=Where(params=("w",))))
+    assert "parameters are" not in str(
+        Inspection(small_dump()).show("forward", where=Where(params=("w",)))
+    )
 
 
 def test_captured_graph_has_no_figures_of_models():
     inspection = Inspection(dump_of(graph_of("captured", (None, two_gathers()))))
     for page in (inspection.memory("captured"), inspection.collectives("captured")):
-        assert str(page).startswith("0/0 captured is what Dynamo captured: no memory and no times are modelled")
+        assert str(page).startswith(
+            "0/0 captured is what Dynamo captured: no memory and no times are modelled"
+        )
 
 
 def test_notebooks_show_pages_as_html_with_names_as_text():
     hostile = "<script>alert(1)</script>"
-    dump = dump_of(graph_of("joint", (None, snapshot(node(0, hostile, hostile, op="placeholder"))), ("retag", snapshot(node(1, hostile)))))
+    dump = dump_of(
+        graph_of(
+            "joint",
+            (None, snapshot(node(0, hostile, hostile, op="placeholder"))),
+            ("retag", snapshot(node(1, hostile))),
+        )
+    )
     inspection = Inspection(dump)
-    for view in (inspection, inspection.show(), inspection.diff(), inspection.memory("joint"), inspection.collectives("joint")):
+    for view in (
+        inspection,
+        inspection.show(),
+        inspection.diff(),
+        inspection.memory("joint"),
+        inspection.collectives("joint"),
+    ):
         assert "<script" not in view._repr_html_()
     assert "&lt;script&gt;" in inspection.diff()._repr_html_()
 
 
 def test_graph_that_was_not_written_does_not_hide_the_others():
     failure = Failure("OSError", "disk full")
-    inspection = Inspection(dump_of(graph_of("joint", (None, chain(3))), graph_of("forward", (None, None), error=failure)))
+    inspection = Inspection(
+        dump_of(
+            graph_of("joint", (None, chain(3))), graph_of("forward", (None, None), error=failure)
+        )
+    )
     assert [each["graph"] for each in inspection.show().data] == ["joint"]
-    assert [each["title"] for each in inspection.diff().data["graphs"]] == ["0/0 joint, all 0 passes"]
+    assert [each["title"] for each in inspection.diff().data["graphs"]] == [
+        "0/0 joint, all 0 passes"
+    ]
     with pytest.raises(NotInDumpError, match="0/0 forward before the first pass was not written"):
         inspection.show("forward")
     assert "forward" in inspection.html()

@@ -1,4 +1,5 @@
-"""Every option changes the graph or the run; everything else is refused before anything is compiled."""
+"""Every option changes the graph or the run; everything else is refused before anything is
+compiled."""
 
 import pytest
 import torch
@@ -23,7 +24,11 @@ def test_a_stage_chooses_its_named_pipeline(stage):
 
 def test_a_pipeline_may_be_text_or_an_object():
     pipeline = Pipeline.parse("gather-params,reduce-grads{form=all_reduce}")
-    assert Options.parse({"pipeline": pipeline}).passes() == Options.parse({"pipeline": str(pipeline)}).passes() == pipeline
+    assert (
+        Options.parse({"pipeline": pipeline}).passes()
+        == Options.parse({"pipeline": str(pipeline)}).passes()
+        == pipeline
+    )
 
 
 @pytest.mark.parametrize(
@@ -33,7 +38,10 @@ def test_a_pipeline_may_be_text_or_an_object():
         ({"zero_stage": 4}, "got 4 (int); expected 1 or 2 or 3 or none"),
         ({"zero_stage": True}, "got True (bool); expected 1 or 2 or 3"),
         ({"zero_stage": 3, "pipeline": "zero2"}, "both choose the passes"),
-        ({"pipeline": "gather-param"}, "no pass is called 'gather-param'. Did you mean \"gather-params\""),
+        (
+            {"pipeline": "gather-param"},
+            "no pass is called 'gather-param'. Did you mean \"gather-params\"",
+        ),
         ({"codegen": "triton"}, "expected 'inductor' or 'eager'"),
         ({"agreement": "perhaps"}, "expected bool"),
         ({"agreement_timeout_s": 0}, "expected seconds > 0"),
@@ -77,10 +85,16 @@ def count(graph, name):
 
 def test_bad_options_stop_torch_compile_before_any_graph_is_made():
     graphs = []
-    with fake_world(2), observe_graphs(graphs.append), pytest.raises(Exception, match='Did you mean "codegen"'):
-        torch.compile(zpasses.shard(Net(), mesh=init_device_mesh("cpu", (2,))), backend="zpasses", options={"codgen": "eager"})(
-            torch.ones(3, 8)
-        )
+    with (
+        fake_world(2),
+        observe_graphs(graphs.append),
+        pytest.raises(Exception, match='Did you mean "codegen"'),
+    ):
+        torch.compile(
+            zpasses.shard(Net(), mesh=init_device_mesh("cpu", (2,))),
+            backend="zpasses",
+            options={"codgen": "eager"},
+        )(torch.ones(3, 8))
     assert graphs == []
 
 
@@ -90,13 +104,27 @@ def test_modes_are_refused():
 
 
 def test_zero_stage_decides_whether_backward_gathers_again():
-    gathers = {stage: count(graphs_with({"zero_stage": stage, "codegen": "eager"})["backward"], "all_gather") for stage in (2, 3)}
-    assert gathers == {2: 0, 3: 1}  # the first layer's weight is not needed in backward, biases neither
+    gathers = {
+        stage: count(
+            graphs_with({"zero_stage": stage, "codegen": "eager"})["backward"], "all_gather"
+        )
+        for stage in (2, 3)
+    }
+    assert gathers == {
+        2: 0,
+        3: 1,
+    }  # the first layer's weight is not needed in backward, biases neither
 
 
 def test_pipeline_decides_what_is_lowered():
     assert count(graphs_with({"pipeline": "", "codegen": "eager"})["joint"], "zpasses.unshard") == 4
-    assert count(graphs_with({"pipeline": "gather-params", "codegen": "eager"})["joint"], "zpasses.unshard") == 0
+    assert (
+        count(
+            graphs_with({"pipeline": "gather-params", "codegen": "eager"})["joint"],
+            "zpasses.unshard",
+        )
+        == 0
+    )
 
 
 def test_codegen_decides_who_runs_the_graph(monkeypatch):
@@ -104,7 +132,9 @@ def test_codegen_decides_who_runs_the_graph(monkeypatch):
 
     called = []
     original = compat.inductor.inductor_codegen
-    monkeypatch.setattr(compat, "inductor_codegen", lambda *args: called.append("inductor") or original(*args))
+    monkeypatch.setattr(
+        compat, "inductor_codegen", lambda *args: called.append("inductor") or original(*args)
+    )
     graphs_with({"codegen": "eager"})
     assert called == []
     graphs_with({})
@@ -133,7 +163,9 @@ def test_an_unsharded_model_compiles_to_the_kernels_of_inductor():
         def train():
             step(torch.ones(3, 8)).backward()
 
-        return [text.partition("\n")[2] for text in run_and_get_code(train)[1]]  # the first line is a counter
+        return [
+            text.partition("\n")[2] for text in run_and_get_code(train)[1]
+        ]  # the first line is a counter
 
     ours, theirs = code("zpasses"), code("inductor")
     assert len(theirs) == 2

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from tests.graphs import Param, joint
 from zpasses import Level, OptionError, Pass, PassError, Pipeline
 from zpasses.option_values import field_types
-from zpasses.passes import ZERO3, Bucket, CacheParams, GatherParams, MergeReads, Overlap, ReduceGrads, ReshardAfterForward
+from zpasses.passes import (
+    ZERO3,
+    Bucket,
+    CacheParams,
+    GatherParams,
+    MergeReads,
+    Overlap,
+    ReduceGrads,
+    ReshardAfterForward,
+)
 from zpasses.pipeline.pipeline import catalogue, describe_records, run_passes
 from zpasses.testing import fake_world, listing, trace_joint
 
@@ -46,9 +55,11 @@ def small():
     return joint([Param((4, 2)), Param((3,))], 0, 2)
 
 
-# --- text -------------------------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 def test_text_is_read_as_passes_with_options():
-    parsed = Pipeline.parse("merge-reads{max_hold_mb=2}, gather-params ,reduce-grads{form=all_reduce}")
+    parsed = Pipeline.parse(
+        "merge-reads{max_hold_mb=2}, gather-params ,reduce-grads{form=all_reduce}"
+    )
     assert parsed.passes == (MergeReads(max_hold_mb=2.0), GatherParams(), ReduceGrads("all_reduce"))
 
 
@@ -71,18 +82,32 @@ def test_empty_text_is_the_empty_pipeline(text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("gather-param", r"no pass is called 'gather-param'. Did you mean \"gather-params\"\? Known: bucket, cache-params, defer-reduction, flatten"),
+        (
+            "gather-param",
+            r"no pass is called 'gather-param'. Did you mean \"gather-params\"\? Known: bucket, "
+            r"cache-params, defer-reduction, flatten",
+        ),
         ("zebra", r"no pass is called 'zebra'"),
-        ("merge-reads{hold=2}", r"pass 'merge-reads' has no option 'hold'. Did you mean \"max_hold_mb\"\?"),
-        ("merge-reads{max_hold_mb=big}", r"pass 'merge-reads', option 'max_hold_mb': got 'big' \(str\); expected float or none"),
+        (
+            "merge-reads{hold=2}",
+            r"pass 'merge-reads' has no option 'hold'. Did you mean \"max_hold_mb\"\?",
+        ),
+        (
+            "merge-reads{max_hold_mb=big}",
+            r"pass 'merge-reads', option 'max_hold_mb': got 'big' \(str\); expected float or none",
+        ),
         ("merge-reads{max_hold_mb=1,max_hold_mb=2}", r"option 'max_hold_mb' is given twice"),
         ("merge-reads{max_hold_mb}", r"cannot read option 'max_hold_mb'; expected name=value"),
         (
             "zero3{max_hold_mb=1}",
-            r"'zero3' is a named pipeline, which takes no options; name its passes: merge-reads\{max_hold_mb=1.0\},gather-params",
+            r"'zero3' is a named pipeline, which takes no options; name its passes: "
+            r"merge-reads\{max_hold_mb=1.0\},gather-params",
         ),
         ("gather-params,", r"cannot read 'gather-params,'; expected passes separated by commas"),
-        ("gather-params reshard-after-forward", r"cannot read 'gather-params reshard-after-forward'"),
+        (
+            "gather-params reshard-after-forward",
+            r"cannot read 'gather-params reshard-after-forward'",
+        ),
         ("merge-reads{max_hold_mb=1", r"cannot read"),
         ("{}", r"cannot read"),
     ],
@@ -99,7 +124,10 @@ PASSES = st.one_of(
     st.just(ReshardAfterForward()),
     st.just(CacheParams()),
     st.builds(
-        Bucket, st.floats(0, 1e6, allow_nan=False), st.sampled_from(["auto", "coalesced", "flat"]), st.sampled_from(["5%", "300MiB"])
+        Bucket,
+        st.floats(0, 1e6, allow_nan=False),
+        st.sampled_from(["auto", "coalesced", "flat"]),
+        st.sampled_from(["5%", "300MiB"]),
     ),
     st.just(Overlap()),
 )
@@ -111,14 +139,17 @@ def test_drawn_pipelines_round_trip_through_text(passes):
     assert Pipeline.parse(str(pipeline)) == pipeline
 
 
-# --- discovery --------------------------------------------------------------------------------------------------------------------
+# --- discovery ------------------------------------------------------------------------------------
 @pytest.fixture
 def entry_points(monkeypatch):
     """Installs entry points for one test."""
     catalogue.cache_clear()
 
     def install(**points):
-        made = [importlib.metadata.EntryPoint(name.replace("_", "-"), value, "zpasses.passes") for name, value in points.items()]
+        made = [
+            importlib.metadata.EntryPoint(name.replace("_", "-"), value, "zpasses.passes")
+            for name, value in points.items()
+        ]
         monkeypatch.setattr("zpasses.pipeline.pipeline.entry_points", lambda group: made)
 
     yield install
@@ -128,20 +159,26 @@ def entry_points(monkeypatch):
 def test_every_pass_of_the_catalogue_is_found_under_its_name():
     known = catalogue()
     assert {name for name, entry in known.items() if isinstance(entry, type)} >= {
-        each.name for each in (MergeReads, GatherParams, ReduceGrads, ReshardAfterForward, CacheParams)
+        each.name
+        for each in (MergeReads, GatherParams, ReduceGrads, ReshardAfterForward, CacheParams)
     }
     assert all(entry.name == name for name, entry in known.items() if isinstance(entry, type))
 
 
 def test_pass_of_another_distribution_is_found(entry_points):
     entry_points(nothing=f"{__name__}:Nothing")
-    assert Pipeline.parse("nothing{size=3,form=b,dtype=bfloat16}").passes == (Nothing(3, "b", torch.bfloat16),)
+    assert Pipeline.parse("nothing{size=3,form=b,dtype=bfloat16}").passes == (
+        Nothing(3, "b", torch.bfloat16),
+    )
 
 
 @pytest.mark.parametrize(
     ("points", "message"),
     [
-        ({"nothing": "no_such_module:Nothing"}, "entry point nothing = no_such_module:Nothing .* does not load"),
+        (
+            {"nothing": "no_such_module:Nothing"},
+            "entry point nothing = no_such_module:Nothing .* does not load",
+        ),
         ({"nothing": "json:dumps"}, "is neither a Pass class nor a Pipeline"),
         ({"something": f"{__name__}:Nothing"}, "holds the pass called 'nothing'; use one name"),
         ({}, "no entry points in group 'zpasses.passes': install zpasses"),
@@ -153,7 +190,7 @@ def test_entry_point_that_is_wrong_is_named(entry_points, points, message):
         catalogue()
 
 
-# --- cache keys -------------------------------------------------------------------------------------------------------------------
+# --- cache keys -----------------------------------------------------------------------------------
 CHANGED = {
     "max_hold_mb": 7.0,
     "form": "all_reduce",
@@ -175,10 +212,16 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("cls", [entry for entry in catalogue().values() if isinstance(entry, type)], ids=lambda cls: cls.name)
+@pytest.mark.parametrize(
+    "cls",
+    [entry for entry in catalogue().values() if isinstance(entry, type)],
+    ids=lambda cls: cls.name,
+)
 def test_uuid_changes_with_every_option(cls):
     for option in field_types(cls):
-        assert cls().uuid() != dataclasses.replace(cls(), **{option: CHANGED[option]}).uuid(), option
+        assert cls().uuid() != dataclasses.replace(cls(), **{option: CHANGED[option]}).uuid(), (
+            option
+        )
 
 
 def test_uuids_of_passes_differ_and_stay():
@@ -197,7 +240,7 @@ def test_uuids_of_passes_differ_and_stay():
 
 
 def test_uuid_changes_with_the_source_of_the_pass(tmp_path, monkeypatch):
-    source = "from tests.zpasses.pipeline.test_pipeline import Nothing\nclass Mine(Nothing):\n    name = 'mine'\n"
+    source = "from tests.zpasses.pipeline.test_pipeline import Nothing\nclass Mine(Nothing):\n    name = 'mine'\n"  # noqa: E501
     uuids = []
     for i, text in enumerate((source, source + "# another\n")):
         folder = tmp_path / str(i)
@@ -232,7 +275,7 @@ def test_uuid_of_a_pipeline_changes_with_its_passes_and_their_order():
     assert len({each.uuid() for each in pipelines}) == 4
 
 
-# --- running ----------------------------------------------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------
 def test_pipeline_and_pass_can_be_called_on_a_graph():
     with fake_world(2):
         by_pipeline, one_by_one = small(), small()
@@ -255,13 +298,26 @@ def test_every_pass_leaves_a_record_and_is_observed():
     with fake_world(2):
         gm = small()
         records = run_passes(
-            gm.graph, [Nothing(3), GatherParams()], observe=lambda record, graph: seen.append((record.name, len(graph.nodes)))
+            gm.graph,
+            [Nothing(3), GatherParams()],
+            observe=lambda record, graph: seen.append((record.name, len(graph.nodes))),
         )
     nothing, gather = records
-    assert (nothing.name, nothing.text, nothing.changes, nothing.nodes_before) == ("nothing", "nothing{size=3}", 0, nothing.nodes_after)
-    assert (gather.changes, gather.nodes_before, gather.nodes_after) == (2, nothing.nodes_after, len(gm.graph.nodes))
+    assert (nothing.name, nothing.text, nothing.changes, nothing.nodes_before) == (
+        "nothing",
+        "nothing{size=3}",
+        0,
+        nothing.nodes_after,
+    )
+    assert (gather.changes, gather.nodes_before, gather.nodes_after) == (
+        2,
+        nothing.nodes_after,
+        len(gm.graph.nodes),
+    )
     assert (gather.collectives_before, gather.collectives_after) == (4, 4)
-    assert gather.bytes_before == gather.bytes_after == (16 + 8) + (32 + 12)  # a read puts in this rank's rows, in either form
+    assert (
+        gather.bytes_before == gather.bytes_after == (16 + 8) + (32 + 12)
+    )  # a read puts in this rank's rows, in either form
     assert gather.time_us > 0
     assert gather.check_us > 0
     assert seen == [("nothing", nothing.nodes_after), ("gather-params", gather.nodes_after)]
@@ -269,7 +325,10 @@ def test_every_pass_leaves_a_record_and_is_observed():
 
 
 def test_pass_that_raises_is_named_with_its_options():
-    with fake_world(2), pytest.raises(PassError, match=r"pass 'nothing\{size=2\}' failed: KeyError: 'mine'"):
+    with (
+        fake_world(2),
+        pytest.raises(PassError, match=r"pass 'nothing\{size=2\}' failed: KeyError: 'mine'"),
+    ):
         Broken(2)(small().graph)
 
 

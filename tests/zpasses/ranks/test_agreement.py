@@ -32,7 +32,8 @@ class Branches(nn.Module):
 
 
 def compiled(model, **options):
-    by_itself = "merge-reads,gather-params,reduce-grads,reshard-after-forward"  # a collective a parameter, which errors can name
+    # a collective a parameter, which errors can name
+    by_itself = "merge-reads,gather-params,reduce-grads,reshard-after-forward"
     chosen = {"codegen": "eager", "agreement_timeout_s": LIMIT_S, "pipeline": by_itself, **options}
     return torch.compile(zpasses.shard(model, mesh=world_mesh()), backend="zpasses", options=chosen)
 
@@ -50,20 +51,29 @@ def _another_branch(branch):
 
 
 def test_one_rank_on_another_branch_raises_on_all_and_names_the_first_difference():
-    for seconds, message in (outcome.result for outcome in run_in_fresh_ranks(_another_branch, "third", timeout=100)):
+    for seconds, message in (
+        outcome.result for outcome in run_in_fresh_ranks(_another_branch, "third", timeout=100)
+    ):
         assert seconds < LIMIT_S + 60
         assert "AgreementError" in message
-        assert "collective 2 is all_gather_into_tensor(float32[2, 4]) on rank 0 (graph 0/0" in message
+        assert (
+            "collective 2 is all_gather_into_tensor(float32[2, 4]) on rank 0 (graph 0/0" in message
+        )
         assert "all_gather_into_tensor(float32[3, 4]) on rank 1" in message
 
 
 def test_a_shorter_sequence_is_named_too():
-    for _, message in (outcome.result for outcome in run_in_fresh_ranks(_another_branch, "none", timeout=100)):
+    for _, message in (
+        outcome.result for outcome in run_in_fresh_ranks(_another_branch, "none", timeout=100)
+    ):
         assert "nothing more on rank 1 (graph 0/0, 2 collectives)" in message
 
 
 def test_the_same_branch_agrees():
-    assert [outcome.result for outcome in run_in_fresh_ranks(_another_branch, "second")] == [None, None]
+    assert [outcome.result for outcome in run_in_fresh_ranks(_another_branch, "second")] == [
+        None,
+        None,
+    ]
 
 
 def _dies_while_compiling():
@@ -107,7 +117,10 @@ def _fails_while_compiling(failing):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_whose_compile_fails_tells_the_others_why_at_once(failing):
-    outcomes = [outcome.result for outcome in run_in_fresh_ranks(_fails_while_compiling, failing, timeout=95)]
+    outcomes = [
+        outcome.result
+        for outcome in run_in_fresh_ranks(_fails_while_compiling, failing, timeout=95)
+    ]
     assert "told to fail" in outcomes[failing][1]
     seconds, message = outcomes[1 - failing]
     assert f"rank {failing} failed while compiling graph 0/0" in message
@@ -120,7 +133,9 @@ def _votes_twice():
     step = compiled(model)
     step(torch.ones(2, 4)).sum().backward()
     if dist.get_rank() == 0:
-        step(torch.ones(3, 5, 4)).sum()  # recompiles here alone; in step with the other rank's second call
+        step(
+            torch.ones(3, 5, 4)
+        ).sum()  # recompiles here alone; in step with the other rank's second call
     else:
         step(torch.ones(2, 4)).sum()
     return True
@@ -172,4 +187,7 @@ def test_digest_depends_on_order_shape_dtype_and_reduction():
         Collective("all_reduce", "0", ((2, 3),), ("float32",), "avg", 24),
         Collective("all_gather_into_tensor", "0", ((2, 3),), ("float32",), None, 24),
     ]
-    assert len({digest([one, other]) for other in others} | {digest([other, one]) for other in others}) == 8
+    assert (
+        len({digest([one, other]) for other in others} | {digest([other, one]) for other in others})
+        == 8
+    )

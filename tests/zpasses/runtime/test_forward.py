@@ -19,7 +19,9 @@ def alone():
 
 def compiled(mesh):
     model = zpasses.shard(nn.Linear(4, 3), mesh=mesh)
-    return torch.compile(model, backend="zpasses", options={"codegen": "eager"}), model._parameters["weight"]
+    return torch.compile(model, backend="zpasses", options={"codegen": "eager"}), model._parameters[
+        "weight"
+    ]
 
 
 def test_gradients_are_plain_dtensors_and_add_up(alone):

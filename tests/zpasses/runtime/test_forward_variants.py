@@ -5,7 +5,14 @@ from torch import nn
 from zpasses.graph.nodes import collectives
 from zpasses.graph.tags import tagged
 from zpasses.runtime.forward_variants import ForwardVariant, ParamSlot, cut_forward, param_slots
-from zpasses.testing import assert_equal_bits, capture_ranks, copy_graph, listing, random_inputs, simulate
+from zpasses.testing import (
+    assert_equal_bits,
+    capture_ranks,
+    copy_graph,
+    listing,
+    random_inputs,
+    simulate,
+)
 
 PIPELINE = "merge-reads,gather-params,reduce-grads,cache-params"
 """Stage 2 without buckets, so that parameters are gathered one by one."""
@@ -16,7 +23,11 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up, self.down, self.scale = nn.Linear(6, 5, bias=False), nn.Linear(5, 6, bias=False), nn.Parameter(torch.ones(()))
+        self.up, self.down, self.scale = (
+            nn.Linear(6, 5, bias=False),
+            nn.Linear(5, 6, bias=False),
+            nn.Parameter(torch.ones(())),
+        )
 
     def forward(self, x):
         return self.down(self.up(x)) * self.scale
@@ -25,7 +36,10 @@ class Model(nn.Module):
 @pytest.fixture(scope="module")
 def graphs():
     """Forward graphs of three ranks."""
-    return [each.after.forward for each in capture_ranks(Model(), (torch.zeros(2, 6),), world_size=3, pipeline=PIPELINE)]
+    return [
+        each.after.forward
+        for each in capture_ranks(Model(), (torch.zeros(2, 6),), world_size=3, pipeline=PIPELINE)
+    ]
 
 
 def gathered(gm):
@@ -37,11 +51,15 @@ def variants(graphs, **slots):
 
 
 def test_slots_name_parameters_and_dtypes_in_graph_order(graphs):
-    assert param_slots(graphs[0].graph) == [ParamSlot(name, torch.float32) for name in ("up.weight", "down.weight", "scale")]
+    assert param_slots(graphs[0].graph) == [
+        ParamSlot(name, torch.float32) for name in ("up.weight", "down.weight", "scale")
+    ]
 
 
 def test_slots_are_the_same_on_every_rank(graphs):
-    assert param_slots(graphs[0].graph) == param_slots(graphs[1].graph) == param_slots(graphs[2].graph)
+    assert (
+        param_slots(graphs[0].graph) == param_slots(graphs[1].graph) == param_slots(graphs[2].graph)
+    )
 
 
 def test_plain_variant_is_the_graph_itself(graphs):
@@ -66,7 +84,11 @@ def test_given_slot_is_an_input_and_is_not_gathered(graphs):
 
 def test_given_slots_come_in_slot_order(graphs):
     variant, extra = cut_forward(graphs[0], ForwardVariant(given=frozenset({2, 0, 1})))
-    assert [node.name for node in variant.graph.nodes if node.op == "placeholder"][-3:] == ["kept_0", "kept_1", "kept_2"]
+    assert [node.name for node in variant.graph.nodes if node.op == "placeholder"][-3:] == [
+        "kept_0",
+        "kept_1",
+        "kept_2",
+    ]
     assert [tuple(value.shape) for value in extra] == [(5, 6), (6, 5), ()]
     assert list(collectives(variant.graph)) == []
 
@@ -82,11 +104,20 @@ def test_kept_slot_is_an_output_behind_the_graph_s_own(graphs):
 @pytest.mark.parametrize("given", [{0}, {1}, {2}, {0, 1}, {0, 1, 2}])
 def test_variant_that_is_given_what_another_kept_equals_the_graph(graphs, given):
     inputs = random_inputs(graphs)
-    kept = [run.outputs[-len(given) :] for run in simulate(variants(graphs, kept=frozenset(given)), inputs)]
+    kept = [
+        run.outputs[-len(given) :]
+        for run in simulate(variants(graphs, kept=frozenset(given)), inputs)
+    ]
     expected = simulate(graphs, inputs)
-    actual = simulate(variants(graphs, given=frozenset(given)), [[*values, *full] for values, full in zip(inputs, kept, strict=True)])
+    actual = simulate(
+        variants(graphs, given=frozenset(given)),
+        [[*values, *full] for values, full in zip(inputs, kept, strict=True)],
+    )
     for ours, theirs in zip(actual, expected, strict=True):
-        assert all(torch.equal(got, wanted) for got, wanted in zip(ours.outputs, theirs.outputs, strict=True))
+        assert all(
+            torch.equal(got, wanted)
+            for got, wanted in zip(ours.outputs, theirs.outputs, strict=True)
+        )
         assert len(ours.collectives) < len(theirs.collectives) or given == {2}
 
 
@@ -108,9 +139,15 @@ def test_read_in_two_dtypes_has_one_slot_as_there_is_room_for_one_copy():
         def forward(self, x):
             return self.inner(x)
 
-    graph = copy_graph(capture_ranks(TwoDtypes(), (torch.zeros(2, 6),), world_size=1, pipeline=PIPELINE)[0].after.forward).graph
+    graph = copy_graph(
+        capture_ranks(TwoDtypes(), (torch.zeros(2, 6),), world_size=1, pipeline=PIPELINE)[
+            0
+        ].after.forward
+    ).graph
     ((full, _),) = tagged(graph, "full")
     with graph.inserting_after(full):
-        second = graph.call_function(torch.ops.aten._to_copy.default, (full,), {"dtype": torch.bfloat16})
+        second = graph.call_function(
+            torch.ops.aten._to_copy.default, (full,), {"dtype": torch.bfloat16}
+        )
     second.meta = {**full.meta, "val": full.meta["val"].to(torch.bfloat16)}
     assert param_slots(graph) == [ParamSlot("inner.weight", torch.float32)]

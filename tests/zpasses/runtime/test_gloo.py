@@ -22,11 +22,18 @@ ROUNDS = 5000
 
 def _sources(dtype):
     offset = 100 * dist.get_rank()
-    return [(torch.arange(offset, offset + torch.Size(shape).numel()) % 7).reshape(shape).to(dtype) for shape in SHAPES]
+    return [
+        (torch.arange(offset, offset + torch.Size(shape).numel()) % 7).reshape(shape).to(dtype)
+        for shape in SHAPES
+    ]
 
 
 def _bits(gathered):
-    return [compat.functional.wait_tensor(each).view(torch.uint8).tolist() for each in gathered if each.dim()]
+    return [
+        compat.functional.wait_tensor(each).view(torch.uint8).tolist()
+        for each in gathered
+        if each.dim()
+    ]
 
 
 def _gathered(dtypes):
@@ -35,15 +42,32 @@ def _gathered(dtypes):
         sources = _sources(dtype)
         expected = _bits(torchs.all_gather_into_tensor_coalesced(sources[1:], 2, name))
         assert _bits(ours.gloo_all_gather_coalesced(sources[1:], 2, name)) == expected
-        assert _bits([ours.gloo_all_gather(source, 2, name) for source in sources[2:]]) == expected[1:]
+        assert (
+            _bits([ours.gloo_all_gather(source, 2, name) for source in sources[2:]]) == expected[1:]
+        )
     mixed = [torch.ones(2, 2), torch.ones(3, dtype=torch.int64)]
-    assert _bits(ours.gloo_all_gather_coalesced(mixed, 2, name)) == _bits([torchs.all_gather_into_tensor(each, 2, name) for each in mixed])
+    assert _bits(ours.gloo_all_gather_coalesced(mixed, 2, name)) == _bits(
+        [torchs.all_gather_into_tensor(each, 2, name) for each in mixed]
+    )
     turned = torch.arange(6.0).reshape(2, 3).t()
-    assert _bits([ours.gloo_all_gather(turned, 2, name)]) == _bits([torchs.all_gather_into_tensor(turned.contiguous(), 2, name)])
+    assert _bits([ours.gloo_all_gather(turned, 2, name)]) == _bits(
+        [torchs.all_gather_into_tensor(turned.contiguous(), 2, name)]
+    )
 
 
 def test_they_give_the_bits_of_the_functional_ones():
-    run_on_ranks(_gathered, (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8))
+    run_on_ranks(
+        _gathered,
+        (
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+            torch.float64,
+            torch.int64,
+            torch.bool,
+            torch.uint8,
+        ),
+    )
 
 
 def _beside_reductions():
@@ -71,7 +95,10 @@ def test_they_run_beside_reductions():
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
 
 
-@pytest.mark.parametrize(("given", "backend", "on_cpu"), [(None, "undefined", True), ("gloo", "gloo", True), ("fake", "fake", False)])
+@pytest.mark.parametrize(
+    ("given", "backend", "on_cpu"),
+    [(None, "undefined", True), ("gloo", "gloo", True), ("fake", "fake", False)],
+)
 def test_gloo_is_known_by_what_runs_and_not_by_its_name(given, backend, on_cpu):
     store = compat.fake_store() if given == "fake" else dist.HashStore()
     dist.init_process_group(given, store=store, rank=0, world_size=1)
@@ -91,20 +118,36 @@ def test_of_a_group_of_two_backends_only_tensors_of_the_cpu_go_over_gloo(monkeyp
 
 
 def _called(pipeline, codegen):
-    model = zpasses.shard(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), mesh=world_mesh())
-    step = torch.compile(model, backend="zpasses", options={"pipeline": pipeline, "codegen": codegen})
+    model = zpasses.shard(
+        nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), mesh=world_mesh()
+    )
+    step = torch.compile(
+        model, backend="zpasses", options={"pipeline": pipeline, "codegen": codegen}
+    )
     step(torch.ones(2, 4)).sum().backward()
     with torch.profiler.profile() as profile:
         step(torch.ones(2, 4)).sum().backward()
-    return sorted({event.name for event in profile.events() if "all_gather" in event.name and "::" in event.name})
+    return sorted(
+        {
+            event.name
+            for event in profile.events()
+            if "all_gather" in event.name and "::" in event.name
+        }
+    )
 
 
 @pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_compiled_code_calls_them(codegen):
     single, merged = (
-        f"gather-params,reduce-grads,reshard-after-forward,bucket{{cap_mb={mb},mode=coalesced,memory_budget=1GiB}}" for mb in (0, 25)
+        f"gather-params,reduce-grads,reshard-after-forward,bucket{{cap_mb={mb},mode=coalesced,memory_budget=1GiB}}"
+        for mb in (0, 25)
     )
-    for pipeline, op in ((single, "zpasses::gloo_all_gather"), (merged, "zpasses::gloo_all_gather_coalesced")):
+    for pipeline, op in (
+        (single, "zpasses::gloo_all_gather"),
+        (merged, "zpasses::gloo_all_gather_coalesced"),
+    ):
         called, _ = run_on_ranks(_called, pipeline, codegen)
         assert op in called
-        assert not any("all_gather_into_tensor" in name and not name.endswith("_out") for name in called)
+        assert not any(
+            "all_gather_into_tensor" in name and not name.endswith("_out") for name in called
+        )

@@ -1,4 +1,5 @@
-"""Random programs of forwards, backwards, windows, failures and steps, against a plain model and a few lines of bookkeeping."""
+"""Random programs of forwards, backwards, windows, failures and steps, against a plain model and a
+few lines of bookkeeping."""
 
 import contextlib
 import copy
@@ -38,7 +39,9 @@ ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("enter"), st.sampled_from([None, 1, 2, 3])),
         st.tuples(st.sampled_from(["train", "train", "eager train", "eager train"]), WHICH),
-        st.tuples(st.sampled_from(["forward", "eager forward", "forward without gradients"]), WHICH),
+        st.tuples(
+            st.sampled_from(["forward", "eager forward", "forward without gradients"]), WHICH
+        ),
         st.tuples(st.just("backward"), st.none()),
         st.tuples(RARE, st.none()),
     ),
@@ -48,7 +51,8 @@ ACTIONS = st.lists(
 
 
 class Program:
-    """Runs actions on the sharded model and keeps account of what a plain one would have in `param.grad`."""
+    """Runs actions on the sharded model and keeps account of what a plain one would have in
+    `param.grad`."""
 
     def __init__(self, model, step):
         self.model, self.step = model, step
@@ -59,7 +63,13 @@ class Program:
 
     # --- the window as it is documented
     def begin(self, backwards):
-        self.backwards, self.count, self.announced, self.reduced, self.pending = backwards, 0, False, False, [None] * len(self.params)
+        self.backwards, self.count, self.announced, self.reduced, self.pending = (
+            backwards,
+            0,
+            False,
+            False,
+            [None] * len(self.params),
+        )
 
     def counted(self, grads):
         """Whether the backward is allowed; takes account of it."""
@@ -72,9 +82,15 @@ class Program:
         self.pending = plus(self.pending, grads)
         self.reduced = self.announced or self.count == self.backwards
         if self.reduced:  # what this backward does not reach waits for the end
-            now = [pending if grad is not None else None for pending, grad in zip(self.pending, grads, strict=True)]
+            now = [
+                pending if grad is not None else None
+                for pending, grad in zip(self.pending, grads, strict=True)
+            ]
             self.grads = plus(self.grads, now)
-            self.pending = [None if each is not None else pending for pending, each in zip(self.pending, now, strict=True)]
+            self.pending = [
+                None if each is not None else pending
+                for pending, each in zip(self.pending, now, strict=True)
+            ]
         return True
 
     # --- actions
@@ -113,7 +129,10 @@ class Program:
             self.announced = True
 
     def forward(self, which, run=None):
-        batches = [integers(1, 3, seed=len(self.losses) + 10 * rank).requires_grad_() for rank in range(dist.get_world_size())]
+        batches = [
+            integers(1, 3, seed=len(self.losses) + 10 * rank).requires_grad_()
+            for rank in range(dist.get_world_size())
+        ]
         plain = copy.copy(self.values())
         loss = (run or self.step)(batches[dist.get_rank()], which)
         self.losses.append((loss, lambda: mean([gradients(plain, x, which) for x in batches])))
@@ -169,7 +188,10 @@ class Program:
         return [param.detach().full_tensor().clone() for param in self.model.parameters()]
 
     def check(self):
-        same([None if param.grad is None else param.grad.full_tensor() for param in self.params], self.grads)
+        same(
+            [None if param.grad is None else param.grad.full_tensor() for param in self.params],
+            self.grads,
+        )
         if self.window is None:
             assert not any(pending_of(param).parts for param in self.params)
 
@@ -201,14 +223,26 @@ def same(found, expected):
 def run_programs(examples, **options):
     """Random programs, the same on all ranks, each of which has data of its own."""
     model = zpasses.shard(Net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    step = torch.compile(model, backend="zpasses", options={"codegen": "eager", **options}, dynamic=False)
+    step = torch.compile(
+        model, backend="zpasses", options={"codegen": "eager", **options}, dynamic=False
+    )
 
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(actions=ACTIONS)
     def run(actions):
         with torch.no_grad():
             for seed, param in enumerate(model.parameters()):
-                param.copy_(zpasses.sharding.module.shard_tensor(integers(*param.shape, seed=seed).sign(), param.device_mesh))
+                param.copy_(
+                    zpasses.sharding.module.shard_tensor(
+                        integers(*param.shape, seed=seed).sign(), param.device_mesh
+                    )
+                )
                 param.grad = None
         program = Program(model, step)
         with contextlib.ExitStack() as stack:

@@ -1,4 +1,5 @@
-"""What a window is: what counts as a backward, what is refused, and what is left when it is over. On one rank."""
+"""What a window is: what counts as a backward, what is refused, and what is left when it is over.
+On one rank."""
 
 import copy
 import gc
@@ -28,7 +29,8 @@ def mesh():
 
 
 def linear(mesh, **options):
-    """A sharded 4 x 3 layer of zeros, the compiled one, and its weight, whose gradient grows by 2 in each backward."""
+    """A sharded 4 x 3 layer of zeros, the compiled one, and its weight, whose gradient grows by 2
+    in each backward."""
     model = nn.Linear(4, 3)
     with torch.no_grad():
         model.weight.zero_()
@@ -61,10 +63,13 @@ def backward(step, x=X):
 
 
 def is_clean(model):
-    return all(not pending_of(param).parts and pending_of(param).opened is None for param in model.parameters())
+    return all(
+        not pending_of(param).parts and pending_of(param).opened is None
+        for param in model.parameters()
+    )
 
 
-# --- counting --------------------------------------------------------------------------------------------------------------------
+# --- counting -------------------------------------------------------------------------------------
 def test_gradients_are_added_to_what_was_there(mesh):
     _, step, weight = linear(mesh)
     step(X).sum().backward()
@@ -142,7 +147,9 @@ def test_a_backward_inside_a_forward_counts(mesh):
     with zpasses.coalesce_grad_reduction(step, backwards=2):
         BackwardInForward.apply(anchor, step)
         assert weight.grad is None
-        BackwardInForward.apply(anchor, step).backward()  # the second one; this outer run reaches no parameter
+        BackwardInForward.apply(
+            anchor, step
+        ).backward()  # the second one; this outer run reaches no parameter
     assert value(weight) == 4
 
 
@@ -208,8 +215,14 @@ def test_hooks_of_parameters_see_none_and_once_the_whole_gradient(mesh):
     for backwards in (None, 2):
         _, step, weight = linear(mesh)
         before, after = [], []
-        weight.register_hook(lambda grad, seen=before: seen.append(None if grad is None else grad.full_tensor()[0, 0].item()))
-        weight.register_post_accumulate_grad_hook(lambda param, seen=after: seen.append(value(param)))
+        weight.register_hook(
+            lambda grad, seen=before: seen.append(
+                None if grad is None else grad.full_tensor()[0, 0].item()
+            )
+        )
+        weight.register_post_accumulate_grad_hook(
+            lambda param, seen=after: seen.append(value(param))
+        )
         with zpasses.coalesce_grad_reduction(step, backwards=backwards):
             step(X).sum().backward()
             assert (before, after) == ([None], [None])
@@ -273,7 +286,8 @@ def test_parameters_may_get_gradients_in_only_some_backwards(mesh, ways):
 
 
 def test_more_patterns_of_pending_gradients_than_variants(mesh):
-    """Fourteen patterns of five towers before a backward through all: those beyond the cap are given zeros."""
+    """Fourteen patterns of five towers before a backward through all: those beyond the cap are
+    given zeros."""
     model = zpasses.shard(TwoTowers(), mesh=mesh)
     step = torch.compile(model, backend="zpasses", options={"codegen": "eager"})
     runs = [[i for i in range(4) if number >> i & 1] for number in range(1, 15)]
@@ -282,10 +296,12 @@ def test_more_patterns_of_pending_gradients_than_variants(mesh):
         with zpasses.coalesce_grad_reduction(model, backwards=2):
             model(X, which).backward()
             step(X, range(5)).backward()
-        assert [value(tower._parameters["weight"]) for tower in model.towers] == [4.0 if i in which else 2.0 for i in range(5)]
+        assert [value(tower._parameters["weight"]) for tower in model.towers] == [
+            4.0 if i in which else 2.0 for i in range(5)
+        ]
 
 
-# --- dtypes ----------------------------------------------------------------------------------------------------------------------
+# --- dtypes ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("backwards", [None, 3])
 def test_grad_accum_dtype_adds_up_what_bf16_would_lose(mesh, compiled, backwards):
@@ -294,7 +310,11 @@ def test_grad_accum_dtype_adds_up_what_bf16_would_lose(mesh, compiled, backwards
     def sums(**window):
         model = nn.Linear(1, 1, bias=False)
         zpasses.shard(model, mesh=mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        step = torch.compile(model, backend="zpasses", options={"codegen": "eager"}) if compiled else model
+        step = (
+            torch.compile(model, backend="zpasses", options={"codegen": "eager"})
+            if compiled
+            else model
+        )
         with zpasses.coalesce_grad_reduction(model, backwards=backwards, **window):
             for size in (256, 1, 1):
                 step(torch.full((1, 1), size, dtype=torch.bfloat16)).sum().backward()
@@ -304,7 +324,7 @@ def test_grad_accum_dtype_adds_up_what_bf16_would_lose(mesh, compiled, backwards
     assert sums(grad_accum_dtype=torch.float32) == 258
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 def test_windows_do_not_nest(mesh):
     model, step, weight = linear(mesh)
     with zpasses.coalesce_grad_reduction(model):
@@ -383,7 +403,10 @@ def test_an_unsharded_model_is_refused(mesh):
         zpasses.coalesce_grad_reduction(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("given", [{"backwards": 0}, {"backwards": True}, {"grad_accum_dtype": torch.int32}, {"timeout_s": 0}])
+@pytest.mark.parametrize(
+    "given",
+    [{"backwards": 0}, {"backwards": True}, {"grad_accum_dtype": torch.int32}, {"timeout_s": 0}],
+)
 def test_bad_arguments_are_refused(mesh, given):
     model, _, _ = linear(mesh)
     with pytest.raises(OptionError, match=next(iter(given))):
@@ -400,7 +423,7 @@ def test_a_pipeline_that_cannot_defer_reduces_in_every_backward_and_says_so(mesh
     assert "defer-reduction" in caplog.text
 
 
-# --- failures --------------------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 def test_an_exception_drops_what_is_pending(mesh):
     model, step, weight = linear(mesh)
     with pytest.raises(ValueError, match="half-way"):
@@ -438,7 +461,7 @@ def test_a_backward_that_fails_in_compiled_code_spoils_the_window_even_if_it_is_
     assert is_clean(model)
 
 
-# --- backwards_per_step ----------------------------------------------------------------------------------------------------------
+# --- backwards_per_step ---------------------------------------------------------------------------
 @pytest.mark.parametrize("stage", [1, 3])
 def test_backwards_per_step_reduces_every_nth_backward(mesh, stage):
     model, step, weight = linear(mesh, backwards_per_step=3, zero_stage=stage)
@@ -468,7 +491,9 @@ def test_a_step_before_the_nth_backward_reduces_what_there_is(mesh):
 
 def test_what_the_nth_backward_does_not_reach_is_reduced_behind_it(mesh):
     model = zpasses.shard(TwoTowers(2), mesh=mesh)
-    step = torch.compile(model, backend="zpasses", options={"codegen": "eager", "backwards_per_step": 2})
+    step = torch.compile(
+        model, backend="zpasses", options={"codegen": "eager", "backwards_per_step": 2}
+    )
     step(X, (0, 1)).backward()
     step(X, (0,)).backward()
     assert [value(tower._parameters["weight"]) for tower in model.towers] == [4, 2]
@@ -488,7 +513,9 @@ def test_a_window_decides_over_backwards_per_step_and_uses_its_dtype(mesh):
 
 def test_parts_of_a_model_must_not_disagree_about_backwards_per_step(mesh):
     model, step, _ = linear(mesh, backwards_per_step=2)
-    other = torch.compile(model, backend="zpasses", options={"codegen": "eager", "backwards_per_step": 4})
+    other = torch.compile(
+        model, backend="zpasses", options={"codegen": "eager", "backwards_per_step": 4}
+    )
     step(X).sum().backward()
     with pytest.raises(OptionError, match="accumulated 1 of 2 backwards"):
         other(X)
@@ -500,7 +527,9 @@ def test_a_copied_model_counts_for_itself(mesh):
     model, step, weight = linear(mesh, backwards_per_step=2)
     step(X).sum().backward()
     twin = copy.deepcopy(model)
-    again = torch.compile(twin, backend="zpasses", options={"codegen": "eager", "backwards_per_step": 2})
+    again = torch.compile(
+        twin, backend="zpasses", options={"codegen": "eager", "backwards_per_step": 2}
+    )
     again(X).sum().backward()
     assert weight.grad is None
     again(X).sum().backward()
@@ -508,7 +537,7 @@ def test_a_copied_model_counts_for_itself(mesh):
     assert weight.grad is None
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 def tensors():
     gc.collect()
     return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())

@@ -1,4 +1,5 @@
-"""What Inductor makes of the ops: nothing that a gather reads or writes is freed or reused before it is awaited."""
+"""What Inductor makes of the ops: nothing that a gather reads or writes is freed or reused before
+it is awaited."""
 
 import operator
 import re
@@ -28,7 +29,8 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def graph_with_compute_beside(op):
-    """A computed tensor is gathered while two products run, which could use its memory. Products alone: no kernel to compile."""
+    """A computed tensor is gathered while two products run, which could use its memory. Products
+    alone: no kernel to compile."""
     graph, mode = torch.fx.Graph(), compat.FakeTensorMode()
     a, x = graph.placeholder("a"), graph.placeholder("x")
     with mode:
@@ -38,7 +40,9 @@ def graph_with_compute_beside(op):
     edit = Editor(graph, before=output)
     part = edit.call(aten.mm.default, a, a)
     if op is SDMA_ALL_GATHER_OUT:
-        out = edit.call(aten.empty.memory_format, [8, 4], dtype=torch.float32, device=torch.device("cpu"))
+        out = edit.call(
+            aten.empty.memory_format, [8, 4], dtype=torch.float32, device=torch.device("cpu")
+        )
         started = edit.call(op, part, 2, "0", out=out)
     elif op is SDMA_ALL_GATHER_COALESCED:
         started = edit.call(operator.getitem, edit.call(op, [part], 2, "0"), 0)
@@ -52,18 +56,27 @@ def graph_with_compute_beside(op):
 
 def code_of(op):
     """The calls, allocations and deletions of the generated code."""
-    patches = {"reorder_for_peak_memory": False, "reorder_for_locality": False, "force_disable_caches": True}
+    patches = {
+        "reorder_for_peak_memory": False,
+        "reorder_for_locality": False,
+        "force_disable_caches": True,
+    }
     with fake_world(2), torch.no_grad():
         gm, values = graph_with_compute_beside(op)
 
         def run():
-            return compat.inductor_codegen_alone(gm, values, patches)([torch.ones(4, 4), torch.ones(4, 4)])
+            return compat.inductor_codegen_alone(gm, values, patches)(
+                [torch.ones(4, 4), torch.ones(4, 4)]
+            )
 
         _, (code,) = run_and_get_code(run)
     body = code[code.index("args.clear()") :].partition("return (")[0]
     lines = [line.strip() for line in body.splitlines()[1:]]
     kept = [line for line in lines if line and not line.startswith(("#", "assert_"))]
-    return [re.sub(r"empty_strided_cpu\((\(\d+, \d+\)).*", r"empty\1", line.replace("torch.ops.", "")) for line in kept]
+    return [
+        re.sub(r"empty_strided_cpu\((\(\d+, \d+\)).*", r"empty\1", line.replace("torch.ops.", ""))
+        for line in kept
+    ]
 
 
 def test_input_of_a_gather_is_freed_after_its_wait():
@@ -124,12 +137,17 @@ def test_without_the_lowering_the_input_is_freed_while_it_is_read(monkeypatch):
     monkeypatch.setattr(compat.inductor, "_own_collectives", {})
     monkeypatch.delitem(lowering.lowerings, SDMA_ALL_GATHER, raising=False)
     code = code_of(SDMA_ALL_GATHER)
-    gone = next(at for at, line in enumerate(code) if line.startswith("del buf0") or line.endswith("= buf0; del buf0  # reuse"))
+    gone = next(
+        at
+        for at, line in enumerate(code)
+        if line.startswith("del buf0") or line.endswith("= buf0; del buf0  # reuse")
+    )
     assert gone < next(at for at, line in enumerate(code) if "wait_tensor" in line)
 
 
 def test_lowering_belongs_to_the_key_of_the_cache(monkeypatch):
-    """Inductor's own key does not know lowerings; the toolkit's source, which holds them, is in that of each pass."""
+    """Inductor's own key does not know lowerings; the toolkit's source, which holds them, is in
+    that of each pass."""
     before = Sdma().uuid()
     monkeypatch.setattr("zpasses.pipeline.pipeline._toolkit_digest", lambda: "another lowering")
     assert Sdma().uuid() != before
@@ -151,19 +169,32 @@ class Watch(Pass):
 
 def tensor_parallel(mesh):
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    return parallelize_module(model, mesh, {"0": ColwiseParallel(input_layouts=Shard(0)), "1": RowwiseParallel(output_layouts=Shard(0))})
+    return parallelize_module(
+        model,
+        mesh,
+        {
+            "0": ColwiseParallel(input_layouts=Shard(0)),
+            "1": RowwiseParallel(output_layouts=Shard(0)),
+        },
+    )
 
 
 def test_graphs_of_other_libraries_are_swapped_in_inductors_hook(monkeypatch):
     """The lowering comes with the pass: nobody else has told Inductor of the ops."""
     monkeypatch.setenv("ZPASSES_TARGET", "mi300x")
     seen = {}
-    for name, make, width in (("simple_fsdp", simple_fsdp, 6), ("tensor_parallel", tensor_parallel, 8)):
+    for name, make, width in (
+        ("simple_fsdp", simple_fsdp, 6),
+        ("tensor_parallel", tensor_parallel, 8),
+    ):
         watch = Watch()
         hook = Pipeline((Sdma(min_mb=0.0, min_hidden=0.0), watch))
         torch._dynamo.reset()
         monkeypatch.delitem(lowering.lowerings, SDMA_ALL_GATHER, raising=False)
-        with fake_world(2) as mesh, config.patch(post_grad_custom_post_pass=hook, force_disable_caches=True):
+        with (
+            fake_world(2) as mesh,
+            config.patch(post_grad_custom_post_pass=hook, force_disable_caches=True),
+        ):
             model = make(mesh, activation=nn.Identity) if make is simple_fsdp else make(mesh)
             torch.compile(model, fullgraph=True)(torch.ones(2, width)).sum().backward()
         assert SDMA_ALL_GATHER in lowering.lowerings

@@ -93,7 +93,10 @@ def gathered_in_odd_forms():
         check("no columns", lambda each: drawn(0, byte, each).reshape(3, 0))
         check("misaligned", lambda each: drawn(65, byte, each)[1:])
         check("not contiguous", lambda each: drawn(64, torch.int32, each).reshape(8, 8).t())
-        check("conjugate", lambda each: drawn(8, torch.float32, each).nan_to_num().view(torch.complex64).conj())
+        check(
+            "conjugate",
+            lambda each: drawn(8, torch.float32, each).nan_to_num().view(torch.complex64).conj(),
+        )
         check("capacity", lambda each: drawn(CAPACITY, byte, each))
         check("one over", lambda each: drawn(CAPACITY + 1, byte, each))
         check("two and a half", lambda each: drawn(CAPACITY * 5 // 2, byte, each).reshape(-1, 4))
@@ -157,13 +160,23 @@ def gathered_into_given_memory():
             assert bits(out) == expected(parts), count
         before = len(fake.calls)
         sizes = (8, 5, CAPACITY // 2, 0, CAPACITY // 2 - 16, 3, CAPACITY + 4)
-        parts = [[drawn(count, torch.uint8, each, count) for count in sizes] for each in range(size)]
+        parts = [
+            [drawn(count, torch.uint8, each, count) for count in sizes] for each in range(size)
+        ]
         for place, full in enumerate(sdma.sdma_all_gather_coalesced(parts[rank], size, group)):
             assert bits(wait(full)) == expected([each[place] for each in parts])
         # Neighbours go together as long as they fit; the last is split.
         assert fake.calls[before:] == [8 + 8 + CAPACITY // 2, CAPACITY // 2 - 16 + 4, CAPACITY, 4]
-        with pytest.raises(ValueError, match=r"out is torch.uint8 \[3\] on cpu, contiguous; expected torch.uint8, 8 elements"):
-            sdma.sdma_all_gather_out(torch.zeros(4, dtype=torch.uint8), size, group, out=torch.zeros(3, dtype=torch.uint8))
+        with pytest.raises(
+            ValueError,
+            match=r"out is torch.uint8 \[3\] on cpu, contiguous; expected torch.uint8, 8 elements",
+        ):
+            sdma.sdma_all_gather_out(
+                torch.zeros(4, dtype=torch.uint8),
+                size,
+                group,
+                out=torch.zeros(3, dtype=torch.uint8),
+            )
 
 
 @pytest.mark.processes
@@ -204,7 +217,9 @@ def awaited_in_any_order():
     with installed(Settings(latency_s=0.01)):
         zpasses.sdma.init(capacity_mib=1)
         parts = [[drawn(64, torch.uint8, each, call) for each in range(size)] for call in range(4)]
-        started = [sdma.sdma_all_gather(each[rank].clone(), size, group) for each in parts]  # nobody else holds the inputs
+        started = [
+            sdma.sdma_all_gather(each[rank].clone(), size, group) for each in parts
+        ]  # nobody else holds the inputs
         early = bits(started[0]) == expected(parts[0])
         for call in (2, 0):
             assert bits(wait(started[call])) == expected(parts[call])

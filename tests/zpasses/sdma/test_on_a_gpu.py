@@ -1,8 +1,9 @@
-"""What only a GPU can show: streams, and symmetric memory between two processes that share one device.
+"""What only a GPU can show: streams, and symmetric memory between two processes that share one
+device.
 
-torch refuses symmetric memory between processes on one device unless an environment variable allows it, and so does our vote; these tests
-set the variable and call the route itself. NCCL takes no two ranks on one device, so the group is one of gloo. They have not run yet.
-"""
+torch refuses symmetric memory between processes on one device unless an environment variable allows
+it, and so does our vote; these tests set the variable and call the route itself. NCCL takes no two
+ranks on one device, so the group is one of gloo. They have not run yet."""
 
 import pytest
 import torch
@@ -13,16 +14,25 @@ from tests.ranks import run_in_fresh_ranks
 from zpasses import compat
 from zpasses.sdma.routes import C10dRoute, Pending, refuse_capture
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 sdma = torch.ops.zpasses
 wait = torch.ops._c10d_functional.wait_tensor
 LONG = 1 << 31
 """Cycles that keep a stream busy for about a second."""
-DTYPES = [torch.float32, torch.int64, torch.bfloat16, torch.bool, torch.float8_e4m3fn]  # gloo takes the first two
+DTYPES = [
+    torch.float32,
+    torch.int64,
+    torch.bfloat16,
+    torch.bool,
+    torch.float8_e4m3fn,
+]  # gloo takes the first two
 
 
-# --- one process -----------------------------------------------------------------------------------------------------------------------
+# --- one process ----------------------------------------------------------------------------------
 @pytest.fixture
 def alone():
     """A group of one rank on NCCL; yields its name."""
@@ -59,7 +69,10 @@ def test_a_side_stream_is_awaited_by_the_current_stream_and_not_by_the_cpu():
     assert platform.free_bytes() > 0
     assert platform.architecture().startswith(("sm", "gfx"))
     for cycles in (1, LONG):  # the first turn loads the kernels, which may make the CPU wait
-        source, target = torch.arange(1 << 20, device="cuda"), torch.zeros(1 << 20, dtype=torch.int64, device="cuda")
+        source, target = (
+            torch.arange(1 << 20, device="cuda"),
+            torch.zeros(1 << 20, dtype=torch.int64, device="cuda"),
+        )
         torch.cuda.synchronize()
         torch.cuda._sleep(cycles)
         source.add_(1)
@@ -83,10 +96,16 @@ def test_a_cuda_graph_refuses_to_capture():
     assert doubled.tolist() == [2.0] * 4
 
 
-# --- two processes on one device ---------------------------------------------------------------------------------------------------------
+# --- two processes on one device ------------------------------------------------------------------
 def drawn(dtype, each):
-    raw = torch.randint(0, 2, (7 * 24,), generator=torch.Generator().manual_seed(each), dtype=torch.uint8)
-    return raw.view(dtype).reshape(7, -1).cuda() if dtype.itemsize > 1 or dtype is torch.bool else raw.view(dtype).cuda()
+    raw = torch.randint(
+        0, 2, (7 * 24,), generator=torch.Generator().manual_seed(each), dtype=torch.uint8
+    )
+    return (
+        raw.view(dtype).reshape(7, -1).cuda()
+        if dtype.itemsize > 1 or dtype is torch.bool
+        else raw.view(dtype).cuda()
+    )
 
 
 def wrong_values(gather, rank, size, dtypes):
@@ -101,7 +120,8 @@ def wrong_values(gather, rank, size, dtypes):
 
 
 def stays_busy(gather, part):
-    """Whether the stream still computes when a gather has been started, and when it has been awaited."""
+    """Whether the stream still computes when a gather has been started, and when it has been
+    awaited."""
     busy = []
     for cycles in (1, LONG):
         torch.cuda.synchronize()
@@ -133,7 +153,11 @@ def spans_beside_products(gather, part):
         step()
     spans = {"copies": [], "products": []}
     for event in profile.events():
-        if event.device_type == DeviceType.CUDA and "barrier" not in event.name and "Memset" not in event.name:
+        if (
+            event.device_type == DeviceType.CUDA
+            and "barrier" not in event.name
+            and "Memset" not in event.name
+        ):
             kind = "copies" if "Memcpy" in event.name else "products"
             spans[kind].append((event.time_range.start, event.time_range.end))
     return spans
@@ -148,10 +172,14 @@ def on_one_device():
 
     torch.cuda.set_device(0)
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
-    found = {"voted": one_node(exchange(group, "the device", examine(group, platform_of("cuda"), 1), 60))}
+    found = {
+        "voted": one_node(exchange(group, "the device", examine(group, platform_of("cuda"), 1), 60))
+    }
     choice = zpasses.sdma.init(timeout_s=60)
     found["choice"] = choice.route, choice.reason
-    found["fallback"] = wrong_values(lambda part: sdma.sdma_all_gather(part, size, group), rank, size, DTYPES[:2])
+    found["fallback"] = wrong_values(
+        lambda part: sdma.sdma_all_gather(part, size, group), rank, size, DTYPES[:2]
+    )
 
     route = SymmRoute()
 
@@ -168,7 +196,13 @@ def on_one_device():
     found["reduced"] = wait(route.reduce_scatter(grads, "sum", size, group)).tolist()
     part = torch.full((64 << 20,), rank, dtype=torch.uint8, device="cuda")
     given = torch.empty(size * part.numel(), dtype=torch.uint8, device="cuda")
-    found["given"] = wait(route.all_gather_out(part, size, group, given)).view(size, -1).float().mean(dim=1).tolist()
+    found["given"] = (
+        wait(route.all_gather_out(part, size, group, given))
+        .view(size, -1)
+        .float()
+        .mean(dim=1)
+        .tolist()
+    )
     found["busy"] = stays_busy(gather, part)
     found["spans"] = spans_beside_products(gather, part)
     return found
@@ -177,7 +211,9 @@ def on_one_device():
 @pytest.fixture(scope="module")
 def found():
     """What two processes on one device found, by rank."""
-    outcomes = run_in_fresh_ranks(on_one_device, env={"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}, timeout=240)
+    outcomes = run_in_fresh_ranks(
+        on_one_device, env={"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}, timeout=240
+    )
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     return [outcome.result for outcome in outcomes]
 
@@ -194,7 +230,10 @@ def test_ranks_that_share_a_device_take_the_functional_collective(found):
     for each in found:
         assert each["voted"] == "ranks of the group share a device"
         assert each["choice"][0] == "c10d"
-        assert "symm_mem: rank 0: symmetric memory needs a group of backend nccl; this one is gloo" in each["choice"][1]
+        assert (
+            "symm_mem: rank 0: symmetric memory needs a group of backend nccl; this one is gloo"
+            in each["choice"][1]
+        )
         assert each["fallback"] == []
 
 
@@ -220,4 +259,8 @@ def test_copies_run_beside_products(allowed):
         copies, products = each["spans"]["copies"], each["spans"]["products"]
         if not copies or not products:
             pytest.skip("the profiler records nothing of this device")
-        assert any(start < other_end and other_start < end for start, end in copies for other_start, other_end in products)
+        assert any(
+            start < other_end and other_start < end
+            for start, end in copies
+            for other_start, other_end in products
+        )

@@ -6,7 +6,12 @@ from zpasses import compat
 from zpasses.cost.memory import scratch_bytes
 from zpasses.graph.nodes import collective_of, collectives, value_of
 from zpasses.ranks.agreement import digest
-from zpasses.sdma.ops import SDMA_ALL_GATHER, SDMA_ALL_GATHER_COALESCED, SDMA_ALL_GATHER_OUT, SDMA_REDUCE_SCATTER
+from zpasses.sdma.ops import (
+    SDMA_ALL_GATHER,
+    SDMA_ALL_GATHER_COALESCED,
+    SDMA_ALL_GATHER_OUT,
+    SDMA_REDUCE_SCATTER,
+)
 from zpasses.testing import SimulationError, fake_world, simulate
 
 FUNCTIONAL = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -22,7 +27,12 @@ def alone():
 
 
 def test_schemas_take_the_group_last_and_are_named_for_what_they_do():
-    for op in (SDMA_ALL_GATHER, SDMA_ALL_GATHER_OUT, SDMA_ALL_GATHER_COALESCED, SDMA_REDUCE_SCATTER):
+    for op in (
+        SDMA_ALL_GATHER,
+        SDMA_ALL_GATHER_OUT,
+        SDMA_ALL_GATHER_COALESCED,
+        SDMA_REDUCE_SCATTER,
+    ):
         positional = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
         assert positional[-1] == "group_name"
         assert ("all_gather" in op.name()) != ("reduce_scatter" in op.name())
@@ -35,9 +45,18 @@ def test_operators_pass_opcheck(alone, dtype):
     torch.library.opcheck(SDMA_ALL_GATHER, (x[0, 0], 1, alone))
     torch.library.opcheck(SDMA_ALL_GATHER_COALESCED, ([x, x[:1]], 1, alone))
     torch.library.opcheck(SDMA_REDUCE_SCATTER, (x, "sum", 1, alone))
-    every = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    tests = every if hasattr(torch.Tag, "out") else every[:-1]  # AOTAutograd of older torch takes no op that returns its argument
-    torch.library.opcheck(SDMA_ALL_GATHER_OUT, (x, 1, alone), {"out": torch.zeros_like(x)}, test_utils=tests)
+    every = (
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_dynamic",
+    )
+    tests = (
+        every if hasattr(torch.Tag, "out") else every[:-1]
+    )  # AOTAutograd of older torch takes no op that returns its argument
+    torch.library.opcheck(
+        SDMA_ALL_GATHER_OUT, (x, 1, alone), {"out": torch.zeros_like(x)}, test_utils=tests
+    )
 
 
 def test_fake_values_are_those_of_the_functional_collectives():
@@ -46,11 +65,21 @@ def test_fake_values_are_those_of_the_functional_collectives():
         functional = torch.ops._c10d_functional
         pairs = [
             (SDMA_ALL_GATHER(x, 4, "0"), functional.all_gather_into_tensor(x, 4, "0")),
-            (SDMA_ALL_GATHER_COALESCED([x, x], 4, "0")[1], functional.all_gather_into_tensor_coalesced([x, x], 4, "0")[1]),
-            (SDMA_REDUCE_SCATTER(torch.empty(8, 2), "avg", 4, "0"), functional.reduce_scatter_tensor(torch.empty(8, 2), "avg", 4, "0")),
+            (
+                SDMA_ALL_GATHER_COALESCED([x, x], 4, "0")[1],
+                functional.all_gather_into_tensor_coalesced([x, x], 4, "0")[1],
+            ),
+            (
+                SDMA_REDUCE_SCATTER(torch.empty(8, 2), "avg", 4, "0"),
+                functional.reduce_scatter_tensor(torch.empty(8, 2), "avg", 4, "0"),
+            ),
         ]
         for ours, theirs in pairs:
-            assert (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
+            assert (ours.shape, ours.dtype, ours.device) == (
+                theirs.shape,
+                theirs.dtype,
+                theirs.device,
+            )
         assert SDMA_ALL_GATHER(scalar, 4, "0").shape == (4,)
 
 
@@ -70,7 +99,12 @@ def test_graphs_know_them_as_collectives():
     with fake_world(2):
         (node,) = [node for node in gm.graph.nodes if node.target is SDMA_ALL_GATHER]
         collective = collective_of(node)
-    assert (collective.op, collective.group, collective.shapes, collective.nbytes) == ("sdma_all_gather", "0", ((2, 3),), 24)
+    assert (collective.op, collective.group, collective.shapes, collective.nbytes) == (
+        "sdma_all_gather",
+        "0",
+        ((2, 3),),
+        24,
+    )
     assert value_of(node).shape == (4, 3)
 
 
@@ -92,7 +126,9 @@ def test_ranks_that_swap_otherwise_are_found_out_before_they_communicate():
         mode = compat.FakeTensorMode()
         with mode:
             x = torch.empty(2, 3)
-        graphs = [compat.trace_aten(gathering(op), [x]).graph for op in (SDMA_ALL_GATHER, FUNCTIONAL)]
+        graphs = [
+            compat.trace_aten(gathering(op), [x]).graph for op in (SDMA_ALL_GATHER, FUNCTIONAL)
+        ]
         sequences = [[each for _, each in collectives(graph)] for graph in graphs]
     assert digest(sequences[0]) != digest(sequences[1])
     assert [each.nbytes for each in sequences[0]] == [each.nbytes for each in sequences[1]]
@@ -105,18 +141,23 @@ def test_several_tensors_in_one_call_take_memory_for_packing():
             x = torch.empty(2, 3)
 
         def fn(x):
-            return [wait(each) for each in SDMA_ALL_GATHER_COALESCED([x, x], 2, "0")], wait(SDMA_ALL_GATHER(x, 2, "0"))
+            return [wait(each) for each in SDMA_ALL_GATHER_COALESCED([x, x], 2, "0")], wait(
+                SDMA_ALL_GATHER(x, 2, "0")
+            )
 
         nodes = [node for node, _ in collectives(compat.trace_aten(fn, [x]).graph)]
         assert [scratch_bytes(node) for node in nodes] == [48 + 96, 0]
 
 
-@pytest.mark.skipif(hasattr(torch.Tag, "out"), reason="this torch traces ops that return their argument")
+@pytest.mark.skipif(
+    hasattr(torch.Tag, "out"), reason="this torch traces ops that return their argument"
+)
 def test_older_torch_is_told_how_to_gather_in_a_model(alone):
     def into(x, out):
         return wait(SDMA_ALL_GATHER_OUT(x, 1, alone, out=out))
 
     with pytest.raises(
-        Exception, match=r"sdma_all_gather_out cannot be traced by AOTAutograd of torch .*; call sdma_all_gather in a model"
+        Exception,
+        match=r"sdma_all_gather_out cannot be traced by AOTAutograd of torch .*; call sdma_all_gather in a model",  # noqa: E501
     ):
         torch.compile(into, backend="aot_eager", fullgraph=True)(torch.ones(2), torch.zeros(2))

@@ -1,4 +1,5 @@
-"""The route through torch's symmetric memory, with what needs a device taken out; on a device it has not run."""
+"""The route through torch's symmetric memory, with what needs a device taken out; on a device it
+has not run."""
 
 import contextlib
 
@@ -25,20 +26,27 @@ class Stream:
 
 @contextlib.contextmanager
 def without_device(monkeypatch, kept):
-    """torch's two operators as functional collectives, streams as nothing; `kept` gets what is recorded as in use."""
+    """torch's two operators as functional collectives, streams as nothing; `kept` gets what is
+    recorded as in use."""
 
     def gather(source, group):
-        return compat.functional.all_gather_into_tensor(source, compat.process_group(group).size(), group)
+        return compat.functional.all_gather_into_tensor(
+            source, compat.process_group(group).size(), group
+        )
 
     def reduce(source, op, group):
-        return compat.functional.reduce_scatter_tensor(source, op, compat.process_group(group).size(), group)
+        return compat.functional.reduce_scatter_tensor(
+            source, op, compat.process_group(group).size(), group
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(compat, "low_contention_all_gather", gather)
         patch.setattr(compat, "low_contention_reduce_scatter", reduce)
         patch.setattr(compat, "symmetric_stream", Stream)
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.append(tensor.data_ptr()))
+        patch.setattr(
+            torch.Tensor, "record_stream", lambda tensor, stream: kept.append(tensor.data_ptr())
+        )
         yield
 
 
@@ -67,7 +75,9 @@ def gathered():
         grads = torch.arange(4.0).reshape(4, 1) * (rank + 1)
         total = wait(route.reduce_scatter(grads, "sum", size, group))
         assert torch.equal(total, torch.arange(4.0).reshape(4, 1)[2 * rank : 2 * rank + 2] * 3)
-        largest = wait(route.reduce_scatter(grads, "max", size, group))  # not what torch's operator can do
+        largest = wait(
+            route.reduce_scatter(grads, "max", size, group)
+        )  # not what torch's operator can do
         assert torch.equal(largest, torch.arange(4.0).reshape(4, 1)[2 * rank : 2 * rank + 2] * 2)
 
 
@@ -80,11 +90,17 @@ def test_conditions_are_told(monkeypatch):
     with fake_world(2):
         assert symm_route._obstacle("0") == "symmetric memory needs an accelerator"
         monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-        assert symm_route._obstacle("0") == "symmetric memory needs a group of backend nccl; this one is fake"
+        assert (
+            symm_route._obstacle("0")
+            == "symmetric memory needs a group of backend nccl; this one is fake"
+        )
         monkeypatch.setattr("zpasses.compat.group_backend", lambda group: "nccl")
         assert symm_route._obstacle("0") is None
         monkeypatch.setattr("zpasses.compat.symmetric_memory", lambda: __import__("no_such_module"))
         assert "this torch has no symmetric memory" in symm_route._obstacle("0")
         answers = [{"no": None, "node": node, "device": "0"} for node in ("a", "b")]
         assert symm_route.check("0", answers) == "the group spans 2 nodes"
-        assert symm_route.check("0", [{**answer, "node": "a"} for answer in answers]) == "ranks of the group share a device"
+        assert (
+            symm_route.check("0", [{**answer, "node": "a"} for answer in answers])
+            == "ranks of the group share a device"
+        )

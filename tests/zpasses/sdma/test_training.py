@@ -1,4 +1,5 @@
-"""Stage 3 on two gloo ranks with mori's stand-in: swapped gathers train bit for bit like the functional ones."""
+"""Stage 3 on two gloo ranks with mori's stand-in: swapped gathers train bit for bit like the
+functional ones."""
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ SWAP = ",sdma{min_mb=0,min_hidden=0}"
 def trained(pipeline, codegen, steps=2):
     """Losses of each step, and the trained shards.
 
-    Eager graphs pad and cast; with Inductor there are products alone, so that no kernel must be compiled.
-    """
+    Eager graphs pad and cast; with Inductor there are products alone, so that no kernel must be
+    compiled."""
     import torch.distributed as dist
 
     import zpasses
@@ -30,10 +31,16 @@ def trained(pipeline, codegen, steps=2):
     rows, dtype = (33, torch.bfloat16) if codegen == "eager" else (32, torch.float32)
     model = nn.Sequential(*(nn.Linear(rows, rows, bias=False) for _ in range(3)))
     zpasses.shard(model, mesh=world_mesh(), param_dtype=dtype, reduce_dtype=torch.float32)
-    step = torch.compile(model, backend="zpasses", options={"pipeline": pipeline, "codegen": codegen, "target": "mi300x"})
+    step = torch.compile(
+        model,
+        backend="zpasses",
+        options={"pipeline": pipeline, "codegen": codegen, "target": "mi300x"},
+    )
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
     for number in range(steps):
-        data = torch.randn(4, rows, generator=torch.Generator().manual_seed(10 * number + dist.get_rank())).to(dtype)
+        data = torch.randn(
+            4, rows, generator=torch.Generator().manual_seed(10 * number + dist.get_rank())
+        ).to(dtype)
         loss = step(data).float().square().mean()
         loss.backward()
         optimizer.step()
@@ -43,17 +50,26 @@ def trained(pipeline, codegen, steps=2):
 
 
 def differing():
-    """Which forms did not train like functional gathers of single parameters, and how many calls of mori each took."""
+    """Which forms did not train like functional gathers of single parameters, and how many calls of
+    mori each took."""
     wrong, calls = [], {}
-    for codegen, pipelines in (("eager", (SINGLE, COALESCED, FLAT)), ("inductor", (SINGLE, COALESCED))):
+    for codegen, pipelines in (
+        ("eager", (SINGLE, COALESCED, FLAT)),
+        ("inductor", (SINGLE, COALESCED)),
+    ):
         losses, params = trained(SINGLE, codegen)  # buckets change no bit of it either
         for pipeline in pipelines:
-            for name, fake in (("mori", Settings(latency_s=0.001)), ("c10d", Settings(architecture="gfx90a"))):
+            for name, fake in (
+                ("mori", Settings(latency_s=0.001)),
+                ("c10d", Settings(architecture="gfx90a")),
+            ):
                 if name == "c10d" and (codegen, pipeline) != ("eager", COALESCED):
                     continue
                 with installed(fake):
                     swapped_losses, swapped_params = trained(pipeline + SWAP, codegen)
-                same = losses == swapped_losses and all(torch.equal(a, b) for a, b in zip(params, swapped_params, strict=True))
+                same = losses == swapped_losses and all(
+                    torch.equal(a, b) for a, b in zip(params, swapped_params, strict=True)
+                )
                 if not same:
                     wrong.append((codegen, pipeline, name))
                 assert fake.blocking == 0
@@ -101,5 +117,9 @@ def test_what_was_decided_when_the_code_ran_is_in_the_dump(tmp_path):
     assert "on cpu gathers by c10d" in note
     assert "gfx90a" in note
     assert plain.notes == ()  # it has no gather by copy engines
-    (shown,) = [part for part in list_view(read(tmp_path)).parts if isinstance(part, str) and part.startswith("when it ran")]
+    (shown,) = [
+        part
+        for part in list_view(read(tmp_path)).parts
+        if isinstance(part, str) and part.startswith("when it ran")
+    ]
     assert note in shown

@@ -1,4 +1,5 @@
-"""Which route a group takes, on real gloo ranks with mori's stand-in: kinds of groups, ranks that differ, ranks that fail."""
+"""Which route a group takes, on real gloo ranks with mori's stand-in: kinds of groups, ranks that
+differ, ranks that fail."""
 
 import logging
 import re
@@ -23,7 +24,7 @@ def gathers_right(group):
     return full.tolist() == [rank for rank in ranks for _ in range(5)]
 
 
-# --- refusals ----------------------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 def choice_where_rank_1_is(**settings):
     import torch.distributed as dist
 
@@ -40,15 +41,37 @@ def choice_where_rank_1_is(**settings):
 
 
 REFUSALS = {
-    "import": ({"fail": "import"}, r"mori: rank 1: mori cannot be imported \(AttributeError: .*AllgatherSdma.*\); pip install amd-mori"),
-    "old": ({"capturing": False, "version": "1.1"}, r"mori: rank 1: mori 1.1 makes the CPU wait in every call"),
+    "import": (
+        {"fail": "import"},
+        r"mori: rank 1: mori cannot be imported \(AttributeError: .*AllgatherSdma.*\); pip install "
+        r"amd-mori",
+    ),
+    "old": (
+        {"capturing": False, "version": "1.1"},
+        r"mori: rank 1: mori 1.1 makes the CPU wait in every call",
+    ),
     "version": ({"version": "1.3"}, r"mori: ranks have different releases of mori: 1.2.4, 1.3"),
-    "architecture": ({"architecture": "gfx90a"}, r"mori: rank 1: mori's SDMA engines are those of gfx942 and gfx950; this is gfx90a"),
-    "memory": ({"free_bytes": 5 << 20}, r"mori: rank 1: mori's buffers take 6 MiB, but 5 MiB are free"),
+    "architecture": (
+        {"architecture": "gfx90a"},
+        r"mori: rank 1: mori's SDMA engines are those of gfx942 and gfx950; this is gfx90a",
+    ),
+    "memory": (
+        {"free_bytes": 5 << 20},
+        r"mori: rank 1: mori's buffers take 6 MiB, but 5 MiB are free",
+    ),
     "init": ({"fail": "init", "time_limit_s": 1}, r"mori: shmem_init_attr: rank 0: returned -1"),
-    "init raises": ({"fail": "init_raises", "time_limit_s": 1}, r"mori: shmem_init_attr: rank \d: "),
-    "handle": ({"fail": "handle"}, r"mori: AllgatherSdma: rank 1: RuntimeError: shmem_malloc: out of memory"),
-    "wrong bytes": ({"fail": "wrong_bytes"}, r"mori: trial gather: rank 0: got wrong bytes: \[1, 0\] for \[1, 2\]"),
+    "init raises": (
+        {"fail": "init_raises", "time_limit_s": 1},
+        r"mori: shmem_init_attr: rank \d: ",
+    ),
+    "handle": (
+        {"fail": "handle"},
+        r"mori: AllgatherSdma: rank 1: RuntimeError: shmem_malloc: out of memory",
+    ),
+    "wrong bytes": (
+        {"fail": "wrong_bytes"},
+        r"mori: trial gather: rank 0: got wrong bytes: \[1, 0\] for \[1, 2\]",
+    ),
 }
 
 
@@ -84,7 +107,9 @@ def choice_where_rank_1_hangs():
     import zpasses
 
     with installed(Settings(fail="init_hangs" if dist.get_rank() == 1 else "", time_limit_s=6)):
-        return zpasses.sdma.init(capacity_mib=1, timeout_s=4).reason, gathers_right(dist.group.WORLD)
+        return zpasses.sdma.init(capacity_mib=1, timeout_s=4).reason, gathers_right(
+            dist.group.WORLD
+        )
 
 
 def choice_of_ranks_that_share_a_device():
@@ -129,16 +154,22 @@ def other_refusals():
 @pytest.mark.processes
 def test_further_refusals_say_why():
     for first, second, hung, shared, user, without in run_on_ranks(other_refusals):
-        assert first.startswith("mori: shmem_get_unique_id: rank 0: RuntimeError: bootstrap: no interface")
-        assert second.startswith("mori: rank 0: mori failed to start earlier (shmem_get_unique_id: rank 0")
+        assert first.startswith(
+            "mori: shmem_get_unique_id: rank 0: RuntimeError: bootstrap: no interface"
+        )
+        assert second.startswith(
+            "mori: rank 0: mori failed to start earlier (shmem_get_unique_id: rank 0"
+        )
         assert hung[0].startswith("mori: shmem_init_attr: rank 0: nothing came back within 4 s")
         assert hung[1]
         assert shared.startswith("mori: ranks of the group share a device")
-        assert user.startswith("mori: rank 0: MORI_ENABLE_SDMA=0; mori uses SDMA engines only where it is 1")
+        assert user.startswith(
+            "mori: rank 0: MORI_ENABLE_SDMA=0; mori uses SDMA engines only where it is 1"
+        )
         assert without == ("c10d", "cpu has no copy engines for collectives", True)
 
 
-# --- groups ------------------------------------------------------------------------------------------------------------------------
+# --- groups ---------------------------------------------------------------------------------------
 def kinds_of_groups():
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -156,7 +187,12 @@ def kinds_of_groups():
         "strided": strided,
         "without 0": high if rank >= 2 else None,
     }
-    orders = [("world", "clone", "shard"), ("shard", "strided"), ("strided", "world"), ("without 0",)]
+    orders = [
+        ("world", "clone", "shard"),
+        ("shard", "strided"),
+        ("strided", "world"),
+        ("without 0",),
+    ]
     for order in orders:
         with installed() as fake:
             for name in order:
@@ -172,16 +208,28 @@ def kinds_of_groups():
 def test_every_kind_of_group_gathers_from_its_own_ranks():
     for rank, found in enumerate(run_on_ranks(kinds_of_groups, ranks=4)):
         assert all(value[2] for value in found.values() if isinstance(value, tuple))
-        routes = {(key[0][0], key[1]): value[0] for key, value in found.items() if isinstance(value, tuple)}
+        routes = {
+            (key[0][0], key[1]): value[0]
+            for key, value in found.items()
+            if isinstance(value, tuple)
+        }
         assert routes["world", "world"] == routes["world", "clone"] == "mori"
         assert routes["shard", "shard"] == "mori"
         assert routes["strided", "strided"] == "mori"
         assert routes.get(("without 0", "without 0")) == ("mori" if rank >= 2 else None)
         # One set of ranks in a process: further groups are told so.
-        for order, other in ((("world", "clone", "shard"), "shard"), (("shard", "strided"), "strided"), (("strided", "world"), "world")):
+        for order, other in (
+            (("world", "clone", "shard"), "shard"),
+            (("shard", "strided"), "strided"),
+            (("strided", "world"), "world"),
+        ):
             route, reason, _ = found[order, other]
             assert route == "c10d"
-            assert re.match(r"mori: mori connects ranks \[.*\] in the process of rank \d already, and connects one set", reason), reason
+            assert re.match(
+                r"mori: mori connects ranks \[.*\] in the process of rank \d already, and connects "
+                r"one set",
+                reason,
+            ), reason
 
 
 def test_groups_too_large_or_of_several_nodes_are_refused(monkeypatch):
@@ -191,14 +239,20 @@ def test_groups_too_large_or_of_several_nodes_are_refused(monkeypatch):
     monkeypatch.setattr("zpasses.compat.group_ranks", lambda group: list(range(2)))
     answer = {"no": None, "node": "a", "device": "0", "version": "1", "engines": None}
     assert mori_route.check("0", [answer, {**answer, "device": "1"}]) is None
-    assert mori_route.check("0", [answer, {**answer, "device": "1", "node": "b"}]) == "the group spans 2 nodes"
+    assert (
+        mori_route.check("0", [answer, {**answer, "device": "1", "node": "b"}])
+        == "the group spans 2 nodes"
+    )
     with fake_world(16), installed():
         from zpasses.sdma.platform import platform_of
 
-        assert mori_route.examine("0", platform_of("cpu"), 1)["no"] == "mori gathers from at most 8 ranks; the group has 16"
+        assert (
+            mori_route.examine("0", platform_of("cpu"), 1)["no"]
+            == "mori gathers from at most 8 ranks; the group has 16"
+        )
 
 
-# --- lifecycle ---------------------------------------------------------------------------------------------------------------------
+# --- lifecycle ------------------------------------------------------------------------------------
 def lifecycle():
     import os
     import threading
@@ -210,7 +264,10 @@ def lifecycle():
     with installed() as fake:
         # Lazily, from several threads at once.
         results, group = [], dist.group.WORLD.group_name
-        threads = [threading.Thread(target=lambda: results.append(zpasses.sdma.init(capacity_mib=1).route)) for _ in range(4)]
+        threads = [
+            threading.Thread(target=lambda: results.append(zpasses.sdma.init(capacity_mib=1).route))
+            for _ in range(4)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -219,11 +276,21 @@ def lifecycle():
         if child == 0:
             from zpasses.sdma import mori_route
 
-            os._exit(0 if zpasses.sdma.report() == [] and mori_route._engines is None and "forked" in mori_route._spent else 1)
+            os._exit(
+                0
+                if zpasses.sdma.report() == []
+                and mori_route._engines is None
+                and "forked" in mori_route._spent
+                else 1
+            )
         forked = os.waitpid(child, 0)[1]
         before = len(fake.calls)
         gone = zpasses.sdma.shutdown()
-        after = gathers_right(dist.group.WORLD), zpasses.sdma.chosen(group).reason, len(fake.calls) - before
+        after = (
+            gathers_right(dist.group.WORLD),
+            zpasses.sdma.chosen(group).reason,
+            len(fake.calls) - before,
+        )
         again = zpasses.sdma.shutdown()
     return results, forked, gone, after, again
 
@@ -300,13 +367,18 @@ def test_the_choice_is_logged_once_on_the_first_rank():
     first, second = run_on_ranks(logged)
     assert [level for level, _ in first] == ["WARNING"]
     assert [level for level, _ in second] == ["DEBUG"]
-    assert re.match(r"sdma: group '.*' on cpu gathers by c10d: mori: rank 0: mori's SDMA engines are those of", first[0][1])
+    assert re.match(
+        r"sdma: group '.*' on cpu gathers by c10d: mori: rank 0: mori's SDMA engines are those of",
+        first[0][1],
+    )
 
 
 def test_wrong_settings_say_what_is_expected():
     import zpasses
 
-    with pytest.raises(ValueError, match=r"got capacity_mib=0, timeout_s=300.0; expected both to be greater than 0"):
+    with pytest.raises(
+        ValueError, match=r"got capacity_mib=0, timeout_s=300.0; expected both to be greater than 0"
+    ):
         zpasses.sdma.init(capacity_mib=0)
     with pytest.raises(RuntimeError, match="there is no process group yet"):
         zpasses.sdma.init()

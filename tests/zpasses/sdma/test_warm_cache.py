@@ -1,4 +1,5 @@
-"""Compile caches on disk, with copy engines: new processes that share a folder run the code of the target and route at hand."""
+"""Compile caches on disk, with copy engines: new processes that share a folder run the code of the
+target and route at hand."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from zpasses.testing.fake_mori import Settings, installed
 pytestmark = [pytest.mark.processes, pytest.mark.inductor]
 
 TORCH = "_c10d_functional::all_gather_into_tensor"
-PIPELINE = "merge-reads,gather-params,reduce-grads,reshard-after-forward,overlap,sdma{min_mb=0,min_hidden=0}"
+PIPELINE = "merge-reads,gather-params,reduce-grads,reshard-after-forward,overlap,sdma{min_mb=0,min_hidden=0}"  # noqa: E501
 MORI, OTHER = Settings(latency_s=0), Settings(architecture="gfx90a")
 """Devices that the vote takes and refuses."""
 
@@ -22,17 +23,23 @@ MORI, OTHER = Settings(latency_s=0), Settings(architecture="gfx90a")
 def gathers_of(profile):
     """Which gathers were called, and how often."""
     namespaces = ("_c10d_functional", "zpasses")
-    names = [event.name for event in profile.events() if event.name.partition("::")[0] in namespaces]
+    names = [
+        event.name for event in profile.events() if event.name.partition("::")[0] in namespaces
+    ]
     return dict(Counter(name for name in names if "all_gather" in name))
 
 
 def stepped(target):
-    """One step by zpasses; products alone, so that no kernel is compiled. What was trained, and what gathered the parameters."""
+    """One step by zpasses; products alone, so that no kernel is compiled. What was trained, and
+    what gathered the parameters."""
     import zpasses
 
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = zpasses.shard(nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)), mesh=world_mesh())
+    model = zpasses.shard(
+        nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)),
+        mesh=world_mesh(),
+    )
     step = torch.compile(model, backend="zpasses", options={"pipeline": PIPELINE, "target": target})
     for _ in range(2):  # the first step compiles, which calls operators too
         model.zero_grad()
@@ -50,13 +57,19 @@ def hooked(target):
     from zpasses.passes import Sdma
 
     def gathered(x):
-        started = torch.ops._c10d_functional.all_gather_into_tensor(x, 2, dist.group.WORLD.group_name)
+        started = torch.ops._c10d_functional.all_gather_into_tensor(
+            x, 2, dist.group.WORLD.group_name
+        )
         return torch.ops._c10d_functional.wait_tensor(started) @ x
 
     torch._dynamo.reset()
     part = torch.arange(64.0).reshape(8, 8) + dist.get_rank()
     hook = Pipeline((Sdma(min_mb=0.0, min_hidden=0.0),))
-    with use_target(Target.parse(target)), config.patch(post_grad_custom_post_pass=hook), torch.no_grad():
+    with (
+        use_target(Target.parse(target)),
+        config.patch(post_grad_custom_post_pass=hook),
+        torch.no_grad(),
+    ):
         step = torch.compile(gathered, fullgraph=True)
         step(part)
         with torch.profiler.profile() as profile:
@@ -94,16 +107,23 @@ def process(cases):
         counters.clear()
         with installed(settings) as fake:
             results, gathers = program(target)
-        hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+        hits = (
+            counters["inductor"]["fxgraph_cache_hit"]
+            + counters["aot_autograd"]["autograd_cache_hit"]
+        )
         found.append(Ran(results, gathers, hits, len(fake.calls) > 2))  # two calls are the trial
     return found
 
 
 def in_new_processes(cache, *cases):
-    outcomes = run_in_fresh_ranks(process, cases, env={"TORCHINDUCTOR_CACHE_DIR": str(cache)}, timeout=200)
+    outcomes = run_in_fresh_ranks(
+        process, cases, env={"TORCHINDUCTOR_CACHE_DIR": str(cache)}, timeout=200
+    )
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     first, second = (outcome.result for outcome in outcomes)
-    assert [(each.gathers, each.engines) for each in first] == [(each.gathers, each.engines) for each in second]
+    assert [(each.gathers, each.engines) for each in first] == [
+        (each.gathers, each.engines) for each in second
+    ]
     return first
 
 
@@ -112,7 +132,8 @@ def test_warm_caches_serve_neither_another_target_nor_another_route(tmp_path):
     assert (set(by_us.gathers), by_us.engines) == ({"zpasses::sdma_all_gather"}, True)
     assert (by_hook.gathers, by_hook.engines) == ({"zpasses::sdma_all_gather": 1}, True)
 
-    # The hook runs inside the cache and comes first: nothing that an earlier compile left in the process can help it.
+    # The hook runs inside the cache and comes first: nothing that an earlier compile left in the
+    # process can help it.
     hook_for_cpu, refused, for_cpu, hook_refused, apart = in_new_processes(
         tmp_path,
         (hooked, "cpu", MORI),
@@ -122,13 +143,25 @@ def test_warm_caches_serve_neither_another_target_nor_another_route(tmp_path):
         (hooked_where_one_cache_is_cold, "mi300x", MORI),
     )
     assert refused.hits > 0, "the same target must come from the cache, or this test shows nothing"
-    assert hook_refused.hits == 0  # ranks vote behind the cache, which therefore answers in no other process
+    assert (
+        hook_refused.hits == 0
+    )  # ranks vote behind the cache, which therefore answers in no other process
     for again, before in ((refused, by_us), (hook_refused, by_hook)):
-        assert again.gathers["zpasses::sdma_all_gather"] == before.gathers["zpasses::sdma_all_gather"]
+        assert (
+            again.gathers["zpasses::sdma_all_gather"] == before.gathers["zpasses::sdma_all_gather"]
+        )
     for other in (for_cpu, hook_for_cpu):
         assert set(other.gathers) <= {TORCH, f"{TORCH}_out", "zpasses::gloo_all_gather"}
-    for other, before in ((refused, by_us), (for_cpu, by_us), (hook_refused, by_hook), (hook_for_cpu, by_hook)):
+    for other, before in (
+        (refused, by_us),
+        (for_cpu, by_us),
+        (hook_refused, by_hook),
+        (hook_for_cpu, by_hook),
+    ):
         assert not other.engines
-        assert all(torch.equal(got, wanted) for got, wanted in zip(other.results, before.results, strict=True))
+        assert all(
+            torch.equal(got, wanted)
+            for got, wanted in zip(other.results, before.results, strict=True)
+        )
     assert (apart.gathers, apart.engines) == (by_hook.gathers, True)
     assert torch.equal(apart.results[0], by_hook.results[0])

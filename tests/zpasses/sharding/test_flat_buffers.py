@@ -21,7 +21,15 @@ from torch.distributed.device_mesh import init_device_mesh
 import zpasses
 from tests.graphs import few
 from tests.ranks import run_on_ranks, world_mesh
-from tests.zpasses.models import Odd, Tied, assert_same, full_gradients, integers, reference_gradients, with_integer_weights
+from tests.zpasses.models import (
+    Odd,
+    Tied,
+    assert_same,
+    full_gradients,
+    integers,
+    reference_gradients,
+    with_integer_weights,
+)
 from zpasses import compat
 from zpasses.cost import device_memory
 from zpasses.pipeline.observers import observe_graphs
@@ -34,7 +42,8 @@ STANDS_IN = {"device": "cpu"}
 
 
 def assert_parts(flats, tensors):
-    """Every tensor is found in its flat, as a contiguous, aligned part of it; what is between them is zero."""
+    """Every tensor is found in its flat, as a contiguous, aligned part of it; what is between them
+    is zero."""
     assert sorted(i for flat in flats for i in flat.views) == list(range(len(tensors)))
     for flat in flats:
         covered = torch.zeros_like(flat.buffer, dtype=torch.bool)
@@ -47,12 +56,14 @@ def assert_parts(flats, tensors):
                 start = (view.data_ptr() - flat.buffer.data_ptr()) // view.element_size()
                 assert view.data_ptr() % 16 == 0
                 covered[start : start + view.numel()] = True
-        assert covered.sum() == sum({view.data_ptr(): view.numel() for view in flat.views.values()}.values())
+        assert covered.sum() == sum(
+            {view.data_ptr(): view.numel() for view in flat.views.values()}.values()
+        )
         assert not flat.buffer[~covered].any()
         assert flat.buffer.nbytes % 16 == 0
 
 
-# --- pack_parameters -----------------------------------------------------------------------------------------------------------------
+# --- pack_parameters ------------------------------------------------------------------------------
 def odd_tensors():
     frozen, trained = torch.full((3,), 7.0), nn.Parameter(torch.ones(5, 2))
     return [
@@ -66,7 +77,9 @@ def odd_tensors():
     ]
 
 
-@pytest.mark.parametrize("options", [{}, STANDS_IN, {**STANDS_IN, "tier": "host"}], ids=["host", "plain", "host form"])
+@pytest.mark.parametrize(
+    "options", [{}, STANDS_IN, {**STANDS_IN, "tier": "host"}], ids=["host", "plain", "host form"]
+)
 def test_tensors_lie_aligned_in_one_buffer_a_dtype(options):
     flats = pack_parameters(odd_tensors(), options=options)
     assert [flat.buffer.dtype for flat in flats] == [torch.float32, torch.bfloat16]
@@ -116,7 +129,9 @@ def test_observers_see_the_graph_and_its_tier():
     seen = []
     with observe_graphs(seen.append):
         pack_parameters([torch.ones(3), torch.ones(5)], options={**STANDS_IN, "free_bytes": 10})
-        pack_parameters([torch.ones(3), torch.ones(5)], options={**STANDS_IN, "free_bytes": 10 * MIB})
+        pack_parameters(
+            [torch.ones(3), torch.ones(5)], options={**STANDS_IN, "free_bytes": 10 * MIB}
+        )
     assert [graph.kind for graph in seen] == ["pack", "pack"]
     texts = [listing(graph.graph) for graph in seen]
     assert "; host: plain needs " in texts[0]
@@ -129,8 +144,16 @@ def test_observers_see_the_graph_and_its_tier():
     [
         ([torch.empty(3, device="meta")], {}, r"tensor 0 \(\[3\]\) is on meta.*to_empty"),
         ([torch.ones(3)], {"reserve": [2]}, r"reserve\[0\] is 2, but the tensor has 3"),
-        ([torch.ones(3)], {"align_bytes": 6}, "align_bytes is 6; expected a multiple of the 4 bytes"),
-        ([torch.ones(3)], {"options": {"tiers": "host"}}, "has no option 'tiers'. Did you mean \"tier\""),
+        (
+            [torch.ones(3)],
+            {"align_bytes": 6},
+            "align_bytes is 6; expected a multiple of the 4 bytes",
+        ),
+        (
+            [torch.ones(3)],
+            {"options": {"tiers": "host"}},
+            "has no option 'tiers'. Did you mean \"tier\"",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(tensors, options, message):
@@ -140,11 +163,20 @@ def test_wrong_arguments_are_refused(tensors, options, message):
 
 @few
 @given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), st.sampled_from([torch.float32, torch.bfloat16, torch.int64]), st.booleans()))
+    st.lists(
+        st.tuples(
+            st.integers(0, 9),
+            st.integers(1, 4),
+            st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
+            st.booleans(),
+        )
+    )
 )
 def test_drawn_lists_are_packed_right(drawn):
     tensors = [torch.arange(a * b).view(a, b).to(dtype) for a, b, dtype, _ in drawn]
-    tensors = [tensor.t() if flip else tensor for tensor, (*_, flip) in zip(tensors, drawn, strict=True)]
+    tensors = [
+        tensor.t() if flip else tensor for tensor, (*_, flip) in zip(tensors, drawn, strict=True)
+    ]
     assert_parts(pack_parameters(list(tensors), options=STANDS_IN), tensors)
 
 
@@ -152,13 +184,22 @@ def _packs_by_vote():
     rank, tiers = dist.get_rank(), []
     values = [torch.arange(3 * MIB / 4), torch.arange(MIB / 4).view(2, -1).t()]
     for free_mib in [(20, 20), (20, 7), (20, 1), (20, 7)]:
-        with patch.object(device_memory, "free_bytes", lambda device, free_mib=free_mib: free_mib[rank] * MIB):
-            (flat,) = pack_parameters(list(values), group="0", replicated=True, options={**STANDS_IN, "timeout_s": 20.0})
+        with patch.object(
+            device_memory, "free_bytes", lambda device, free_mib=free_mib: free_mib[rank] * MIB
+        ):
+            (flat,) = pack_parameters(
+                list(values), group="0", replicated=True, options={**STANDS_IN, "timeout_s": 20.0}
+            )
         assert_parts([flat], values)
         tiers.append(flat.tier)
-    error, message = [(zpasses.AgreementError, "rank 1 failed while compiling graph pack: ValueError: "), (ValueError, "")][rank]
+    error, message = [
+        (zpasses.AgreementError, "rank 1 failed while compiling graph pack: ValueError: "),
+        (ValueError, ""),
+    ][rank]
     with pytest.raises(error, match=message + r"pack_parameters: reserve\[0\] is 3"):
-        pack_parameters([torch.ones(4)], group="0", reserve=[4 - rank], options={**STANDS_IN, "timeout_s": 20.0})
+        pack_parameters(
+            [torch.ones(4)], group="0", reserve=[4 - rank], options={**STANDS_IN, "timeout_s": 20.0}
+        )
     return tiers
 
 
@@ -178,7 +219,7 @@ def test_buffer_lives_as_long_as_a_part_of_it():
     assert view.untyped_storage().nbytes() == 4000
 
 
-# --- shards --------------------------------------------------------------------------------------------------------------------------
+# --- shards ---------------------------------------------------------------------------------------
 def locals_of(model):
     return {name: compat.local_of(param) for name, param in model.named_parameters()}
 
@@ -200,14 +241,21 @@ def test_packed_shards_lie_in_one_buffer_alike_on_every_rank(rank, how):
             packed = zpasses.pack_shards(zpasses.shard(Odd(), mesh=mesh), 1)
     ours, theirs = locals_of(packed), locals_of(plain)
     assert_same(ours, theirs)
-    # Blocks of 14, 15, 5, 1, 0, 10 and 3 elements, each at a multiple of 4; only the first rank has the parameter of one row.
-    assert places(packed) == [4 * first for first in ([0, 16, 32, 40, 44, 56] if rank == 0 else [0, 16, 40, 44, 56])]
+    # Blocks of 14, 15, 5, 1, 0, 10 and 3 elements, each at a multiple of 4; only the first rank has
+    # the parameter of one row.
+    assert places(packed) == [
+        4 * first for first in ([0, 16, 32, 40, 44, 56] if rank == 0 else [0, 16, 40, 44, 56])
+    ]
     assert places(plain) != places(packed)
 
 
 def test_buffers_end_where_they_are_full():
     with fake_world(2) as mesh:
-        model = zpasses.shard(nn.Sequential(*(nn.Linear(256, 512, bias=False) for _ in range(5))), mesh=mesh, pack_mb=0.5)
+        model = zpasses.shard(
+            nn.Sequential(*(nn.Linear(256, 512, bias=False) for _ in range(5))),
+            mesh=mesh,
+            pack_mb=0.5,
+        )
     first, second, third, fourth, _ = places(model)
     assert (second - first, fourth - third) == (1 << 18, 1 << 18)
 
@@ -221,7 +269,9 @@ def test_parameters_stay_the_same_objects_and_keep_their_attributes():
         zpasses.pack_shards(model, 0.0001)
     assert all(old is new for old, new in zip(before, model.parameters(), strict=True))
     assert model._parameters["wide"].no_weight_decay
-    assert [name for name, param in model.named_parameters() if not param.requires_grad] == ["frozen"]
+    assert [name for name, param in model.named_parameters() if not param.requires_grad] == [
+        "frozen"
+    ]
 
 
 def test_tied_shards_are_packed_once():
@@ -236,13 +286,18 @@ def test_meta_model_is_packed_once_it_has_memory():
     with fake_world(3, 1) as mesh:
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 4))
-        with pytest.raises(zpasses.ShardingError, match=r"0\.weight is on meta.*call zpasses\.pack_shards after to_empty"):
+        with pytest.raises(
+            zpasses.ShardingError,
+            match=r"0\.weight is on meta.*call zpasses\.pack_shards after to_empty",
+        ):
             zpasses.shard(model, mesh=mesh, pack_mb=1)
         zpasses.shard(model, mesh=mesh)
         with pytest.raises(zpasses.ShardingError, match=r"Sequential is on meta.*Call to_empty"):
             zpasses.pack_shards(model, 1)
         model.to_empty(device="cpu")
-        with_integer_shards = {name: local.fill_(i) for i, (name, local) in enumerate(locals_of(model).items())}
+        with_integer_shards = {
+            name: local.fill_(i) for i, (name, local) in enumerate(locals_of(model).items())
+        }
         zpasses.pack_shards(model, 1)
         assert_same(locals_of(model), with_integer_shards)
         assert places(model) == [0, 48, 64, 144]
@@ -250,19 +305,26 @@ def test_meta_model_is_packed_once_it_has_memory():
 
 @pytest.mark.parametrize("pack_mb", [0, -1, True, "1"])
 def test_senseless_sizes_are_refused(pack_mb):
-    with fake_world(2) as mesh, pytest.raises(zpasses.ShardingError, match=r"pack_mb is .*; expected MiB of shards"):
+    with (
+        fake_world(2) as mesh,
+        pytest.raises(zpasses.ShardingError, match=r"pack_mb is .*; expected MiB of shards"),
+    ):
         zpasses.shard(nn.Linear(2, 2), mesh=mesh, pack_mb=pack_mb)
 
 
 def test_unsharded_model_cannot_be_packed():
-    with pytest.raises(zpasses.ShardingError, match=r"Linear has no sharded parameter to pack\. Call zpasses\.shard first"):
+    with pytest.raises(
+        zpasses.ShardingError,
+        match=r"Linear has no sharded parameter to pack\. Call zpasses\.shard first",
+    ):
         zpasses.pack_shards(nn.Linear(2, 2), 1)
 
 
 def test_model_on_the_host_moves_its_own_shards_to_the_device_alone(monkeypatch):
     """On fake tensors, since the device need not be there."""
     monkeypatch.setattr(
-        "zpasses.sharding.flat_buffers._indexed", lambda device: torch.device("cuda", 0) if device.type == "cuda" else device
+        "zpasses.sharding.flat_buffers._indexed",
+        lambda device: torch.device("cuda", 0) if device.type == "cuda" else device,
     )
     monkeypatch.setattr(device_memory, "free_bytes", lambda device: 100 * MIB)
     seen = []
@@ -281,7 +343,9 @@ def test_model_on_the_host_moves_its_own_shards_to_the_device_alone(monkeypatch)
 def _train(model, batches, stage):
     """Two steps of AdamW, a checkpoint in between; returns the full parameters."""
     run = torch.compile(model, backend="zpasses", options={"zero_stage": stage, "codegen": "eager"})
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.1, foreach=True)
+    optimizer = torch.optim.AdamW(
+        [param for param in model.parameters() if param.requires_grad], lr=0.1, foreach=True
+    )
     for batch in batches:
         run(batch).sum().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -295,14 +359,21 @@ def _packed_lives(folder):
     batches = [integers(2, 7, seed=rank), integers(2, 7, seed=10 + rank)]
     model = zpasses.shard(Odd(), mesh=mesh, pack_mb=1)
     expected = reference_gradients(Odd(), [integers(2, 7, seed=each) for each in range(2)])
-    torch.compile(model, backend="zpasses", options={"zero_stage": 3, "codegen": "eager"})(batches[0]).sum().backward()
+    torch.compile(model, backend="zpasses", options={"zero_stage": 3, "codegen": "eager"})(
+        batches[0]
+    ).sum().backward()
     assert_same(full_gradients(model), expected)
 
     for stage in (2, 3):  # training packed is training
-        packed, plain = zpasses.shard(Odd(), mesh=mesh, pack_mb=0.0001), zpasses.shard(Odd(), mesh=mesh)
+        packed, plain = (
+            zpasses.shard(Odd(), mesh=mesh, pack_mb=0.0001),
+            zpasses.shard(Odd(), mesh=mesh),
+        )
         assert_same(_train(packed, batches, stage), _train(plain, batches, stage))
 
-    dcp.save({"model": get_model_state_dict(packed)}, checkpoint_id=folder)  # and so is a checkpoint one
+    dcp.save(
+        {"model": get_model_state_dict(packed)}, checkpoint_id=folder
+    )  # and so is a checkpoint one
     loaded = zpasses.shard(Odd(), mesh=mesh, pack_mb=1)
     memory = {name: local.data_ptr() for name, local in locals_of(loaded).items()}
     state = {"model": get_model_state_dict(loaded)}
@@ -313,14 +384,18 @@ def _packed_lives(folder):
 
     memo = {id(group): group for group in compat.process_groups()}
     twin, state = copy.deepcopy(packed, memo), copy.deepcopy(packed.state_dict(), dict(memo))
-    assert_same({name: compat.local_of(state[name]) for name in locals_of(packed)}, locals_of(packed))
+    assert_same(
+        {name: compat.local_of(state[name]) for name in locals_of(packed)}, locals_of(packed)
+    )
     loaded.load_state_dict(Odd().state_dict())
     for other in (twin, loaded.to(torch.float64).to(torch.float32)):
         other(batches[0]).sum().backward()
     assert_same(locals_of(twin), locals_of(packed))
     assert_same(locals_of(loaded), locals_of(zpasses.shard(Odd(), mesh=mesh)))
 
-    run = torch.compile(packed, backend="zpasses", options={"zero_stage": 2, "codegen": "eager"})  # what is kept is forgotten
+    run = torch.compile(
+        packed, backend="zpasses", options={"zero_stage": 2, "codegen": "eager"}
+    )  # what is kept is forgotten
     before = run(batches[0]).detach().clone()
     zpasses.pack_shards(packed, 1)
     assert torch.equal(run(batches[0]), before)
@@ -342,12 +417,14 @@ def _compiles():
     model = zpasses.shard(with_integer_weights(nn.Linear(4, 6)), mesh=world_mesh(), pack_mb=1)
     batches = [integers(2, 4, seed=rank) for rank in range(2)]
     expected = reference_gradients(with_integer_weights(nn.Linear(4, 6)), batches)
-    torch.compile(model, backend="zpasses", options={"zero_stage": 2})(batches[dist.get_rank()]).sum().backward()
+    torch.compile(model, backend="zpasses", options={"zero_stage": 2})(
+        batches[dist.get_rank()]
+    ).sum().backward()
     assert_same(full_gradients(model), expected)
     return True
 
 
-# --- memory of the host ------------------------------------------------------------------------------------------------------------------
+# --- memory of the host ---------------------------------------------------------------------------
 _PEAK = """
 import gc, json, sys, torch
 import zpasses
@@ -369,7 +446,7 @@ for ranks, pack_mb in json.loads(sys.argv[1]):
         zpasses.shard(model, mesh=mesh, pack_mb=pack_mb)
         print(read("VmHWM") - before, read("VmRSS") - before)
         del model
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -385,7 +462,7 @@ def test_sharding_never_holds_a_second_copy_of_the_model():
         assert rest == pytest.approx(256 / ranks - 256, abs=24)
 
 
-# --- on a real device ------------------------------------------------------------------------------------------------------------------
+# --- on a real device -----------------------------------------------------------------------------
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_model_on_the_host_is_sharded_onto_a_gpu(tmp_path):
@@ -393,6 +470,9 @@ def test_model_on_the_host_is_sharded_onto_a_gpu(tmp_path):
     try:
         model = zpasses.shard(Odd(), mesh=init_device_mesh("cuda", (1,)), pack_mb=1)
         assert all(local.is_cuda for local in locals_of(model).values())
-        assert_same({name: local.cpu() for name, local in locals_of(model).items()}, {n: p.detach() for n, p in Odd().named_parameters()})
+        assert_same(
+            {name: local.cpu() for name, local in locals_of(model).items()},
+            {n: p.detach() for n, p in Odd().named_parameters()},
+        )
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,5 @@
-"""Reads of sharded parameters: what comes out, what may be done with it, and edits of the shards."""
+"""Reads of sharded parameters: what comes out, what may be done with it, and edits of the
+shards."""
 
 import copy
 
@@ -12,7 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 import zpasses
 from tests.ranks import run_on_ranks, world_mesh
-from tests.zpasses.models import Odd, assert_same, full_gradients, integers, reference_gradients, with_integer_weights
+from tests.zpasses.models import (
+    Odd,
+    assert_same,
+    full_gradients,
+    integers,
+    reference_gradients,
+    with_integer_weights,
+)
 from zpasses.sharding.module import GatheredCopy
 
 pytestmark = pytest.mark.processes
@@ -22,7 +30,7 @@ def _linear(**options):
     return zpasses.shard(with_integer_weights(nn.Linear(4, 5)), mesh=world_mesh(), **options)
 
 
-# --- values ------------------------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 def _read_odd():
     model = Odd()
     expected = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -37,14 +45,18 @@ def test_read_gives_the_full_parameter(ranks):
 
 def _read_in_param_dtype():
     model = _linear(param_dtype=torch.bfloat16)
-    return str(model.weight.dtype), str(model._parameters["weight"].dtype), model.weight.shape == (5, 4)
+    return (
+        str(model.weight.dtype),
+        str(model._parameters["weight"].dtype),
+        model.weight.shape == (5, 4),
+    )
 
 
 def test_read_is_in_param_dtype():
     assert run_on_ranks(_read_in_param_dtype) == [("torch.bfloat16", "torch.float32", True)] * 2
 
 
-# --- writes to a gathered copy -----------------------------------------------------------------------------------------------------
+# --- writes to a gathered copy --------------------------------------------------------------------
 WRITES = {
     "init": lambda m: nn.init.normal_(m.weight),
     "copy_": lambda m: m.weight.copy_(torch.zeros(5, 4)),
@@ -68,7 +80,13 @@ WRITES = {
 def _write(how):
     model = _linear()
     before = model.weight.clone()
-    with pytest.raises(zpasses.ShardingError, match=r"parameter 'weight' of a Linear.*with zpasses\.shards\(model\)"), torch.no_grad():
+    with (
+        pytest.raises(
+            zpasses.ShardingError,
+            match=r"parameter 'weight' of a Linear.*with zpasses\.shards\(model\)",
+        ),
+        torch.no_grad(),
+    ):
         WRITES[how](model)
     assert torch.equal(model.weight, before)
 
@@ -85,7 +103,13 @@ def _read_only_uses():
     assert type(weight * 2) is torch.Tensor
     assert type(weight.clone().mul_(2)) is torch.Tensor, "a copy of the copy may be written to"
     assert weight.sum().item() == sum(map(sum, weight.tolist()))
-    assert (len(weight), weight.dim(), weight.dtype, weight.device.type, weight.requires_grad) == (5, 2, torch.float32, "cpu", True)
+    assert (len(weight), weight.dim(), weight.dtype, weight.device.type, weight.requires_grad) == (
+        5,
+        2,
+        torch.float32,
+        "cpu",
+        True,
+    )
     assert weight[0].shape == (4,)
     assert "requires_grad" in repr(weight) or "grad_fn" in repr(weight)
     assert torch.equal(torch.stack([weight, weight])[0], weight)
@@ -96,7 +120,7 @@ def test_reads_of_a_gathered_copy_do_not_raise():
     run_on_ranks(_read_only_uses)
 
 
-# --- modules and transforms that take parameters by odd ways -------------------------------------------------------------------------
+# --- modules and transforms that take parameters by odd ways --------------------------------------
 class Attends(nn.Module):
     def __init__(self):
         super().__init__()
@@ -171,10 +195,14 @@ class Skipped(nn.Module):
 
     @torch.compiler.disable(recursive=False)
     def forward(self, x):
-        return torch.compile(F.linear, backend="zpasses", options={"codegen": "eager"}, fullgraph=True)(x, self.linear.weight)
+        return torch.compile(
+            F.linear, backend="zpasses", options={"codegen": "eager"}, fullgraph=True
+        )(x, self.linear.weight)
 
 
-MODELS = {cls.__name__: cls for cls in (Attends, Collects, Embeds, Checkpoints, Hands, Breaks, Skipped)}
+MODELS = {
+    cls.__name__: cls for cls in (Attends, Collects, Embeds, Checkpoints, Hands, Breaks, Skipped)
+}
 
 
 def _matches_reference(kind, compiled):
@@ -186,7 +214,9 @@ def _matches_reference(kind, compiled):
     batches = [integers(*shape, seed=rank) for rank in range(dist.get_world_size())]
     expected = reference_gradients(model, batches)
     zpasses.shard(model, mesh=world_mesh())
-    run = torch.compile(model, backend="zpasses", options={"codegen": "eager"}) if compiled else model
+    run = (
+        torch.compile(model, backend="zpasses", options={"codegen": "eager"}) if compiled else model
+    )
     run(batches[dist.get_rank()]).sum().backward()
     actual = full_gradients(model)
     if kind != "Attends":
@@ -216,27 +246,39 @@ def test_functional_call_swaps_full_tensors_and_shards():
 
 
 def _weight_norm():
-    model, x = nn.utils.parametrizations.weight_norm(with_integer_weights(nn.Linear(4, 5))), integers(2, 4)
+    model, x = (
+        nn.utils.parametrizations.weight_norm(with_integer_weights(nn.Linear(4, 5))),
+        integers(2, 4),
+    )
     expected_model = copy.deepcopy(model)
     zpasses.shard(model, mesh=world_mesh())
     expected_model(x).sum().backward()
     model(x).sum().backward()
     torch.testing.assert_close(model(x), expected_model(x))
-    torch.testing.assert_close(full_gradients(model), {name: param.grad for name, param in expected_model.named_parameters()})
+    torch.testing.assert_close(
+        full_gradients(model),
+        {name: param.grad for name, param in expected_model.named_parameters()},
+    )
 
 
 def test_parametrized_module_can_be_sharded():
     run_on_ranks(_weight_norm)
 
 
-# --- the class ----------------------------------------------------------------------------------------------------------------------
+# --- the class ------------------------------------------------------------------------------------
 def _classes():
-    model = zpasses.shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2, bias=False), nn.ReLU()), mesh=world_mesh())
+    model = zpasses.shard(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2, bias=False), nn.ReLU()),
+        mesh=world_mesh(),
+    )
     assert isinstance(model[0], nn.Linear)
     assert isinstance(model[0], zpasses.sharding.module.ShardedModule)
     assert type(model[0]) is type(model[1]), "compiled code for one block serves all"
     assert type(model[0]) is not type(model[2])
-    assert (type(model[0]).__name__, type(model[0]).__module__) == ("Linear", "torch.nn.modules.linear")
+    assert (type(model[0]).__name__, type(model[0]).__module__) == (
+        "Linear",
+        "torch.nn.modules.linear",
+    )
     assert type(model[3]) is nn.ReLU
     assert type(model) is nn.Sequential
     assert repr(model[0]) == repr(nn.Linear(2, 2))
@@ -268,7 +310,7 @@ def test_shards_gives_dtensors_inside_and_full_parameters_after():
     run_on_ranks(_shards_context)
 
 
-# --- edits of the shards -------------------------------------------------------------------------------------------------------------
+# --- edits of the shards --------------------------------------------------------------------------
 def _qkv(weight):
     for part in weight.chunk(3):
         nn.init.xavier_uniform_(part)
@@ -305,8 +347,15 @@ def _edit(how):
         torch.manual_seed(3)
         with zpasses.local_shards(model):
             INITS[how](model.weight)
-    torch.testing.assert_close(model.weight.detach().clone(), plain.weight.detach(), rtol=0, atol=1e-6 if how == "orthogonal" else 0)
-    assert model._parameters["weight"].to_local().shape == (4 - dist.get_rank(), 4), "7 rows on 2 ranks"
+    torch.testing.assert_close(
+        model.weight.detach().clone(),
+        plain.weight.detach(),
+        rtol=0,
+        atol=1e-6 if how == "orthogonal" else 0,
+    )
+    assert model._parameters["weight"].to_local().shape == (4 - dist.get_rank(), 4), (
+        "7 rows on 2 ranks"
+    )
 
 
 @pytest.mark.parametrize("how", INITS)
@@ -338,7 +387,9 @@ def _initialise(how):
             module.reset_parameters()
 
     def build():
-        return nn.Sequential(nn.Embedding(7, 4, padding_idx=0), nn.Linear(4, 5), nn.LayerNorm(5), nn.BatchNorm1d(3))
+        return nn.Sequential(
+            nn.Embedding(7, 4, padding_idx=0), nn.Linear(4, 5), nn.LayerNorm(5), nn.BatchNorm1d(3)
+        )
 
     torch.manual_seed(1)
     plain = build()
@@ -359,7 +410,10 @@ def _initialise(how):
                 for module in each.modules():
                     init(module)
     assert_same(
-        {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()},
+        {
+            name: value.full_tensor() if isinstance(value, DTensor) else value
+            for name, value in model.state_dict().items()
+        },
         dict(plain.state_dict()),
     )
     assert all(isinstance(param, DTensor) for param in model.parameters())
@@ -370,7 +424,7 @@ def test_meta_model_is_initialised_on_the_shards_as_an_unsharded_one(how):
     run_on_ranks(_initialise, how)
 
 
-# --- assignment and loading ----------------------------------------------------------------------------------------------------------
+# --- assignment and loading -----------------------------------------------------------------------
 def _assign():
     model = _linear()
     full = integers(5, 4, seed=7)
@@ -394,7 +448,9 @@ def test_assigned_full_parameter_is_sharded():
 def _assign_wrong():
     model = _linear()
     wrong = nn.Parameter(distribute_tensor(integers(5, 4), world_mesh(), [Shard(1)]))
-    with pytest.raises(zpasses.ShardingError, match=r"assigned to 'weight'.*Shard\(dim=1\).*redistribute"):
+    with pytest.raises(
+        zpasses.ShardingError, match=r"assigned to 'weight'.*Shard\(dim=1\).*redistribute"
+    ):
         model.weight = wrong
     with pytest.raises(TypeError, match="cannot assign"):
         model.weight = integers(5, 4)
@@ -414,9 +470,14 @@ def _load(kind, assign):
     if kind == "sharded":
         state = zpasses.shard(copy.deepcopy(source), mesh=world_mesh()).state_dict()
     params = list(model.parameters())
-    assert model.load_state_dict(state, assign=assign) == torch.nn.modules.module._IncompatibleKeys([], [])
+    assert model.load_state_dict(state, assign=assign) == torch.nn.modules.module._IncompatibleKeys(
+        [], []
+    )
     assert all((old is new) != assign for old, new in zip(params, model.parameters(), strict=True))
-    assert all(isinstance(param, nn.Parameter) and isinstance(param, DTensor) for param in model.parameters())
+    assert all(
+        isinstance(param, nn.Parameter) and isinstance(param, DTensor)
+        for param in model.parameters()
+    )
     expected = {name: param.detach() for name, param in source.named_parameters()}
     assert_same({name: param.full_tensor() for name, param in model.named_parameters()}, expected)
     assert not model._parameters["frozen"].requires_grad
@@ -469,7 +530,9 @@ def _deleted():
 
 
 def _reads_attribute(attribute):
-    with pytest.raises(zpasses.ShardingError, match=rf"\.{attribute} would write to parameter 'weight' of a Linear"):
+    with pytest.raises(
+        zpasses.ShardingError, match=rf"\.{attribute} would write to parameter 'weight' of a Linear"
+    ):
         getattr(_linear().weight, attribute)
 
 

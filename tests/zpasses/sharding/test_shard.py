@@ -1,4 +1,5 @@
-"""`zpasses.shard`: what becomes of a model, what it refuses, and that the rest of torch works on the result."""
+"""`zpasses.shard`: what becomes of a model, what it refuses, and that the rest of torch works on
+the result."""
 
 import copy
 import logging
@@ -21,12 +22,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zpasses
 from tests.ranks import run_on_ranks, world_mesh
-from tests.zpasses.models import Odd, Tied, assert_same, full_gradients, integers, reference_gradients, with_integer_weights
+from tests.zpasses.models import (
+    Odd,
+    Tied,
+    assert_same,
+    full_gradients,
+    integers,
+    reference_gradients,
+    with_integer_weights,
+)
 
 
 @pytest.fixture
 def mesh():
-    """A mesh of three ranks, of which this process plays the second; nothing can be communicated over it."""
+    """A mesh of three ranks, of which this process plays the second; nothing can be communicated
+    over it."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
@@ -35,7 +45,8 @@ def mesh():
 
 
 class CountCollectives(TorchDispatchMode):
-    """Names, dtypes and bytes of the functional collectives that run inside, and how many parameters were read."""
+    """Names, dtypes and bytes of the functional collectives that run inside, and how many
+    parameters were read."""
 
     def __init__(self):
         super().__init__()
@@ -49,16 +60,21 @@ class CountCollectives(TorchDispatchMode):
             self.reads += name == "unshard"
             with self:  # look inside
                 return getattr(zpasses.graph.ops, f"_{name}")(*args, **(kwargs or {}))
-        if func.namespace == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+        if func.namespace == "_c10d_functional" and name not in (
+            "wait_tensor",
+            "_wrap_tensor_autograd",
+        ):
             self.calls.append((name, str(args[0].dtype), args[0].nbytes))
         return func(*args, **(kwargs or {}))
 
 
-# --- structure -----------------------------------------------------------------------------------------------------------------------
+# --- structure ------------------------------------------------------------------------------------
 def test_every_parameter_becomes_a_dtensor_under_its_name(mesh):
     plain = Odd()
     model = zpasses.shard(copy.deepcopy(plain), mesh=mesh)
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in plain.named_parameters()
+    ]
     for name, param in model.named_parameters():
         assert isinstance(param, nn.Parameter), name
         assert isinstance(param, DTensor), name
@@ -72,7 +88,10 @@ def test_model_is_sharded_in_place_and_returned(mesh):
     assert zpasses.shard(model, mesh=mesh) is model
 
 
-@pytest.mark.parametrize(("name", "rows"), [("wide", [2, 3]), ("deep", [3, 4, 5]), ("single", []), ("empty", []), ("unused", [1])])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("wide", [2, 3]), ("deep", [3, 4, 5]), ("single", []), ("empty", []), ("unused", [1])],
+)
 def test_rank_holds_its_block_of_rows(mesh, name, rows):
     plain = Odd()
     model = zpasses.shard(copy.deepcopy(plain), mesh=mesh)
@@ -91,7 +110,9 @@ def test_scalar_stays_whole(mesh):
 
 def test_frozen_parameters_stay_frozen(mesh):
     model = zpasses.shard(Odd(), mesh=mesh)
-    assert [name for name, param in model.named_parameters() if not param.requires_grad] == ["frozen"]
+    assert [name for name, param in model.named_parameters() if not param.requires_grad] == [
+        "frozen"
+    ]
 
 
 def test_buffers_are_left_alone(mesh):
@@ -131,7 +152,10 @@ def test_a_later_call_on_the_whole_model_shards_the_rest(mesh):
     first = model[0]._parameters["weight"]
     zpasses.shard(model, mesh=mesh, param_dtype=torch.float64)
     assert model[0]._parameters["weight"] is first
-    assert [model[i]._zpasses_reads["weight"].param_dtype for i in (0, 1)] == [torch.bfloat16, torch.float64]
+    assert [model[i]._zpasses_reads["weight"].param_dtype for i in (0, 1)] == [
+        torch.bfloat16,
+        torch.float64,
+    ]
     assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
@@ -174,7 +198,7 @@ def test_meta_model_stays_on_meta(mesh):
     assert model._parameters["weight"].to_local().device.type == "cpu"
 
 
-# --- refusals ------------------------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 class Hides(nn.Module):
     def __init__(self):
         super().__init__()
@@ -184,7 +208,9 @@ class Hides(nn.Module):
 
 def _dtensor_model(mesh):
     model = nn.Linear(2, 6)
-    model.weight = nn.Parameter(DTensor.from_local(torch.zeros(2, 2), mesh, [Shard(0)], run_check=False))
+    model.weight = nn.Parameter(
+        DTensor.from_local(torch.zeros(2, 2), mesh, [Shard(0)], run_check=False)
+    )
     return model
 
 
@@ -199,18 +225,46 @@ def _complex(mesh):
 
 
 REFUSED = {
-    "rnn": (lambda mesh: nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)), {}, r"module 1 \(LSTM\).*'_flat_weights'.*LSTMCell"),
-    "hidden": (lambda mesh: nn.Sequential(Hides()), {}, r"module 0 \(Hides\).*'groups'.*ignored_params"),
+    "rnn": (
+        lambda mesh: nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)),
+        {},
+        r"module 1 \(LSTM\).*'_flat_weights'.*LSTMCell",
+    ),
+    "hidden": (
+        lambda mesh: nn.Sequential(Hides()),
+        {},
+        r"module 0 \(Hides\).*'groups'.*ignored_params",
+    ),
     "twice": (_already_sharded, {}, "Linear is sharded already. Shard a model once"),
     "nothing": (lambda mesh: nn.ReLU(), {}, "ReLU has no parameter to shard"),
     "dtensor": (_dtensor_model, {}, "parameter weight is a DTensor already"),
-    "lazy": (lambda mesh: nn.Sequential(nn.LazyLinear(2)), {}, r"parameter 0\.weight has no shape yet.*Run one forward"),
+    "lazy": (
+        lambda mesh: nn.Sequential(nn.LazyLinear(2)),
+        {},
+        r"parameter 0\.weight has no shape yet.*Run one forward",
+    ),
     "complex": (_complex, {}, "parameter phase is complex.*view_as_real"),
-    "max_norm": (lambda mesh: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), {}, r"module 0 \(Embedding\) has max_norm"),
-    "sparse": (lambda mesh: nn.Sequential(nn.Embedding(4, 2, sparse=True)), {}, r"module 0 \(Embedding\) has sparse gradients"),
+    "max_norm": (
+        lambda mesh: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)),
+        {},
+        r"module 0 \(Embedding\) has max_norm",
+    ),
+    "sparse": (
+        lambda mesh: nn.Sequential(nn.Embedding(4, 2, sparse=True)),
+        {},
+        r"module 0 \(Embedding\) has sparse gradients",
+    ),
     "script": (lambda mesh: torch.jit.script(nn.Linear(2, 2)), {}, "TorchScript"),
-    "integer dtype": (lambda mesh: nn.Linear(2, 2), {"param_dtype": torch.int8}, "param_dtype is torch.int8; expected a floating-point"),
-    "text dtype": (lambda mesh: nn.Linear(2, 2), {"reduce_dtype": "float32"}, "reduce_dtype is 'float32'; expected a floating-point"),
+    "integer dtype": (
+        lambda mesh: nn.Linear(2, 2),
+        {"param_dtype": torch.int8},
+        "param_dtype is torch.int8; expected a floating-point",
+    ),
+    "text dtype": (
+        lambda mesh: nn.Linear(2, 2),
+        {"reduce_dtype": "float32"},
+        "reduce_dtype is 'float32'; expected a floating-point",
+    ),
     "no mesh": (lambda mesh: nn.Linear(2, 2), {"mesh": 8}, "mesh is a int; expected a DeviceMesh"),
 }
 
@@ -230,7 +284,10 @@ def test_parameters_tied_over_two_meshes_are_refused(mesh):
     model = Tied()
     zpasses.shard(model.embed, mesh=mesh)
     other = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
-    with pytest.raises(zpasses.ShardingError, match=r"parameter head\.weight is tied to one that .* sharded over another mesh.*untie"):
+    with pytest.raises(
+        zpasses.ShardingError,
+        match=r"parameter head\.weight is tied to one that .* sharded over another mesh.*untie",
+    ):
         zpasses.shard(model, mesh=other)
     assert type(model.head) is nn.Linear
 
@@ -241,7 +298,10 @@ def test_two_dimensional_mesh_is_refused():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        with pytest.raises(zpasses.ShardingError, match=r"2 dimensions \('replicate', 'shard'\).*hybrid sharding.*mesh\['shard'\]"):
+        with pytest.raises(
+            zpasses.ShardingError,
+            match=r"2 dimensions \('replicate', 'shard'\).*hybrid sharding.*mesh\['shard'\]",
+        ):
             zpasses.shard(nn.Linear(2, 2), mesh=mesh)
         zpasses.shard(nn.Linear(2, 2), mesh=mesh["shard"])
     finally:
@@ -253,8 +313,15 @@ def test_parameter_on_another_device_type_is_refused():
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        mesh = init_device_mesh("cuda", (2,)) if torch.cuda.is_available() else _pretend_cuda(init_device_mesh("cpu", (2,)))
-        with pytest.raises(zpasses.ShardingError, match=r"parameter 0\.weight is on cpu, the mesh on cuda.*model\.to\('cuda'\)"):
+        mesh = (
+            init_device_mesh("cuda", (2,))
+            if torch.cuda.is_available()
+            else _pretend_cuda(init_device_mesh("cpu", (2,)))
+        )
+        with pytest.raises(
+            zpasses.ShardingError,
+            match=r"parameter 0\.weight is on cpu, the mesh on cuda.*model\.to\('cuda'\)",
+        ):
             zpasses.shard(nn.Sequential(nn.Linear(2, 2)), mesh=mesh)
     finally:
         dist.destroy_process_group()
@@ -271,14 +338,23 @@ def test_shard_without_a_process_group_is_refused():
         zpasses.shard(nn.Linear(2, 2), mesh=None)
 
 
-# --- gradients -----------------------------------------------------------------------------------------------------------------------
+# --- gradients ------------------------------------------------------------------------------------
 def _run(model, stage):
-    return model if stage is None else torch.compile(model, backend="zpasses", options={"zero_stage": stage, "codegen": "eager"})
+    return (
+        model
+        if stage is None
+        else torch.compile(
+            model, backend="zpasses", options={"zero_stage": stage, "codegen": "eager"}
+        )
+    )
 
 
 def _odd_gradients(stage):
     model, batches = Odd(), [integers(2, 7, seed=rank) for rank in range(dist.get_world_size())]
-    expected, loss = reference_gradients(model, batches), model(batches[dist.get_rank()]).sum().item()
+    expected, loss = (
+        reference_gradients(model, batches),
+        model(batches[dist.get_rank()]).sum().item(),
+    )
     zpasses.shard(model, mesh=world_mesh())
     out = _run(model, stage)(batches[dist.get_rank()]).sum()
     assert out.item() == loss
@@ -299,7 +375,10 @@ def test_gradients_of_odd_parameters_equal_the_unsharded_ones(stage, ranks):
 
 
 def _tied_gradients(stage):
-    model, batches = with_integer_weights(Tied()), [integers(6, seed=rank).long().abs() for rank in range(2)]
+    model, batches = (
+        with_integer_weights(Tied()),
+        [integers(6, seed=rank).long().abs() for rank in range(2)],
+    )
     expected = reference_gradients(model, batches)
     zpasses.shard(model, mesh=world_mesh())
     _run(model, stage)(batches[dist.get_rank()]).sum().backward()
@@ -313,7 +392,9 @@ def test_tied_parameters_get_one_gradient(stage):
 
 
 def _frozen_is_not_reduced():
-    model = zpasses.shard(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), mesh=world_mesh())
+    model = zpasses.shard(
+        nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), mesh=world_mesh()
+    )
     model[0].requires_grad_(False)
     with CountCollectives() as counted:
         model(integers(2, 4)).sum().backward()
@@ -346,7 +427,10 @@ def test_submodules_may_differ_in_mesh_and_dtype(stage):
 
 
 def _accumulates():
-    model, batches = with_integer_weights(nn.Linear(4, 4)), [integers(2, 4, seed=rank) for rank in range(2)]
+    model, batches = (
+        with_integer_weights(nn.Linear(4, 4)),
+        [integers(2, 4, seed=rank) for rank in range(2)],
+    )
     expected = {name: 2 * grad for name, grad in reference_gradients(model, batches).items()}
     zpasses.shard(model, mesh=world_mesh())
     for _ in range(2):
@@ -359,14 +443,19 @@ def test_gradients_of_two_backwards_add_up():
     run_on_ranks(_accumulates)
 
 
-# --- mixed precision -----------------------------------------------------------------------------------------------------------------
+# --- mixed precision ------------------------------------------------------------------------------
 def _mixed_precision():
     seen = {}
 
     def look(module, args, out):
         seen["out"] = out.dtype
 
-    model = zpasses.shard(nn.Linear(8, 8, bias=False), mesh=world_mesh(), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = zpasses.shard(
+        nn.Linear(8, 8, bias=False),
+        mesh=world_mesh(),
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+    )
     model.register_forward_hook(look)
     with CountCollectives() as counted:
         model(integers(2, 8, dtype=torch.bfloat16)).sum().backward()
@@ -377,7 +466,10 @@ def _mixed_precision():
 @pytest.mark.processes
 def test_eager_gathers_in_param_dtype_and_reduces_in_reduce_dtype():
     calls, out, shard, grad = run_on_ranks(_mixed_precision)[0]
-    assert calls == [("all_gather_into_tensor", "torch.bfloat16", 4 * 8 * 2), ("reduce_scatter_tensor", "torch.float32", 8 * 8 * 4)]
+    assert calls == [
+        ("all_gather_into_tensor", "torch.bfloat16", 4 * 8 * 2),
+        ("reduce_scatter_tensor", "torch.float32", 8 * 8 * 4),
+    ]
     assert (out, shard, grad) == ("torch.bfloat16", "torch.float32", "torch.float32")
 
 
@@ -389,9 +481,16 @@ def _bytes_of(param_dtype):
 
     def count(logged):
         for _, each in collectives(logged.graph):
-            moved.setdefault(logged.kind, []).append((each.op, [str(dtype) for dtype in each.dtypes], each.shapes))
+            moved.setdefault(logged.kind, []).append(
+                (each.op, [str(dtype) for dtype in each.dtypes], each.shapes)
+            )
 
-    model = zpasses.shard(nn.Linear(8, 8, bias=False), mesh=world_mesh(), param_dtype=param_dtype, reduce_dtype=torch.float32)
+    model = zpasses.shard(
+        nn.Linear(8, 8, bias=False),
+        mesh=world_mesh(),
+        param_dtype=param_dtype,
+        reduce_dtype=torch.float32,
+    )
     with observe_graphs(count):
         _run(model, 3)(integers(2, 8, dtype=param_dtype)).sum().backward()
     return moved
@@ -399,14 +498,20 @@ def _bytes_of(param_dtype):
 
 @pytest.mark.processes
 def test_compiled_gathers_move_half_the_bytes_in_bfloat16():
-    half, full = run_on_ranks(_bytes_of, torch.bfloat16)[0], run_on_ranks(_bytes_of, torch.float32)[0]
+    half, full = (
+        run_on_ranks(_bytes_of, torch.bfloat16)[0],
+        run_on_ranks(_bytes_of, torch.float32)[0],
+    )
     assert half["forward"] == [("all_gather_into_tensor", ["bfloat16"], ((4, 8),))]
     assert full["forward"] == [("all_gather_into_tensor", ["float32"], ((4, 8),))]
     assert half["backward"] == full["backward"], "reduced in float32"
 
 
 def _bfloat16_gradients():
-    model, batches = with_integer_weights(nn.Linear(4, 4)), [integers(2, 4, seed=rank) for rank in range(2)]
+    model, batches = (
+        with_integer_weights(nn.Linear(4, 4)),
+        [integers(2, 4, seed=rank) for rank in range(2)],
+    )
     expected = reference_gradients(model, batches)
     zpasses.shard(model, mesh=world_mesh(), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model(batches[dist.get_rank()].bfloat16()).sum().backward()
@@ -418,33 +523,45 @@ def test_gradients_under_mixed_precision_are_averaged_over_ranks():
     run_on_ranks(_bfloat16_gradients)
 
 
-# --- optimizers ----------------------------------------------------------------------------------------------------------------------
+# --- optimizers -----------------------------------------------------------------------------------
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=False),
     "adamw foreach": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
     "adamw fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd": lambda params: torch.optim.SGD(
+        params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
 }
 
 
 def _trains(optimizer, clip, stage):
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3))
+    plain = nn.Sequential(
+        nn.Embedding(7, 6), nn.Linear(6, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3)
+    )
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
     run = _run(model, stage)
-    ours, theirs = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](plain.parameters())
+    ours, theirs = (
+        OPTIMIZERS[optimizer](model.parameters()),
+        OPTIMIZERS[optimizer](plain.parameters()),
+    )
     for step in range(3):
-        batches = [integers(4, seed=10 * step + rank).long().abs() for rank in range(dist.get_world_size())]
+        batches = [
+            integers(4, seed=10 * step + rank).long().abs() for rank in range(dist.get_world_size())
+        ]
         run(batches[dist.get_rank()]).square().mean().backward()
         torch.stack([plain(batch).square().mean() for batch in batches]).mean().backward()
         if clip is not None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=clip)
             expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
-            torch.testing.assert_close(norm.full_tensor() if isinstance(norm, DTensor) else norm, expected)
+            torch.testing.assert_close(
+                norm.full_tensor() if isinstance(norm, DTensor) else norm, expected
+            )
         for each in (ours, theirs):
             each.step()
             each.zero_grad()
-    # Gradients are summed over the batch in another order: float32 rounding, which Adam divides by small square roots.
+    # Gradients are summed over the batch in another order: float32 rounding, which Adam divides by
+    # small square roots.
     torch.testing.assert_close(
         {name: param.full_tensor() for name, param in model.named_parameters()},
         {name: param.detach() for name, param in plain.named_parameters()},
@@ -475,7 +592,9 @@ def test_clipped_steps_equal_the_unsharded_ones(foreach):
 def _clips_empty_and_scalar():
     model, batches = Odd(), [integers(2, 7, seed=rank) for rank in range(dist.get_world_size())]
     grads = reference_gradients(model, batches)
-    expected = torch.linalg.vector_norm(torch.stack([grad.norm() for grad in grads.values() if grad is not None]))
+    expected = torch.linalg.vector_norm(
+        torch.stack([grad.norm() for grad in grads.values() if grad is not None])
+    )
     zpasses.shard(model, mesh=world_mesh())
     model(batches[dist.get_rank()]).sum().backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -487,7 +606,7 @@ def test_norm_counts_scalars_once_and_empty_shards_not_at_all():
     run_on_ranks(_clips_empty_and_scalar, ranks=3)
 
 
-# --- state dicts and checkpoints -------------------------------------------------------------------------------------------------------
+# --- state dicts and checkpoints ------------------------------------------------------------------
 def _state_dicts():
     plain = Odd()
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
@@ -498,9 +617,17 @@ def _state_dicts():
     assert list(state) == list(sharded) == list(plain.state_dict())
     params = dict(model.named_parameters())
     assert all(
-        isinstance(state[name], DTensor) and state[name].to_local().data_ptr() == params[name].to_local().data_ptr() for name in params
+        isinstance(state[name], DTensor)
+        and state[name].to_local().data_ptr() == params[name].to_local().data_ptr()
+        for name in params
     )
-    assert_same({name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}, plain.state_dict())
+    assert_same(
+        {
+            name: value.full_tensor() if isinstance(value, DTensor) else value
+            for name, value in state.items()
+        },
+        plain.state_dict(),
+    )
 
 
 @pytest.mark.processes
@@ -515,7 +642,9 @@ def _full_state_dict(cls):
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     assert_same(dict(state), dict(plain.state_dict()))
     assert counted.reads == 0
-    assert len(counted.calls) <= sum(isinstance(value, DTensor) and value.dim() > 0 for value in model.state_dict().values())
+    assert len(counted.calls) <= sum(
+        isinstance(value, DTensor) and value.dim() > 0 for value in model.state_dict().values()
+    )
 
 
 @pytest.mark.processes
@@ -533,7 +662,8 @@ def _set_state_dict(full):
     source = plain if full else zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
     set_model_state_dict(model, source.state_dict(), options=StateDictOptions(full_state_dict=full))
     assert_same(
-        {name: param.full_tensor() for name, param in model.named_parameters()}, {n: p.detach() for n, p in plain.named_parameters()}
+        {name: param.full_tensor() for name, param in model.named_parameters()},
+        {n: p.detach() for n, p in plain.named_parameters()},
     )
 
 
@@ -545,7 +675,9 @@ def test_set_model_state_dict_loads_into_the_shards(full):
 
 def _trained(seed):
     torch.manual_seed(seed)
-    model = zpasses.shard(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 7, bias=False)), mesh=world_mesh())
+    model = zpasses.shard(
+        nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 7, bias=False)), mesh=world_mesh()
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     model(integers(2, 4, seed=seed)).square().sum().backward()
     optimizer.step()
@@ -571,7 +703,9 @@ def _load(folder):
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments}
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
     weights, moments = get_state_dict(model, optimizer)
     return _full(weights), _full(moments["state"])
 
@@ -585,11 +719,13 @@ def test_checkpoint_of_two_ranks_loads_onto_another_world(ranks, tmp_path):
         torch.testing.assert_close(loaded_moments, moments, rtol=0, atol=0)
 
 
-# --- keeping and forgetting ------------------------------------------------------------------------------------------------------------
+# --- keeping and forgetting -----------------------------------------------------------------------
 def _edit_through_data(invalidate):
     model = zpasses.shard(with_integer_weights(nn.Linear(4, 4, bias=False)), mesh=world_mesh())
     run, x = _run(model, 2), integers(2, 4)
-    before = run(x).detach().clone()  # with gradients: a step will come, until which stage 2 keeps what it gathered
+    before = (
+        run(x).detach().clone()
+    )  # with gradients: a step will come, until which stage 2 keeps what it gathered
     model._parameters["weight"].to_local().data.mul_(2)
     if invalidate:
         zpasses.invalidate(model)

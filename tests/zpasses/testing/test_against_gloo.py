@@ -20,18 +20,29 @@ def model():
 def _run_joint_graph(pipeline, inputs_of_rank):
     graphs = {}
     sharded = zpasses.shard(model(), mesh=world_mesh())
-    step = torch.compile(sharded, backend="zpasses", options={"pipeline": pipeline, "codegen": "eager"})
+    step = torch.compile(
+        sharded, backend="zpasses", options={"pipeline": pipeline, "codegen": "eager"}
+    )
     with observe_graphs(lambda log: graphs.setdefault(log.kind, copy_graph(log.graph))):
         step(torch.ones(4, 6))
     with torch.no_grad():
         return graphs["joint"](*inputs_of_rank[torch.distributed.get_rank()])
 
 
-@pytest.mark.parametrize("pipeline", ["zero2", "merge-reads,gather-params,reduce-grads{form=reduce_scatter}", ""])
+@pytest.mark.parametrize(
+    "pipeline", ["zero2", "merge-reads,gather-params,reduce-grads{form=reduce_scatter}", ""]
+)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_joint_graph_gives_the_same_bits_on_gloo(pipeline, ranks):
-    chosen = "merge-reads,gather-params,reduce-grads{form=all_reduce}" if pipeline == "zero2" else pipeline
-    graphs = [each.after.joint for each in capture_ranks(model(), (torch.ones(4, 6),), world_size=ranks, pipeline=chosen)]
+    chosen = (
+        "merge-reads,gather-params,reduce-grads{form=all_reduce}"
+        if pipeline == "zero2"
+        else pipeline
+    )
+    graphs = [
+        each.after.joint
+        for each in capture_ranks(model(), (torch.ones(4, 6),), world_size=ranks, pipeline=chosen)
+    ]
     inputs = random_inputs(graphs)
     simulated = simulate(graphs, inputs)
     real = run_on_ranks(_run_joint_graph, pipeline, inputs, ranks=ranks)
@@ -40,4 +51,6 @@ def test_a_joint_graph_gives_the_same_bits_on_gloo(pipeline, ranks):
             assert (simulated_value is None) == (real_value is None)
             if real_value is not None:
                 # An average over three ranks rounds, and gloo may divide at another place.
-                torch.testing.assert_close(simulated_value, real_value, rtol=0 if ranks == 2 else 1e-6, atol=0)
+                torch.testing.assert_close(
+                    simulated_value, real_value, rtol=0 if ranks == 2 else 1e-6, atol=0
+                )

@@ -10,7 +10,15 @@ from zpasses.graph.nodes import calls, collectives
 from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
 from zpasses.graph.tags import tagged
 from zpasses.passes import GatherParams
-from zpasses.testing import capture_graphs, capture_ranks, copy_graph, fake_world, listing, simulate, trace_joint
+from zpasses.testing import (
+    capture_graphs,
+    capture_ranks,
+    copy_graph,
+    fake_world,
+    listing,
+    simulate,
+    trace_joint,
+)
 
 X = torch.zeros(2, 6)
 
@@ -18,7 +26,11 @@ X = torch.zeros(2, 6)
 def test_reference_is_captured_unlowered():
     captured = capture_graphs(nn.Linear(6, 4), (X,), world_size=3)
     for graphs in (captured.before, captured.after):
-        assert len(calls(graphs.joint.graph, UNSHARD)) == len(calls(graphs.joint.graph, REDUCE_GRAD)) == 2
+        assert (
+            len(calls(graphs.joint.graph, UNSHARD))
+            == len(calls(graphs.joint.graph, REDUCE_GRAD))
+            == 2
+        )
         assert len(calls(graphs.forward.graph, UNSHARD)) == 2
         assert len(calls(graphs.backward.graph, REDUCE_GRAD)) == 2
         assert graphs.inference is None
@@ -45,7 +57,9 @@ def test_model_is_left_as_it_was():
 
 
 def test_call_without_gradients_gives_one_graph():
-    captured = capture_graphs(nn.Linear(6, 4), (X,), world_size=3, pipeline="gather-params", train=False)
+    captured = capture_graphs(
+        nn.Linear(6, 4), (X,), world_size=3, pipeline="gather-params", train=False
+    )
     assert captured.before.joint is captured.after.forward is captured.after.backward is None
     assert calls(captured.before.inference.graph, UNSHARD)
     assert not calls(captured.after.inference.graph, UNSHARD)
@@ -53,13 +67,17 @@ def test_call_without_gradients_gives_one_graph():
 
 def test_each_rank_holds_its_rows():
     captures = capture_ranks(nn.Linear(6, 4, bias=False), (X,), world_size=3)
-    shards = [next(node for node, _ in tagged(each.before.joint.graph, "shard")) for each in captures]
+    shards = [
+        next(node for node, _ in tagged(each.before.joint.graph, "shard")) for each in captures
+    ]
     assert [each.rank for each in captures] == [0, 1, 2]
     assert [tuple(shard.meta["val"].shape) for shard in shards] == [(2, 6), (2, 6), (0, 6)]
 
 
 def test_sharding_options_are_passed_on():
-    captured = capture_graphs(nn.Linear(6, 4), (X.bfloat16(),), world_size=2, shard={"param_dtype": torch.bfloat16})
+    captured = capture_graphs(
+        nn.Linear(6, 4), (X.bfloat16(),), world_size=2, shard={"param_dtype": torch.bfloat16}
+    )
     (first, _) = calls(captured.before.joint.graph, UNSHARD)
     assert first.meta["val"].dtype == torch.bfloat16
 
@@ -73,11 +91,17 @@ def test_sharding_by_a_function_may_use_several_groups_and_simulates():
         zpasses.shard(model[1], mesh=mesh)
 
     captures = capture_ranks(model, (X,), world_size=4, shard=shard)
-    used = [[each.group for _, each in collectives(captured.before.joint.graph)] for captured in captures]
+    used = [
+        [each.group for _, each in collectives(captured.before.joint.graph)]
+        for captured in captures
+    ]
     groups = {name: ranks for captured in captures for name, ranks in captured.groups.items()}
     assert {groups[name] for names in used for name in names} == {(0, 1), (2, 3), (0, 1, 2, 3)}
     graphs = [captured.before.joint for captured in captures]
-    inputs = [[torch.ones(tuple(n.meta["val"].shape)) for n in g.graph.nodes if n.op == "placeholder"] for g in graphs]
+    inputs = [
+        [torch.ones(tuple(n.meta["val"].shape)) for n in g.graph.nodes if n.op == "placeholder"]
+        for g in graphs
+    ]
     for run in simulate(graphs, inputs, groups):
         assert run.outputs[0].tolist() == [[29.0] * 6] * 2
 
@@ -89,7 +113,11 @@ def test_function_is_captured_as_it_is():
 
 def test_dynamic_batch_is_captured_with_symbolic_sizes():
     captured = capture_graphs(nn.Linear(6, 4), (X,), world_size=2, dynamic=True)
-    sizes = {str(size) for node in captured.before.joint.graph.nodes for size in getattr(node.meta.get("val"), "shape", ())}
+    sizes = {
+        str(size)
+        for node in captured.before.joint.graph.nodes
+        for size in getattr(node.meta.get("val"), "shape", ())
+    }
     assert any(size.startswith("s") for size in sizes), sizes
 
 
@@ -106,7 +134,10 @@ def test_capture_without_a_world_says_what_to_do():
 
 
 def test_capture_with_two_worlds_is_refused():
-    with fake_world(3), pytest.raises(ValueError, match=r"inside fake_world, or outside with world_size"):
+    with (
+        fake_world(3),
+        pytest.raises(ValueError, match=r"inside fake_world, or outside with world_size"),
+    ):
         capture_graphs(nn.Linear(6, 4), (X,), world_size=3)
 
 

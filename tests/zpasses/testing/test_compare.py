@@ -24,7 +24,11 @@ def compare(a, b, value):
 
 
 def test_equal_graphs_give_their_runs():
-    (first, second) = assert_equal_bits(program((aten.mul.Tensor, 2)), program((aten.add.Tensor, 1)), [[torch.ones(2)], [torch.ones(2)]])
+    (first, second) = assert_equal_bits(
+        program((aten.mul.Tensor, 2)),
+        program((aten.add.Tensor, 1)),
+        [[torch.ones(2)], [torch.ones(2)]],
+    )
     assert first.outputs[0].tolist() == [2, 2]
     assert second.collectives == ()
 
@@ -33,9 +37,12 @@ def test_first_difference_is_named_with_rank_output_and_bits():
     reference = [program((aten.neg.default,), (aten.mul.Tensor, 1)) for _ in range(2)]
     wrong = [reference[0], program((aten.neg.default,), (aten.mul.Tensor, 2))]
     with pytest.raises(
-        AssertionError, match=r"rank 1, output 1 \(mul_tensor\): 1 of 4 .* at \(1, 0\): 2.0 \(0x40000000\).*gives 1.0 \(0x3f800000\)"
+        AssertionError,
+        match=r"rank 1, output 1 \(mul_tensor\): 1 of 4 .* at \(1, 0\): 2.0 \(0x40000000\).*gives 1.0 \(0x3f800000\)",  # noqa: E501
     ):
-        assert_equal_bits(reference, wrong, [[torch.ones(2, 2)], [torch.tensor([[0.0, 0.0], [1.0, 0.0]])]])
+        assert_equal_bits(
+            reference, wrong, [[torch.ones(2, 2)], [torch.tensor([[0.0, 0.0], [1.0, 0.0]])]]
+        )
 
 
 def test_zeros_of_different_sign_differ():
@@ -71,7 +78,11 @@ def test_another_shape_dtype_or_kind_differs(other):
 
 def test_another_number_of_outputs_differs():
     with pytest.raises(AssertionError, match=r"has 2 outputs, the reference 1"):
-        assert_equal_bits(program((aten.neg.default,)), program((aten.neg.default,), (aten.neg.default,)), [[torch.ones(2)]])
+        assert_equal_bits(
+            program((aten.neg.default,)),
+            program((aten.neg.default,), (aten.neg.default,)),
+            [[torch.ones(2)]],
+        )
 
 
 def test_layout_and_empty_and_other_dtypes_compare():
@@ -82,7 +93,11 @@ def test_layout_and_empty_and_other_dtypes_compare():
         torch.ones(2, dtype=torch.bfloat16),
         torch.ones(2, dtype=torch.complex64),
     ):
-        assert_equal_bits(program((aten.clone.default,)), constant(value.t().contiguous().t() if value.dim() == 2 else value), [[value]])
+        assert_equal_bits(
+            program((aten.clone.default,)),
+            constant(value.t().contiguous().t() if value.dim() == 2 else value),
+            [[value]],
+        )
 
 
 def test_what_a_graph_writes_to_its_inputs_is_compared():

@@ -24,12 +24,22 @@ def handle_of(capacity=64, pes=1, **options):
     os.environ["MORI_ENABLE_SDMA"] = "1"
     unique_id = mori.shmem.shmem_get_unique_id()
     assert len(unique_id) == 128
-    assert mori.shmem.shmem_init_attr(mori.shmem.MORI_SHMEM_INIT_WITH_UNIQUEID, 0, 1, unique_id) == 0
-    return mori.ccl.AllgatherSdma(0, pes, **(options or {"input_buffer_size": capacity, "output_buffer_size": pes * capacity}))
+    assert (
+        mori.shmem.shmem_init_attr(mori.shmem.MORI_SHMEM_INIT_WITH_UNIQUEID, 0, 1, unique_id) == 0
+    )
+    return mori.ccl.AllgatherSdma(
+        0, pes, **(options or {"input_buffer_size": capacity, "output_buffer_size": pes * capacity})
+    )
 
 
 def call(handle, source, target, stream, count=None):
-    return handle(source, target, source.numel() if count is None else count, stream=stream.handle, capturing=True)
+    return handle(
+        source,
+        target,
+        source.numel() if count is None else count,
+        stream=stream.handle,
+        capturing=True,
+    )
 
 
 def test_a_call_delivers_late_and_over_poison(fake):
@@ -90,7 +100,12 @@ def test_more_than_eight_ranks_hang(fake):
 def test_nothing_raises_and_the_default_stream_blocks(fake):
     handle = handle_of()
     with pytest.raises(ValueError, match="count is 0"):
-        call(handle, torch.ones(0, dtype=torch.uint8), torch.ones(0, dtype=torch.uint8), HostStream(2))
+        call(
+            handle,
+            torch.ones(0, dtype=torch.uint8),
+            torch.ones(0, dtype=torch.uint8),
+            HostStream(2),
+        )
     target = torch.zeros(8, dtype=torch.uint8)
     handle(source := torch.ones(8, dtype=torch.uint8), target, 8, stream=0, capturing=True)
     assert torch.equal(source, target)
@@ -99,7 +114,9 @@ def test_nothing_raises_and_the_default_stream_blocks(fake):
 
 def test_handles_are_not_reentrant(fake):
     handle, streams = handle_of(), [HostStream(2), HostStream(2)]
-    tensors = [(torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)) for _ in streams]
+    tensors = [
+        (torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)) for _ in streams
+    ]
     for stream, (source, target) in zip(streams, tensors, strict=True):
         call(handle, source, target, stream)
     time.sleep(0.1)

@@ -21,7 +21,11 @@ def program(write, inputs=1):
 
 def communicate(op, *args, **kwargs):
     """A graph that starts one collective on its input and waits for it."""
-    return program(lambda graph, x: (graph.call_function(wait, (graph.call_function(op, (x, *args), kwargs),)),))
+    return program(
+        lambda graph, x: (
+            graph.call_function(wait, (graph.call_function(op, (x, *args), kwargs),)),
+        )
+    )
 
 
 def outputs(gm, *inputs, groups=None):
@@ -32,20 +36,28 @@ def ranks(*values, dtype=torch.float32):
     return [torch.tensor(value, dtype=dtype) for value in values]
 
 
-# --- what collectives compute -----------------------------------------------------------------------------------------------------
+# --- what collectives compute ---------------------------------------------------------------------
 def test_all_gather_stacks_the_ranks_rows():
-    for got in outputs(communicate(F.all_gather_into_tensor.default, 3, "0"), *ranks([1, 2], [3, 4], [5, 6])):
+    for got in outputs(
+        communicate(F.all_gather_into_tensor.default, 3, "0"), *ranks([1, 2], [3, 4], [5, 6])
+    ):
         assert got.tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_reduce_scatter_hands_each_rank_its_block_of_the_sum():
-    got = outputs(communicate(F.reduce_scatter_tensor.default, "sum", 2, "0"), *ranks([1, 2], [10, 20]))
+    got = outputs(
+        communicate(F.reduce_scatter_tensor.default, "sum", 2, "0"), *ranks([1, 2], [10, 20])
+    )
     assert [each.tolist() for each in got] == [[11], [22]]
 
 
-@pytest.mark.parametrize(("op", "expected"), [("sum", 9), ("avg", 3), ("max", 6), ("min", 1), ("product", 12)])
+@pytest.mark.parametrize(
+    ("op", "expected"), [("sum", 9), ("avg", 3), ("max", 6), ("min", 1), ("product", 12)]
+)
 def test_all_reduce_combines(op, expected):
-    assert [each.item() for each in outputs(communicate(F.all_reduce.default, op, "0"), *ranks(1, 2, 6))] == [expected] * 3
+    assert [
+        each.item() for each in outputs(communicate(F.all_reduce.default, op, "0"), *ranks(1, 2, 6))
+    ] == [expected] * 3
 
 
 def test_sums_are_taken_in_rank_order():
@@ -62,11 +74,16 @@ def test_average_divides_after_the_sum():
 
 
 def test_broadcast_gives_everyone_the_source_s_value():
-    assert [each.item() for each in outputs(communicate(F.broadcast.default, 1, "0"), *ranks(1, 2, 3))] == [2, 2, 2]
+    assert [
+        each.item() for each in outputs(communicate(F.broadcast.default, 1, "0"), *ranks(1, 2, 3))
+    ] == [2, 2, 2]
 
 
 def test_all_to_all_exchanges_uneven_parts():
-    graphs = [communicate(F.all_to_all_single.default, [1, 2], [1, 1], "0"), communicate(F.all_to_all_single.default, [1, 0], [2, 0], "0")]
+    graphs = [
+        communicate(F.all_to_all_single.default, [1, 2], [1, 1], "0"),
+        communicate(F.all_to_all_single.default, [1, 0], [2, 0], "0"),
+    ]
     runs = simulate(graphs, [ranks([1, 2]), ranks([3, 4])])
     assert [run.outputs[0].tolist() for run in runs] == [[1, 3, 4], [2]]
 
@@ -75,7 +92,8 @@ def test_all_to_all_with_parts_that_do_not_match_raises():
     graphs = [communicate(F.all_to_all_single.default, [1, 1], [1, 1], "0")] * 2
     graphs[1] = communicate(F.all_to_all_single.default, [2, 0], [1, 1], "0")
     with pytest.raises(
-        SimulationError, match=r"rank 0 of the group sends 1 rows to rank 0|rank 0 of the group sends 1 rows to rank 1, which expects 2"
+        SimulationError,
+        match=r"rank 0 of the group sends 1 rows to rank 0|rank 0 of the group sends 1 rows to rank 1, which expects 2",  # noqa: E501
     ):
         simulate(graphs, [ranks([1, 2]), ranks([3, 4])])
 
@@ -85,7 +103,10 @@ def test_coalesced_collectives_give_a_list():
         started = graph.call_function(F.all_gather_into_tensor_coalesced.default, ([a, b], 2, "0"))
         import operator
 
-        return [graph.call_function(wait, (graph.call_function(operator.getitem, (started, i)),)) for i in range(2)]
+        return [
+            graph.call_function(wait, (graph.call_function(operator.getitem, (started, i)),))
+            for i in range(2)
+        ]
 
     runs = simulate(program(write, 2), [ranks([1], [2, 2]), ranks([3], [4, 4])])
     assert [each.tolist() for each in runs[1].outputs] == [[1, 3], [2, 2, 4, 4]]
@@ -94,11 +115,15 @@ def test_coalesced_collectives_give_a_list():
 
 def test_out_form_writes_where_it_is_told_even_around_its_own_input():
     def write(graph, buffer, mine):
-        started = graph.call_function(F.all_gather_into_tensor_out.default, (mine, 2, "0"), {"out": buffer})
+        started = graph.call_function(
+            F.all_gather_into_tensor_out.default, (mine, 2, "0"), {"out": buffer}
+        )
         return (graph.call_function(wait, (started,)), buffer)
 
     buffers = [torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])]
-    runs = simulate(program(write, 2), [[buffer, buffer[i : i + 1]] for i, buffer in enumerate(buffers)])
+    runs = simulate(
+        program(write, 2), [[buffer, buffer[i : i + 1]] for i, buffer in enumerate(buffers)]
+    )
     assert [each.tolist() for run in runs for each in run.outputs] == [[1, 2]] * 4
     assert runs[0].outputs[0].data_ptr() == buffers[0].data_ptr()
 
@@ -118,27 +143,47 @@ def test_outputs_of_ranks_are_no_aliases():
 def test_dialect_gathers_uneven_shards_and_cuts_gradients_unevenly():
     def write(graph, shard, grad):
         rows = graph.call_function(torch.ops.aten.sym_size.int, (shard, 0))
-        full = graph.call_function(torch.ops.zpasses.unshard.default, (shard, 3, torch.float64, None, "0"))
-        return full, graph.call_function(torch.ops.zpasses.reduce_grad.default, (grad, 3, rows, torch.float32, torch.float64, "0"))
+        full = graph.call_function(
+            torch.ops.zpasses.unshard.default, (shard, 3, torch.float64, None, "0")
+        )
+        return full, graph.call_function(
+            torch.ops.zpasses.reduce_grad.default,
+            (grad, 3, rows, torch.float32, torch.float64, "0"),
+        )
 
     shards = ranks([1, 2], [3], dtype=torch.float32)
-    runs = simulate(program(write, 2), [[shard, torch.tensor([2.0, 4.0, 6.0]) * (rank + 1)] for rank, shard in enumerate(shards)])
+    runs = simulate(
+        program(write, 2),
+        [[shard, torch.tensor([2.0, 4.0, 6.0]) * (rank + 1)] for rank, shard in enumerate(shards)],
+    )
     assert [run.outputs[0].tolist() for run in runs] == [[1, 2, 3]] * 2
     assert [run.outputs[1].tolist() for run in runs] == [[3, 6], [9]]
     assert (runs[0].outputs[0].dtype, runs[0].outputs[1].dtype) == (torch.float64, torch.float32)
 
 
 def test_dialect_refuses_a_rank_with_the_wrong_number_of_rows():
-    gm = program(lambda graph, x: (graph.call_function(torch.ops.zpasses.unshard.default, (x, 3, None, None, "0")),))
-    with pytest.raises(SimulationError, match=r"rank 0 of the group of 2 holds 1 of 3 rows; expected 2"):
+    gm = program(
+        lambda graph, x: (
+            graph.call_function(torch.ops.zpasses.unshard.default, (x, 3, None, None, "0")),
+        )
+    )
+    with pytest.raises(
+        SimulationError, match=r"rank 0 of the group of 2 holds 1 of 3 rows; expected 2"
+    ):
         simulate(gm, [ranks([1]), ranks([2, 3])])
 
 
-# --- groups -----------------------------------------------------------------------------------------------------------------------
+# --- groups ---------------------------------------------------------------------------------------
 def test_groups_communicate_among_themselves():
     def write(graph, x):
-        pair = graph.call_function(wait, (graph.call_function(F.all_reduce.default, (x, "sum", "pair")),))
-        return (graph.call_function(wait, (graph.call_function(F.all_reduce.default, (pair, "max", "all")),)),)
+        pair = graph.call_function(
+            wait, (graph.call_function(F.all_reduce.default, (x, "sum", "pair")),)
+        )
+        return (
+            graph.call_function(
+                wait, (graph.call_function(F.all_reduce.default, (pair, "max", "all")),)
+            ),
+        )
 
     graphs = [program(write) for _ in range(4)]
     for rank, gm in enumerate(graphs):
@@ -146,23 +191,32 @@ def test_groups_communicate_among_themselves():
             if node.args and node.args[-1] == "pair":
                 node.args = (*node.args[:-1], f"pair{rank % 2}")
     groups = {"pair0": (0, 2), "pair1": (1, 3), "all": range(4)}
-    assert [run.outputs[0].item() for run in simulate(graphs, [ranks(v) for v in (1, 2, 3, 4)], groups)] == [6] * 4
+    assert [
+        run.outputs[0].item() for run in simulate(graphs, [ranks(v) for v in (1, 2, 3, 4)], groups)
+    ] == [6] * 4
 
 
 def test_two_groups_may_be_started_in_another_order_as_long_as_nobody_waits_in_between():
     def started(first, second):
         def write(graph, x):
-            calls = {name: graph.call_function(F.all_reduce.default, (x, "sum", name)) for name in (first, second)}
+            calls = {
+                name: graph.call_function(F.all_reduce.default, (x, "sum", name))
+                for name in (first, second)
+            }
             return [graph.call_function(wait, (calls[name],)) for name in ("a", "b")]
 
         return program(write)
 
-    runs = simulate([started("a", "b"), started("b", "a")], [ranks(1), ranks(2)], {"a": (0, 1), "b": (0, 1)})
+    runs = simulate(
+        [started("a", "b"), started("b", "a")], [ranks(1), ranks(2)], {"a": (0, 1), "b": (0, 1)}
+    )
     assert [run.outputs for run in runs] == [(3, 3), (3, 3)]
 
 
 def test_rank_outside_of_the_group_is_refused():
-    with pytest.raises(SimulationError, match=r"rank 1, node all_reduce.*group 'a', whose ranks are \[0\]"):
+    with pytest.raises(
+        SimulationError, match=r"rank 1, node all_reduce.*group 'a', whose ranks are \[0\]"
+    ):
         simulate(communicate(F.all_reduce.default, "sum", "a"), [ranks(1), ranks(2)], {"a": [0]})
 
 
@@ -171,11 +225,15 @@ def test_unknown_group_names_the_known_ones():
         simulate(communicate(F.all_reduce.default, "sum", "b"), [ranks(1)], {"a": [0]})
 
 
-# --- what would hang --------------------------------------------------------------------------------------------------------------
+# --- what would hang ------------------------------------------------------------------------------
 def test_another_op_on_one_rank_raises_and_names_both():
-    graphs = [communicate(F.all_reduce.default, "sum", "0"), communicate(F.broadcast.default, 0, "0")]
+    graphs = [
+        communicate(F.all_reduce.default, "sum", "0"),
+        communicate(F.broadcast.default, 0, "0"),
+    ]
     with pytest.raises(
-        SimulationError, match=r"collective 0 is all_reduce\(float32\[2\], reduce_op=sum\) on rank 0 \(node .*broadcast\(.*on rank 1"
+        SimulationError,
+        match=r"collective 0 is all_reduce\(float32\[2\], reduce_op=sum\) on rank 0 \(node .*broadcast\(.*on rank 1",  # noqa: E501
     ):
         simulate(graphs, [ranks([1, 2]), ranks([1, 2])])
 
@@ -191,15 +249,27 @@ def test_another_shape_or_dtype_raises(a, b):
 
 
 def test_another_reduction_raises():
-    with pytest.raises(SimulationError, match=r"reduce_op=sum\) on rank 0.*reduce_op=avg\) on rank 1"):
-        simulate([communicate(F.all_reduce.default, op, "0") for op in ("sum", "avg")], [ranks(1), ranks(2)])
+    with pytest.raises(
+        SimulationError, match=r"reduce_op=sum\) on rank 0.*reduce_op=avg\) on rank 1"
+    ):
+        simulate(
+            [communicate(F.all_reduce.default, op, "0") for op in ("sum", "avg")],
+            [ranks(1), ranks(2)],
+        )
 
 
 def test_rank_that_ends_early_is_named():
     silent = program(lambda graph, x: (x,))
-    with pytest.raises(SimulationError, match=r"would hang.*started by rank 0 \(.*\), rank 2 \(.*\), but not by rank 1, which ended"):
+    with pytest.raises(
+        SimulationError,
+        match=r"would hang.*started by rank 0 \(.*\), rank 2 \(.*\), but not by rank 1, which ended",  # noqa: E501
+    ):
         simulate(
-            [communicate(F.all_reduce.default, "sum", "0"), silent, communicate(F.all_reduce.default, "sum", "0")],
+            [
+                communicate(F.all_reduce.default, "sum", "0"),
+                silent,
+                communicate(F.all_reduce.default, "sum", "0"),
+            ],
             [ranks(i) for i in range(3)],
         )
 
@@ -208,13 +278,21 @@ def test_ranks_that_wait_for_each_other_are_named():
     def one_by_one(first, second):
         def write(graph, x):
             for name in (first, second):
-                x = graph.call_function(wait, (graph.call_function(F.all_reduce.default, (x, "sum", name)),))
+                x = graph.call_function(
+                    wait, (graph.call_function(F.all_reduce.default, (x, "sum", name)),)
+                )
             return (x,)
 
         return program(write)
 
-    with pytest.raises(SimulationError, match=r"not by rank 1, which waits at node .* on group 'b'"):
-        simulate([one_by_one("a", "b"), one_by_one("b", "a")], [ranks(1), ranks(2)], {"a": (0, 1), "b": (0, 1)})
+    with pytest.raises(
+        SimulationError, match=r"not by rank 1, which waits at node .* on group 'b'"
+    ):
+        simulate(
+            [one_by_one("a", "b"), one_by_one("b", "a")],
+            [ranks(1), ranks(2)],
+            {"a": (0, 1), "b": (0, 1)},
+        )
 
 
 def test_wrong_group_size_is_refused():
@@ -222,20 +300,25 @@ def test_wrong_group_size_is_refused():
         simulate(communicate(F.all_gather_into_tensor.default, 3, "0"), [ranks([1]), ranks([2])])
 
 
-# --- what would race --------------------------------------------------------------------------------------------------------------
+# --- what would race ------------------------------------------------------------------------------
 def test_reading_before_the_wait_raises():
     def write(graph, x):
         started = graph.call_function(F.all_reduce.default, (x, "sum", "0"))
         doubled = graph.call_function(torch.ops.aten.mul.Tensor, (started, 2))
         return doubled, graph.call_function(wait, (started,))
 
-    with pytest.raises(SimulationError, match=r"rank 0.*mul.*reads all_reduce.* before wait_tensor"):
+    with pytest.raises(
+        SimulationError, match=r"rank 0.*mul.*reads all_reduce.* before wait_tensor"
+    ):
         simulate(program(write), [ranks(1), ranks(2)])
 
 
 def test_returning_before_the_wait_raises():
     with pytest.raises(SimulationError, match=r"before wait_tensor"):
-        simulate(program(lambda graph, x: (graph.call_function(F.all_reduce.default, (x, "sum", "0")),)), [ranks(1)])
+        simulate(
+            program(lambda graph, x: (graph.call_function(F.all_reduce.default, (x, "sum", "0")),)),
+            [ranks(1)],
+        )
 
 
 def test_nobody_waiting_raises():
@@ -254,7 +337,9 @@ def test_reading_a_buffer_that_a_collective_writes_raises():
         doubled = graph.call_function(torch.ops.aten.mul.Tensor, (view, 2))
         return doubled, graph.call_function(wait, (started,))
 
-    with pytest.raises(SimulationError, match=r"reads or writes what the collective all_reduce_.* is writing"):
+    with pytest.raises(
+        SimulationError, match=r"reads or writes what the collective all_reduce_.* is writing"
+    ):
         simulate(program(write), [ranks([1, 2])])
 
 
@@ -277,7 +362,7 @@ def test_reading_the_input_of_a_running_collective_is_fine():
     assert simulate(program(write), [ranks(1), ranks(2)])[1].outputs == (4, 3)
 
 
-# --- running ----------------------------------------------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------
 def test_values_are_freed_at_their_last_use():
     seen, alive = [], []
 
@@ -340,7 +425,10 @@ def test_collectives_of_others_can_be_given_a_meaning():
     assert runs[0].collectives[0].op == "gather_twice"
 
 
-@pytest.mark.skipif(not hasattr(F, "isend"), reason="torch 2.11 has no collective that zpasses.testing does not know")
+@pytest.mark.skipif(
+    not hasattr(F, "isend"),
+    reason="torch 2.11 has no collective that zpasses.testing does not know",
+)
 def test_collective_without_a_meaning_is_refused():
     gm = program(lambda graph, x: (graph.call_function(F.isend.default, (x, 0, 0, "0")),))
     with pytest.raises(SimulationError, match=r"isend.* is not simulated"):

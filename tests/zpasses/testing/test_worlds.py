@@ -9,7 +9,12 @@ from zpasses.testing import fake_world
 
 def test_world_has_the_size_and_rank_asked_for():
     with fake_world(512, 500) as mesh:
-        assert (dist.get_world_size(), dist.get_rank(), mesh.size(), mesh.get_local_rank()) == (512, 500, 512, 500)
+        assert (dist.get_world_size(), dist.get_rank(), mesh.size(), mesh.get_local_rank()) == (
+            512,
+            500,
+            512,
+            500,
+        )
     assert not dist.is_initialized()
 
 
@@ -21,7 +26,13 @@ def test_world_is_left_after_an_error():
 
 def test_second_world_is_refused_and_the_first_stays():
     with fake_world(2, 1):
-        with pytest.raises(RuntimeError, match=r"rank 1 of 2 of a 'fake' process group already.*destroy_process_group"), fake_world(3):
+        with (
+            pytest.raises(
+                RuntimeError,
+                match=r"rank 1 of 2 of a 'fake' process group already.*destroy_process_group",
+            ),
+            fake_world(3),
+        ):
             pass
         assert dist.get_world_size() == 2
 
@@ -42,7 +53,9 @@ def test_groups_have_the_same_names_on_every_rank_and_in_every_world():
 
 def _accumulated_rows(rank):
     with fake_world(2, rank) as mesh:
-        weight = nn.Parameter(distribute_tensor(torch.ones(3, 6), mesh, [Shard(0)], src_data_rank=None))
+        weight = nn.Parameter(
+            distribute_tensor(torch.ones(3, 6), mesh, [Shard(0)], src_data_rank=None)
+        )
         for _ in range(2):
             torch.autograd.backward([weight], [weight.detach().clone()])
         return weight.grad.to_local().shape[0]

@@ -1,8 +1,8 @@
 """report.html: a dump as one page that needs no network, no server and no torch.
 
-The data are JSON in a script element that is never run, and everything that comes from the dump is put on the page as text. A content
-security policy allows this page's one script by its hash and nothing else, and no connection to anywhere.
-"""
+The data are JSON in a script element that is never run, and everything that comes from the dump is
+put on the page as text. A content security policy allows this page's one script by its hash and
+nothing else, and no connection to anywhere."""
 
 from __future__ import annotations
 
@@ -51,9 +51,17 @@ def render(dump: Dump, rank: int | None = None, compile_name: str | None = None)
 
     data = payload(dump, rank, compile_name)
     script = '"use strict";\n' + "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
-    template = Environment(autoescape=select_autoescape(default=True)).from_string(_asset("page.html"))
+    template = Environment(autoescape=select_autoescape(default=True)).from_string(
+        _asset("page.html")
+    )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return template.render(title=data["title"], style=_asset("style.css"), script=script, digest=digest, data=_inert(data))
+    return template.render(
+        title=data["title"],
+        style=_asset("style.css"),
+        script=script,
+        digest=digest,
+        data=_inert(data),
+    )
 
 
 def _asset(name: str) -> str:

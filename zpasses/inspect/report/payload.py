@@ -1,8 +1,7 @@
 """What report.html shows, as JSON: each form of a node once, and every step as runs of them.
 
-`model.js` is the reader of this. Differences and schedules are worked out here, with the code that the command line uses; the page works
-out memory curves from the buffers' ends.
-"""
+`model.js` is the reader of this. Differences and schedules are worked out here, with the code that
+the command line uses; the page works out memory curves from the buffers' ends."""
 
 from __future__ import annotations
 
@@ -25,7 +24,11 @@ def payload(dump: Dump, rank: int | None, compile_name: str | None) -> dict[str,
     rank = pick_rank(dump, rank)
     picked = pick(dump, rank=rank, compile_name=compile_name)
     chosen = dict.fromkeys(each.compile.folder for each in picked)
-    compiles = [each for each in dump.ranks[rank].compiles if each.folder in chosen or (compile_name is None and each.error is not None)]
+    compiles = [
+        each
+        for each in dump.ranks[rank].compiles
+        if each.folder in chosen or (compile_name is None and each.error is not None)
+    ]
     return {
         "title": f"zpasses report: {dump.path.name}",
         "path": str(dump.path),
@@ -49,10 +52,15 @@ def _compile(each: Compile, rank: int) -> dict[str, Any]:
         "target": plain(info.target),
         "options": plain(info.options),
         "groups": plain(info.groups),
-        "parameters": {name: [param.nbytes, param.shard_bytes, list(param.shape), param.dtype] for name, param in info.parameters.items()},
+        "parameters": {
+            name: [param.nbytes, param.shard_bytes, list(param.shape), param.dtype]
+            for name, param in info.parameters.items()
+        },
         "error": plain(each.error),
         "notes": list(each.notes),
-        "sources": {file: text.splitlines() for file, text in each.sources.items() if file in pool.files},
+        "sources": {
+            file: text.splitlines() for file, text in each.sources.items() if file in pool.files
+        },
         "strings": pool.strings,
         "nodes": pool.rows,
         "graphs": graphs,
@@ -71,13 +79,26 @@ def _graph(picked: Picked, pool: _Pool) -> dict[str, Any]:
 
 
 def _step(graph: Graph, step: Step, pool: _Pool) -> dict[str, Any]:
-    about = {"index": step.index, "level": step.level, "after": step.after, "run": plain(step.run), "error": plain(step.error)}
+    about = {
+        "index": step.index,
+        "level": step.level,
+        "after": step.after,
+        "run": plain(step.run),
+        "error": plain(step.error),
+    }
     if step.snapshot is None:
         return {**about, "number": None}
     earlier = next((each for each in graph.steps[: step.index] if each.number == step.number), None)
     if earlier is not None:
         return {**about, "number": step.number, "same": earlier.index}
-    before = next((each.snapshot for each in reversed(graph.steps[: step.index]) if each.snapshot is not None), None)
+    before = next(
+        (
+            each.snapshot
+            for each in reversed(graph.steps[: step.index])
+            if each.snapshot is not None
+        ),
+        None,
+    )
     snapshot = step.snapshot
     peak = snapshot.live_bytes.index(snapshot.peak_bytes) if snapshot.nodes else 0
     return {
@@ -103,7 +124,10 @@ def _runs(rows: Iterable[int]) -> list[list[int]]:
 
 def _difference(difference: Difference) -> dict[str, list[list[Any]]]:
     """Kind -> [id, detail] of each change."""
-    return {kind: [[change.node.id, printable(change.detail)] for change in difference.of_kind(kind)] for kind in difference.counts}
+    return {
+        kind: [[change.node.id, printable(change.detail)] for change in difference.of_kind(kind)]
+        for kind in difference.counts
+    }
 
 
 def _schedule(snapshot: Snapshot) -> dict[str, Any]:
@@ -120,7 +144,12 @@ def _schedule(snapshot: Snapshot) -> dict[str, Any]:
         ]
         for flight in plan.flights
     ]
-    totals = {"total": plan.total_us, "compute": plan.compute_us, "communication": plan.communication_us, "exposed": plan.exposed_us}
+    totals = {
+        "total": plan.total_us,
+        "compute": plan.compute_us,
+        "communication": plan.communication_us,
+        "exposed": plan.exposed_us,
+    }
     return {"flights": flights, **{key: _us(value) for key, value in totals.items()}}
 
 
@@ -129,7 +158,8 @@ def _us(value: float) -> float:
 
 
 class _Pool:
-    """Forms of nodes, each once: a form is what a node is in one snapshot, and most stay as they are from pass to pass."""
+    """Forms of nodes, each once: a form is what a node is in one snapshot, and most stay as they
+    are from pass to pass."""
 
     def __init__(self, each: Compile) -> None:
         self.rows: list[list[Any]] = []
@@ -146,7 +176,10 @@ class _Pool:
             return known[1]
         if self._names[0] is not snapshot:
             self._names = (snapshot, {each.id: each.name for each in snapshot.nodes})
-        self._forms[id(node)] = (node, len(self.rows))  # the node itself is held, so that its number is not given to another
+        self._forms[id(node)] = (
+            node,
+            len(self.rows),
+        )  # the node itself is held, so that its number is not given to another
         self.rows.append(self._form(node, self._names[1]))
         return len(self.rows) - 1
 
@@ -165,11 +198,29 @@ class _Pool:
             self._text(value_text(node.vals)),
             node.nbytes,
             [self._text(name) for name in node.params],
-            None if node.tag is None else [self._text(node.tag.role), node.tag.bucket, self._text(node.tag.origin)],
-            None if source is None else [self._text(source.file), source.line, self._text(source.text), self._text(source.module)],
+            None
+            if node.tag is None
+            else [self._text(node.tag.role), node.tag.bucket, self._text(node.tag.origin)],
+            None
+            if source is None
+            else [
+                self._text(source.file),
+                source.line,
+                self._text(source.text),
+                self._text(source.module),
+            ],
             _us(node.cost_us),
             list(node.inputs),
-            [[each.nbytes, each.first, each.last, self._text(each.kind), self._texts(each.params)] for each in node.buffers],
+            [
+                [
+                    each.nbytes,
+                    each.first,
+                    each.last,
+                    self._text(each.kind),
+                    self._texts(each.params),
+                ]
+                for each in node.buffers
+            ],
             None
             if collective is None
             else [
