@@ -2,8 +2,10 @@
 #
 #   make demo          train a small GPT on two ranks and compare with one process, write build/demo/report.html;
 #                      ARGS="--zero-stage 2 --steps 50"
-#   make test          lint and run all tests, three at a time;                      ARGS="-k gather -x", ARGS="-n 0 --pdb"
+#   make test          lint and run the tests that are not slow, three at a time;    ARGS="-k gather -x", ARGS="-n 0 --pdb"
+#   make test-all      lint and run all tests
 #   make lint          ruff, ruff format, mypy
+#   make docs          the documentation as a site, in build/site
 #   make bench         step time, memory and communication against other systems;   ARGS="--help"
 #   make clean         remove what was built; `make distclean` removes .venv too
 #
@@ -16,7 +18,7 @@ INSTALLED := .venv/.installed
 TYPED := build/typed/zpasses
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean distclean
+.PHONY: help setup demo test test-all lint docs bench clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -27,17 +29,28 @@ demo: $(INSTALLED)
 	@rm -rf build/demo
 	$(PY) examples/train_gpt.py --ranks 2 --dump build/demo $(ARGS)
 
-test: lint
-	$(PY) -m pytest -n 3 --dist worksteal $(ARGS)
+PYTEST := $(PY) -m pytest -n 3 --dist worksteal
 
-# mypy sees the package as it is imported: zpasses/ with passes/ and tools/ in it, as links, because it cannot follow the editable
-# install's mapping.
+# Property tests draw half of their examples. pyproject.toml tells which tests are slow.
+test: lint
+	$(PYTEST) -m "not slow" --hypothesis-profile quick $(ARGS)
+
+test-all: lint
+	$(PYTEST) $(ARGS)
+
+# mypy sees the package as it is imported: zpasses/ with passes/ and tools/ in it, as links, because
+# it cannot follow the mapping of the editable install.
 lint: $(INSTALLED)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	@rm -rf build/typed && mkdir -p $(TYPED)
 	@for item in zpasses/* passes tools; do ln -s "../../../$$item" "$(TYPED)/$${item##*/}"; done
 	$(PY) -m mypy
+
+# NO_MKDOCS_2_WARNING silences a notice of the theme about its successor.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
+	@echo "The documentation is in build/site/index.html."
 
 bench: $(INSTALLED)
 	$(PY) -m zpasses.tools.bench $(ARGS)

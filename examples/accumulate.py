@@ -1,5 +1,5 @@
-"""Gradient accumulation over micro-batches with one reduction a step, in the four ways to say which
-backward is the last.
+"""Gradient accumulation over micro-batches with one reduction per step, in the four ways to mark
+the last backward.
 
     torchrun --nproc-per-node 2 examples/accumulate.py --way counted
 
@@ -10,8 +10,9 @@ backward is the last.
 | announced | window.last() before the last one | in that backward |
 | flushed | coalesce_grad_reduction(model) | when the block ends |
 
-All give the same gradients. Without any (--way none) every backward reduces: the same again, with N
-times the communication."""
+All ways give the same gradients. With --way none every backward reduces. That gives the same
+gradients too, with N times the communication.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ def build(width: int) -> nn.Module:
 def train(
     way: str, steps: int, micro_batches: int, width: int, device: str, **options: Any
 ) -> list[float]:
-    """Train a small autoencoder; returns the loss of every step, the mean over its micro-batches on
-    this rank."""
+    """Train a small autoencoder. Returns the loss of every step: the mean over its micro-batches on
+    this rank.
+    """
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     model = zpasses.shard(build(width).to(device), mesh=mesh)
     if way == "per-step":

@@ -1,12 +1,15 @@
-"""Llama 3 for `zpasses capture`, by default of 70B parameters: see what the passes make of it on
-512 ranks that are not here.
+"""Llama 3 for `zpasses capture`, with 70B parameters by default: shows what the passes do for 512
+ranks on a machine that has none of them.
 
-    zpasses capture examples/capture_llama.py:llama --world 512 --target mi300x --zero-stage 3 -o
-    llama-dump zpasses capture examples/capture_llama.py:llama --arg layers=2 --world 64 --target
-    h100 -o small-dump zpasses html llama-dump -o report.html
+    zpasses capture examples/capture_llama.py:llama --world 512 --target mi300x --zero-stage 3 \\
+        -o llama-dump
+    zpasses capture examples/capture_llama.py:llama --arg layers=2 --world 64 --target h100 \\
+        -o small-dump
+    zpasses html llama-dump -o report.html
 
-A function to capture returns a model and its inputs. It is called on fake tensors: nothing of the
-model's size is allocated."""
+A function to capture returns a model and its inputs. It runs on fake tensors, so nothing of the
+model's size is allocated.
+"""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -21,7 +24,9 @@ def llama(
     vocab: int = 128256,
     seq: int = 128,
 ):
-    """A model, and one sample of `seq` tokens as keyword arguments; the model returns its loss."""
+    """Returns a model, and one sample of `seq` tokens as keyword arguments. The model returns its
+    loss.
+    """
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=intermediate,

@@ -1,15 +1,17 @@
-"""Contrastive learning over large batches with sentence-transformers' cached loss, sharded: one
-reduction a step.
+"""Contrastive learning over large batches with sentence-transformers' cached loss, sharded, with
+one reduction per step.
 
     torchrun --nproc-per-node 2 examples/grad_cache.py
     torchrun --nproc-per-node 8 examples/grad_cache.py --device cuda
 
-The loss embeds a large batch in mini-batches without gradients, takes the gradient of the
-embeddings, and then runs forward and backward once more for each mini-batch, inside a hook of the
-backward that the program calls. That is many backwards in one optimizer step;
-`zpasses.coalesce_grad_reduction` makes them reduce gradients once. Neither the loss nor the model
-knows of it. The model is a small random BERT and the text is made up, so that nothing is
-downloaded; the last line compares with the same training without sharding and compiler."""
+The loss embeds a large batch in mini-batches without gradients and computes the gradient of the
+embeddings. A hook in the program's backward then runs forward and backward once more per
+mini-batch. These are many backwards in one optimizer step, and `zpasses.coalesce_grad_reduction`
+makes them reduce gradients once. It needs no change in the loss or the model.
+
+The model is a small random BERT and the text is random, so nothing is downloaded. The last line
+compares the losses with the same training without sharding and without a compiler.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,7 @@ LENGTH = 12
 
 
 class Encoder(nn.Module):
-    """What sentence-transformers expects of its first module: features in, features with token
-    embeddings out."""
+    """First module of a SentenceTransformer: features in, features with token embeddings out."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -69,7 +70,9 @@ def build(width: int, layers: int) -> SentenceTransformer:
 
 
 def pairs(count: int, step: int, rank: int, device: str) -> list[dict[str, Tensor]]:
-    """Anchors and positives: sentences of random words, and the same with a few words replaced."""
+    """Anchors and positives: sentences of random words, and the same sentences with a few words
+    replaced.
+    """
     generator = torch.Generator().manual_seed(1000 * step + rank)
     anchors = torch.randint(WORDS, (count, LENGTH), generator=generator)
     noise = torch.randint(WORDS, (count, LENGTH), generator=generator)
@@ -87,8 +90,9 @@ def train(
     batches: Sequence[Sequence[list[dict[str, Tensor]]]],
     mini_batch: int,
 ) -> list[float]:
-    """One step for each item of `batches`; `embed` is what computes embeddings. Returns the mean
-    losses."""
+    """Run one step per item of `batches`; `embed` computes the embeddings. Returns the mean
+    losses.
+    """
     cached_loss = CachedMultipleNegativesRankingLoss(embed, mini_batch_size=mini_batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
@@ -114,8 +118,9 @@ def compare(
     layers: int = 2,
     **options: Any,
 ) -> tuple[list[float], list[float]]:
-    """Losses of the sharded training and of the same without zpasses, which sees the data of all
-    ranks; both means over the ranks."""
+    """Returns the losses of the sharded training, and of the same training without zpasses on the
+    data of all ranks. Both are means over the ranks.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     plain = build(width, layers).to(device)
     model = copy.deepcopy(plain)

@@ -1,4 +1,4 @@
-"""The README's quickstart: torchrun --nproc-per-node 2 examples/quickstart.py"""
+"""The quickstart of the README: torchrun --nproc-per-node 2 examples/quickstart.py"""
 
 import torch
 import torch.distributed as dist

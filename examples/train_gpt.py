@@ -1,13 +1,17 @@
-"""Train a byte-level GPT with ZeRO through torch.compile, then check it against the same training
-in one process.
+"""Train a byte-level GPT with ZeRO and torch.compile, and compare with one unsharded process.
 
-    python examples/train_gpt.py --ranks 2                                          starts two ranks on this machine
-    torchrun --nproc-per-node 8 examples/train_gpt.py --device cuda                 one rank per GPU (NCCL or RCCL)
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 examples/train_gpt.py --device cuda
+Two ranks on this machine:
+    python examples/train_gpt.py --ranks 2
+One rank per GPU (NCCL or RCCL):
+    torchrun --nproc-per-node 8 examples/train_gpt.py --device cuda
+Two nodes:
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
+        examples/train_gpt.py --device cuda
 
-What makes it ZeRO is three lines of `train_sharded`: init_device_mesh, zpasses.shard and
-torch.compile(backend="zpasses"). The rest is a plain training program: a model that knows nothing
-of sharding, batches, AdamW, and a report of speed, memory and communication."""
+Three lines of `train_sharded` add ZeRO: init_device_mesh, zpasses.shard and
+torch.compile(backend="zpasses"). The rest is a plain training program: a model without any sharding
+code, batches, AdamW, and a report of speed, memory and communication.
+"""
 
 from __future__ import annotations
 
@@ -48,15 +52,16 @@ BYTES = 256
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 """Largest accepted difference between the two loss curves, in nats, by the dtype of compute.
 
-The two runs compute the same sums in another order: gradients per rank and then averaged, instead
-of over the whole batch. That differs by about one unit in the last place (1e-7 of a float32
-gradient, 4e-3 of a bfloat16 one), and training amplifies it. Measured
-with the defaults: 5e-7 nats over 120 steps in float32, 6e-3 over 60 steps in bfloat16. A learning
-rate at the edge of stability amplifies far more (3e-3 instead of 1e-3: 1e-2 nats, no matter whether
-sharding or a perturbation of 1e-7 caused it), so compare at one that trains well. """
+The two runs compute the same sums in another order: gradients per rank that are then averaged,
+instead of gradients over the whole batch. The difference is about one unit in the last place (1e-7
+of a float32 gradient, 4e-3 of a bfloat16 one), and training amplifies it. Measured with the
+defaults: 5e-7 nats over 120 steps in float32, 6e-3 over 60 steps in bfloat16. A learning rate at
+the edge of stability amplifies far more (3e-3 instead of 1e-3: 1e-2 nats, whether sharding or a
+perturbation of 1e-7 caused it). Compare at a learning rate that trains well.
+"""
 
 DIVERGED = 3
-"""Exit status when the curves differ by more."""
+"""Exit status if the curves differ by more than the tolerance."""
 
 
 # --- the model: plain PyTorch ---------------------------------------------------------------------
@@ -104,8 +109,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Pre-norm decoder over bytes. Called with inputs and targets, both (batch, seq), it returns
-    the mean loss in nats per byte."""
+    """Pre-norm decoder over bytes. Takes inputs and targets, both (batch, seq), and returns the
+    mean loss in nats per byte.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -135,21 +141,26 @@ class GPT(nn.Module):
 
 
 def build_model(args: argparse.Namespace, seed: int, device: torch.device) -> GPT:
-    """The same weights on every rank: made on the CPU from the seed, whatever the device."""
+    """Build the model on the CPU from the seed, so every rank and every device has the same
+    weights.
+    """
     torch.manual_seed(seed)
     return GPT(GPTConfig(args.layers, args.width, args.heads, args.seq, args.tied)).to(device)
 
 
 # --- the data -------------------------------------------------------------------------------------
 def read_text(path: Path | None) -> bytes:
-    """The file, or the reference documentation that comes with Python: about 0.7 MB of English."""
+    """Returns the file, or the reference documentation that comes with Python: about 0.7 MB of
+    English.
+    """
     return path.read_bytes() if path else "\n\n".join(pydoc_data.topics.topics.values()).encode()
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Random windows of a text. A function of the step alone, so every rank knows the whole batch
-    and takes its rows of it."""
+    """Random windows of a text. A batch depends only on the step, so every rank knows the whole
+    batch and takes its rows.
+    """
 
     text: Tensor
     """uint8, (bytes,)"""
@@ -161,7 +172,7 @@ class Batches:
     def __call__(
         self, step: int, rank: int, ranks: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of one rank: int64, (batch / ranks, seq)."""
+        """Returns the inputs and targets of one rank: int64, (batch / ranks, seq)."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         starts = torch.randint(len(self.text) - self.seq, (self.batch,), generator=generator).chunk(
             ranks
@@ -173,27 +184,28 @@ class Batches:
 # --- training -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Usage:
-    """What one step needs of one rank."""
+    """Memory and communication of one step on one rank."""
 
     resting_bytes: int
-    """Parameters and optimizer state: what stays between steps."""
+    """Bytes of parameters and optimizer state, which stay between steps."""
     peak_bytes: int
-    """The most that a step holds above that: gathered parameters, activations, gradients."""
+    """Peak bytes of a step above that: gathered parameters, activations, gradients."""
     counted: dict[str, int]
-    """Functional collectives that ran, by operator."""
+    """Calls of functional collectives that ran, by operator."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run, as one rank saw it."""
+    """One training run on one rank."""
 
     losses: list[float]
-    """Mean over the whole batch, by step, in nats per byte."""
+    """Mean over the whole batch per step, in nats per byte."""
     compile_s: float
-    """The first step, less an average one."""
+    """Time of the first step, less that of an average step."""
     tokens_per_s: float | None
-    """All ranks together, without the first step (compile) and the last (measured); None when no
-    step is left."""
+    """Tokens per second of all ranks together, without the first step (compile) and the last
+    (measured); None if no step is left.
+    """
     usage: Usage
 
 
@@ -208,8 +220,9 @@ def train(
     device: torch.device,
     label: str,
 ) -> Run:
-    """Train `model` by calling `forward`: the same loop for the sharded model and for the unsharded
-    one."""
+    """Train `model` by calling `forward`. The loop is the same for the sharded and the unsharded
+    model.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), fused=True)
     warmup = max(args.steps // 10, 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -220,9 +233,8 @@ def train(
     def step(number: int) -> None:
         loss = forward(*batches(number, rank, ranks, device))
         loss.backward()
-        nn.utils.clip_grad_norm_(
-            model.parameters(), 1.0
-        )  # the norm of the whole gradient, also where it lies in shards
+        # The norm is that of the whole gradient, also if the gradient is sharded.
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -274,7 +286,8 @@ def train_sharded(
     args: argparse.Namespace, batches: Batches, device: torch.device
 ) -> tuple[Run, list[Usage], Counter[tuple[str, int]]]:
     """Train with ZeRO. Returns this rank's run, the usage of every rank, and the planned
-    collectives: (operator, bytes) -> calls."""
+    collectives: (operator, bytes) -> calls.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(device.type, (ranks,))
     model = build_model(args, args.seed, device)
@@ -288,10 +301,8 @@ def train_sharded(
     planned: Counter[tuple[str, int]] = Counter()
 
     def observe(log: GraphLog) -> None:
-        if log.kind in (
-            "forward",
-            "backward",
-        ):  # what will run; "joint" is both before they are cut apart
+        # Forward and backward are the graphs that run; "joint" is both before partitioning.
+        if log.kind in ("forward", "backward"):
             planned.update((each.op, each.nbytes) for _, each in collectives(log.graph))
 
     with observe_graphs(observe):
@@ -311,7 +322,7 @@ def train_sharded(
 
 
 def train_unsharded(args: argparse.Namespace, batches: Batches, device: torch.device) -> Run:
-    """The same training in one process: same weights, same batches, plain PyTorch."""
+    """Run the same training in one process: same weights, same batches, plain PyTorch."""
     model = build_model(args, args.reference_seed, device)
 
     def forward(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -333,8 +344,9 @@ def measure(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
 ) -> Usage:
-    """Run one step under the profiler: memory from its allocations, collectives from the operators
-    that it called."""
+    """Run one step under the profiler. Memory comes from the recorded allocations, collectives from
+    the recorded operators.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
@@ -364,7 +376,7 @@ def measure(
 
 
 def peak_of_trace(events: Iterable[dict]) -> int:
-    """The most bytes that the traced code held above what was there when it began."""
+    """Peak bytes that the traced code held above those at its start."""
     held = peak = 0
     for event in sorted(
         (event for event in events if event.get("name") == "[memory]"),
@@ -422,7 +434,7 @@ def show_run(run: Run, usages: Sequence[Usage], planned: Counter[tuple[str, int]
         "\n"
         + tabulate(
             [*((op, calls[op], mib(sent[op])) for op in calls), total],
-            headers=["collective", "calls a step", "bytes a step"],
+            headers=["collective", "calls per step", "bytes per step"],
         )
     )
     counted, clipping = (
@@ -430,7 +442,7 @@ def show_run(run: Run, usages: Sequence[Usage], planned: Counter[tuple[str, int]
         sum(usages[0].counted.values()) - sum(calls.values()),
     )
     print(
-        f"Bytes are those that one rank puts in. The last step made {counted} calls: these and "
+        f"Bytes are those that one rank sends in. The last step made {counted} calls: these, and "
         f"{clipping} to clip the gradient."
     )
 
@@ -452,21 +464,23 @@ def show_comparison(run: Run, reference: Run, stage: int) -> None:
 
 
 def largest_difference(run: Run, reference: Run) -> float:
-    """Infinite where a loss is not a number, so that it never passes for a small difference."""
+    """Returns the largest difference; infinite if a loss is not a number, so that NaN never passes
+    the comparison.
+    """
     differences = [abs(a - b) for a, b in zip(run.losses, reference.losses, strict=True)]
     return max(value if value == value else float("inf") for value in differences)
 
 
 # --- the program ----------------------------------------------------------------------------------
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read and check the options; what is wrong is said before any process starts."""
+    """Read and check the options. Errors are reported before any process starts."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument(
         "--ranks",
         type=int,
-        help="processes to start; under torchrun that decides (default: 2)",
+        help="processes to start (default: 2); leave it out under torchrun",
         default=argparse.SUPPRESS,
     )
     parser.add_argument(
@@ -480,17 +494,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=int,
         choices=(1, 2, 3),
         default=3,
-        help="what is sharded, and for how long",
+        help="ZeRO stage",
     )
     parser.add_argument(
         "--pipeline",
-        help="passes to run instead of those of the stage: see zpasses passes",
+        help="passes to run instead of the stage's; 'zpasses passes' lists them",
         default=argparse.SUPPRESS,
     )
     parser.add_argument(
         "--codegen",
         choices=("inductor", "eager"),
-        help="(default: inductor where it works)",
+        help="code generator (default: inductor if it works here, else eager)",
         default=None,
     )
     parser.add_argument(
@@ -514,13 +528,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="share the embedding with the output head",
     )
     parser.add_argument(
-        "--lr", type=float, default=1e-3, help="after a warm-up over the first tenth of the steps"
+        "--lr",
+        type=float,
+        default=1e-3,
+        help="learning rate after a warm-up over the first tenth of the steps",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches")
     parser.add_argument(
         "--text",
         type=Path,
-        help="file to learn from (default: Python's own documentation)",
+        help="file to train on (default: Python's own documentation)",
         default=argparse.SUPPRESS,
     )
     parser.add_argument(
@@ -532,7 +549,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--reference-seed",
         type=int,
-        help="weights of the unsharded run; other than --seed, the comparison must fail",
+        help="seed of the unsharded run; if it differs from --seed, the comparison must fail",
     )
     parser.add_argument(
         "--timeout",
@@ -547,7 +564,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--dump",
         type=Path,
         metavar="DIR",
-        help="also write what every pass did to this folder, and report.html on it",
+        help="also dump what every pass did to this folder, with report.html",
     )
     parser.set_defaults(text=None, ranks=None, pipeline=None)
     args = parser.parse_args(argv)
@@ -567,19 +584,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if problem:
         parser.error(problem)
     if args.codegen is None:
-        lack = inductor_lacks() if args.device == "cpu" else None
-        args.codegen = "eager" if lack else "inductor"
-        if lack and not under_torchrun:
+        missing = missing_for_inductor() if args.device == "cpu" else None
+        args.codegen = "eager" if missing else "inductor"
+        if missing and not under_torchrun:
             print(
-                f"Running the graphs as they are (--codegen eager). {lack[0].upper()}{lack[1:]} to "
-                "have them compiled.",
+                f"Running with --codegen eager. {missing[0].upper()}{missing[1:]} to use Inductor.",
                 file=sys.stderr,
             )
     return args
 
 
 def problem_with(args: argparse.Namespace, under_torchrun: bool) -> str | None:
-    """What is wrong with the options and what to do about it, or None."""
+    """Returns what is wrong with the options and what to do about it, or None."""
     for name in ("ranks", "steps", "layers", "width", "heads", "seq", "batch"):
         if getattr(args, name) < 1:
             return f"--{name} {getattr(args, name)}; expected 1 or more."
@@ -591,33 +607,51 @@ def problem_with(args: argparse.Namespace, under_torchrun: bool) -> str | None:
             args.width // args.heads * args.heads or args.heads,
             (args.width // args.heads + 1) * args.heads,
         ]
-        return f"--width {args.width} does not divide by --heads {args.heads}; take --width {' or '.join(map(str, dict.fromkeys(near)))}."
+        widths = " or ".join(map(str, dict.fromkeys(near)))
+        return (
+            f"--width {args.width} is not divisible by --heads {args.heads}; use --width {widths}."
+        )
     if args.batch % args.ranks:
         near = -(-args.batch // args.ranks) * args.ranks
-        return f"--batch {args.batch} does not divide among {args.ranks} ranks, which take equal parts of it; take --batch {near}."
+        return (
+            f"--batch {args.batch} is not divisible by the number of ranks, {args.ranks}; "
+            f"use --batch {near}."
+        )
     if args.text is not None and not args.text.is_file():
         return f"--text {args.text}: there is no such file."
     length = len(read_text(args.text))
     if length <= args.seq:
-        return f"--text {args.text} has {length} bytes; --seq {args.seq} needs {args.seq + 1} or more. Take a longer text or a smaller --seq."
+        return (
+            f"--text {args.text} has {length} bytes; --seq {args.seq} needs {args.seq + 1} or "
+            "more. Use a longer text or a smaller --seq."
+        )
     if args.json is not None and not args.json.parent.is_dir():
         return f"--json {args.json}: there is no folder {args.json.parent} to write it to."
     if args.device == "cuda":
         here = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
         if not torch.cuda.is_available():
-            return "--device cuda, but this PyTorch sees no GPU; take --device cpu, or install a CUDA or ROCm build."
+            return (
+                "--device cuda, but this PyTorch sees no GPU; use --device cpu, or install a CUDA "
+                "or ROCm build."
+            )
         if here > torch.cuda.device_count():
-            return f"{here} ranks on this machine, which has {torch.cuda.device_count()} GPUs; start one rank per GPU."
-    elif args.codegen == "inductor" and inductor_lacks():
-        return f"--codegen inductor: {inductor_lacks()}, or take --codegen eager."
+            gpus = torch.cuda.device_count()
+            return f"{here} ranks on this machine, which has {gpus} GPUs; start one rank per GPU."
+    elif args.codegen == "inductor" and missing_for_inductor():
+        return f"--codegen inductor: {missing_for_inductor()}, or use --codegen eager."
     return None
 
 
-def inductor_lacks() -> str | None:
-    """What keeps Inductor from generating code for the CPU, as what to do about it; None when
-    nothing does."""
+def missing_for_inductor() -> str | None:
+    """Returns what keeps Inductor from generating CPU code, as what to do about it; None if it
+    works.
+    """
     if " " in torch.__file__:
-        return f"Inductor cannot link against PyTorch in a folder with spaces ({Path(torch.__file__).parent}); install it elsewhere"
+        folder = Path(torch.__file__).parent
+        return (
+            f"Inductor cannot link against PyTorch in a folder with spaces ({folder}); install it "
+            "elsewhere"
+        )
     if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
         return (
             "Inductor needs a C++ compiler for the CPU, and none was found; install g++ or set CXX"
@@ -627,7 +661,8 @@ def inductor_lacks() -> str | None:
 
 def launch(args: argparse.Namespace) -> int:
     """Start the ranks on this machine: torchrun runs this file again, once per rank. Returns the
-    exit status."""
+    exit status.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler announces itself otherwise
     try:
@@ -646,15 +681,16 @@ def launch(args: argparse.Namespace) -> int:
 
 @record
 def run_rank(args: argparse.Namespace) -> int:
-    """What every rank does; rank 0 reports and, when all are done, trains unsharded and compares.
-    Returns the exit status."""
+    """Run one rank. Rank 0 reports and, when all ranks are done, trains unsharded and compares.
+    Returns the exit status.
+    """
     device = torch.device("cpu")
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     text = torch.frombuffer(bytearray(read_text(args.text)), dtype=torch.uint8)
     batches = Batches(text, args.batch, args.seq, args.seed)
-    # With a time limit, a rank that stops takes the others with it instead of leaving them waiting.
+    # With a time limit, a rank that stops makes the others fail instead of leaving them waiting.
     dist.init_process_group(
         "nccl" if args.device == "cuda" else "gloo",
         timeout=timedelta(seconds=args.timeout),
@@ -701,11 +737,14 @@ def run_rank(args: argparse.Namespace) -> int:
             "largest_difference": difference,
             "tolerance": tolerance,
         }
-        verdict = f"The curves differ by at most {difference:.1e} nats; rounding explains up to {tolerance:g} in {args.param_dtype}."
+        comparison = (
+            f"The curves differ by at most {difference:.1e} nats; rounding explains up to "
+            f"{tolerance:g} in {args.param_dtype}."
+        )
         if difference <= tolerance:
-            print(f"\n{verdict}")
+            print(f"\n{comparison}")
         else:
-            print(f"\n{verdict} They are not the same training.", file=sys.stderr)
+            print(f"\n{comparison} They are not the same training.", file=sys.stderr)
             status = DIVERGED
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1))

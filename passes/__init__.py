@@ -1,4 +1,4 @@
-"""The catalogue: one rewrite a file, and the named pipelines made of them."""
+"""The catalogue of passes, one rewrite per file, and the named pipelines that combine them."""
 
 from zpasses.passes.bucket import Bucket
 from zpasses.passes.cache_params import CacheParams

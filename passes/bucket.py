@@ -1,22 +1,24 @@
 """Merge neighbouring collectives of one group and dtype into fewer, larger ones.
 
-Before                                      mode=coalesced
-  a = wait_tensor(all_gather(shard_a))        started = all_gather_coalesced([shard_a, shard_b])
-  y = mm(x, a)                                a = wait_tensor(started[0])
-  b = wait_tensor(all_gather(shard_b))        b = wait_tensor(started[1])
-  z = mm(y, b)                                y = mm(x, a);  z = mm(y, b)
-                                            mode=flat
-                                              flat = cat([view(shard_a), view(shard_b)])
-                                              all = view(wait_tensor(all_gather(flat)), [ranks, -1])
-                                              a = view(clone(all[:, :n]), ..);  b = view(clone(all[:, n:]), ..)
-                                              y = mm(x, a);  z = mm(y, b)
+Before                                   After, mode=coalesced
+  a = wait_tensor(all_gather(shard_a))     s = all_gather_coalesced([shard_a, shard_b])
+  y = mm(x, a)                             a = wait_tensor(s[0])
+  b = wait_tensor(all_gather(shard_b))     b = wait_tensor(s[1])
+  z = mm(y, b)                             y = mm(x, a);  z = mm(y, b)
+                                         After, mode=flat
+                                           flat = cat([view(shard_a), view(shard_b)])
+                                           all = view(wait_tensor(all_gather(flat)), [ranks, -1])
+                                           a = view(clone(all[:, :n]), ...)
+                                           b = view(clone(all[:, n:]), ...)
+                                           y = mm(x, a);  z = mm(y, b)
 
-Contract: a bucket of gathers starts where its first member did, one of reductions where its last
-member did; numbers stay the same bit for bit. No bucket raises the graph's peak above the budget,
-by the liveness model of `zpasses.cost.memory`. Gathered parameters are views of the flat buffer
-where their rows are one block of it; elsewhere each is copied out. Gradients whose rows have the
-same width are stacked row on row, which lets Inductor have each producer write into the bucket;
-others are packed by one kernel."""
+Contract: a bucket of gathers starts where its first member started. A bucket of reductions starts
+where its last member started. Results stay equal bit for bit. No bucket raises the graph's peak
+memory above the budget, as modelled by `zpasses.cost.memory`. A gathered parameter is a view of the
+flat buffer if its rows are contiguous there; otherwise it is copied out. Gradients whose rows have
+the same shape are concatenated along dimension 0, so Inductor can let each producer write into the
+bucket. Other gradients are packed by one kernel.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.bucket_planner import Bucketed, Choice, Mode, plan_buckets
+from zpasses.cost.bucket_planner import BucketKey, Mode, PlannedBucket, plan_buckets
 from zpasses.cost.collective_moves import (
     MemoryCurve,
     SchedulableCollective,
@@ -66,14 +68,15 @@ class Bucket(Pass):
     level: ClassVar[Level] = Level.PARTITIONED
 
     cap_mb: float = 25.0
-    """Largest size of the full tensors in one bucket, in MiB; 0 leaves every collective by
-    itself."""
+    """Largest size of the full tensors in one bucket, in MiB; 0 disables bucketing."""
     mode: Literal["auto", "coalesced", "flat"] = "auto"
-    """`coalesced` starts several tensors in one launch, `flat` packs them into one tensor, and
-    `auto` takes what the cost model of the target finds cheapest, including no bucket."""
+    """`coalesced` starts several tensors in one launch, and `flat` packs them into one tensor.
+    `auto` takes the cheapest choice by the cost model of the target, which may be no bucket.
+    """
     memory_budget: str = "5%"
-    """How far the graph's peak may rise (`5%`), or the peak that it may reach (`300MiB`, but never
-    below the peak without buckets)."""
+    """By how much the graph's peak memory may rise (`5%`), or the peak that it may reach (`300MiB`,
+    but never below the peak without buckets).
+    """
     plan_for_overlap: bool = False
     """Compare the peaks after `overlap`, with and without buckets, because `overlap` lets buckets
     live longer. Set it if `overlap` follows in the pipeline."""
@@ -99,65 +102,67 @@ class Bucket(Pass):
             return 0
         items = [*gathers, *reductions]
         planned, curve = self.plan(graph, items)
-        adopted = _adopted(planned, items, str(self))
+        adopted = _agree_on_buckets(planned, items, str(self))
         if adopted != [(bucket.mode, bucket.items) for bucket in planned]:
-            self._tell_of_excess(graph, items, adopted, curve.limit_bytes)
+            self._warn_over_budget(graph, items, adopted, curve.limit_bytes)
         for number, (mode, members) in enumerate(adopted):
             _WRITERS[members[0].tag.role == "gather", mode](
-                _Writer(graph, members, number, self.name)
+                _BucketWriter(graph, members, number, self.name)
             )
         note(
-            f"{self.name}: {_said(gathers, adopted, 'gathers')}; "
-            f"{_said(reductions, adopted, 'reductions')}"
+            f"{self.name}: {_summary(gathers, adopted, 'gathers')}; "
+            f"{_summary(reductions, adopted, 'reductions')}"
         )
         return sum(len(members) - 1 for _, members in adopted)
 
     def plan(
         self, graph: fx.Graph, items: Sequence[SchedulableCollective]
-    ) -> tuple[list[Bucketed], MemoryCurve]:
-        """The buckets that this rank would make of these collectives, and the graph's memory with
-        them."""
+    ) -> tuple[list[PlannedBucket], MemoryCurve]:
+        """Returns the buckets that this rank would make of these collectives, and the graph's
+        memory curve with them.
+        """
         curve = MemoryCurve(graph, parse_budget(self.memory_budget, self.name))
-        choose = functools.partial(_choice, options=self)
+        choose = functools.partial(_bucket_key, options=self)
         return plan_buckets(
             items, choose, curve, self.cap_mb * _MIB, plan_for_overlap=self.plan_for_overlap
         ), curve
 
-    def _tell_of_excess(
+    def _warn_over_budget(
         self,
         graph: fx.Graph,
         items: Sequence[SchedulableCollective],
         adopted: Sequence[tuple[Mode, list[SchedulableCollective]]],
         limit_bytes: int,
     ) -> None:
-        """The plan was made for other shapes. Ranks must follow it all the same, but not without a
-        word if it takes too much."""
+        """Warn if the shared plan raises the peak above this rank's budget. The plan was made for
+        other shapes, but ranks must still follow it.
+        """
         taken = {
             item: (mode, number)
             for number, (mode, members) in enumerate(adopted)
             for item in members
         }
 
-        def choose(item: SchedulableCollective) -> Choice:
+        def choose(item: SchedulableCollective) -> BucketKey:
             mode, number = taken.get(item, ("single", -1))
-            return Choice(mode, number, compat.is_gloo(str(_key(item)[1])))
+            return BucketKey(mode, number, compat.is_gloo(str(_compatibility_key(item)[1])))
 
         curve = MemoryCurve(graph, sys.maxsize)
         plan_buckets(items, choose, curve, math.inf, plan_for_overlap=self.plan_for_overlap)
         peak = max(curve.live_bytes)
         if peak > limit_bytes:
             _log.warning(
-                "%s: ranks share the buckets of the first of them, planned when these collectives "
-                "were first compiled, for other shapes. "
-                "Here they raise the peak to %.1f MiB, %.1f above the budget. Compile shapes with "
-                "a small peak first, or give bytes.",
+                "%s: all ranks use the bucket plan that the first rank made when these collectives "
+                "were first compiled, for other shapes. For this graph, the plan raises the peak "
+                "to %.1f MiB, %.1f MiB above the budget. Compile shapes with a small peak first, "
+                "or set memory_budget in bytes.",
                 self.name,
                 peak / _MIB,
                 (peak - limit_bytes) / _MIB,
             )
 
 
-def _said(
+def _summary(
     items: Sequence[SchedulableCollective],
     adopted: Sequence[tuple[Mode, list[SchedulableCollective]]],
     what: str,
@@ -168,55 +173,56 @@ def _said(
         if (members[0].tag.role == "gather") == (what == "gathers")
     ]
     modes = ", ".join(dict.fromkeys(mode for mode, _ in buckets)) or "none"
-    return f"{sum(len(members) for _, members in buckets)} of {len(items)} {what} in {len(buckets)} buckets ({modes})"
+    merged = sum(len(members) for _, members in buckets)
+    return f"{merged} of {len(items)} {what} in {len(buckets)} buckets ({modes})"
 
 
 # --- planning -------------------------------------------------------------------------------------
-def _choice(item: SchedulableCollective, options: Bucket) -> Choice:
-    gathers, key = item.tag.role == "gather", _key(item)
-    mode: Mode = options.mode if options.mode != "auto" else _cheapest(item, gathers)
+def _bucket_key(item: SchedulableCollective, options: Bucket) -> BucketKey:
+    gathers, key = item.tag.role == "gather", _compatibility_key(item)
+    mode: Mode = options.mode if options.mode != "auto" else _cheapest_mode(item, gathers)
     if value_of(item.source).dim() == 0:
-        mode = "single"  # scalars have no rows to be told by; they are few
-    width = _width(item) if mode == "flat" and "all_reduce" in key else None
-    return Choice(mode, (*key, width), compat.is_gloo(key[1]))
+        mode = "single"  # scalars are few, and have no rows to be cut by
+    width = _row_shape(item) if mode == "flat" and "all_reduce" in key else None
+    return BucketKey(mode, (*key, width), compat.is_gloo(key[1]))
 
 
-def _adopted(
-    planned: list[Bucketed], items: Sequence[SchedulableCollective], options: str
+def _agree_on_buckets(
+    planned: list[PlannedBucket], items: Sequence[SchedulableCollective], options: str
 ) -> list[tuple[Mode, list[SchedulableCollective]]]:
-    """The plan of each group's first rank.
+    """Returns the bucket plan of each group's first rank.
 
-    What fits depends on shapes, which ranks may not share, and a rank may recompile alone: so the
-    same collectives get the same buckets, as long as it plans for the same target."""
+    Which buckets fit the budget depends on shapes, and ranks may have different shapes. A rank may
+    also recompile when the other ranks do not. The same collectives therefore always get the same
+    buckets, as long as the target is the same.
+    """
     adopted: list[tuple[Mode, list[SchedulableCollective]]] = []
-    for group in dict.fromkeys(str(_key(item)[1]) for item in items):
-        own = [item for item in items if str(_key(item)[1]) == group]
+    for group in dict.fromkeys(str(_compatibility_key(item)[1]) for item in items):
+        own = [item for item in items if str(_compatibility_key(item)[1]) == group]
         numbers = {item: number for number, item in enumerate(own)}
         mine = [
             (bucket.mode, [numbers[item] for item in bucket.items])
             for bucket in planned
             if bucket.items[0] in numbers
         ]
-        described = [(*map(str, _key(item)), item.tag.params, item.full_bytes) for item in own]
+        described = [
+            (*map(str, _compatibility_key(item)), item.tag.params, item.full_bytes) for item in own
+        ]
         signature = hashlib.sha256(repr((options, described)).encode()).hexdigest()
         answers = exchange(
             group,
-            "the choice of buckets",
+            "the bucket plan",
             [signature, mine],
-            _TIMEOUT_S,
             remember=f"{signature} {current_target()!r}",
         )
-        # Other collectives on another rank are found, and named, when the collectives themselves
-        # are compared.
+        # If another rank has other collectives, the agreement check on collectives reports it
+        # later.
         agreed = answers[0][1] if all(answer[0] == signature for answer in answers) else mine
         adopted += [(mode, [own[number] for number in members]) for mode, members in agreed]
     return adopted
 
 
-_TIMEOUT_S = 300.0
-
-
-def _key(item: SchedulableCollective) -> tuple[Any, ...]:
+def _compatibility_key(item: SchedulableCollective) -> tuple[Any, ...]:
     collective = collective_of(item.started)
     assert collective is not None
     return (
@@ -228,9 +234,10 @@ def _key(item: SchedulableCollective) -> tuple[Any, ...]:
     )
 
 
-def _width(item: SchedulableCollective) -> tuple[int, ...] | None:
-    """Shape of a row, for gradients that can be stacked row on row (to be reduced as a whole); None
-    for those that cannot."""
+def _row_shape(item: SchedulableCollective) -> tuple[int, ...] | None:
+    """Row shape of a gradient that can be concatenated with others along dimension 0 and
+    all-reduced with them; None if it cannot.
+    """
     shape = value_of(item.source).shape
     return (
         tuple(shape[1:])
@@ -239,23 +246,25 @@ def _width(item: SchedulableCollective) -> tuple[int, ...] | None:
     )
 
 
-def _cheapest(item: SchedulableCollective, gathers: bool) -> Mode:
-    """What costs a member least: its own launch, or the copies that sharing one takes."""
+def _cheapest_mode(item: SchedulableCollective, gathers: bool) -> Mode:
+    """The mode that costs a member least: a launch of its own, or the copies that sharing a launch
+    needs.
+    """
     collective, target = collective_of(item.started), current_target()
     assert collective is not None
     ranks = group_size(collective.group)
     costs: dict[Mode, float] = {"single": latency_us(collective.op, ranks, target)}
-    copied = 2 * copy_us(item.full_bytes, target) if compat.is_gloo(collective.group) else 0.0
-    # gloo copies what it gathers in any case, and what it reduces together; other backends launch a
-    # group without copies.
-    costs["coalesced"] = 0.0 if gathers else copied
+    gloo_copies = 2 * copy_us(item.full_bytes, target) if compat.is_gloo(collective.group) else 0.0
+    # gloo copies everything it gathers, and copies what it reduces in a coalesced call. Other
+    # backends launch a coalesced call without copies.
+    costs["coalesced"] = 0.0 if gathers else gloo_copies
     costs["flat"] = copy_us(item.full_bytes, target) + copy_us(item.full_bytes // ranks, target)
     return min(costs, key=lambda mode: costs[mode])
 
 
 # --- rewriting ------------------------------------------------------------------------------------
-class _Writer:
-    """Writes one bucket."""
+class _BucketWriter:
+    """Rewrites the graph for one bucket."""
 
     def __init__(
         self, graph: fx.Graph, items: Sequence[SchedulableCollective], number: int, origin: str
@@ -269,11 +278,11 @@ class _Writer:
             collective.reduce_op,
         )
         self.ranks = group_size(collective.group)
-        self.params = tuple(item.tag.params[0] for item in items)  # one a member, in their order
+        self.params = tuple(item.tag.params[0] for item in items)  # one per member, in order
         self.nbytes = sum(item.tag.nbytes for item in items)
         self._graph = graph
 
-    # gathers start where the first member did
+    # A bucket of gathers starts where its first member started.
     def gather_coalesced(self) -> None:
         edit = self._gather_at()
         started = edit.call(
@@ -283,7 +292,7 @@ class _Writer:
             self._group,
         )
         self._tag(started, "gather", self.nbytes)
-        self._hand_out(edit, started)
+        self._distribute_outputs(edit, started)
 
     def gather_flat(self) -> None:
         edit = self._gather_at()
@@ -306,9 +315,9 @@ class _Writer:
             if self.ranks > 1:
                 part = edit.call(aten.clone.default, part, memory_format=torch.contiguous_format)
             full = edit.call(aten.view.default, part, list(shape))
-            self._stand_in(full, item)
+            self._replace_result(full, item)
             offset += count
-        self._clean_up()
+        self._erase_members()
 
     def _gather_at(self) -> Editor:
         first = self.items[0].started
@@ -317,7 +326,7 @@ class _Writer:
                 first.prepend(node)
         return Editor(self._graph, before=first)
 
-    # reductions start where the last member did
+    # A bucket of reductions starts where its last member started.
     def reduce_coalesced(self) -> None:
         edit = self._reduce_at()
         sources = [item.source for item in self.items]
@@ -337,15 +346,19 @@ class _Writer:
                 self._group,
             )
         self._tag(started, "reduce", self.nbytes)
-        self._hand_out(edit, started)
+        self._distribute_outputs(edit, started)
 
     def reduce_flat(self) -> None:
         edit = self._reduce_at()
-        (self._reduce_flat_whole if self._op == "all_reduce" else self._reduce_flat_parts)(edit)
+        (
+            self._reduce_flat_all_reduce
+            if self._op == "all_reduce"
+            else self._reduce_flat_reduce_scatter
+        )(edit)
 
-    def _reduce_flat_whole(self, edit: Editor) -> None:
+    def _reduce_flat_all_reduce(self, edit: Editor) -> None:
         sources = [item.source for item in self.items]
-        stacked = _width(self.items[0]) is not None
+        stacked = _row_shape(self.items[0]) is not None
         flat = edit.call(
             aten.cat.default,
             sources if stacked else [self._reshaped(edit, item, [-1]) for item in self.items],
@@ -359,7 +372,8 @@ class _Writer:
         for item in self.items:
             value = value_of(item.source)
             count = value.shape[0] if stacked else value.numel()
-            # A result of its own must not keep the bucket alive; others are cut out of it next.
+            # A graph output must not keep the whole bucket alive, so it is copied out. Other
+            # results are sliced further by the nodes that follow.
             own = any(user.op == "output" for user in item.wait.users)
             part = edit.call(
                 aten.slice_copy.Tensor if own else aten.slice.Tensor,
@@ -370,13 +384,14 @@ class _Writer:
             )
             if not stacked:
                 part = edit.call(aten.view.default, part, list(value.shape))
-            self._stand_in(part, item)
+            self._replace_result(part, item)
             offset += count
-        self._clean_up()
+        self._erase_members()
 
-    def _reduce_flat_parts(self, edit: Editor) -> None:
-        """A rank's part of the bucket is its part of each gradient, so that what it gets back is
-        views."""
+    def _reduce_flat_reduce_scatter(self, edit: Editor) -> None:
+        """Pack the bucket so that each rank's block consists of its block of every gradient. The
+        reduced block then splits into views.
+        """
         packed = edit.call(
             aten.cat.default,
             [self._reshaped(edit, item, [self.ranks, -1]) for item in self.items],
@@ -397,9 +412,9 @@ class _Writer:
         for item in self.items:
             value = value_of(item.wait)
             part = edit.call(aten.slice.Tensor, reduced, 0, offset, offset + value.numel())
-            self._stand_in(edit.call(aten.view.default, part, list(value.shape)), item)
+            self._replace_result(edit.call(aten.view.default, part, list(value.shape)), item)
             offset += value.numel()
-        self._clean_up()
+        self._erase_members()
 
     def _reshaped(self, edit: Editor, item: SchedulableCollective, shape: list[int]) -> fx.Node:
         node = edit.call(aten.reshape.default, item.source, shape)
@@ -407,26 +422,27 @@ class _Writer:
         return node
 
     def _reduce_at(self) -> Editor:
-        """Make room behind the last member: its results, and those of all others, come after it."""
+        """Move the waits and results of all members to a place after the last member starts."""
         moving = {node: None for item in self.items for node in (item.wait, *item.results)}
-        behind = self.items[-1].started.next
-        while behind in moving:
-            behind = behind.next
+        after = self.items[-1].started.next
+        while after in moving:
+            after = after.next
         for node in moving:
-            behind.prepend(node)
+            after.prepend(node)
         return Editor(self._graph, before=self.items[0].wait, like=self.items[-1].started)
 
-    # both
+    # Gathers and reductions.
     def _await(self, edit: Editor, started: fx.Node) -> fx.Node:
         self._tag(started, "reduce", self.nbytes)
         done = edit.call(compat.functional.wait_tensor.default, started)
         self._tag(done, "reduced")
         return done
 
-    def _hand_out(self, edit: Editor, started: fx.Node) -> None:
-        """Each member's wait reads its part of the bucket, all where the first one is: until the
-        last wait, nothing is freed."""
-        behind = self.items[0].wait
+    def _distribute_outputs(self, edit: Editor, started: fx.Node) -> None:
+        """Let each member's wait read its output of the coalesced collective. All waits move to the
+        first one, because nothing is freed before the last wait.
+        """
+        after = self.items[0].wait
         for at, item in enumerate(self.items):
             part = edit.call(operator.getitem, started, at)
             role: Role = "gathered" if item.tag.role == "gather" else "reduced"
@@ -435,19 +451,21 @@ class _Writer:
             if tag_of(item.wait) is not None:
                 retag(item.wait, bucket=self._number)
             if at:
-                behind.append(item.wait)
-                behind = item.wait
-        self._clean_up()
+                after.append(item.wait)
+                after = item.wait
+        self._erase_members()
 
-    def _stand_in(self, node: fx.Node, item: SchedulableCollective) -> None:
-        """`node` is what `item` communicated."""
+    def _replace_result(self, node: fx.Node, item: SchedulableCollective) -> None:
+        """Replace the result of `item` by `node`, which holds the same value."""
         tag = tag_of(item.wait)
         if tag is not None:
             add_tag(node, replace(tag, bucket=self._number, origin=self._origin))
         item.wait.replace_all_uses_with(node)
 
-    def _clean_up(self) -> None:
-        """Last of all: the first member's nodes mark the place where new ones go."""
+    def _erase_members(self) -> None:
+        """Erase the members' own collectives. Runs last, because the first member's nodes mark
+        where new nodes are inserted.
+        """
         for item in self.items:
             if not item.wait.users:
                 self._graph.erase_node(item.wait)
@@ -461,8 +479,8 @@ class _Writer:
 
 
 _WRITERS: dict[tuple[bool, str], Any] = {
-    (True, "coalesced"): _Writer.gather_coalesced,
-    (True, "flat"): _Writer.gather_flat,
-    (False, "coalesced"): _Writer.reduce_coalesced,
-    (False, "flat"): _Writer.reduce_flat,
+    (True, "coalesced"): _BucketWriter.gather_coalesced,
+    (True, "flat"): _BucketWriter.gather_flat,
+    (False, "coalesced"): _BucketWriter.reduce_coalesced,
+    (False, "flat"): _BucketWriter.reduce_flat,
 }

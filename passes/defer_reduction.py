@@ -1,18 +1,23 @@
-"""Let gradients be reduced in a later call: cut a backward graph into variants that leave them
-full.
+"""Allow gradients to be reduced in a later call: cut a backward graph into variants that return
+full gradients.
 
-Before                                   After: variants of one graph, chosen at each call
-  g = mm(xt, gy)                           as it is:      nothing is pending, reduce now
-  mine = wait(reduce_scatter(g))           given:         total = add_(pending, g);  mine = wait(reduce_scatter(total));  return mine
-  return mine                              first:         return None, g
-                                           next:          add_(pending, g);  return None
+Before
+  g = mm(xt, gy)
+  reduced = wait(reduce_scatter(g))
+  return reduced
+After: variants of one graph, chosen at each call
+  as it is:  unchanged; nothing is pending, so reduce now
+  given:     total = add_(pending, g);  reduced = wait(reduce_scatter(total));  return reduced
+  first:     return None, g
+  next:      add_(pending, g);  return None
 
 Contract: marks the reduced gradients that a backward graph returns and whose full gradient can be
-told; `zpasses.runtime.backward_variants` cuts the variants there, whatever lies between (single,
-coalesced or flat-packed reductions), and the runtime chooses at each call by the window that is
-open (`zpasses.coalesce_grad_reduction`) or by `backwards_per_step`. Runs behind everything that
-makes or merges reductions. What is deferred is the gradient as the model computed it, before the
-cast to the dtype of reductions."""
+identified. `zpasses.runtime.backward_variants` cuts the graph there into variants, whatever nodes
+lie between the full and the reduced gradient (a single, coalesced or flat-packed reduction). The
+runtime chooses a variant at each call by the open window (`zpasses.coalesce_grad_reduction`) or by
+`backwards_per_step`. Runs after every pass that inserts or merges reductions. The deferred gradient
+is the one that the model computed, before the cast to the reduction dtype.
+"""
 
 from __future__ import annotations
 

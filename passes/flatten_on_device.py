@@ -1,25 +1,33 @@
-"""Flatten on the device what a graph flattens on the host.
+"""Flatten tensors on the device where a graph flattens them on the host.
 
-Before                                          plain                                   distributed (rank 1 of 2)
-  a = _to_copy(p, device=cpu)                     b = _to_copy(q, device=cuda)            b = _to_copy(slice(q, 2, 6), device=cuda)
-  flat = cat([view(a, [-1]), view(q, [-1])])      flat = cat([view(p, [-1]), b])          part = cat([b, full([2], 0)])
-  out = _to_copy(flat, device=cuda)               out = flat                              started = all_gather_into_tensor(part, 2, group)
-                                                                                          out =
-                                                                                          slice(wait_tensor(started),
-                                                                                          0, 0, 10)
+Before
+  a = _to_copy(p, device=cpu)
+  flat = cat([view(a, [-1]), view(q, [-1])])
+  out = _to_copy(flat, device=cuda)
+After, tier=plain
+  b = _to_copy(q, device=cuda)
+  out = cat([view(p, [-1]), b])
+After, tier=distributed (rank 1 of 2)
+  b = _to_copy(slice(q, 2, 6), device=cuda)
+  part = cat([b, full([2], 0)])
+  started = all_gather_into_tensor(part, 2, group)
+  out = slice(wait_tensor(started), 0, 0, 10)
 
-Three tiers, by the memory that is free on the device. plain: everything is laid end to end there.
-distributed: each rank does so with its part, and one all-gather assembles the rest. host: the graph
-stays as it is. What a tier needs on top of what lies on the device:
+The pass chooses one of three tiers by the free memory of the device. `plain` concatenates
+everything on the device. `distributed` lets each rank concatenate its part, and one all-gather
+assembles the whole buffer. `host` leaves the graph unchanged. Each tier needs this much device
+memory on top of what the device holds already:
 
-  plain         the flat buffer, and a copy of every piece that comes from the host or changes its dtype
-  distributed   the larger of: this rank's part twice (its pieces, and the part itself); the part and the gathered buffer, less the
-                device's own pieces where nothing reads them later
-  host          nothing that any rank could save
+- `plain`: the flat buffer, and a copy of every piece that comes from the host or changes its dtype.
+- `distributed`: the larger of two sums. The first is this rank's part twice: its pieces, and the
+  part itself. The second is the part and the gathered buffer, less those of the device's own pieces
+  that nothing reads later.
+- `host`: nothing that any rank could save.
 
-Contract: values, shape and dtype of the result stay as they were, and so does the place of every
-tensor in it. Ranks of a group take the worst tier that one of them needs, by vote. Graphs of aten
-ops are rewritten; nothing is added that a gradient could flow through."""
+Contract: the values, shape and dtype of the result and the offset of every tensor in it stay the
+same. The ranks of a group vote, and all take the worst tier that one of them needs. The pass
+rewrites graphs of aten ops, and adds nothing that a gradient could flow through.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +48,16 @@ from zpasses.graph.flatten_patterns import (
     Piece,
     device_source,
     find_flattenings,
-    is_shape_op,
+    is_view_op,
 )
 from zpasses.graph.nodes import Editor, erase_dead, nbytes, replace_node, value_of
 from zpasses.graph.ops import group_size
 from zpasses.graph.tags import Tag, add_tag, tag_of
-from zpasses.pipeline.pipeline import THIS_PROCESS, Level, Pass
+from zpasses.pipeline.pipeline import PROCESS_TOKEN, Level, Pass
 from zpasses.pipeline.recorder import note
 from zpasses.ranks.vote import exchange
 
-__all__ = ["CHOICE", "Choice", "FlattenOnDevice", "Tier"]
+__all__ = ["TIER_DECISION_KEY", "FlattenOnDevice", "Tier", "TierDecision"]
 
 log = logging.getLogger("zpasses")
 
@@ -58,13 +66,13 @@ aten = torch.ops.aten
 Tier = Literal["plain", "distributed", "host"]
 _TIERS: tuple[Tier, ...] = ("plain", "distributed", "host")
 
-CHOICE = "zpasses_flatten"
-"""Key of a flat buffer's node under which its Choice lies."""
+TIER_DECISION_KEY = "zpasses_flatten"
+"""Key in the `meta` of a flat buffer's node that holds its TierDecision."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """How one flat buffer is made, and why."""
+class TierDecision:
+    """Which tier makes one flat buffer, and why."""
 
     tier: Tier
     reason: str
@@ -72,40 +80,45 @@ class Choice:
 
 @dataclass(frozen=True)
 class FlattenOnDevice(Pass):
-    """Flatten tensors on the device instead of the host, if the device has room."""
+    """Flatten tensors on the device instead of the host if the device has room."""
 
     name: ClassVar[str] = "flatten-on-device"
     level: ClassVar[Level] = Level.JOINT
 
     tier: Literal["auto", "plain", "distributed", "host"] = "auto"
-    """`auto` takes the first of `plain`, `distributed` and `host` for which every rank has room;
-    the others force that tier."""
+    """`auto` takes the first of `plain`, `distributed` and `host` for which every rank has room.
+    The others force that tier.
+    """
     group: str = ""
     """Process group whose ranks run this graph together and choose the same tier; `0` is the group
-    of all ranks. Without a group, this rank chooses by itself."""
+    of all ranks. Without a group, this rank chooses on its own.
+    """
     replicated: bool = False
-    """The flattened tensors hold equal values on all ranks of the group. The distributed tier
-    assumes that, and a graph cannot prove it."""
+    """Whether the flattened tensors hold equal values on all ranks of the group. The distributed
+    tier assumes that. A graph cannot prove it.
+    """
     headroom: float = 0.1
-    """Share of the device's free memory to leave unused, from 0 to below 1."""
+    """Fraction of the device's free memory to leave unused, at least 0 and below 1."""
     align_bytes: int = 16
-    """In the distributed tier, every rank's part starts at a multiple of this many bytes."""
+    """Alignment in bytes of every rank's part in the distributed tier."""
     free_bytes: int | None = None
-    """Plan for this much free memory on the device; `none` asks the device."""
+    """Free bytes of the device to plan for; `none` queries the device."""
     donate_inputs: bool = False
-    """Free graph inputs on the device after their last use; the caller of the graph must keep no
-    reference to them."""
+    """Free graph inputs on the device after their last use. The caller of the graph must keep no
+    reference to them.
+    """
     device: str = ACCELERATOR
-    """Type of the device whose flat buffers are rewritten; `accelerator` means any except the host,
-    and `cpu` lets the host stand in for one."""
+    """Device type whose flat buffers are rewritten. `accelerator` means any type except the host,
+    and `cpu` treats the host as a device.
+    """
     timeout_s: float = 300.0
     """Seconds to wait for the votes of the other ranks."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.headroom < 1:
             raise OptionError(
-                f"{self.name}: headroom={self.headroom}; expected a share of the free memory, at "
-                "least 0 and below 1."
+                f"{self.name}: headroom={self.headroom}; expected a fraction of the free memory, "
+                "at least 0 and below 1."
             )
         if self.align_bytes < 1 or self.timeout_s <= 0:
             raise OptionError(
@@ -114,29 +127,31 @@ class FlattenOnDevice(Pass):
             )
         if self.tier == "distributed" and not (self.group and self.replicated):
             raise OptionError(
-                f"{self.name}: tier=distributed takes each rank's part from another rank; name the "
-                "ranks (group=...) and say that all of "
-                "them hold the same values (replicated=true)."
+                f"{self.name}: tier=distributed gathers parts from other ranks. Set group=... to "
+                "name the ranks, and replicated=true to state that they hold the same values."
             )
 
     def votes(self) -> bool:
         return self.tier == "auto" and bool(self.group)
 
+    def is_simulatable(self) -> bool:
+        return not self.replicated  # simulated ranks hold different values
+
     def digest(self) -> str:
-        """As every pass's; but a choice by free memory must not be taken from another process's
-        cache."""
-        return super().digest() + (f"-{THIS_PROCESS}" if self.tier == "auto" else "")
+        """Returns the digest of the pass. With `tier=auto` it also identifies the process, because
+        a choice by free memory must not come from another process's cache.
+        """
+        return super().digest() + (f"-{PROCESS_TOKEN}" if self.tier == "auto" else "")
 
     def rewrite(self, graph: fx.Graph) -> int:
-        """Returns the number of flat buffers that the device now makes."""
+        """Returns the number of flat buffers that are now made on the device."""
         if self.group and self.group not in compat.group_backends():
             known = (
                 ", ".join(map(repr, compat.group_backends()))
                 or "none; call torch.distributed.init_process_group() first"
             )
             raise PassError(
-                f"pass {self}: group {self.group!r} is no process group of this process. Known: "
-                f"{known}."
+                f"pass {self}: this process has no process group {self.group!r}. Known: {known}."
             )
         plans = [
             self._plan(graph, each)
@@ -147,15 +162,16 @@ class FlattenOnDevice(Pass):
             return 0
         for plan, choice in zip(plans, self._choose(plans), strict=True):
             flat = plan.flattening.move
-            what = f"{str(plan.flattening.dtype).removeprefix('torch.')}[{plan.flattening.numel}] of {len(plan.flattening.names)} tensors"
+            dtype = str(plan.flattening.dtype).removeprefix("torch.")
+            what = f"{dtype}[{plan.flattening.numel}] of {len(plan.flattening.names)} tensors"
             note(f"{self.name}: {what} flattened as {choice.tier}: {choice.reason}")
             if choice.tier != "host":
                 flat = plan.apply(graph, choice.tier)
             add_tag(flat, plan.tag(f"{choice.tier}: {choice.reason}"))
-            flat.meta[CHOICE] = choice
+            flat.meta[TIER_DECISION_KEY] = choice
         return sum(plan.applied for plan in plans)
 
-    def _plan(self, graph: fx.Graph, flattening: Flattening) -> _Plan:
+    def _plan(self, graph: fx.Graph, flattening: Flattening) -> _FlattenPlan:
         order = {node: i for i, node in enumerate(graph.nodes)}
         freed = sum(
             nbytes(value_of(node))
@@ -168,21 +184,23 @@ class FlattenOnDevice(Pass):
             and (node.op != "placeholder" or self.donate_inputs)
             and _last_use(node, order) <= order[flattening.move]
         )
-        return _Plan(flattening, self.group if self.replicated else "", self.align_bytes, freed)
+        return _FlattenPlan(
+            flattening, self.group if self.replicated else "", self.align_bytes, freed
+        )
 
     # --- choosing ---------------------------------------------------------------------------------
-    def _choose(self, plans: Sequence[_Plan]) -> list[Choice]:
+    def _choose(self, plans: Sequence[_FlattenPlan]) -> list[TierDecision]:
         if self.tier != "auto":
-            return [Choice(self.tier, "asked for") for _ in plans]
+            return [TierDecision(self.tier, "requested") for _ in plans]
         mine = [
-            self._vote(plan, sum(each.flattening.nbytes for each in plans[:i]))
+            self._local_vote(plan, sum(each.flattening.nbytes for each in plans[:i]))
             for i, plan in enumerate(plans)
         ]
         if not self.group:
-            return [Choice(_TIERS[tier], reason) for tier, reason in mine]
+            return [TierDecision(_TIERS[tier], reason) for tier, reason in mine]
         sizes = ", ".join(f"{plan.flattening.dtype}[{plan.flattening.numel}]" for plan in plans)
-        # A rank may compile alone, for a new batch shape: inside a compile, a graph that was asked
-        # about keeps its answer.
+        # A rank may recompile for a new batch shape when the other ranks do not. Inside a compile,
+        # the answer for the same graph is therefore remembered.
         question = f"{self} of {sizes}"
         votes = exchange(
             self.group,
@@ -197,36 +215,36 @@ class FlattenOnDevice(Pass):
             worst = max(range(len(column)), key=lambda i: (column[i][0], -i))
             tier, reason = column[worst]
             choices.append(
-                Choice(_TIERS[tier], f"rank {ranks[worst]}: {reason}" if len(votes) > 1 else reason)
+                TierDecision(
+                    _TIERS[tier], f"rank {ranks[worst]}: {reason}" if len(votes) > 1 else reason
+                )
             )
         return choices
 
-    def _vote(self, plan: _Plan, spent: int) -> tuple[int, str]:
+    def _local_vote(self, plan: _FlattenPlan, spent: int) -> tuple[int, str]:
         free = (
             self.free_bytes
             if self.free_bytes is not None
             else device_memory.free_bytes(plan.flattening.device)
         )
         if free is None:
-            return (
-                2,
-                f"how much memory {plan.flattening.device} has free is not known (free_bytes=... "
-                "says so)",
-            )
+            device = plan.flattening.device
+            return 2, f"the free memory of {device} is unknown; set free_bytes=..."
         usable = int(free * (1 - self.headroom)) - spent
-        needs = plan.needs()
-        tier = next((i for i, need in enumerate(needs) if need is not None and need <= usable), 2)
-        told = ", ".join(
-            f"{name} needs {_size(need)}"
-            for name, need in zip(_TIERS, needs, strict=False)
+        needed = plan.needed_bytes()
+        tier = next((i for i, need in enumerate(needed) if need is not None and need <= usable), 2)
+        requirements = ", ".join(
+            f"{name} needs {_format_size(need)}"
+            for name, need in zip(_TIERS, needed, strict=False)
             if need is not None
         )
-        return tier, f"{told}, of {_size(free)} free {_size(max(usable, 0))} can be used"
+        available = f"{_format_size(max(usable, 0))} of {_format_size(free)} free are usable"
+        return tier, f"{requirements}; {available}"
 
 
 @dataclass(frozen=True)
-class _Run:
-    """Elements first..end of a piece."""
+class _PieceSlice:
+    """Elements first..end - 1 of a piece."""
 
     piece: Piece
     first: int
@@ -240,14 +258,14 @@ class _Run:
         return len(self) == self.piece.numel
 
 
-class _Plan:
-    """One flattening, and what its tiers are on this rank.
+class _FlattenPlan:
+    """One flattening, and the graph of each tier on this rank.
 
     Args:
         flattening: what to rewrite.
-        group: ranks that hold the same values; "" if there are none.
+        group: the ranks that hold the same values; "" if there are none.
         align_bytes: alignment of each rank's part.
-        freed: bytes that leave the device once the pieces are read.
+        freed: device bytes that are freed after the pieces have been read.
     """
 
     def __init__(self, flattening: Flattening, group: str, align_bytes: int, freed: int) -> None:
@@ -262,41 +280,43 @@ class _Plan:
         return Tag("flat", self.flattening.names, origin=FlattenOnDevice.name, note=note)
 
     # --- memory -----------------------------------------------------------------------------------
-    def needs(self) -> tuple[int, int | None]:
-        """Device bytes that plain and distributed need on top of what is there; None where there is
-        no distributed."""
+    def needed_bytes(self) -> tuple[int, int | None]:
+        """Device bytes that `plain` and `distributed` need on top of what the device holds; None in
+        place of `distributed` if it is not possible.
+        """
         flat = self.flattening.nbytes
-        plain = self._gathering(self._all(), flat)
+        plain = self._concat_peak_bytes(self._all_slices(), flat)
         if self._size == 1 or not flat:
             return plain, None
         part = self._part * self.flattening.dtype.itemsize
         return plain, max(
-            self._gathering(self._mine(), part), part + self._size * part - self._freed
+            self._concat_peak_bytes(self._local_slices(), part),
+            part + self._size * part - self._freed,
         )
 
-    def _gathering(self, runs: Sequence[_Run], result: int) -> int:
-        """All pieces are made, one after the other, and then the result."""
+    def _concat_peak_bytes(self, runs: Sequence[_PieceSlice], result: int) -> int:
+        """Peak bytes of making all pieces one after the other, and then the result."""
         held, making = 0, 0
         for run in runs:
-            sizes = self._made(run)
+            sizes = self._temporary_bytes(run)
             held += sum(sizes[-1:])
             making = max(making, *sizes[:-1], 0)
         return held + max(result, making)
 
-    def _made(self, run: _Run) -> list[int]:
-        """Bytes of each tensor that is made of a run on the device, in order."""
+    def _temporary_bytes(self, run: _PieceSlice) -> list[int]:
+        """Bytes of each tensor that is made on the device for one slice, in order."""
         piece = run.piece
         if piece.source is None:
             return [len(run) * self.flattening.dtype.itemsize]
-        value, (moved, contiguous) = value_of(piece.source), self._lies(piece)
+        value, (moved, contiguous) = value_of(piece.source), self._placement(piece)
         count = len(run) if self._can_slice_on_host(piece) else piece.numel
         made = [count * value.element_size()] if moved else []
         if not contiguous and not (run.whole and piece.casts):
             made.append(piece.numel * value.element_size())
         return made + [len(run) * dtype.itemsize for dtype in piece.casts]
 
-    def _lies(self, piece: Piece) -> tuple[bool, bool]:
-        """Whether a piece has to be moved to the device, and whether it is contiguous there."""
+    def _placement(self, piece: Piece) -> tuple[bool, bool]:
+        """Whether a piece must be moved to the device, and whether it is contiguous there."""
         assert piece.source is not None
         return device_source(piece.source, self._device) is None, bool(
             value_of(piece.source).is_contiguous()
@@ -304,14 +324,14 @@ class _Plan:
 
     # --- forms ------------------------------------------------------------------------------------
     def apply(self, graph: fx.Graph, tier: Tier) -> fx.Node:
-        """Rewrite to this tier; returns the node of the flat buffer."""
+        """Rewrite the graph to this tier. Returns the node of the flat buffer."""
         move = self.flattening.move
         host = move.all_input_nodes[0]
         edit = Editor(graph, before=move)
         flat = (
-            self._gathered(edit)
+            self._all_gathered(edit)
             if tier == "distributed" and self._size > 1
-            else self._concatenated(edit, self._all())
+            else self._concatenated(edit, self._all_slices())
         )
         shape = value_of(move).shape
         if value_of(flat).shape != shape:
@@ -321,12 +341,12 @@ class _Plan:
         self.applied = 1
         return flat
 
-    def _gathered(self, edit: Editor) -> fx.Node:
+    def _all_gathered(self, edit: Editor) -> fx.Node:
         flattening, size = self.flattening, self._size
-        runs = self._mine()
+        runs = self._local_slices()
         missing = self._part - sum(map(len, runs))
         part = self._concatenated(
-            edit, [*runs, *([_Run(Piece(missing), 0, missing)] if missing else [])]
+            edit, [*runs, *([_PieceSlice(Piece(missing), 0, missing)] if missing else [])]
         )
         add_tag(part, self.tag())
         started = edit.call(
@@ -342,39 +362,41 @@ class _Plan:
             flat = edit.call(aten.slice.Tensor, flat, 0, 0, flattening.numel)
         return flat
 
-    def _all(self) -> list[_Run]:
-        return [_Run(piece, 0, piece.numel) for piece in self.flattening.pieces if piece.numel]
+    def _all_slices(self) -> list[_PieceSlice]:
+        return [
+            _PieceSlice(piece, 0, piece.numel) for piece in self.flattening.pieces if piece.numel
+        ]
 
-    def _mine(self) -> list[_Run]:
-        """What of each piece lies in this rank's part."""
+    def _local_slices(self) -> list[_PieceSlice]:
+        """The slices of the pieces that lie in this rank's part."""
         start = compat.process_group(self._group).rank() * self._part
         runs, at = [], 0
         for piece in self.flattening.pieces:
             first, end = max(start - at, 0), min(start + self._part - at, piece.numel)
             if first < end:
-                runs.append(_Run(piece, first, end))
+                runs.append(_PieceSlice(piece, first, end))
             at += piece.numel
         return runs
 
-    def _concatenated(self, edit: Editor, runs: Sequence[_Run]) -> fx.Node:
+    def _concatenated(self, edit: Editor, runs: Sequence[_PieceSlice]) -> fx.Node:
         if not runs:
             return self._full(edit, 0, 0)
         return edit.call(aten.cat.default, [self._make(edit, run) for run in runs])
 
-    def _make(self, edit: Editor, run: _Run) -> fx.Node:
-        """A run on the device, [length], in the dtype of the flat buffer."""
+    def _make(self, edit: Editor, run: _PieceSlice) -> fx.Node:
+        """A slice on the device, [length], in the dtype of the flat buffer."""
         piece = run.piece
         if piece.source is None:
             return self._full(edit, len(run), piece.fill)
         if not run.whole and self._can_slice_on_host(piece):
             return self._cast(
-                edit, self._move(edit, _cut(edit, _row(edit, piece.source), run)), piece
+                edit, self._move(edit, _slice(edit, _flatten(edit, piece.source), run)), piece
             )
-        lifted = self._lift(edit, piece.source)
+        lifted = self._on_device(edit, piece.source)
         return (
-            _row(edit, self._cast(edit, lifted, piece))
+            _flatten(edit, self._cast(edit, lifted, piece))
             if run.whole
-            else self._cast(edit, _cut(edit, _row(edit, lifted), run), piece)
+            else self._cast(edit, _slice(edit, _flatten(edit, lifted), run), piece)
         )
 
     def _full(self, edit: Editor, numel: int, fill: float) -> fx.Node:
@@ -390,14 +412,16 @@ class _Plan:
             node = edit.call(aten._to_copy.default, node, dtype=dtype, **strides)
         return node
 
-    def _lift(self, edit: Editor, source: fx.Node) -> fx.Node:
-        """A host value on the device: made of what it was copied from, or moved there."""
+    def _on_device(self, edit: Editor, source: fx.Node) -> fx.Node:
+        """A host value on the device: recomputed from the device value that it was copied from, or
+        moved there.
+        """
         if device_source(source, self._device) is None:
             return self._move(edit, source)
         if value_of(source).device == self._device:
             return source
-        inner = self._lift(edit, source.all_input_nodes[0])
-        if not is_shape_op(source):
+        inner = self._on_device(edit, source.all_input_nodes[0])
+        if not is_view_op(source):
             return inner
         if source.target is aten.view.default:
             inner = _contiguous(edit, inner)
@@ -407,10 +431,10 @@ class _Plan:
         return edit.call(aten._to_copy.default, source, device=self._device)
 
     def _can_slice_on_host(self, piece: Piece) -> bool:
-        return piece.source is not None and self._lies(piece) == (True, True)
+        return piece.source is not None and self._placement(piece) == (True, True)
 
 
-def _cut(edit: Editor, row: fx.Node, run: _Run) -> fx.Node:
+def _slice(edit: Editor, row: fx.Node, run: _PieceSlice) -> fx.Node:
     return edit.call(aten.slice.Tensor, row, 0, run.first, run.end)
 
 
@@ -420,19 +444,19 @@ def _contiguous(edit: Editor, node: fx.Node) -> fx.Node:
     return edit.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
 
-def _row(edit: Editor, node: fx.Node) -> fx.Node:
+def _flatten(edit: Editor, node: fx.Node) -> fx.Node:
     """All elements in row-major order, [numel]."""
     node = _contiguous(edit, node)
     return node if value_of(node).dim() == 1 else edit.call(aten.view.default, node, [-1])
 
 
 def _last_use(node: fx.Node, order: dict[fx.Node, int]) -> int:
-    """Place of the last node that reads a value or a view of it."""
+    """Index of the last node that reads a value or a view of it."""
     last = order[node]
     for user in node.users:
-        last = max(last, _last_use(user, order) if is_shape_op(user) else order[user])
+        last = max(last, _last_use(user, order) if is_view_op(user) else order[user])
     return last
 
 
-def _size(count: int) -> str:
+def _format_size(count: int) -> str:
     return f"{count / (1 << 20):.1f} MiB" if count >= 1 << 20 else f"{count} bytes"

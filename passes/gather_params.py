@@ -8,11 +8,12 @@ Before                                          After
                                                   full = slice(gathered, 0, 0, 10)
                                                   y = mm(x, full)
 
-Contract: ranks hold blocks of ceil(rows / ranks) rows, the last ones fewer. The cast is there only
-for another dtype (before the gather, so that bf16 moves half the bytes), the padding only on ranks
-whose block is not full, the slice only where rows do not divide;
-otherwise the collective reads the shard itself and its output is the parameter: no copy in, no copy
-out."""
+Contract: each rank holds a block of ceil(rows / ranks) rows; the last ranks may hold fewer. The
+cast exists only if the dtype changes. It precedes the gather, so bf16 moves half the bytes. The
+padding exists only on ranks whose block is not full. The slice exists only if the number of rows is
+not divisible by the number of ranks. Otherwise the collective reads the shard itself and its output
+is the parameter, without copies.
+"""
 
 from __future__ import annotations
 
@@ -82,8 +83,8 @@ class GatherParams(Pass):
                 device=value.device,
             )
         source = shard
-        # Of what differs between ranks, the last counts: it is what the collective reads, and no
-        # rank needs more steps to make it.
+        # Ranks may need different steps to prepare the input. The tag on the last step holds the
+        # size, because the collective reads that node on every rank.
         whole, padded = 0, value.shape[0] < block
         if dtype is not None and dtype != value.dtype:
             source = edit.call(aten._to_copy.default, source, dtype=dtype)

@@ -11,9 +11,10 @@ Before                                        After
   s = add(s2, s1)
 
 Contract: runs on the dialect, before it is lowered. A merged parameter stays gathered from its
-first read to its last, so two reads are merged only where that is free (no other parameter is
-gathered between them) or cheap (at most `max_hold_mb`). Gradients are always summed before their
-reduction, in the reduction's dtype, which costs one full gradient from its first part to its last.
+first read to its last. Two reads are therefore merged only if that is free (no other parameter is
+gathered between them) or cheap (the parameter has at most `max_hold_mb`). Gradients are always
+summed before their reduction, in the reduction dtype. That keeps one full gradient alive from the
+first summand to the last.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ class MergeReads(Pass):
 
     name: ClassVar[str] = "merge-reads"
     level: ClassVar[Level] = Level.JOINT
+    reorders_sums: ClassVar[bool] = True
 
     max_hold_mb: float | None = None
     """Largest parameter, in MiB, that may stay gathered while other parameters are gathered; `none`
-    sets no limit."""
+    sets no limit.
+    """
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of gathers and reductions saved."""
@@ -76,7 +79,7 @@ def _move_users(read: fx.Node, holder: fx.Node) -> None:
 
 
 def _sum_gradients(graph: fx.Graph) -> int:
-    """Rewrite add(reduce(a), reduce(b)) to reduce(add(a, b)) until none is left."""
+    """Rewrite add(reduce(a), reduce(b)) to reduce(add(a, b)) until no such pair is left."""
     saved = 0
     for total in calls(graph, aten.add.Tensor):
         left, right = total.args[:2]

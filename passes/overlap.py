@@ -1,4 +1,4 @@
-"""Start gathers early and await reductions late, so that they run beside compute.
+"""Start all-gathers early and await reductions late, so that they overlap with compute.
 
 Before                                          After
   a = wait_tensor(all_gather(shard_a))            started_a = all_gather(shard_a)
@@ -14,10 +14,11 @@ Before                                          After
                                                   da = wait_tensor(started_a)
                                                   db = wait_tensor(started_b)
 
-Contract: moves nodes and makes none, so numbers stay the same. A gather starts once the one before
-it has arrived: one is under way beside compute, never more. A reduction is awaited once the next
-one has started. That costs the memory of one gather and one reduction; what is moved depends on the
-collectives alone and not on shapes or memory, so that ranks move alike."""
+Contract: moves nodes and creates none, so results stay the same. A gather starts when the previous
+gather has arrived, so at most one gather overlaps with compute. A reduction is awaited after the
+next reduction has started. That costs the memory of one gather and one reduction. Which nodes move
+depends only on the collectives, not on shapes or memory, so all ranks move the same nodes.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from zpasses.pipeline.pipeline import Level, Pass
 
 @dataclass(frozen=True)
 class Overlap(Pass):
-    """Run collectives beside compute."""
+    """Overlap collectives with compute."""
 
     name: ClassVar[str] = "overlap"
     level: ClassVar[Level] = Level.PARTITIONED
@@ -45,7 +46,7 @@ class Overlap(Pass):
         nodes_before = tuple(graph.nodes)
         early = _prefetch(gather_launches(graph), nodes_before)
         moved = {node for nodes, _ in early for node in nodes}
-        plans = [*early, *_delay(reduction_launches(graph), nodes_before, moved)]
+        plans = [*early, *_delay_waits(reduction_launches(graph), nodes_before, moved)]
         for nodes, anchor in plans:
             for node in nodes:
                 anchor.prepend(node)
@@ -53,7 +54,7 @@ class Overlap(Pass):
 
 
 _Plan = tuple[tuple[fx.Node, ...], fx.Node]
-"""Nodes to move, in order, and the node that they go in front of."""
+"""Nodes to move, in order, and the node to insert them before."""
 
 
 def _prefetch(launches: list[Launch], nodes: tuple[fx.Node, ...]) -> list[_Plan]:
@@ -69,22 +70,27 @@ def _prefetch(launches: list[Launch], nodes: tuple[fx.Node, ...]) -> list[_Plan]
         ):
             plans.append(((*launch.before, launch.started, *launch.parts), nodes[arrived]))
         arrived = min(position[wait] for wait in launch.waits) + 1
-        while (
-            nodes[arrived] in launch.waits
-        ):  # of one collective: nothing is let go before the last
+        # A coalesced collective has several waits, and frees nothing before the last.
+        while nodes[arrived] in launch.waits:
             arrived += 1
     return plans
 
 
-def _delay(launches: list[Launch], nodes: tuple[fx.Node, ...], gone: set[fx.Node]) -> list[_Plan]:
-    """`gone`: nodes that will have moved, and mark no place any more."""
+def _delay_waits(
+    launches: list[Launch], nodes: tuple[fx.Node, ...], moved: set[fx.Node]
+) -> list[_Plan]:
+    """Plans that move each wait after the start of the next reduction.
+
+    Args:
+        moved: nodes that move elsewhere, so they cannot serve as insertion points.
+    """
     position = {node: index for index, node in enumerate(nodes)}
     plans: list[_Plan] = []
     for launch, following in itertools.zip_longest(launches, launches[1:]):
         own = {*launch.waits, *launch.after}
         at = max(position[node] for node in own) + 1
         end = position[following.started] + 1 if following is not None else len(nodes) - 1
-        while nodes[end] in gone:
+        while nodes[end] in moved:
             end += 1
         if any(node not in own and node.op == "call_function" for node in nodes[at:end]):
             plans.append(((*launch.waits, *launch.after), nodes[end]))

@@ -1,8 +1,11 @@
 """The named pipelines: the ZeRO stages as lists of passes.
 
-| stage | full parameters live | gradients | | --- | --- | --- | | 1 | from the first forward after
-a step until gradients are reduced | reduced to shards in each backward, or in the last of a window
-| | 2 | the same | the same | | 3 | around their use; gathered again in backward | the same |"""
+| stage | full parameters live | gradients |
+| --- | --- | --- |
+| 1 | from the first forward after a step to the reduction | reduced in each backward or window |
+| 2 | as in stage 1 | as in stage 1 |
+| 3 | around each use; gathered again in backward | as in stage 1 |
+"""
 
 from zpasses.passes.bucket import Bucket
 from zpasses.passes.cache_params import CacheParams
@@ -30,11 +33,13 @@ ZERO2 = Pipeline(
     )
 )
 ZERO1 = ZERO2
-"""The same passes as stage 2: windows (`backwards_per_step`) decide how long gradients stay full,
-which is what tells the two apart."""
+"""The same passes as stage 2. The stages differ in windows (`backwards_per_step`), which determine
+how long gradients stay full.
+"""
 _STAGE3 = (MergeReads(max_hold_mb=1.0), GatherParams(), ReduceGrads(), ReshardAfterForward())
 
 ZERO3 = Pipeline((*_STAGE3, Bucket(cap_mb=12.0, plan_for_overlap=True), *_LAST))
 ZERO3_SDMA = Pipeline((*_STAGE3, Bucket(cap_mb=512.0, plan_for_overlap=True), *_LAST, Sdma()))
-"""Stage 3 for nodes with copy engines: buckets of a layer rather than of a few MiB, since engines
-take longer to start."""
+"""Stage 3 for nodes with copy engines. Buckets have the size of a layer rather than a few MiB,
+because copy engines take longer to start.
+"""

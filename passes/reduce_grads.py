@@ -1,15 +1,18 @@
 """Lower every `reduce_grad` to one collective that averages a gradient and keeps this rank's rows.
 
-Before                                     form=reduce_scatter                       form=all_reduce
-  mine = zpasses.reduce_grad(grad, 10, ..)   cast = _to_copy(grad, f32)                cast = _to_copy(grad, f32)
-                                             padded = constant_pad_nd(cast, [.., 2])   started = all_reduce(cast, "avg", ..)
-                                             started = reduce_scatter_tensor(padded)   total = wait_tensor(started)
-                                             block = wait_tensor(started)              mine = slice_copy(total, 0, 3, 6)
-                                             mine = slice_copy(block, 0, 0, 3)
+Before
+  mine = zpasses.reduce_grad(grad, 10, ...)
+After, form=reduce_scatter                  After, form=all_reduce
+  cast = _to_copy(grad, f32)                  cast = _to_copy(grad, f32)
+  padded = constant_pad_nd(cast, [.., 2])     started = all_reduce(cast, "avg", ...)
+  started = reduce_scatter_tensor(padded)     total = wait_tensor(started)
+  block = wait_tensor(started)                mine = slice_copy(total, 0, 3, 6)
+  mine = slice_copy(block, 0, 0, 3)
 
-Contract: the result has the shard's rows and dtype, and owns its memory: where it is cut out of
-something larger it is copied, so that the larger one can be freed. Casts, padding and slices are
-there only where they change something."""
+Contract: the result has the shard's rows and dtype, and owns its memory. A result that is a slice
+of a larger tensor is copied, so the larger tensor can be freed. Casts, padding and slices exist
+only if they change something.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,9 @@ class ReduceGrads(Pass):
     level: ClassVar[Level] = Level.JOINT
 
     form: Literal["auto", "reduce_scatter", "all_reduce"] = "auto"
-    """`reduce_scatter` moves the fewest bytes, `all_reduce` is faster where reduce-scatter is not
-    native, and `auto` takes `all_reduce` on gloo only."""
+    """`reduce_scatter` moves the fewest bytes. `all_reduce` is faster if the backend has no native
+    reduce-scatter. `auto` takes `all_reduce` only on gloo.
+    """
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of reductions lowered."""
@@ -66,8 +70,8 @@ class ReduceGrads(Pass):
             mine = lowering.all_reduce(lowering.cast(grad))
         elif lowering.size == 1:
             mine = lowering.cast(grad)
-        elif self._all_reduces(str(group)):
-            mine = lowering.cut_from_all_reduce(grad, rows, shard_rows, dtype)
+        elif self._uses_all_reduce(str(group)):
+            mine = lowering.slice_of_all_reduce(grad, rows, shard_rows, dtype)
         else:
             mine = lowering.reduce_scatter(grad, rows, shard_rows, dtype)
         mine = lowering.finish(mine, grad, dtype)
@@ -92,7 +96,7 @@ class ReduceGrads(Pass):
         )
         replace_node(node, mine)
 
-    def _all_reduces(self, group: str) -> bool:
+    def _uses_all_reduce(self, group: str) -> bool:
         if self.form == "auto":
             return compat.group_backend(group) == "gloo"
         return self.form == "all_reduce"
@@ -100,7 +104,7 @@ class ReduceGrads(Pass):
 
 @dataclass
 class _Lowering:
-    """One gradient on its way to a shard."""
+    """Inserts the nodes that reduce one gradient to a shard."""
 
     edit: Editor
     params: tuple[str, ...]
@@ -122,12 +126,12 @@ class _Lowering:
             self.edit.call(compat.functional.all_reduce.default, source, "avg", self.group), source
         )
 
-    def cut_from_all_reduce(
+    def slice_of_all_reduce(
         self, grad: fx.Node, rows: Any, shard_rows: Any, dtype: torch.dtype
     ) -> fx.Node:
         total = self.all_reduce(self.cast(grad))
         start = min(_group_rank(self.group) * rows_per_rank(rows, self.size), rows)
-        return self._cut(total, start, start + shard_rows, dtype)
+        return self._owning_slice(total, start, start + shard_rows, dtype)
 
     def reduce_scatter(
         self, grad: fx.Node, rows: Any, shard_rows: Any, dtype: torch.dtype
@@ -143,11 +147,11 @@ class _Lowering:
             compat.functional.reduce_scatter_tensor.default, source, "avg", self.size, self.group
         )
         mine = self._await(started, source)
-        return mine if shard_rows == block else self._cut(mine, 0, shard_rows, dtype)
+        return mine if shard_rows == block else self._owning_slice(mine, 0, shard_rows, dtype)
 
-    def _cut(self, whole: fx.Node, start: Any, end: Any, dtype: torch.dtype) -> fx.Node:
-        # Not slice and clone: Inductor drops such a clone, and with it the right to free what it
-        # was cut from. A cast copies anyway.
+    def _owning_slice(self, whole: fx.Node, start: Any, end: Any, dtype: torch.dtype) -> fx.Node:
+        # A slice and a clone would not do: Inductor drops the clone, so the larger tensor could not
+        # be freed. A cast copies in any case.
         copies = value_of(whole).dtype == dtype
         return self.edit.call(
             aten.slice_copy.Tensor if copies else aten.slice.Tensor, whole, 0, start, end

@@ -1,14 +1,19 @@
-"""ZeRO-3: never save a full parameter for backward; gather it again there.
+"""ZeRO-3: do not save full parameters for backward, but gather them again there.
 
-Before (joint graph)                      After, once partitioned
-  full = wait_tensor(all_gather(shard))     forward:  full = wait_tensor(all_gather(shard));  y = mm(x, full);  saves x, shard
-  y = mm(x, full)                           backward: full = wait_tensor(all_gather(shard));  gx = mm(gy, t(full))
+Before: the joint graph
+  full = wait_tensor(all_gather(shard))
+  y = mm(x, full)
   ...
   gx = mm(gy, t(full))
+After partitioning
+  forward:   full = wait_tensor(all_gather(shard));  y = mm(x, full);  saves x, shard
+  backward:  full = wait_tensor(all_gather(shard));  gx = mm(gy, t(full))
 
-Contract: marks; the partitioner moves. Marked are the gathers, what prepares them, and every
-forward value that is computed from parameters alone (views, casts, a weight norm), because saving
-such a value would save a full parameter under another name."""
+Contract: marks nodes for recomputation, and the partitioner moves them. The marked nodes are the
+gathers, the nodes that prepare their inputs, and every forward value that is computed only from
+parameters (such as views, casts or a weight norm). Saving such a value would save a full parameter
+in another form.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +31,7 @@ from zpasses.pipeline.pipeline import Level, Pass
 
 @dataclass(frozen=True)
 class ReshardAfterForward(Pass):
-    """Recompute gathers in backward instead of saving full parameters."""
+    """Recompute all-gathers in backward instead of saving full parameters."""
 
     name: ClassVar[str] = "reshard-after-forward"
     level: ClassVar[Level] = Level.JOINT
@@ -37,7 +42,7 @@ class ReshardAfterForward(Pass):
         marked: set[fx.Node] = set()
         for node in graph.nodes:
             if node.op == "call_function" and (
-                _is_part_of_gather(node) or _depends_on_parameters_alone(node, marked)
+                _is_part_of_gather(node) or _depends_only_on_parameters(node, marked)
             ):
                 compat.mark_recompute(node)
                 marked.add(node)
@@ -49,7 +54,7 @@ def _is_part_of_gather(node: fx.Node) -> bool:
     return tag is not None and tag.role in GATHER_ROLES
 
 
-def _depends_on_parameters_alone(node: fx.Node, marked: set[fx.Node]) -> bool:
+def _depends_only_on_parameters(node: fx.Node, marked: set[fx.Node]) -> bool:
     inputs = node.all_input_nodes
     if not inputs or not all(item in marked for item in inputs):
         return False

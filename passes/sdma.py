@@ -1,18 +1,24 @@
-"""Let copy engines gather where that takes compute units away from compute: swaps all-gathers for
-`zpasses::sdma` ops.
+"""Replace all-gathers that would compete with kernels for compute units by copy-engine all-gathers.
 
-Before                                                     After
-  a = all_gather_into_tensor(shard_a, 8, group)              a = zpasses.sdma_all_gather(shard_a, 8, group)
-  b = all_gather_into_tensor_coalesced([s, t], 8, group)     b = zpasses.sdma_all_gather_coalesced([s, t], 8, group)
-  c = all_gather_into_tensor_out(s, 8, group, out=buf)       c = zpasses.sdma_all_gather_out(s, 8, group, out=buf)
-  y = mm(x, w)                                               y = mm(x, w)
-  full = wait_tensor(a)                                      full = wait_tensor(a)
+Before
+  a = all_gather_into_tensor(shard_a, 8, group)
+  b = all_gather_into_tensor_coalesced([s, t], 8, group)
+  c = all_gather_into_tensor_out(s, 8, group, out=buf)
+  y = mm(x, w)
+  full = wait_tensor(a)
+After
+  a = zpasses.sdma_all_gather(shard_a, 8, group)
+  b = zpasses.sdma_all_gather_coalesced([s, t], 8, group)
+  c = zpasses.sdma_all_gather_out(s, 8, group, out=buf)
+  y = mm(x, w)
+  full = wait_tensor(a)
 
-Contract: runs last, since what starts where is settled then; makes no nodes and moves none; numbers
-stay the same bit for bit. What is swapped follows from the target and the graph alone, on which all
-ranks of a group agree; whether a copy engine then does the work is decided at run time, by vote
-(`zpasses.sdma`), with the functional collective as the fallback. Every gather's tag says what
-became of it."""
+Contract: runs last, when the order of the nodes is final. The pass creates no nodes and moves none,
+and results stay equal bit for bit. Which gathers are replaced follows only from the target and the
+graph, and all ranks of a group agree on it. Whether a copy engine then does the work is decided at
+run time by a vote (`zpasses.sdma`), with the functional collective as the fallback. The tag of
+every gather holds the decision.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +33,7 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.routes import known_figures
+from zpasses.cost.routes import route_figures
 from zpasses.cost.step_time import Timeline
 from zpasses.cost.target import Target, current_target
 from zpasses.errors import OptionError
@@ -36,15 +42,14 @@ from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.graph.tags import Tag, add_tag, retag, tag_of
 from zpasses.pipeline.pipeline import Level, Pass
 from zpasses.ranks.vote import exchange
-from zpasses.sdma import chosen
+from zpasses.sdma import route_choice
 from zpasses.sdma.ops import SDMA_ALL_GATHER, SDMA_ALL_GATHER_COALESCED, SDMA_ALL_GATHER_OUT
 
-__all__ = ["Sdma", "Verdict"]
+__all__ = ["Decision", "Sdma"]
 
 log = logging.getLogger("zpasses")
 
 _MIB = 1 << 20
-_TIMEOUT_S = 300.0
 MAX_RANKS = 8
 _SWAPS: dict[Any, compat.OpOverload] = {
     compat.functional.all_gather_into_tensor.default: SDMA_ALL_GATHER,
@@ -52,10 +57,10 @@ _SWAPS: dict[Any, compat.OpOverload] = {
     compat.functional.all_gather_into_tensor_out.default: SDMA_ALL_GATHER_OUT,
 }
 
-What = Literal[
+Outcome = Literal[
     "swapped",
     "too small",
-    "nothing to hide behind",
+    "too little overlap",
     "group",
     "dtype",
     "route missing",
@@ -64,40 +69,44 @@ What = Literal[
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the pass made of one gather."""
+class Decision:
+    """The decision of the pass on one gather."""
 
     node: fx.Node
-    what: What
-    why: str
+    outcome: Outcome
+    reason: str
     group: str
     """Name of the process group."""
     route: str = ""
-    """The copy-engine route that was weighed: the one that the target prefers."""
+    """The copy-engine route that was considered: the one that the target prefers."""
     gather_us: float = 0.0
     """Predicted time of the gather by that route, in microseconds."""
     compute_us: float = 0.0
-    """Predicted time of the compute between its start and its wait."""
+    """Predicted time of the compute between its start and its wait, in microseconds."""
     gain_us: float = 0.0
-    """By how much the graph is predicted to be done sooner than with the functional collective."""
+    """Predicted reduction of the graph's time compared with the functional collective, in
+    microseconds.
+    """
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.why}"
+        return f"{self.outcome}: {self.reason}"
 
 
 @dataclass(frozen=True)
 class Sdma(Pass):
-    """Replace all-gathers that hide behind compute by copy-engine all-gathers."""
+    """Replace all-gathers that compute hides by copy-engine all-gathers."""
 
     name: ClassVar[str] = "sdma"
     level: ClassVar[Level] = Level.PARTITIONED
 
     min_mb: float = 16.0
-    """Smallest size of one rank's part of a gather, in MiB, because copy engines take longer to
-    start."""
+    """Smallest size of one rank's part of a gather, in MiB. Smaller gathers stay, because copy
+    engines take longer to start.
+    """
     min_hidden: float = 0.5
-    """Smallest share of a gather's time that the compute between its start and its wait must cover;
-    0 also replaces gathers that nothing hides."""
+    """Smallest fraction of a gather's time that the compute between its start and its wait must
+    cover; 0 also replaces gathers that no compute hides.
+    """
 
     def __post_init__(self) -> None:
         if not self.min_mb >= 0:
@@ -106,92 +115,94 @@ class Sdma(Pass):
             )
         if not self.min_hidden >= 0:
             raise OptionError(
-                f"pass {self.name!r}, option 'min_hidden': got {self.min_hidden}; expected a share "
-                "of a gather's time, >= 0."
+                f"pass {self.name!r}, option 'min_hidden': got {self.min_hidden}; expected a "
+                "fraction of a gather's time, >= 0."
             )
 
     def votes(self) -> bool:
         return True
 
     def rewrite(self, graph: fx.Graph) -> int:
-        """Returns the number of gathers swapped."""
+        """Returns the number of gathers replaced."""
         tag_foreign_gathers(graph, origin=self.name)
-        verdicts = _agreed(self.judge(graph), str(self))
-        for verdict in verdicts:
-            _note(verdict, self.name)
-            if verdict.what == "swapped":
-                _swap(verdict.node, verdict.group)
-        if verdicts:
-            counts = Counter(verdict.what for verdict in verdicts)
+        decisions = _agree_on_decisions(self.decide(graph), str(self))
+        for decision in decisions:
+            _tag_decision(decision, self.name)
+            if decision.outcome == "swapped":
+                _replace_op(decision.node, decision.group)
+        if decisions:
+            counts = Counter(decision.outcome for decision in decisions)
             log.info(
                 "sdma: %d gathers: %s",
-                len(verdicts),
-                ", ".join(f"{count} {what}" for what, count in sorted(counts.items())),
+                len(decisions),
+                ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())),
             )
-        swapped = sum(verdict.what == "swapped" for verdict in verdicts)
-        if swapped and compat.inductor_is_lowering():
-            compat.lower_own_collectives()
+        swapped = sum(decision.outcome == "swapped" for decision in decisions)
+        if swapped and compat.is_inductor_lowering_loaded():
+            compat.register_collective_lowerings()
         return swapped
 
-    def judge(self, graph: fx.Graph) -> list[Verdict]:
-        """What this rank by itself would make of each gather, in graph order: each is weighed with
-        those before it swapped or not."""
+    def decide(self, graph: fx.Graph) -> list[Decision]:
+        """Returns this rank's own decision on each gather, in graph order. The decisions on earlier
+        gathers determine the schedule that a gather is weighed in.
+        """
         target = current_target()
-        timeline, taken = Timeline(graph, target), set[fx.Node]()
-        verdicts = []
+        timeline, replaced = Timeline(graph, target), set[fx.Node]()
+        decisions = []
         for node in graph.nodes:
-            collective = _gather(node)
+            collective = _gather_of(node)
             if collective is not None:
-                verdicts.append(self._judge(node, collective, timeline, taken, target))
-                if verdicts[-1].what == "swapped":
-                    taken.add(node)
-        return verdicts
+                decisions.append(self._decide(node, collective, timeline, replaced, target))
+                if decisions[-1].outcome == "swapped":
+                    replaced.add(node)
+        return decisions
 
-    def _judge(
+    def _decide(
         self,
         node: fx.Node,
         collective: Collective,
         timeline: Timeline,
-        taken: set[fx.Node],
+        replaced: set[fx.Node],
         target: Target,
-    ) -> Verdict:
-        def verdict(what: What, why: str, **figures: Any) -> Verdict:
-            return Verdict(node, what, why, collective.group, **figures)
+    ) -> Decision:
+        def decision(outcome: Outcome, reason: str, **figures: Any) -> Decision:
+            return Decision(node, outcome, reason, collective.group, **figures)
 
         if not target.routes:
-            return verdict("route missing", f"{target.name} has no copy-engine route")
-        unfit = _unfit_group(compat.group_ranks(collective.group), target)
+            return decision("route missing", f"{target.name} has no copy-engine route")
+        unfit = _group_obstacle(compat.group_ranks(collective.group), target)
         if unfit:
-            return verdict("group", unfit)
+            return decision("group", unfit)
         opaque = [value.dtype for value in _inputs(node) if value.is_quantized]
         if opaque:
-            return verdict("dtype", f"{opaque[0]} is not plain bytes")
+            return decision("dtype", f"{opaque[0]} is not plain bytes")
         if collective.nbytes < self.min_mb * _MIB:
-            return verdict(
-                "too small", f"{collective.nbytes / _MIB:.3g} of {self.min_mb:g} MiB a rank"
+            return decision(
+                "too small", f"{collective.nbytes / _MIB:.3g} of {self.min_mb:g} MiB per rank"
             )
-        gather, compute = timeline.ride(node, True).took_us, timeline.compute_until_wait(node)
-        gain = timeline.run(taken).total_us - timeline.run(taken | {node}).total_us
+        gather, compute = timeline.timing(node, True).duration_us, timeline.compute_until_wait(node)
+        gain = timeline.run(replaced).total_us - timeline.run(replaced | {node}).total_us
         figures = {
             "route": target.routes[0],
             "gather_us": gather,
             "compute_us": compute,
             "gain_us": gain,
         }
-        told = f"{collective.nbytes / _MIB:.3g} MiB a rank in {gather:.0f} us by {target.routes[0]}, beside {compute:.0f} us of compute"
+        timing = (
+            f"{collective.nbytes / _MIB:.3g} MiB per rank in {gather:.0f} us by "
+            f"{target.routes[0]}, overlapping {compute:.0f} us of compute"
+        )
         if compute < self.min_hidden * gather:
-            return verdict("nothing to hide behind", told, **figures)
+            return decision("too little overlap", timing, **figures)
         if self.min_hidden and gain <= 0:
-            return verdict(
-                "nothing to hide behind", f"{told}, would lose {-gain:.0f} us", **figures
-            )
-        return verdict(
-            "swapped", f"{told}, {'gains' if gain > 0 else 'loses'} {abs(gain):.0f} us", **figures
+            return decision("too little overlap", f"{timing}, would lose {-gain:.0f} us", **figures)
+        return decision(
+            "swapped", f"{timing}, {'gains' if gain > 0 else 'loses'} {abs(gain):.0f} us", **figures
         )
 
 
-# --- looking --------------------------------------------------------------------------------------
-def _gather(node: fx.Node) -> Collective | None:
+# --- gathers --------------------------------------------------------------------------------------
+def _gather_of(node: fx.Node) -> Collective | None:
     return collective_of(node) if node.op == "call_function" and node.target in _SWAPS else None
 
 
@@ -204,75 +215,76 @@ def _inputs(node: fx.Node) -> list[torch.Tensor]:
     ]
 
 
-def _unfit_group(ranks: Sequence[int], target: Target) -> str:
+def _group_obstacle(ranks: Sequence[int], target: Target) -> str:
     """Why no copy engine reaches all ranks of a group; "" if one does."""
     if len(ranks) == 1:
         return "one rank has nothing to gather"
     if len({rank // target.ranks_per_node for rank in ranks}) > 1:
         return f"ranks {ranks[0]} to {ranks[-1]} are not on one node of {target.ranks_per_node}"
     return (
-        f"{len(ranks)} ranks; at most {MAX_RANKS} can take a route"
-        if len(ranks) > MAX_RANKS
-        else ""
+        f"{len(ranks)} ranks; a route takes at most {MAX_RANKS}" if len(ranks) > MAX_RANKS else ""
     )
 
 
-# --- agreeing -------------------------------------------------------------------------------------
-def _agreed(verdicts: list[Verdict], options: str) -> list[Verdict]:
-    """Swapped is what every rank of the group would swap: figures depend on shapes, which ranks may
-    not share.
+# --- agreement ------------------------------------------------------------------------------------
+def _agree_on_decisions(decisions: list[Decision], options: str) -> list[Decision]:
+    """Mark a gather as swapped only if every rank of its group would swap it.
 
-    A rank may recompile the same gathers alone: so they get the same answer again, as long as it
-    plans for the same target."""
+    The predicted times depend on shapes, and ranks may have different shapes. A rank may also
+    recompile when the other ranks do not. The same gathers therefore always get the same answer, as
+    long as the target is the same.
+    """
     agreed, target = {}, current_target()
-    planned_for = hashlib.sha256(repr((target, known_figures(target))).encode()).hexdigest()
-    for group in dict.fromkeys(verdict.group for verdict in verdicts):
-        own = [verdict for verdict in verdicts if verdict.group == group]
+    planned_for = hashlib.sha256(repr((target, route_figures(target))).encode()).hexdigest()
+    for group in dict.fromkeys(decision.group for decision in decisions):
+        own = [decision for decision in decisions if decision.group == group]
         described = [
             (
-                str(verdict.node.target),
-                [str(value.dtype) for value in _inputs(verdict.node)],
-                _params(verdict),
+                str(decision.node.target),
+                [str(value.dtype) for value in _inputs(decision.node)],
+                _params(decision),
             )
-            for verdict in own
+            for decision in own
         ]
         signature = hashlib.sha256(repr((options, described)).encode()).hexdigest()
-        mine = [verdict.what == "swapped" for verdict in own]
+        mine = [decision.outcome == "swapped" for decision in own]
         answers = exchange(
             group,
-            "the choice of copy engines",
+            "the choice of copy-engine gathers",
             [signature, mine],
-            _TIMEOUT_S,
             remember=f"{signature} {planned_for}",
         )
-        # Other collectives on another rank are found, and named, when the collectives themselves
-        # are compared.
-        alike = all(answer[0] == signature for answer in answers)
-        for place, verdict in enumerate(own):
-            everyone = alike and all(answer[1][place] for answer in answers)
-            agreed[verdict.node] = _united(verdict, everyone)
-    return [agreed[verdict.node] for verdict in verdicts]
+        # If another rank has other collectives, the agreement check on collectives reports it
+        # later.
+        same_gathers = all(answer[0] == signature for answer in answers)
+        for place, decision in enumerate(own):
+            all_would_swap = same_gathers and all(answer[1][place] for answer in answers)
+            agreed[decision.node] = _apply_vote(decision, all_would_swap)
+    return [agreed[decision.node] for decision in decisions]
 
 
-def _united(verdict: Verdict, everyone: bool) -> Verdict:
-    """A verdict in the light of what all ranks would do, or did when they compiled the same gathers
-    before."""
-    if verdict.what == "swapped" and not everyone:
-        return replace(verdict, what="other ranks", why="not all ranks would swap it")
-    if verdict.what != "swapped" and everyone:
+def _apply_vote(decision: Decision, all_would_swap: bool) -> Decision:
+    """Combine this rank's decision with the answer of all ranks, which may come from an earlier
+    compile of the same gathers.
+    """
+    if decision.outcome == "swapped" and not all_would_swap:
+        return replace(decision, outcome="other ranks", reason="not all ranks would swap it")
+    if decision.outcome != "swapped" and all_would_swap:
         return replace(
-            verdict, what="swapped", why=f"as in an earlier compile of these gathers; now {verdict}"
+            decision,
+            outcome="swapped",
+            reason=f"as in an earlier compile of these gathers; this compile: {decision}",
         )
-    return verdict
+    return decision
 
 
-def _params(verdict: Verdict) -> tuple[str, ...]:
-    tag = tag_of(verdict.node)
+def _params(decision: Decision) -> tuple[str, ...]:
+    tag = tag_of(decision.node)
     return tag.params if tag is not None else ()
 
 
 # --- rewriting ------------------------------------------------------------------------------------
-def _swap(node: fx.Node, group: str) -> None:
+def _replace_op(node: fx.Node, group: str) -> None:
     arguments = named_arguments(node, node.target)  # type: ignore[arg-type]
     node.target = _SWAPS[node.target]
     names = [argument.name for argument in node.target._schema.arguments]
@@ -281,13 +293,13 @@ def _swap(node: fx.Node, group: str) -> None:
     node.kwargs = {name: arguments[name] for name in out}
 
 
-def _note(verdict: Verdict, origin: str) -> None:
-    choice = chosen(verdict.group) if verdict.what == "swapped" else None
-    note = f"sdma {verdict}" + (
-        f"; runs by {choice.route}, since {choice.reason}"
+def _tag_decision(decision: Decision, origin: str) -> None:
+    choice = route_choice(decision.group) if decision.outcome == "swapped" else None
+    note = f"sdma {decision}" + (
+        f"; runs by {choice.route} because {choice.reason}"
         if choice is not None and choice.reason
         else ""
     )
-    if tag_of(verdict.node) is None:
-        add_tag(verdict.node, Tag("gather", (), nbytes(_inputs(verdict.node)), origin=origin))
-    retag(verdict.node, note=note)
+    if tag_of(decision.node) is None:
+        add_tag(decision.node, Tag("gather", (), nbytes(_inputs(decision.node)), origin=origin))
+    retag(decision.node, note=note)

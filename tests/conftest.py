@@ -1,11 +1,20 @@
-"""Set before torch's thread pools start; the rank processes of tests/ranks.py inherit it."""
+"""Fixtures of all tests, and environment variables that must be set before torch is imported. The
+processes that tests start inherit them.
+"""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No pool of compile workers, each of which would import torch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Scalar kernels: Inductor compiles C++ in every process to find out which vector instructions work.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import logging
+import shutil
+import tempfile
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,14 +22,38 @@ import torch.distributed as dist
 from tests.roundtrip import round_trip_of
 from zpasses.pipeline.observers import observe_graphs
 
-# Torch's structured trace would drown what a failed test has to say.
+# torch's structured trace would hide the messages of a failed test.
 logging.getLogger("torch.__trace").propagate = False
 
 
+# `make test` draws half of the examples. See `drawn_examples` in tests/graphs.py.
+hypothesis.settings.register_profile("quick", max_examples=50)
+
+
+def pytest_configure(config):
+    """All processes of a session share one compile cache, which is empty at the start."""
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # the workers of xdist inherit it
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="zpasses-tests-")
+        config.add_cleanup(
+            lambda: shutil.rmtree(os.environ.pop("TORCHINDUCTOR_CACHE_DIR"), ignore_errors=True)
+        )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """A slow test names the quick test that covers the same behaviour."""
+    for item in items:
+        for mark in item.iter_markers("slow"):
+            quick = mark.kwargs.get("quick")
+            if not quick:
+                raise pytest.UsageError(f'{item.nodeid}: expected @pytest.mark.slow(quick="...")')
+
+
 @pytest.fixture(autouse=True)
-def leave_no_world_behind():
-    """A test that fails inside a fake world must not take the next ones with it, nor lend them its
-    compiled code."""
+def destroy_fake_world():
+    """A test that fails inside a fake world must not break the next tests, nor leave compiled code
+    for them.
+    """
     yield
     if dist.is_initialized() and dist.get_backend() == "fake":
         dist.destroy_process_group()
@@ -28,8 +61,8 @@ def leave_no_world_behind():
 
 
 @pytest.fixture(autouse=True)
-def every_graph_survives_the_dump_format(tmp_path_factory):
-    """Whatever this process compiles is described, written, read and compared."""
+def round_trip_every_graph(tmp_path_factory):
+    """Every graph that this process compiles is written in the dump format, read and compared."""
     folder = None
 
     def observe(log):

@@ -1,5 +1,7 @@
-"""Host flattening to test on: traced for a device that need not exist, run with the host in its
-place."""
+"""Graphs that flatten tensors on the host, for tests.
+
+They are traced for a CUDA device that need not exist, and run with the host in its place.
+"""
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -15,7 +17,7 @@ def move(tensor, device=CUDA, **options):
 
 
 def flatten(*tensors):
-    """What many trainers do: lay everything together on the host, and move it."""
+    """Concatenates tensors on the host and copies the result to the device, as many trainers do."""
     return move(
         torch._utils._flatten_dense_tensors(
             [move(tensor, "cpu") if tensor.is_cuda else tensor for tensor in tensors]
@@ -24,7 +26,7 @@ def flatten(*tensors):
 
 
 def trace(fn, tensors):
-    """The aten graph of `fn`; tensors in a tuple, `(tensor, "device")`, lie on the device."""
+    """Returns the aten graph of `fn`. `(tensor, "device")` stands for a tensor on the device."""
     mode = compat.FakeTensorMode()
     return compat.trace_aten(fn, [_fake(mode, each) for each in tensors])
 
@@ -38,6 +40,7 @@ def _fake(mode, each):
 
 
 def rewritten(gm, flatten_on_device, world_size=1, rank=0):
+    """Returns a copy of the graph that the pass rewrote as this rank."""
     with fake_world(world_size, rank):
         copied = copy_graph(gm)
         flatten_on_device(copied.graph)
@@ -46,7 +49,7 @@ def rewritten(gm, flatten_on_device, world_size=1, rank=0):
 
 
 def on_host(gm):
-    """The graph with the host in the device's place, so that it can run."""
+    """Returns a copy of the graph with the host in the device's place, so that it can run."""
     gm = copy_graph(gm)
     for node in gm.graph.nodes:
         node.args, node.kwargs = tree_map_only(
@@ -57,8 +60,11 @@ def on_host(gm):
 
 
 def assert_same_flat(gm, flatten_on_device, tensors, world_size=1):
-    """The rewritten graphs of all ranks give what the host form gives, bit for bit; returns
-    them."""
+    """Checks that all ranks' rewritten graphs equal the host's result bit for bit.
+
+    Returns:
+        The rewritten graphs.
+    """
     graphs = [rewritten(gm, flatten_on_device, world_size, rank) for rank in range(world_size)]
     values = [each[0] if isinstance(each, tuple) else each for each in tensors]
     assert_equal_bits(

@@ -1,5 +1,4 @@
-"""Models that other libraries sharded: a parametrization gathers a plain shard whenever the weight
-is read, as SimpleFSDP does."""
+"""Models sharded as SimpleFSDP does it: a parametrization gathers the weight at every read."""
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -19,8 +18,10 @@ class Gather(nn.Module):
 
 
 def simple_fsdp(mesh, dtype=None, activation=nn.ReLU):
-    """Two layers, 6 -> 8 -> 6, whose weights are sharded by rows over the mesh; the same values on
-    every rank."""
+    """Returns two layers, 6 -> 8 -> 6, with weights sharded by rows over the mesh.
+
+    The values are the same on every rank.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8, bias=False), activation(), nn.Linear(8, 6, bias=False))
     for layer in (model[0], model[2]):
@@ -33,5 +34,5 @@ def simple_fsdp(mesh, dtype=None, activation=nn.ReLU):
     return model
 
 
-def leave_alone(model, mesh):
-    """For `capture_graphs(shard=...)`: the model is sharded already."""
+def already_sharded(model, mesh):
+    """For `capture_graphs(shard=...)`: the model is already sharded."""

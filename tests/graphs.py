@@ -1,9 +1,13 @@
-"""Small joint graphs for tests of passes: every parameter is multiplied with an input of its own
-shape, so that any shape will do and all numbers stay small integers."""
+"""Small joint graphs and checks for tests of passes.
+
+Every parameter is multiplied with an input of its own shape, so that any shape works and all values
+stay small integers.
+"""
 
 from dataclasses import dataclass
 
 import expecttest
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -18,15 +22,31 @@ from zpasses.testing import (
     trace_joint,
 )
 
-WORLDS = (1, 2, 3, 4, 7)
+WORLD_SIZES = (1, 2, 3, 4, 7)
 
-few = settings(
-    max_examples=8,
+for_each_world_size = pytest.mark.parametrize(
+    "world_size",
+    [
+        each
+        if each in (1, 3, 4)  # no communication, an odd number, and ranks without rows
+        else pytest.param(each, marks=pytest.mark.slow(quick="the other world sizes"))
+        for each in WORLD_SIZES
+    ],
+)
+
+
+def drawn_examples(count):
+    """Number of examples of a property test: `count`, or half of it in `make test`."""
+    return count * settings().max_examples // 100
+
+
+few_examples = settings(
+    max_examples=drawn_examples(8),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-"""Tracing costs tens of milliseconds a rank."""
+"""Tracing takes tens of milliseconds per rank, so property tests draw few examples."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +74,11 @@ class Param:
 
 
 def joint(params, rank, world_size, *, interleaved=False):
-    """Joint graph of one rank. Inputs: for each parameter its shard, then an input of the full
-    shape; reads of one parameter follow each other, or are interleaved with those of the others."""
+    """Returns the joint graph of one rank.
+
+    Its inputs are, for each parameter, the shard and an input of the full shape. All reads of one
+    parameter follow each other, unless they are interleaved with those of the other parameters.
+    """
     inputs, shards = [], {}
     for i, param in enumerate(params):
         shards[2 * i] = f"p{i}"
@@ -80,7 +103,7 @@ def joint(params, rank, world_size, *, interleaved=False):
 
 
 def before_and_after(world_size, params, *passes, interleaved=False):
-    """Graphs of all ranks before and after passes, each rewritten as that rank."""
+    """Returns the graphs of all ranks before and after passes, each rewritten as its rank."""
     before, after = [], []
     for rank in range(world_size):
         with fake_world(world_size, rank):
@@ -90,6 +113,7 @@ def before_and_after(world_size, params, *passes, interleaved=False):
 
 
 def rewritten(gm, *passes):
+    """Returns a copy of the graph that the passes rewrote."""
     copied = copy_graph(gm)
     for each in passes:
         each(copied.graph)
@@ -97,19 +121,22 @@ def rewritten(gm, *passes):
     return copied
 
 
-def assert_same_on_all_ranks(world_size, params, *passes, interleaved=False):
+def assert_passes_preserve_results(world_size, params, *passes, interleaved=False):
+    """Checks that passes keep the results of all ranks bit for bit, on random inputs."""
     before, after = before_and_after(world_size, params, *passes, interleaved=interleaved)
     return assert_equal_bits(before, after, random_inputs(before))
 
 
 def expect_listing(actual, expected):
-    """Compare with an inline listing; EXPECTTEST_ACCEPT=1 rewrites it."""
+    """Compares with an inline listing. EXPECTTEST_ACCEPT=1 rewrites the listing."""
     expecttest.assert_expected_inline(actual + "\n", expected, skip=1)
 
 
 def param_lists(max_size=4, **fixed):
-    """Draws lists of parameters of odd shapes: scalars, no rows, fewer rows than ranks, up to three
-    dimensions."""
+    """Draws lists of parameters, some of unusual shapes.
+
+    These are scalars, no rows, fewer rows than ranks, and up to three dimensions.
+    """
     shape = st.one_of(
         st.just(()),
         st.tuples(st.integers(0, 9)),
@@ -127,7 +154,7 @@ def param_lists(max_size=4, **fixed):
 
 
 def saved_for_backward(capture):
-    """Nodes of a forward graph that backward is given."""
+    """Returns the nodes of a forward graph that are saved for backward."""
     returned = capture.after.forward.graph.output_node().args[0]
     return list(returned[_number_of_outputs(capture.before.joint) :])
 
@@ -142,8 +169,11 @@ def _number_of_outputs(joint_graph):
 
 
 def simulate_step(captures, inputs):
-    """Run forward and backward graphs of all ranks on inputs of the joint graph; outputs as the
-    joint graph returns them."""
+    """Runs the forward and backward graphs of all ranks on inputs of the joint graph.
+
+    Returns:
+        Per rank the outputs in the order of the joint graph, then the forward and backward runs.
+    """
     user = _number_of_outputs(captures[0].before.joint)
     tangents = sum(
         "tangents" in node.name
@@ -167,7 +197,7 @@ def simulate_step(captures, inputs):
 
 
 def assert_step_equals_reference(captures, seed=0):
-    """The partitioned, rewritten graphs compute what the unlowered joint graphs do, bit for bit."""
+    """Checks that partitioned, rewritten graphs equal the unlowered joint graphs bit for bit."""
     reference = [each.before.joint for each in captures]
     inputs = random_inputs(reference, seed=seed)
     expected = simulate(reference, inputs)

@@ -1,13 +1,14 @@
 """Run test functions on real gloo ranks.
 
 `run_on_ranks` sends a function to a pool of rank processes that lives as long as the test session,
-so that a test pays milliseconds and not an import of torch. `run_in_fresh_ranks` starts processes
-for one function alone and reports what became of each: for tests in which ranks fail, die, or must
-not have run anything before.
+so a test takes milliseconds instead of an import of torch. `run_in_fresh_ranks` starts processes
+for one function only and reports the outcome of each rank. It serves tests in which ranks fail,
+die, or must not have run anything before.
 
-Functions are module-level ones of a test module, their arguments and results picklable. Nothing
-waits for ever: after the time limit, or a few seconds after the first failure, the ranks are killed
-and the error shows what each of them said and where it stood."""
+Functions must be module-level functions of a test module, with picklable arguments and results.
+After the time limit, or a few seconds after the first failure, the ranks are killed. The error then
+shows the output and the stack of each of them.
+"""
 
 from __future__ import annotations
 
@@ -44,34 +45,40 @@ __all__ = [
 ]
 
 GRACE_S = 5.0
-"""How long the others may take to finish or fail after the first rank failed."""
+"""Seconds that the other ranks have to finish or fail after the first rank failed."""
 
 _START_S = 60.0
 
-# Processes fork from a server that has imported torch, but nothing of zpasses.
-_spawner = multiprocessing.get_context("forkserver")
-_spawner.set_forkserver_preload(
-    ["torch", "torch.distributed.tensor", "torch._dynamo", "torch._functorch.aot_autograd"]
+# Processes fork from a server that has imported torch and its compilers, but no module of zpasses.
+spawner = multiprocessing.get_context("forkserver")
+spawner.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed.tensor",
+        "torch._functorch.aot_autograd",
+        "torch._inductor.compile_fx",
+    ]
 )
 
 
 class RanksError(AssertionError):
     """A function failed on at least one rank; the message holds every rank's traceback and
-    output."""
+    output.
+    """
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank."""
+    """The outcome of one rank."""
 
     rank: int
     result: Any = None
     error: str = ""
-    """Traceback of what it raised; "" if it returned or died."""
+    """Traceback of the exception; "" if it returned or died."""
     exit_code: int | None = None
     """Exit code of its process, negative for a signal; None if it had to be killed."""
     output: str = ""
-    """The end of what it printed."""
+    """The end of its output."""
     reported: bool = False
     """Whether it returned or raised; False if it died or hung."""
 
@@ -100,14 +107,13 @@ class Outcome:
 def run_on_ranks(
     fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120, **kwargs: Any
 ) -> list[Any]:
-    """Call `fn(*args, **kwargs)` on every rank of a gloo process group; returns what each rank
-    returned.
+    """Call `fn(*args, **kwargs)` on every rank of a gloo process group. Returns the results of the
+    ranks.
 
-    The ranks are shared between tests. Before each call Dynamo is reset and every rank seeded
-    alike.
+    Tests share the ranks. Before each call, Dynamo is reset and every rank gets the same seed.
 
     Raises:
-        RanksError: when a rank raised, died, or did not finish within `timeout` seconds. The next
+        RanksError: if a rank raised, died, or did not finish within `timeout` seconds. The next
             call gets new processes.
     """
     pool = _pools.get(ranks)
@@ -129,16 +135,17 @@ def run_in_fresh_ranks(
     env: dict[str, str] | None = None,
     **kwargs: Any,
 ) -> list[Outcome]:
-    """Call `fn(*args, **kwargs)` on every rank of a new gloo group of new processes; returns what
-    became of each, and never raises.
+    """Call `fn(*args, **kwargs)` on every rank of a new gloo group of new processes. Returns the
+    outcome of each rank, and never raises.
 
     Args:
-        timeout: seconds after which what still runs is killed.
+        timeout: seconds after which running ranks are killed.
         env: environment variables, set before zpasses is imported (but after torch is).
     """
     job = _Ranks(ranks, env or {})
     try:
-        # No grace: what the other ranks do after one failed is what such a test is about.
+        # There is no early deadline, because such a test is about what the other ranks do after one
+        # failed.
         outcomes = job.call((fn, args, kwargs), timeout, grace=timeout)
         return job.finish(outcomes)
     finally:
@@ -146,7 +153,7 @@ def run_in_fresh_ranks(
 
 
 def world_mesh() -> Any:
-    """Inside a rank: the one-dimensional CPU mesh of all ranks."""
+    """The one-dimensional CPU mesh of all ranks. Call it inside a rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", (dist.get_world_size(),))
@@ -157,14 +164,15 @@ class _Ranks:
 
     def __init__(self, count: int, env: dict[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        # The store lives here, as torchrun's lives in its agent: it survives the death of any rank.
+        # The store lives in this process, as torchrun's lives in its agent, so it survives the
+        # death of any rank.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._logs = [Path(self._folder.name, f"{rank}.log") for rank in range(count)]
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(count):
-            here, there = _spawner.Pipe()
-            process = _spawner.Process(
+            here, there = spawner.Pipe()
+            process = spawner.Process(
                 target=_serve,
                 args=(rank, count, self._store.port, there, str(self._logs[rank]), env or {}),
                 daemon=True,
@@ -192,8 +200,9 @@ class _Ranks:
         ]
 
     def _collect(self, timeout: float, grace: float) -> dict[int, tuple[bool, Any] | None]:
-        """Rank -> (succeeded, result or traceback), None for the dead; ranks that did not answer in
-        time are missing."""
+        """Rank -> (succeeded, result or traceback); None for dead ranks. Ranks that did not answer
+        in time are missing.
+        """
         replies: dict[int, tuple[bool, Any] | None] = {}
         deadline = time.monotonic() + timeout
         while len(replies) < len(self._processes):
@@ -236,7 +245,7 @@ class _Ranks:
         time.sleep(0.5)
 
     def finish(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Let the ranks go, and add their exit codes."""
+        """Disconnect the ranks, and add their exit codes to the outcomes."""
         for connection in self._connections:
             connection.close()
         done = []
@@ -276,7 +285,7 @@ def close_pools() -> None:
 def _serve(
     rank: int, count: int, port: int, connection: Connection, log: str, env: dict[str, str]
 ) -> None:
-    """What a rank process does: calls, until the other end hangs up."""
+    """Run calls in a rank process until the other end closes the connection."""
     with open(log, "a") as sink:
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)

@@ -1,5 +1,6 @@
-"""Takes graphs through the dump format: what is read must be what was written, and the Python
-beside it must be Python."""
+"""Writes graphs in the dump format and reads them back: the result must be equal, and the Python
+file beside it must parse.
+"""
 
 import ast
 
@@ -7,7 +8,7 @@ from zpasses.cost.memory import liveness
 from zpasses.cost.target import TARGETS
 from zpasses.dumps import Limits
 from zpasses.dumps.describe import Describer
-from zpasses.dumps.encode import program, snapshot_lines
+from zpasses.dumps.encode import python_source, snapshot_lines
 from zpasses.dumps.snapshots import SnapshotFiles
 
 
@@ -21,10 +22,10 @@ def write_snapshot(folder, snapshot, base=None):
 
 def round_trip(graph, folder, *, modelled=True):
     """Returns the snapshot that was read."""
-    snapshot = Describer(TARGETS["mi300x"]).trace("graph", modelled=modelled).snapshot(graph, 0)
+    snapshot = Describer(TARGETS["mi300x"]).graph("graph", modelled=modelled).snapshot(graph, 0)
     read = SnapshotFiles({0: write_snapshot(folder, snapshot)}, Limits()).load(0)
     assert read == snapshot
-    ast.parse(program(read, "graph", "title"))
+    ast.parse(python_source(read, "graph", "title"))
     assert [node.name for node in read.nodes] == [node.name for node in graph.nodes]
     if modelled:
         memory = liveness(graph)
@@ -35,5 +36,5 @@ def round_trip(graph, folder, *, modelled=True):
 
 
 def round_trip_of(log, folder):
-    """An observer of graphs."""
+    """Observes compiled graphs and takes each through the dump format."""
     round_trip(log.graph, folder, modelled=log.kind != "captured")

@@ -1,5 +1,6 @@
 """Imports point one way, and private torch APIs stay in `zpasses/compat`: every import of the
-toolkit is read from its source."""
+toolkit is read from its source.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +171,8 @@ def test_there_are_at_most_ten_layers():
 LAZY = {
     "zpasses.dumps.recorders": "a compile without a dump does not load the writer",
     "zpasses.inspect.inspection": "the page's template engine, which listing a dump does not need",
-    "zpasses.tools": "commands that read dumps load no torch, and `--help` is quick",
+    "zpasses.tools.capture.command": "`zpasses --help` imports it, and a capture imports torch",
+    "zpasses.tools.cli.running": "`zpasses --help` imports it, and the catalogue imports torch",
 }
 """Modules that may import others inside functions, and why."""
 
@@ -200,8 +202,8 @@ def test_no_import_is_only_for_type_checkers():
 
 
 # --- private torch APIs ---------------------------------------------------------------------------
-PRIVATE_OF_MODULES = {"_parameters", "_modules", "_buffers"}
-"""Tables of nn.Module that have no public form which replaces an entry."""
+PRIVATE_OF_MODULES = {"_parameters", "_modules", "_buffers", "_replace"}
+"""Tables of nn.Module that have no public form which replaces an entry; methods of named tuples."""
 
 
 def _chain(node: ast.AST) -> str:

@@ -1,13 +1,14 @@
-"""Measure the routes that a collective can take on this machine, for the cost model.
+"""Measures the routes of collectives on this machine, for the cost model.
 
     torchrun --nproc-per-node 8 -m zpasses.tools.calibrate --out mi300x.json
     ZPASSES_CALIBRATION=mi300x.json torchrun --nproc-per-node 8 train.py
 
-Every rank of one node takes part. For each route that the ranks agree on, all-gathers of several
-sizes are timed alone and beside matrix products; a latency, a bandwidth, and the slowdowns of
-compute and of gathers side by side are fitted to the slowest rank's times. Figures are kept by
-architecture and versions, in one file for several machines. Measure on a machine that does nothing
-else."""
+Every rank of one node takes part. For each route that all ranks have, the command times all-gathers
+of several sizes by themselves and in parallel with matrix products. It fits a latency, a bandwidth
+and two slowdowns (of compute, and of gathers that overlap with compute) to the slowest rank's
+times. The file has one entry per architecture and versions, so it can hold several machines. The
+machine should be otherwise idle.
+"""
 
 from __future__ import annotations
 
@@ -34,53 +35,55 @@ from zpasses.sdma.routes import Route
 __all__ = ["Sample", "fit", "main", "measure", "write"]
 
 SMALLEST = 64 << 10
+"""Bytes of the smallest full tensor."""
 LARGEST = 1 << 30
+"""Bytes of the largest full tensor."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """All-gathers of one size by one route; times are medians, of the slowest rank, in
-    microseconds."""
+    """All-gathers of one size by one route. Times are the slowest rank's medians (us)."""
 
     route: str
     full_bytes: int
     """Bytes of the full tensor."""
     ranks: int
-    alone_us: float
+    """Number of ranks in the group."""
+    gather_us: float
+    """The gather by itself."""
     compute_us: float
     """Matrix products by themselves, enough of them to cover the gather."""
-    beside_us: float
-    """The same products, started after the gather was."""
-    short_us: float
-    """Products of about half the gather's time, started after the gather was."""
-    both_us: float
-    """From the start of that gather until it is over as well."""
+    overlapped_compute_us: float
+    """The same products, started after the gather."""
+    short_compute_us: float
+    """Fewer products, of about half the gather's time, started after the gather."""
+    overlapped_gather_us: float
+    """From the start of that gather until the gather has ended too."""
 
     @property
     def moved_bytes(self) -> float:
-        """What a rank receives."""
+        """Bytes that one rank receives."""
         return self.full_bytes * (self.ranks - 1) / self.ranks
 
     @property
     def slowdown(self) -> float:
-        """How many times longer compute took while the gather was under way; 1 where it was not
-        longer."""
-        lost = (self.beside_us - self.compute_us) / self.alone_us
+        """Factor by which the gather slows down overlapping compute; at least 1."""
+        lost = (self.overlapped_compute_us - self.compute_us) / self.gather_us
         return 1 / (1 - min(max(lost, 0.0), 0.9))
 
     @property
     def collective_slowdown(self) -> float:
-        """How many times longer the gather took while compute ran beside it; 1 where it was not
-        longer."""
-        moved = self.alone_us - (
-            self.both_us - self.short_us
-        )  # while the products ran, in time of the gather alone
-        return self.short_us / min(max(moved, 0.1 * self.short_us), self.short_us)
+        """Factor by which compute slows down an overlapping gather; at least 1."""
+        # The part of the gather that ran during the products, in time of the gather by itself.
+        moved = self.gather_us - (self.overlapped_gather_us - self.short_compute_us)
+        return self.short_compute_us / min(
+            max(moved, 0.1 * self.short_compute_us), self.short_compute_us
+        )
 
 
 def fit(samples: Sequence[Sample]) -> dict[str, float]:
-    """Figures of one route: the line through times over bytes that errs least in relation to the
-    times, and the slowdown of large gathers.
+    """Figures of one route: a line through time over bytes that minimises the relative error, and
+    the slowdowns of large gathers.
 
     Raises:
         ValueError: for samples of fewer than two sizes.
@@ -91,7 +94,7 @@ def fit(samples: Sequence[Sample]) -> dict[str, float]:
             "at least two."
         )
     rows = torch.tensor([[1.0, sample.moved_bytes] for sample in samples], dtype=torch.float64)
-    times = torch.tensor([sample.alone_us for sample in samples], dtype=torch.float64)
+    times = torch.tensor([sample.gather_us for sample in samples], dtype=torch.float64)
     scale = torch.tensor([1.0, float(rows[:, 1].max())], dtype=torch.float64)
     solution = (
         torch.linalg.lstsq(rows / scale / times[:, None], torch.ones_like(times)[:, None]).solution[
@@ -114,14 +117,15 @@ def fit(samples: Sequence[Sample]) -> dict[str, float]:
 def measure(
     group: str, device: torch.device, sizes: Sequence[int], repeat: int = 10, matrix: int = 4096
 ) -> list[Sample]:
-    """Time all-gathers of these sizes by every route that the group has; every rank of the group
-    must call it alike.
+    """Time all-gathers of the given sizes by every route of the group. Every rank of the group must
+    call it with the same arguments.
 
     Args:
         group: name of the process group.
+        device: device of the tensors.
         sizes: bytes of the full tensors.
-        repeat: runs of which the median counts.
-        matrix: rows and columns of the matrices multiplied beside.
+        repeat: number of runs, of which the median counts.
+        matrix: rows and columns of the matrices that are multiplied in parallel.
     """
     clock = _Clock(group, device, repeat)
     product = _products(device, matrix)
@@ -141,22 +145,32 @@ def _sample(
     def gather() -> Any:
         return route.all_gather([source], clock.ranks, clock.group)[0]
 
-    alone = clock.time(lambda: compat.functional.wait_tensor(gather()))
-    count = max(1, round(1.5 * alone / one_us))
-    compute = clock.time(lambda: product(count))
+    gather_us = clock.time(lambda: compat.functional.wait_tensor(gather()))
+    count = max(1, round(1.5 * gather_us / one_us))
+    compute_us = clock.time(lambda: product(count))
 
-    def beside(count: int, mark: bool) -> Any:
+    def overlapped(count: int, mark: bool) -> Any:
         started = gather()
         product(count)
         if mark:
             clock.mark()
         compat.functional.wait_tensor(started)
 
-    slowed = clock.time(lambda: beside(count, True))
-    few = max(1, round(0.5 * alone / one_us))
-    short, both = clock.time(lambda: beside(few, True)), clock.time(lambda: beside(few, False))
+    overlapped_us = clock.time(lambda: overlapped(count, True))
+    few = max(1, round(0.5 * gather_us / one_us))
+    short_us, both_us = (
+        clock.time(lambda: overlapped(few, True)),
+        clock.time(lambda: overlapped(few, False)),
+    )
     return Sample(
-        name, size // clock.ranks * clock.ranks, clock.ranks, alone, compute, slowed, short, both
+        name,
+        size // clock.ranks * clock.ranks,
+        clock.ranks,
+        gather_us,
+        compute_us,
+        overlapped_us,
+        short_us,
+        both_us,
     )
 
 
@@ -172,7 +186,7 @@ def _products(device: torch.device, matrix: int) -> Callable[[int], None]:
 
 
 class _Clock:
-    """Times work on the current stream; all ranks start together, and the slowest counts."""
+    """Times work on the current stream. All ranks start together, and the slowest rank counts."""
 
     def __init__(self, group: str, device: torch.device, repeat: int) -> None:
         self.group, self.device, self.ranks = group, device, compat.process_group(group).size()
@@ -180,11 +194,11 @@ class _Clock:
         self._marked: Any = None
 
     def mark(self) -> None:
-        """End the time here, before the work does."""
+        """End the measured time here, before the work ends."""
         self._marked = self._now()
 
     def time(self, work: Callable[[], Any]) -> float:
-        """Median microseconds of the slowest rank."""
+        """Median time of the slowest rank, in microseconds."""
         work()
         times = []
         for _ in range(self._repeat):
@@ -219,8 +233,9 @@ class _Clock:
 def write(
     path: Path, samples: Sequence[Sample], architecture: str, versions: dict[str, str]
 ) -> dict[str, Any]:
-    """Add a machine to a file, in place of an earlier entry of the same architecture and versions;
-    returns the entry."""
+    """Add a machine to a calibration file, and return its entry. It replaces an entry of the same
+    architecture and versions.
+    """
     content: dict[str, Any] = (
         json.loads(path.read_text()) if path.exists() else {"format": FORMAT, "machines": {}}
     )
@@ -260,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--out",
         type=Path,
         default=Path("calibration.json"),
-        help="file to write, or to add this machine to",
+        help="file to write; an existing file keeps its other machines",
     )
     parser.add_argument(
         "--largest-mib",
@@ -268,19 +283,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=LARGEST >> 20,
         help="largest full tensor, in MiB; the smallest has 64 KiB",
     )
-    parser.add_argument("--repeat", type=int, default=10, help="runs of which the median counts")
+    parser.add_argument(
+        "--repeat", type=int, default=10, help="number of runs, of which the median counts"
+    )
     parser.add_argument(
         "--matrix",
         type=int,
         default=4096,
-        help="rows and columns of the matrices multiplied beside",
+        help="rows and columns of the matrices that are multiplied in parallel",
     )
     options = parser.parse_args(arguments)
     if options.largest_mib < 1 or options.repeat < 1 or options.matrix < 1:
         parser.error("--largest-mib, --repeat and --matrix must be at least 1")
     if "RANK" not in os.environ:
         parser.error(
-            "start it on all devices of a node: torchrun --nproc-per-node 8 -m "
+            "start the command on all devices of a node: torchrun --nproc-per-node 8 -m "
             "zpasses.tools.calibrate"
         )
     device = torch.device("cpu")

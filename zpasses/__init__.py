@@ -1,7 +1,8 @@
 """zpasses: ZeRO as graph passes.
 
-What is named here is imported when it is first used, so that reading a dump (zpasses.dumps,
-zpasses.inspect, the command line) loads no torch."""
+Public names are imported on first use, so that code that only reads dumps (zpasses.dumps,
+zpasses.inspect, the command line) does not import torch.
+"""
 
 import importlib
 import sys
@@ -78,10 +79,8 @@ def __dir__() -> list[str]:
 
 
 _MODULES = ("backend", "dumps", "errors", "graph", "inspect", "pipeline", "sdma", "testing")
-"""Submodules that `import zpasses` alone makes available, as it did when everything was imported at
-once."""
+"""Submodules that are available after `import zpasses`, without an import of their own."""
 
 if "torch" in sys.modules:
-    importlib.import_module(
-        "zpasses.graph.ops"
-    )  # registers the dialect, which code from a warm compile cache may call
+    # Code from a warm compile cache may call the dialect's ops, so register them now.
+    importlib.import_module("zpasses.graph.ops")

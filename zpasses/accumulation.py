@@ -1,4 +1,6 @@
-"""Several backwards, one reduction: `zpasses.coalesce_grad_reduction`."""
+"""Gradient accumulation: `zpasses.coalesce_grad_reduction` reduces the gradients of several
+backwards once.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from zpasses.errors import OptionError, ZpassesError
 from zpasses.ranks.vote import is_reported, reported_failure, store_barrier
 from zpasses.runtime.barrier import barriers_enabled
 from zpasses.runtime.flush import flush, groups_of
-from zpasses.runtime.windows import EngineRun, Window, install_step_guard, pending_of
+from zpasses.runtime.windows import EngineRun, Window, grad_state_of, install_step_guard
 from zpasses.sharding.module import sharded_parameters
 
 __all__ = ["GradientWindow", "coalesce_grad_reduction"]
@@ -25,51 +27,55 @@ log = logging.getLogger("zpasses")
 
 
 class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like torch.no_grad
-    """Inside, backwards add up full gradients on each rank; they are averaged over the ranks once.
+    """Accumulate full gradients on each rank over several backwards, and reduce them over ranks
+    once.
 
         with zpasses.coalesce_grad_reduction(model, backwards=len(chunks)):
             for chunk in chunks:
                 loss_of(step(chunk)).backward()
         optimizer.step()
 
-    Backwards that are not the last issue no reduction and leave `param.grad` alone. After the block
-    `param.grad` holds the average over the ranks of the sum over the window, added to what it held
-    before. Which backward is the last:
+    The block is a gradient window. Backwards before the last one issue no reduction and do not
+    change `param.grad`. After the block, `param.grad` holds its previous value plus the average
+    over ranks of the window's sum. The last backward is determined in one of three ways, which give
+    bit-identical gradients:
 
-    - `backwards=N`: the Nth. It reduces while it computes. Leaving early reduces what there is; one
-      more backward raises.
+    - `backwards=N`: the Nth backward reduces, overlapped with its own compute. If the block is left
+      earlier, the gradients so far are reduced on exit. One more backward raises.
     - `window.last()`, called before the last backward, for loops of unknown length.
-    - neither: leaving the block reduces, in a small graph of its own. All ways give the same bits.
+    - neither: the gradients are reduced on exit, in a separate small graph.
 
     A backward is one run of the autograd engine that gives a gradient to a parameter of the model.
-    `torch.autograd.grad` is none: it reduces and returns its own gradients and leaves pending ones
-    alone. Ranks agree on what is reduced when they leave: a parameter that got its gradient on some
-    ranks only is reduced with zeros from the others. Where the last backward reduces, all ranks
-    must run the same graphs in it. When the block raises on any rank, pending gradients are dropped
-    on all, and all of them raise; nothing is reduced.
+    `torch.autograd.grad` does not count as one. It returns its own, reduced gradients and leaves
+    pending gradients untouched. On exit, ranks agree on the set of gradients to reduce: if a
+    parameter received a gradient on some ranks only, the other ranks contribute zeros. If the last
+    backward reduces, all ranks must run the same graphs in it. If the block raises on any rank,
+    every rank raises and drops its pending gradients, and nothing is reduced.
 
-    Hooks of parameters are called by every backward, as autograd does also where a parameter has no
-    gradient: with None where it is deferred, and once with the whole gradient.
+    Every backward calls the hooks of parameters, because autograd also calls them for parameters
+    without a gradient. A hook receives None when the gradient is deferred, and the whole gradient
+    once, when it is reduced.
 
-    One full gradient per trained parameter stays on each rank from the first backward to the
-    reduction: see docs/design.md.
+    From the first backward to the reduction, each rank holds one full gradient per trained
+    parameter: see docs/design.md.
 
     Args:
-        model: a sharded module, one that contains sharded modules, or what torch.compile made of
-            either.
+        model: a sharded module, a module that contains sharded modules, or the result of
+            torch.compile on either.
         backwards: number of backwards in the window, if known.
-        grad_accum_dtype: add up in this dtype, e.g. torch.float32 for gradients in bfloat16. None
-            takes the option of the compile; without that, the dtype in which gradients are
-            computed.
-        timeout_s: seconds to wait for other ranks: before each compiled graph that communicates, in
-            collectives, and on leaving.
+        grad_accum_dtype: accumulate in this dtype, e.g. torch.float32 for bfloat16 gradients. None
+            takes the compile option of the same name; if that is None too, gradients accumulate in
+            the dtype in which they are computed.
+        timeout_s: seconds to wait for other ranks before each compiled graph that communicates, in
+            collectives, and on exit.
 
     Raises:
-        ZpassesError: for a model without sharded parameters; when entered inside another window of
-            the same parameters, entered twice, or in the middle of `backwards_per_step`; for an
-            optimizer step inside, and for a backward after the last.
-        AgreementError: on leaving (or before a graph that communicates), when another rank failed
-            or did not come in time.
+        ZpassesError: if the model has no sharded parameters; if the window is entered inside
+            another window of the same parameters, twice, or in the middle of `backwards_per_step`;
+            if an optimizer steps inside it; or if a backward follows the last one.
+        AgreementError: on exit, or before a graph that communicates, if another rank failed or did
+            not respond in time.
+        OptionError: for a bad value of `backwards`, `grad_accum_dtype` or `timeout_s`.
     """
 
     def __init__(
@@ -84,8 +90,9 @@ class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like t
             isinstance(backwards, bool) or not isinstance(backwards, int) or backwards < 1
         ):
             raise OptionError(
-                f"backwards={backwards!r}; expected how many backwards the window has, >= 1, or "
-                "None if that is not known."
+                f"backwards={backwards!r}; expected the number of backwards in the window, >= 1, "
+                "or "
+                "None if it is not known."
             )
         if grad_accum_dtype is not None and not (
             isinstance(grad_accum_dtype, torch.dtype) and grad_accum_dtype.is_floating_point
@@ -99,16 +106,16 @@ class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like t
         self._params = _sharded_parameters(model)
         self._backwards, self._dtype, self._timeout_s = backwards, grad_accum_dtype, timeout_s
         self._window: GradientWindow | None = None
-        self._gates: AbstractContextManager[None] = nullcontext()
+        self._barriers: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> GradientWindow:
-        _refuse_nesting(self._params)
+        _check_not_nested(self._params)
         install_step_guard()
         window = GradientWindow(self._params, self._backwards, self._dtype, self._timeout_s)
-        self._gates = barriers_enabled(groups_of(window), self._timeout_s)
-        self._gates.__enter__()
+        self._barriers = barriers_enabled(groups_of(window), self._timeout_s)
+        self._barriers.__enter__()
         for param in self._params:
-            pending_of(param).opened = window
+            grad_state_of(param).explicit_window = window
         self._window = window
         return window
 
@@ -123,15 +130,15 @@ class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like t
         try:
             window.close(error)
         finally:
-            self._gates.__exit__(None, None, None)
-            for entry in window.entries():
-                if entry.opened is window:
-                    entry.opened = None
-            window.drop()
+            self._barriers.__exit__(None, None, None)
+            for state in window.grad_states():
+                if state.explicit_window is window:
+                    state.explicit_window = None
+            window.discard_pending()
 
 
 class GradientWindow(Window):
-    """An open window; `with coalesce_grad_reduction(model) as window` gives it."""
+    """An open gradient window, as returned by `with coalesce_grad_reduction(model) as window`."""
 
     def __init__(
         self,
@@ -142,61 +149,69 @@ class GradientWindow(Window):
     ) -> None:
         super().__init__(lambda: list(params), accum_dtype)
         self._backwards, self._timeout_s = backwards, timeout_s
-        self._announced = self._reduced = False
+        self._last_announced = self._reduced = False
 
     def last(self) -> None:
-        """Say that the next backward is the last one: it reduces, overlapped with its own compute.
+        """Announce that the next backward is the last one of the window. It reduces the window's
+        gradients, overlapped with its own compute.
 
         Raises:
-            ZpassesError: when the window knows already.
+            ZpassesError: if `backwards=` or an earlier call determines the last backward.
         """
-        if self._backwards is not None or self._announced:
+        if self._backwards is not None or self._last_announced:
             known = (
                 f"backwards={self._backwards}"
                 if self._backwards is not None
                 else "an earlier last()"
             )
             raise ZpassesError(
-                f"window.last(): {known} says which backward is the last. Say it in one way, once."
+                f"window.last(): {known} already determines the last backward. Use one of the two, "
+                "once."
             )
-        self._announced = True
+        self._last_announced = True
 
-    def begin(self, run: EngineRun) -> bool:
+    def begin_backward(self, run: EngineRun) -> bool:
         if self.accum_dtype is None:
-            self.accum_dtype = _default_dtype(self.params)  # which the first forward tells
+            # Known since the first forward, which applies the compile options to the parameters.
+            self.accum_dtype = _default_dtype(self.params)
         if self._reduced:
             raise ZpassesError(
-                f"backward number {self.count} in a window whose last was number {self.count - 1}: "
-                "its gradients are reduced already. "
+                f"backward number {self.count} in a window whose last backward was number "
+                f"{self.count - 1}: the window's gradients are reduced already. "
                 + (
-                    "Give the right number of backwards=, "
+                    "Pass the right number as backwards=, "
                     if self._backwards
                     else "Call last() right before the last backward, "
                 )
-                + "or neither, and leaving the block reduces."
+                + "or use neither; the gradients are then reduced at the end of the block."
             )
-        if not self._announced and self.count != self._backwards:
+        if not self._last_announced and self.count != self._backwards:
             return False
         for group in groups_of(self):
-            # Reductions follow: a rank that has failed already must not be waited for in them.
+            # Reductions follow, and a rank that has failed would never join them.
             store_barrier(group, "the last backward of a window", self._timeout_s)
         self._reduced = True
         return True
 
     def close(self, error: BaseException | None) -> None:
-        """Reduce what is pending, together with all ranks, or tell them why not."""
+        """Reduce the pending gradients together with the other ranks, or report to them why this
+        rank cannot.
+
+        Args:
+            error: the exception with which the `with` block ends, if any.
+        """
         if error is None:
-            flush(self, self._timeout_s, self.broken)
-            if self.broken is not None:
+            flush(self, self._timeout_s, self.failure)
+            if self.failure is not None:
                 raise ZpassesError(
-                    f"{self.broken}; what was pending is dropped on all ranks. Let it leave the "
-                    "block, or do not go on."
+                    f"{self.failure}; pending gradients are dropped on all ranks. Let the original "
+                    "exception leave the `with` block instead of catching it inside."
                 )
         elif not is_reported(error):
             for group in groups_of(self):
                 if reason := reported_failure(group):
                     log.error(
-                        "%s; the %s of this rank may follow from it", reason, type(error).__name__
+                        "%s; the %s of this rank may be a consequence", reason, type(error).__name__
                     )
             flush(
                 self,
@@ -212,31 +227,32 @@ def _sharded_parameters(model: nn.Module) -> list[DTensor]:
         raise ZpassesError(
             f"coalesce_grad_reduction: {type(original).__name__} has no sharded parameters. Call "
             "zpasses.shard(model, mesh=...) first, and "
-            "pass the model or what torch.compile made of it. (The gradients of an unsharded model "
-            "are not reduced.)"
+            "pass the model or the result of torch.compile on it. (zpasses does not reduce the "
+            "gradients of an unsharded model.)"
         )
     return found
 
 
-def _refuse_nesting(params: Sequence[Any]) -> None:
+def _check_not_nested(params: Sequence[Any]) -> None:
     for param in params:
-        entry = pending_of(param)
-        if entry.opened is not None:
+        state = grad_state_of(param)
+        if state.explicit_window is not None:
             raise ZpassesError(
                 "coalesce_grad_reduction: a window of these parameters is open already. Windows do "
                 "not nest; leave it first."
             )
-        if entry.steps is not None and entry.steps.count:
+        if state.step_window is not None and state.step_window.count:
             raise ZpassesError(
-                f"coalesce_grad_reduction: entered after {entry.steps.count} of "
-                f"backwards_per_step={entry.steps.per_step} backwards, whose "
-                "gradients are pending. Enter between optimizer steps, or use one of the two."
+                f"coalesce_grad_reduction: entered after {state.step_window.count} of "
+                f"backwards_per_step={state.step_window.backwards_per_step} backwards, whose "
+                "gradients are pending. Enter the window right after an optimizer step, or use "
+                "only one of the two."
             )
 
 
 def _default_dtype(params: Sequence[Any]) -> torch.dtype | None:
-    steps = (pending_of(param).steps for param in params if param is not None)
+    windows = (grad_state_of(param).step_window for param in params if param is not None)
     return next(
-        (each.accum_dtype for each in steps if each is not None and each.accum_dtype is not None),
+        (each.accum_dtype for each in windows if each is not None and each.accum_dtype is not None),
         None,
     )

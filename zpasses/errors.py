@@ -1,4 +1,4 @@
-"""What zpasses raises. Every message says what was given, what was expected and what to do."""
+"""The exceptions of zpasses. Each message says what was given, what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -7,27 +7,31 @@ from collections.abc import Iterable
 
 
 class ZpassesError(RuntimeError):
-    """Base of the errors below."""
+    """Base class of the errors below, except OptionError."""
 
 
 class ShardingError(ZpassesError):
-    """A model that cannot be sharded, or a use of its parameters that would silently do nothing."""
+    """A model cannot be sharded, or an operation on its parameters would silently do nothing."""
 
 
 class PassError(ZpassesError):
-    """A pass left a graph that is not right. The message names the pass and the node."""
+    """A pass failed or left an invalid graph. The message names the pass and, where known, the
+    node.
+    """
 
 
 class AgreementError(ZpassesError):
-    """Ranks were about to run different collectives, or one of them failed."""
+    """Ranks are about to run different collectives, or a rank failed or did not respond in time."""
 
 
 class OptionError(ValueError):
-    """An option, pass or pipeline that zpasses does not know, or a value of the wrong type."""
+    """An option, pass or pipeline is unknown, or a value has the wrong type."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """' Did you mean "x"?' when something near is known, and the list of what is known."""
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """The end of an error message about an unknown name: ' Did you mean "x"?' if a known name is
+    similar, followed by the list of known names.
+    """
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     hint = f' Did you mean "{close[0]}"?' if close else ""

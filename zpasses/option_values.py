@@ -1,5 +1,8 @@
-"""Values of options, as text and as Python: one set of rules for pass fields and for the backend's
-options."""
+"""Conversion of option values between text and Python objects.
+
+Options are fields of frozen dataclasses. The same rules apply to the options of passes and to those
+of the backend.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +16,33 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import torch
 
-from zpasses.errors import OptionError, nearest
+from zpasses.errors import OptionError, suggestion
 
-__all__ = ["build", "field_types", "format_value", "parse_budget", "parse_value"]
+__all__ = ["build_dataclass", "field_types", "format_value", "parse_budget", "parse_value"]
 
 T = typing.TypeVar("T")
 
 
 @functools.cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Field name -> type, of a dataclass."""
+    """The types of a dataclass's init fields, by field name. Text annotations are resolved."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
-def build(cls: type[T], values: Mapping[str, Any], what: str) -> T:
-    """A dataclass from named values; text is converted to the field's type.
+def build_dataclass(cls: type[T], values: Mapping[str, Any], what: str) -> T:
+    """Build a dataclass from values by field name. Text is converted to the field's type.
+
+    Args:
+        what: what the dataclass is, for error messages, such as "pass 'bucket'".
 
     Raises:
-        OptionError: for a name that is no field, or a value of the wrong type.
+        OptionError: for a name that is not a field, or a value of the wrong type.
     """
     known = field_types(cls)  # type: ignore[arg-type]
     for name in values:
         if name not in known:
-            raise OptionError(f"{what} has no option {name!r}.{nearest(name, known)}")
+            raise OptionError(f"{what} has no option {name!r}.{suggestion(name, known)}")
     converted = {
         name: parse_value(value, known[name], f"{what}, option {name!r}")
         for name, value in values.items()
@@ -48,15 +54,24 @@ def build(cls: type[T], values: Mapping[str, Any], what: str) -> T:
 
 
 def parse_value(value: Any, kind: Any, where: str) -> Any:
-    """`value` as `kind`; text is read as a literal of that type, anything else must have it
-    already."""
+    """Convert `value` to the type `kind`.
+
+    Text is parsed. Any other value must have the type already, except that an int is accepted for a
+    float.
+
+    Args:
+        where: what the value belongs to, for the error message.
+
+    Raises:
+        OptionError: if the value does not have the type and cannot be parsed as it.
+    """
     choices = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     for choice in choices:
         converted, result = _convert(value, choice)
         if converted:
             return result
     raise OptionError(
-        f"{where}: got {value!r} ({type(value).__name__}); expected {describe(kind)}."
+        f"{where}: got {value!r} ({type(value).__name__}); expected {describe_type(kind)}."
     )
 
 
@@ -71,7 +86,7 @@ def _convert(value: Any, kind: Any) -> tuple[bool, Any]:
         )
         return isinstance(found, torch.dtype), found
     if isinstance(value, str) and kind in (bool, int, float):
-        return _read(value, kind)
+        return _parse_scalar(value, kind)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return True, float(value)
     if kind is int and isinstance(value, bool):
@@ -89,7 +104,7 @@ def _convert_literal(value: Any, allowed: tuple[Any, ...]) -> tuple[bool, Any]:
     return False, None
 
 
-def _read(text: str, kind: type) -> tuple[bool, Any]:
+def _parse_scalar(text: str, kind: type) -> tuple[bool, Any]:
     if kind is bool:
         return text in ("true", "false"), text == "true"
     try:
@@ -99,7 +114,7 @@ def _read(text: str, kind: type) -> tuple[bool, Any]:
 
 
 def format_value(value: Any) -> str:
-    """Text that `parse_value` reads back."""
+    """Format a value as text that `parse_value` parses back to the same value."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if value is None or isinstance(value, bool):
@@ -107,10 +122,10 @@ def format_value(value: Any) -> str:
     return str(value)
 
 
-def describe(kind: Any) -> str:
-    """A type as a user would say it."""
+def describe_type(kind: Any) -> str:
+    """Describe a type in an error message, such as "float or none"."""
     if get_origin(kind) in (Union, types.UnionType):
-        return " or ".join(describe(item) for item in get_args(kind))
+        return " or ".join(describe_type(item) for item in get_args(kind))
     if get_origin(kind) is Literal:
         return " or ".join(repr(item) for item in get_args(kind))
     if kind is type(None):
@@ -125,8 +140,11 @@ _BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|B|KiB|MiB|GiB)\s*")
 
 
 def parse_budget(text: str, where: str) -> float | int:
-    """A memory budget: "5%" (a float: how far above the peak as it was) or "300MiB" (an int:
-    bytes).
+    """Parse a memory budget.
+
+    Returns:
+        For "5%", the float 0.05: the fraction by which the peak may rise. For "300MiB", an int: the
+        allowed peak in bytes.
 
     Raises:
         OptionError: for anything else.
@@ -134,7 +152,7 @@ def parse_budget(text: str, where: str) -> float | int:
     match = _BUDGET.fullmatch(text)
     if match is None:
         raise OptionError(
-            f"{where}: got {text!r}; expected how far the peak may rise ('5%') or a peak in bytes "
-            "('300MiB'; B, KiB, GiB)."
+            f"{where}: got {text!r}; expected how far the peak may rise ('5%') or the allowed peak "
+            "('300MiB'; units B, KiB, MiB, GiB)."
         )
     return float(match[1]) / 100 if match[2] == "%" else int(float(match[1]) * _UNITS[match[2]])

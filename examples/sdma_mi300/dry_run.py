@@ -1,12 +1,13 @@
-"""Compile a training step for 8 x MI300X on any machine: which gathers would copy engines take, and
-what is that predicted to gain?
+"""Compile a training step for 8 x MI300X on any machine, to predict which gathers copy engines
+would take and how much time that saves.
 
     python examples/sdma_mi300/dry_run.py
     python examples/sdma_mi300/dry_run.py --model gpt-7b --gathers
 
-Nothing is allocated, computed or communicated: the ranks are fake, and so are the tensors. The
-whole model is captured, which takes minutes; --layers 4 captures four layers, and says nothing
-about the reported times."""
+Nothing is allocated, computed or communicated: the ranks and the tensors are fake. Capturing the
+whole model takes minutes. --layers 4 captures only four layers, which cannot be compared with the
+reported times.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
-from zpasses.cost.routes import known_figures
+from zpasses.cost.routes import route_figures
 from zpasses.cost.step_time import StepTime, step_time
 from zpasses.cost.target import Target, use_target
 from zpasses.graph.tags import tagged
@@ -31,13 +32,15 @@ from zpasses.pipeline.observers import GraphLog, observe_graphs
 from zpasses.testing import copy_graph, fake_world
 
 SHARES = (1.0, 0.5, 0.25)
-"""Of the data sheet's operations a second: what matrix products reach on a machine is not known
-here, so several are tried."""
+"""Fractions of the data sheet's peak operations per second. The fraction that matrix products reach
+is not known, so several are tried.
+"""
 
 
 def step_graphs(shape: Shape, ranks: int, target: Target) -> dict[str, fx.GraphModule]:
-    """Forward and backward graph of one rank, before the last pass; to be called in a fake
-    world."""
+    """Returns the forward and backward graph of one rank, before the last pass. Call it in a fake
+    world.
+    """
     graphs: dict[str, fx.GraphModule] = {}
 
     def keep(log: GraphLog) -> None:
@@ -66,7 +69,7 @@ def step_graphs(shape: Shape, ranks: int, target: Target) -> dict[str, fx.GraphM
 
 
 def swapped(graphs: Mapping[str, fx.GraphModule], target: Target) -> dict[str, fx.GraphModule]:
-    """Copies of the graphs after the pass `sdma`."""
+    """Returns copies of the graphs after the pass `sdma`."""
     copies = {kind: copy_graph(gm) for kind, gm in graphs.items()}
     with use_target(target):
         for gm in copies.values():
@@ -74,8 +77,8 @@ def swapped(graphs: Mapping[str, fx.GraphModule], target: Target) -> dict[str, f
     return copies
 
 
-def verdicts(graph: fx.Graph) -> list[str]:
-    """What became of each gather, with the parameters that it gathers."""
+def decisions(graph: fx.Graph) -> list[str]:
+    """Returns the decision on each gather, with the parameters that it gathers."""
     return [
         f"{', '.join(tag.params[:2])}{' ...' if len(tag.params) > 2 else ''}: {tag.note}"
         for _, tag in tagged(graph, "gather")
@@ -87,12 +90,22 @@ def time_of(graphs: Mapping[str, fx.GraphModule], target: Target) -> StepTime:
 
 
 def describe(what: str, each: StepTime) -> str:
-    parts = f"kernels {each.compute_us / 1e3:.1f}, slowed by {each.slowed_us / 1e3:.1f}, waiting {each.waited_us / 1e3:.1f}"
-    return f"  {what} {each.total_us / 1e3:7.1f} ms: {parts}; collectives take {each.collective_us / 1e3:.1f}"
+    total, kernels, slowed, waiting, collectives = (
+        us / 1e3
+        for us in (
+            each.total_us,
+            each.compute_us,
+            each.slowed_us,
+            each.waited_us,
+            each.collective_us,
+        )
+    )
+    parts = f"kernels {kernels:.1f}, slowed by {slowed:.1f}, waiting {waiting:.1f}"
+    return f"  {what} {total:7.1f} ms: {parts}; collectives take {collectives:.1f}"
 
 
 def show(name: str, shape: Shape, target: Target, list_gathers: bool) -> None:
-    """Print what is predicted for one model, at each share of the peak."""
+    """Print the predictions for one model, at each fraction of the peak."""
     with fake_world(8):
         graphs = step_graphs(shape, 8, target)
         for share in SHARES:
@@ -100,7 +113,7 @@ def show(name: str, shape: Shape, target: Target, list_gathers: bool) -> None:
             after = swapped(graphs, slower)
             print(f"{name}, products at {share:.0%} of {target.tflops:.0f} TFLOPS")
             for kind, gm in after.items():
-                notes = verdicts(gm.graph)
+                notes = decisions(gm.graph)
                 counts = Counter(note.partition("sdma ")[2].partition(":")[0] for note in notes)
                 print(
                     f"  {kind}: {len(notes)} gathers: "
@@ -116,13 +129,18 @@ def show(name: str, shape: Shape, target: Target, list_gathers: bool) -> None:
 
 
 def compared(name: str, shape: Shape, gain: float, plain: StepTime) -> str:
-    """The prediction beside what was reported, where the whole model was captured."""
+    """Compares the prediction with the reported times; "" if only a part of the model was
+    captured.
+    """
     if shape != MODELS[name]:
         return ""
     before, after = shape.reported_ms
     reported = 1 - after / before
-    told = f"; reported {reported:.1%} ({before} -> {after} ms): off by {gain - reported:+.1%} of a step"
-    return f"{told}; the step with RCCL is {plain.total_us / 1e3 / before:.2f} x the reported one"
+    ratio = plain.total_us / 1e3 / before
+    return (
+        f"; reported {reported:.1%} ({before} -> {after} ms): off by {gain - reported:+.1%} of a "
+        f"step; the step with RCCL is {ratio:.2f} x the reported one"
+    )
 
 
 def main() -> None:
@@ -130,21 +148,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--model", choices=MODELS, action="append", help="one of the models; both by default"
+        "--model", choices=MODELS, action="append", help="model to compile (default: both)"
     )
     parser.add_argument(
         "--target",
         default="mi300x",
         help='hardware to plan for, e.g. "mi325x" or "mi300x,link_gb_s=400"',
     )
-    parser.add_argument("--layers", type=int, help="capture so many layers instead of all")
-    parser.add_argument("--gathers", action="store_true", help="list the verdict on every gather")
+    parser.add_argument("--layers", type=int, help="number of layers to capture (default: all)")
+    parser.add_argument("--gathers", action="store_true", help="list the decision on every gather")
     options = parser.parse_args()
     target = Target.parse(options.target)
-    for route, figures in known_figures(target).items():
-        speed = f"{figures.gb_s:.0f} GB/s after {figures.latency_us:.0f} us, {figures.collective_slowdown:.2f} x as long beside compute"
+    for route, figures in route_figures(target).items():
+        speed = f"{figures.gb_s:.0f} GB/s after {figures.latency_us:.0f} us"
+        slowdown = f"{figures.collective_slowdown:.2f} x as long during compute"
         print(
-            f"{route}: {speed}, slows compute {figures.compute_slowdown:.2f} x ({figures.source})"
+            f"{route}: {speed}, {slowdown}, slows compute {figures.compute_slowdown:.2f} x "
+            f"({figures.source})"
         )
     for name in options.model or MODELS:
         show(

@@ -1,5 +1,6 @@
-"""The two models whose step times were reported with and without gathers by SDMA engines, as plain
-PyTorch."""
+"""The two models whose step times were reported with and without gathers by SDMA engines, in plain
+PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +13,25 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder-only transformer and the batch of one rank: one sequence."""
+    """A decoder-only transformer, and the batch of one rank, which is one sequence."""
 
     layers: int
     width: int
     heads: int
     kv_heads: int
     hidden: int
-    """Width between the two or three products of an MLP."""
+    """Width of the MLP's hidden layer."""
     vocab: int
     seq: int
     gated: bool
-    """Gated MLP, RMSNorm and rotary positions, as Qwen3 has; else GELU, LayerNorm and learned
-    positions."""
+    """True: gated MLP, RMSNorm and rotary positions, as in Qwen3. False: GELU, LayerNorm and
+    learned positions.
+    """
     head_width: int = 128
     reported_ms: tuple[float, float] = (0.0, 0.0)
-    """A step on 8 x MI300X, with RCCL and with SDMA engines, as DeepSpeed's proposal reported
-    them."""
+    """Milliseconds of a step on 8 x MI300X with RCCL and with SDMA engines, as DeepSpeed's proposal
+    reported them.
+    """
 
 
 MODELS = {
@@ -40,7 +43,7 @@ MODELS = {
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each behind a norm and beside a residual."""
+    """Attention and an MLP, each after a norm and with a residual."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -74,7 +77,7 @@ class Block(nn.Module):
 
 
 def rotated(x: Tensor, turn: Tensor) -> Tensor:
-    """Rotary positions; `turn` is [2, seq, head width]: cosines and sines."""
+    """Apply rotary positions; `turn` is [2, seq, head width]: cosines and sines."""
     first, second = x.chunk(2, dim=-1)
     return x * turn[0] + torch.cat((-second, first), dim=-1) * turn[1]
 

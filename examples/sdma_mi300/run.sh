@@ -1,10 +1,11 @@
 #!/bin/sh
-# What to run on one node of 8 x MI300X: measure the routes, then train with RCCL and with SDMA engines, and compare.
+# Run this on one node of 8 x MI300X. It measures the routes, trains with RCCL and with SDMA
+# engines, and compares the losses.
 #
 #   pip install . 'amd-mori>=1.2.4'
 #   sh examples/sdma_mi300/run.sh gpt-7b
 #
-# Everything lands in the folder sdma-results.
+# All results are written to the folder sdma-results.
 set -eu
 MODEL="${1:-gpt-7b}"
 RANKS="${RANKS:-8}"
@@ -20,10 +21,11 @@ train() {
     grep '^step' "$OUT/$MODEL-$1.log" > "$OUT/$MODEL-$1.losses"
 }
 
-# The same buckets without and with the swap, so that nothing else differs; then what stage 3 does by default.
+# The first two runs have the same buckets and differ only in the swap. The third has the defaults
+# of stage 3.
 train rccl "merge-reads{max_hold_mb=1},gather-params,reduce-grads,reshard-after-forward,bucket{cap_mb=512},overlap,defer-reduction"
 train sdma zero3-sdma
 train default zero3
-diff "$OUT/$MODEL-rccl.losses" "$OUT/$MODEL-sdma.losses" && echo "losses are the same, digit by digit"
+diff "$OUT/$MODEL-rccl.losses" "$OUT/$MODEL-sdma.losses" && echo "losses are equal, digit by digit"
 
 python "$HERE/dry_run.py" --model "$MODEL" | tee "$OUT/$MODEL-dry-run.log"

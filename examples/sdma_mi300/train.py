@@ -1,11 +1,12 @@
 """Train one of the two models on 8 x MI300X, with gathers by RCCL or by SDMA engines, and print the
-time of a step.
+time per step.
 
     torchrun --nproc-per-node 8 examples/sdma_mi300/train.py --model gpt-7b --pipeline zero3
     torchrun --nproc-per-node 8 examples/sdma_mi300/train.py --model gpt-7b --pipeline zero3-sdma
 
-Both runs print the loss of each step; it must be the same, digit by digit. `run.sh` does both and
-the calibration."""
+Each run prints the loss of every step. The losses must be equal digit by digit. `run.sh` runs both,
+and the calibration.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ import zpasses
 
 
 def initialise(module: nn.Module) -> None:
-    """Small weights, alike on every rank; runs on the shards."""
+    """Initialise with small weights, equal on every rank. Runs on the shards."""
     for name, param in module.named_parameters(recurse=False):
         (
             nn.init.ones_
@@ -37,7 +38,7 @@ def initialise(module: nn.Module) -> None:
 
 
 def sharded(shape: Shape, device: torch.device) -> nn.Module:
-    """The model, built without memory and then made on the shards."""
+    """Build the model without memory, shard it, and initialise the shards."""
     with torch.device("meta"):
         model = Decoder(shape)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -51,7 +52,7 @@ def sharded(shape: Shape, device: torch.device) -> nn.Module:
 def train(
     shape: Shape, pipeline: str, steps: int, device: torch.device, **options: object
 ) -> tuple[list[float], list[float]]:
-    """Losses, and milliseconds of each step on this rank."""
+    """Returns the losses, and the milliseconds of each step on this rank."""
     model = sharded(shape, device)
     step = torch.compile(model, backend="zpasses", options={"pipeline": pipeline, **options})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -76,9 +77,9 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="gpt-7b")
     parser.add_argument("--pipeline", default="zero3-sdma")
     parser.add_argument(
-        "--steps", type=int, default=30, help="of which the first five do not count"
+        "--steps", type=int, default=30, help="number of steps; the first five are not timed"
     )
-    parser.add_argument("--layers", type=int, help="so many layers instead of all")
+    parser.add_argument("--layers", type=int, help="number of layers (default: all)")
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -92,7 +93,7 @@ def main() -> None:
             print(f"step {number}: loss {loss:.9g}")
         counted = times[5:] or times
         print(
-            f"{options.model}, {options.pipeline}: {statistics.median(counted):.1f} ms a step, "
+            f"{options.model}, {options.pipeline}: {statistics.median(counted):.1f} ms per step, "
             f"{min(counted):.1f} at best"
         )
         print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")

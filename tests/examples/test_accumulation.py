@@ -1,4 +1,4 @@
-"""The examples of several backwards in one step, run by the functions of their own."""
+"""Tests of the examples with several backwards per step, through their own functions."""
 
 import runpy
 from pathlib import Path
@@ -19,7 +19,7 @@ def _accumulate():
     ]
 
 
-def test_every_way_to_accumulate_trains_alike():
+def test_every_way_to_accumulate_trains_identically():
     for losses in run_on_ranks(_accumulate):
         assert all(each == pytest.approx(losses[0], rel=1e-5) for each in losses)
         assert losses[0][-1] < losses[0][0]
@@ -32,7 +32,7 @@ def _grad_cache():
     )
 
 
-def test_the_cached_loss_of_sentence_transformers_trains_as_without_sharding():
+def test_cached_loss_of_sentence_transformers_trains_like_the_unsharded_model():
     pytest.importorskip("sentence_transformers")
     for ours, plain in run_on_ranks(_grad_cache, timeout=240):
         assert ours == pytest.approx(plain, rel=1e-4)

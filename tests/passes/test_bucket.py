@@ -5,13 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.foreign import leave_alone, simple_fsdp
+from tests.foreign import already_sharded, simple_fsdp
 from tests.graphs import (
-    WORLDS,
     Param,
     assert_step_equals_reference,
     expect_listing,
-    few,
+    few_examples,
+    for_each_world_size,
     joint,
     param_lists,
     rewritten,
@@ -47,7 +47,7 @@ def lower(form="reduce_scatter"):
 
 
 def counts(gm):
-    """Gathers and reductions."""
+    """Returns the numbers of gathers and reductions."""
     ops = [each.op for _, each in collectives(gm.graph)]
     return sum("gather" in op for op in ops), sum("reduce" in op for op in ops)
 
@@ -63,8 +63,9 @@ def bucketed(*params, world_size=3, rank=0, form="reduce_scatter", passes=(), **
 
 
 def equal_after_bucketing(world_size, params, variants):
-    """Graphs of the first rank without and with buckets, once for each (form, options); all equal
-    the dialect on all ranks."""
+    """Returns the first rank's graph without and with buckets, once per (form, options). All
+    versions equal the dialect on all ranks.
+    """
     dialect, plain, merged = [], {}, {}
     for rank in range(world_size):
         with fake_world(world_size, rank):
@@ -82,7 +83,7 @@ def equal_after_bucketing(world_size, params, variants):
 
 
 def short(gm, start=""):
-    """A listing with short names and without columns, from the node `start` on."""
+    """Returns a listing with short names and without columns, from the node `start` on."""
     text = (
         re.sub(r" +#", "  #", listing(gm))
         .replace("_default", "")
@@ -92,8 +93,8 @@ def short(gm, start=""):
     return text[text.index(start) :]
 
 
-# --- what it writes -------------------------------------------------------------------------------
-def test_unbucketed_graph_of_the_listings_below():
+# --- rewritten graphs ---------------------------------------------------------------------------
+def test_graph_before_the_pass():
     with fake_world(2):
         gm = rewritten(joint([Param((4, 2)), Param((6, 2))], 0, 2), *lower())
     expect_listing(
@@ -211,7 +212,7 @@ return [mul, mul_1, slice_copy_tensor_1, None, slice_copy_tensor, None]
     )
 
 
-def test_flat_all_reduce_stacks_gradients_of_equal_width_row_on_row():
+def test_flat_all_reduce_concatenates_gradients_of_equal_row_shape():
     gm = bucketed(Param((7, 2)), Param((4, 2)), rank=1, form="all_reduce", mode="flat")
     expect_listing(
         short(gm, "mul_2 = "),
@@ -253,7 +254,7 @@ return [mul, mul_1, slice_copy_tensor_1, None, slice_copy_tensor, None]
     )
 
 
-def test_gradients_of_other_width_have_another_flat_all_reduce():
+def test_gradients_of_another_row_shape_have_another_flat_all_reduce():
     params = [Param((4, 2)), Param((6, 2)), Param((4, 3)), Param((6, 3))]
     assert counts(bucketed(*params, form="all_reduce", mode="flat")) == (1, 2)
     assert counts(bucketed(*params, form="reduce_scatter", mode="flat")) == (1, 1)
@@ -269,7 +270,7 @@ def test_members_carry_the_number_of_their_bucket():
     assert found == {("gather", 0, ("p0", "p1")), ("reduce", 1, ("p1", "p0"))}
 
 
-def test_bytes_stay_the_same():
+def test_buckets_communicate_the_same_bytes():
     params = [Param((4, 2)), Param((6, 2)), Param((9, 2))]
     for mode in MODES:
         for form in FORMS:
@@ -281,7 +282,7 @@ def test_bytes_stay_the_same():
             assert counts(merged) == (1, 1)
 
 
-# --- same numbers ---------------------------------------------------------------------------------
+# --- equal results ------------------------------------------------------------------------------
 ODD = [
     Param((4, 3)),
     Param((7, 3), param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -301,7 +302,7 @@ ODD = [
 EVERY = [(form, {"mode": mode}) for form in FORMS for mode in MODES]
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@for_each_world_size
 def test_buckets_compute_the_same_bits_on_all_ranks(world_size):
     for plain, merged in equal_after_bucketing(world_size, ODD, EVERY):
         assert counts(merged)[1] < counts(plain)[1] or world_size == 1
@@ -358,9 +359,9 @@ def test_steps_of_a_model_with_tied_weights_equal_the_dialect(mode):
     assert_step_equals_reference(captures)
 
 
-@few
+@few_examples
 @given(param_lists(max_size=4), st.sampled_from([2, 3]), st.sampled_from([0.0001, 0.0003, 1]))
-def test_drawn_graphs_stay_equal_and_buckets_within_their_cap(params, world_size, mb):
+def test_random_graphs_stay_equal_and_buckets_within_their_cap(params, world_size, mb):
     for _, merged in equal_after_bucketing(
         world_size, params, [(form, {**options, "cap_mb": mb}) for form, options in EVERY]
     ):
@@ -369,8 +370,8 @@ def test_drawn_graphs_stay_equal_and_buckets_within_their_cap(params, world_size
                 assert each.nbytes * (world_size if "gather" in each.op else 1) <= mb * MIB
 
 
-# --- what it leaves -------------------------------------------------------------------------------
-def test_no_bucket_of_zero_mib():
+# --- unchanged graphs ---------------------------------------------------------------------------
+def test_cap_of_zero_disables_buckets():
     with fake_world(3):
         gm = rewritten(joint(ODD, 0, 3), *lower())
         before = listing(gm)
@@ -386,16 +387,17 @@ def test_cap_bounds_the_full_tensors_of_a_bucket():
         assert counts(bucketed(*params, world_size=2, mode=mode, cap_mb=2048 / MIB)) == (2, 2)
 
 
-def test_a_gather_of_something_computed_and_a_gradient_that_is_read_stay():
+def test_gather_of_a_computed_value_and_gradient_that_is_read_are_not_bucketed():
     with fake_world(2):
         gm = rewritten(joint([Param((4, 2), reads=2), Param((6, 2))], 0, 2), *lower())
-        # The two gradients of one parameter are added after their reductions, which therefore stay.
+        # The two gradients of one parameter are added after their reductions, so the reductions
+        # stay.
         saved = Bucket(memory_budget=ROOMY).rewrite(gm.graph)
     assert saved == 2  # of three gathers
     assert counts(gm) == (1, 3)
 
 
-def test_dialect_and_graphs_without_parameters_are_left_alone():
+def test_dialect_and_graphs_without_parameters_are_unchanged():
     with fake_world(2):
         dialect = joint([Param((4, 2)), Param((6, 2))], 0, 2)
         plain = trace_joint(lambda x: (x * 2).relu(), [torch.ones(3, requires_grad=True)])
@@ -406,14 +408,14 @@ def test_dialect_and_graphs_without_parameters_are_left_alone():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_gathers_that_others_inserted_are_merged(mode):
+def test_gathers_of_other_libraries_are_merged(mode):
     captures = []
     for rank in range(2):
         with fake_world(2, rank) as mesh:
             pipeline = Pipeline((Bucket(mode=mode, memory_budget=ROOMY),))
             captures.append(
                 capture_graphs(
-                    simple_fsdp(mesh), (torch.ones(2, 6),), shard=leave_alone, pipeline=pipeline
+                    simple_fsdp(mesh), (torch.ones(2, 6),), shard=already_sharded, pipeline=pipeline
                 )
             )
     assert counts(captures[0].before.forward) == (2, 0)
@@ -428,7 +430,7 @@ def test_order_of_buckets_does_not_depend_on_addresses():
             assert_deterministic(Bucket(mode=mode, memory_budget=ROOMY), gm)
 
 
-def test_kept_parameters_of_a_bucket_are_gathered_together_or_not_at_all():
+def test_cached_parameters_of_a_bucket_are_gathered_together_or_not_at_all():
     for mode in MODES:
         gm = bucketed(
             Param((4, 2)),
@@ -445,7 +447,7 @@ def test_kept_parameters_of_a_bucket_are_gathered_together_or_not_at_all():
 
 # --- memory ---------------------------------------------------------------------------------------
 def planned(params, budget, mode, form, plan_for_overlap=False, gloo=False):
-    """The curve once the buckets are planned, and the graph that they make."""
+    """Returns the memory curve after planning, and the graph with the buckets."""
     with fake_world(3), pytest.MonkeyPatch.context() as patched:
         if gloo:  # which takes scratch memory
             patched.setattr("zpasses.compat.is_gloo", lambda group, device=None: True)
@@ -454,16 +456,17 @@ def planned(params, budget, mode, form, plan_for_overlap=False, gloo=False):
         _, curve = options.plan(
             gm.graph, [*movable_gathers(gm.graph), *movable_reductions(gm.graph)]
         )
-        alone = rewritten(gm, *([Overlap()] if plan_for_overlap else []))
+        unbucketed = rewritten(gm, *([Overlap()] if plan_for_overlap else []))
         before = counts(gm)
         options(gm.graph)
         if plan_for_overlap:
             Overlap()(gm.graph)
-        # What was planned bounds what the rewritten graph takes, and the limit follows from what it
-        # takes without buckets.
+        # The planned peak bounds the peak of the rewritten graph. The limit follows from the peak
+        # without buckets.
         assert peak_of(gm) <= curve.limit_bytes
         assert (
-            curve.limit_bytes <= MemoryCurve(alone.graph, parse_budget(budget, "here")).limit_bytes
+            curve.limit_bytes
+            <= MemoryCurve(unbucketed.graph, parse_budget(budget, "here")).limit_bytes
         )
         return curve, before, counts(gm)
 
@@ -485,7 +488,7 @@ def test_a_smaller_budget_makes_fewer_buckets(mode, form):
     assert sum(many) < sum(none)
 
 
-def test_a_budget_for_what_overlap_leaves_is_another_one():
+def test_budget_depends_on_whether_overlap_follows():
     params = [Param((8, 16))] * 6
     (_, _, bare), (_, _, plan_for_overlap) = (
         planned(params, "5%", "coalesced", "reduce_scatter", each) for each in (False, True)
@@ -493,7 +496,7 @@ def test_a_budget_for_what_overlap_leaves_is_another_one():
     assert bare != plan_for_overlap
 
 
-@few
+@few_examples
 @given(
     param_lists(max_size=6),
     st.integers(0, 100),
@@ -514,7 +517,7 @@ def test_the_modelled_peak_stays_within_the_budget(
     [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float64}],
     ids=["plain", "cast"],
 )
-def test_ranks_that_pad_cast_or_hold_nothing_plan_alike(dtypes):
+def test_ranks_that_pad_cast_or_hold_nothing_make_the_same_plan(dtypes):
     params = [Param((rows, 8), **dtypes) for rows in (7, 5, 2, 6)]
     plans = []
     for rank in range(3):
@@ -594,7 +597,7 @@ def test_auto_weighs_launches_against_copies_on_gloo(monkeypatch):
     )
 
 
-def test_a_plan_of_other_shapes_that_takes_more_than_the_budget_is_told(monkeypatch, caplog):
+def test_shared_plan_that_exceeds_the_budget_is_warned_about(monkeypatch, caplog):
     params = [Param((8, 16))] * 6
     everything = [["coalesced", list(range(6))], ["coalesced", list(range(6, 12))]]
     within = bucketed(*params, memory_budget="0%")
@@ -605,11 +608,11 @@ def test_a_plan_of_other_shapes_that_takes_more_than_the_budget_is_told(monkeypa
     bucketed(*params, memory_budget=ROOMY)
     assert "planned when" not in caplog.text
     above = bucketed(*params, memory_budget="0%")
-    assert "planned when these collectives were first compiled, for other shapes" in caplog.text
-    alone = bucketed(*params, cap_mb=0)
+    assert "the plan raises the peak" in caplog.text
+    unbucketed = bucketed(*params, cap_mb=0)
     with fake_world(3):
         assert (
             max(MemoryCurve(above.graph, 0.0).live_bytes)
-            > MemoryCurve(alone.graph, 0.0).limit_bytes
+            > MemoryCurve(unbucketed.graph, 0.0).limit_bytes
         )
     assert counts(above) == (1, 1) != counts(within)

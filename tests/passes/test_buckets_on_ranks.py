@@ -1,4 +1,4 @@
-"""Buckets and overlap on real gloo ranks, all cases in one start of processes."""
+"""Buckets and overlap on real gloo ranks. All cases share one start of processes."""
 
 import copy
 import re
@@ -24,16 +24,17 @@ def model():
 
 
 def collectives():
-    """Gathers and reductions that process groups ran so far."""
+    """Returns the numbers of gathers and reductions that process groups have run so far."""
     from zpasses import compat
 
-    names = [entry["profiling_name"] for entry in compat.flight_record()]
+    names = [entry["profiling_name"] for entry in compat.flight_recorder_entries()]
     return sum("gather" in name for name in names), sum("reduce" in name for name in names)
 
 
 def train(options):
-    """Collectives of the last of three steps, each compared with the unsharded model on the batches
-    of all ranks."""
+    """Returns the collectives of the last of three steps. Each step is compared with the unsharded
+    model on the batches of all ranks.
+    """
     import torch.distributed as dist
 
     torch._dynamo.reset()
@@ -59,8 +60,10 @@ def train(options):
     return ran
 
 
-def gathered_after_edits():
-    """Gathers of one forward after another: at first, again, and after an edit of one shard."""
+def gathers_after_edits():
+    """Returns the gathers of consecutive forwards: the first, the second, and one after an edit of
+    one shard.
+    """
     torch._dynamo.reset()
     reference = model()
     sharded = copy.deepcopy(reference)
@@ -82,8 +85,8 @@ def gathered_after_edits():
     return counts
 
 
-def everything():
-    found = {"edits": gathered_after_edits()}
+def all_cases():
+    found = {"edits": gathers_after_edits()}
     for stage in (1, 2, 3):
         pipeline = f"zero{stage},bucket{{cap_mb=1,memory_budget=1GiB}},overlap"
         found[stage] = (
@@ -96,7 +99,7 @@ def everything():
 @pytest.mark.processes
 @pytest.mark.inductor
 def test_stages_train_like_the_unsharded_model_with_fewer_collectives():
-    outcomes = run_in_fresh_ranks(everything, timeout=280, env={"TORCH_FR_BUFFER_SIZE": "20000"})
+    outcomes = run_in_fresh_ranks(all_cases, timeout=280, env={"TORCH_FR_BUFFER_SIZE": "20000"})
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     first, second = (outcome.result for outcome in outcomes)
     assert first == second
@@ -106,13 +109,15 @@ def test_stages_train_like_the_unsharded_model_with_fewer_collectives():
         assert gathers >= 2 * LAYERS
         assert fewer_reductions <= reductions / 3, first
         assert fewer_gathers <= gathers / 2, first
-    # Nothing is gathered twice while it is fresh; a bucket of which one member is stale is gathered
-    # as a whole.
+    # A fresh parameter is not gathered again. A bucket with one stale member is gathered as a
+    # whole.
     assert first["edits"] == [1, 0, 1, 0]
 
 
 def backward_code():
-    """What Inductor generates for a backward whose three gradients share a flat all-reduce."""
+    """Returns the code that Inductor generates for a backward whose three gradients share a flat
+    all-reduce.
+    """
     from torch._inductor.utils import run_and_get_code
 
     zpasses.shard(
@@ -127,7 +132,7 @@ def backward_code():
 
 @pytest.mark.processes
 @pytest.mark.inductor
-def test_gradients_are_computed_into_their_slots_of_a_flat_bucket():
+def test_inductor_computes_gradients_into_their_slices_of_a_flat_bucket():
     code = run_on_ranks(backward_code)[0]
     (bucket,) = re.findall(r"_c10d_functional\.all_reduce_\.default\((\w+),", code)
     slots = dict(

@@ -3,10 +3,10 @@ import torch
 from torch import nn
 
 from tests.graphs import (
-    WORLDS,
     Param,
     assert_step_equals_reference,
     expect_listing,
+    for_each_world_size,
     joint,
     rewritten,
 )
@@ -14,7 +14,7 @@ from zpasses import Level, Pipeline
 from zpasses.graph.nodes import collectives
 from zpasses.graph.tags import tagged
 from zpasses.passes import ZERO2, CacheParams, GatherParams, MergeReads, ReduceGrads
-from zpasses.runtime.forward_variants import ForwardVariant, cut_forward, param_slots
+from zpasses.runtime.forward_variants import ForwardVariant, build_forward_variant, param_slots
 from zpasses.testing import (
     assert_equal_bits,
     capture_graphs,
@@ -100,7 +100,7 @@ def test_marking_adds_no_node_and_no_collective():
     )
 
 
-def test_backward_gathers_nothing():
+def test_backward_does_not_gather():
     captured = capture_graphs(Mlp(), (X,), world_size=2, pipeline="zero2")
     assert not [
         each
@@ -109,7 +109,7 @@ def test_backward_gathers_nothing():
     ]
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@for_each_world_size
 def test_partitioned_step_equals_the_dialect_on_all_ranks(world_size):
     captures = capture_ranks(
         Mlp(),
@@ -125,8 +125,8 @@ def test_cached_variant_equals_the_fresh_one_and_does_not_communicate(world_size
     captures = capture_ranks(Mlp(), (X,), world_size=world_size, pipeline="zero2")
     graphs = [each.after.forward for each in captures]
     everything = frozenset(range(len(param_slots(graphs[0].graph))))
-    fresh = [cut_forward(graph, ForwardVariant(kept=everything))[0] for graph in graphs]
-    cached = [cut_forward(graph, ForwardVariant(given=everything))[0] for graph in graphs]
+    fresh = [build_forward_variant(graph, ForwardVariant(kept=everything))[0] for graph in graphs]
+    cached = [build_forward_variant(graph, ForwardVariant(given=everything))[0] for graph in graphs]
     inputs = random_inputs(graphs)
     first = simulate(fresh, inputs)
     plain = simulate(graphs, inputs)
@@ -138,7 +138,7 @@ def test_cached_variant_equals_the_fresh_one_and_does_not_communicate(world_size
             assert got is wanted is None or (torch.equal(got, wanted) and torch.equal(once, wanted))
 
 
-def test_inference_keeps_parameters_too():
+def test_inference_caches_parameters_too():
     captures = capture_ranks(Mlp(), (X,), world_size=2, pipeline="zero2", train=False)
     before, after = (
         [each.before.inference for each in captures],
@@ -152,7 +152,7 @@ def test_inference_keeps_parameters_too():
     assert_equal_bits(before, after, random_inputs(before))
 
 
-def test_unlowered_graph_has_nothing_to_keep():
+def test_unlowered_graph_has_nothing_to_cache():
     with fake_world(2):
         gm = joint([Param((4, 2))], 0, 2)
         assert CacheParams().rewrite(gm.graph) == 0

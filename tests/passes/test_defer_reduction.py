@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.foreign import leave_alone, simple_fsdp
+from tests.foreign import already_sharded, simple_fsdp
 from tests.graphs import expect_listing
 from tests.zpasses.models import Odd
 from zpasses import Level, Pipeline
@@ -12,7 +12,7 @@ from zpasses.graph.nodes import Editor, collectives
 from zpasses.graph.tags import Reduction, Tag, add_tag, tagged
 from zpasses.passes import ZERO1, ZERO2, ZERO3, DeferReduction
 from zpasses.pipeline.pipeline import run_passes
-from zpasses.runtime.backward_variants import BackwardVariant, cut_backward
+from zpasses.runtime.backward_variants import BackwardVariant, build_backward_variant
 from zpasses.runtime.grad_slots import always_reduced, grad_slots
 from zpasses.testing import (
     capture_graphs,
@@ -29,18 +29,19 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 X = torch.zeros(2, 6)
 
 
-def everything(graphs):
+def mark_and_keep_all(graphs):
     return frozenset(range(len(grad_slots(graphs[0].graph))))
 
 
 def variants(graphs, **choices):
-    return [cut_backward(graph, BackwardVariant(**choices))[0] for graph in graphs]
+    return [build_backward_variant(graph, BackwardVariant(**choices))[0] for graph in graphs]
 
 
-def in_a_window(graphs, inputs, count, accum_dtype=None):
-    """What each of `count` backwards that reduce together returns, and the reductions that it
-    runs."""
-    every = everything(graphs)
+def run_in_a_window(graphs, inputs, count, accum_dtype=None):
+    """Returns the outputs of each of `count` backwards that reduce together, and the reductions
+    that it runs.
+    """
+    every = mark_and_keep_all(graphs)
     own = len(graphs[0].graph.output_node().args[0])
     first = simulate(variants(graphs, deferred=every, accum_dtype=accum_dtype), inputs)
     pending = [run.outputs[own:] for run in first]
@@ -64,10 +65,12 @@ def in_a_window(graphs, inputs, count, accum_dtype=None):
 
 
 def assert_window_is_the_sum(graphs, count=3, accum_dtype=None):
-    """A window of equal backwards reduces once and gives so many times what one backward does."""
+    """A window of equal backwards reduces once, and returns `count` times the gradient of one
+    backward.
+    """
     inputs = random_inputs(graphs)
     plain = simulate(graphs, inputs)
-    *before, (last, reductions) = in_a_window(graphs, inputs, count, accum_dtype)
+    *before, (last, reductions) = run_in_a_window(graphs, inputs, count, accum_dtype)
     gradients = {
         i
         for i, value in enumerate(before[0][0][0])
@@ -102,7 +105,7 @@ def test_the_four_variants_of_a_linear_layer():
     DeferReduction()(gm.graph)
     none, zero = frozenset(), frozenset({0})
     shown = [
-        listing(cut_backward(gm, BackwardVariant(given=given, deferred=deferred))[0])
+        listing(build_backward_variant(gm, BackwardVariant(given=given, deferred=deferred))[0])
         for given, deferred in ((none, none), (zero, none), (none, zero), (zero, zero))
     ]
     expect_listing(
@@ -156,7 +159,7 @@ return (None, None)
     ["zero3", "defer-reduction", "gather-params,reduce-grads{form=reduce_scatter},defer-reduction"],
     ids=["all_reduce", "dialect", "reduce_scatter"],
 )
-def test_a_window_gives_the_sum_of_its_backwards(pipeline):
+def test_window_returns_the_sum_of_its_backwards(pipeline):
     for world_size in (1, 3):
         assert_window_is_the_sum(backwards(Odd(), torch.zeros(2, 7), world_size, pipeline))
 
@@ -172,13 +175,13 @@ def test_mixed_precision_is_deferred_before_the_cast_of_the_reduction(accum_dtyp
         nn.Linear(6, 5), X.bfloat16(), 2, "zero2", param_dtype=torch.bfloat16, **shard
     )
     assert {slot.dtype for slot in grad_slots(graphs[0].graph)} == {torch.bfloat16}
-    _, extra = cut_backward(
-        graphs[0], BackwardVariant(given=everything(graphs), accum_dtype=accum_dtype)
+    _, extra = build_backward_variant(
+        graphs[0], BackwardVariant(given=mark_and_keep_all(graphs), accum_dtype=accum_dtype)
     )
     assert {value.dtype for value in extra} == {accum_dtype or torch.bfloat16}
     assert_window_is_the_sum(graphs, accum_dtype=accum_dtype)
-    given = cut_backward(
-        graphs[0], BackwardVariant(given=everything(graphs), accum_dtype=accum_dtype)
+    given = build_backward_variant(
+        graphs[0], BackwardVariant(given=mark_and_keep_all(graphs), accum_dtype=accum_dtype)
     )[0]
     assert [each.dtypes for _, each in collectives(given.graph)] == [
         each.dtypes for _, each in collectives(graphs[0].graph)
@@ -190,14 +193,15 @@ def test_mixed_precision_is_deferred_before_the_cast_of_the_reduction(accum_dtyp
     [("cap_mb=0", 1), ("mode=coalesced,memory_budget=1GiB", 0)],
     ids=["single", "coalesced"],
 )
-def test_gradients_may_differ_in_what_becomes_of_them(bucket, saved):
-    """A collective of several gradients runs as a whole for those that are left, and every output
-    of it is awaited."""
+def test_each_gradient_can_have_its_own_variant(bucket, saved):
+    """A collective over several gradients stays whole for the remaining gradients, and every output
+    of it is awaited.
+    """
     pipeline = (
         f"merge-reads,gather-params,reduce-grads,cache-params,bucket{{{bucket}}},defer-reduction"
     )
     graphs = backwards(nn.Linear(6, 5), X, 2, pipeline)
-    assert len(everything(graphs)) == 2
+    assert len(mark_and_keep_all(graphs)) == 2
     inputs = random_inputs(graphs)
     plain = simulate(graphs, inputs)
     mixed = simulate(variants(graphs, deferred=frozenset({0}), dropped=frozenset({1})), inputs)
@@ -214,7 +218,9 @@ def test_gradients_may_differ_in_what_becomes_of_them(bucket, saved):
 
 
 class Twice(nn.Module):
-    """A parameter read twice, whose gradients are reduced one by one unless reads are merged."""
+    """A parameter that is read twice. Its gradients are reduced separately unless the reads are
+    merged.
+    """
 
     def __init__(self):
         super().__init__()
@@ -224,16 +230,15 @@ class Twice(nn.Module):
         return self.layer(self.layer(x).relu())
 
 
-def test_gradients_that_are_reduced_one_by_one_wait_as_one():
+def test_gradients_that_are_reduced_separately_are_pending_as_one():
     graphs = backwards(Twice(), X, 2, "gather-params,reduce-grads,defer-reduction")
     assert len([each for _, each in collectives(graphs[0].graph) if "reduce" in each.op]) == 2
-    assert len(everything(graphs)) == 1
+    assert len(mark_and_keep_all(graphs)) == 1
     assert_window_is_the_sum(graphs)
 
 
 class Shared(nn.Module):
-    """Two parameters with one and the same gradient, which neither may hand out as its own memory
-    to both."""
+    """Two parameters with the same gradient. The graph must not return the same memory for both."""
 
     def __init__(self):
         super().__init__()
@@ -248,19 +253,19 @@ def test_pending_gradients_own_their_memory():
     own = len(graphs[0].graph.output_node().args[0])
     inputs = random_inputs(graphs)
     for run, values in zip(
-        simulate(variants(graphs, deferred=everything(graphs)), inputs), inputs, strict=True
+        simulate(variants(graphs, deferred=mark_and_keep_all(graphs)), inputs), inputs, strict=True
     ):
         storages = {value.untyped_storage().data_ptr() for value in run.outputs[own:]}
         assert len(storages) == 2
         assert not storages & {value.untyped_storage().data_ptr() for value in values}
 
 
-# --- reductions that were merged ------------------------------------------------------------------
+# --- merged reductions --------------------------------------------------------------------------
 SHAPES = ((4, 3), (2, 5), (6,))
 
 
 def merged(form):
-    """A backward graph of one rank of two whose three gradients one collective reduces."""
+    """Returns a backward graph of one of two ranks, with one collective for three gradients."""
 
     def fn(*values):
         return tuple(value * 2.0 for value in values)
@@ -334,7 +339,7 @@ def test_merged_reductions_are_deferred_gradient_by_gradient(form):
     assert_window_is_the_sum(graphs)
 
 
-def test_a_merged_reduction_whose_parts_cannot_be_told_is_left_alone():
+def test_merged_reduction_whose_parts_cannot_be_identified_is_unchanged():
     with fake_world(2):
         gm = merged("packed")
         for node, tag in list(tagged(gm.graph, "reduce_input")):
@@ -344,7 +349,7 @@ def test_a_merged_reduction_whose_parts_cannot_be_told_is_left_alone():
     assert always_reduced(gm.graph) == ["p0", "p1", "p2"]
 
 
-# --- graphs from elsewhere ------------------------------------------------------------------------
+# --- graphs of other libraries ------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_reductions_of_a_model_that_zpasses_did_not_shard(dtype):
     x = X if dtype is None else X.to(dtype)
@@ -355,10 +360,10 @@ def test_reductions_of_a_model_that_zpasses_did_not_shard(dtype):
                 simple_fsdp(mesh, dtype),
                 (x,),
                 pipeline=Pipeline((DeferReduction(),)),
-                shard=leave_alone,
+                shard=already_sharded,
             )
         graphs.append(step.after.backward)
-    assert len(everything(graphs)) == 2
+    assert len(mark_and_keep_all(graphs)) == 2
     assert_window_is_the_sum(graphs)
 
 
@@ -378,7 +383,7 @@ def test_marking_adds_no_node_and_counts_gradients():
     )
 
 
-def test_graph_without_reductions_is_left_alone():
+def test_graph_without_reductions_is_unchanged():
     gm = trace_joint(lambda x: x * 2.0, [torch.ones(3, requires_grad=True)])
     before = listing(gm)
     assert run_passes(gm.graph, [DeferReduction()])[0].changes == 0

@@ -1,15 +1,14 @@
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.graphs import (
-    WORLDS,
     Param,
-    assert_same_on_all_ranks,
+    assert_passes_preserve_results,
     before_and_after,
     expect_listing,
-    few,
+    few_examples,
+    for_each_world_size,
     joint,
     param_lists,
 )
@@ -68,7 +67,7 @@ return [mul, reduce_grad, None]
     )
 
 
-def test_rows_that_divide_are_gathered_with_no_copy_in_and_none_out():
+def test_divisible_rows_are_gathered_without_copies():
     gm = lowered(2, 1, Param((4, 2)))
     gather, wait = (
         node for node in gm.graph.nodes if "all_gather" in node.name or "wait" in node.name
@@ -110,11 +109,11 @@ def test_cast_comes_before_the_gather_so_that_half_the_bytes_move():
     assert cast.dtypes == ("bfloat16",)
 
 
-def test_dtype_that_the_shard_has_already_is_not_cast():
+def test_shard_that_has_the_dtype_is_not_cast():
     assert "_to_copy" not in ops(lowered(2, 0, Param((4, 2), param_dtype=torch.float32)))
 
 
-def test_gathers_of_all_ranks_are_alike():
+def test_all_ranks_have_the_same_gathers():
     found = [
         [each for _, each in collectives(lowered(3, rank, Param((7, 2)), Param((2,))).graph)]
         for rank in range(3)
@@ -122,7 +121,7 @@ def test_gathers_of_all_ranks_are_alike():
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@for_each_world_size
 def test_lowered_graph_equals_the_dialect_on_all_ranks(world_size):
     params = [
         Param((4, 3)),
@@ -134,7 +133,7 @@ def test_lowered_graph_equals_the_dialect_on_all_ranks(world_size):
         Param((5, 1), frozen=True, param_dtype=torch.float64),
         Param((6, 2, 2), reads=2),
     ]
-    assert_same_on_all_ranks(world_size, params, GatherParams())
+    assert_passes_preserve_results(world_size, params, GatherParams())
 
 
 def test_scalar_and_empty_parameters_do_not_communicate():
@@ -150,13 +149,13 @@ def test_one_rank_copies_and_does_not_communicate():
     assert full.target is torch.ops.aten.clone.default
 
 
-def test_rank_with_an_empty_shard_still_takes_part():
+def test_rank_with_an_empty_shard_joins_the_gather():
     gm = lowered(4, 3, Param((2, 2), frozen=True))
     ((_, gather),) = collectives(gm.graph)
     assert gather.shapes == ((1, 2),)
 
 
-def test_graph_without_parameters_is_left_alone():
+def test_graph_without_parameters_is_unchanged():
     gm = trace_joint(lambda x: (x * 2).relu(), [torch.ones(3, requires_grad=True)])
     before = listing(gm)
     assert GatherParams().rewrite(gm.graph) == 0
@@ -184,7 +183,7 @@ def test_each_group_gathers_over_its_own_ranks():
     assert [(node.args[1], node.args[2]) for node in gathers] == [(4, names[4]), (2, names[2])]
 
 
-def test_every_node_of_a_gather_says_which_parameter_it_is_for():
+def test_every_node_of_a_gather_is_tagged_with_its_parameter():
     gm = lowered(3, 2, Param((7, 2), param_dtype=BF16))
     assert [
         (tag.role, tag.params, tag.origin)
@@ -205,7 +204,7 @@ def test_order_of_gathers_does_not_depend_on_addresses():
         )
 
 
-@few
+@few_examples
 @given(param_lists(), st.sampled_from([1, 2, 3, 5]), st.booleans())
-def test_drawn_graphs_stay_equal(params, world_size, interleaved):
-    assert_same_on_all_ranks(world_size, params, GatherParams(), interleaved=interleaved)
+def test_random_graphs_stay_equal(params, world_size, interleaved):
+    assert_passes_preserve_results(world_size, params, GatherParams(), interleaved=interleaved)

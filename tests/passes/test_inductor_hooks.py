@@ -1,4 +1,4 @@
-"""Passes in Inductor's own hooks, on graphs that zpasses did not capture."""
+"""Tests of passes in Inductor's own hooks, on graphs that zpasses did not capture."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -11,7 +11,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.foreign import leave_alone, simple_fsdp
+from tests.foreign import already_sharded, simple_fsdp
 from tests.graphs import assert_step_equals_reference
 from tests.ranks import run_on_ranks
 from zpasses import Level, Pass, Pipeline
@@ -33,7 +33,7 @@ X = torch.ones(2, 6)
 
 @dataclass(frozen=True)
 class Watch(Pass):
-    """Notes the collectives of every graph it sees."""
+    """Records the collectives of every graph it sees."""
 
     name: ClassVar[str] = "watch"
     level: ClassVar[Level] = Level.JOINT
@@ -46,8 +46,9 @@ class Watch(Pass):
 
 
 def partitioned(model, **hooks):
-    """Forward and backward graphs as Inductor is about to generate code for them; nothing is
-    generated."""
+    """Returns the forward and backward graphs that Inductor is about to generate code for. No code
+    is generated.
+    """
     graphs = []
 
     def keep(gm, inputs, **kwargs):
@@ -79,7 +80,7 @@ def saved_bytes(forward):
     return sum(node.meta["val"].nbytes for node in returned[1:] if node.op != "placeholder")
 
 
-def test_passes_and_pipelines_are_what_the_hooks_take():
+def test_hooks_accept_passes_and_pipelines():
     for each in (ReshardAfterForward(), Pipeline((ReshardAfterForward(),))):
         assert isinstance(each, CustomGraphPass)
         assert isinstance(each.uuid(), str)
@@ -100,7 +101,7 @@ def _keys():
 
 
 @pytest.mark.processes
-def test_no_cache_of_one_rank_answers_for_a_pass_in_which_ranks_vote():
+def test_passes_that_vote_have_cache_keys_per_process():
     assert [each.uuid() == each.digest() for each in VOTING] == [True] * 6  # nobody else is there
     (keys, digests), (other_keys, other_digests) = run_on_ranks(_keys)
     differ = [mine != other for mine, other in zip(keys, other_keys, strict=True)]
@@ -122,7 +123,7 @@ def test_without_the_pass_simple_fsdp_saves_its_full_parameters():
     [ReshardAfterForward(), Pipeline((ReshardAfterForward(),)), [ReshardAfterForward()]],
     ids=["pass", "pipeline", "list"],
 )
-def test_regather_in_the_joint_hook_turns_simple_fsdp_into_zero_3(hook):
+def test_reshard_after_forward_in_the_joint_hook_turns_simple_fsdp_into_zero_3(hook):
     with fake_world(2) as mesh:
         forward, backward = partitioned(simple_fsdp(mesh), joint_custom_post_pass=hook)
     assert ops(forward) == ["all_gather_into_tensor"] * 2
@@ -135,7 +136,7 @@ def test_regather_in_the_joint_hook_turns_simple_fsdp_into_zero_3(hook):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_regathered_simple_fsdp_equals_itself_on_all_ranks(dtype):
+def test_resharded_simple_fsdp_equals_the_original_on_all_ranks(dtype):
     captures = []
     for rank in range(2):
         with fake_world(2, rank) as mesh:
@@ -144,7 +145,7 @@ def test_regathered_simple_fsdp_equals_itself_on_all_ranks(dtype):
                 capture_graphs(
                     simple_fsdp(mesh, dtype),
                     (x,),
-                    shard=leave_alone,
+                    shard=already_sharded,
                     pipeline="reshard-after-forward",
                 )
             )

@@ -1,15 +1,14 @@
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.graphs import (
-    WORLDS,
     Param,
-    assert_same_on_all_ranks,
+    assert_passes_preserve_results,
     before_and_after,
     expect_listing,
-    few,
+    few_examples,
+    for_each_world_size,
     joint,
     param_lists,
     rewritten,
@@ -22,7 +21,7 @@ from zpasses.testing import assert_deterministic, capture_graphs, fake_world, li
 
 
 def counts(gm):
-    """Gathers and reductions."""
+    """Returns the numbers of gathers and reductions."""
     return len(calls(gm.graph, UNSHARD)), len(calls(gm.graph, REDUCE_GRAD))
 
 
@@ -89,7 +88,7 @@ def test_gradients_are_summed_in_the_dtype_of_the_reduction():
     assert reduction.args[0].meta["val"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@for_each_world_size
 def test_merged_graph_equals_the_dialect_on_all_ranks(world_size):
     params = [
         Param((4, 3), reads=3),
@@ -99,21 +98,23 @@ def test_merged_graph_equals_the_dialect_on_all_ranks(world_size):
         Param((5,), reads=2, frozen=True),
         Param((2, 2)),
     ]
-    assert_same_on_all_ranks(world_size, params, MergeReads(), interleaved=world_size % 2 == 1)
+    assert_passes_preserve_results(
+        world_size, params, MergeReads(), interleaved=world_size % 2 == 1
+    )
 
 
-def test_reads_that_follow_each_other_merge_at_any_size():
+def test_consecutive_reads_merge_at_any_size():
     assert merged([Param((4, 2), reads=3)], max_hold_mb=0.0) == ((3, 3), (1, 1))
 
 
-def test_read_across_other_gathers_merges_up_to_the_size_that_may_be_held():
+def test_reads_around_other_gathers_merge_up_to_max_hold_mb():
     small, large = Param((4, 2), reads=2), Param((600, 1000), reads=2)
     assert merged([small, large], interleaved=True, max_hold_mb=None) == ((4, 4), (2, 2))
     assert merged([small, large], interleaved=True, max_hold_mb=1.0) == ((4, 4), (3, 2))
     assert merged([small, large], interleaved=True, max_hold_mb=0.0) == ((4, 4), (4, 2))
 
 
-def test_single_reads_are_left_alone():
+def test_single_reads_are_unchanged():
     with fake_world(2):
         gm = joint([Param((4, 2)), Param((4, 2))], 0, 2)
         before = listing(gm)
@@ -121,7 +122,7 @@ def test_single_reads_are_left_alone():
     assert listing(gm) == before
 
 
-def test_graph_without_parameters_is_left_alone():
+def test_graph_without_parameters_is_unchanged():
     gm = trace_joint(lambda x: x + x.relu(), [torch.ones(3, requires_grad=True)])
     before = listing(gm)
     assert MergeReads().rewrite(gm.graph) == 0
@@ -184,12 +185,14 @@ def test_order_does_not_depend_on_addresses():
         )
 
 
-@few
+@few_examples
 @given(
     param_lists(param_dtype=None),
     st.sampled_from([1, 2, 3]),
     st.booleans(),
     st.sampled_from([None, 0.0]),
 )
-def test_drawn_graphs_stay_equal(params, world_size, interleaved, max_hold_mb):
-    assert_same_on_all_ranks(world_size, params, MergeReads(max_hold_mb), interleaved=interleaved)
+def test_random_graphs_stay_equal(params, world_size, interleaved, max_hold_mb):
+    assert_passes_preserve_results(
+        world_size, params, MergeReads(max_hold_mb), interleaved=interleaved
+    )

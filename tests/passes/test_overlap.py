@@ -3,8 +3,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.foreign import leave_alone, simple_fsdp
-from tests.graphs import Param, assert_step_equals_reference, few, joint, param_lists, rewritten
+from tests.foreign import already_sharded, simple_fsdp
+from tests.graphs import (
+    Param,
+    assert_step_equals_reference,
+    few_examples,
+    joint,
+    param_lists,
+    rewritten,
+)
 from zpasses import OptionError, Pipeline
 from zpasses.graph.nodes import collective_of, collectives, is_wait
 from zpasses.graph.tags import tag_of
@@ -37,7 +44,9 @@ def overlapped(*params, world_size=2, rank=0, form="reduce_scatter", passes=()):
 
 
 def steps(gm):
-    """What happens, in order: starts and waits of collectives by parameter, and computation."""
+    """Returns what happens, in order: starts and waits of collectives by parameter, and
+    computation.
+    """
     found = []
     for node in gm.graph.nodes:
         if node.op != "call_function":
@@ -80,7 +89,7 @@ def test_number_of_moves_is_counted():
         assert Overlap().rewrite(gm.graph) == 4  # not the first gather, nor the last reduction
 
 
-def test_nothing_is_made_and_nothing_else_moves():
+def test_no_node_is_created_and_nothing_else_moves():
     plain, moved = overlapped(
         *PARAMS,
         Param((7, 2), param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -109,13 +118,13 @@ def test_casts_and_padding_start_early_with_their_gather():
 def test_slices_of_a_gradient_follow_its_wait():
     _, moved = overlapped(Param((7, 2)), Param((7, 3)), world_size=3, rank=1, form="all_reduce")
     names = [node.name for node in moved.graph.nodes if node.op == "call_function"]
-    # wait of the first gradient only after the second has started, and its copy right behind
+    # the first gradient is awaited after the second has started, and its copy follows directly
     started = names.index("all_reduce_default_1")
     assert names[started + 1 : started + 3] == ["wait_tensor_default_2", "slice_copy_tensor"]
 
 
 @pytest.mark.parametrize("mode", ["coalesced", "flat"])
-def test_buckets_move_as_wholes(mode):
+def test_a_bucket_moves_as_a_whole(mode):
     bucket = Bucket(cap_mb=100 / (1 << 20), mode=mode, memory_budget=ROOMY)
     params = [Param((4, 2)), Param((6, 2)), Param((8, 2)), Param((2, 2))]
     plain, moved = overlapped(*params, passes=(bucket,))
@@ -131,7 +140,7 @@ def test_buckets_move_as_wholes(mode):
 
 
 def in_flight(gm, kind):
-    """The most collectives of a kind that are under way at once."""
+    """Returns the largest number of collectives of a kind that are in flight at once."""
     most, pending = 0, set()
     for node in gm.graph.nodes:
         collective = collective_of(node)
@@ -143,13 +152,13 @@ def in_flight(gm, kind):
     return most
 
 
-@few
+@few_examples
 @given(
     param_lists(max_size=5),
     st.sampled_from([2, 3]),
     st.sampled_from(["reduce_scatter", "all_reduce"]),
 )
-def test_drawn_graphs_stay_equal_with_one_gather_under_way(params, world_size, form):
+def test_random_graphs_stay_equal_with_one_gather_in_flight(params, world_size, form):
     before, after = [], []
     for rank in range(world_size):
         with fake_world(world_size, rank):
@@ -180,14 +189,14 @@ def test_step_of_a_model_equals_the_dialect():
     assert_step_equals_reference(captures)
 
 
-def test_gathers_that_others_inserted_start_early():
+def test_gathers_of_other_libraries_start_early():
     captures = []
     for rank in range(2):
         with fake_world(2, rank) as mesh:
             pipeline = Pipeline((Overlap(),))
             captures.append(
                 capture_graphs(
-                    simple_fsdp(mesh), (torch.ones(2, 6),), shard=leave_alone, pipeline=pipeline
+                    simple_fsdp(mesh), (torch.ones(2, 6),), shard=already_sharded, pipeline=pipeline
                 )
             )
     order = [
@@ -201,11 +210,11 @@ def test_gathers_that_others_inserted_start_early():
     assert_step_equals_reference(captures)
 
 
-def test_graphs_with_nothing_to_move_are_left_alone():
+def test_graphs_with_nothing_to_move_are_unchanged():
     with fake_world(2):
-        lonely = rewritten(joint([Param((4, 2), frozen=True)], 0, 2), *lower())
+        single = rewritten(joint([Param((4, 2), frozen=True)], 0, 2), *lower())
         plain = trace_joint(lambda x: (x * 2).relu(), [torch.ones(3, requires_grad=True)])
-        for gm in (lonely, plain, joint([Param((4, 2)), Param((6, 2))], 0, 2)):
+        for gm in (single, plain, joint([Param((4, 2)), Param((6, 2))], 0, 2)):
             before = listing(gm)
             assert Overlap().rewrite(gm.graph) == 0
             assert listing(gm) == before

@@ -2,7 +2,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.graphs import WORLDS, assert_step_equals_reference, saved_for_backward
+from tests.graphs import (
+    assert_step_equals_reference,
+    for_each_world_size,
+    saved_for_backward,
+)
 from zpasses import Pipeline
 from zpasses.graph.nodes import collectives, nbytes, value_of
 from zpasses.graph.tags import tagged
@@ -14,7 +18,7 @@ X = torch.zeros(2, 6)
 
 
 class Model(nn.Module):
-    """Odd rows, a tied weight, a frozen one, a scalar, one that nobody reads, one without rows."""
+    """Has a parameter with odd rows, a tied, a frozen, a scalar, an unused and an empty one."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +37,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
-@pytest.mark.parametrize("world_size", WORLDS)
+@for_each_world_size
 def test_step_equals_the_dialect_on_all_ranks(world_size, stage):
     assert_step_equals_reference(
         capture_ranks(Model(), (X,), world_size=world_size, pipeline=stage)
@@ -72,7 +76,7 @@ def test_stage_3_saves_fewer_bytes_than_stage_2():
             return self.down(self.up(x))
 
     def own_bytes(stage):
-        """Saved values that are not inputs of the graph, which live anyway."""
+        """Returns the saved values that are not graph inputs. Inputs live in any case."""
         saved = saved_for_backward(capture_graphs(Wide(), (X,), world_size=2, pipeline=stage))
         return sum(nbytes(value_of(node)) for node in saved if node.op != "placeholder")
 

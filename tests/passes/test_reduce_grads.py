@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 from torch._inductor import config
 
 from tests.graphs import (
-    WORLDS,
     Param,
-    assert_same_on_all_ranks,
+    assert_passes_preserve_results,
     before_and_after,
     expect_listing,
-    few,
+    few_examples,
+    for_each_world_size,
     joint,
     param_lists,
 )
@@ -75,7 +75,7 @@ return [mul, _to_copy_default_1, None]
     )
 
 
-def test_all_reduce_form_cuts_this_rank_s_rows_out_of_the_total():
+def test_all_reduce_form_slices_this_ranks_rows_from_the_sum():
     _, (_, after, _) = before_and_after(3, [Param((7, 2))], ReduceGrads("all_reduce"))
     expect_listing(
         listing(after),
@@ -95,7 +95,7 @@ return [mul, slice_copy_tensor, None]
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("world_size", WORLDS)
+@for_each_world_size
 def test_lowered_graph_equals_the_dialect_on_all_ranks(world_size, form):
     params = [
         Param((4, 3)),
@@ -108,7 +108,7 @@ def test_lowered_graph_equals_the_dialect_on_all_ranks(world_size, form):
         Param((5, 1), frozen=True),
         Param((6, 2, 2), reads=2),
     ]
-    assert_same_on_all_ranks(world_size, params, ReduceGrads(form))
+    assert_passes_preserve_results(world_size, params, ReduceGrads(form))
 
 
 def test_full_blocks_are_reduced_without_padding_cast_or_copy():
@@ -117,14 +117,14 @@ def test_full_blocks_are_reduced_without_padding_cast_or_copy():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_gradient_that_is_cut_out_of_something_larger_owns_its_memory(form):
+def test_gradient_sliced_from_a_larger_tensor_owns_its_memory(form):
     gm = lowered(3, 2, Param((7, 2)), form=form)
     ((grad, _),) = tagged(gm.graph, "shard_grad")
     assert grad.target is torch.ops.aten.slice_copy.Tensor
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_gradient_that_is_cast_is_cut_without_another_copy(form):
+def test_gradient_that_is_cast_is_sliced_without_another_copy(form):
     gm = lowered(3, 2, Param((7, 2), reduce_dtype=torch.float64), form=form)
     assert [name for name in targets(gm) if name in ("slice", "slice_copy", "clone")] == ["slice"]
 
@@ -142,7 +142,7 @@ def test_gradient_owns_its_memory_under_inductor_too():
     assert shard.grad.untyped_storage().nbytes() == shard.grad.nbytes == 8
 
 
-def test_bytes_of_the_reduction_are_in_the_reduction_s_dtype():
+def test_bytes_of_the_reduction_are_in_the_reduction_dtype():
     (half,) = reductions(lowered(2, 0, Param((4, 2), param_dtype=torch.bfloat16)))
     (single,) = reductions(
         lowered(2, 0, Param((4, 2), param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
@@ -185,7 +185,7 @@ def test_unknown_form_names_the_known_ones():
         Pipeline.parse("reduce-grads{form=scatter}")
 
 
-def test_graph_without_gradients_is_left_alone():
+def test_graph_without_gradients_is_unchanged():
     gm = trace_joint(lambda x: (x * 2).relu(), [torch.ones(3, requires_grad=True)])
     before = listing(gm)
     assert ReduceGrads().rewrite(gm.graph) == 0
@@ -199,7 +199,7 @@ def test_order_of_reductions_does_not_depend_on_addresses():
         )
 
 
-@few
+@few_examples
 @given(param_lists(), st.sampled_from([1, 2, 3, 5]), st.sampled_from(FORMS))
-def test_drawn_graphs_stay_equal(params, world_size, form):
-    assert_same_on_all_ranks(world_size, params, ReduceGrads(form))
+def test_random_graphs_stay_equal(params, world_size, form):
+    assert_passes_preserve_results(world_size, params, ReduceGrads(form))

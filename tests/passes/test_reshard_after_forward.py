@@ -6,11 +6,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.graphs import (
-    WORLDS,
     Param,
     assert_step_equals_reference,
     expect_listing,
-    few,
+    few_examples,
+    for_each_world_size,
     joint,
     param_lists,
     rewritten,
@@ -69,8 +69,7 @@ class CheckpointedAutocast(Checkpointed):
 
 
 class Derived(nn.Module):
-    """Computes weights from parameters before it uses them: views, casts, a norm, a product of two
-    parameters."""
+    """Computes its weights from parameters: views, casts, a norm, a product of two parameters."""
 
     def __init__(self):
         super().__init__()
@@ -88,9 +87,10 @@ def step(model, pipeline):
     return capture_graphs(model, (X,), world_size=2, pipeline=pipeline)
 
 
-def saved_from_parameters_alone(capture):
-    """Values saved for backward that were computed from shards and nothing else; the shards
-    themselves do not count."""
+def saved_from_parameters_only(capture):
+    """Returns the values saved for backward that were computed only from shards. The shards
+    themselves do not count.
+    """
     derived = {node for node, _ in tagged(capture.after.forward.graph, "shard")}
     for node in capture.after.forward.graph.nodes:
         if (
@@ -107,13 +107,13 @@ def saved_from_parameters_alone(capture):
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
-def test_nothing_that_parameters_alone_determine_is_saved_for_backward(model):
-    assert saved_from_parameters_alone(step(model(), "zero3")) == []
+def test_no_value_computed_only_from_parameters_is_saved_for_backward(model):
+    assert saved_from_parameters_only(step(model(), "zero3")) == []
 
 
 @pytest.mark.parametrize("model", [Mlp, Autocast, Derived], ids=lambda model: model.__name__)
 def test_without_the_pass_full_parameters_are_saved(model):
-    assert saved_from_parameters_alone(step(model(), Pipeline(LOWER)))
+    assert saved_from_parameters_only(step(model(), Pipeline(LOWER)))
 
 
 @pytest.mark.parametrize("model", [Mlp, Checkpointed], ids=lambda model: model.__name__)
@@ -122,10 +122,10 @@ def test_no_cast_parameter_is_saved_with_mixed_precision(model):
     captured = capture_graphs(
         model(), (X.bfloat16(),), world_size=2, pipeline="zero3", shard=dtypes
     )
-    assert saved_from_parameters_alone(captured) == []
+    assert saved_from_parameters_only(captured) == []
 
 
-def test_backward_gathers_again_what_it_reads_and_only_that():
+def test_backward_gathers_only_what_it_reads():
     captured = step(Mlp(), Pipeline((*LOWER, ReshardAfterForward())))
     forward = [tag.params for _, tag in tagged(captured.after.forward.graph, "gather")]
     backward = [tag.params for _, tag in tagged(captured.after.backward.graph, "gather")]
@@ -165,7 +165,7 @@ return [mul, reduce_grad, None]
     )
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@for_each_world_size
 def test_partitioned_step_equals_the_dialect_on_all_ranks(world_size):
     captures = capture_ranks(
         Mlp(), (X,), world_size=world_size, pipeline=Pipeline((*LOWER, ReshardAfterForward()))
@@ -174,7 +174,7 @@ def test_partitioned_step_equals_the_dialect_on_all_ranks(world_size):
 
 
 @pytest.mark.parametrize("model", [Checkpointed, Autocast], ids=lambda model: model.__name__)
-def test_odd_models_equal_the_dialect_on_all_ranks(model):
+def test_special_models_equal_the_dialect_on_all_ranks(model):
     assert_step_equals_reference(
         capture_ranks(
             model(), (X,), world_size=3, pipeline=Pipeline((*LOWER, ReshardAfterForward()))
@@ -182,7 +182,7 @@ def test_odd_models_equal_the_dialect_on_all_ranks(model):
     )
 
 
-def test_random_values_are_not_drawn_again():
+def test_random_values_are_not_recomputed():
     def noisy(shard, x):
         full = torch.ops.zpasses.unshard(shard, 4, None, None, "0")
         return torch.bernoulli(full.sigmoid()) * x * full
@@ -207,7 +207,7 @@ def test_activations_are_not_marked():
     assert not compat.is_marked_recompute(first)
 
 
-def test_graph_without_parameters_is_left_alone():
+def test_graph_without_parameters_is_unchanged():
     gm = trace_joint(lambda x: (x * 2).relu(), [torch.ones(3, requires_grad=True)])
     before = listing(gm)
     assert ReshardAfterForward().rewrite(gm.graph) == 0
@@ -230,9 +230,9 @@ def test_inference_graph_runs_unchanged():
     assert_equal_bits(before, [each.after.inference for each in captures], random_inputs(before))
 
 
-@few
+@few_examples
 @given(param_lists(frozen=False, max_size=3), st.sampled_from([2, 3]))
-def test_no_full_parameter_of_drawn_graphs_is_saved(params, world_size):
+def test_no_full_parameter_of_random_graphs_is_saved(params, world_size):
     with fake_world(world_size):
         gm = rewritten(joint(params, 0, world_size), *LOWER, ReshardAfterForward())
         inputs = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]

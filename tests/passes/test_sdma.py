@@ -6,8 +6,16 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.foreign import leave_alone, simple_fsdp
-from tests.graphs import Param, assert_step_equals_reference, few, joint, param_lists, rewritten
+from tests.foreign import already_sharded, simple_fsdp
+from tests.graphs import (
+    Param,
+    assert_step_equals_reference,
+    drawn_examples,
+    few_examples,
+    joint,
+    param_lists,
+    rewritten,
+)
 from zpasses import OptionError, Pipeline, compat
 from zpasses.cost.step_time import step_time
 from zpasses.cost.target import Target, use_target
@@ -27,7 +35,7 @@ from zpasses.testing import (
 
 ALL = Sdma(min_mb=0.0, min_hidden=0.0)
 LOWER = (GatherParams(), ReduceGrads("reduce_scatter"), Overlap())
-fewer = settings(few, max_examples=4)
+fewer = settings(few_examples, max_examples=drawn_examples(4))
 PARAMS = [Param((4, 2)), Param((6, 2)), Param((8, 2))]
 
 
@@ -45,13 +53,13 @@ def ops(gm):
     return [each.op for _, each in collectives(gm.graph)]
 
 
-def verdicts(gm, each, world_size=2, target="mi300x", rank=0):
+def decisions(gm, each, world_size=2, target="mi300x", rank=0):
     with fake_world(world_size, rank), use_target(Target.parse(target)):
-        return each.judge(gm.graph)
+        return each.decide(gm.graph)
 
 
-# --- what is swapped ------------------------------------------------------------------------------
-def test_listing_after():
+# --- swapped gathers ----------------------------------------------------------------------------
+def test_graph_after_the_pass():
     gm = lowered(Param((4, 2)), Param((6, 2), frozen=True), passes=(ALL,))
     lines = [
         line.partition(" # ")[0].rstrip() for line in listing(gm).splitlines() if "gather" in line
@@ -76,7 +84,7 @@ def test_single_coalesced_and_flat_gathers_are_swapped(mode):
 
 
 def test_gathers_into_given_memory_are_swapped():
-    """As Inductor's bucketing makes them: this rank's part lies in the output."""
+    """An all-gather as Inductor's bucketing makes it: this rank's part lies in the output."""
     graph = torch.fx.Graph()
     functional = torch.ops._c10d_functional
     with fake_world(2), torch._subclasses.FakeTensorMode():
@@ -100,8 +108,8 @@ def test_gathers_into_given_memory_are_swapped():
 
 
 def assert_equal_bits_of_out(before, after):
-    # Rank 1 writes its part to the place of rank 0, and gathers it from there: what matters is that
-    # both graphs do the same.
+    # Rank 1 writes its part to rank 0's place and gathers it from there. It only matters that both
+    # graphs do the same.
     assert_equal_bits(
         [before] * 2, [after] * 2, [[torch.full((4, 2), float(rank))] for rank in range(2)]
     )
@@ -111,7 +119,7 @@ def assert_equal_bits_of_out(before, after):
 @given(
     param_lists(max_size=4), st.sampled_from([2, 3]), st.sampled_from(["auto", "coalesced", "flat"])
 )
-def test_drawn_graphs_stay_equal(params, world_size, mode):
+def test_random_graphs_stay_equal(params, world_size, mode):
     before, after = [], []
     for rank in range(world_size):
         with fake_world(world_size, rank):
@@ -134,7 +142,7 @@ def test_step_of_a_model_equals_the_dialect():
     assert_step_equals_reference(captures)
 
 
-def test_gathers_that_others_inserted_are_swapped():
+def test_gathers_of_other_libraries_are_swapped():
     captures = []
     for rank in range(2):
         with fake_world(2, rank) as mesh:
@@ -142,7 +150,7 @@ def test_gathers_that_others_inserted_are_swapped():
                 capture_graphs(
                     simple_fsdp(mesh),
                     (torch.ones(2, 6),),
-                    shard=leave_alone,
+                    shard=already_sharded,
                     pipeline=Pipeline((ALL,)),
                 )
             )
@@ -151,7 +159,7 @@ def test_gathers_that_others_inserted_are_swapped():
 
 
 def gathering(fn, ranks=2):
-    """A gather of what `fn` computes."""
+    """Returns a graph with a gather of the result of `fn`."""
 
     def layer(x):
         started = torch.ops._c10d_functional.all_gather_into_tensor(fn(x), ranks, "0")
@@ -161,7 +169,7 @@ def gathering(fn, ranks=2):
 
 
 def test_gathers_of_activations_are_swapped_and_named():
-    """As tensor parallelism makes them: they depend on computed values."""
+    """Gathers as tensor parallelism makes them: their inputs are computed values."""
     with fake_world(2):
         gm = rewritten(gathering(lambda x: x * 2), ALL)
         assert ops(gm) == ["sdma_all_gather"]
@@ -170,36 +178,36 @@ def test_gathers_of_activations_are_swapped_and_named():
     assert tag.note.startswith("sdma swapped: ")
 
 
-# --- what is not ----------------------------------------------------------------------------------
+# --- gathers that stay --------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("each", "target", "world_size", "what", "why"),
+    ("each", "target", "world_size", "outcome", "reason"),
     [
-        (ALL, "h100", 2, "swapped", "by symm_mem, beside"),
+        (ALL, "h100", 2, "swapped", "by symm_mem, overlapping"),
         (ALL, "cpu", 2, "route missing", "cpu has no copy-engine route"),
         (ALL, "mi300x,ranks_per_node=1", 2, "group", "ranks 0 to 1 are not on one node of 1"),
         (ALL, "mi300x", 16, "group", "ranks 0 to 15 are not on one node of 8"),
-        (ALL, "mi300x,ranks_per_node=16", 9, "group", "9 ranks; at most 8 can take a route"),
-        (Sdma(), "mi300x", 2, "too small", "of 16 MiB a rank"),
-        (Sdma(min_mb=0.0), "mi300x", 2, "nothing to hide behind", "beside 5 us of compute"),
+        (ALL, "mi300x,ranks_per_node=16", 9, "group", "9 ranks; a route takes at most 8"),
+        (Sdma(), "mi300x", 2, "too small", "of 16 MiB per rank"),
+        (Sdma(min_mb=0.0), "mi300x", 2, "too little overlap", "overlapping 5 us of compute"),
         (
             Sdma(min_mb=0.0),
             "mi300x,kernel_us=150",
             2,
-            "nothing to hide behind",
-            "beside 150 us of compute, would lose ",
+            "too little overlap",
+            "overlapping 150 us of compute, would lose ",
         ),
     ],
 )
-def test_every_gather_gets_a_verdict_with_its_reason(each, target, world_size, what, why):
-    first, second = verdicts(lowered(*PARAMS[:2], world_size=world_size), each, world_size, target)
-    assert first.what == second.what == what
-    assert why in second.why, second.why
+def test_every_gather_gets_a_decision_with_its_reason(each, target, world_size, outcome, reason):
+    first, second = decisions(lowered(*PARAMS[:2], world_size=world_size), each, world_size, target)
+    assert first.outcome == second.outcome == outcome
+    assert reason in second.reason, second.reason
 
 
 def test_one_rank_has_nothing_to_gather():
     with fake_world(1):
-        (verdict,) = ALL.judge(gathering(lambda x: x * 2, ranks=1).graph)
-    assert str(verdict) == "group: one rank has nothing to gather"
+        (decision,) = ALL.decide(gathering(lambda x: x * 2, ranks=1).graph)
+    assert str(decision) == "group: one rank has nothing to gather"
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
@@ -207,14 +215,15 @@ def test_quantized_gathers_stay():
     gm = lowered(Param((4, 2)))
     (node,) = [node for node, each in collectives(gm.graph) if "gather" in each.op]
     node.args[0].meta["val"] = torch.quantize_per_tensor(torch.ones(2, 2), 1.0, 0, torch.qint8)
-    assert [(each.what, each.why) for each in verdicts(gm, ALL)] == [
+    assert [(each.outcome, each.reason) for each in decisions(gm, ALL)] == [
         ("dtype", "torch.qint8 is not plain bytes")
     ]
 
 
 def test_a_gather_that_pays_is_swapped_and_one_that_cannot_hide_is_not():
-    """32 MiB a rank, 0.1 ms: the first right before its wait, the second beside a product of 2 ms
-    or none to speak of."""
+    """Returns a graph with two gathers of 32 MiB per rank, 0.1 ms each. The first is awaited at
+    once. The second overlaps with a product of 2 ms, or with almost no compute.
+    """
     functional = torch.ops._c10d_functional
 
     def fn(a, b, x):
@@ -228,19 +237,19 @@ def test_a_gather_that_pays_is_swapped_and_one_that_cannot_hide_is_not():
         with mode:
             inputs = [torch.empty(8 << 20), torch.empty(8 << 20), torch.empty(1024, 1024)]
         graph = compat.trace_aten(fn, inputs).graph
-        quick, slow = judge(graph, "mi300x"), judge(graph, "mi300x,tflops=1")
-    assert [each.what for each in quick] == ["nothing to hide behind"] * 2
-    assert [each.what for each in slow] == ["nothing to hide behind", "swapped"]
+        quick, slow = decide(graph, "mi300x"), decide(graph, "mi300x,tflops=1")
+    assert [each.outcome for each in quick] == ["too little overlap"] * 2
+    assert [each.outcome for each in slow] == ["too little overlap", "swapped"]
     assert slow[1].gather_us < slow[1].compute_us
     assert slow[1].gain_us > 0
     assert slow[1].route in ("mori", "symm_mem")
-    assert "32 MiB a rank in " in slow[1].why
+    assert "32 MiB per rank in " in slow[1].reason
 
 
 @fewer
 @given(param_lists(max_size=6), st.sampled_from([20, 100, 500]), st.sampled_from([0.0, 4.0]))
 def test_swaps_never_make_the_predicted_step_longer(params, kernel_us, launch_us):
-    """Collectives share the links: what one gather gains, another may lose."""
+    """Collectives share the links, so a gain for one gather can be a loss for another."""
     target = Target.parse(f"mi300x,kernel_us={kernel_us},hop_us=0.5,launch_us={launch_us or 0.5}")
     with fake_world(2), use_target(target):
         before = rewritten(joint(params, 0, 2), *LOWER)
@@ -251,12 +260,12 @@ def test_swaps_never_make_the_predicted_step_longer(params, kernel_us, launch_us
         )
 
 
-def judge(graph, target):
+def decide(graph, target):
     with use_target(Target.parse(target)):
-        return Sdma().judge(graph)
+        return Sdma().decide(graph)
 
 
-def test_verdicts_stand_in_the_tags_and_are_counted(caplog):
+def test_decisions_are_in_the_tags_and_are_counted(caplog):
     with caplog.at_level(logging.INFO, logger="zpasses"):
         gm = lowered(
             *PARAMS, passes=(Sdma(min_mb=2e-5, min_hidden=0.0),)
@@ -270,8 +279,8 @@ def test_verdicts_stand_in_the_tags_and_are_counted(caplog):
     assert "sdma: 3 gathers: 2 swapped, 1 too small" in caplog.messages
 
 
-def test_what_one_rank_would_not_swap_no_rank_swaps(monkeypatch):
-    def others_refuse_the_second(group, question, mine, timeout_s, remember):
+def test_gather_that_one_rank_would_not_swap_is_swapped_by_no_rank(monkeypatch):
+    def others_refuse_the_second(group, question, mine, *_, **__):
         return [mine, [mine[0], [True, False, True]]]
 
     monkeypatch.setattr("zpasses.passes.sdma.exchange", others_refuse_the_second)
@@ -287,7 +296,7 @@ def test_what_one_rank_would_not_swap_no_rank_swaps(monkeypatch):
     )
 
 
-def test_ranks_that_gather_otherwise_swap_nothing(monkeypatch):
+def test_ranks_with_different_gathers_swap_nothing(monkeypatch):
     monkeypatch.setattr(
         "zpasses.passes.sdma.exchange",
         lambda group, question, mine, *_, **__: [mine, ["another", [True]]],
@@ -295,8 +304,8 @@ def test_ranks_that_gather_otherwise_swap_nothing(monkeypatch):
     assert not any("sdma" in op for op in ops(lowered(*PARAMS, passes=(ALL,))))
 
 
-def test_gathers_that_were_compiled_before_get_the_answer_of_then(monkeypatch):
-    """A rank that recompiles alone, for other shapes, must match graphs that the others keep."""
+def test_recompiled_gathers_get_the_earlier_decision(monkeypatch):
+    """A rank that recompiles for other shapes must match the graphs that the other ranks keep."""
     monkeypatch.setattr(
         "zpasses.passes.sdma.exchange",
         lambda group, question, mine, *_, **__: [[mine[0], [True, False]]] * 2,
@@ -305,24 +314,24 @@ def test_gathers_that_were_compiled_before_get_the_answer_of_then(monkeypatch):
     assert [op for op in ops(gm) if "gather" in op] == ["sdma_all_gather", "all_gather_into_tensor"]
     notes = [tag.note for _, tag in tagged(gm.graph, "gather")]
     assert notes[0].startswith(
-        "sdma swapped: as in an earlier compile of these gathers; now too small: "
+        "sdma swapped: as in an earlier compile of these gathers; this compile: too small: "
     )
 
 
-def test_a_route_that_is_known_already_is_told(monkeypatch):
-    from zpasses.sdma import Choice
+def test_tag_names_the_route_if_it_is_already_chosen(monkeypatch):
+    from zpasses.sdma import RouteChoice
 
     monkeypatch.setattr(
-        "zpasses.passes.sdma.chosen",
-        lambda group: Choice(group, "cuda", "c10d", "mori: rank 3: no"),
+        "zpasses.passes.sdma.route_choice",
+        lambda group: RouteChoice(group, "cuda", "c10d", "mori: rank 3: no"),
     )
     gm = lowered(Param((4, 2)), passes=(ALL,))
     ((_, tag),) = tagged(gm.graph, "gather")
-    assert tag.note.endswith("; runs by c10d, since mori: rank 3: no")
+    assert tag.note.endswith("; runs by c10d because mori: rank 3: no")
 
 
-# --- the rest -------------------------------------------------------------------------------------
-def test_swapping_twice_is_the_same_as_once_and_order_is_settled():
+# --- agreement and options ----------------------------------------------------------------------
+def test_swapping_twice_is_the_same_as_once_and_is_deterministic():
     once = lowered(*PARAMS, passes=(ALL,))
     with fake_world(2):
         assert ALL.rewrite(rewritten(once).graph) == 0
@@ -345,7 +354,7 @@ def test_stage_3_for_copy_engines_ends_with_the_swap():
         ("sdma{min_mb=-1}", r"option 'min_mb': got -1.0; expected MiB >= 0"),
         (
             "sdma{min_hidden=-0.1}",
-            r"option 'min_hidden': got -0.1; expected a share of a gather's time, >= 0",
+            r"option 'min_hidden': got -0.1; expected a fraction of a gather's time, >= 0",
         ),
         ("sdma{min_hidden=yes}", r"option 'min_hidden': got 'yes' \(str\); expected float"),
     ],

@@ -1,4 +1,4 @@
-"""The benchmark, as real processes on tiny models."""
+"""Tests of the benchmarks, as real processes on tiny models."""
 
 import importlib.util
 import json
@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
+from tests.programs import forked_subprocess
 from tests.zpasses.inspect.real import real_dump
+from zpasses.tools.bench.__main__ import main
 from zpasses.tools.bench.model import ModelSize, batches, build_model
 from zpasses.tools.bench.train import PeerResult, TrainConfig, TrainReport, _difference, _relate
 
@@ -28,7 +30,7 @@ TINY = [
     "1",
 ]
 PARAMETERS = 17
-"""Of the tiny model."""
+"""Number of parameters of the tiny model."""
 
 pytestmark = pytest.mark.processes
 
@@ -38,17 +40,28 @@ def bench(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
-def measured(tmp_path, *arguments):
-    file = tmp_path / "result.json"
-    run = bench(*arguments, "--json", str(file))
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout, json.loads(file.read_text())
+@pytest.fixture
+def measured(tmp_path, monkeypatch, capsys):
+    """A function that runs a benchmark in this process, with forks as ranks. It returns the table
+    and the JSON.
+    """
+
+    def run(*arguments):
+        file = tmp_path / "result.json"
+        with monkeypatch.context() as patched:
+            patched.setattr("zpasses.tools.bench.launch.subprocess", forked_subprocess)
+            status = main([*arguments, "--json", str(file)])
+        said = capsys.readouterr()
+        assert not status, said.out + said.err
+        return said.out, json.loads(file.read_text())
+
+    return run
 
 
 # --- train ----------------------------------------------------------------------------------------
 @pytest.mark.inductor
-def test_train_measures_each_peer_and_compares_it_to_the_baseline(tmp_path):
-    table, result = measured(tmp_path, *TINY, "--peers", "fsdp2-eager,zpasses-3")
+def test_train_measures_each_peer_and_compares_it_to_the_baseline(measured):
+    table, result = measured(*TINY, "--peers", "fsdp2-eager,zpasses-3")
     assert result["suite"] == "train"
     assert {"torch", "zpasses", "python", "cores"} == set(result["versions"])
     assert result["config"]["baseline"] == "fsdp2-eager"
@@ -71,8 +84,8 @@ def test_train_measures_each_peer_and_compares_it_to_the_baseline(tmp_path):
 
 def _check_traffic(result, fsdp2, zpasses):
     nbytes = result["bounds"]["bytes"]
-    # Root and block are gathered, and the block again in backward; gloo runs a reduce-scatter as an
-    # all-reduce.
+    # Root and block are gathered in forward, and the block again in backward. gloo runs a
+    # reduce-scatter as an all-reduce.
     assert fsdp2["collectives"] == {"all_gather": 3, "all_reduce": 2}
     assert 1 <= zpasses["collectives"]["all_reduce"] < PARAMETERS  # buckets
     assert (
@@ -81,7 +94,7 @@ def _check_traffic(result, fsdp2, zpasses):
         < PARAMETERS
     )
     for peer in (fsdp2, zpasses):
-        assert peer["sent_bytes"]["all_reduce"] == nbytes  # 2 (n - 1) / n of it, two ranks
+        assert peer["sent_bytes"]["all_reduce"] == nbytes  # 2 (n - 1) / n of the bytes, with n = 2
         assert nbytes / 2 < peer["sent_bytes"]["all_gather"] <= nbytes
     assert set(result["bounds"]["time_s"]) == {"all_gather", "reduce_scatter", "all_reduce"}
 
@@ -89,7 +102,7 @@ def _check_traffic(result, fsdp2, zpasses):
 def _check_memory(result, fsdp2, zpasses):
     shards = result["bounds"]["bytes"] / 2
     for peer in (fsdp2, zpasses):
-        # Shards and two moments of AdamW, and whatever small tensors the process has.
+        # Shards, two moments of AdamW, and small tensors.
         assert 3 * shards <= peer["resting_bytes"] < 3 * shards + (1 << 20)
         assert 0 <= peer["backward_peak_bytes"] <= peer["peak_bytes"]
 
@@ -98,11 +111,11 @@ def _check_memory(result, fsdp2, zpasses):
     importlib.util.find_spec("deepspeed") is not None, reason="deepspeed is installed"
 )
 @pytest.mark.inductor
-def test_compute_alone_communicates_nothing_and_a_peer_that_is_not_installed_is_skipped_with_the_reason(  # noqa: E501
-    tmp_path,
+def test_compute_does_not_communicate_and_a_missing_peer_is_skipped_with_a_reason(
+    measured,
 ):
     table, result = measured(
-        tmp_path, *TINY, "--peers", "compute,deepspeed-3", "--baseline", "compute", "--rounds", "2"
+        *TINY, "--peers", "compute,deepspeed-3", "--baseline", "compute", "--rounds", "2"
     )
     (compute,) = result["peers"]
     assert (compute["peer"], len(compute["rounds_s"])) == ("compute", 2)
@@ -132,12 +145,12 @@ def result_with(losses, gradient_norm):
         ([6.0, 5.9], 1.0, "gradient norm"),
     ],
 )
-def test_peer_that_trains_something_else_is_found(losses, norm, message):
+def test_peer_whose_training_differs_is_found(losses, norm, message):
     reference = PeerResult("fsdp2-eager", "", rounds_s=[2.0], losses=[6.0, 5.9], gradient_norm=2.0)
     assert (message or "None") in str(_difference(result_with(losses, norm), reference))
 
 
-def test_time_is_read_as_compute_and_communication_and_waste():
+def test_step_time_is_split_into_compute_communication_and_waste():
     bounds = {"bytes": 100, "time_s": {"all_gather": 0.5}, "sent_bytes": {"all_gather": 50}}
     compute = PeerResult("compute", "", rounds_s=[1.0], losses=[1.0])
     ours = PeerResult("zpasses-3", "", rounds_s=[3.0], losses=[6.0], sent_bytes={"all_gather": 100})
@@ -146,7 +159,9 @@ def test_time_is_read_as_compute_and_communication_and_waste():
     )
     _relate(report)
     assert (ours.communication_s, ours.waste_s, ours.ratio) == (1.0, 1.0, 3.0)
-    assert not report.failed  # compute trains on one rank's data: its losses are its own
+    assert (
+        not report.failed
+    )  # losses of compute are not compared, because it trains on one rank's data
 
 
 # --- the model and its data -----------------------------------------------------------------------
@@ -156,7 +171,7 @@ def test_default_model_has_20_million_parameters():
     )
 
 
-def test_ranks_draw_different_data_and_a_rank_always_the_same():
+def test_data_differ_between_ranks_and_are_reproducible():
     size = ModelSize()
     ((first, targets),), ((again, _),), ((other, _),) = (
         batches(size, 1, 0),
@@ -170,18 +185,11 @@ def test_ranks_draw_different_data_and_a_rank_always_the_same():
 
 # --- overhead -------------------------------------------------------------------------------------
 def test_overhead_reports_microseconds_per_parameter(tmp_path):
-    table, result = measured(
-        tmp_path,
-        "overhead",
-        "--params",
-        "8",
-        "--steps",
-        "5",
-        "--blocks",
-        "2",
-        "--codegens",
-        "eager",
-    )
+    """Started as a user does, with new processes as ranks."""
+    size = ["--params", "8", "--steps", "5", "--blocks", "2", "--codegens", "eager"]
+    run = bench("overhead", *size, "--json", str(tmp_path / "result.json"))
+    assert run.returncode == 0, run.stdout + run.stderr
+    table, result = run.stdout, json.loads((tmp_path / "result.json").read_text())
     assert [entry["stage"] for entry in result["results"]] == [2, 3]
     for entry in result["results"]:
         assert entry["codegen"] == "eager"
@@ -214,9 +222,9 @@ NARROW = [
 ]
 
 
-def test_scaling_splits_the_time_of_a_compile_and_grows_with_the_layers(tmp_path):
+def test_scaling_splits_the_time_of_a_compile_and_grows_with_the_layers(measured):
     pytest.importorskip("transformers")
-    table, result = measured(tmp_path, "scaling", *NARROW, "--layers", "1,2")
+    table, result = measured("scaling", *NARROW, "--layers", "1,2")
     one, two = result["points"]
     assert (one["layers"], two["layers"]) == (1, 2)
     assert one["joint_nodes"] < two["joint_nodes"] < 2 * one["joint_nodes"]
@@ -232,8 +240,8 @@ def test_scaling_splits_the_time_of_a_compile_and_grows_with_the_layers(tmp_path
 
 
 # --- flatten --------------------------------------------------------------------------------------
-def test_flatten_makes_one_buffer_in_three_ways(tmp_path):
-    table, result = measured(tmp_path, "flatten", "--mib", "2", "--tensors", "9", "--rounds", "1")
+def test_all_forms_of_flatten_make_the_same_buffer(measured):
+    table, result = measured("flatten", "--mib", "2", "--tensors", "9", "--rounds", "1")
     assert not result["failed"]
     host, plain, distributed = result["results"]
     assert len({each["digest"] for each in result["results"]}) == 1
@@ -247,15 +255,15 @@ def test_flatten_makes_one_buffer_in_three_ways(tmp_path):
         assert each["host_peak_bytes"] is None
     assert distributed["device_bytes"] == pytest.approx(size / 2, rel=0.01)
     assert (host["sent_bytes"], distributed["sent_bytes"]) == (0, pytest.approx(size / 2, rel=0.01))
-    # Pieces and buffer; part, gathered buffer, and another one that gloo gathers into.
+    # plain: pieces and buffer. distributed: part, gathered buffer, and gloo's scratch buffer.
     assert plain["device_peak_bytes"] == pytest.approx(2 * size, rel=0.05)
     assert distributed["device_peak_bytes"] <= 2.6 * size
     assert "the host stands in for the device" in table
 
 
 # --- startup --------------------------------------------------------------------------------------
-def test_startup_times_the_command_line_and_what_it_reads(tmp_path):
-    table, result = measured(tmp_path, "startup", "--rounds", "1", "--dump", str(real_dump()[0]))
+def test_startup_times_commands_with_and_without_a_dump(measured, tmp_path):
+    table, result = measured("startup", "--rounds", "1", "--dump", str(real_dump()[0]))
     commands = [each["command"] for each in result["results"]]
     assert commands == [
         "python",
@@ -272,7 +280,7 @@ def test_startup_times_the_command_line_and_what_it_reads(tmp_path):
 
 
 # --- dump -----------------------------------------------------------------------------------------
-def test_dump_compares_compiles_with_and_without_one(tmp_path):
+def test_dump_compares_compiles_with_and_without_a_dump(measured):
     size = [
         "--width",
         "32",
@@ -289,7 +297,7 @@ def test_dump_compares_compiles_with_and_without_one(tmp_path):
         "--codegen",
         "eager",
     ]
-    table, result = measured(tmp_path, "dump", *size)
+    table, result = measured("dump", *size)
     plain, dumped = result["results"]
     assert (plain["dumped"], dumped["dumped"]) == (False, True)
     assert plain["dump_bytes"] == 0 < dumped["dump_bytes"]
@@ -302,20 +310,20 @@ def test_dump_compares_compiles_with_and_without_one(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--peers", "fsdp2"], "nothing is called 'fsdp2'. Did you mean \"fsdp2-eager\"?"),
+        (["--peers", "fsdp2"], "unknown name 'fsdp2'. Did you mean \"fsdp2-eager\"?"),
         (["--baseline", "zero"], "--baseline"),
-        (["--width", "30", "--heads", "4"], "--width 30 does not divide by --heads 4"),
+        (["--width", "30", "--heads", "4"], "--width 30 is not divisible by --heads 4"),
         (["--vocab", "100"], "at least 256"),
         (["--steps", "0"], "'0' is not a whole number of at least 1"),
         (["--stepz", "3"], "--stepz"),
         (["overhead", "--codegens", "inductr"], 'Did you mean "inductor"?'),
         (["scaling", "--layers", "2,x"], "'x' is not a whole number"),
         (["scaling", "--zero-stage", "4"], "--zero-stage"),
-        (["scaling", "--heads", "63"], "--hidden must divide by --heads"),
+        (["scaling", "--heads", "63"], "--hidden must be divisible by --heads"),
         (["buckets", "--caps", "1,x"], "'1,x' is not a list of MiB above 0"),
         (
             ["buckets", "--large", "1", "--large-width", "65"],
-            "--large-width 65 does not divide by --width 64",
+            "--large-width 65 is not divisible by --width 64",
         ),
         (["buckets", "--forms", "flatt"], 'Did you mean "flat"?'),
         (["buckets", "--memory-budget", "lots"], "--memory-budget: got 'lots'"),
@@ -351,7 +359,7 @@ def test_help_names_the_suites():
 
 # --- coalesce -------------------------------------------------------------------------------------
 @pytest.mark.inductor
-def test_coalesce_measures_a_window_in_time_memory_and_traffic(tmp_path):
+def test_coalesce_measures_a_window_in_time_memory_and_traffic(measured):
     size = [
         "--width",
         "64",
@@ -367,9 +375,7 @@ def test_coalesce_measures_a_window_in_time_memory_and_traffic(tmp_path):
         "1",
     ]
     ways = ("fsdp2 deferred", "zpasses-3 coalesced")
-    table, result = measured(
-        tmp_path, "coalesce", *size, "--ways", ",".join(ways), "--baseline", ways[0]
-    )
+    table, result = measured("coalesce", *size, "--ways", ",".join(ways), "--baseline", ways[0])
     assert not result["failed"]
     full = 2 * 64 * 64 * 2  # bfloat16
     fsdp2, ours = result["results"]
@@ -388,7 +394,7 @@ def test_coalesce_measures_a_window_in_time_memory_and_traffic(tmp_path):
 
 
 # --- buckets --------------------------------------------------------------------------------------
-def test_buckets_are_fewer_collectives_of_the_same_bytes_within_the_budget(tmp_path):
+def test_buckets_are_fewer_collectives_of_the_same_bytes_within_the_budget(measured):
     size = [
         "--params",
         "16",
@@ -415,7 +421,7 @@ def test_buckets_are_fewer_collectives_of_the_same_bytes_within_the_budget(tmp_p
         "--codegen",
         "eager",
     ]
-    table, result = measured(tmp_path, "buckets", *size, *forms)
+    table, result = measured("buckets", *size, *forms)
     assert not result["failed"]
     single, coalesced = result["results"]
     assert (single["ratio"], single["modelled_ratio"]) == (1.0, 1.0)

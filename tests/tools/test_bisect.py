@@ -1,4 +1,4 @@
-"""Bisection: on programs that only pretend to compile, and on a real one."""
+"""Tests of bisection, with programs that only write journals and with a real one."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from zpasses.testing import fake_world
 from zpasses.tools.bisect.compare import first_difference, read_journals
 from zpasses.tools.bisect.run import BisectError, BisectRequest, run_bisect
 
-STAND_IN = """
+FAKE_PROGRAM = """
 import json, os, sys, time
 trial = json.loads(os.environ["ZPASSES_BISECT"])
 passes = ["one", "two{x=1}", "three", "four"]
@@ -32,16 +32,18 @@ with open(trial["folder"] + "/rank0.jsonl", "w") as out:
 """  # noqa: E501
 
 
-COUNTS = "with open(__file__ + '.n', 'a') as runs: runs.write('x')\ncall('0/0 outputs', float(os.path.getsize(__file__ + '.n')))"  # noqa: E501
+NONDETERMINISTIC = "with open(__file__ + '.n', 'a') as runs: runs.write('x')\ncall('0/0 outputs', float(os.path.getsize(__file__ + '.n')))"  # noqa: E501
 
 
 def bisect(tmp_path, program, *arguments, **options):
     script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(STAND_IN) + textwrap.indent(textwrap.dedent(program), "    "))
-    said = []
+    script.write_text(
+        textwrap.dedent(FAKE_PROGRAM) + textwrap.indent(textwrap.dedent(program), "    ")
+    )
+    progress = []
     return run_bisect(
-        BisectRequest((str(script), *arguments), **{"timeout_s": 60.0, **options}), said.append
-    ), said
+        BisectRequest((str(script), *arguments), **{"timeout_s": 60.0, **options}), progress.append
+    ), progress
 
 
 @pytest.mark.parametrize(
@@ -62,23 +64,23 @@ def bisect(tmp_path, program, *arguments, **options):
         (
             "if 'three' not in ran: call('0/0 outputs', 1.0)",
             {},
-            "rank0 made 1 compiled calls, and 2 before",
+            "rank0 made 1 compiled calls; expected 2",
         ),
         (
             "call('1/0 outputs' if 'three' in ran else '0/0 outputs', 1.0)",
             {},
-            "rank0, call 2: is of 1/0 outputs, and was of 0/0 outputs",
+            "rank0, call 2: is 1/0 outputs; expected 0/0 outputs",
         ),
     ],
 )
-def test_the_first_pass_after_which_a_run_goes_wrong_is_found(tmp_path, program, options, reason):
-    report, said = bisect(tmp_path, program, **options)
+def test_the_first_pass_that_breaks_a_run_is_found(tmp_path, program, options, reason):
+    report, progress = bisect(tmp_path, program, **options)
     assert (report.culprit, report.passes[report.culprit]) == (2, "three")
     assert report.reason.startswith(reason)
-    assert [line.partition(": ")[2] for line in said if line.startswith("run")] == [
+    assert [line.partition(": ")[2] for line in progress if line.startswith("run")] == [
         "all passes",
         "no passes",
-        "no passes, again",
+        "no passes, repeated",
         "and one",
         "and two{x=1}",
         "and three",
@@ -86,26 +88,26 @@ def test_the_first_pass_after_which_a_run_goes_wrong_is_found(tmp_path, program,
     assert ("ValueError: no" in report.tail) == ("raise" in program)
 
 
-def test_a_pass_that_a_later_one_mends_is_found_where_it_first_went_wrong(tmp_path):
+def test_a_fault_that_a_later_pass_hides_is_found(tmp_path):
     report, _ = bisect(tmp_path, "call('0/0 outputs', 2.0 if 'two{x=1}' in ran else 1.0)")
     assert report.culprit == 1
 
 
-def test_a_run_that_is_right_with_all_passes_takes_two_runs(tmp_path):
-    report, said = bisect(
+def test_a_correct_run_takes_two_runs(tmp_path):
+    report, progress = bisect(
         tmp_path,
         "call('0/0 outputs', 1.0 + len(ran) * 1e-5)\nassert sys.argv[1:] == ['--lr', '3']",
         "--lr",
         "3",
     )
-    assert (report.culprit, report.runs, len(said)) == (None, 2, 4)
+    assert (report.culprit, report.runs, len(progress)) == (None, 2, 4)
     assert (
         bisect(tmp_path, "call('0/0 outputs', 1.0 + len(ran) * 1e-5)", tolerance=1e-6)[0].culprit
         == 0
     )
 
 
-def test_what_waits_and_what_is_rounding_beside_the_rest_is_no_difference(tmp_path):
+def test_pending_gradients_and_rounding_errors_are_no_difference(tmp_path):
     program = "call('0/0 gradients', 1e6, len(ran) * 1e-4)\nout.write(json.dumps({'call': 'x', 'values': [None]}) + chr(10))"  # noqa: E501
     assert bisect(tmp_path, program)[0].culprit is None
 
@@ -115,18 +117,18 @@ def test_what_waits_and_what_is_rounding_beside_the_rest_is_no_difference(tmp_pa
     [
         (
             "raise ValueError('always')",
-            r"ended with status 1 without any passes too, so no pass is to "
-            r"blame:(.|\n)*ValueError: always",
+            r"ended with status 1 without passes too, so no pass is the "
+            r"cause:(.|\n)*ValueError: always",
         ),
-        (COUNTS, r"two runs without passes are not alike .*Seed all random numbers"),
+        (NONDETERMINISTIC, r"two runs without passes differ .*Seed all random numbers"),
     ],
 )
-def test_what_no_pass_is_to_blame_for_is_said(tmp_path, program, message):
+def test_failures_without_passes_are_reported(tmp_path, program, message):
     with pytest.raises(BisectError, match=message):
         bisect(tmp_path, program)
 
 
-def test_a_program_without_zpasses_and_a_command_that_is_none_are_said(tmp_path):
+def test_unusable_programs_and_folders_are_refused(tmp_path):
     (tmp_path / "other.py").write_text("print('hello')")
     with pytest.raises(BisectError, match=r'nothing with torch.compile\(..., backend="zpasses"\)'):
         run_bisect(BisectRequest((str(tmp_path / "other.py"),)))
@@ -140,7 +142,7 @@ def test_a_program_without_zpasses_and_a_command_that_is_none_are_said(tmp_path)
 
 # --- in the program -------------------------------------------------------------------------------
 @pytest.fixture
-def on_trial(tmp_path, monkeypatch):
+def start_trial(tmp_path, monkeypatch):
     def start(passes, calls=32):
         folder = tmp_path / f"trial{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
@@ -167,8 +169,8 @@ def train(dump, steps=2):
             step(torch.ones(2, 4)).sum().backward()
 
 
-def test_a_trial_runs_the_first_passes_alone_and_writes_down_what_calls_return(tmp_path, on_trial):
-    folder = on_trial(2, calls=3)
+def test_a_trial_runs_only_the_first_passes_and_records_results(tmp_path, start_trial):
+    folder = start_trial(2, calls=3)
     train(tmp_path / "dump")
     (journal,) = read_journals(folder).values()
     names = [text.partition("{")[0] for text in journal.pipelines["0/0"]]
@@ -204,17 +206,17 @@ def test_a_trial_runs_the_first_passes_alone_and_writes_down_what_calls_return(t
         (lambda x: x.flip(0), True),
     ],
 )
-def test_a_few_numbers_a_tensor_tell_different_ones_apart(tmp_path, on_trial, change, found):
+def test_journals_tell_different_tensors_apart(tmp_path, start_trial, change, found):
     journals = []
     for fn in (lambda x: x, change):
-        folder = on_trial(None)
-        run = Trial.current().recorded(lambda x, fn=fn: (fn(x), 3, None), "outputs")
+        folder = start_trial(None)
+        run = Trial.current().record_results(lambda x, fn=fn: (fn(x), 3, None), "outputs")
         run(torch.arange(5.0))
         journals.append(read_journals(folder))
     assert bool(first_difference(*journals, 1e-3)) == found
 
 
-def test_infinities_and_dtypes_differ(tmp_path, on_trial):
+def test_infinities_and_dtypes_differ(tmp_path, start_trial):
     values = [
         torch.tensor([1.0, 2.0]),
         torch.tensor([1.0, float("inf")]),
@@ -222,14 +224,14 @@ def test_infinities_and_dtypes_differ(tmp_path, on_trial):
     ]
     journals = []
     for value in values:
-        folder = on_trial(None)
-        Trial.current().recorded(lambda value=value: value, "outputs")()
+        folder = start_trial(None)
+        Trial.current().record_results(lambda value=value: value, "outputs")()
         journals.append(read_journals(folder))
     assert "has 1 infinities" in first_difference(journals[0], journals[1], 1e-3)
-    assert "is float64[2], and was float32[2]" in first_difference(journals[0], journals[2], 1e-3)
+    assert "is float64[2]; expected float32[2]" in first_difference(journals[0], journals[2], 1e-3)
 
 
-def test_an_environment_that_no_bisection_set_is_refused(on_trial, monkeypatch):
+def test_an_invalid_environment_variable_is_refused(start_trial, monkeypatch):
     monkeypatch.setenv("ZPASSES_BISECT", "yes")
     with pytest.raises(zpasses.OptionError, match="unset it"):
         Trial.current()
@@ -246,7 +248,7 @@ import zpasses
 
 @dataclass(frozen=True)
 class Spoil(zpasses.Pass):
-    """Computes something else."""
+    """Replaces tanh by sin."""
 
     name: ClassVar[str] = "spoil"
     level: ClassVar[zpasses.Level] = zpasses.Level.JOINT
@@ -283,8 +285,8 @@ def test_a_real_program_from_the_command_line(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert (
-        "First wrong after pass 1 of 1: spoil\nrank0, call 1 (0/0 outputs), value 0 (float32[2, "
-        "3]) differs by" in done.stdout
+        "The run first goes wrong after pass 1 of 1: spoil\n"
+        "rank0, call 1 (0/0 outputs), value 0 (float32[2, 3]) differs by" in done.stdout
     )
     (compiled,) = read(tmp_path / "kept" / "01-all-passes" / "dump").ranks[0].compiles
     assert compiled.graphs["joint"].last.after == "spoil"

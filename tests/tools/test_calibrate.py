@@ -1,3 +1,5 @@
+"""Tests of the calibration: the fit, the file, and the command."""
+
 import json
 import subprocess
 import sys
@@ -6,7 +8,7 @@ import pytest
 import torch
 
 from tests.ranks import run_on_ranks
-from zpasses.cost.routes import calibrated_figures, figures_of
+from zpasses.cost.routes import calibrated_figures, figures_for_route
 from zpasses.cost.target import TARGETS
 from zpasses.testing.fake_mori import Settings, installed
 from zpasses.tools.calibrate import Sample, fit, main, write
@@ -15,22 +17,23 @@ MIB = 1 << 20
 
 
 def sample(full_bytes, latency=50.0, gb_s=100.0, lost=0.0, slowed=1.0):
-    """The gather is `slowed` times slower beside products, of which a short run takes half the
-    gather's time."""
-    alone = latency + full_bytes * 7 / 8 / (gb_s * 1e3)
+    """A sample. Compute slows the gather down by the factor `slowed`. The gather delays compute by
+    `lost` times the gather's time.
+    """
+    gather_us = latency + full_bytes * 7 / 8 / (gb_s * 1e3)
     return Sample(
         "mori",
         full_bytes,
         8,
-        alone,
-        2 * alone,
-        2 * alone + lost * alone,
-        alone / 2,
-        alone / 2 + alone - alone / 2 / slowed,
+        gather_us,
+        2 * gather_us,
+        2 * gather_us + lost * gather_us,
+        gather_us / 2,
+        gather_us / 2 + gather_us - gather_us / 2 / slowed,
     )
 
 
-def test_figures_of_exact_times_are_found_again():
+def test_fit_recovers_the_figures_of_exact_times():
     figures = fit([sample(64 << 10 << shift, lost=0.2, slowed=1.5) for shift in range(0, 14, 2)])
     assert figures["latency_us"] == pytest.approx(50, rel=1e-3)
     assert figures["gb_s"] == pytest.approx(100, rel=1e-3)
@@ -38,26 +41,26 @@ def test_figures_of_exact_times_are_found_again():
     assert figures["collective_slowdown"] == pytest.approx(1.5, rel=1e-3)
 
 
-def test_small_and_large_gathers_count_alike():
-    """One time that is off by a tenth must not cost the latency of all others."""
+def test_small_and_large_gathers_have_equal_weight():
+    """An error of a tenth in one time must not change the latency much."""
     samples = [sample(64 << 10 << shift) for shift in range(0, 14, 2)]
-    off = Sample("mori", samples[-1].full_bytes, 8, samples[-1].alone_us * 1.1, 0.0, 0.0, 1.0, 1.0)
+    off = Sample("mori", samples[-1].full_bytes, 8, samples[-1].gather_us * 1.1, 0.0, 0.0, 1.0, 1.0)
     assert fit([*samples[:-1], off])["latency_us"] == pytest.approx(50, rel=0.1)
 
 
-def test_compute_that_is_not_slowed_is_not_sped_up_either():
+def test_slowdowns_are_at_least_one():
     assert sample(MIB, lost=-0.3).slowdown == 1
     assert sample(MIB, lost=5.0).slowdown == pytest.approx(10)
     assert sample(MIB, slowed=0.5).collective_slowdown == 1
     assert sample(MIB, slowed=50.0).collective_slowdown == pytest.approx(10)
 
 
-def test_one_size_is_not_enough():
+def test_fit_needs_two_sizes():
     with pytest.raises(ValueError, match="got samples of 1 size; expected at least two"):
         fit([sample(MIB), sample(MIB)])
 
 
-def test_machines_are_kept_by_architecture_and_versions_and_used(tmp_path, monkeypatch):
+def test_machines_are_stored_by_architecture_and_versions(tmp_path, monkeypatch):
     path = tmp_path / "c.json"
     samples = [sample(MIB), sample(64 * MIB)]
     for architecture, version in (
@@ -71,8 +74,8 @@ def test_machines_are_kept_by_architecture_and_versions_and_used(tmp_path, monke
     assert list(content["machines"]) == ["gfx942 torch=1", "gfx950 torch=1", "gfx942 torch=2"]
     assert len(content["machines"]["gfx942 torch=1"]["samples"]) == 2
     monkeypatch.setenv("ZPASSES_CALIBRATION", str(path))
-    assert figures_of("mori", TARGETS["mi300x"]).gb_s == pytest.approx(100, rel=1e-3)
-    assert figures_of("mori", TARGETS["mi355x"]).latency_us == pytest.approx(50, rel=1e-2)
+    assert figures_for_route("mori", TARGETS["mi300x"]).gb_s == pytest.approx(100, rel=1e-3)
+    assert figures_for_route("mori", TARGETS["mi355x"]).latency_us == pytest.approx(50, rel=1e-2)
 
 
 def measured():
@@ -88,19 +91,22 @@ def measured():
 @pytest.mark.processes
 def test_every_route_of_real_ranks_is_measured():
     first, second = run_on_ranks(measured)
-    assert first == second  # the slowest rank's times, on all of them
+    assert first == second  # all ranks have the slowest rank's times
     assert [(each.route, each.full_bytes) for each in first] == [
         (route, size) for route in ("c10d", "mori") for size in (64 << 10, 4 * MIB)
     ]
-    assert all(each.alone_us > 20_000 for each in first if each.route == "mori")
+    assert all(each.gather_us > 20_000 for each in first if each.route == "mori")
     assert all(
-        each.alone_us > 0 and each.compute_us > 0 and each.beside_us > 0 and each.both_us > 0
+        each.gather_us > 0
+        and each.compute_us > 0
+        and each.overlapped_compute_us > 0
+        and each.overlapped_gather_us > 0
         for each in first
     )
 
 
 @pytest.mark.processes
-def test_the_command_writes_what_the_model_reads(tmp_path):
+def test_the_command_writes_a_file_that_the_cost_model_reads(tmp_path):
     out = tmp_path / "c.json"
     launch = [
         sys.executable,
@@ -127,7 +133,7 @@ def test_the_command_writes_what_the_model_reads(tmp_path):
         (["--largest-mib", "x"], "invalid int value"),
     ],
 )
-def test_wrong_use_says_what_to_do(arguments, message, capsys):
+def test_wrong_usage_is_refused_with_advice(arguments, message, capsys):
     with pytest.raises(SystemExit):
         main(arguments)
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Captures: for worlds and targets that are not here, as a process and from Python."""
+"""Tests of captures for other world sizes and targets, from Python and as a command."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def huge(width=1 << 16, layers=2):
-    """Gigabytes of parameters, if they were there."""
+    """A model with gigabytes of parameters."""
     return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)]), (
         torch.ones(4, width),
     )
@@ -31,15 +31,15 @@ def without_gradient():
     return nn.Linear(2, 2), torch.ones(1, 2), lambda out: out.detach()
 
 
-def nonsense():
+def returns_int():
     return 3
 
 
-def broken():
+def raises_key_error():
     raise KeyError("nothing here")
 
 
-def test_a_model_of_any_size_is_captured_for_a_world_and_target_that_are_not_here(tmp_path):
+def test_a_huge_model_is_captured_for_another_world_size_and_target(tmp_path):
     options = {"zero_stage": 3, "target": "mi300x"}
     report = run_capture(
         CaptureRequest(
@@ -68,7 +68,7 @@ def test_a_model_of_any_size_is_captured_for_a_world_and_target_that_are_not_her
     assert report.peak_rss_bytes < 4 << 30
 
 
-def test_the_loss_dtypes_and_pipeline_are_those_that_were_asked_for(tmp_path):
+def test_loss_dtypes_and_pipeline_are_applied(tmp_path):
     shard = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     options = {"pipeline": "gather-params"}
     run_capture(
@@ -102,18 +102,18 @@ def test_the_loss_dtypes_and_pipeline_are_those_that_were_asked_for(tmp_path):
         ("no.such.module:f", {}, "no.such.module cannot be imported"),
         ("no_such_file.py:f", {}, "no file no_such_file.py"),
         (f"{HERE}:hug", {}, 'Did you mean "huge"'),
-        (f"{HERE}:nonsense", {}, r"returned int; expected \(model, inputs\)"),
-        (f"{HERE}:broken", {}, "raised KeyError: 'nothing here'"),
+        (f"{HERE}:returns_int", {}, r"returned int; expected \(model, inputs\)"),
+        (f"{HERE}:raises_key_error", {}, "raised KeyError: 'nothing here'"),
         (f"{HERE}:huge", {"arguments": {"wide": 3}}, r"--arg NAME=VALUE"),
-        (f"{HERE}:without_gradient", {}, "has a gradient"),
+        (f"{HERE}:without_gradient", {}, "requires a gradient"),
     ],
 )
-def test_what_cannot_be_captured_is_said(tmp_path, name, more, message):
+def test_functions_that_cannot_be_captured_are_refused(tmp_path, name, more, message):
     with pytest.raises(CaptureError, match=message):
         run_capture(CaptureRequest(name, tmp_path / "dump", **more))
 
 
-def test_wrong_ranks_options_and_failing_passes_are_said(tmp_path):
+def test_wrong_ranks_wrong_options_and_failing_passes_are_errors(tmp_path):
     with pytest.raises(OptionError, match="numbers from 0 to 7"):
         run_capture(CaptureRequest(f"{HERE}:huge", tmp_path / "a", ranks=(8,)))
     with pytest.raises(OptionError, match="mi300x"):
@@ -126,7 +126,7 @@ def test_wrong_ranks_options_and_failing_passes_are_said(tmp_path):
     assert read(tmp_path / "b").ranks[0].compiles[0].info.state == "failed"
 
 
-def test_files_are_loaded_with_what_lies_beside_them(tmp_path):
+def test_a_file_can_import_its_neighbours(tmp_path):
     (tmp_path / "beside.py").write_text("VALUE = 7\n")
     (tmp_path / "model_of_mine.py").write_text(
         "import beside\n\ndef build():\n    return beside.VALUE\n"

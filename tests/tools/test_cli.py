@@ -1,4 +1,4 @@
-"""The command line."""
+"""Tests of the command line."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def zpasses(*arguments, **environment):
 
 
 def run(*arguments):
-    """In this process, which is quicker."""
+    """Run a command in this process, which is faster."""
     return CliRunner().invoke(cli, arguments)
 
 
@@ -56,7 +56,7 @@ def test_reading_a_dump_loads_no_torch(dump):
     assert done.returncode == 0, done.stderr
 
 
-def test_diff_ends_with_the_status_that_says_same_or_different(dump):
+def test_exit_status_of_diff_tells_equal_from_different(dump):
     assert zpasses("diff", dump, dump).returncode == 0
     assert zpasses("diff", dump, "forward", "--pass", "overlap").returncode == 0
     assert zpasses("diff", dump, "forward").returncode == 1
@@ -75,7 +75,7 @@ def test_console_script_is_installed():
 
 
 def on_a_terminal(*arguments, **environment):
-    """Standard output of a command that believes to write to a terminal."""
+    """Output of a command that runs on a pseudo-terminal."""
     main, side = pty.openpty()
     env = {
         **{key: value for key, value in os.environ.items() if key != "NO_COLOR"},
@@ -90,7 +90,7 @@ def on_a_terminal(*arguments, **environment):
     while True:
         try:
             block = os.read(main, 65536)
-        except OSError:  # how Linux says that the other side is closed
+        except OSError:  # Linux reports a closed terminal this way
             block = b""
         if not block:
             break
@@ -100,7 +100,7 @@ def on_a_terminal(*arguments, **environment):
     return shown.decode()
 
 
-def test_colours_are_for_terminals_that_want_them(dump):
+def test_colors_are_printed_only_on_capable_terminals(dump):
     show = ("show", dump, "forward")
     assert "\x1b[" in on_a_terminal(*show)
     assert "\x1b[" not in on_a_terminal(*show, NO_COLOR="1")
@@ -117,7 +117,7 @@ def test_list_names_graphs_and_passes(dump):
             "joint",
             "backward",
             "bucket{memory_budget=1MiB}",
-            "Rank 0 of those dumped: 0, 1",
+            "Rank 0; the dump has ranks 0, 1",
         )
     )
     graphs = values("list", dump)["compiles"][0]["graphs"]
@@ -139,7 +139,7 @@ def test_show_filters(dump):
     assert len(run("show", dump, "forward", "--collectives").output.splitlines()) == 1 + 4
 
 
-def test_show_without_a_graph_shows_those_in_which_the_pass_ran(dump):
+def test_show_without_a_graph_shows_the_graphs_on_which_the_pass_ran(dump):
     assert [each["graph"] for each in values("show", dump, "--after", "bucket")] == [
         "forward",
         "backward",
@@ -160,7 +160,7 @@ def test_show_full_shows_long_lists(dump):
     assert "more" not in full
 
 
-def test_diff_says_what_a_pass_did(dump):
+def test_diff_shows_the_changes_of_a_pass(dump):
     shown = run("diff", dump, "backward", "--pass", "bucket")
     assert shown.exit_code == 1
     assert shown.output.startswith("0/0 backward, after bucket{memory_budget=1MiB}: ")
@@ -195,15 +195,15 @@ def test_diff_between_dumps_and_ranks(dump, tmp_path):
     [
         (
             ["diff", "DUMP", "--ranks", "0", "1", "--rank", "0"],
-            "leave out the second dump and --rank",
+            "omit the second dump and --rank",
         ),
         (
             ["diff", "DUMP", "--ranks", "0", "1", "--pass", "bucket"],
-            "--after names the graphs to compare",
+            "--after selects the graphs to compare",
         ),
-        (["diff", "DUMP", "forward", "--after", "bucket"], "--pass shows what a pass did"),
+        (["diff", "DUMP", "forward", "--after", "bucket"], "--pass shows the changes of a pass"),
         (["diff", "DUMP", "--pass", "buckt"], 'Did you mean "bucket"?'),
-        (["show", "DUMP", "--rank", "7"], "holds nothing of rank 7, but of 0, 1"),
+        (["show", "DUMP", "--rank", "7"], "contains only ranks 0, 1, and not rank 7"),
         (["show", "DUMP", "--compile", "3/0"], "has no compile '3/0'"),
         (["memory", "DUMP", "forward", "--at", "mmm"], "has no node 'mmm'"),
         (["list", "/nowhere"], "/nowhere does not exist"),
@@ -212,7 +212,7 @@ def test_diff_between_dumps_and_ranks(dump, tmp_path):
         (["timeline", "DUMP", "-o", "/nowhere/trace.json"], "cannot write /nowhere/trace.json"),
     ],
 )
-def test_errors_say_what_to_do_and_end_with_status_2(dump, arguments, message):
+def test_errors_are_messages_with_exit_status_2(dump, arguments, message):
     done = run(*(dump if each == "DUMP" else each for each in arguments))
     assert done.exit_code == 2
     assert message in done.output
@@ -233,7 +233,7 @@ def test_collectives_and_memory_have_totals(dump):
         "overlap",
     ]
     assert (
-        "smaller ones (--limit 0 shows all)"
+        "smaller buffers (--limit 0 shows all)"
         in run("memory", dump, "backward", "--limit", "1").output
     )
     assert values("memory", dump, "backward", "--at", "output")[0]["at"] == "output"
@@ -266,7 +266,7 @@ def test_catalogue_lists_every_pass_with_level_and_options():
     assert "Merge neighbouring collectives" in run("passes").output
 
 
-def test_page_of_a_pass_shows_the_graph_before_and_after():
+def test_page_of_a_pass_shows_the_graph_before_and_after_it():
     page = values("passes", "gather-params")
     assert "Lower every" in page["document"] or "unshard" in page["document"]
     (example,) = page["example"]

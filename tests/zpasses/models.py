@@ -1,5 +1,6 @@
-"""Small models and data of small integers, on which every order of summation gives the same
-bits."""
+"""Small models with weights and data of small integers, for which every order of summation gives
+the same bits.
+"""
 
 import copy
 
@@ -32,8 +33,9 @@ class Tied(nn.Module):
 
 
 class Odd(nn.Module):
-    """Parameters of awkward shapes: 5 and 7 rows, one row, a scalar, no rows, a frozen one, one
-    that forward never reads; a buffer."""
+    """Parameters of awkward shapes: 5 and 7 rows, one row, a scalar, no rows; a frozen and an
+    unused one; and a buffer.
+    """
 
     def __init__(self):
         super().__init__()
@@ -56,8 +58,9 @@ class Odd(nn.Module):
 
 
 def reference_gradients(model, batches):
-    """Gradients by name of the mean over `batches` (one a rank) of the summed output of an
-    unsharded copy of `model`."""
+    """Gradients by name of an unsharded copy of `model`. The loss is the mean over `batches` (one
+    per rank) of the summed output.
+    """
     reference = copy.deepcopy(model)
     for batch in batches:
         (reference(batch).sum() / len(batches)).backward()
@@ -72,7 +75,7 @@ def full_gradients(model):
 
 
 def assert_same(actual, expected):
-    """Equal names, in order, and bit for bit equal tensors."""
+    """Assert equal names in equal order, and bit-identical tensors."""
     assert list(actual) == list(expected)
     for name, value in expected.items():
         torch.testing.assert_close(

@@ -1,8 +1,9 @@
-"""Windows on real ranks: whatever the way, the gradients are those of a backward each and of the
-unsharded model, bit for bit.
+"""Gradient windows on real ranks: the gradients are bit-identical to those of one reduction per
+backward, and to those of the unsharded model.
 
-Data are small integers, so that every order of summation gives the same bits. Collectives are
-counted by the process group."""
+Data are small integers, so that every order of summation gives the same bits. The flight recorder
+of the process group counts collectives.
+"""
 
 import copy
 import itertools
@@ -22,7 +23,7 @@ import zpasses
 from tests.ranks import run_in_fresh_ranks, run_on_ranks, world_mesh
 from tests.zpasses.models import assert_same, full_gradients, integers
 from zpasses import AgreementError, Level, Pass, Pipeline, compat
-from zpasses.runtime.windows import pending_of
+from zpasses.runtime.windows import grad_state_of
 
 pytestmark = pytest.mark.processes
 
@@ -31,8 +32,7 @@ N = 3
 
 
 class Net(nn.Module):
-    """Odd rows, a parameter read twice, a scalar, a frozen one, one without rows, one that nobody
-    reads."""
+    """Uneven rows, a parameter read twice, a scalar; a frozen, an empty and an unused parameter."""
 
     def __init__(self, graph_break=False):
         super().__init__()
@@ -43,7 +43,7 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
         self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
         self.empty = nn.Parameter(torch.empty(0, 4))
-        self.unread = nn.Parameter(torch.ones(3))
+        self.unused = nn.Parameter(torch.ones(3))
         with torch.no_grad():
             for seed, param in enumerate(
                 (self.wide.weight, self.deep.weight, self.deep.bias, self.side.weight)
@@ -78,8 +78,8 @@ def unsharded(model, dtype):
 
 
 def reductions():
-    """How many reductions the process groups have run so far, as they recorded it themselves."""
-    return sum("reduce" in entry["profiling_name"] for entry in compat.flight_record())
+    """Count the reductions that the process groups have run so far, from their flight record."""
+    return sum("reduce" in entry["profiling_name"] for entry in compat.flight_recorder_entries())
 
 
 def per_backward(step, batches, **options):
@@ -123,8 +123,9 @@ def _count(fn, *args, **kwargs):
 
 
 def pipeline(stage, form):
-    """The named pipeline with its collectives one by one, or in buckets of one form and whatever
-    they cost."""
+    """Return the named pipeline with single collectives, or with buckets of one form at any
+    cost.
+    """
     changes = {"cap_mb": 0.0} if form == "single" else {"mode": form, "memory_budget": "1GiB"}
     return ",".join(
         str(replace(each, **changes) if each.name == "bucket" else each)
@@ -133,8 +134,9 @@ def pipeline(stage, form):
 
 
 def _matrix(cells):
-    """For each (stage, form, dtype, graph break): reductions that N backwards run, and what a
-    window of N runs in each way."""
+    """For each (stage, form, dtype, graph break), count the reductions of N backwards, and of a
+    window of N backwards, for each way to end it.
+    """
     counts = {}
     for stage, form, dtype, graph_break in cells:
         torch._dynamo.reset()
@@ -157,7 +159,7 @@ def _matrix(cells):
                 model.zero_grad()
                 found.append(_count(way, step, batches, grad_accum_dtype=accum))
                 assert_same(full_gradients(model), expected)
-                assert not any(pending_of(param).parts for param in model.parameters())
+                assert not any(grad_state_of(param).pending for param in model.parameters())
         counts[stage, form, dtype, graph_break] = found
     return counts
 
@@ -173,11 +175,25 @@ MATRIX = [
     (2, "single", "float32", True),
     (3, "coalesced", "mixed", True),
 ]
+QUICK_MATRIX = [
+    *((2, form, "mixed", False) for form in FORMS),
+    (3, "single", "float32", False),
+    (3, "single", "bfloat16", False),
+    (2, "single", "float32", True),
+]
+"""Every form, stage and dtype once, and a graph break."""
 
 
-def test_every_way_gives_the_gradients_of_a_backward_each_with_one_reduction():
+@pytest.mark.parametrize(
+    "cells",
+    [
+        pytest.param(QUICK_MATRIX, id="quick"),
+        pytest.param(MATRIX, id="all", marks=pytest.mark.slow(quick="quick")),
+    ],
+)
+def test_every_window_gives_the_gradients_of_single_backwards_with_one_reduction(cells):
     outcomes = run_in_fresh_ranks(
-        _matrix, MATRIX, env={"TORCH_FR_BUFFER_SIZE": "100000"}, timeout=280
+        _matrix, cells, env={"TORCH_FR_BUFFER_SIZE": "100000"}, timeout=280
     )
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     counts = outcomes[0].result
@@ -228,7 +244,7 @@ class Towers(nn.Module):
         self.towers = nn.ModuleList(nn.Linear(4, 3, bias=False) for _ in range(4))
 
     def forward(self, x, which):
-        outputs = [tower(x).sum() for tower in self.towers]  # every rank gathers alike
+        outputs = [tower(x).sum() for tower in self.towers]  # every rank runs the same gathers
         return sum(outputs[i] for i in which)
 
 
@@ -237,8 +253,9 @@ def _first_of(grads):
 
 
 def _sets_differ():
-    """Rank 0 trains towers 0 and 1, rank 1 towers 1 and 2, in as many backwards as it likes; some
-    towers compiled, some eager."""
+    """Rank 0 trains towers 0 and 1, rank 1 towers 1 and 2, in different numbers of backwards. Some
+    towers are compiled, some eager.
+    """
     model = zpasses.shard(Towers(), mesh=world_mesh())
     rank, x = dist.get_rank(), torch.ones(1, 4)
     found = []
@@ -254,7 +271,7 @@ def _sets_differ():
     return found
 
 
-def test_the_set_that_is_reduced_is_agreed():
+def test_ranks_agree_on_the_set_of_gradients_to_reduce():
     for found in run_on_ranks(_sets_differ):
         assert found == [[0.5, 1.0, 1.0, None]] * 3
 
@@ -270,8 +287,9 @@ _PLACES = (
 
 
 def _one_rank_fails(stage):
-    """What each rank sees when rank 1 fails at different places of a window, and that the next
-    window is right."""
+    """Rank 1 fails at different places of a window. Returns the errors of this rank, and checks
+    that the next window is correct.
+    """
     rank, x = dist.get_rank(), torch.ones(1, 4)
     model = zpasses.shard(nn.Linear(4, 3), mesh=world_mesh())
     step = torch.compile(model, backend="zpasses", options={"zero_stage": stage, **EAGER})
@@ -280,19 +298,19 @@ def _one_rank_fails(stage):
     errors = []
 
     def attempt(backwards, fail_at):
-        def come_to(place):
+        def reach(place):
             if rank == 1 and place == fail_at:
                 raise ValueError(place)
 
         with zpasses.coalesce_grad_reduction(model, backwards=backwards, timeout_s=30):
             losses = []
             for place in _PLACES[:2]:
-                come_to(place)
+                reach(place)
                 losses.append(step(x).sum())
             for place, loss in zip(_PLACES[2:4], losses, strict=True):
-                come_to(place)
+                reach(place)
                 loss.backward()
-            come_to(_PLACES[4])
+            reach(_PLACES[4])
 
     cases = [(None, place) for place in _PLACES] + [
         (2, place) for place in _PLACES[:4]
@@ -306,7 +324,7 @@ def _one_rank_fails(stage):
         )
         errors.append(str(caught.value))
         assert all(
-            param.grad is None and not pending_of(param).parts for param in model.parameters()
+            param.grad is None and not grad_state_of(param).pending for param in model.parameters()
         )
         with zpasses.coalesce_grad_reduction(model, backwards=backwards):
             step(x).sum().backward()
@@ -317,10 +335,10 @@ def _one_rank_fails(stage):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_an_exception_on_one_rank_gets_every_rank_out(stage):
-    told, raised = run_on_ranks(_one_rank_fails, stage)
+def test_an_exception_on_one_rank_raises_on_every_rank(stage):
+    reported, raised = run_on_ranks(_one_rank_fails, stage)
     assert raised == [*_PLACES, *_PLACES[:4]]
-    for error, mine in zip(told, raised, strict=True):
+    for error, mine in zip(reported, raised, strict=True):
         assert f"rank 1 left a window with ValueError: {mine}" in error
 
 
@@ -351,7 +369,7 @@ class FailsInside(nn.Module):
 
 
 class Lines(logging.Handler):
-    """What was logged."""
+    """Collects log messages."""
 
     def __init__(self):
         super().__init__()
@@ -362,7 +380,9 @@ class Lines(logging.Handler):
 
 
 def _fails_inside():
-    """Rank 1 fails in the middle of a graph that rank 0 waits in: only time gets rank 0 out."""
+    """Rank 1 fails inside a graph while rank 0 waits in the same graph. Rank 0 leaves by
+    timeout.
+    """
     group = dist.group.WORLD._get_backend(torch.device("cpu"))
     usual, limits = group.options._timeout, []
     model = FailsInside()
@@ -383,7 +403,7 @@ def _fails_inside():
         limits.append(group.options._timeout) or step(-torch.ones(1, 4)).sum().backward()
     assert limits == [timedelta(seconds=3)]
     assert group.options._timeout == usual
-    assert all(not pending_of(param).parts for param in model.parameters())
+    assert all(not grad_state_of(param).pending for param in model.parameters())
     seconds = time.monotonic() - started
     if dist.get_rank() == 1:
         time.sleep(6)  # ranks that die release the others too
@@ -397,13 +417,13 @@ def test_a_rank_that_fails_inside_a_graph_is_waited_for_a_limited_time():
     assert raised == "inside"
     assert 2 < seconds < 15
     assert (
-        "rank 1 left a window with ValueError: inside; the RuntimeError of this rank may follow "
-        "from it" in lines
+        "rank 1 left a window with ValueError: inside; the AgreementError of this rank may be a "
+        "consequence" in lines
     )
 
 
 def _keys(steps):
-    """How many keys the store holds after some windows."""
+    """Count the keys in the store after each of some windows."""
     model = zpasses.shard(nn.Linear(4, 3), mesh=world_mesh())
     step = torch.compile(model, backend="zpasses", options={"zero_stage": 3, **EAGER})
     counts = []
@@ -417,7 +437,7 @@ def _keys(steps):
     return counts
 
 
-def test_meetings_leave_nothing_behind_in_the_store():
+def test_barriers_leave_no_keys_in_the_store():
     counts, _ = run_on_ranks(_keys, 6)
     assert len(set(counts[1:])) == 1
 
@@ -434,7 +454,7 @@ class FailsOnRank1(Pass):
 
 
 def _compile_fails():
-    """A model of a shape that no other test has: what ranks agreed on once needs no second vote."""
+    """Use a shape that no other test has, because ranks do not vote twice on equal collectives."""
     model = zpasses.shard(nn.Linear(4, 9), mesh=world_mesh())
     pipeline = Pipeline((FailsOnRank1(), *Pipeline.parse("zero3")))
     step = torch.compile(
@@ -451,9 +471,9 @@ def _compile_fails():
     return str(caught.value)
 
 
-def test_a_failed_compile_inside_a_window_is_told_once():
-    told, _ = run_on_ranks(_compile_fails)
-    assert "rank 1 failed while compiling" in told
+def test_a_failed_compile_inside_a_window_is_reported_once():
+    reported, _ = run_on_ranks(_compile_fails)
+    assert "rank 1 failed while compiling" in reported
 
 
 def _late():
@@ -476,7 +496,7 @@ def test_a_rank_that_never_comes_is_waited_for_a_limited_time():
 
 # --- training -------------------------------------------------------------------------------------
 def _fp16_with_a_scaler():
-    """Steps that were skipped, with an overflow on rank 1 alone in the second of three steps."""
+    """Return which of three steps are skipped. Only rank 1 overflows, in the second step."""
     model = nn.Linear(4, 3, bias=False)
     zpasses.shard(model, mesh=world_mesh(), param_dtype=torch.float16, reduce_dtype=torch.float32)
     step = torch.compile(model, backend="zpasses", options=EAGER)
@@ -509,8 +529,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
 
 
 def _trains_with(way, folder):
-    """Windows, clipping, a schedule, a checkpoint between steps, against an unsharded model that
-    averages by hand."""
+    """Train with windows, clipping, a schedule and a checkpoint between steps, and compare with an
+    unsharded model.
+    """
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     model = zpasses.shard(copy.deepcopy(reference), mesh=world_mesh())

@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zpasses import OptionError
-from zpasses.option_values import build, describe, field_types, format_value, parse_value
+from zpasses.option_values import (
+    build_dataclass,
+    describe_type,
+    field_types,
+    format_value,
+    parse_value,
+)
 
 
 @dataclass(frozen=True)
@@ -31,19 +37,23 @@ def test_text_is_read_as_the_field_s_type():
         "form": "fast",
         "stage": "2",
     }
-    assert build(Choices, texts, "pass 'x'") == Choices(True, 3, 2.5, torch.bfloat16, "fast", 2)
+    assert build_dataclass(Choices, texts, "pass 'x'") == Choices(
+        True, 3, 2.5, torch.bfloat16, "fast", 2
+    )
 
 
 def test_none_is_written_out():
     assert (
-        build(Choices, {"size_mb": "none", "dtype": "none", "stage": "none"}, "pass 'x'")
+        build_dataclass(Choices, {"size_mb": "none", "dtype": "none", "stage": "none"}, "pass 'x'")
         == Choices()
     )
 
 
 def test_values_of_the_right_type_are_taken_as_they_are():
     extra = {"a": 1}
-    made = build(Choices, {"size_mb": 2, "dtype": torch.float16, "extra": extra}, "pass 'x'")
+    made = build_dataclass(
+        Choices, {"size_mb": 2, "dtype": torch.float16, "extra": extra}, "pass 'x'"
+    )
     assert (made.size_mb, type(made.size_mb), made.dtype, made.extra) == (
         2.0,
         float,
@@ -70,7 +80,7 @@ def test_values_of_the_right_type_are_taken_as_they_are():
 )
 def test_ill_typed_values_name_what_was_expected(name, value, expected):
     with pytest.raises(OptionError) as caught:
-        build(Choices, {name: value}, "pass 'x'")
+        build_dataclass(Choices, {name: value}, "pass 'x'")
     assert f"pass 'x', option {name!r}: got {value!r}" in str(caught.value)
     assert expected in str(caught.value)
 
@@ -80,7 +90,7 @@ def test_unknown_option_names_the_nearest_and_the_known():
         OptionError,
         match=r"pass 'x' has no option 'dtpye'. Did you mean \"dtype\"\? Known: count, dtype, extra",  # noqa: E501
     ):
-        build(Choices, {"dtpye": 1}, "pass 'x'")
+        build_dataclass(Choices, {"dtpye": 1}, "pass 'x'")
 
 
 def test_types_are_resolved_from_text_annotations():
@@ -88,8 +98,8 @@ def test_types_are_resolved_from_text_annotations():
 
 
 def test_kinds_are_described_in_words():
-    assert describe(bool) == "bool"
-    assert describe(dict) == "dict"
+    assert describe_type(bool) == "bool"
+    assert describe_type(dict) == "dict"
 
 
 VALUES = st.one_of(

@@ -1,14 +1,17 @@
-"""The benchmark: zpasses beside its peers, its overhead per parameter, and its compile time at
-scale.
+"""Benchmarks: zpasses beside its peers, runtime overhead, compile time, and more.
 
     python -m zpasses.tools.bench [train]     peers train the same GPT on the same data
-    python -m zpasses.tools.bench coalesce    several backwards in one step: reduced in each, or once
-    python -m zpasses.tools.bench buckets     many small parameters: collectives one by one, and in buckets
+    python -m zpasses.tools.bench coalesce    gradient accumulation: one reduction per backward, or
+                                              per step
+    python -m zpasses.tools.bench buckets     many small parameters: single and bucketed collectives
     python -m zpasses.tools.bench overhead    runtime overhead per parameter
-    python -m zpasses.tools.bench scaling     compile time against the number of layers, on 512 fake ranks
-    python -m zpasses.tools.bench startup     time from start to end of `zpasses` on the command line
-    python -m zpasses.tools.bench dump        what a dump adds to a cold compile
-    python -m zpasses.tools.bench flatten     flat buffers made on the host, on the device, and in parts by all ranks
+    python -m zpasses.tools.bench scaling     compile time over the number of layers, on 512 fake
+                                              ranks
+    python -m zpasses.tools.bench startup     wall time of `zpasses` commands
+    python -m zpasses.tools.bench dump        the cost of a dump in a cold compile
+    python -m zpasses.tools.bench flatten     flat buffers made on the host, on the device, and in
+                                              parts by all ranks
 
-Everything is measured in processes started for that purpose, so that no run inherits another's
-compile caches, threads or memory."""
+Every measurement runs in new processes, so that it does not inherit compile caches, threads or
+memory from another.
+"""

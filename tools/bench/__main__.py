@@ -1,4 +1,4 @@
-"""Command line of the benchmark; see `python -m zpasses.tools.bench --help`."""
+"""Command line of the benchmarks; see `python -m zpasses.tools.bench --help`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 import zpasses.tools.bench as bench
-from zpasses.errors import OptionError, nearest
+from zpasses.errors import OptionError, suggestion
 from zpasses.option_values import parse_budget
 from zpasses.tools.bench.buckets import FORMS as BUCKET_FORMS
 from zpasses.tools.bench.buckets import BucketsConfig, run_buckets
@@ -38,8 +38,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one suite; returns the process's exit code, 1 when something failed or a peer trained
-    something else."""
+    """Run one suite. Returns the exit code: 1 if a run failed, or a peer's training differs."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] not in (*_SUITES, "-h", "--help"):
         given.insert(0, "train")
@@ -61,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             type=_at_least(1),
             default=600,
             metavar="S",
-            help="limit of one run, seconds",
+            help="time limit of one run, seconds",
         )
         suite.set_defaults(parser=suite)
     options = parser.parse_args(given)
@@ -93,9 +92,7 @@ def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
         given = tuple(text.split(","))
         for name in given:
             if name not in known:
-                raise argparse.ArgumentTypeError(
-                    f"nothing is called {name!r}.{nearest(name, known)}"
-                )
+                raise argparse.ArgumentTypeError(f"unknown name {name!r}.{suggestion(name, known)}")
         return given
 
     return names
@@ -108,18 +105,18 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         type=_names(list(PEERS)),
         default=",".join(PEERS),
         metavar="A,B",
-        help="which to run, in this order",
+        help="what to run, in this order",
     )
     parser.add_argument(
         "--baseline",
         choices=list(PEERS),
         default="fsdp2-eager",
         metavar="PEER",
-        help="ratios and losses are to this one",
+        help="peer that ratios and losses are compared with",
     )
     parser.add_argument("--ranks", type=_at_least(1), default=2, help="processes, one thread each")
     parser.add_argument("--steps", type=_at_least(1), default=20, help="timed steps of a run")
-    parser.add_argument("--warmup", type=_at_least(1), default=3, help="steps before those")
+    parser.add_argument("--warmup", type=_at_least(1), default=3, help="untimed steps before them")
     parser.add_argument(
         "--rounds", type=_at_least(1), default=1, help="runs of every peer, interleaved"
     )
@@ -156,7 +153,7 @@ def _overhead_options(parser: argparse.ArgumentParser) -> None:
         "--steps", type=_at_least(1), default=default.steps, help="steps of a block"
     )
     parser.add_argument(
-        "--blocks", type=_at_least(1), default=default.blocks, help="blocks of each, alternating"
+        "--blocks", type=_at_least(1), default=default.blocks, help="blocks per model, alternating"
     )
     parser.add_argument(
         "--codegens",
@@ -207,7 +204,7 @@ def _scaling_options(parser: argparse.ArgumentParser) -> None:
 
 def _scaling(options: argparse.Namespace) -> int:
     if options.hidden % options.heads or options.heads % options.kv_heads:
-        options.parser.error("--hidden must divide by --heads, and --heads by --kv-heads")
+        options.parser.error("--hidden must be divisible by --heads, and --heads by --kv-heads")
     names = ("layers", "ranks", "hidden", "intermediate", "heads", "kv_heads", "vocab", "seq")
     config = ScalingConfig(
         stage=options.zero_stage,
@@ -239,14 +236,14 @@ def _flatten_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         default=default.device,
-        help="where the buffer belongs; on cpu the host stands in for a device",
+        help="device of the buffer; with cpu, the host stands in for a device",
     )
     parser.add_argument(
         "--forms",
         type=_names(FORMS),
         default=",".join(FORMS),
         metavar="A,B",
-        help="which to run, in this order",
+        help="what to run, in this order",
     )
 
 
@@ -268,16 +265,19 @@ def _buckets_options(parser: argparse.ArgumentParser) -> None:
         "--params", type=_at_least(4), default=default.params, help="small parameters of the model"
     )
     parser.add_argument(
-        "--width", type=_at_least(1), default=default.width, help="of the layers that they are in"
+        "--width", type=_at_least(1), default=default.width, help="width of their layers"
     )
     parser.add_argument(
         "--large",
         type=_at_least(0),
         default=default.large,
-        help="large square parameters among them",
+        help="number of large square parameters",
     )
     parser.add_argument(
-        "--large-width", type=_at_least(1), default=default.large_width, help="of those"
+        "--large-width",
+        type=_at_least(1),
+        default=default.large_width,
+        help="width of the large parameters",
     )
     parser.add_argument(
         "--batch", type=_at_least(1), default=default.batch, help="samples per rank and step"
@@ -290,19 +290,19 @@ def _buckets_options(parser: argparse.ArgumentParser) -> None:
         type=_caps,
         default=None,
         metavar="MB,MB",
-        help="sizes of buckets, MiB; by default the stage's own",
+        help="bucket sizes in MiB; default: the stage's own",
     )
     parser.add_argument(
         "--memory-budget",
         default=default.memory_budget,
         metavar="B",
-        help="of the pass: '5%%' or '300MiB'",
+        help="option memory_budget of the pass: '5%%' or '300MiB'",
     )
     parser.add_argument(
         "--codegen",
         choices=("inductor", "eager"),
         default=default.codegen,
-        help="who runs zpasses' graphs",
+        help="code generator of zpasses' graphs",
     )
     parser.add_argument(
         "--forms",
@@ -318,7 +318,7 @@ def _buckets_options(parser: argparse.ArgumentParser) -> None:
         "--steps", type=_at_least(1), default=default.steps, help="timed steps of a run"
     )
     parser.add_argument(
-        "--warmup", type=_at_least(1), default=default.warmup, help="steps before those"
+        "--warmup", type=_at_least(1), default=default.warmup, help="untimed steps before them"
     )
     parser.add_argument(
         "--rounds",
@@ -345,7 +345,7 @@ def _buckets(options: argparse.Namespace) -> int:
         options.parser.error(str(error))
     if options.large and options.large_width % options.width:
         options.parser.error(
-            f"--large-width {options.large_width} does not divide by --width {options.width}"
+            f"--large-width {options.large_width} is not divisible by --width {options.width}"
         )
     names = (
         "params",
@@ -380,14 +380,14 @@ def _coalesce_options(parser: argparse.ArgumentParser) -> None:
         type=_names(list(WAYS)),
         default=",".join(WAYS),
         metavar="A,B",
-        help="which to run, in this order",
+        help="what to run, in this order",
     )
     parser.add_argument(
         "--baseline",
         choices=list(WAYS),
         default=default.baseline,
         metavar="WAY",
-        help="ratios are to this one",
+        help="way that ratios are compared with",
     )
     parser.add_argument(
         "--model",
@@ -400,7 +400,7 @@ def _coalesce_options(parser: argparse.ArgumentParser) -> None:
         type=_numbers(1),
         default=",".join(map(str, default.backwards)),
         metavar="N,N",
-        help="in a step",
+        help="backwards per step",
     )
     for name in ("width", "layers", "batch", "seq"):
         parser.add_argument(
@@ -413,7 +413,7 @@ def _coalesce_options(parser: argparse.ArgumentParser) -> None:
         "--steps", type=_at_least(1), default=default.steps, help="timed steps of a run"
     )
     parser.add_argument(
-        "--warmup", type=_at_least(1), default=default.warmup, help="steps before those"
+        "--warmup", type=_at_least(1), default=default.warmup, help="untimed steps before them"
     )
 
 
@@ -452,9 +452,11 @@ def _coalesce(options: argparse.Namespace) -> int:
 def _startup_options(parser: argparse.ArgumentParser) -> None:
     default = StartupConfig()
     parser.add_argument(
-        "--rounds", type=_at_least(1), default=default.rounds, help="counted starts of each command"
+        "--rounds", type=_at_least(1), default=default.rounds, help="timed starts of each command"
     )
-    parser.add_argument("--dump", metavar="DIR", default=default.dump, help="also read this dump")
+    parser.add_argument(
+        "--dump", metavar="DIR", default=default.dump, help="also time commands that read this dump"
+    )
 
 
 def _startup(options: argparse.Namespace) -> int:
@@ -475,13 +477,13 @@ def _dump_options(parser: argparse.ArgumentParser) -> None:
         "--codegen",
         choices=("inductor", "eager"),
         default=default.codegen,
-        help="who runs the graphs",
+        help="code generator",
     )
     parser.add_argument(
         "--rounds",
         type=_at_least(1),
         default=default.rounds,
-        help="compiles with and without a dump, in turn",
+        help="alternating compiles with and without a dump",
     )
     for item in fields(ModelSize):
         parser.add_argument(
@@ -510,21 +512,21 @@ _SUITES: dict[
     "coalesce": (
         _coalesce_options,
         _coalesce,
-        "several backwards in one step: reduced in each, or once",
+        "gradient accumulation: one reduction per backward, or per step",
     ),
     "buckets": (
         _buckets_options,
         _buckets,
-        "many small parameters: collectives one by one, and in buckets",
+        "many small parameters: single and bucketed collectives",
     ),
     "overhead": (_overhead_options, _overhead, "runtime overhead per parameter and step"),
     "scaling": (
         _scaling_options,
         _scaling,
-        "compile time against the number of layers, on fake ranks",
+        "compile time over the number of layers, on fake ranks",
     ),
-    "startup": (_startup_options, _startup, "how long the command line takes to start"),
-    "dump": (_dump_options, _dump, "what a dump adds to a cold compile"),
+    "startup": (_startup_options, _startup, "wall time of `zpasses` commands"),
+    "dump": (_dump_options, _dump, "the cost of a dump in a cold compile"),
     "flatten": (
         _flatten_options,
         _flatten,

@@ -1,9 +1,10 @@
-"""The suite "buckets": a model of many small and some large parameters, whose collectives go out
-one by one, coalesced, flat, or as `auto` chooses, with buckets of several sizes; and FSDP2 beside
-them, which gathers a layer at a time.
+"""The suite "buckets": collectives of a model with many small and some large parameters. They run
+one by one, coalesced, flat, or as `auto` chooses, with several bucket sizes. FSDP2, which gathers
+one layer at a time, is the comparison.
 
-Each form trains in fresh processes, once for time and once for memory, on the same data; of
-zpasses' forms nothing differs but the options of the pass `bucket`."""
+Each form trains in new processes on the same data, once for time and once for memory. zpasses'
+forms differ only in the options of the pass `bucket`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+import zpasses
+from zpasses.cost.memory import liveness
+from zpasses.passes import Bucket
+from zpasses.pipeline.observers import GraphLog, observe_graphs
+from zpasses.pipeline.pipeline import Pipeline
 from zpasses.tools.bench.launch import RankError, run_ranks
 from zpasses.tools.bench.measure import ResidentMemory, traffic
 
@@ -34,38 +41,37 @@ _MEMORY_WARMUP = 3
 _SETTLE_S = 0.2
 
 FORMS = ("single", "coalesced", "flat", "auto", "fsdp2")
-"""What can be run; "single" is `bucket{cap_mb=0}`, the baseline."""
+"""What can be run. "single" is `bucket{cap_mb=0}`, the baseline."""
 
 
 @dataclass(frozen=True)
 class BucketsConfig:
-    """What is trained, and how it is measured."""
+    """The model, and how it is measured."""
 
     params: int = 400
-    """Small parameters: in each layer the two of a LayerNorm and the two of a linear map."""
+    """Number of small parameters. Each layer has two of a LayerNorm and two of a linear map."""
     width: int = 64
     large: int = 0
-    """Large parameters, square matrices among the layers."""
+    """Number of large parameters: square matrices among the layers."""
     large_width: int = 1024
     batch: int = 16
     stage: int = 3
     caps: tuple[float, ...] = ()
-    """Sizes of buckets, MiB; none: that of the stage's named pipeline."""
+    """Bucket sizes in MiB; empty is the size of the stage's named pipeline."""
     memory_budget: str = "5%"
     codegen: str = "inductor"
     ranks: int = 2
     steps: int = 20
-    """Timed steps of a run."""
+    """Timed steps per run."""
     warmup: int = 3
-    """Steps before those; compilation falls here."""
+    """Untimed steps before them, which include compilation."""
     rounds: int = 1
-    """Runs of every form, interleaved, so that the ratio to the baseline is between neighbours in
-    time."""
+    """Runs per form, interleaved, so that a form and the baseline run close together in time."""
     forms: tuple[str, ...] = FORMS
     timeout_s: float = 600.0
 
     def runs(self) -> list[tuple[str, float | None]]:
-        """Form and size of buckets of each run."""
+        """(form, bucket size) of each run."""
         bucketed = ("coalesced", "flat", "auto")
         return [
             (form, cap)
@@ -76,7 +82,7 @@ class BucketsConfig:
 
 @dataclass
 class BucketsResult:
-    """One form; of all ranks the slowest, or the largest."""
+    """Results of one form: the slowest or the largest of all ranks."""
 
     form: str
     cap_mb: float | None
@@ -85,19 +91,19 @@ class BucketsResult:
     collectives: float
     """Per step."""
     sent_bytes: float
-    """By one rank, per step."""
+    """Sent by one rank, per step."""
     peak_bytes: int
-    """What a step holds above the resting state, by the kernel's count."""
+    """Peak memory of a step above the resting state, as the kernel counts it."""
     modelled_bytes: int | None
-    """The larger of forward's and backward's peak, by zpasses' memory model."""
+    """The larger of the peaks of forward and backward, by zpasses' memory model."""
     loss: float
-    """The last one, the mean of all ranks."""
+    """Loss of the last step, averaged over ranks."""
     step_s: float = 0.0
-    """Median of the rounds."""
+    """Median of the rounds, seconds."""
     ratio: float | None = None
-    """Step time over the baseline's in the same round; the median of the rounds."""
+    """Median over rounds of the step time relative to the baseline's in the same round."""
     modelled_ratio: float | None = None
-    """Modelled peak over the baseline's."""
+    """Modelled peak relative to the baseline's."""
 
 
 @dataclass
@@ -105,11 +111,11 @@ class BucketsReport:
     config: BucketsConfig
     results: list[BucketsResult] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
-    """Form -> why."""
+    """Form -> reason."""
 
 
 def run_buckets(config: BucketsConfig) -> BucketsReport:
-    """Measure each form and relate it to the unbucketed one."""
+    """Measure each form, and compare it with the form "single"."""
     report = BucketsReport(config)
     found: dict[tuple[str, float | None], BucketsResult] = {}
     for _ in range(config.rounds):
@@ -159,14 +165,14 @@ def _relate(report: BucketsReport) -> None:
             each.modelled_ratio = each.modelled_bytes / base.modelled_bytes
         if abs(each.loss - base.loss) > _LOSS_TOLERANCE * abs(base.loss):
             report.failed[each.form] = (
-                f"trained something else: its last loss is {each.loss:.6g}, that of single "
+                f"training differs: the last loss is {each.loss:.6g}, and that of single "
                 f"{base.loss:.6g}"
             )
 
 
-# --- in the processes that measure ----------------------------------------------------------------
+# --- in the measured processes --------------------------------------------------------------------
 class Layer(nn.Module):
-    """A linear map of a normed input, beside a residual."""
+    """A linear map of a normalised input, with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -178,7 +184,7 @@ class Layer(nn.Module):
 
 
 class Wide(nn.Module):
-    """One large square matrix, between copies of a narrow input."""
+    """One large square matrix, applied to copies of a narrow input."""
 
     def __init__(self, width: int, large: int) -> None:
         super().__init__()
@@ -193,7 +199,7 @@ class Wide(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers of small parameters, with the large ones spread among them."""
+    """Layers with small parameters, and large parameters spread among them."""
 
     def __init__(self, params: int, width: int, large: int, large_width: int) -> None:
         super().__init__()
@@ -211,10 +217,7 @@ class Model(nn.Module):
 
 
 def pipeline(stage: int, form: str, cap_mb: float | None, memory_budget: str) -> str:
-    """The named pipeline of a stage, with `bucket` as a form needs it."""
-    from zpasses import Pipeline
-    from zpasses.passes import Bucket
-
+    """The named pipeline of a stage, as text, with the options of `bucket` that a form needs."""
     changes: dict[str, Any] = (
         {"cap_mb": 0.0} if form == "single" else {"mode": form, "memory_budget": memory_budget}
     )
@@ -230,14 +233,10 @@ def _build(job: dict[str, Any], mesh: DeviceMesh) -> tuple[nn.Module, Callable[[
     torch.manual_seed(0)
     model = Model(job["params"], job["width"], job["large"], job["large_width"])
     if job["form"] == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         return model, model
-    import zpasses
-
     zpasses.shard(model, mesh=mesh)
     text = pipeline(job["stage"], job["form"], job["cap"], job["memory_budget"])
     return model, torch.compile(
@@ -246,10 +245,7 @@ def _build(job: dict[str, Any], mesh: DeviceMesh) -> tuple[nn.Module, Callable[[
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """One form on this rank."""
-    from zpasses.cost.memory import liveness
-    from zpasses.pipeline.observers import GraphLog, observe_graphs
-
+    """Measure one form on this rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model, step = _build(job, init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -294,9 +290,7 @@ def _peak_bytes(train: Callable[[], Tensor]) -> int:
         train()
     dist.barrier()
     gc.collect()
-    time.sleep(
-        _SETTLE_S
-    )  # gloo's threads let go of a collective's tensors only after it is awaited
+    time.sleep(_SETTLE_S)  # gloo's threads release a collective's tensors some time after its wait
     memory = ResidentMemory()
     train()
     return memory.peak_bytes()

@@ -1,8 +1,10 @@
-"""The suite "coalesce": one optimizer step of several backwards, reduced in each of them or once.
+"""The suite "coalesce": one optimizer step with several backwards, with one reduction per backward
+or one per step.
 
-Each way runs in fresh processes of its own, once for time and traffic and once for memory; one
-process measures all window lengths. A step is the backwards and the reduction, without the
-optimizer, which is the same everywhere."""
+Each way runs in new processes, once for time and traffic and once for memory. One process measures
+all window lengths. A step is the backwards and the reduction, without the optimizer, which is equal
+for all ways.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
 
+import zpasses
 from zpasses.tools.bench.launch import RankError, run_ranks
 from zpasses.tools.bench.measure import ResidentMemory, held_bytes, traffic
 from zpasses.tools.bench.model import ModelSize, batches, build_model
@@ -37,8 +41,9 @@ _SETTLE_S = 0.2
 _MEMORY_WARMUP = 2
 
 NORM_TOLERANCE = {"gpt": 1e-3, "mlp": 2e-2}
-"""Largest relative difference of a gradient's norm from the first way's; the MLP computes and
-reduces in bfloat16."""
+"""Largest relative difference of a gradient's norm to the first way's. The MLP computes and reduces
+in bfloat16.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,44 +51,50 @@ class CoalesceConfig:
     """What to run."""
 
     ways: tuple[str, ...]
+    """Names of `WAYS`."""
     model: str = "mlp"
-    """"mlp": layers of width x width in bfloat16. "gpt": the GPT of the suite "train", float32."""
+    """ "mlp": layers of width x width in bfloat16. "gpt": the GPT of the suite "train", in float32.
+    """
     width: int = 4096
     layers: int = 8
     batch: int = 16
     """Samples per rank and backward."""
     seq: int = 64
-    """Tokens per sample, of the GPT."""
+    """Tokens per sample of the GPT."""
     backwards: tuple[int, ...] = (2, 4, 8)
+    """Numbers of backwards per step."""
     ranks: int = 2
     steps: int = 5
     warmup: int = 2
     baseline: str = "ddp no_sync"
-    """Ratios are to this way."""
+    """Way that ratios are compared with."""
     timeout_s: float = 600.0
 
 
 @dataclass
 class CoalesceResult:
-    """One way at one number of backwards. Seconds and bytes of one rank, the largest: what
-    gradients and the step itself need, above what is held between steps."""
+    """One way with one number of backwards. Seconds and bytes are the largest of all ranks. Bytes
+    are those of gradients and of the step itself, above what is held between steps.
+    """
 
     way: str
     backwards: int
     wall_s: float
-    """Median step."""
+    """Median time of a step."""
     ratio: float | None
-    """Over the baseline's at the same number of backwards."""
+    """Time relative to the baseline's with the same number of backwards."""
     peak_bytes: int
+    """Peak of a step."""
     window_bytes: int
-    """Held right before the last backward's forward."""
+    """Held right before the forward of the last backward."""
     after_bytes: int
-    """Held once gradients are reduced."""
+    """Held after the gradients are reduced."""
     collectives: float
-    """Reductions of gradients in a step, as process groups count them."""
+    """Gradient reductions per step, as counted by the process groups."""
     sent_bytes: float
-    """What a rank sends for them."""
+    """Bytes that one rank sends for them."""
     gradient_norm: float | None
+    """None if the way does not expose gradients."""
 
 
 @dataclass
@@ -91,12 +102,19 @@ class CoalesceReport:
     config: CoalesceConfig
     results: list[CoalesceResult] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    """Way -> why it cannot run here."""
     failed: dict[str, str] = field(default_factory=dict)
+    """Way -> the end of its log, or how its gradients differ."""
 
 
 # --- ways -----------------------------------------------------------------------------------------
 class Runner:
-    """A model on one rank, and how it goes through a step."""
+    """A model on one rank, and how it runs a step.
+
+    Args:
+        window: number of backwards -> context manager around a step.
+        around: whether it is the last backward -> context manager around a forward and backward.
+    """
 
     def __init__(
         self,
@@ -110,11 +128,11 @@ class Runner:
         ),
     ) -> None:
         self.model, self.forward, self.window, self.around = model, forward, window, around
-        self.kept_bytes = 0
-
-    """Memory for gradients that is held between steps as well, by no Python object."""
+        self.untracked_bytes = 0
+        """Memory for gradients that no Python object holds and that is kept between steps."""
 
     def step(self, data: Sequence[tuple[Tensor, ...]], before_last: Callable[[], object]) -> None:
+        """Run one forward and backward per batch. Call `before_last` before the last forward."""
         with self.window(len(data)):
             for number, batch in enumerate(data):
                 last = number == len(data) - 1
@@ -137,11 +155,15 @@ class Runner:
 
 @dataclass(frozen=True)
 class Way:
+    """A way to accumulate gradients."""
+
     name: str
     summary: str
     build: Callable[[nn.Module, DeviceMesh], Runner]
     needs: str | None = None
+    """A module that must be importable."""
     install: str = ""
+    """How to install that module."""
 
 
 def _ddp(no_sync: bool) -> Callable[[nn.Module, DeviceMesh], Runner]:
@@ -154,7 +176,7 @@ def _ddp(no_sync: bool) -> Callable[[nn.Module, DeviceMesh], Runner]:
             return wrapped.no_sync() if no_sync and not last else contextlib.nullcontext()
 
         runner = Runner(wrapped, torch.compile(wrapped), around=around)
-        runner.kept_bytes = sum(param.nbytes for param in model.parameters())  # its buckets
+        runner.untracked_bytes = sum(param.nbytes for param in model.parameters())  # DDP's buckets
         return runner
 
     return build
@@ -162,8 +184,6 @@ def _ddp(no_sync: bool) -> Callable[[nn.Module, DeviceMesh], Runner]:
 
 def _fsdp2(deferred: bool) -> Callable[[nn.Module, DeviceMesh], Runner]:
     def build(model: nn.Module, mesh: DeviceMesh) -> Runner:
-        from torch.distributed.fsdp import fully_shard
-
         for block in model.blocks:  # type: ignore[union-attr]
             fully_shard(block, mesh=mesh)
         whole: Any = fully_shard(model, mesh=mesh)
@@ -179,8 +199,6 @@ def _fsdp2(deferred: bool) -> Callable[[nn.Module, DeviceMesh], Runner]:
 
 def _zpasses(stage: int, mode: str) -> Callable[[nn.Module, DeviceMesh], Runner]:
     def build(model: nn.Module, mesh: DeviceMesh) -> Runner:
-        import zpasses
-
         zpasses.shard(model, mesh=mesh)
 
         def window(count: int) -> AbstractContextManager[Any]:
@@ -233,7 +251,7 @@ class _DeepSpeed(Runner):
         return None
 
     def clear(self) -> None:
-        self._engine.step()  # with a learning rate of 0: what it holds ends with a step alone
+        self._engine.step()  # only a step frees its gradients; the learning rate is 0
 
 
 def _deepspeed(stage: int, coalesced: bool) -> Callable[[nn.Module, DeviceMesh], Runner]:
@@ -288,13 +306,14 @@ def _all_ways() -> list[Way]:
 
 
 WAYS: dict[str, Way] = {way.name: way for way in _all_ways()}
-"""Every way by name, in the order in which they run."""
+"""Every way by name, in execution order."""
 
 
 # --- running --------------------------------------------------------------------------------------
 def run_coalesce(config: CoalesceConfig) -> CoalesceReport:
-    """Measure every way that is installed; those that fail are reported, and do not stop the
-    others."""
+    """Measure every way that is installed. A way that fails is reported and does not stop the
+    others.
+    """
     report = CoalesceReport(config)
     for name in tqdm(config.ways):
         way = WAYS[name]
@@ -361,7 +380,7 @@ def _relate(report: CoalesceReport) -> None:
 
 # --- one rank -------------------------------------------------------------------------------------
 class Mlp(nn.Module):
-    """Square layers with ReLU between them, and the mean square of what comes out as loss."""
+    """Square layers with ReLU. The loss is the mean square of the output."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -374,7 +393,7 @@ class Mlp(nn.Module):
 
 
 def _build(config: Mapping[str, Any]) -> tuple[nn.Module, list[tuple[Tensor, ...]]]:
-    """The model, the same in every process, and the data of this rank."""
+    """The model, equal in every process, and this rank's data."""
     count, rank = max(config["backwards"]), dist.get_rank()
     if config["model"] == "gpt":
         size = ModelSize(
@@ -433,13 +452,13 @@ def _memory(job: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
             gc.collect()
             time.sleep(
                 _SETTLE_S
-            )  # gloo's threads let go of tensors only after their collective is awaited
+            )  # gloo's threads release a collective's tensors some time after its wait
             held.append(held_bytes())
 
         look()
         memory = ResidentMemory()
         runner.step(data[:count], look)
-        peak = memory.peak_bytes() + runner.kept_bytes
+        peak = memory.peak_bytes() + runner.untracked_bytes
         look()
         runner.clear()
         before, window, after = held

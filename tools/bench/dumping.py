@@ -1,6 +1,7 @@
-"""The suite "dump": what a dump adds to a cold compile of the GPT.
+"""The suite "dump": the cost of a dump in a cold compile of the GPT.
 
-Each compile is that of a fresh process with empty caches, as rank 0 of two ranks that do not exist.
+Each compile runs in a new process with empty caches, as rank 0 of a fake process group of two
+ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 
+import zpasses
+from zpasses.testing import fake_world
 from zpasses.tools.bench.launch import run_ranks
 from zpasses.tools.bench.model import ModelSize, batches, build_model
 
@@ -26,23 +29,23 @@ _WORKER = "zpasses.tools.bench.dumping"
 
 @dataclass(frozen=True)
 class DumpConfig:
-    """What is compiled, and how often."""
+    """What to compile, and how often."""
 
     size: ModelSize
     stage: int = 3
     codegen: str = "inductor"
     rounds: int = 3
-    """Compiles with and without a dump, in turn."""
+    """Alternating compiles with and without a dump."""
     timeout_s: float = 600.0
 
 
 @dataclass
 class DumpResult:
-    """Compiles of one kind."""
+    """Compiles with a dump, or without one."""
 
     dumped: bool
     rounds_s: list[float] = field(default_factory=list)
-    """The first step of each round, less a step that compiles nothing, seconds."""
+    """Seconds of the first step of each round, minus those of a step without compilation."""
     dump_bytes: int = 0
     """Size of all files of one dump."""
 
@@ -56,14 +59,14 @@ class DumpReport:
     config: DumpConfig
     results: list[DumpResult]
     ratio: float = 0.0
-    """Time with a dump over time without, of the same round; the median of the rounds."""
+    """Median over rounds of the time with a dump relative to the time without."""
 
 
 def run_dump(config: DumpConfig) -> DumpReport:
     """Compile with and without a dump.
 
     Raises:
-        RankError: when a process fails or takes too long.
+        RankError: if a process fails or exceeds the time limit.
     """
     plain, dumped = DumpResult(False), DumpResult(True)
     for _ in range(config.rounds):
@@ -88,12 +91,9 @@ def run_dump(config: DumpConfig) -> DumpReport:
     return DumpReport(config, [plain, dumped], ratio)
 
 
-# --- in the process that measures -----------------------------------------------------------------
+# --- in the measured process ----------------------------------------------------------------------
 def measure(job: dict[str, Any]) -> float:
-    """Seconds that the first step takes longer than the third."""
-    import zpasses
-    from zpasses.testing import fake_world
-
+    """Seconds of the first step minus those of the third."""
     size = ModelSize(**job["size"])
     options = {
         "zero_stage": job["stage"],

@@ -1,9 +1,10 @@
-"""The suite "flatten": the same tensors made into one flat buffer on the host, on the device, and
-in parts by all ranks.
+"""The suite "flatten": one flat buffer made of the same tensors on the host, on the device, and in
+parts by all ranks.
 
-Every form runs in fresh processes, on the same tensors, and must give the same bits. Without an
-accelerator the host plays the device: the graphs are the same, but both sides share one memory and
-one set of cores, so that times say nothing about accelerators."""
+Every form runs in new processes on the same tensors, and must produce the same bits. Without an
+accelerator the host stands in for the device. The graphs are then the same, but both sides share
+memory and cores, so times are no estimate for accelerators.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zpasses import compat, pack_parameters
+from zpasses.graph.nodes import calls, nbytes, value_of
+from zpasses.pipeline.observers import GraphLog, observe_graphs
 from zpasses.tools.bench.launch import RankError, run_ranks
 from zpasses.tools.bench.measure import MemoryProfile, traffic
 
@@ -29,45 +33,49 @@ _WORKER = "zpasses.tools.bench.flatten"
 _MIB = 1 << 20
 
 FORMS = ("host", "plain", "distributed")
+"""Forms in execution order."""
 
 
 @dataclass(frozen=True)
 class FlattenConfig:
-    """What is flattened, and where."""
+    """What to flatten, and where."""
 
     mib: int = 512
-    """Size of all tensors together."""
+    """Size of all tensors together, MiB."""
     tensors: int = 200
+    """Number of tensors."""
     ranks: int = 2
     rounds: int = 5
     """Timed runs of each form."""
     device: str = "cpu"
+    """Device of the buffer."""
     forms: tuple[str, ...] = FORMS
     timeout_s: float = 600.0
 
 
 @dataclass(frozen=True)
 class FlattenResult:
-    """One form; the slowest or largest of all ranks."""
+    """Results of one form: the slowest or the largest of all ranks."""
 
     form: str
     run_s: float
-    """Making the buffer: the median round."""
+    """Median time to make the buffer."""
     graph_s: float
-    """Tracing and rewriting the graph that makes it."""
+    """Median time to trace and rewrite the graph that makes it."""
     moved_bytes: int
-    """From the host to the device."""
+    """Copied from the host to the device."""
     host_bytes: int
-    """Laid end to end on the host."""
+    """Concatenated on the host."""
     device_bytes: int
-    """Laid end to end on the device."""
+    """Concatenated on the device."""
     sent_bytes: float
-    """To other ranks."""
+    """Sent to other ranks."""
     host_peak_bytes: int | None
-    """Most that the host held on top of the tensors; None where the host is the device."""
+    """Peak of the host's memory above the tensors; None if the host stands in for the device."""
     device_peak_bytes: int
+    """Peak of the device's memory."""
     digest: str
-    """Of the buffer's bytes."""
+    """Digest of the buffer's bytes."""
 
 
 @dataclass
@@ -75,11 +83,11 @@ class FlattenReport:
     config: FlattenConfig
     results: list[FlattenResult] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
-    """Form -> why."""
+    """Form -> reason."""
 
 
 def run_flatten(config: FlattenConfig) -> FlattenReport:
-    """Measure each form, and compare what they made."""
+    """Measure each form, and compare the buffers."""
     report = FlattenReport(config)
     for form in config.forms:
         try:
@@ -97,7 +105,7 @@ def run_flatten(config: FlattenConfig) -> FlattenReport:
         digests = {rank["digest"] for rank in ranks} | {result.digest for result in report.results}
         if len(digests) > 1:
             report.failed[form] = (
-                f"made another buffer than {report.results[0].form}, or ranks made different ones"
+                f"the buffer differs from that of {report.results[0].form}, or between ranks"
             )
     return report
 
@@ -106,11 +114,9 @@ def _worst(values: list[Any]) -> Any:
     return None if None in values else max(values)
 
 
-# --- in the processes that measure ----------------------------------------------------------------
+# --- in the measured processes --------------------------------------------------------------------
 def measure(job: dict[str, Any]) -> FlattenResult:
-    """One form on this rank."""
-    from zpasses.pipeline.observers import GraphLog, observe_graphs
-
+    """Measure one form on this rank."""
     device = _start(job["device"])
     seen: list[tuple[float, GraphLog]] = []
     with (
@@ -118,7 +124,7 @@ def measure(job: dict[str, Any]) -> FlattenResult:
         MemoryProfile() as memory,
     ):
         tensors = _tensors(job["mib"], job["tensors"])
-        _pack(tensors[:2], device, job)  # whatever the first call loads
+        _pack(tensors[:2], device, job)  # a warm-up, because the first call loads modules
         seen.clear()
         before = traffic()
         _synchronize(device)
@@ -160,7 +166,7 @@ def _start(kind: str) -> torch.device:
 
 
 def _tensors(mib: int, count: int) -> list[torch.Tensor]:
-    """Tensors of uneven sizes, equal on all ranks."""
+    """Tensors of different sizes, equal on all ranks."""
     generator = torch.Generator().manual_seed(0)
     shares = torch.rand(count, generator=generator) + 0.1
     sizes = (shares / shares.sum() * mib * _MIB / 4).long().clamp(min=1)
@@ -168,8 +174,6 @@ def _tensors(mib: int, count: int) -> list[torch.Tensor]:
 
 
 def _pack(tensors: list[torch.Tensor], device: torch.device, job: dict[str, Any]) -> torch.Tensor:
-    from zpasses import compat, pack_parameters
-
     options = {"tier": job["form"], **({"device": "cpu"} if device.type == "cpu" else {})}
     group = compat.group_name(dist.group.WORLD)
     (flat,) = pack_parameters(
@@ -184,9 +188,7 @@ def _timed(
     job: dict[str, Any],
     seen: list[tuple[float, Any]],
 ) -> tuple[float, float]:
-    """Seconds that the graph ran, and those that it took to make."""
-    from zpasses.pipeline.observers import observe_graphs
-
+    """(seconds to run the graph, seconds to make it)."""
     with observe_graphs(lambda graph: seen.append((time.perf_counter(), graph))):
         dist.barrier()
         _synchronize(device)
@@ -204,9 +206,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _bytes(graph: torch.fx.Graph, form: str) -> tuple[int, int, int]:
-    """Bytes moved to the device, laid out on the host, and laid out on the device."""
-    from zpasses.graph.nodes import calls, nbytes, value_of
-
+    """(bytes copied to the device, concatenated on the host, concatenated on the device)."""
     moved = sum(
         nbytes(value_of(node))
         for node in calls(graph, torch.ops.aten._to_copy.default)

@@ -1,4 +1,4 @@
-"""Start fresh processes for one measurement and collect what they report."""
+"""Starts new processes for a measurement, and collects their results."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _TAIL_LINES = 25
 
 
 class RankError(RuntimeError):
-    """A measurement that failed or took too long; the message ends with what the rank wrote
-    last."""
+    """A measurement failed or exceeded its time limit. The message ends with the last output of the
+    rank.
+    """
 
 
 def run_ranks(
@@ -33,18 +34,18 @@ def run_ranks(
     timeout_s: float,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Run `python -m module JOB RESULT` on `ranks` new processes and return their results, by rank.
+    """Run `python -m module JOB RESULT` in `ranks` new processes. Returns their results, by rank.
 
     A rank reads its job from the JSON file JOB and writes its result as JSON to RESULT. It finds
-    its peers as under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and computes on one
-    thread.
+    the other ranks as under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and computes on
+    one thread.
 
     Args:
-        timeout_s: seconds until all are ended.
-        env: more environment variables.
+        timeout_s: seconds until all processes are killed.
+        env: additional environment variables.
 
     Raises:
-        RankError: when a rank fails or time is up.
+        RankError: if a rank fails or the time limit is exceeded.
     """
     with (
         tempfile.TemporaryDirectory(prefix="zpasses-bench-") as folder,
@@ -52,7 +53,7 @@ def run_ranks(
     ):
         job_file = Path(folder, "job.json")
         job_file.write_text(json.dumps(dict(job)))
-        # Held here, as torchrun does, so that no port has to be guessed.
+        # This process hosts the store, as torchrun does, so that no port has to be guessed.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         processes, logs, results = [], [], []
         for rank in range(ranks):
@@ -78,9 +79,9 @@ def run_ranks(
             reason = (
                 f"ended with code {code}"
                 if code not in (-9, None)
-                else f"was ended (time limit {timeout_s:g} s, or out of memory)"
+                else f"was killed (time limit {timeout_s:g} s, or out of memory)"
             )
-            raise RankError(f"rank {failed} {reason}. It last wrote:\n{tail}")
+            raise RankError(f"rank {failed} {reason}. Its last output:\n{tail}")
         return [json.loads(path.read_text()) for path in results]
 
 
@@ -99,7 +100,9 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def _wait(processes: Sequence[subprocess.Popen[Any]], timeout_s: float) -> int | None:
-    """Wait for all; returns the first rank that failed or, past the limit, one that still runs."""
+    """Wait for all processes. Returns the first rank that failed, a rank that still runs at the
+    time limit, or None.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         codes = [process.poll() for process in processes]

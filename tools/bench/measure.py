@@ -1,5 +1,4 @@
-"""What is measured inside a rank: bytes, collectives and compile work, in the same way for every
-peer."""
+"""Measurements inside a rank, the same for every peer: memory, collectives, and time in passes."""
 
 from __future__ import annotations
 
@@ -16,14 +15,15 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zpasses import compat
+from zpasses.pipeline.observers import GraphLog, observe_graphs
 
 __all__ = [
     "MemoryProfile",
+    "PassTime",
     "ResidentMemory",
     "Traffic",
-    "Work",
     "held_bytes",
-    "observe_work",
+    "observe_pass_time",
     "sent_bytes",
     "traffic",
 ]
@@ -34,11 +34,12 @@ _MARK = "zpasses.tools.bench "
 
 
 class MemoryProfile:
-    """Follows every allocation of this process while it is entered, and says what one marked step
-    adds on top.
+    """Context manager that follows every allocation of this process, and measures what a marked
+    section adds.
 
-    It must be entered before anything is built: the profiler does not see the release of what it
-    did not see allocated."""
+    It must be entered before any tensor is made, because the profiler misses the release of memory
+    whose allocation it has not seen.
+    """
 
     def __init__(self) -> None:
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
@@ -52,17 +53,16 @@ class MemoryProfile:
 
     @staticmethod
     def mark(name: str) -> Any:
-        """A context manager around what to look at."""
+        """A context manager around the code to measure."""
         return record_function(_MARK + name)
 
     def read(self, name: str, device: str | None = None) -> tuple[int, int]:
-        """Bytes allocated when the marked code began, and the most that it added to them. After
-        leaving.
+        """(bytes allocated when the marked code started, peak above them). Call it after leaving
+        the context.
 
         Args:
-            name: as it was marked.
-            device: only the memory of this type of device, "CPU" or "CUDA"; None counts all
-                together.
+            name: the name of the mark.
+            device: count only memory of this device type, "CPU" or "CUDA"; None counts all.
         """
         results: Any = self._profile.profiler
         events = results.kineto_results.events()
@@ -84,12 +84,12 @@ class MemoryProfile:
 
 
 class ResidentMemory:
-    """The most memory that this process held since the object was made, above what it held then
-    (Linux).
+    """Peak memory of this process since the object was made, above the memory at that time (Linux).
 
-    By the kernel's count, so that it does not matter which thread allocates and frees: gloo's free
-    what they communicated, which torch's profiler does not see. The process must have been started
-    with `ENVIRONMENT`, which has malloc return what is freed."""
+    It reads the kernel's count, which includes every thread. gloo's threads free the tensors of
+    collectives, and torch's profiler does not see that. The process must be started with
+    `ENVIRONMENT`, so that malloc returns freed memory to the kernel.
+    """
 
     ENVIRONMENT: ClassVar[dict[str, str]] = {
         "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -98,13 +98,13 @@ class ResidentMemory:
     }
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         self._before = self._status("VmRSS")
 
     def peak_bytes(self) -> int:
         return max(
             self._status("VmHWM") - self._before, 0
-        )  # the kernel counts to within some pages a thread
+        )  # the kernel's count is off by some pages per thread
 
     @staticmethod
     def _status(key: str) -> int:
@@ -117,13 +117,14 @@ class ResidentMemory:
 
 
 def held_bytes() -> int:
-    """Bytes of all tensors that Python objects hold, and of their gradients, each piece of memory
-    once."""
+    """Bytes of all tensors that Python objects hold, and of their gradients. Each storage counts
+    once.
+    """
     storages: dict[int, int] = {}
     for each in gc.get_objects():
         if not issubclass(type(each), Tensor):
             continue
-        # A gradient that only autograd has seen is no object of Python's until it is asked for.
+        # A gradient becomes a Python object only when it is accessed.
         grad = each.grad if each.is_leaf else None
         for held in (each, getattr(grad, "_local_tensor", grad)):
             if isinstance(held, Tensor) and type(held) in _PLAIN and held.device.type != "meta":
@@ -132,24 +133,24 @@ def held_bytes() -> int:
     return sum(storages.values())
 
 
-_PLAIN = (Tensor, nn.Parameter)  # DTensors hold such a one; fake tensors hold nothing
+_PLAIN = (Tensor, nn.Parameter)  # a DTensor contains one of these; fake tensors have no memory
 
 
 # --- collectives ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives that process groups of this rank ran, by kind ("all_gather", "all_reduce",
-    ...)."""
+    """Collectives that this rank's groups ran, by kind ("all_gather", "all_reduce", ...)."""
 
     counts: dict[str, float]
     sent_bytes: dict[str, float]
-    """What one rank must send for them, at the least: ring algorithms.
+    """Minimum number of bytes that one rank sends for them, as in ring algorithms.
 
-    An all-gather of s bytes a rank sends (n-1)s, a reduce-scatter of s bytes in (n-1)/n s, an
-    all-reduce of s bytes 2(n-1)/n s. """
+    With n ranks, an all-gather of s bytes per rank sends (n-1)s, a reduce-scatter of s bytes
+    (n-1)/n s, and an all-reduce of s bytes 2(n-1)/n s.
+    """
 
     def per_step(self, since: Traffic, steps: int) -> Traffic:
-        """The mean of each of the `steps` steps after `since`."""
+        """The mean per step of the `steps` steps after `since`."""
         counts = {
             kind: (count - since.counts.get(kind, 0)) / steps for kind, count in self.counts.items()
         }
@@ -163,14 +164,15 @@ class Traffic:
 
 
 def traffic() -> Traffic:
-    """Everything since the process started, as the process groups themselves recorded it.
+    """All collectives since the process started, as the process groups recorded them.
 
-    The flight recorder sits below every way to start a collective, Python or C++. (gloo runs a
-    reduce-scatter as an all-reduce, and it shows as one.) TORCH_FR_BUFFER_SIZE must be set before
-    the first group is made."""
+    The flight recorder covers every way to start a collective, from Python or C++. gloo runs a
+    reduce-scatter as an all-reduce, and it is recorded as one. TORCH_FR_BUFFER_SIZE must be set
+    before the first group is made.
+    """
     counts: dict[str, float] = {}
     sent: dict[str, float] = {}
-    for entry in compat.flight_record():
+    for entry in compat.flight_recorder_entries():
         kind = entry["profiling_name"].partition(":")[2].strip("_").removesuffix("_base")
         if kind != "barrier":
             counts[kind] = counts.get(kind, 0) + 1
@@ -198,7 +200,7 @@ _ITEM_BYTES = {
 
 
 def sent_bytes(kind: str, given: int) -> float:
-    """Bytes that one rank sends for a collective of this kind, given so many."""
+    """Bytes that one rank sends for a collective of this kind with an input of `given` bytes."""
     size = dist.get_world_size()
     if "gather" in kind:
         return (size - 1) * given
@@ -209,21 +211,21 @@ def sent_bytes(kind: str, given: int) -> float:
     return given
 
 
-# --- compile work ---------------------------------------------------------------------------------
+# --- time in passes -------------------------------------------------------------------------------
 @dataclass
-class Work:
-    """Time in zpasses' own passes and in the checks after them, seconds."""
+class PassTime:
+    """Seconds in zpasses' own passes, and in the checks after them."""
 
     passes_s: float = 0.0
     checks_s: float = 0.0
 
 
 @contextlib.contextmanager
-def observe_work() -> Iterator[Work]:
-    """Inside, adds up what the zpasses backend reports; stays at 0 for peers that do not use it."""
-    from zpasses.pipeline.observers import GraphLog, observe_graphs
-
-    work = Work()
+def observe_pass_time() -> Iterator[PassTime]:
+    """Add up the times that the backend reports inside the context. They stay 0 for peers without
+    it.
+    """
+    work = PassTime()
 
     def add(graph: GraphLog) -> None:
         work.passes_s += sum(record.time_us for record in graph.records) / 1e6

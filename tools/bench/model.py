@@ -1,9 +1,10 @@
-"""The model and the data that every peer trains."""
+"""The model and the data of all peers."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from pydoc_data import topics
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ __all__ = ["GPT", "Block", "ModelSize", "batches", "build_model"]
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Shape of the GPT and of one rank's batch; the defaults make 20 million parameters."""
+    """Shape of the GPT and of one rank's batch. The defaults give 20 million parameters."""
 
     width: int = 512
     layers: int = 6
@@ -26,18 +27,20 @@ class ModelSize:
     """Samples per rank and step."""
 
     def check(self) -> str | None:
-        """What is wrong with these numbers, or None."""
+        """The error in these numbers, or None."""
         if min(self.width, self.layers, self.heads, self.seq, self.batch) < 1:
             return "--width, --layers, --heads, --seq and --batch must be at least 1"
         if self.width % self.heads:
-            return f"--width {self.width} does not divide by --heads {self.heads}"
+            return f"--width {self.width} is not divisible by --heads {self.heads}"
         if self.vocab < 256:
-            return f"--vocab {self.vocab} is too small: the data are bytes, so at least 256"
+            return f"--vocab {self.vocab} is too small: the data are bytes; expected at least 256"
         return None
 
 
 class Block(nn.Module):
-    """Attention and a four times wider MLP, each behind a LayerNorm and beside a residual."""
+    """Attention and an MLP of four times the width, each after a LayerNorm and with a residual
+    connection.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -82,7 +85,7 @@ class GPT(nn.Module):
 
 
 def build_model(size: ModelSize) -> GPT:
-    """The same weights in every process."""
+    """The model, with the same weights in every process."""
     torch.manual_seed(0)
     model = GPT(size)
     for name, param in model.named_parameters():
@@ -98,16 +101,16 @@ def build_model(size: ModelSize) -> GPT:
 
 @functools.cache
 def _text() -> Tensor:
-    from pydoc_data import topics  # real English that comes with Python
-
+    # This module of the standard library contains English text.
     return torch.frombuffer(
         bytearray("\n".join(topics.topics.values()).encode()), dtype=torch.uint8
     )
 
 
 def batches(size: ModelSize, count: int, rank: int) -> list[tuple[Tensor, Tensor]]:
-    """`count` batches of one rank, each (inputs, targets) of [batch, seq]; the same in every
-    process with that rank."""
+    """`count` batches (inputs, targets) of one rank, each of shape [batch, seq]. They depend only
+    on the rank.
+    """
     text = _text()
     draw = torch.Generator().manual_seed(1 + rank)
     made = []

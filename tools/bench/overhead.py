@@ -1,7 +1,7 @@
-"""The suite "overhead": what our runtime costs per parameter and step, next to torch.compile on the
-plain model.
+"""The suite "overhead": runtime cost of zpasses per parameter and step, compared with torch.compile
+on the plain model.
 
-One rank and no collectives, and parameters so small that nothing else counts.
+There is one rank and no communication, and the parameters are so small that nothing else counts.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
+import zpasses
 from zpasses.tools.bench.launch import run_ranks
 
 __all__ = ["OverheadConfig", "OverheadReport", "OverheadResult", "run_overhead"]
@@ -38,9 +39,11 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class OverheadConfig:
+    """What to measure."""
+
     params: int = 200
     steps: int = 200
-    """Steps of a block; blocks of both models alternate."""
+    """Steps per block. Blocks of both models alternate."""
     blocks: int = 7
     stages: tuple[int, ...] = (2, 3)
     codegens: tuple[str, ...] = ("inductor", "eager")
@@ -49,19 +52,20 @@ class OverheadConfig:
 
 @dataclass(frozen=True)
 class OverheadResult:
-    """Microseconds of CPU time, which on an idle machine is wall time; medians of blocks."""
+    """Microseconds of CPU time, as medians of blocks. On an idle machine they equal wall time."""
 
     codegen: str
     stage: int
     plain_us: float
-    """A step of the plain model."""
+    """One step of the plain model."""
     step_us: float
-    """A step of the sharded one."""
+    """One step of the sharded model."""
     overhead_us: float
-    """Their difference, per parameter."""
+    """The difference per parameter."""
     parts_us: dict[str, float]
-    """The same difference where the profiler can name it; it slows, so that these are upper
-    bounds."""
+    """The parts of this difference that the profiler can name. The profiler adds time, so these are
+    upper bounds.
+    """
 
 
 @dataclass
@@ -72,10 +76,10 @@ class OverheadReport:
 
 
 def run_overhead(config: OverheadConfig) -> OverheadReport:
-    """Measure every combination of stage and codegen, each in a fresh process.
+    """Measure every combination of stage and code generator, each in a new process.
 
     Raises:
-        RankError: when one fails.
+        RankError: if a process fails.
     """
     report = OverheadReport(config, config.params)
     for codegen in config.codegens:
@@ -86,9 +90,9 @@ def run_overhead(config: OverheadConfig) -> OverheadReport:
     return report
 
 
-# --- in the process that measures -----------------------------------------------------------------
+# --- in the measured process ----------------------------------------------------------------------
 class Layer(nn.Module):
-    """One small parameter."""
+    """A layer with one small parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +103,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Many parameters, next to no work."""
+    """Many parameters, and almost no compute."""
 
     def __init__(self, params: int) -> None:
         super().__init__()
@@ -113,9 +117,7 @@ class Model(nn.Module):
 
 
 def measure(job: dict[str, Any]) -> OverheadResult:
-    """One stage and codegen, in this process."""
-    import zpasses
-
+    """Measure one stage and code generator in this process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     plain_step = _step(Model(job["params"]), backend=_PLAIN_BACKEND[job["codegen"]])
@@ -128,7 +130,7 @@ def measure(job: dict[str, Any]) -> OverheadResult:
         plain_us.append(_block_us(plain_step, job["steps"]))
         step_us.append(_block_us(step, job["steps"]))
     plain, ours = _parts_us(plain_step, job["steps"]), _parts_us(step, job["steps"])
-    differences = [sharded - alone for sharded, alone in zip(step_us, plain_us, strict=True)]
+    differences = [ours_us - base_us for ours_us, base_us in zip(step_us, plain_us, strict=True)]
     return OverheadResult(
         codegen=job["codegen"],
         stage=job["stage"],

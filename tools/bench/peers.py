@@ -1,7 +1,8 @@
-"""The peers: ways to train the same model data-parallel.
+"""The peers: ways to train the same model with data parallelism.
 
-Each builds a `Trainer` on every rank, out of the same unsharded model. Nothing else differs between
-them: the same optimizer, data and measurements."""
+Each peer builds a `Trainer` on every rank from the same unsharded model. Optimizer, data and
+measurements are the same for all peers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
+import zpasses
 from zpasses.tools.bench.model import GPT
 
 __all__ = ["PEERS", "Peer", "Trainer"]
@@ -24,18 +27,23 @@ LEARNING_RATE = 3e-4
 
 
 class Trainer:
-    """A model that is ready to train, and its optimizer."""
+    """A model that is ready to train, and its optimizer.
+
+    Args:
+        step: maps (inputs, targets) to the loss.
+        gradient_scale: factor of the loss in backward.
+    """
 
     def __init__(
         self, model: nn.Module, step: Callable[..., Tensor], gradient_scale: float = 1.0
     ) -> None:
         self.model, self._forward, self._gradient_scale = model, step, gradient_scale
-        self.unseen_bytes = 0
-        """Memory between steps that no Python object holds."""
+        self.untracked_bytes = 0
+        """Memory that no Python object holds and that is kept between steps."""
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Forward and backward; the loss of this rank's batch."""
+        """Run forward and backward. Returns the loss of this rank's batch."""
         loss = self._forward(inputs, targets)
         (loss if self._gradient_scale == 1.0 else loss * self._gradient_scale).backward()
         return loss.detach()
@@ -46,7 +54,8 @@ class Trainer:
 
     def gradient_norm(self) -> float | None:
         """Norm of the averaged gradient of the whole model, between `backward` and `update`; None
-        where the peer hides it."""
+        if the peer does not expose gradients.
+        """
         norm: Any = nn.utils.get_total_norm(
             [param.grad for param in self.model.parameters() if param.grad is not None]
         )
@@ -65,17 +74,17 @@ class Peer:
     install: str = ""
     """How to install that module."""
     ranks: int | None = None
-    """How many processes train; None: as many as asked for."""
+    """Number of processes; None is the requested number."""
     reduces: bool = True
-    """Whether gradients are averaged, so that its losses must equal the others'."""
+    """Whether gradients are averaged over ranks. If so, losses must equal those of other peers."""
 
     def missing(self) -> str | None:
-        """Why it cannot run here, or None."""
+        """Why the peer cannot run here, or None."""
         if self.needs is None:
             return None
         if importlib.util.find_spec(self.needs.partition(".")[0]) is None:
             return f"not installed: {self.install}"
-        # Tried in a process of its own: some of these packages change torch when they are imported.
+        # In a separate process, because some of these packages change torch when they are imported.
         tried = subprocess.run(
             [sys.executable, "-c", f"import {self.needs}"],
             capture_output=True,
@@ -98,16 +107,14 @@ def _ddp(model: GPT, mesh: DeviceMesh) -> Trainer:
         model, process_group=mesh.get_group(), gradient_as_bucket_view=True
     )
     trainer = Trainer(wrapped, torch.compile(wrapped))
-    trainer.unseen_bytes = sum(
+    trainer.untracked_bytes = sum(
         param.numel() * param.element_size() for param in model.parameters()
-    )  # the buckets
+    )  # DDP's buckets
     return trainer
 
 
 def _fsdp2(compiled: bool) -> Callable[[GPT, DeviceMesh], Trainer]:
     def build(model: GPT, mesh: DeviceMesh) -> Trainer:
-        from torch.distributed.fsdp import fully_shard
-
         for block in model.blocks:
             if compiled:
                 block.compile(fullgraph=True)
@@ -120,8 +127,6 @@ def _fsdp2(compiled: bool) -> Callable[[GPT, DeviceMesh], Trainer]:
 
 def _zpasses(stage: int) -> Callable[[GPT, DeviceMesh], Trainer]:
     def build(model: GPT, mesh: DeviceMesh) -> Trainer:
-        import zpasses
-
         zpasses.shard(model, mesh=mesh)
         return Trainer(
             model, torch.compile(model, backend="zpasses", options={"zero_stage": stage})
@@ -136,24 +141,25 @@ def _simple_fsdp(model: GPT, mesh: DeviceMesh) -> Trainer:
     sharded = data_parallel(model, mesh, mode="fully_shard")
     return Trainer(
         sharded, torch.compile(sharded), gradient_scale=1 / mesh.size()
-    )  # it sums gradients over ranks
+    )  # SimpleFSDP sums gradients over ranks
 
 
 class _DeepSpeedTrainer(Trainer):
-    """DeepSpeed owns backward, the update and the gradients."""
+    """DeepSpeed runs backward and the update, and owns the gradients."""
 
     def __init__(self, model: GPT, stage: int) -> None:
         import deepspeed
 
         numel = sum(param.numel() for param in model.parameters())
-        # Its buckets are allocated at their full size, by default 2 GB each.
+        # DeepSpeed allocates buckets at their full size, by default 2 GB each.
         buckets = {
             "reduce_bucket_size": numel,
             "allgather_bucket_size": numel,
             "stage3_prefetch_bucket_size": numel,
         }
         config = {
-            "train_micro_batch_size_per_gpu": 1,  # only bookkeeping: the batches are ours
+            # required, but unused: the benchmark makes the batches
+            "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": {"stage": stage, **buckets},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -189,7 +195,7 @@ PEERS: dict[str, Peer] = {
         ),
         Peer(
             "compute-all",
-            "as many such processes as ranks, at the same time",
+            "one such process per rank, at the same time",
             _compute,
             reduces=False,
         ),
@@ -218,4 +224,4 @@ PEERS: dict[str, Peer] = {
         ),
     )
 }
-"""Every peer by name, in the order in which they run."""
+"""Every peer by name, in execution order."""

@@ -1,4 +1,4 @@
-"""Tables and JSON of what was measured."""
+"""Tables and JSON of the results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _Report = (
 
 
 def write_json(path: str, suite: str, report: _Report) -> None:
-    """Everything measured, with the versions it was measured on."""
+    """Write all results, and the versions that they were measured with."""
     about = {
         "torch": torch.__version__,
         "zpasses": zpasses.__version__,
@@ -69,7 +69,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 # --- train ----------------------------------------------------------------------------------------
 def train_table(report: TrainReport) -> str:
-    """One line a peer, then the bounds and what did not run."""
+    """One line per peer, then the bounds, and the peers that were skipped or failed."""
     rows = [_train_row(result, report.config.baseline) for result in report.peers]
     lines = [
         tabulate(rows, headers="keys", missingval="-", disable_numparse=True, stralign="right")
@@ -116,15 +116,15 @@ def _bounds(report: TrainReport) -> list[str]:
             f"{times}"
         )
         lines.append(
-            "comm ms: the bytes sent, at those speeds. waste ms: step - compute - comm; below 0 "
-            "where they overlap."
+            "comm ms: time of the sent bytes at those speeds. waste ms: step - compute - comm; "
+            "negative if they overlap."
         )
     return lines
 
 
 # --- overhead -------------------------------------------------------------------------------------
 def overhead_table(report: OverheadReport) -> str:
-    """Microseconds per parameter and step, ours beside torch.compile on the plain model."""
+    """Microseconds per parameter and step, compared with torch.compile on the plain model."""
     rows = [
         {
             "codegen": result.codegen,
@@ -141,7 +141,7 @@ def overhead_table(report: OverheadReport) -> str:
 
 # --- scaling --------------------------------------------------------------------------------------
 def scaling_table(report: ScalingReport) -> str:
-    """One line a layer count; times in seconds."""
+    """One line per number of layers; times in seconds."""
     rows = [
         {
             "layers": point.layers,
@@ -169,7 +169,7 @@ def scaling_table(report: ScalingReport) -> str:
 
 # --- flatten --------------------------------------------------------------------------------------
 def flatten_table(report: FlattenReport) -> str:
-    """One line a form; the slowest or largest of all ranks."""
+    """One line per form, with the slowest or largest value of all ranks."""
     config = report.config
     rows = [
         {
@@ -196,8 +196,8 @@ def flatten_table(report: FlattenReport) -> str:
     )
     if config.device == "cpu":
         lines.append(
-            "No accelerator: the host stands in for the device. Its peak is of both sides, and "
-            "times say nothing about accelerators."
+            "No accelerator: the host stands in for the device. The peak includes both sides, and "
+            "times are no estimate for accelerators."
         )
     lines += [f"FAILED {form}: {reason}" for form, reason in report.failed.items()]
     return "\n".join(lines)
@@ -205,7 +205,7 @@ def flatten_table(report: FlattenReport) -> str:
 
 # --- buckets --------------------------------------------------------------------------------------
 def buckets_table(report: BucketsReport) -> str:
-    """One line a form and size of buckets."""
+    """One line per form and bucket size."""
     config = report.config
     rows = [
         {
@@ -239,7 +239,7 @@ def buckets_table(report: BucketsReport) -> str:
 
 # --- coalesce -------------------------------------------------------------------------------------
 def coalesce_table(report: CoalesceReport) -> str:
-    """One line a way and number of backwards; memory is above what is held between steps."""
+    """One line per way and number of backwards. Memory is above what is held between steps."""
     rows = [
         _coalesce_row(result, report.config.baseline)
         for result in sorted(report.results, key=lambda each: each.backwards)
@@ -270,7 +270,7 @@ def _coalesce_row(result: CoalesceResult, baseline: str) -> dict[str, str]:
 
 # --- startup --------------------------------------------------------------------------------------
 def startup_table(report: StartupReport) -> str:
-    """One line a command: median and extremes of its wall time."""
+    """One line per command: median and extremes of its wall time."""
     return _table(
         [
             {
@@ -286,7 +286,7 @@ def startup_table(report: StartupReport) -> str:
 
 # --- dump -----------------------------------------------------------------------------------------
 def dump_table(report: DumpReport) -> str:
-    """One line a kind of compile, and the ratio of the two in the same round."""
+    """One line per kind of compile, and the ratio of the two in the same round."""
     lines = [
         {
             "dump": "yes" if each.dumped else "no",

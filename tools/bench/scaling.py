@@ -1,7 +1,8 @@
-"""The suite "scaling": capture, trace, passes and partition of a Llama-3-70B-wide model against its
-number of layers.
+"""The suite "scaling": capture, trace, passes and partition of a model with the width of Llama 3
+70B, over its number of layers.
 
-Everything happens on fake tensors and fake ranks: nothing is allocated, computed or communicated.
+The suite uses fake tensors and a fake process group. Nothing is allocated, computed or
+communicated.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
+import zpasses
+from zpasses import compat
+from zpasses.pipeline.observers import observe_graphs
 from zpasses.tools.bench.launch import RankError, run_ranks
 
 __all__ = ["ScalingConfig", "ScalingPoint", "ScalingReport", "run_scaling"]
@@ -28,7 +32,7 @@ _WORKER = "zpasses.tools.bench.scaling"
 
 @dataclass(frozen=True)
 class ScalingConfig:
-    """The model's width is that of Llama 3 70B."""
+    """The model. Its default width is that of Llama 3 70B."""
 
     layers: tuple[int, ...] = (2, 8, 32, 80)
     stage: int = 3
@@ -41,29 +45,29 @@ class ScalingConfig:
     vocab: int = 128256
     seq: int = 128
     timeout_s: float = 600.0
-    """Limit for one layer count."""
+    """Time limit per number of layers."""
 
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One layer count; seconds and bytes."""
+    """Results for one number of layers, in seconds and bytes."""
 
     layers: int
     build_s: float
     shard_s: float
     dynamo_s: float
-    """Dynamo, and our capture of its graph."""
+    """Dynamo, and zpasses' capture of its graph."""
     trace_s: float
     """AOTAutograd's trace of forward and backward."""
     partition_s: float
     passes_s: float
     """zpasses' own passes, at all levels."""
     checks_s: float
-    """The checks after them."""
+    """The checks after passes."""
     total_s: float
-    """Dynamo, trace, partition, passes and checks."""
+    """Sum of Dynamo, trace, partition, passes and checks."""
     share: float
-    """Passes and checks over the total."""
+    """Share of passes and checks in the total, 0 to 1."""
     joint_nodes: int
     peak_rss_bytes: int
 
@@ -77,7 +81,7 @@ class ScalingReport:
 
 
 def run_scaling(config: ScalingConfig) -> ScalingReport:
-    """Measure each layer count in a fresh process."""
+    """Measure each number of layers in a new process."""
     report = ScalingReport(config)
     for layers in tqdm(config.layers):
         job = {**asdict(config), "layers": layers}
@@ -89,13 +93,10 @@ def run_scaling(config: ScalingConfig) -> ScalingReport:
     return report
 
 
-# --- in the process that measures -----------------------------------------------------------------
+# --- in the measured process ----------------------------------------------------------------------
 def measure(job: dict[str, Any]) -> ScalingPoint:
-    """One layer count, in this process."""
+    """Measure one number of layers in this process."""
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    import zpasses
-    from zpasses import compat
 
     dist.init_process_group("fake", store=compat.fake_store(), rank=0, world_size=job["ranks"])
     mesh = init_device_mesh("cpu", (job["ranks"],))
@@ -145,7 +146,7 @@ def measure(job: dict[str, Any]) -> ScalingPoint:
 
 
 class _Clock:
-    """What passes between the graphs that the backend reports, without the time of its passes."""
+    """Time between the graphs that the backend reports, without the time of its passes."""
 
     def __init__(self) -> None:
         self.spent_s: dict[str, float] = {}
@@ -153,17 +154,13 @@ class _Clock:
         self.joint_nodes = 0
 
     def running(self) -> Any:
-        from zpasses.pipeline.observers import observe_graphs
-
         self._last = time.perf_counter()
         return observe_graphs(self._see)
 
     def _see(self, graph: Any) -> None:
         passes = sum(record.time_us for record in graph.records) / 1e6
         checks = sum(record.check_us for record in graph.records) / 1e6
-        if (
-            graph.kind != "backward"
-        ):  # compiled after the forward ran, on fakes, which is no part of a compile
+        if graph.kind != "backward":  # it is compiled after the forward ran on fake tensors
             self.spent_s[graph.kind] = time.perf_counter() - self._last - passes - checks
         self.passes_s, self.checks_s = self.passes_s + passes, self.checks_s + checks
         if graph.kind == "joint":

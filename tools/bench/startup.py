@@ -1,5 +1,6 @@
-"""How long `zpasses` takes to start, beside an interpreter that does nothing and one that imports
-torch."""
+"""The suite "startup": wall time of `zpasses`, compared with an interpreter that does nothing and
+with `import torch`.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ class StartupConfig:
     """What to start, and how often."""
 
     rounds: int = 11
-    """Starts of each, interleaved; the first is not counted."""
+    """Timed starts of each command, interleaved. One earlier start is not counted."""
     dump: str | None = None
-    """A dump to list and to look at the memory of; none: only commands that read nothing."""
+    """A dump for the commands `list` and `memory`; None times only commands that read no dump."""
     timeout_s: float = 600
 
 
 @dataclass
 class StartupResult:
-    """Wall time of one command, from start to end."""
+    """Wall time of one command."""
 
     command: str
     rounds_s: list[float] = field(default_factory=list)
@@ -45,10 +46,10 @@ class StartupReport:
 
 
 def run_startup(config: StartupConfig) -> StartupReport:
-    """Start each command so many times.
+    """Start each command repeatedly.
 
     Raises:
-        RankError: when one ends with an error or takes too long.
+        RankError: if a command fails or exceeds the time limit.
     """
     commands: dict[str, Sequence[str]] = {
         "python": ["-c", "pass"],

@@ -1,4 +1,4 @@
-"""The suite "train": peers in turn, each in fresh processes, on the same model and data."""
+"""The suite "train": every peer trains the same model on the same data, each in new processes."""
 
 from __future__ import annotations
 
@@ -29,36 +29,39 @@ __all__ = [
 _WORKER = "zpasses.tools.bench.worker"
 
 LOSS_TOLERANCE = 1e-2
-"""Largest relative difference of a peer's loss from the baseline's, at any step: room for rounding,
-which AdamW amplifies."""
+"""Largest relative difference of a peer's loss to the baseline's, at any step. AdamW amplifies
+rounding errors.
+"""
 
 NORM_TOLERANCE = 1e-3
-"""The same for the norm of an early gradient, which shows a wrong scale; AdamW's losses do not."""
+"""The same for the norm of an early gradient. It shows a wrong scale, which losses under AdamW do
+not.
+"""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What to train, how long, and how often."""
+    """What to train, and how often."""
 
     size: ModelSize
     peers: tuple[str, ...]
     baseline: str
     ranks: int = 2
     steps: int = 20
-    """Timed steps of a run."""
+    """Timed steps per run."""
     warmup: int = 3
-    """Steps before those; compilation falls here."""
+    """Untimed steps before them, which include compilation."""
     rounds: int = 1
-    """Runs of every peer, interleaved, so that the ratio to the baseline is between neighbours in
-    time."""
+    """Runs per peer, interleaved, so that a peer and the baseline run close together in time."""
     timeout_s: float = 600.0
-    """Limit of one run."""
+    """Time limit of one run."""
 
 
 @dataclass
 class PeerResult:
-    """What one peer needed. Times in seconds, the slowest rank's; bytes of one rank, the
-    largest."""
+    """Results of one peer. Times are in seconds and those of the slowest rank. Bytes are the
+    largest of all ranks.
+    """
 
     peer: str
     summary: str
@@ -67,56 +70,60 @@ class PeerResult:
     step_s: float = 0.0
     """Median of the rounds."""
     ratio: float | None = None
-    """Step time over the baseline's in the same round; the median of the rounds."""
+    """Median over rounds of the step time relative to the baseline's in the same round."""
     peak_bytes: int = 0
-    """The most that a step, its update included, holds above the resting state."""
+    """Peak of a step, including its update, above the resting state."""
     backward_peak_bytes: int = 0
-    """The same without the update, whose temporaries are the optimizer's own."""
+    """The same without the update, which allocates temporaries of the optimizer."""
     resting_bytes: int = 0
-    """Held between two steps: parameters, gradients, optimizer state and whatever else."""
+    """Held between two steps: parameters, gradients, optimizer state and everything else."""
     collectives: dict[str, float] = field(default_factory=dict)
     """Collectives per step, by kind."""
     sent_bytes: dict[str, float] = field(default_factory=dict)
-    """Bytes that a rank sends per step, by kind, counted alike for all (see `measure.Traffic`)."""
+    """Bytes that a rank sends per step, by kind, counted in the same way for all peers (see
+    `measure.Traffic`).
+    """
     communication_s: float | None = None
     """Time of those bytes at the speed of one large bare collective."""
     waste_s: float | None = None
-    """Step time beyond compute and that communication; negative where they overlap."""
+    """Step time minus compute and that communication. It is negative if they overlap."""
     compile_s: float = 0.0
-    """What the first steps of the first round took beyond a later one, caches cold."""
+    """Time of the first steps of the first round, with cold caches, minus the time of later steps.
+    """
     passes_s: float = 0.0
     """Time in zpasses' own passes in that round."""
     checks_s: float = 0.0
     """Time in the checks after them."""
     passes_share: float = 0.0
-    """Passes and checks over compile time."""
+    """Share of passes and checks in the compile time."""
     losses: list[float] = field(default_factory=list)
-    """Mean over ranks, of every step from the first."""
+    """Mean over ranks, for every step from the first."""
     gradient_norm: float | None = None
-    """After the first steps; None where the peer does not tell."""
+    """Norm after the first steps; None if the peer does not expose gradients."""
 
 
 @dataclass
 class TrainReport:
-    """All that was measured."""
+    """All results."""
 
     config: TrainConfig
     bounds: dict[str, Any]
     """Bare collectives over the bytes of all parameters: "bytes", and by kind "time_s" and
-    "sent_bytes"."""
+    "sent_bytes".
+    """
     compute_s: float | None
-    """Step time without communication, with as many processes as ranks at work if that was
-    measured."""
+    """Step time without communication, with one process per rank if that was measured."""
     peers: list[PeerResult]
     skipped: dict[str, str]
     """Peer -> why it cannot run here."""
     failed: dict[str, str]
-    """Peer -> the end of its log, or how what it trains differs."""
+    """Peer -> the end of its log, or how its training differs."""
 
 
 def run_train(config: TrainConfig) -> TrainReport:
-    """Measure every peer that is installed; those that fail are reported, and do not stop the
-    others."""
+    """Measure every peer that is installed. A peer that fails is reported and does not stop the
+    others.
+    """
     chosen = [PEERS[name] for name in config.peers]
     skipped = {peer.name: reason for peer in chosen if (reason := peer.missing())}
     results = {
@@ -180,10 +187,11 @@ def _run(
     return run_ranks(_WORKER, job, ranks=ranks, timeout_s=config.timeout_s, env=env)
 
 
-# --- what the numbers say together ----------------------------------------------------------------
+# --- comparisons ----------------------------------------------------------------------------------
 def _relate(report: TrainReport) -> None:
-    """Fill in what follows from several peers: ratios, communication, waste; and find who trains
-    something else."""
+    """Compute ratios, communication and waste from the results of several peers, and find peers
+    whose training differs.
+    """
     by_name = {result.peer: result for result in report.peers}
     compute = by_name.get("compute-all") or by_name.get("compute")
     baseline = by_name.get(report.config.baseline)
@@ -221,8 +229,11 @@ def _bare_time(sent_bytes: Mapping[str, float], bounds: Mapping[str, Any]) -> fl
 
 def _difference(result: PeerResult, reference: PeerResult) -> str | None:
     for step, (ours, theirs) in enumerate(zip(result.losses, reference.losses, strict=True)):
-        if not abs(ours - theirs) <= LOSS_TOLERANCE * abs(theirs):  # also where one is not a number
-            return f"trains something else than {reference.peer}: loss {ours:.6f} instead of {theirs:.6f} at step {step}"
+        if not abs(ours - theirs) <= LOSS_TOLERANCE * abs(theirs):  # also true for NaN
+            return (
+                f"training differs from {reference.peer}: loss {ours:.6f} instead of {theirs:.6f} "
+                f"at step {step}"
+            )
     ours_norm, theirs_norm = result.gradient_norm, reference.gradient_norm
     if (
         ours_norm is None
@@ -230,4 +241,7 @@ def _difference(result: PeerResult, reference: PeerResult) -> str | None:
         or abs(ours_norm - theirs_norm) <= NORM_TOLERANCE * theirs_norm
     ):
         return None
-    return f"trains something else than {reference.peer}: gradient norm {ours_norm:.6f} instead of {theirs_norm:.6f}"
+    return (
+        f"training differs from {reference.peer}: gradient norm {ours_norm:.6f} instead of "
+        f"{theirs_norm:.6f}"
+    )

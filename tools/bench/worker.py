@@ -1,9 +1,10 @@
-"""One rank of one training measurement: `python -m zpasses.tools.bench.worker JOB RESULT`, started
-by `launch.run_ranks`.
+"""One rank of a training measurement: `python -m zpasses.tools.bench.worker JOB RESULT`, started by
+`launch.run_ranks`.
 
-A job says what to do: "time" trains and takes times, losses and collectives; "memory" trains three
-steps and watches the memory of the process in a fourth; "bounds" times bare collectives over the
-bytes of all parameters."""
+The job's kind selects what to do. "time" trains and records times, losses and collectives. "memory"
+trains three steps and measures the memory of the process in a fourth. "bounds" times bare
+collectives over the bytes of all parameters.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zpasses.tools.bench.measure import (
     ResidentMemory,
     held_bytes,
-    observe_work,
+    observe_pass_time,
     sent_bytes,
     traffic,
 )
@@ -53,7 +54,7 @@ def _time(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str, A
     data = batches(size, warmup + steps, dist.get_rank())
     losses: list[Tensor] = []
     times = []
-    with observe_work() as work:
+    with observe_pass_time() as work:
         trainer = PEERS[job["peer"]].build(build_model(size), mesh)
         for number, batch in enumerate(data):
             if number == warmup:
@@ -77,7 +78,7 @@ def _time(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str, A
 
 
 def _memory(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str, Any]:
-    """Bytes held between steps and the most that a step adds, and the norm of its gradient."""
+    """Bytes held between steps, the peak that a step adds, and the norm of its gradient."""
     data = batches(size, _MEMORY_WARMUP + 1, dist.get_rank())
     trainer = PEERS[job["peer"]].build(build_model(size), mesh)
     for batch in data[:-1]:
@@ -85,11 +86,9 @@ def _memory(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str,
         norm = trainer.gradient_norm()
         trainer.update()
     dist.barrier()
-    gc.collect()  # compiling leaves cycles behind, which hold tensors
-    time.sleep(
-        _SETTLE_S
-    )  # gloo's threads let go of a collective's tensors only after it is awaited
-    resting = held_bytes() + trainer.unseen_bytes
+    gc.collect()  # compiling leaves reference cycles that hold tensors
+    time.sleep(_SETTLE_S)  # gloo's threads release a collective's tensors some time after its wait
+    resting = held_bytes() + trainer.untracked_bytes
     memory = ResidentMemory()
     trainer.backward(*data[-1])
     backward_peak = memory.peak_bytes()
@@ -104,7 +103,8 @@ def _memory(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str,
 
 def _bounds(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str, Any]:
     """Median seconds of one collective over the bytes of all parameters, and what a rank sends for
-    it."""
+    it.
+    """
     ranks = dist.get_world_size()
     rows = -(-sum(param.numel() for param in build_model(size).parameters()) // ranks)
     full, part = torch.zeros(rows * ranks), torch.zeros(rows)

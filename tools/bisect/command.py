@@ -1,4 +1,4 @@
-"""`zpasses bisect`."""
+"""The command `zpasses bisect`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from zpasses.tools.cli.common import explained
+from zpasses.tools.bisect.run import BisectRequest, run_bisect
+from zpasses.tools.cli.common import errors_as_messages
 
 __all__ = ["bisect"]
 
@@ -22,14 +23,14 @@ __all__ = ["bisect"]
     type=click.FloatRange(min=0),
     default=1e-3,
     show_default=True,
-    help="How far values may lie from the run without passes, relative to their tensor's norm.",
+    help="Largest difference to the run without passes, relative to the norm of each tensor.",
 )
 @click.option(
     "--calls",
     type=click.IntRange(min=1),
     default=32,
     show_default=True,
-    help="Compiled calls to compare, of each rank.",
+    help="Number of compiled calls to compare on each rank.",
 )
 @click.option(
     "--timeout",
@@ -38,7 +39,7 @@ __all__ = ["bisect"]
     type=click.FloatRange(min=1),
     default=1800.0,
     show_default=True,
-    help="Of one run.",
+    help="Time limit of one run.",
 )
 @click.option(
     "-o",
@@ -46,11 +47,11 @@ __all__ = ["bisect"]
     "out",
     metavar="DIR",
     type=click.Path(path_type=Path),
-    help="Keep the log and the dump of every run here.",
+    help="Folder to keep the log and the dump of every run.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print plain values instead of text.")
 @click.pass_context
-@explained
+@errors_as_messages
 def bisect(
     context: click.Context,
     command: tuple[str, ...],
@@ -63,12 +64,10 @@ def bisect(
     """Find the first pass after which a run goes wrong.
 
     SCRIPT is a Python file with its arguments, or a command such as `torchrun --nproc-per-node 2
-    train.py`. It is run without passes, then with one pass more each time. A run goes wrong if it
-    fails, hangs, or if what its compiled calls return (outputs and gradients) differs from the run
-    without passes. The script should be short and seeded. Ends with status 1 if a pass was found.
+    train.py`. It runs without passes, and then with one more pass each time. A run is wrong if it
+    fails, hangs, or if its compiled calls return other outputs or gradients than without passes.
+    The script should be short and should set its seeds. The exit status is 1 if a pass was found.
     """
-    from zpasses.tools.bisect.run import BisectRequest, run_bisect
-
     request = BisectRequest(
         command, tolerance, calls, timeout_s, None if out is None else out.absolute()
     )
@@ -76,10 +75,10 @@ def bisect(
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(report), indent=1))
     elif report.culprit is None:
-        click.echo(f"No pass changes the run: {report.reason}.")
+        click.echo(f"No pass breaks the run: {report.reason}.")
     else:
         click.echo(
-            f"First wrong after pass {report.culprit + 1} of {len(report.passes)}: "
+            f"The run first goes wrong after pass {report.culprit + 1} of {len(report.passes)}: "
             f"{report.passes[report.culprit]}\n{report.reason}"
         )
         if report.tail:

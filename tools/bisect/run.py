@@ -1,5 +1,6 @@
-"""Run a program again and again, with one pass more each time, until it goes wrong. Loads no torch;
-the program does."""
+"""Runs a program repeatedly, with one more pass each time, until it goes wrong. Only the program
+imports torch.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +25,27 @@ _TAIL_LINES = 25
 
 
 class BisectError(ZpassesError):
-    """The program says nothing about passes: it compiles nothing with zpasses, fails without passes
-    too, or is not repeatable."""
+    """Bisection is impossible: the program compiles nothing with zpasses, fails without passes too,
+    or is not deterministic.
+    """
 
 
 @dataclass(frozen=True)
 class BisectRequest:
-    """What to run, and what counts as wrong."""
+    """The program to run, and the criteria for a wrong run."""
 
     command: tuple[str, ...]
     """A Python file with its arguments, or any command: ("torchrun", "--nproc-per-node", "2",
-    "train.py")."""
+    "train.py").
+    """
     tolerance: float = 1e-3
-    """How far what compiled calls return may lie from the unlowered run, relative to the norm of
-    each tensor."""
+    """Largest difference of returned values to the run without passes, relative to the norm of each
+    tensor.
+    """
     calls: int = 32
-    """Compiled calls to compare, forwards and backwards of each rank counted together."""
+    """Number of compiled calls to compare on each rank, forwards and backwards counted together."""
     timeout_s: float = 1800.0
-    """Of one run; one that takes longer went wrong."""
+    """Time limit of one run. A run that exceeds it is wrong."""
     out: Path | None = None
     """Folder for the log and the dump of every run; None keeps nothing."""
 
@@ -51,64 +55,70 @@ class TrialOutcome:
     """One run of the program."""
 
     passes: int | None
-    """How many passes ran; None is all."""
+    """Number of passes that ran; None is all."""
     failure: str | None
-    """Why it counts as wrong by itself: its exit status, or its time."""
+    """The exit status or the timeout that makes the run wrong; None if the program ended normally.
+    """
     seconds: float
     journals: Mapping[str, Journal]
     tail: str
-    """The end of what it printed."""
+    """The last lines of its output."""
 
 
 @dataclass(frozen=True)
 class BisectReport:
-    """What was found."""
+    """The result of a bisection."""
 
     passes: tuple[str, ...]
-    """The passes in the order in which they run, as text; of several pipelines, each place with all
-    of them."""
+    """The passes as text, in execution order. If there are several pipelines, each entry has the
+    passes of all of them.
+    """
     culprit: int | None
-    """Index of the first pass after which the run goes wrong; None if none does."""
+    """Index of the first pass after which the run is wrong; None if there is none."""
     reason: str
-    """What goes wrong then."""
+    """How the run is wrong, or why no pass was found."""
     tail: str = ""
-    """The end of what that run printed, if it failed."""
+    """The last lines of that run's output, if it failed."""
     runs: int = 0
+    """Number of runs."""
 
 
-def run_bisect(request: BisectRequest, say: Callable[[str], None] = lambda _: None) -> BisectReport:
-    """Find the first pass after which a program fails, or returns something else than without
-    passes.
+def run_bisect(
+    request: BisectRequest, on_progress: Callable[[str], None] = lambda _: None
+) -> BisectReport:
+    """Find the first pass after which a program fails, or returns other values than without passes.
 
     Args:
-        say: told of each run.
+        on_progress: receives a line of progress for each run.
 
     Raises:
-        BisectError: see there.
+        BisectError: if bisection is impossible, or the folder cannot be used.
     """
     with contextlib.ExitStack() as stack:
         folder = request.out or Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="zpasses-bisect-"))
         )
         if request.out is not None:
-            _make(request.out)
-        return _Bisection(request, folder, say).run()
+            _create_empty(request.out)
+        return _Bisection(request, folder, on_progress).run()
 
 
-def _make(folder: Path) -> None:
+def _create_empty(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise BisectError(f"{folder} is not empty; name a new folder with -o.")
     except OSError as error:
         raise BisectError(
-            f"{folder} cannot be made: {error.strerror}; name another folder with -o."
+            f"{folder} cannot be created: {error.strerror}; name another folder with -o."
         ) from error
 
 
 class _Bisection:
-    def __init__(self, request: BisectRequest, folder: Path, say: Callable[[str], None]) -> None:
-        self._request, self._folder, self._say = request, folder, say
+    def __init__(
+        self, request: BisectRequest, folder: Path, on_progress: Callable[[str], None]
+    ) -> None:
+        self._request, self._folder, self._on_progress = request, folder, on_progress
         self._runs = 0
 
     def run(self) -> BisectReport:
@@ -122,22 +132,22 @@ class _Bisection:
         reference = self._try("no passes", 0)
         if reference.failure:
             raise BisectError(
-                f"the program {reference.failure} without any passes too, so no pass is to "
-                f"blame:\n{reference.tail}"
+                f"the program {reference.failure} without passes too, so no pass is the "
+                f"cause:\n{reference.tail}"
             )
         if self._wrong(whole, reference) is None:
             return BisectReport(
-                passes, None, "the run with all passes is as the one without", runs=self._runs
+                passes, None, "the runs with all passes and without passes agree", runs=self._runs
             )
-        again = self._try("no passes, again", 0)
+        again = self._try("no passes, repeated", 0)
         unlike = again.failure or first_difference(
             reference.journals, again.journals, self._request.tolerance
         )
         if unlike:
             raise BisectError(
-                f"two runs without passes are not alike ({unlike}), so nothing can be compared. "
+                f"two runs without passes differ ({unlike}), so runs cannot be compared. "
                 "Seed all random numbers "
-                "(torch.manual_seed), or allow more with --tolerance."
+                "(torch.manual_seed), or set a larger --tolerance."
             )
         for count in range(1, len(passes) + 1):
             outcome = (
@@ -148,7 +158,7 @@ class _Bisection:
                 return BisectReport(
                     passes, count - 1, wrong, outcome.tail if outcome.failure else "", self._runs
                 )
-        raise AssertionError("the last of the runs is the one with all passes, which went wrong")
+        raise AssertionError("the run with all passes is wrong, but no prefix of the passes is")
 
     def _wrong(self, outcome: TrialOutcome, reference: TrialOutcome) -> str | None:
         if outcome.failure:
@@ -159,7 +169,7 @@ class _Bisection:
         self._runs += 1
         folder = self._folder / f"{self._runs:02d}-{'all' if passes is None else passes}-passes"
         folder.mkdir()
-        self._say(f"run {self._runs}: {what}")
+        self._on_progress(f"run {self._runs}: {what}")
         environment = {
             **os.environ,
             "ZPASSES_BISECT": json.dumps(
@@ -176,7 +186,7 @@ class _Bisection:
             self._request.timeout_s,
         )
         seconds = time.monotonic() - started
-        self._say(f"       {failure or 'ended well'}, {seconds:.0f} s")
+        self._on_progress(f"       {failure or 'ended normally'}, {seconds:.0f} s")
         return TrialOutcome(passes, failure, seconds, read_journals(folder), tail)
 
 
@@ -196,7 +206,7 @@ def _passes(journals: Mapping[str, Journal]) -> tuple[str, ...]:
 def _command(command: Sequence[str]) -> list[str]:
     if command[0].endswith(".py"):
         return [sys.executable, *command]
-    if command[0] == "torchrun":  # of this environment, which need not be on PATH
+    if command[0] == "torchrun":  # the torchrun of this environment, which may not be on PATH
         return [sys.executable, "-m", "torch.distributed.run", *command[1:]]
     return list(command)
 
@@ -204,7 +214,7 @@ def _command(command: Sequence[str]) -> list[str]:
 def _execute(
     command: list[str], environment: Mapping[str, str], log: Path, timeout_s: float
 ) -> tuple[str | None, str]:
-    """(what went wrong, the end of the output)."""
+    """(failure or None, the last lines of the output)."""
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(
@@ -217,7 +227,8 @@ def _execute(
             )
         except OSError as error:
             raise BisectError(
-                f"{command[0]} cannot be run: {error.strerror}; give a Python file, or a command, "
+                f"{command[0]} cannot be run: {error.strerror}; expected a Python file or a "
+                "command, "
                 "with its arguments."
             ) from error
         try:
@@ -233,7 +244,8 @@ def _execute(
             failure = f"did not end within {timeout_s:g} s"
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # the ranks that it started, too
+                # the process group includes the ranks that it started
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     lines = log.read_text(errors="replace").splitlines()
     return failure, "\n".join(lines[-_TAIL_LINES:])

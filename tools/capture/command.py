@@ -1,4 +1,6 @@
-"""`zpasses capture`. Torch is imported when the command runs."""
+"""The command `zpasses capture`. It imports torch when it runs, so that `zpasses --help` stays
+quick.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 
 import click
 
-from zpasses.tools.cli.common import CommandError, explained
+from zpasses.tools.cli.common import CommandError, errors_as_messages
 
 __all__ = ["capture"]
 
@@ -32,7 +34,7 @@ def _arguments(
 def _ranks(context: click.Context, option: click.Parameter, value: str) -> tuple[int, ...]:
     parts = [part.strip() for part in value.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise click.BadParameter(f"got {value!r}; expected numbers: 0,3.")
+        raise click.BadParameter(f"got {value!r}; expected rank numbers such as 0,3.")
     return tuple(map(int, parts))
 
 
@@ -60,16 +62,16 @@ def _ranks(context: click.Context, option: click.Parameter, value: str) -> tuple
     default="0",
     show_default=True,
     callback=_ranks,
-    help="Capture as these ranks.",
+    help="Ranks to capture, one after another.",
 )
 @click.option(
     "--target",
-    help='Hardware to plan for: "mi300x", "h100,ranks_per_node=4". By default what is here.',
+    help='Hardware to plan for: "mi300x", "h100,ranks_per_node=4". Default: this machine.',
 )
 @click.option(
     "--zero-stage",
     type=click.IntRange(1, 3),
-    help="Which named pipeline to run; 3 without --pipeline.",
+    help="Named pipeline to run. Default: 3, unless --pipeline is given.",
 )
 @click.option(
     "--pipeline",
@@ -81,15 +83,17 @@ def _ranks(context: click.Context, option: click.Parameter, value: str) -> tuple
     metavar="NAME=VALUE",
     multiple=True,
     callback=_arguments,
-    help="Argument of the function; repeatable.",
+    help="Keyword argument of the function. Can be repeated.",
 )
 @click.option("--param-dtype", metavar="DTYPE", help="Gather parameters in this dtype: bfloat16.")
 @click.option("--reduce-dtype", metavar="DTYPE", help="Reduce gradients in this dtype: float32.")
 @click.option(
-    "--train/--no-train", default=True, help="Forward and backward, or a call without gradients."
+    "--train/--no-train",
+    default=True,
+    help="Capture forward and backward, or a call without gradients.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print plain values instead of text.")
-@explained
+@errors_as_messages
 def capture(
     function: str,
     out: Path,
@@ -106,9 +110,10 @@ def capture(
 ) -> None:
     """Capture a training step for any number of ranks, without running it.
 
-    MODULE:FUNCTION (or FILE.py:FUNCTION) returns (model, inputs), or (model, inputs, loss). It is
-    called on fake tensors, so that a model of any size can be built on this machine. The model is
-    sharded, captured and taken through the passes; every graph is in the dump."""
+    MODULE:FUNCTION (or FILE.py:FUNCTION) returns (model, inputs) or (model, inputs, loss). It is
+    called on fake tensors, so a model of any size can be built on this machine. The model is
+    sharded, captured and rewritten by the passes. The dump contains every graph.
+    """
     import torch
 
     from zpasses.option_values import parse_value
@@ -116,9 +121,7 @@ def capture(
 
     given = {"zero_stage": zero_stage, "pipeline": pipeline, "target": target}
     if zero_stage is not None and pipeline is not None:
-        raise CommandError(
-            "--zero-stage and --pipeline are two ways to say one thing; give one of them."
-        )
+        raise CommandError("--zero-stage and --pipeline exclude each other; give only one of them.")
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     shard = {
         key: parse_value(text, torch.dtype, f"--{key.replace('_', '-')}")
@@ -147,5 +150,6 @@ def capture(
         f"{report.peak_rss_bytes / 2**30:.1f} GiB"
     )
     click.echo(
-        f"Look at it: zpasses list {out}; zpasses memory {out}; zpasses html {out} -o report.html"
+        f"Inspect it with: zpasses list {out}; zpasses memory {out}; zpasses html {out} -o "
+        "report.html"
     )

@@ -1,13 +1,13 @@
-"""Build, shard, compile and "run" a model on fake tensors in a fake process group: nothing is
+"""Builds, shards, compiles and "runs" a model on fake tensors in a fake process group. Nothing is
 allocated, computed or communicated.
 
 A capture names a function, `MODULE:FUNCTION` or `FILE.py:FUNCTION`. It is called on fake tensors,
 as one rank of the fake process group, and returns `(model, inputs)` or `(model, inputs, loss)`:
 
-    model    an nn.Module. It is sharded over all ranks unless it has DTensor parameters already.
+    model    an nn.Module. It is sharded over all ranks unless it has DTensor parameters.
     inputs   a tensor, a tuple of positional arguments, or a dict of keyword arguments
-    loss     called with what the model returns, gives the scalar to differentiate. Without it, the result's `loss` is taken if it has one,
-             else the sum of all its differentiable tensors.
+    loss     maps the model's result to the scalar to differentiate. Without it, the result's
+             attribute `loss` is used, or else the sum of all differentiable tensors of the result.
 """
 
 from __future__ import annotations
@@ -31,62 +31,65 @@ from torch.distributed.tensor import DTensor
 
 import zpasses
 from zpasses import compat
-from zpasses.errors import OptionError, ZpassesError, nearest
+from zpasses.errors import OptionError, ZpassesError, suggestion
 from zpasses.testing.worlds import fake_world
 
 __all__ = ["CaptureError", "CaptureReport", "CaptureRequest", "load", "run_capture"]
 
 
 class CaptureError(ZpassesError):
-    """The function cannot be found, or does not return what a capture needs, or the model cannot be
-    captured."""
+    """The function cannot be found or returns something unexpected, or the model cannot be
+    captured.
+    """
 
 
 @dataclass(frozen=True)
 class CaptureRequest:
-    """What to capture, for whom."""
+    """What to capture, and for which ranks and hardware."""
 
     function: str
     """`MODULE:FUNCTION` or `FILE.py:FUNCTION`."""
     out: Path
-    """The dump's folder."""
+    """Folder of the dump."""
     world: int = 8
-    """Ranks of the fake process group."""
+    """Number of ranks of the fake process group."""
     ranks: tuple[int, ...] = (0,)
-    """As which of them to capture, one after the other."""
+    """Ranks to capture, one after another."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function."""
     train: bool = True
-    """Forward and backward; False captures a call without gradients."""
+    """Capture forward and backward; False captures a call without gradients."""
     shard: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of zpasses.shard: param_dtype, reduce_dtype."""
+    """Keyword arguments of `zpasses.shard`: param_dtype, reduce_dtype."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the backend: zero_stage, pipeline, target, ..."""
+    """Options of the backend: zero_stage, pipeline, target, ..."""
 
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What a capture took."""
+    """The cost of a capture."""
 
     seconds: Mapping[str, float]
-    """build, shard, step (Dynamo, tracing, passes, checks, dump), of all ranks together."""
+    """Seconds of "build", "shard" and "step" (Dynamo, tracing, passes, checks, dump), summed over
+    ranks.
+    """
     peak_rss_bytes: int
-    """Of this process, from its start."""
+    """Peak resident memory of this process since its start."""
 
 
 def run_capture(request: CaptureRequest) -> CaptureReport:
-    """Capture, run the passes, and dump.
+    """Capture, run the passes, and write the dump.
 
     Raises:
-        CaptureError: see there; the exception of the function or of torch is its cause.
+        CaptureError: if the function or the model fails. The original exception is its cause.
         OptionError: for options that the backend does not know.
-        PassError: when a pass fails; the graph before it is in the dump.
-        DumpError: when the folder cannot take a dump.
+        PassError: if a pass fails. The dump has the graph before it.
+        DumpError: if the dump cannot be written to the folder.
     """
     if not all(0 <= rank < request.world for rank in request.ranks):
         raise OptionError(
-            f"capture: ranks {request.ranks} of a world of {request.world}; expected numbers from "
-            f"0 to {request.world - 1}."
+            f"capture: got ranks {request.ranks}; expected numbers from 0 to "
+            f"{request.world - 1} in a world of {request.world}."
         )
     function = load(request.function)
     _check_arguments(request.function, function, request.arguments)
@@ -109,12 +112,13 @@ def load(name: str) -> Callable[..., Any]:
     """The function that `MODULE:FUNCTION` or `FILE.py:FUNCTION` names.
 
     Raises:
-        CaptureError: where there is none.
+        CaptureError: if it does not exist or cannot be imported.
     """
     place, colon, attribute = name.rpartition(":")
     if not colon or not place or not attribute.isidentifier():
         raise CaptureError(
-            f"{name!r} names no function; expected MODULE:FUNCTION or FILE.py:FUNCTION, as in "
+            f"{name!r} does not name a function; expected MODULE:FUNCTION or FILE.py:FUNCTION, as "
+            "in "
             "train.model:build."
         )
     if os.getcwd() not in sys.path:
@@ -129,7 +133,8 @@ def load(name: str) -> Callable[..., Any]:
         raise
     except Exception as error:
         raise CaptureError(
-            f"{place} cannot be imported: {type(error).__name__}: {error}. Run where it can be."
+            f"{place} cannot be imported: {type(error).__name__}: {error}. Run the command "
+            "where the import works."
         ) from error
     found = getattr(module, attribute, None)
     if not callable(found):
@@ -138,7 +143,9 @@ def load(name: str) -> Callable[..., Any]:
             for key, value in vars(module).items()
             if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
-        raise CaptureError(f"{place} has no function {attribute!r}.{nearest(attribute, functions)}")
+        raise CaptureError(
+            f"{place} has no function {attribute!r}.{suggestion(attribute, functions)}"
+        )
     return found  # type: ignore[no-any-return]
 
 
@@ -151,7 +158,7 @@ def _module_of_file(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and torch look modules up
+    sys.modules[path.stem] = module  # dataclasses and torch look up modules by name
     sys.path.insert(0, str(path.parent.resolve()))
     spec.loader.exec_module(module)
     return module
@@ -191,7 +198,7 @@ def _capture_rank(
             try:
                 _step(compiled, inputs, loss if request.train else None, request.train)
             except Exception as error:
-                raise _explained(error) from error
+                raise _unwrapped_error(error) from error
     torch.compiler.reset()
 
 
@@ -199,8 +206,8 @@ def _unpacked(name: str, made: Any) -> tuple[nn.Module, Any, Callable[[Any], Any
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
         what = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
         raise CaptureError(
-            f"{name} returned {what}; expected (model, inputs) or (model, inputs, loss), model an "
-            "nn.Module."
+            f"{name} returned {what}; expected (model, inputs) or (model, inputs, loss), where "
+            "model is an nn.Module."
         )
     model, inputs, *loss = made
     if not isinstance(inputs, (Tensor, tuple, list, dict)):
@@ -230,14 +237,14 @@ def _step(compiled: Any, inputs: Any, loss: Callable[[Any], Any] | None, train: 
     )
     if not ends or not all(isinstance(end, Tensor) and end.requires_grad for end in ends):
         raise CaptureError(
-            "nothing that the model returned has a gradient; return a loss function as third "
-            "value, or use --no-train."
+            "no result of the model requires a gradient; return a loss function as third value, or "
+            "use --no-train."
         )
     torch.autograd.backward([end.sum() for end in ends])
 
 
-def _explained(error: Exception) -> Exception:
-    inner = compat.wrapped_error(error) or error
+def _unwrapped_error(error: Exception) -> Exception:
+    inner = compat.inner_exception(error) or error
     if isinstance(inner, (ZpassesError, OptionError)):
         return inner if isinstance(inner, Exception) else error
     return CaptureError(f"the step failed on fake tensors: {type(inner).__name__}: {inner}")

@@ -1,8 +1,9 @@
-"""The command line, `zpasses`: what passes did to graphs, captures of runs that are not here, the
-pass that broke a run.
+"""The command line `zpasses`: inspect dumps, list passes, capture training steps, and bisect
+passes.
 
-Exit codes: 0; 1 from `diff` when graphs differ, and from `bisect` when a pass was found; 2 when
-something cannot be done, and the message says what to do."""
+Exit codes: 0 for success; 1 from `diff` if graphs differ, and from `bisect` if a pass was found; 2
+for an error, whose message says what to do.
+"""
 
 from zpasses.tools.cli.main import main
 

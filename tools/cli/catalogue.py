@@ -1,16 +1,21 @@
-"""The catalogue of passes as pages. This needs torch, because passes are made of it."""
+"""Pages about the installed passes. This module imports torch, because passes depend on it."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import textwrap
 from typing import Any
 
-from zpasses.errors import OptionError, nearest
+import torch
+from torch import nn
+
+from zpasses.errors import OptionError, suggestion
 from zpasses.inspect.view import Code, Table, View, table
-from zpasses.option_values import describe, field_types, format_value
+from zpasses.option_values import describe_type, field_types, format_value
 from zpasses.pipeline.pipeline import Level, Pass, Pipeline, catalogue
+from zpasses.testing import capture_graphs, listing
 
 __all__ = ["all_passes_view", "pass_view"]
 
@@ -19,12 +24,13 @@ _EXAMPLES = {
     "cache-params": "cache-params",
     "merge-reads": "merge-reads",
 }
-"""Passes of the small example that want other options than in the named pipelines, to have
-something to show."""
+"""Passes for which the example uses other options than the named pipelines, so that the pass
+changes something in a small model.
+"""
 
 
 def all_passes_view() -> View:
-    """Every installed pass, and the named pipelines."""
+    """All installed passes, and the named pipelines."""
     known = catalogue()
     rows, data = [], []
     for name, entry in known.items():
@@ -44,23 +50,23 @@ def all_passes_view() -> View:
     parts = (
         table(("pass", "level", "what it does", "options"), rows),
         table(("pipeline", "passes"), pipelines),
-        "zpasses passes NAME shows a pass with the graph before and after.",
+        "zpasses passes NAME shows one pass and the graph before and after it.",
     )
     return View("", parts, {"passes": data, "pipelines": dict(pipelines)})
 
 
 def pass_view(name: str) -> View:
-    """One pass: what it does, its options, and a small graph before and after it.
+    """One pass: its documentation, its options, and a small graph before and after it.
 
     Raises:
-        OptionError: for a name that is not known.
+        OptionError: if there is no pass of this name.
     """
     entry = catalogue().get(name)
     if entry is None:
-        raise OptionError(f"no pass is called {name!r}.{nearest(name, catalogue())}")
+        raise OptionError(f"there is no pass {name!r}.{suggestion(name, catalogue())}")
     if isinstance(entry, Pipeline):
         passes = [str(each) for each in entry]
-        return View(name, (f"A named pipeline: {entry}",), {"name": name, "passes": passes})
+        return View(name, (f"This is a named pipeline: {entry}",), {"name": name, "passes": passes})
     options = _options(entry)
     document = inspect.getdoc(inspect.getmodule(entry)) or inspect.getdoc(entry) or ""
     parts: list[Table | Code | str] = [document]
@@ -99,7 +105,7 @@ def _options(entry: type[Pass]) -> list[dict[str, Any]]:
     return [
         {
             "name": field.name,
-            "type": describe(kinds[field.name]),
+            "type": describe_type(kinds[field.name]),
             "default": "(required)"
             if field.default is dataclasses.MISSING
             else format_value(field.default),
@@ -110,9 +116,7 @@ def _options(entry: type[Pass]) -> list[dict[str, Any]]:
 
 
 def _field_docs(entry: type[Pass]) -> dict[str, str]:
-    """Field -> the text that stands under it; empty where there is no source."""
-    import ast
-
+    """Field -> its docstring; empty if the source is not available."""
     try:
         body = ast.parse(textwrap.dedent(inspect.getsource(entry))).body[0]
     except (OSError, SyntaxError):
@@ -133,10 +137,9 @@ def _field_docs(entry: type[Pass]) -> dict[str, str]:
 
 # --- the example ----------------------------------------------------------------------------------
 def _example(name: str, entry: type[Pass]) -> list[tuple[str, str, str]]:
-    """(graph, listing before, listing after) for the graphs of a small model on two ranks that the
-    pass changes."""
-    from zpasses.testing import listing
-
+    """(title, listing before, listing after) of each graph that the pass changes in a small model
+    on two ranks.
+    """
     pipeline = _pipeline_to(name)
     if pipeline is None:
         return []
@@ -163,7 +166,9 @@ def _kinds(level: Level) -> tuple[str, ...]:
 
 
 def _pipeline_to(name: str) -> list[Pass] | None:
-    """The first named pipeline that has the pass, up to it; None if none has."""
+    """The passes of the first named pipeline that contains the pass, up to the pass; None if there
+    is none.
+    """
     for pipeline in ("zero3", "zero2"):
         passes = list(Pipeline.parse(pipeline))
         at = next((at for at, each in enumerate(passes) if each.name == name), None)
@@ -173,11 +178,7 @@ def _pipeline_to(name: str) -> list[Pass] | None:
 
 
 def _captured(passes: list[Pass]) -> tuple[int, dict[str, Any]]:
-    """Changes of the last pass, and the graphs after all of them."""
-    import torch
-    from torch import nn
-
-    from zpasses.testing import capture_graphs
+    """Number of changes of the last pass, and the graphs after all passes."""
 
     class Example(nn.Module):
         def __init__(self) -> None:
@@ -185,7 +186,7 @@ def _captured(passes: list[Pass]) -> tuple[int, dict[str, Any]]:
             self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(2):  # so that there are reads to merge
+            for _ in range(2):  # so that merge-reads has something to merge
                 x = self.down(self.up(x).relu())
             return x
 

@@ -1,4 +1,4 @@
-"""What the commands share: arguments, output, and errors as messages."""
+"""Shared parts of the commands: arguments, output, and error messages."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any, TypeVar
 
 import click
 
-from zpasses.errors import OptionError, ZpassesError
-from zpasses.inspect.view import View
+from zpasses.errors import OptionError, ZpassesError, suggestion
+from zpasses.inspect.view import View, printable
 
 __all__ = [
     "CommandError",
-    "Group",
+    "CommandGroup",
     "as_json",
     "dump_argument",
-    "explained",
+    "errors_as_messages",
     "graph_argument",
-    "picking",
-    "show",
-    "write",
+    "print_view",
+    "rank_and_compile_options",
+    "write_output",
 ]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class CommandError(click.ClickException):
-    """Something cannot be done; the process ends with status 2."""
+    """A command cannot be carried out. The process ends with status 2."""
 
     exit_code = 2
 
@@ -39,43 +39,38 @@ class CommandError(click.ClickException):
         click.echo(f"zpasses: {self.format_message()}", file=file, err=file is None)
 
 
-class Group(click.Group):
-    """Commands in the order in which they are declared; one that is not there is answered with the
-    nearest name."""
+class CommandGroup(click.Group):
+    """Lists commands in the order of their declaration. For an unknown command, it suggests a
+    similar name.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        from zpasses.errors import nearest
-
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
-            raise CommandError(f"there is no command {args[0]!r}.{nearest(args[0], self.commands)}")
+            raise CommandError(
+                f"there is no command {args[0]!r}.{suggestion(args[0], self.commands)}"
+            )
         return super().resolve_command(ctx, args)
 
 
-def explained(command: Command) -> Command:
-    """Errors of zpasses as messages."""
+def errors_as_messages(command: Command) -> Command:
+    """Decorator: report errors of zpasses as messages, without a traceback."""
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
             return command(*args, **kwargs)
         except (ZpassesError, OptionError) as error:
-            raise CommandError(_printable(str(error))) from error
+            raise CommandError(printable(str(error))) from error
         except BrokenPipeError:
             os.dup2(
                 os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-            )  # `| head` has seen enough
+            )  # the reader, such as `head`, has closed the pipe
             return None
 
     return wrapped  # type: ignore[return-value]
-
-
-def _printable(text: str) -> str:
-    from zpasses.inspect.view import printable
-
-    return printable(text)
 
 
 dump_argument = click.argument("dump", metavar="DIR", type=click.Path(path_type=Path))
@@ -85,8 +80,8 @@ as_json = click.option(
 )
 
 
-def picking(command: Command) -> Command:
-    """Adds --rank and --compile."""
+def rank_and_compile_options(command: Command) -> Command:
+    """Decorator: add --rank and --compile."""
     for option in (
         click.option(
             "--compile",
@@ -97,15 +92,15 @@ def picking(command: Command) -> Command:
         click.option(
             "--rank",
             type=click.IntRange(min=0),
-            help="Whose graphs; by default the lowest rank that was dumped.",
+            help="Rank to show. Default: the lowest rank in the dump.",
         ),
     ):
         command = option(command)
     return command
 
 
-def show(view: View, as_json: bool) -> None:
-    """Print a page, or its values."""
+def print_view(view: View, as_json: bool) -> None:
+    """Print a page as text, or its values as JSON."""
     if as_json:
         click.echo(json.dumps(view.data, indent=1))
     else:
@@ -113,17 +108,19 @@ def show(view: View, as_json: bool) -> None:
 
 
 def _colored() -> bool:
-    """On a terminal, unless NO_COLOR is set (no-color.org) or the terminal cannot."""
+    """Whether to print colors: on a terminal that supports them, unless NO_COLOR is set
+    (no-color.org).
+    """
     return (
         sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     )
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file; "-" is standard output.
+def write_output(path: Path, text: str) -> None:
+    """Write text to a file, or to standard output for "-".
 
     Raises:
-        CommandError: where it cannot be written.
+        CommandError: if the file cannot be written.
     """
     if str(path) == "-":
         click.echo(text)

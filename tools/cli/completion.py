@@ -1,4 +1,4 @@
-"""Completion of commands and options in shells, by click."""
+"""Shell completion of commands and options, by click."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ __all__ = ["completion"]
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print what makes a shell complete commands and options.
+    """Print the script that completes commands and options in a shell.
 
-    For bash, add `eval "$(zpasses completion bash)"` to ~/.bashrc; for zsh the same with zsh to
-    ~/.zshrc; for fish, `zpasses completion fish > ~/.config/fish/completions/zpasses.fish`."""
+    For bash, add `eval "$(zpasses completion bash)"` to ~/.bashrc. For zsh, add the same line with
+    zsh to ~/.zshrc. For fish, run `zpasses completion fish >
+    ~/.config/fish/completions/zpasses.fish`.
+    """
     from click.shell_completion import get_completion_class
 
     root = ctx.find_root().command

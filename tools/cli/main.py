@@ -1,5 +1,6 @@
-"""The commands. Nothing here imports torch at its head: commands that read dumps start in a
-fraction of a second."""
+"""The command group. No module that it imports loads torch, so that commands which read dumps start
+quickly.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import click
 
 from zpasses.tools.bisect.command import bisect
 from zpasses.tools.capture.command import capture
-from zpasses.tools.cli.common import Group
+from zpasses.tools.cli.common import CommandGroup
 from zpasses.tools.cli.completion import completion
 from zpasses.tools.cli.reading import collectives, diff, html, list_, memory, show, timeline
 from zpasses.tools.cli.running import passes
@@ -16,16 +17,17 @@ __all__ = ["cli", "main"]
 
 
 @click.group(
-    cls=Group,
+    cls=CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     no_args_is_help=True,
 )
 @click.version_option(package_name="zpasses", message="zpasses %(version)s")
 def cli() -> None:
-    """See what every pass did to a graph, what it costs in memory, and whether communication hides.
+    """Show what passes do to graphs, how much memory they need, and which communication is exposed.
 
-    A run writes a dump with options={"dump": DIR} or ZPASSES_DUMP=DIR; `zpasses capture` writes one
-    without running."""
+    A run writes a dump with options={"dump": DIR} or ZPASSES_DUMP=DIR. `zpasses capture` writes one
+    without running the model.
+    """
 
 
 for _command in (

@@ -1,44 +1,43 @@
-"""Commands that read a dump."""
+"""Commands that read a dump. They do not import torch."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import click
 
+from zpasses.inspect import Inspection, NodeFilter
+from zpasses.inspect import open as open_dump
 from zpasses.tools.cli.common import (
     CommandError,
     as_json,
     dump_argument,
-    explained,
+    errors_as_messages,
     graph_argument,
-    picking,
-    write,
+    print_view,
+    rank_and_compile_options,
+    write_output,
 )
-from zpasses.tools.cli.common import show as show_page
 
 __all__ = ["collectives", "diff", "html", "list_", "memory", "show", "timeline"]
 
 _after = click.option(
     "--after",
     metavar="PASS",
-    help="The graph after this pass, by name, text, or number of the step (0: before all).",
+    help="Graph after this pass: its name, text, or step number (0: before all passes).",
 )
 _limit = click.option(
     "--limit",
     type=click.IntRange(min=0),
     default=40,
     show_default=True,
-    help="Lines of a kind; 0 for all.",
+    help="Maximum number of lines per kind; 0 for all.",
 )
 
 
-def _open(path: Path, rank: int | None, compile_name: str | None) -> Any:
-    from zpasses.inspect import open as open_dump
-
+def _open(path: Path, rank: int | None, compile_name: str | None) -> Inspection:
     return open_dump(path, rank=rank, compile_name=compile_name)
 
 
@@ -47,40 +46,41 @@ def _open(path: Path, rank: int | None, compile_name: str | None) -> Any:
 @click.option(
     "--rank",
     type=click.IntRange(min=0),
-    help="Whose graphs; by default the lowest rank that was dumped.",
+    help="Rank to show. Default: the lowest rank in the dump.",
 )
 @as_json
-@explained
+@errors_as_messages
 def list_(dump: Path, rank: int | None, as_json: bool) -> None:
-    """Compiles, graphs and passes of a dump: what each pass changed, how long it took, what
-    failed."""
-    show_page(_open(dump, rank, None).overview(), as_json)
+    """List compiles, graphs and passes of a dump: the changes, time and failure of each pass."""
+    print_view(_open(dump, rank, None).overview(), as_json)
 
 
 @click.command("show")
 @dump_argument
 @graph_argument
 @_after
-@click.option("--collectives", is_flag=True, help="Only nodes that communicate, and their waits.")
+@click.option("--collectives", is_flag=True, help="Only collectives and their waits.")
 @click.option(
     "--param",
     "params",
     multiple=True,
     metavar="PATTERN",
-    help="Only nodes of parameters like this: 'layers.3.*'.",
+    help="Only nodes of matching parameters: 'layers.3.*'.",
 )
 @click.option(
     "--op",
     "ops",
     multiple=True,
     metavar="PATTERN",
-    help="Only nodes whose op is like this: 'mm', 'all_gather*'.",
+    help="Only nodes with a matching op: 'mm', 'all_gather*'.",
 )
-@click.option("--node", "names", multiple=True, metavar="PATTERN", help="Only nodes of such names.")
-@click.option("--full", is_flag=True, help="Long lists as a whole.")
-@picking
+@click.option(
+    "--node", "names", multiple=True, metavar="PATTERN", help="Only nodes with a matching name."
+)
+@click.option("--full", is_flag=True, help="Show long lists completely.")
+@rank_and_compile_options
 @as_json
-@explained
+@errors_as_messages
 def show(
     dump: Path,
     graph: str | None,
@@ -94,15 +94,13 @@ def show(
     compile_name: str | None,
     as_json: bool,
 ) -> None:
-    """A graph as text, one line a node, with shapes, bytes and parameters.
+    """Show a graph as text, one line per node, with shapes, bytes and parameters.
 
-    Without GRAPH all graphs are shown, without --after each as its last pass left it.
+    Without GRAPH, all graphs are shown. Without --after, each graph is shown after its last pass.
     """
-    from zpasses.inspect import Where
-
-    show_page(
+    print_view(
         _open(dump, rank, compile_name).show(
-            graph, after, Where(collectives, params, ops, names), full=full
+            graph, after, NodeFilter(collectives, params, ops, names), full=full
         ),
         as_json,
     )
@@ -116,23 +114,23 @@ def show(
     "--pass",
     "pass_name",
     metavar="PASS",
-    help="What this pass changed; without it, what all passes of the graph did.",
+    help="Changes of this pass. Default: of all passes of the graph.",
 )
 @click.option(
     "--after",
     metavar="PASS",
-    help="Between dumps or ranks: the graphs after this pass instead of after the last.",
+    help="Between dumps or ranks: compare graphs after this pass. Default: after the last.",
 )
 @click.option(
     "--ranks",
     type=(int, int),
     metavar="A B",
-    help="What is different between two ranks of the dump.",
+    help="Compare two ranks of the dump.",
 )
 @_limit
-@picking
+@rank_and_compile_options
 @as_json
-@explained
+@errors_as_messages
 @click.pass_context
 def diff(
     ctx: click.Context,
@@ -147,15 +145,15 @@ def diff(
     compile_name: str | None,
     as_json: bool,
 ) -> None:
-    """What changed, by node: inserted, removed, moved, rewired, retagged, remarked, retyped or
+    """Show changes by node: inserted, removed, moved, rewired, retagged, remarked, retyped or
     renamed.
 
     \b
-    zpasses diff DIR [GRAPH] [--pass PASS]   what a pass did, or all of them
-    zpasses diff DIR_A DIR_B [GRAPH]         what is different between two dumps
-    zpasses diff DIR [GRAPH] --ranks 0 1     ... and between two ranks
+    zpasses diff DIR [GRAPH] [--pass PASS]   changes of one pass, or of all passes
+    zpasses diff DIR_A DIR_B [GRAPH]         differences between two dumps
+    zpasses diff DIR [GRAPH] --ranks 0 1     differences between two ranks
 
-    The exit status is 0 if nothing is different, 1 if something is, 2 if it cannot be told.
+    The exit status is 0 for equal graphs, 1 for different graphs, and 2 for an error.
     """
     second = (
         Path(other)
@@ -164,16 +162,14 @@ def diff(
     )
     name = graph if second is not None else other
     if ranks is not None and (second is not None or rank is not None):
-        raise CommandError(
-            "--ranks compares ranks of one dump; leave out the second dump and --rank."
-        )
+        raise CommandError("--ranks compares ranks of one dump; omit the second dump and --rank.")
     if (second is not None or ranks is not None) and pass_name is not None:
         raise CommandError(
-            "--pass shows what a pass did in one dump; between dumps or ranks, --after names the "
-            "graphs to compare."
+            "--pass shows the changes of a pass in one dump; between dumps or ranks, --after "
+            "selects the graphs to compare."
         )
     if second is None and ranks is None and after is not None:
-        raise CommandError("--after is for two dumps or ranks; --pass shows what a pass did.")
+        raise CommandError("--after needs two dumps or ranks; --pass shows the changes of a pass.")
     if ranks is not None:
         view = _open(dump, ranks[0], compile_name).diff_to(
             _open(dump, ranks[1], compile_name), name, after, limit=limit
@@ -184,7 +180,7 @@ def diff(
         )
     else:
         view = _open(dump, rank, compile_name).diff(name, pass_name, limit=limit)
-    show_page(view, as_json)
+    print_view(view, as_json)
     ctx.exit(0 if view.data["same"] else 1)
 
 
@@ -192,9 +188,9 @@ def diff(
 @dump_argument
 @graph_argument
 @_after
-@picking
+@rank_and_compile_options
 @as_json
-@explained
+@errors_as_messages
 def collectives(
     dump: Path,
     graph: str | None,
@@ -203,13 +199,14 @@ def collectives(
     compile_name: str | None,
     as_json: bool,
 ) -> None:
-    """Every collective: what it moves, how far its wait is, its time and how much of that is
+    """List every collective: its size, the distance to its wait, its time, and how much of it is
     exposed.
 
-    Times are those of the cost model for the dump's target. Exposed is how long computation stands
-    still for a collective, when computation and each process group have a stream and every node is
-    issued as early as the graph's order allows."""
-    show_page(_open(dump, rank, compile_name).collectives(graph, after), as_json)
+    Times are those of the cost model for the dump's target. A collective is exposed for as long as
+    compute waits for it. The model has one stream for compute and one for each process group, and
+    issues every node as early as the graph's order allows.
+    """
+    print_view(_open(dump, rank, compile_name).collectives(graph, after), as_json)
 
 
 @click.command()
@@ -217,18 +214,20 @@ def collectives(
 @graph_argument
 @_after
 @click.option(
-    "--at", metavar="NODE", help="What is alive while this node runs, instead of at the peak."
+    "--at",
+    metavar="NODE",
+    help="Show the buffers alive while this node runs. Default: at the peak.",
 )
 @click.option(
     "--limit",
     type=click.IntRange(min=0),
     default=12,
     show_default=True,
-    help="Buffers and parameters to show; 0 for all.",
+    help="Maximum number of buffers and parameters; 0 for all.",
 )
-@picking
+@rank_and_compile_options
 @as_json
-@explained
+@errors_as_messages
 def memory(
     dump: Path,
     graph: str | None,
@@ -239,11 +238,12 @@ def memory(
     compile_name: str | None,
     as_json: bool,
 ) -> None:
-    """The peak before and after each pass, the curve, and what is alive at the peak.
+    """Show the peak before and after each pass, the memory curve, and the buffers alive at the
+    peak.
 
-    Bytes are those of the liveness model: above what the caller holds (shards, the batch).
+    Sizes follow the liveness model. They exclude what the caller holds (shards and inputs).
     """
-    show_page(_open(dump, rank, compile_name).memory(graph, after, at, limit=limit), as_json)
+    print_view(_open(dump, rank, compile_name).memory(graph, after, at, limit=limit), as_json)
 
 
 @click.command()
@@ -257,8 +257,8 @@ def memory(
     required=True,
     help='File to write; "-" for standard output.',
 )
-@picking
-@explained
+@rank_and_compile_options
+@errors_as_messages
 def timeline(
     dump: Path,
     graph: str | None,
@@ -267,9 +267,10 @@ def timeline(
     rank: int | None,
     compile_name: str | None,
 ) -> None:
-    """Write the streams of computation and of each process group as a trace that opens in Perfetto
-    (ui.perfetto.dev)."""
-    write(output, json.dumps(_open(dump, rank, compile_name).timeline(graph, after)))
+    """Write the estimated streams of compute and of each process group as a trace for Perfetto
+    (ui.perfetto.dev).
+    """
+    write_output(output, json.dumps(_open(dump, rank, compile_name).timeline(graph, after)))
 
 
 @click.command()
@@ -281,10 +282,10 @@ def timeline(
     required=True,
     help='File to write; "-" for standard output.',
 )
-@picking
-@explained
+@rank_and_compile_options
+@errors_as_messages
 def html(dump: Path, output: Path, rank: int | None, compile_name: str | None) -> None:
-    """Write everything as one page that needs neither network nor server."""
-    write(output, _open(dump, rank, compile_name).html())
+    """Write the whole dump as one page that needs neither network nor server."""
+    write_output(output, _open(dump, rank, compile_name).html())
     if str(output) != "-":
         click.echo(f"wrote {output}; open it in a browser", err=True)

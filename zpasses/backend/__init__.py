@@ -1,2 +1,3 @@
-"""The torch.compile backend: one captured graph through all levels of a pipeline to runnable
-code."""
+"""The torch.compile backend: it takes one captured graph through all levels of a pipeline to
+runnable code.
+"""

@@ -1,8 +1,10 @@
-"""The captured graph: Dynamo's graph with DTensor parameters, made ready for AOTAutograd.
+"""Preparation of the graph that Dynamo captured for AOTAutograd.
 
-Dynamo sees a sharded parameter as a DTensor input that is read by `to_local` and the dialect. Here
-such inputs become plain local shards, so that AOTAutograd traces ordinary tensors; at run time one
-autograd function converts all of them."""
+In Dynamo's graph a sharded parameter is a DTensor input, which `to_local` and the dialect read.
+This module replaces such inputs by plain local shards, so that AOTAutograd traces ordinary tensors.
+At run time, one autograd function converts all parameters of a call (zpasses.runtime.local_shards).
+The module also tags the dialect's ops with the parameters that they belong to.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
@@ -21,6 +24,7 @@ from zpasses.errors import ShardingError
 from zpasses.graph.nodes import nbytes, value_of
 from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
 from zpasses.graph.tags import Tag, add_tag, tag_of
+from zpasses.sharding.module import GatheredCopy, is_ignored
 
 __all__ = ["Capture", "capture", "describe_inputs", "tag_joint"]
 
@@ -33,18 +37,18 @@ class Capture:
 
     gm: fx.GraphModule
     inputs: list[Any]
-    """Example inputs, shards in place of DTensors."""
+    """Example inputs, with shards in place of DTensors."""
     shards: dict[int, str]
     """Position of each sharded input -> name of the parameter."""
     groups: tuple[str, ...]
-    """Names of the process groups that the dialect's ops communicate over."""
+    """Names of the process groups over which the dialect's ops communicate."""
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
-    """Turn the DTensor inputs that are only read through the dialect into local shards, in place.
+    """Replace the DTensor inputs that only the dialect reads by local shards, in place.
 
     Raises:
-        ShardingError: when the model writes to a gathered copy, which would be lost.
+        ShardingError: if the model writes to a gathered copy, because the write would be lost.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     inputs = list(example_inputs)
@@ -68,18 +72,19 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
     groups = _check_and_tag_reads(
         gm, dict(zip((placeholders[i] for i in positions), names, strict=True))
     )
-    if groups:
-        _warn_of_unsharded(placeholders, example_inputs)
+    _check_unsharded(
+        placeholders, example_inputs, averages=bool(groups), communicates=_communicates(gm)
+    )
     gm.recompile()
     return Capture(gm, inputs, dict(zip(positions, names, strict=True)), groups)
 
 
 def describe_inputs(captured: Capture, example_inputs: Sequence[Any]) -> dict[str, Any]:
-    """The inputs of a captured graph, and the sharded parameters among them, as plain values for
-    dumps.
+    """Describe the inputs of a captured graph, and the sharded parameters among them, as plain
+    values for dumps.
 
     Args:
-        example_inputs: those that Dynamo gave, DTensors in place of shards.
+        example_inputs: Dynamo's example inputs, with DTensors in place of shards.
     """
     placeholders = [node for node in captured.gm.graph.nodes if node.op == "placeholder"]
     inputs, parameters = [], {}
@@ -109,11 +114,11 @@ def _plain_shape(value: torch.Tensor) -> list[int | str]:
 
 
 def _only_read_locally(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether every use, also inside the subgraphs it is handed to, is `to_local()`."""
+    """Whether every use of a node is `to_local()`, including uses in subgraphs that take it."""
     for user in node.users:
         if compat.is_to_local(user):
             continue
-        inner = list(_inner_inputs(gm, user, node))
+        inner = list(_subgraph_inputs(gm, user, node))
         if not inner or not all(
             _only_read_locally(owner, placeholder) for owner, placeholder in inner
         ):
@@ -121,11 +126,13 @@ def _only_read_locally(gm: fx.GraphModule, node: fx.Node) -> bool:
     return True
 
 
-def _inner_inputs(
+def _subgraph_inputs(
     gm: fx.GraphModule, call: fx.Node, value: fx.Node
 ) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
-    """Where a higher-order call (a checkpoint, say) hands `value` to its subgraph; nothing if it is
-    not known how."""
+    """Yield the subgraph inputs to which a higher-order call (such as a checkpoint) passes `value`.
+
+    Yields nothing if the correspondence of operands and inputs is not known.
+    """
     if not (
         isinstance(call.target, compat.HigherOrderOperator)
         and call.args
@@ -160,8 +167,9 @@ def _read_shards_directly(gm: fx.GraphModule) -> None:
 
 
 def _unique_names(placeholders: Sequence[fx.Node]) -> list[str]:
-    """Parameter names below the compiled module; where two roots have the same, the graph's own
-    names."""
+    """Return parameter names relative to the compiled module, or the graph's names where two
+    parameters would have the same name.
+    """
     names = [compat.parameter_name(node) for node in placeholders]
     uses = Counter(names)
     return [
@@ -184,14 +192,14 @@ def _check_and_tag_reads(gm: fx.GraphModule, names: dict[fx.Node, str]) -> tuple
                 groups[str(node.args[-1])] = None
                 source = node.all_input_nodes[0].all_input_nodes
                 name = names.get(source[0]) if source else None
-                _refuse_writes(node, name)
+                _check_no_writes(node, name)
                 if name is not None:
                     add_tag(node, Tag("gather", (name,), origin="capture"))
     return tuple(groups)
 
 
-def _refuse_writes(read: fx.Node, name: str | None) -> None:
-    for value, user in _uses_of_memory(read):
+def _check_no_writes(read: fx.Node, name: str | None) -> None:
+    for value, user in _uses_of_storage(read):
         target = (
             user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
         )
@@ -204,27 +212,25 @@ def _refuse_writes(read: fx.Node, name: str | None) -> None:
         )
         if in_place and user.args and user.args[0] is value:
             raise ShardingError(
-                f"the model writes to parameter {name or read.name} ({target}), which is sharded: "
-                "what it read is a gathered copy, and "
-                "the write would be lost. Write to the shards, outside the compiled function: the "
-                "parameter from model.parameters(), "
-                f"or module attributes inside `with "
-                f"zpasses.local_shards(model)`.\n{read.stack_trace or ''}"
+                f"the model writes to parameter {name or read.name} ({target}), which is sharded. "
+                "A read returns a gathered copy, so the write would be lost. Write to the shards "
+                "outside the compiled function: to model.parameters(), or to module attributes "
+                f"inside `with zpasses.local_shards(model):`.\n{read.stack_trace or ''}"
             )
 
 
-def _uses_of_memory(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(value, user) of a node and of its views."""
-    queue, memory = [node], _memory(node)
+def _uses_of_storage(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield (value, user) for each use of a node and of its views."""
+    queue, memory = [node], _storage_of(node)
     while queue:
         value = queue.pop()
         for user in value.users:
             yield value, user
-            if memory is not None and _memory(user) == memory:
+            if memory is not None and _storage_of(user) == memory:
                 queue.append(user)
 
 
-def _memory(node: fx.Node) -> int | None:
+def _storage_of(node: fx.Node) -> int | None:
     value = value_of(node)
     return (
         compat.storage_id(value)
@@ -233,32 +239,80 @@ def _memory(node: fx.Node) -> int | None:
     )
 
 
-def _warn_of_unsharded(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> None:
+def _check_unsharded(
+    placeholders: Sequence[fx.Node],
+    inputs: Sequence[Any],
+    *,
+    averages: bool,
+    communicates: bool,
+) -> None:
+    """Warn if some trained parameters are sharded and others are not.
+
+    Args:
+        averages: whether the graph reads parameters that zpasses sharded.
+        communicates: whether it communicates at all. The graphs of other libraries do.
+
+    Raises:
+        ShardingError: if no parameter is sharded, and several ranks would train independently.
+    """
     left = [
-        compat.parameter_name(node)
+        (compat.parameter_name(node), value)
         for node, value in zip(placeholders, inputs, strict=True)
         if isinstance(value, nn.Parameter)
         and value.requires_grad
-        and not isinstance(value, DTensor)
+        and not isinstance(value, (DTensor, GatheredCopy))
     ]
-    if left:
+    names = ", ".join(name for name, _ in left[:5]) + (", ..." if len(left) > 5 else "")
+    if left and averages:
         log.warning(
             "parameters %s are trained but not sharded: their gradients are not averaged over "
-            "ranks. Call zpasses.shard on the module "
-            "that holds them, or average them yourself.",
-            ", ".join(left[:5]) + (", ..." if len(left) > 5 else ""),
+            "ranks. Call zpasses.shard on the module that holds them, or average them yourself.",
+            names,
+        )
+    elif (
+        any(not is_ignored(param) for _, param in left)
+        and not communicates
+        and _trains_on_several_ranks()
+    ):
+        raise ShardingError(
+            f"nothing in this compiled module is sharded, but it trains {names} on "
+            f"{dist.get_world_size()} ranks: their gradients would not be averaged. Call "
+            "zpasses.shard(model, mesh=...) before torch.compile, list parameters to leave "
+            "unsharded as its ignored_params, or compile with backend='inductor' to train ranks "
+            "independently."
         )
 
 
-def tag_joint(graph: fx.Graph, shards: dict[int, str]) -> None:
-    """Name what each dialect op of an AOTAutograd graph works for, and the inputs that hold shards.
+def _communicates(gm: fx.GraphModule) -> bool:
+    """Whether Dynamo's graph, or a subgraph of it, calls anything of torch.distributed."""
+    graphs = [each.graph for each in gm.modules() if isinstance(each, fx.GraphModule)]
+    calls = (node.target for graph in graphs for node in graph.nodes if node.op == "call_function")
+    signs = ("c10d", "torch.distributed", "dtensor", "DTensor")
+    return any(
+        sign in f"{getattr(call, '__module__', '')}.{call}" for call in calls for sign in signs
+    )
 
-    Tags that were mirrored through re-tracing are taken as they are; the rest (checkpointed
-    regions, gradients) is found through the graph's own descriptions of its inputs and outputs."""
+
+def _trains_on_several_ranks() -> bool:
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    return several and torch.is_grad_enabled()
+
+
+def tag_joint(graph: fx.Graph, shards: dict[int, str]) -> None:
+    """Tag the dialect's ops of a joint graph, and the inputs that hold shards, with their
+    parameters.
+
+    Tags that AOTAutograd's re-tracing has preserved are used as they are. For the other ops
+    (checkpointed regions, gradients), AOTAutograd's descriptors of inputs and outputs give the
+    parameter.
+
+    Args:
+        shards: position of each sharded input of the captured graph -> name of the parameter.
+    """
     inputs = _described_inputs(graph)
     for node in graph.nodes:
         if node.op == "call_function" and node.target is UNSHARD:
-            shard = _behind_views(node.args[0])
+            shard = _through_views(node.args[0])
             name = shards.get(inputs.get(shard, -1))
             known = tag_of(node)
             params = (name,) if name else known.params if known else (node.name,)
@@ -288,7 +342,7 @@ def _described_gradients(graph: fx.Graph) -> Iterator[tuple[int, fx.Node]]:
             yield index, node
 
 
-def _behind_views(node: Any) -> Any:
+def _through_views(node: Any) -> Any:
     while node.op == "call_function" and node.target in _VIEWS:
         node = node.args[0]
     return node
@@ -298,7 +352,7 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops.a
 
 
 def _tag_reductions(node: fx.Node, name: str) -> None:
-    """Tag the reductions whose sum a gradient is."""
+    """Tag the reductions that a gradient is the sum of."""
     queue = [node]
     while queue:
         node = queue.pop()

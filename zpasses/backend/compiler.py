@@ -1,11 +1,17 @@
-"""`torch.compile(model, backend="zpasses", options={...})`."""
+"""The backend function of `torch.compile(model, backend="zpasses", options={...})`.
+
+torch.compile calls `zpasses_backend` once per captured graph. The graph passes through the levels
+of the pipeline: captured, joint, then forward and backward. Inductor or the eager code generator
+makes code of the results, and the runtime (zpasses.runtime) wraps the code.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,16 +26,21 @@ from zpasses.graph.ops import UNSHARD
 from zpasses.pipeline.observers import GraphLog, notify_observers
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Level, Pipeline
-from zpasses.pipeline.recorder import Recorders, ResultHook, apply_bisect_limits, recorded_passes
-from zpasses.ranks.agreement import agree
-from zpasses.ranks.vote import report_failure
+from zpasses.pipeline.recorder import (
+    Recorders,
+    ResultHook,
+    apply_bisect_limits,
+    run_recorded_passes,
+)
+from zpasses.ranks.agreement import agree, run_events
+from zpasses.ranks.vote import has_other_ranks, is_reported, report_failure, resume, vote_timeout
 from zpasses.runtime.backward import BackwardDispatch, warn_if_always_reduced
-from zpasses.runtime.backward_variants import BackwardVariant, cut_backward
-from zpasses.runtime.barrier import with_barrier
+from zpasses.runtime.backward_variants import BackwardVariant, build_backward_variant
+from zpasses.runtime.barrier import in_window, with_barrier
 from zpasses.runtime.codegen import boxed, eager_codegen
 from zpasses.runtime.flush import GraphLowering, flush
 from zpasses.runtime.forward import (
-    Accumulation,
+    AccumulationOptions,
     BoundParameters,
     ForwardDispatch,
     with_local_shards,
@@ -37,7 +48,7 @@ from zpasses.runtime.forward import (
 from zpasses.runtime.forward_variants import (
     ForwardVariant,
     ParamSlot,
-    cut_forward,
+    build_forward_variant,
     gather_ids,
     is_cached_param,
     param_slots,
@@ -62,14 +73,17 @@ def zpasses_backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile one captured graph. `torch.compile` calls it; see `zpasses.pipeline.options.Options`
-    for the options.
+    """Compile one captured graph. `torch.compile` calls this function.
+
+    Args:
+        options: see `zpasses.pipeline.options.Options`.
+        mode: not supported; must be None.
 
     Raises:
         OptionError: for unknown options, passes or values, before anything is compiled.
-        PassError: when a pass leaves a graph that is not right.
-        AgreementError: when the ranks are about to run different collectives.
-        ShardingError: when the model writes to a gathered copy of a parameter.
+        PassError: if a pass fails or leaves an invalid graph.
+        AgreementError: if the ranks are about to run different collectives, or another rank failed.
+        ShardingError: if the model writes to a gathered copy of a parameter.
     """
     if mode is not None:
         raise OptionError(
@@ -78,44 +92,58 @@ def zpasses_backend(
         )
     parsed = Options.parse(options)
     captured = capture(gm, example_inputs)
-    pipeline, record = apply_bisect_limits(parsed.passes(), compat.compile_name())
-    compiler = _GraphCompiler(captured, parsed, pipeline, record)
+    pipeline, result_hook = apply_bisect_limits(parsed.passes(), compat.current_compile_id())
+    compiler = _GraphCompiler(captured, parsed, pipeline, result_hook)
+    if not parsed.agreement:
+        _warn_about_remaining_votes(pipeline, captured.groups)
     try:
-        with use_target(compiler.target):
+        if parsed.agreement:
+            resume(captured.groups)
+        with use_target(compiler.target), vote_timeout(parsed.agreement_timeout_s):
             compiler.open_recorders(example_inputs)
-            return record(with_plain_inputs(compiler.compile(), example_inputs), "outputs")
+            return result_hook(with_plain_inputs(compiler.compile(), example_inputs), "outputs")
     except AgreementError as error:
         compiler.recorder.problem("agreement", error)
         raise
     except Exception as error:
-        if compat.is_restart(error):
+        if compat.is_dynamo_restart(error):
             compiler.recorder.restarted()
             raise
         compiler.recorder.problem("compile", error)
-        if parsed.agreement:
-            report_failure(captured.groups, compiler.name, error)
+        compiler.report(error)
         raise
 
 
+def _warn_about_remaining_votes(pipeline: Pipeline, groups: Sequence[str]) -> None:
+    voting = dict.fromkeys(each.name for each in pipeline if each.votes())
+    if voting and any(map(has_other_ranks, groups)):
+        log.warning(
+            "agreement=False: ranks still vote in %s, whose choices must be equal on all ranks. "
+            "They wait up to agreement_timeout_s for each other.",
+            ", ".join(voting),
+        )
+
+
 class _GraphCompiler:
-    """Takes one captured graph through the levels of a pipeline to runnable code."""
+    """Compiles one captured graph: runs the passes of each level and generates code."""
 
     def __init__(
-        self, captured: Capture, options: Options, pipeline: Pipeline, record: ResultHook
+        self, captured: Capture, options: Options, pipeline: Pipeline, result_hook: ResultHook
     ) -> None:
-        self.name = compat.compile_name()
-        self._record = record
+        self.name = compat.current_compile_id()
+        self._result_hook = result_hook
         self.target = Target.parse(options.target) if options.target else None
         self.recorder = Recorders()
         self._captured, self._options, self._pipeline = captured, options, pipeline
+        self._simulate = options.verify == "simulate"
         self._bound = BoundParameters()
-        self._retains = False
+        self._caches_params = False
 
     def open_recorders(self, example_inputs: Sequence[Any]) -> None:
-        """Start the dump of this compile, if somebody wants one."""
+        """Start the dump and the structured trace of this compile, if they are enabled."""
 
         def describe() -> dict[str, Any]:
-            options, pipeline = self._options.as_text(), str(self._pipeline)
+            options, pipeline = self._options.non_default(), str(self._pipeline)
             parts = {
                 "name": self.name,
                 "options": options,
@@ -144,7 +172,7 @@ class _GraphCompiler:
                 self._partition,
             )
         else:
-            patches = compat.inductor_patches(
+            patches = compat.inductor_config_patches(
                 _Partitioner(self._partition, self._pipeline.digest()), self._options.inductor
             )
             compiled = compat.inductor_compile(
@@ -153,15 +181,21 @@ class _GraphCompiler:
         self.recorder.done()
         positions, names = list(self._captured.shards), list(self._captured.shards.values())
         return with_local_shards(
-            compiled, positions, names, self._bound if self._retains else None, self._accumulation()
+            compiled,
+            positions,
+            names,
+            self._bound if self._caches_params else None,
+            self._accumulation(),
         )
 
-    def _accumulation(self) -> Accumulation:
+    def _accumulation(self) -> AccumulationOptions:
         options = self._options
-        if options.backwards_per_step > 1:
+        if options.backwards_per_step > 1 or options.agreement is True:
             install_step_guard()
         timeout_s = options.agreement_timeout_s if options.agreement else None
-        return Accumulation(options.backwards_per_step, options.grad_accum_dtype, timeout_s, _close)
+        return AccumulationOptions(
+            options.backwards_per_step, options.grad_accum_dtype, timeout_s, _close
+        )
 
     # --- levels -----------------------------------------------------------------------------------
     def _partition(
@@ -190,18 +224,22 @@ class _GraphCompiler:
         name = "inference" if inference else "forward"
         self._agree(gm, name)
         values = cast(Sequence[Any], gm.graph.output_node().args[0])
-        unmark_returned(gm.graph, compat.returned_to_caller(values))
+        unmark_returned(gm.graph, compat.user_outputs(values))
         found = param_slots(gm.graph)
         if not found:
-            with self.recorder.watching(f"code of {name}"):
-                return self._generate(codegen, gm, inputs)
-        self._retains = True
+            with self.recorder.record_errors(f"code of {name}"):
+                return self._generate(codegen, gm, inputs, name)
+        self._caches_params = True
         compat.undonate_saved(values, is_cached_param(gm.graph))
         state = compat.CompilerState()
         template = compat.clone_graph_module(gm)
 
         def compile_variant(variant: ForwardVariant) -> Compiled:
-            cut, extra = cut_forward(template, variant)
+            with self._reporting():
+                return generate(variant)
+
+        def generate(variant: ForwardVariant) -> Compiled:
+            variant_gm, extra = build_forward_variant(template, variant)
             log.debug(
                 "graph %s: variant given %d of %d parameters, keeps %d",
                 self.name,
@@ -210,10 +248,14 @@ class _GraphCompiler:
                 len(variant.kept),
             )
             self.recorder.variant(
-                name, name, _named(found, variant.given), _named(found, variant.kept), cut.graph
+                name,
+                name,
+                _param_names(found, variant.given),
+                _param_names(found, variant.kept),
+                variant_gm.graph,
             )
-            with state.restored(), self.recorder.watching(f"code of a variant of {name}"):
-                return self._generate(codegen, cut, [*inputs, *extra])
+            with state.restored(), self.recorder.record_errors(f"code of a variant of {name}"):
+                return self._generate(codegen, variant_gm, [*inputs, *extra], name)
 
         return boxed(
             ForwardDispatch(
@@ -226,69 +268,127 @@ class _GraphCompiler:
             )
         )
 
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks that this rank failed to compile, if it has not told them yet."""
+        if self._options.agreement and not is_reported(error):
+            groups = self._captured.groups
+            # A window ends in an error on all ranks, also if this rank's program catches it.
+            report_failure(groups, self.name, error, recoverable=not in_window(groups))
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Report failures of what is compiled late, when the call of the backend is over."""
+        try:
+            yield
+        except Exception as error:
+            self.report(error)
+            raise
+
     def _backward(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        if compat.in_backward():
+            with self._reporting():
+                return self._compile_backward(codegen, gm, inputs)
+        # torch compiles backwards of dynamic shapes ahead, and others when they first run. Ranks
+        # may hold one of each, but must vote in one order: all compile when the backward first
+        # runs.
+        state, compiled = compat.CompilerState(), list[Compiled]()
+
+        def run(args: list[Any]) -> Any:
+            if not compiled:
+                with state.restored(), self._reporting():
+                    compiled.append(self._compile_backward(codegen, gm, inputs))
+            return compiled[0](args)
+
+        return boxed(run)
+
+    def _compile_backward(
+        self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any]
+    ) -> Compiled:
         self._run_level(gm, Level.BACKWARD, "backward")
         order = {name: i for i, name in enumerate(self._captured.shards.values())}
         left = [name for name in always_reduced(gm.graph) if name in order]
-        compiled = boxed(self._record(self._deferring(codegen, gm, inputs, order), "gradients"))
+        compiled = boxed(
+            self._result_hook(self._backward_code(codegen, gm, inputs, order), "gradients")
+        )
         return boxed(warn_if_always_reduced(compiled, self.name, left, order)) if left else compiled
 
-    def _deferring(
+    def _backward_code(
         self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any], order: Mapping[str, int]
     ) -> Compiled:
         found = grad_slots(gm.graph)
         if not found or not all(slot.param in order and slot.reduction for slot in found):
             self._agree(gm, "backward")
-            with self.recorder.watching("code of backward"):
-                return self._generate(codegen, gm, inputs)
+            with self.recorder.record_errors("code of backward"):
+                return self._generate(codegen, gm, inputs, "backward")
         state = compat.CompilerState()
         template = compat.clone_graph_module(gm)
 
         def compile_variant(variant: BackwardVariant) -> Compiled:
-            cut, extra = cut_backward(template, variant)
+            with self._reporting():
+                return generate(variant)
+
+        def generate(variant: BackwardVariant) -> Compiled:
+            variant_gm, extra = build_backward_variant(template, variant)
             self.recorder.variant(
                 "backward",
                 "backward",
-                _named(found, variant.given),
-                _named(found, variant.deferred),
-                cut.graph,
+                _param_names(found, variant.given),
+                _param_names(found, variant.deferred),
+                variant_gm.graph,
             )
-            self._agree(
-                cut, "backward"
-            )  # on what runs: a rank may defer gradients that others do not have
+            # Compare the variant that runs, because another rank may defer other gradients.
+            self._agree(variant_gm, "backward")
             log.debug("graph %s: %s of %d gradients", self.name, variant, len(found))
-            with state.restored(), self.recorder.watching("code of a variant of backward"):
-                return self._generate(codegen, cut, [*inputs, *extra])
+            with state.restored(), self.recorder.record_errors("code of a variant of backward"):
+                return self._generate(codegen, variant_gm, [*inputs, *extra], "backward")
 
         outputs = len(cast(Sequence[Any], gm.graph.output_node().args[0]))
         return boxed(BackwardDispatch(found, outputs, order, self._lowering(), compile_variant))
 
-    def _generate(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+    def _generate(
+        self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any], kind: str
+    ) -> Compiled:
         runnable = replace_gloo_all_gathers(gm)
-        return (
-            with_barrier(codegen, runnable, inputs)
-            if self._options.agreement
-            else codegen(runnable, inputs)
+        if not self._options.agreement:
+            return codegen(runnable, inputs)
+        name = f"{self.name} {kind}"
+        return with_barrier(
+            codegen,
+            runnable,
+            inputs,
+            run_events(gm.graph, name),
+            name,
+            self._options.agreement_timeout_s,
+            every_run=self._options.agreement != "first",
         )
 
     def _lowering(self) -> Lowering:
         if self._options.codegen == "eager":
-            return GraphLowering(self._pipeline, eager_codegen, self.recorder)
-        patches = compat.inductor_patches(
+            return GraphLowering(
+                self._pipeline, eager_codegen, self.recorder, simulate=self._simulate
+            )
+        patches = compat.inductor_config_patches(
             _Partitioner(self._partition, self._pipeline.digest()), self._options.inductor
         )
         return GraphLowering(
             self._pipeline,
-            functools.partial(compat.inductor_codegen_alone, patches=patches),
+            functools.partial(compat.inductor_codegen_standalone, patches=patches),
             self.recorder,
+            simulate=self._simulate,
         )
 
     def _run_level(self, gm: fx.GraphModule, level: Level, kind: str) -> None:
         if level is Level.JOINT:
             tag_joint(gm.graph, self._captured.shards)
-        with use_target(self.target):  # torch may compile a backward late
-            records = recorded_passes(
-                self.recorder, kind, level.value, gm.graph, self._pipeline.at(level)
+        # torch may compile a backward late, outside of the call of the backend
+        with use_target(self.target), vote_timeout(self._options.agreement_timeout_s):
+            records = run_recorded_passes(
+                self.recorder,
+                kind,
+                level.value,
+                gm.graph,
+                self._pipeline.at(level),
+                simulate=self._simulate,
             )
         gm.recompile()
         name = f"{self.name} {kind}"
@@ -300,9 +400,9 @@ class _GraphCompiler:
     def _agree(self, gm: fx.GraphModule, kind: str) -> None:
         asks = self._options.agreement and torch.distributed.is_initialized()
         if asks:
-            with self.recorder.watching("agreement"):
+            with self.recorder.record_errors("agreement"):
                 agree(gm.graph, self.name, self._options.agreement_timeout_s)
-        self.recorder.agreed(kind, gm.graph, asks)
+        self.recorder.record_agreement(kind, gm.graph, asks)
 
     # --- Inductor ---------------------------------------------------------------------------------
     def _inductor_inner(
@@ -316,19 +416,21 @@ class _GraphCompiler:
         return self._forward(codegen, gm, inputs, inference=bool(kwargs.get("is_inference")))
 
 
-def _named(found: Sequence[ParamSlot] | Sequence[GradSlot], places: Iterable[int]) -> list[str]:
+def _param_names(
+    found: Sequence[ParamSlot] | Sequence[GradSlot], places: Iterable[int]
+) -> list[str]:
     return [found[i].param for i in sorted(places)]
 
 
 def _close(window: StepWindow) -> None:
-    flush(window, window.agreement_timeout_s, window.broken)
+    flush(window, window.agreement_timeout_s, window.failure)
 
 
 _Codegen = Callable[[fx.GraphModule, Sequence[Any]], Compiled]
 
 
 class _Partitioner(compat.CustomPartitionerFn):
-    """Inductor's partitioner, after the joint passes of a pipeline."""
+    """Partitioner for Inductor that first runs the joint passes of a pipeline."""
 
     def __init__(self, run: Callable[..., Any], uuid: str) -> None:
         self._run, self._uuid = run, uuid
@@ -343,7 +445,7 @@ class _Partitioner(compat.CustomPartitionerFn):
         return self._uuid
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Partitioner:
-        return self  # Inductor copies its configuration, of which this is a part
+        return self  # Inductor copies its configuration, which contains this object
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return str, (self._uuid,)  # and pickles it for the key of its cache
+        return str, (self._uuid,)  # Inductor pickles its configuration for its cache key

@@ -1,5 +1,4 @@
-"""AOTAutograd: recompute marks, the partitioner, and what a joint graph says of its inputs and
-outputs."""
+"""AOTAutograd: recompute marks, the partitioner, and metadata of a joint graph."""
 
 from __future__ import annotations
 
@@ -24,21 +23,27 @@ __all__ = [
     "is_marked_recompute",
     "mark_recompute",
     "partition",
-    "recompute_mark",
-    "returned_to_caller",
+    "recompute_policy",
     "undonate_saved",
+    "user_outputs",
 ]
 
 
 def aot_input_index(desc: object) -> int | None:
-    """Position among the captured graph's inputs that an AOTAutograd description of a plain (or
-    unwrapped DTensor) input means."""
+    """Returns the position, among the captured graph's inputs, of the plain input that an
+    AOTAutograd description refers to.
+
+    The input may be unwrapped from a DTensor. Returns None for other descriptions.
+    """
     base = getattr(desc, "base", desc)
     return getattr(base, "idx", None) if type(base).__name__ == "PlainAOTInput" else None
 
 
 def aot_gradient_index(desc: object) -> int | None:
-    """Position of the captured graph's input whose gradient a described output is."""
+    """Returns the position of the captured graph's input whose gradient the described output is.
+
+    Returns None for other outputs.
+    """
     return aot_input_index(getattr(getattr(desc, "base", desc), "grad_of", None))
 
 
@@ -46,25 +51,30 @@ _LAST_REGION = 1 << 30
 
 
 def mark_recompute(node: fx.Node) -> None:
-    """Never save this value for backward: compute it again there.
+    """Makes the partitioner recompute this value in backward instead of saving it.
 
-    The region number is above every checkpoint's: the partitioner saves a recomputed value that a
-    *later* region reads."""
+    The region number is higher than every checkpoint's, because the partitioner saves a recomputed
+    value that a *later* region reads.
+    """
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = _LAST_REGION
 
 
 def is_marked_recompute(node: fx.Node) -> bool:
+    """Whether `mark_recompute` was called on this node."""
     return (
         node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
         and node.meta.get("ac_graph_id") == _LAST_REGION
     )
 
 
-def recompute_mark(node: fx.Node) -> tuple[str, int] | None:
-    """What the partitioner is told of a value, by checkpoints or by `mark_recompute`: the policy
-    ("must_recompute", "prefer_save", ...) and the region; None for a value that it may treat as it
-    likes."""
+def recompute_policy(node: fx.Node) -> tuple[str, int] | None:
+    """Returns the recompute policy and the region that a checkpoint or `mark_recompute` set on a
+    value.
+
+    The policy is "must_recompute", "prefer_save", and so on. Returns None if the partitioner may
+    decide.
+    """
     policy = node.meta.get("recompute")
     if not isinstance(policy, CheckpointPolicy):
         return None
@@ -73,8 +83,14 @@ def recompute_mark(node: fx.Node) -> tuple[str, int] | None:
 
 
 def eliminate_common_subexpressions(gm: fx.GraphModule, distinct: Sequence[fx.Node]) -> None:
-    """What the partitioner does first, except that the nodes in `distinct` (whose last argument is
-    a string) are never merged."""
+    """Runs the partitioner's common subexpression elimination, but never merges the nodes in
+    `distinct`.
+
+    Args:
+        gm: the joint graph, which is replaced in place.
+        distinct: calls whose last positional argument is a string. The string is made unique during
+            the elimination.
+    """
     for i, node in enumerate(distinct):
         node.args = (*node.args[:-1], f"{node.args[-1]}#{i}")
     gm.graph = fx_graph_cse(gm.graph)
@@ -95,11 +111,17 @@ def partition(
     recompute_elementwise: bool = False,
     **kwargs: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Min-cut partition of a joint graph whose common subexpressions were merged already.
+    """Runs the min-cut partitioner on a joint graph whose common subexpressions are already merged.
 
     Args:
-        recompute_elementwise: also where a matrix product reads the result, for which it must be
-            written to memory once more.
+        gm: the joint graph.
+        joint_inputs: its inputs.
+        recompute_elementwise: also recompute a pointwise result that a matmul reads, although it
+            must then be written to memory a second time.
+        kwargs: passed on to torch's partitioner.
+
+    Returns:
+        The forward graph and the backward graph.
     """
     kwargs.setdefault("compiler", "inductor")
     materialized = (
@@ -117,7 +139,7 @@ def aot_compile(
     inference: Any,
     partition_fn: Any,
 ) -> Any:
-    """AOTAutograd with our compilers and no decompositions."""
+    """Runs AOTAutograd with the given compilers and partitioner, and without decompositions."""
     from torch._dynamo.backends.common import aot_autograd
 
     compiler = aot_autograd(
@@ -131,38 +153,35 @@ def aot_compile(
     return compiler(gm, inputs)
 
 
-def returned_to_caller(outputs: Sequence[Any]) -> Sequence[Any]:
-    """Of what a forward graph returns, all but what is saved for backward."""
+def user_outputs(outputs: Sequence[Any]) -> Sequence[Any]:
+    """Returns the outputs of a forward graph without the values that are saved for backward."""
     context = TracingContext.try_get()
     meta: Any = context.fw_metadata if context is not None else None
     return outputs if meta is None else outputs[: meta.num_forward]
 
 
 def undonate_saved(outputs: Sequence[Any], held: Callable[[fx.Node], bool]) -> None:
-    """Let backward not overwrite the values saved for it that somebody else holds too.
+    """Keeps backward from overwriting saved values that something else also holds.
 
-    AOTAutograd lets it overwrite ("donates") all that are neither inputs nor outputs of the model.
+    AOTAutograd lets backward overwrite ("donates") every saved value that is neither an input nor
+    an output of the model.
 
     Args:
-        outputs: what the forward graph returns.
-        held: whether a saved value must stay as it is.
+        outputs: all outputs of the forward graph.
+        held: whether a saved value must keep its contents.
     """
     context = TracingContext.try_get()
     meta: Any = context.fw_metadata if context is not None else None
     donated = meta.bw_donated_idxs if meta is not None else None
     if donated:
-        saved, first = (
-            outputs[meta.tensors_saved_for_backwards_slice],
-            meta.num_symints_saved_for_bw,
-        )
-        donated[:] = [
-            i for i in donated if not held(saved[i - first])
-        ]  # in place: other metadata shares the list
+        saved = outputs[meta.tensors_saved_for_backwards_slice]
+        first = meta.num_symints_saved_for_bw
+        # In place, because other metadata shares the list.
+        donated[:] = [i for i in donated if not held(saved[i - first])]
 
 
 class CompilerState:
-    """What a compiler may look up while it runs, kept so that a variant can be compiled later, at
-    call time."""
+    """The context of a compile, kept so that a graph variant can be compiled later."""
 
     def __init__(self) -> None:
         from torch._inductor.virtualized import V
@@ -172,6 +191,7 @@ class CompilerState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
+        """Context manager: the saved context is active inside it."""
         from torch._inductor.virtualized import V
 
         with contextlib.ExitStack() as stack:
@@ -179,6 +199,6 @@ class CompilerState:
                 stack.enter_context(V.set_fake_mode(self.fake_mode))
             if self.context is not None:
                 stack.enter_context(tracing(self.context))
-                # Inductor asserts that it reports the strides of one forward only.
+                # Inductor asserts that output strides are reported for one forward only.
                 stack.enter_context(TracingContext.patch(output_strides=None))
             yield

@@ -1,4 +1,4 @@
-"""The autograd engine: the backward that runs, and where its gradients go."""
+"""The autograd engine: the running backward, and the consumers of its gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._C import DisableTorchFunctionSubclass
 __all__ = [
     "DisableTorchFunctionSubclass",
     "current_autograd_node",
-    "current_engine_run",
+    "current_graph_task_id",
     "grad_consumers",
     "in_backward",
     "queue_engine_callback",
@@ -19,9 +19,12 @@ __all__ = [
 ]
 
 
-def current_engine_run() -> int:
-    """Number of the innermost run of the autograd engine that calls this; raises RuntimeError
-    outside a backward."""
+def current_graph_task_id() -> int:
+    """Returns the id of the innermost autograd engine run that this thread is in.
+
+    Raises:
+        RuntimeError: outside a backward.
+    """
     number = cast(Any, torch._C)._current_graph_task_id()
     if number < 0:
         raise RuntimeError("no backward is running")
@@ -29,33 +32,43 @@ def current_engine_run() -> int:
 
 
 def queue_engine_callback(fn: Callable[[], None]) -> None:
-    """Call `fn` when the current run of the engine has succeeded. The engine holds it until that
-    run is over, whatever its end."""
+    """Calls `fn` after the current engine run succeeds.
+
+    The engine holds a reference to `fn` until the run ends, successfully or not.
+    """
     cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(fn)
 
 
 def in_backward() -> bool:
+    """Whether this thread is executing an autograd node."""
     return current_autograd_node() is not None
 
 
 def current_autograd_node() -> Any:
-    """The node of autograd that runs right now; None outside a backward."""
+    """Returns the autograd node that is executing, or None outside a backward."""
     return cast(Any, torch._C)._current_autograd_node()
 
 
-def grad_consumers(source: Any) -> list[Any]:
-    """For each input of a node of autograd what takes its gradient; None where nothing does."""
-    return [taker for taker, _ in source.next_functions]
+def grad_consumers(node: Any) -> list[Any]:
+    """Returns, for each input of an autograd node, the node that receives its gradient, or None."""
+    return [consumer for consumer, _ in node.next_functions]
 
 
-def will_accumulate(taker: Any) -> bool | None:
-    """Whether the current run of the engine adds a gradient to `param.grad`; None if it hands it to
-    somebody else."""
-    if taker is None:
+def will_accumulate(consumer: Any) -> bool | None:
+    """Whether the current engine run adds a gradient to `param.grad`.
+
+    Args:
+        consumer: what `grad_consumers` returns for the parameter.
+
+    Returns:
+        None if the gradient goes elsewhere: to another autograd node, or to the caller of
+            `torch.autograd.grad`.
+    """
+    if consumer is None:
         return False
-    if not hasattr(taker, "variable"):
-        return None  # no leaf: autograd goes on behind it
+    if not hasattr(consumer, "variable"):
+        return None  # not a leaf: the gradient flows on through the graph
     try:
-        return bool(cast(Any, torch._C)._will_engine_execute_node(taker))
-    except RuntimeError:  # torch.autograd.grad asks for it
+        return bool(cast(Any, torch._C)._will_engine_execute_node(consumer))
+    except RuntimeError:  # the leaf is an input of torch.autograd.grad
         return None

@@ -13,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 __all__ = [
     "DTensorSpec",
-    "forget_sharding_decisions",
+    "clear_sharding_prop_cache",
     "local_of",
     "make_dtensor",
     "set_local",
@@ -26,7 +26,7 @@ __all__ = [
 def make_dtensor(
     local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
 ) -> DTensor:
-    """A DTensor over a contiguous tensor of `shape`, without communication and without checks."""
+    """Builds a DTensor of global shape `shape`, contiguous, without communication or checks."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -38,33 +38,37 @@ def make_dtensor(
 
 
 def wrap_local(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor of `spec` around `local`, built without dispatching (`from_local` is 20 times
-    slower)."""
+    """Builds a DTensor around `local` without dispatch (`from_local` is 20 times slower)."""
     build = cast(Callable[..., DTensor], DTensor)
     return build(local, spec, requires_grad=False)
 
 
-def forget_sharding_decisions() -> None:
-    """Clear what DTensor remembers of operations: local shapes in it are those of one rank, but its
-    keys name no rank."""
+def clear_sharding_prop_cache() -> None:
+    """Clears DTensor's sharding propagation cache.
+
+    Its entries hold local shapes of one rank, but its keys do not name the rank.
+    """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
 
 
 def local_of(dtensor: DTensor) -> Tensor:
-    """The local tensor itself: no autograd node, same version counter."""
+    """Returns the local tensor itself: no autograd node, same version counter."""
     return dtensor._local_tensor
 
 
 def set_local(dtensor: DTensor, local: Tensor) -> None:
-    """Give a DTensor another local tensor of the same shape and dtype."""
+    """Replaces a DTensor's local tensor by one of the same shape and dtype."""
     dtensor._local_tensor = local
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Names the memory that a tensor and its views share, as long as one of them lives; other than
-    an address, also if it is empty."""
+    """Returns an id of the memory that a tensor shares with its views.
+
+    The id is valid as long as one of them is alive. Unlike an address, it also identifies empty
+    memory.
+    """
     return int(tensor.untyped_storage()._cdata)
 
 

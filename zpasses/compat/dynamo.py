@@ -1,4 +1,4 @@
-"""Dynamo: where placeholders come from, compile ids, errors, and its structured trace."""
+"""Dynamo: sources of placeholders, compile ids, errors, and the structured trace."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch._dynamo import disable as _dynamo_disable
 from torch._guards import CompileContext
 
 __all__ = [
-    "compile_name",
+    "current_compile_id",
     "dynamo_disable",
-    "is_restart",
+    "inner_exception",
+    "is_dynamo_restart",
     "is_structured_trace_on",
     "is_to_local",
     "is_tracing",
     "parameter_name",
     "placeholder_source",
     "trace_artifact",
-    "wrapped_error",
 ]
 
 
@@ -28,8 +28,7 @@ _SOURCE_PART = re.compile(r"_(modules|parameters|buffers)\[['\"]([^'\"]+)['\"]\]
 
 
 def placeholder_source(node: fx.Node) -> str:
-    """The Python expression that a Dynamo placeholder stands for, or "" for graphs from
-    elsewhere."""
+    """Returns the Python expression that a Dynamo placeholder stands for; "" in other graphs."""
     argument = node.meta.get("grapharg")
     source = getattr(node, "_dynamo_source", None) or getattr(argument, "source", None)
     if source is None:
@@ -39,16 +38,20 @@ def placeholder_source(node: fx.Node) -> str:
 
 
 def parameter_name(node: fx.Node) -> str:
-    """The parameter's name below the compiled module ("layers.0.weight"); the placeholder's own
-    name for anything else."""
+    """Returns the name of a placeholder's parameter relative to the compiled module
+    ("layers.0.weight").
+
+    Returns the placeholder's own name if it is no parameter or buffer.
+    """
     parts = [match.group(2) for match in _SOURCE_PART.finditer(placeholder_source(node))]
     return ".".join(parts) or node.name
 
 
 def is_to_local(node: fx.Node) -> bool:
-    """Whether a node of Dynamo's graph is `dtensor.to_local()`, without arguments.
+    """Whether a node of Dynamo's graph is `dtensor.to_local()` without arguments.
 
-    A method call, until torch 2.11 a function made for the occasion that closes over the arguments.
+    In torch 2.11 the node calls a generated function, `prim_to_local`, that closes over the
+    arguments. Later versions call the method.
     """
     if len(node.args) != 1 or node.kwargs:
         return False
@@ -60,46 +63,46 @@ def is_to_local(node: fx.Node) -> bool:
     return not any(captured)
 
 
-def compile_name() -> str:
-    """Dynamo's id of the graph being compiled ("0/1": second compile of the first frame), or "-"
-    outside a compile."""
+def current_compile_id() -> str:
+    """Returns Dynamo's id of the current compile, or "-" outside a compile.
+
+    "0/1" is the second compile of the first frame.
+    """
     return str(CompileContext.current_compile_id() or "-")
 
 
 def is_tracing() -> bool:
-    """Whether Dynamo is at work, which looks at attributes of the tensors that it is given."""
+    """Whether Dynamo is tracing. It then reads attributes of the tensors that it receives."""
     return CompileContext.current_compile_id() is not None
 
 
-def is_restart(error: BaseException) -> bool:
-    """Whether an exception is Dynamo's way of tracing a frame once more, and no failure."""
+def is_dynamo_restart(error: BaseException) -> bool:
+    """Whether an exception only makes Dynamo restart its analysis of a frame, and is no failure."""
     from torch._dynamo.exc import RestartAnalysis
 
     return isinstance(error, RestartAnalysis)
 
 
-def wrapped_error(error: BaseException) -> BaseException | None:
-    """What a backend raised, of the exception that Dynamo makes of it."""
+def inner_exception(error: BaseException) -> BaseException | None:
+    """Returns the exception of a backend that Dynamo wrapped in `error`; None if it wraps none."""
     inner = getattr(error, "inner_exception", None)
     return inner if isinstance(inner, BaseException) else None
 
 
 def dynamo_disable(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep Dynamo out of a function that runs inside compiled code."""
+    """Keeps Dynamo from tracing a function that compiled code calls."""
     return cast(Callable[..., Any], _dynamo_disable(fn))
 
 
 def is_structured_trace_on() -> bool:
-    """Whether somebody listens to torch's structured trace: TORCH_TRACE is set, or torch's own
-    tests listen."""
+    """Whether torch's structured trace is recorded, by TORCH_TRACE or by torch's own tests."""
     from torch._logging._internal import trace_log
 
     return bool(trace_log.handlers) and trace_log.isEnabledFor(10)
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Put a text into torch's structured trace, where tlparse shows it with the compile under
-    way."""
+    """Adds a text to torch's structured trace. tlparse shows it with the current compile."""
     from torch._logging._internal import trace_structured
 
     trace_structured(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "as_fake",
     "fake_mode_of",
     "has_unbacked_size",
+    "no_dispatch_modes",
     "size_hint",
     "statically_known_true",
     "trace_aten",
@@ -27,8 +29,10 @@ __all__ = [
 
 
 def trace_aten(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """The aten graph of a function, traced on fakes of its inputs; runs without autograd and reads
-    nothing."""
+    """Returns the aten graph of a function, traced on fake copies of its inputs.
+
+    Tracing runs without autograd and does not read the inputs' data.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = (
@@ -40,7 +44,7 @@ def trace_aten(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModu
 
 
 def size_hint(size: Any) -> int:
-    """A size as a number; a dynamic one as it is at hand, 1 where it depends on data."""
+    """Returns a size as an integer: its hint if it is dynamic, 1 if it depends on data."""
     if isinstance(size, int):
         return size
     hint = getattr(getattr(size, "node", None), "hint", None)
@@ -48,7 +52,10 @@ def size_hint(size: Any) -> int:
 
 
 def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode | None:
-    """The fake mode that these values (or the compile under way) belong to."""
+    """Returns the fake mode of the first fake tensor among the values.
+
+    Without one, returns the mode of the current compile, or None.
+    """
     for value in values:
         if isinstance(value, FakeTensor):
             return value.fake_mode
@@ -57,7 +64,10 @@ def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode | None:
 
 
 def as_fake(value: Tensor, mode: FakeTensorMode | None) -> Tensor:
-    """A fake of fixed shape: shards never have a dynamic one."""
+    """Returns a fake copy with static sizes, because shards never have dynamic ones.
+
+    Returns `value` itself if it is fake already or `mode` is None.
+    """
     if mode is None or isinstance(value, FakeTensor):
         return value
     return mode.from_tensor(value, static_shapes=True)
@@ -71,10 +81,17 @@ def has_unbacked_size(value: object) -> bool:
 
 
 def ambient_fake_mode() -> FakeTensorMode | None:
-    """The fake mode that is active right now, if any."""
+    """Returns the innermost active fake mode, or None."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     modes = [
         mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FakeTensorMode)
     ]
     return modes[-1] if modes else None
+
+
+def no_dispatch_modes() -> AbstractContextManager[Any]:
+    """Context manager: fake tensors and other modes of a compile do not apply inside it."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return cast(AbstractContextManager[Any], _disable_current_modes())

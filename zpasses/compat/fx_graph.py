@@ -1,4 +1,4 @@
-"""FX graphs: copies, code generation with a boxed calling convention, operation counts."""
+"""FX graphs: copies, boxed code generation, operator names and FLOP counts."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ __all__ = [
 
 
 BOXED_CODEGEN = _BoxedCodeGen
-"""Code generation whose function takes one list and empties it, so that inputs die at their last
-use."""
+"""Code generation for a function that takes one list of inputs and empties it.
+
+Each input is therefore freed at its last use.
+"""
 
 
 OpOverload = torch._ops.OpOverload
-"""The type of a call's target in an aten graph."""
+"""Type of a call's target in an aten graph."""
 
 HigherOrderOperator = torch._ops.HigherOrderOperator
-"""The type of a call that takes subgraphs, such as a checkpoint."""
+"""Type of an operator that takes subgraphs, such as a checkpoint."""
 
 OpOverloadPacket = torch._ops.OpOverloadPacket
-"""All overloads of one operator: the type of `torch.ops.aten.add`."""
+"""Type of `torch.ops.aten.add`: all overloads of one operator."""
 
 
 def op_name(target: OpOverload) -> str:
-    """Name of an operator without namespace and overload: "all_gather_into_tensor"."""
+    """Returns the name of an operator without namespace and overload: "all_gather_into_tensor"."""
     return str(target._opname)
 
 
@@ -50,8 +52,7 @@ def is_erased(node: fx.Node) -> bool:
 
 
 def flop_formula(target: object) -> Callable[..., int] | None:
-    """How many floating-point operations a call of `target` takes, as torch counts them; None where
-    it counts none."""
+    """Returns torch's formula for the floating-point operations of a call; None if it has none."""
     from torch.utils.flop_counter import flop_registry
 
     packet = getattr(target, "overloadpacket", None)
@@ -59,8 +60,10 @@ def flop_formula(target: object) -> Callable[..., int] | None:
 
 
 def clone_graph_module(gm: fx.GraphModule, source: fx.Graph | None = None) -> fx.GraphModule:
-    """A copy of the module's graph (or of `source`) that can be rewritten; attributes and metadata
-    values are shared."""
+    """Returns a copy of a module with a copy of its graph (or of `source`), to be rewritten.
+
+    Attributes and metadata values are shared with the original.
+    """
     graph = fx.Graph()
     output = graph.graph_copy(source or gm.graph, {}, return_output_node=True)
     value, old = cast(tuple[Any, fx.Node], output)

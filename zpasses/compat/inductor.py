@@ -1,4 +1,4 @@
-"""Inductor: compile with its passes, generate code for one graph, and lower our collectives."""
+"""Inductor: full compiles, code generation for one graph, and lowerings of zpasses collectives."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = [
     "CustomPartitionerFn",
     "declare_collective",
     "inductor_codegen",
-    "inductor_codegen_alone",
+    "inductor_codegen_standalone",
     "inductor_compile",
-    "inductor_is_lowering",
+    "inductor_config_patches",
     "inductor_option_names",
-    "inductor_patches",
-    "lower_own_collectives",
+    "is_inductor_lowering_loaded",
     "pin_output_strides",
+    "register_collective_lowerings",
 ]
 
 
-_ONE_SCHEDULER = {
-    # Passes of Inductor that reorder or merge collectives after ours: one scheduler owns the order.
+_CONFIG_PATCHES = {
+    # Passes of zpasses order and merge collectives, so the same passes of Inductor are disabled.
     "reorder_for_compute_comm_overlap": False,
     "bucket_all_gathers_fx": "none",
     "bucket_reduce_scatters_fx": "none",
@@ -40,24 +40,29 @@ _ONE_SCHEDULER = {
     "_fuse_ddp_communication": False,
     "aten_distributed_optimizations.enable_overlap_scheduling": False,
     "aten_distributed_optimizations.enable_simple_overlap": False,
-    # A replayed CUDA graph owns its outputs; carried values must outlive the replay.
+    # A replayed CUDA graph owns its outputs, but values that later calls read must outlive it.
     "triton.cudagraphs": False,
-    # Orders nodes by what surrounds them, which may differ between ranks (padding).
+    # Orders nodes by their neighbours, which may differ between ranks (padding).
     "reorder_for_locality": False,
-    # Moves waits to where their memory is needed or free, and so undoes what runs beside compute.
+    # Moves waits for the sake of memory, which undoes overlap with compute.
     "reorder_for_peak_memory": False,
 }
 
 
-def inductor_patches(partitioner: CustomPartitionerFn, extra: dict[str, Any]) -> dict[str, Any]:
-    """Inductor options of one compile: ours, then the user's. Options that this torch does not have
-    are left out."""
+def inductor_config_patches(
+    partitioner: CustomPartitionerFn, extra: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the Inductor options of one compile: those of zpasses, overridden by the user's.
+
+    Options of zpasses that this torch does not have are omitted.
+    """
     known = inductor_option_names()
-    ours = {key: value for key, value in _ONE_SCHEDULER.items() if key in known}
+    ours = {key: value for key, value in _CONFIG_PATCHES.items() if key in known}
     return {**ours, "custom_partitioner_fn": partitioner, **extra}
 
 
 def inductor_option_names() -> frozenset[str]:
+    """Returns the names of all Inductor options of this torch."""
     from torch._inductor import config
 
     return frozenset(config.get_config_copy())
@@ -66,11 +71,12 @@ def inductor_option_names() -> frozenset[str]:
 def inductor_compile(
     gm: fx.GraphModule, inputs: Sequence[Any], inner: Callable[..., Any], patches: dict[str, Any]
 ) -> Any:
-    """`torch._inductor.compile_fx` with all of Inductor's own passes and `inner` in place of its
-    last step.
+    """Runs `torch._inductor.compile_fx` with all Inductor passes and `inner` as its
+    `inner_compile`.
 
-    AOTAutograd's own cache is off: a hit would skip `inner`. The cache of compiled kernels stays
-    on; it keys on the rewritten graph."""
+    AOTAutograd's cache is disabled, because a hit would skip `inner`. The cache of compiled kernels
+    stays enabled; its keys include the rewritten graph.
+    """
     from torch._inductor.compile_fx import compile_fx
 
     with functorch_config.patch(enable_autograd_cache=False):
@@ -78,43 +84,48 @@ def inductor_compile(
 
 
 def pin_output_strides(output: fx.Node) -> None:
-    """Keep Inductor from choosing the strides of what a graph returns: all variants of it must
-    return alike, and take what they return."""
+    """Keeps Inductor from choosing the strides of a graph's outputs.
+
+    All variants of one graph must return the same strides, and accept each other's outputs as
+    inputs.
+    """
     output.meta["user_visible_output_idxs"] = list(range(len(cast(Sequence[Any], output.args[0]))))
 
 
 def inductor_codegen(
     gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any], kwargs: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Generate and load code for one graph; the result takes one list of inputs."""
+    """Generates and loads code for one graph. The returned function takes one list of inputs."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    lower_own_collectives()
+    register_collective_lowerings()
     _decompose_casts(gm)
     with config.patch(patches):
         return cast(Callable[..., Any], compile_fx_inner(gm, cast(Any, inputs), **kwargs))
 
 
-_own_collectives: dict[torch._ops.OpOverload, bool] = {}
+_declared_collectives: dict[torch._ops.OpOverload, bool] = {}
 
 
 def declare_collective(op: torch._ops.OpOverload, *, writes_out: bool = False) -> None:
-    """Say that an operator of ours returns at once and is awaited by `wait_tensor`, as the
-    functional collectives are.
+    """Declares a custom operator that, like a functional collective, returns at once and is
+    completed by `wait_tensor`.
 
     Args:
-        writes_out: it has an argument `out`, which it returns.
+        op: the operator.
+        writes_out: whether it has an argument `out`, which it returns.
     """
-    _own_collectives[op] = writes_out
+    _declared_collectives[op] = writes_out
 
 
-def lower_own_collectives() -> None:
-    """Teach Inductor the declared collectives: what they read and write stays untouched, and is not
-    freed, until it is awaited.
+def register_collective_lowerings() -> None:
+    """Registers Inductor lowerings for the declared collectives.
 
-    An operator that Inductor does not know becomes a plain call, after which it reuses the memory
-    of the arguments."""
+    Inductor turns an operator that it does not know into a plain call, and reuses the memory of its
+    arguments after the call. With these lowerings, the buffers that a collective reads and writes
+    are neither changed nor freed before the wait.
+    """
     from torch._inductor import ir
     from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, lowerings
     from torch._inductor.virtualized import V
@@ -126,32 +137,36 @@ def lower_own_collectives() -> None:
             ir.TensorBox.create, kernel.create_out_of_place(op, inputs, *args)
         )
 
-    def into_given(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    def in_place(op: torch._ops.OpOverload) -> Callable[..., Any]:
         def lower(source: Any, *args: Any, out: Any) -> Any:
             kernel.create_inplace(op, source, *args, out=out)
-            # The wait will be of `out` alone: Inductor may let go of the input before, which the op
-            # keeps alive, but not write to it.
+            # Only `out` is awaited. Inductor may free the input before the wait, because the op
+            # keeps it alive, but must not reuse its memory.
             V.graph.never_reuse_buffers.add(source.get_name())
             return out
 
         return lower
 
-    for op, writes_out in _own_collectives.items():
+    for op, writes_out in _declared_collectives.items():
         if op not in lowerings:
             add_layout_constraint(op, constrain_to_fx_strides)
-            # Past `register_lowering`, which takes no op with an argument `out` but torch's own.
-            lowerings[op] = (into_given if writes_out else out_of_place)(op)
+            # `register_lowering` rejects ops with an argument `out` that are not torch's own.
+            lowerings[op] = (in_place if writes_out else out_of_place)(op)
 
 
-def inductor_is_lowering() -> bool:
-    """Whether a pass runs inside a compile by Inductor that zpasses did not start (a hook of
-    Inductor), or may do so."""
+def is_inductor_lowering_loaded() -> bool:
+    """Whether Inductor's lowerings are imported.
+
+    If so, a pass may run in a hook of an Inductor compile that zpasses did not start.
+    """
     return "torch._inductor.lowering" in sys.modules
 
 
 def _decompose_casts(gm: fx.GraphModule) -> None:
-    """Casts that passes inserted, in Inductor's own words: it knows `_to_copy` only as something
-    that was decomposed before."""
+    """Replaces `_to_copy` casts that passes inserted by ops that Inductor can lower.
+
+    Inductor decomposes `_to_copy` before zpasses runs, so it has no lowering for it here.
+    """
     for node in list(
         gm.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)
     ):
@@ -159,37 +174,31 @@ def _decompose_casts(gm: fx.GraphModule) -> None:
             continue
         source, dtype = node.args[0], node.kwargs.get("dtype")
         with gm.graph.inserting_before(node):
-            cast = (
-                gm.graph.call_function(
-                    torch.ops.prims.convert_element_type.default, (source, dtype)
-                )
-                if dtype
-                else source
-            )
-            cast = cast if cast is source else _described(cast, node)
-            if cast is source or "memory_format" in node.kwargs:
-                cast = _described(
-                    gm.graph.call_function(torch.ops.aten.clone.default, (cast,), _format(node)),
-                    node,
-                )
-        node.replace_all_uses_with(cast)
+            new = source
+            if dtype:
+                convert = torch.ops.prims.convert_element_type.default
+                new = _copy_meta(gm.graph.call_function(convert, (source, dtype)), node)
+            if new is source or "memory_format" in node.kwargs:
+                clone = torch.ops.aten.clone.default
+                new = _copy_meta(gm.graph.call_function(clone, (new,), _memory_format(node)), node)
+        node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
     gm.recompile()
 
 
-def _described(node: fx.Node, like: fx.Node) -> fx.Node:
-    node.meta = copy.copy(like.meta)
+def _copy_meta(node: fx.Node, source: fx.Node) -> fx.Node:
+    node.meta = copy.copy(source.meta)
     return node
 
 
-def _format(node: fx.Node) -> dict[str, Any]:
+def _memory_format(node: fx.Node) -> dict[str, Any]:
     return {key: value for key, value in node.kwargs.items() if key == "memory_format"}
 
 
-def inductor_codegen_alone(
+def inductor_codegen_standalone(
     gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]
 ) -> Callable[..., Any]:
-    """As `inductor_codegen`, for a graph without gradients that no compile of torch is behind."""
+    """Like `inductor_codegen`, for an inference graph outside any torch compile."""
     from torch._inductor.virtualized import V
 
     mode = fake_mode_of(inputs)

@@ -1,2 +1,5 @@
-"""What a graph costs on a target: compute, collectives, memory, the time of a step, and which moves
-of collectives fit a budget."""
+"""Cost models of a graph on a target.
+
+They cover compute, collectives, memory, the time of a step, and the moves of collectives that fit a
+memory budget.
+"""

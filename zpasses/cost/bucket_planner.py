@@ -1,9 +1,13 @@
-"""Which collectives share a bucket: neighbours that pay and fit, in the order of the graph.
+"""Plan which collectives share a bucket, under a limit on peak memory.
 
-A collective holds memory over a span of the graph: a gather from its start until its wait (its full
-tensor lives on as before), a reduction from its start until it is awaited. The members of a bucket
-have one span, and where `overlap` follows, a longer bucket moves the spans of its neighbours as
-well. A member joins if the memory curve stays within its limit with all of that."""
+The pass `bucket` executes the plan. Buckets are formed greedily, in graph order, from collectives
+with equal bucket keys. A collective joins the open bucket if the memory curve of the graph stays
+within its limit.
+
+A collective occupies memory over a span of the graph: a gather from its start until its wait (its
+full tensor lives on as before), a reduction from its start until its wait. All members of a bucket
+have the same span. If `overlap` follows, a longer bucket also moves the spans of its neighbours.
+"""
 
 from __future__ import annotations
 
@@ -17,38 +21,41 @@ from zpasses.cost.collective_moves import MemoryCurve, SchedulableCollective
 from zpasses.cost.memory import scratch_bytes
 from zpasses.graph.tags import tag_of
 
-__all__ = ["Bucketed", "Choice", "Mode", "plan_buckets"]
+__all__ = ["BucketKey", "Mode", "PlannedBucket", "plan_buckets"]
 
 Mode = Literal["single", "coalesced", "flat"]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What becomes of one collective."""
+class BucketKey:
+    """How a collective may be bucketed. Members of a bucket have equal mode and compatibility."""
 
     mode: Mode
-    key: Hashable
-    """What it shares with others of its bucket."""
+    """"single" is no bucket, "coalesced" one launch of several tensors, "flat" one packed tensor.
+    """
+    compatibility: Hashable
+    """Equal for collectives that one bucket may contain."""
     gloo: bool
-    """Whether gloo runs it, which copies what it communicates together."""
+    """Whether gloo runs the collective. gloo copies the tensors of one launch into one buffer."""
 
 
 @dataclass(eq=False)
-class Bucketed:
-    """Collectives that will be one."""
+class PlannedBucket:
+    """Collectives that are merged into one."""
 
-    choice: Choice
+    key: BucketKey
     items: list[SchedulableCollective]
     start: int
+    """Position in the memory curve of the node that starts the collective."""
     end: int
-    """Behind its wait."""
+    """Position after the collective's wait."""
 
     @property
     def mode(self) -> Mode:
-        return self.choice.mode
+        return self.key.mode
 
     @property
-    def gathers(self) -> bool:
+    def is_gather(self) -> bool:
         return self.items[0].tag.role == "gather"
 
     @property
@@ -58,97 +65,86 @@ class Bucketed:
 
 def plan_buckets(
     items: Sequence[SchedulableCollective],
-    choose: Callable[[SchedulableCollective], Choice],
+    bucket_key: Callable[[SchedulableCollective], BucketKey],
     curve: MemoryCurve,
     cap_bytes: float,
     *,
     plan_for_overlap: bool,
-) -> list[Bucketed]:
-    """Buckets of two and more; the curve is left as they make it.
+) -> list[PlannedBucket]:
+    """Plans the buckets with two or more members. The curve then includes their memory.
 
     Args:
         items: collectives of one tensor each, in graph order.
-        cap_bytes: most bytes of full tensors in one bucket.
-        plan_for_overlap: a gather will start once the one before it has arrived, a reduction be
-            awaited once the next has started. The limit of the curve then follows from the graph in
-            which each collective by itself does so.
+        bucket_key: returns the key of a collective.
+        curve: the memory curve of the graph without buckets, which is changed in place.
+        cap_bytes: largest size of the full tensors in one bucket, in bytes.
+        plan_for_overlap: assume that the pass `overlap` follows. It starts each gather after the
+            previous one has arrived, and awaits each reduction after the next one has started. The
+            limit of the curve is then relative to the graph in which every single collective is
+            overlapped this way.
     """
-    gathers = _Gathers(
-        [item for item in items if item.tag.role == "gather"],
-        choose,
-        curve,
-        cap_bytes,
-        plan_for_overlap,
-    )
-    reductions = _Reductions(
-        [item for item in items if item.tag.role == "reduce"],
-        choose,
-        curve,
-        cap_bytes,
-        plan_for_overlap,
-    )
+    options = (bucket_key, curve, cap_bytes, plan_for_overlap)
+    gathers = _GatherPlanner([item for item in items if item.tag.role == "gather"], *options)
+    reductions = _ReductionPlanner([item for item in items if item.tag.role == "reduce"], *options)
     if plan_for_overlap:
-        gathers.spread()
-        reductions.spread()
-        curve.rebase()
+        gathers.simulate_overlap()
+        reductions.simulate_overlap()
+        curve.reset_limit()
     return [*gathers.plan(), *reductions.plan()]
 
 
 _Change = tuple[int, int, int]
-"""From a position until before another: bytes more, or less."""
+"""(start, end, bytes): from position `start` until before `end`, so many bytes more (or fewer)."""
 
 
-class _Planner:
+class _BucketPlanner:
+    """Forms buckets of either gathers or reductions, in graph order."""
+
     def __init__(
         self,
         items: Sequence[SchedulableCollective],
-        choose: Callable[[SchedulableCollective], Choice],
+        bucket_key: Callable[[SchedulableCollective], BucketKey],
         curve: MemoryCurve,
         cap_bytes: float,
         plan_for_overlap: bool,
     ) -> None:
-        self._items, self._choose, self._curve, self._cap_bytes, self._plan_for_overlap = (
-            items,
-            choose,
-            curve,
-            cap_bytes,
-            plan_for_overlap,
-        )
+        self._items, self._bucket_key, self._curve = items, bucket_key, curve
+        self._cap_bytes, self._plan_for_overlap = cap_bytes, plan_for_overlap
         self._starts = [curve.position[item.started] for item in items]
         self._ends = [curve.position[item.wait] + 1 for item in items]
-        self._launches: list[Bucketed] = []
-        """As planned so far, in the order in which they start."""
-        self._made: dict[fx.Node, list[_Change]] = {}
+        self._buckets: list[PlannedBucket] = []
+        """Planned so far, in the order in which they start."""
+        self._allocations: dict[fx.Node, list[_Change]] = {}
 
-    def plan(self) -> list[Bucketed]:
-        open_: dict[Hashable, Bucketed] = {}
+    def plan(self) -> list[PlannedBucket]:
+        """Returns the buckets with two or more members."""
+        open_buckets: dict[Hashable, PlannedBucket] = {}
         for number, item in enumerate(self._items):
-            choice = self._choose(item)
-            key = (choice.key, choice.mode)
-            bucket = open_.get(key) if choice.mode != "single" else None
+            key = self._bucket_key(item)
+            compatible = (key.compatibility, key.mode)
+            bucket = open_buckets.get(compatible) if key.mode != "single" else None
             if (
                 bucket is not None
                 and bucket.full_bytes + item.full_bytes <= self._cap_bytes
-                and self._joins(bucket, number)
+                and self._try_join(bucket, number)
             ):
                 continue
-            made = Bucketed(choice, [item], self._starts[number], self._ends[number])
-            self._launches.append(made)
-            open_[key] = made
-        return [each for each in self._launches if len(each.items) > 1]
+            new = PlannedBucket(key, [item], self._starts[number], self._ends[number])
+            self._buckets.append(new)
+            open_buckets[compatible] = new
+        return [each for each in self._buckets if len(each.items) > 1]
 
-    def _joins(self, bucket: Bucketed, number: int) -> bool:
+    def _try_join(self, bucket: PlannedBucket, number: int) -> bool:
+        """Adds a collective to a bucket unless the limit forbids it; returns whether it did."""
         raise NotImplementedError
 
-    def _takes(self, changes: Sequence[_Change]) -> bool:
-        """Make these changes to the curve, unless they lift it above its limit."""
+    def _try_changes(self, changes: Sequence[_Change]) -> bool:
+        """Applies the changes unless they exceed the curve's limit; returns whether it did."""
         real = [each for each in changes if each[0] < each[1] and each[2]]
         for change in real:
             self._curve.add(*change)
-        low, high = (
-            min((each[0] for each in real), default=0),
-            max((each[1] for each in real), default=0),
-        )
+        low = min((each[0] for each in real), default=0)
+        high = max((each[1] for each in real), default=0)
         if max(self._curve.live_bytes[low:high], default=0) <= self._curve.limit_bytes:
             return True
         for start, end, more in real:
@@ -156,11 +152,11 @@ class _Planner:
         return False
 
 
-class _Gathers(_Planner):
-    """A bucket starts where its first member does, and is awaited there."""
+class _GatherPlanner(_BucketPlanner):
+    """Plans gathers. A bucket starts where its first member starts, and is awaited there."""
 
-    def spread(self) -> None:
-        """Start each once the one before has arrived."""
+    def simulate_overlap(self) -> None:
+        """Starts each gather after the previous one has arrived."""
         nodes = self._curve.base.nodes
         arrived = next((index for index, node in enumerate(nodes) if node.op != "placeholder"), 0)
         for number, item in enumerate(self._items):
@@ -173,28 +169,38 @@ class _Gathers(_Planner):
             self._curve.add(
                 early, self._starts[number], item.full_bytes + scratch_bytes(item.started)
             )
-            self._curve.add(early, max(early, made), _beside(item) - scratch_bytes(item.started))
+            self._curve.add(
+                early, max(early, made), _extra_bytes(item) - scratch_bytes(item.started)
+            )
             self._starts[number], arrived = early, self._ends[number]
 
-    def _joins(self, bucket: Bucketed, number: int) -> bool:
+    def _try_join(self, bucket: PlannedBucket, number: int) -> bool:
         item, start, end = self._items[number], self._starts[number], self._ends[number]
         old, new = bucket.items, [*bucket.items, item]
         flat = bucket.mode == "flat"
         changes = [
             (bucket.start, start, item.full_bytes),
-            (bucket.start, bucket.end, _beside(item) + _packed(bucket, new) - _packed(bucket, old)),
-            # Copied out while the next gather is under way already.
-            (bucket.end - 1, bucket.end + 1, _unpacked(new) - _unpacked(old) if flat else 0),
-            (start, end, -_beside(item)),
+            (
+                bucket.start,
+                bucket.end,
+                _extra_bytes(item) + _packing_bytes(bucket, new) - _packing_bytes(bucket, old),
+            ),
+            # Members are copied out while the next gather is already in flight.
+            (
+                bucket.end - 1,
+                bucket.end + 1,
+                _unpacking_bytes(new) - _unpacking_bytes(old) if flat else 0,
+            ),
+            (start, end, -_extra_bytes(item)),
         ]
-        arrived = self._launches[-1].end
+        arrived = self._buckets[-1].end
         follows = self._plan_for_overlap and number + 1 < len(self._items)
-        if follows:  # the next one starts earlier, as there is no wait for this one before it
+        if follows:  # the next gather starts earlier, because this one has no wait of its own
             following = self._items[number + 1]
             changes.append(
-                (arrived, self._starts[number + 1], following.full_bytes + _beside(following))
+                (arrived, self._starts[number + 1], following.full_bytes + _extra_bytes(following))
             )
-        if not self._takes(changes):
+        if not self._try_changes(changes):
             return False
         bucket.items.append(item)
         if follows:
@@ -202,51 +208,53 @@ class _Gathers(_Planner):
         return True
 
 
-class _Reductions(_Planner):
-    """A bucket starts where its last member did."""
+class _ReductionPlanner(_BucketPlanner):
+    """Plans reductions. A bucket starts where its last member starts."""
 
-    def spread(self) -> None:
-        """Await each once the next one has started, the last one at the end."""
+    def simulate_overlap(self) -> None:
+        """Awaits each reduction after the next one has started, and the last one at the end."""
         for number, item in enumerate(self._items):
             end, last = self._ends[number], number + 1 == len(self._items)
             late = max(
                 end, len(self._curve.base.nodes) - 1 if last else self._starts[number + 1] + 1
             )
-            for change in self._awaited([item], end, late):
+            for change in self._delay_wait([item], end, late):
                 self._curve.add(*change)
             self._ends[number] = late
 
-    def _joins(self, bucket: Bucketed, number: int) -> bool:
+    def _try_join(self, bucket: PlannedBucket, number: int) -> bool:
         item, start, end = self._items[number], self._starts[number], self._ends[number]
         changes = [
-            *self._awaited(bucket.items, bucket.end, end),
-            (bucket.start, bucket.end, -_packed(bucket, bucket.items)),
-            (start, end, _packed(bucket, [*bucket.items, item])),
+            *self._delay_wait(bucket.items, bucket.end, end),
+            (bucket.start, bucket.end, -_packing_bytes(bucket, bucket.items)),
+            (start, end, _packing_bytes(bucket, [*bucket.items, item])),
         ]
-        at = self._launches.index(bucket)
-        before = self._launches[at - 1] if self._plan_for_overlap and at else None
-        after = self._launches[at + 1].start if at + 1 < len(self._launches) else start
-        if before is not None:  # is awaited once that has started which now comes next
-            changes += self._awaited(before.items, before.end, after + 1)
-            changes.append((before.end, after + 1, _packed(before, before.items)))
-        if not self._takes(changes):
+        at = self._buckets.index(bucket)
+        before = self._buckets[at - 1] if self._plan_for_overlap and at else None
+        after = self._buckets[at + 1].start if at + 1 < len(self._buckets) else start
+        if before is not None:  # it is awaited after the start of the bucket that now follows it
+            changes += self._delay_wait(before.items, before.end, after + 1)
+            changes.append((before.end, after + 1, _packing_bytes(before, before.items)))
+        if not self._try_changes(changes):
             return False
         if before is not None:
             before.end = max(before.end, after + 1)
         bucket.items.append(item)
         bucket.start, bucket.end = start, end
-        self._launches.append(self._launches.pop(at))
+        self._buckets.append(self._buckets.pop(at))
         return True
 
-    def _awaited(
+    def _delay_wait(
         self, items: Sequence[SchedulableCollective], old: int, new: int
     ) -> Iterator[_Change]:
-        """What changes if these are awaited before `new` and not before `old`: what they read lives
-        longer, their results come later."""
+        """Yields the memory changes of moving these reductions' waits from `old` to `new`.
+
+        Their inputs live longer, and their results are allocated later.
+        """
         if new <= old:
             return
         for item in items:
-            yield old, new, item.full_bytes + _beside(item)
+            yield old, new, item.full_bytes + _extra_bytes(item)
             for _, end, made in self._allocated(item.started):
                 yield max(old, end), new, made
             for node in item.results:
@@ -254,30 +262,29 @@ class _Reductions(_Planner):
                     yield max(first, old), min(max(first, new), end), -made
 
     def _allocated(self, node: fx.Node) -> Sequence[_Change]:
-        """What a node allocates, and where that is alive in the graph as it is."""
-        if not self._made:
+        """Returns what a node allocates in the original graph, one change per buffer."""
+        if not self._allocations:
             for buffer in self._curve.base.buffers:
-                self._made.setdefault(buffer.node, []).append(
+                self._allocations.setdefault(buffer.node, []).append(
                     (buffer.first, buffer.last + 1, buffer.nbytes)
                 )
-        return self._made.get(node, ())
+        return self._allocations.get(node, ())
 
 
-def _beside(item: SchedulableCollective) -> int:
-    """What one collective holds besides its full tensor: what was cast or padded for it, and its
-    backend's scratch memory."""
+def _extra_bytes(item: SchedulableCollective) -> int:
+    """Memory of a collective besides its full tensor: the prepared input and backend scratch."""
     return scratch_bytes(item.started) + sum(
         tag.block_bytes for node in item.inputs if (tag := tag_of(node)) is not None
     )
 
 
-def _packed(bucket: Bucketed, items: Sequence[SchedulableCollective]) -> int:
-    """What members are copied into together, by the graph or by gloo."""
-    if len(items) < 2 or not (bucket.mode == "flat" or bucket.choice.gloo):
+def _packing_bytes(bucket: PlannedBucket, items: Sequence[SchedulableCollective]) -> int:
+    """Memory of the buffer that the graph or gloo packs the members into."""
+    if len(items) < 2 or not (bucket.mode == "flat" or bucket.key.gloo):
         return 0
-    return sum(item.tag.nbytes if bucket.gathers else item.full_bytes for item in items)
+    return sum(item.tag.nbytes if bucket.is_gather else item.full_bytes for item in items)
 
 
-def _unpacked(items: Sequence[SchedulableCollective]) -> int:
-    """Full tensors that are copied out of a flat bucket."""
+def _unpacking_bytes(items: Sequence[SchedulableCollective]) -> int:
+    """Memory of the full tensors that are copied out of a flat bucket."""
     return sum(item.full_bytes for item in items) if len(items) > 1 else 0

@@ -1,9 +1,10 @@
-"""What passes need that move collectives: the moves that are possible, and a bound on the memory
-that they cost.
+"""Which collectives of a graph can move, and how much memory a move costs.
 
-Ranks must plan alike, or they would wait for each other. Their graphs differ in little: in padding,
-and in the rows that they keep of an uneven parameter. So plans count no bytes of nodes that belong
-to one rank's shard."""
+The passes `bucket` and `overlap` use it. All ranks must make the same plan, because a different
+order of collectives is a deadlock. Their graphs differ slightly: in padding, and in the number of
+rows that a rank has of an unevenly sharded parameter. The memory curve therefore replaces bytes
+that depend on the rank by the bytes of a full block, which are equal on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -31,29 +32,32 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SchedulableCollective:
-    """A collective of one tensor, with what must move along."""
+    """A collective of one tensor, with the nodes that must move with it."""
 
     started: fx.Node
     wait: fx.Node
     tag: Tag
     inputs: tuple[fx.Node, ...]
-    """Nodes that make the input out of graph inputs alone (cast, padding), in order; for
-    gathers."""
+    """For gathers: nodes that compute the input from graph inputs only (cast, padding), in order.
+    """
     results: tuple[fx.Node, ...]
-    """Nodes that finish the output (slice, cast, copy) and are read by the graph's output alone, in
-    order; for reductions."""
+    """For reductions: the nodes that complete the output (slice, cast, copy) and that only the
+    graph's output reads, in order.
+    """
     full_bytes: int
-    """Bytes of the full tensor: what a gather returns, what a reduction takes."""
+    """Bytes of the full tensor: a gather's output, a reduction's input."""
 
     @property
     def source(self) -> fx.Node:
-        """The tensor that communicates."""
+        """The input tensor of the collective."""
         return self.started.all_input_nodes[0]
 
 
 def movable_gathers(graph: fx.Graph) -> list[SchedulableCollective]:
-    """Gathers of one tensor that depend on graph inputs alone and may start anywhere before their
-    wait, in graph order."""
+    """Returns the gathers of one tensor that depend on graph inputs only, in graph order.
+
+    They may start anywhere before their wait.
+    """
     return [item for node in graph.nodes if (item := _gather(node)) is not None]
 
 
@@ -63,7 +67,7 @@ def _gather(node: fx.Node) -> SchedulableCollective | None:
         tag is None
         or tag.role != "gather"
         or wait is None
-        or not _is(node, "all_gather_into_tensor")
+        or not _is_functional_collective(node, "all_gather_into_tensor")
     ):
         return None
     chain: list[fx.Node] = []
@@ -86,8 +90,10 @@ def _gather(node: fx.Node) -> SchedulableCollective | None:
 
 
 def movable_reductions(graph: fx.Graph) -> list[SchedulableCollective]:
-    """Reductions of one tensor whose results nothing but the graph's output reads, in graph
-    order."""
+    """Returns the reductions of one tensor that can move, in graph order.
+
+    Only the graph's output reads their results.
+    """
     return [item for node in graph.nodes if (item := _reduction(node)) is not None]
 
 
@@ -97,7 +103,7 @@ def _reduction(node: fx.Node) -> SchedulableCollective | None:
         tag is None
         or tag.role != "reduce"
         or wait is None
-        or not _is(node, "all_reduce", "reduce_scatter_tensor")
+        or not _is_functional_collective(node, "all_reduce", "reduce_scatter_tensor")
     ):
         return None
     results = epilogue(wait)
@@ -109,7 +115,10 @@ def _reduction(node: fx.Node) -> SchedulableCollective | None:
 
 
 def epilogue(wait: fx.Node) -> tuple[fx.Node, ...] | None:
-    """What follows a wait until the graph's output; None if anything else reads it."""
+    """Returns the nodes between a wait and the graph's output.
+
+    Returns None if they include a collective, or read a value other than the wait and each other.
+    """
     found: dict[fx.Node, None] = {}
     queue = list(wait.users)
     while queue:
@@ -130,39 +139,37 @@ def _only_wait(node: fx.Node) -> fx.Node | None:
     return users[0] if len(users) == 1 and is_wait(users[0]) else None
 
 
-def _is(node: fx.Node, *names: str) -> bool:
+def _is_functional_collective(node: fx.Node, *names: str) -> bool:
     collective = collective_of(node)
-    return (
-        collective is not None
-        and collective.op in names
-        and node.target.namespace == "_c10d_functional"
-    )  # type: ignore[union-attr]
+    if collective is None or not isinstance(node.target, compat.OpOverload):
+        return False
+    return collective.op in names and node.target.namespace == "_c10d_functional"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A collective of one or several tensors, with what must move along."""
+    """A collective of one or several tensors, with the nodes that must move with it."""
 
     started: fx.Node
     before: tuple[fx.Node, ...]
-    """Nodes that make its inputs out of graph inputs, in order; for gathers."""
+    """For gathers: the nodes that compute the inputs from graph inputs, in order."""
     parts: tuple[fx.Node, ...]
-    """The outputs, where there are several."""
+    """The `getitem` nodes of a collective with several outputs; empty for one output."""
     waits: tuple[fx.Node, ...]
     after: tuple[fx.Node, ...]
-    """Nodes that finish its outputs, in order; for reductions."""
+    """For reductions: the nodes that complete the outputs, in order."""
     nbytes: int
-    """Memory that it takes from its start until it is awaited."""
+    """Bytes that the collective occupies from its start until its wait."""
 
 
 def gather_launches(graph: fx.Graph) -> list[Launch]:
-    """Parameter gathers that depend on graph inputs alone, in graph order."""
+    """Returns the parameter gathers that depend on graph inputs only, in graph order."""
     found = []
     for node in graph.nodes:
         tag = tag_of(node)
         if tag is None or tag.role != "gather" or collective_of(node) is None:
             continue
-        before, ends = _preparation(node), _parts_and_waits(node)
+        before, ends = _input_chain(node), _outputs_and_waits(node)
         if before is not None and ends is not None:
             held = (
                 nbytes(value_of(node))
@@ -174,13 +181,13 @@ def gather_launches(graph: fx.Graph) -> list[Launch]:
 
 
 def reduction_launches(graph: fx.Graph) -> list[Launch]:
-    """Gradient reductions whose results nothing but the graph's output reads, in graph order."""
+    """Returns the gradient reductions that only the graph's output reads, in graph order."""
     found = []
     for node in graph.nodes:
         tag, collective = tag_of(node), collective_of(node)
         if tag is None or tag.role != "reduce" or collective is None:
             continue
-        ends = _parts_and_waits(node)
+        ends = _outputs_and_waits(node)
         after = [epilogue(wait) for wait in ends[1]] if ends is not None else [None]
         if ends is not None and all(each is not None for each in after):
             last = tuple(dict.fromkeys(step for each in after if each is not None for step in each))
@@ -196,9 +203,11 @@ def _block_bytes(node: fx.Node) -> int:
     return tag.block_bytes if tag is not None else 0
 
 
-def _preparation(started: fx.Node) -> tuple[fx.Node, ...] | None:
-    """What makes a gather's inputs, in graph order; None unless that is casts, padding, packing and
-    views of graph inputs."""
+def _input_chain(started: fx.Node) -> tuple[fx.Node, ...] | None:
+    """Returns the nodes that compute a gather's inputs, in graph order.
+
+    Returns None unless these are casts, padding, packing and views of graph inputs.
+    """
     found: set[fx.Node] = set()
     queue = list(started.all_input_nodes)
     while queue:
@@ -224,7 +233,7 @@ def _preparation(started: fx.Node) -> tuple[fx.Node, ...] | None:
     return tuple(reversed(ordered))
 
 
-def _parts_and_waits(started: fx.Node) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]] | None:
+def _outputs_and_waits(started: fx.Node) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]] | None:
     users = list(started.users)
     parts = tuple(user for user in users if user.target is operator.getitem)
     ends = [user for part in (parts or (started,)) for user in part.users]
@@ -234,47 +243,57 @@ def _parts_and_waits(started: fx.Node) -> tuple[tuple[fx.Node, ...], tuple[fx.No
 
 
 class MemoryCurve:
-    """Bytes alive along a graph, while moves are planned, and the most that they may become.
+    """Live bytes at each node of a graph while moves are planned, and their limit.
 
-    Positions are indices of the graph's nodes as they were when the curve was made.
+    Positions are indices of the graph's nodes at the time when the curve was created.
+
+    Args:
+        graph: the graph to plan for.
+        budget: how far the peak may rise, as a fraction of it (float), or the peak in bytes (int).
+            The limit is never below the current peak.
     """
 
     def __init__(self, graph: fx.Graph, budget: float | int) -> None:
-        self.base: Liveness = liveness(graph, bytes_of=_common_bytes, is_view=_cuts_own_rows)
+        self.base: Liveness = liveness(
+            graph, bytes_of=_rank_independent_bytes, is_view=_drops_padding
+        )
         self.live_bytes = list(self.base.live_bytes)
         self.position = {node: index for index, node in enumerate(self.base.nodes)}
         self._budget = budget
-        self.rebase()
+        self.reset_limit()
 
-    def rebase(self) -> None:
-        """Take the limit from the curve as it is now."""
+    def reset_limit(self) -> None:
+        """Computes the limit from the budget and the current curve."""
         peak, budget = max(self.live_bytes, default=0), self._budget
         self.limit_bytes = (
             int(peak * (1 + budget)) if isinstance(budget, float) else max(budget, peak)
         )
 
     def add(self, start: int, end: int, added_bytes: int) -> None:
+        """Adds bytes from position `start` until before `end`."""
         for index in range(start, end):
             self.live_bytes[index] += added_bytes
 
 
-def _common_bytes(node: fx.Node) -> int | None:
-    """Of what differs between ranks, what is the same on all of them."""
+def _rank_independent_bytes(node: fx.Node) -> int | None:
+    """Returns the bytes of a full block for values whose size depends on the rank, else None."""
     tag = tag_of(node)
     return (
         tag.block_bytes if tag is not None and tag.role in ("gather_input", "shard_grad") else None
     )
 
 
-def _cuts_own_rows(node: fx.Node) -> bool:
-    """Whether a node drops the padding of a reduced block, which ranks with a full block have no
-    node for."""
+def _drops_padding(node: fx.Node) -> bool:
+    """Whether a node slices the padding off a reduced block.
+
+    Ranks with a full block have no such node.
+    """
     if node.target is not torch.ops.aten.slice_copy.Tensor or not is_wait(node.all_input_nodes[0]):
         return False
-    collective = collective_of(_launch_of(node.all_input_nodes[0]))
+    collective = collective_of(_collective_node(node.all_input_nodes[0]))
     return collective is not None and "reduce_scatter" in collective.op
 
 
-def _launch_of(wait: fx.Node) -> fx.Node:
+def _collective_node(wait: fx.Node) -> fx.Node:
     started = wait.all_input_nodes[0]
     return started.all_input_nodes[0] if started.target is operator.getitem else started

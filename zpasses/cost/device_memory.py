@@ -1,5 +1,4 @@
-"""How much memory a device has free: one function, so that tests and plans can put a budget in its
-place."""
+"""How much memory a device has free. One function, so that tests can replace it."""
 
 from __future__ import annotations
 
@@ -11,11 +10,12 @@ __all__ = ["free_bytes"]
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on a device, what torch's allocator holds in reserve
-    included.
+    """Returns the bytes that can still be allocated on a device, including what torch's allocator
+    has cached.
 
-    On "cpu" it is the memory of the machine, of which every rank on it sees all. None where torch
-    cannot tell (meta, say)."""
+    On "cpu" it returns the machine's available memory, which all ranks on the machine share.
+    Returns None if torch cannot tell, as for "meta".
+    """
     if device.type == "cpu":
         return _host_bytes()
     module = torch.get_device_module(device.type) if device.type != "meta" else None

@@ -1,10 +1,11 @@
-"""Peak memory of a graph, from the order of its nodes: what is alive while each of them runs.
+"""Peak memory of a graph, computed from the order of its nodes and the lifetimes of their values.
 
-The model is that of a graph run node by node with inputs freed at their last use. Views share the
-memory of what they view, and an all-reduce writes over its input where it may; what a collective
-reads and writes lives until it is awaited, with the scratch memory that its backend takes. Memory
-that the caller holds (parameters, the batch) is not counted: figures are bytes above the state
-before the call."""
+The model executes the graph node by node and frees inputs at their last use. Views share the memory
+of their base. An all-reduce writes over its input where it may. The inputs and outputs of a
+collective live until its wait, and so does the scratch memory of its backend. Memory that the
+caller holds (parameters, the batch) is not counted: all figures are bytes above the state before
+the call.
+"""
 
 from __future__ import annotations
 
@@ -39,39 +40,40 @@ _ALIASES = {
 
 @dataclass(eq=False)
 class Buffer:
-    """One piece of memory."""
+    """One allocation."""
 
     node: fx.Node
-    """Who allocates it."""
+    """The node that allocates it."""
     nbytes: int
     first: int
-    """Index of the node during which it is allocated."""
+    """Index of the node that allocates it."""
     last: int
     """Index of the last node that needs it."""
     scratch: bool = False
-    """Whether it is working memory of a collective's backend, which no value lives in."""
+    """Whether it is scratch memory of a collective's backend. It holds no value of the graph."""
 
 
 @dataclass(frozen=True)
 class Liveness:
-    """Bytes alive during each node of a graph."""
+    """Live memory at each node of a graph."""
 
     nodes: tuple[fx.Node, ...]
     live_bytes: tuple[int, ...]
-    """One figure a node, inputs and outputs of the node included."""
+    """One entry per node: bytes alive during the node, including its inputs and outputs."""
     buffers: tuple[Buffer, ...]
 
     @property
     def peak_bytes(self) -> int:
+        """The largest entry of `live_bytes`; 0 for an empty graph."""
         return max(self.live_bytes, default=0)
 
     @property
     def peak_node(self) -> fx.Node:
-        """The first node at which the peak is reached."""
+        """The first node at the peak."""
         return self.nodes[self.live_bytes.index(self.peak_bytes)]
 
     def alive_at(self, node: fx.Node) -> list[Buffer]:
-        """What is alive while `node` runs, largest first."""
+        """Returns the buffers that are alive during `node`, largest first."""
         at = self.nodes.index(node)
         return sorted(
             (each for each in self.buffers if each.first <= at <= each.last),
@@ -80,11 +82,12 @@ class Liveness:
 
 
 def saved_for_backward(graph: fx.Graph) -> set[fx.Node]:
-    """The inputs of a backward graph that die with their last use: what forward saved, and the
+    """Returns the inputs of a backward graph that are freed at their last use: saved values and
     incoming gradients.
 
-    Empty for other graphs: their inputs belong to the caller, as parameters and the batch do in a
-    backward graph."""
+    Other inputs, such as parameters and the batch, belong to the caller. Returns an empty set for
+    graphs that are no backward.
+    """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     if not any(node.name.startswith("tangents") for node in inputs):
         return set()
@@ -97,15 +100,17 @@ def liveness(
     bytes_of: Callable[[fx.Node], int | None] | None = None,
     is_view: Callable[[fx.Node], bool] = lambda node: False,
 ) -> Liveness:
-    """What is alive while each node runs.
+    """Computes the live memory at each node.
 
     Args:
-        bytes_of: overrides what a node allocates; None from it means what the node's value says.
-        is_view: nodes to take for views of their first input besides those that are.
+        graph: a graph with fake values.
+        bytes_of: overrides the bytes that a node allocates; if it returns None, the node's value
+            decides.
+        is_view: nodes to treat as views of their first input, besides actual views.
     """
     nodes = tuple(graph.nodes)
     tracker = _Tracker(
-        nodes, saved_for_backward(graph), reinplaceable_all_reduces(graph), bytes_of, is_view
+        saved_for_backward(graph), reinplaceable_all_reduces(graph), bytes_of, is_view
     )
     for index, node in enumerate(nodes):
         tracker.visit(index, node)
@@ -121,8 +126,10 @@ def liveness(
 
 
 def reinplaceable_all_reduces(graph: fx.Graph) -> set[fx.Node]:
-    """All-reduces that may write over what they read: the graph made it, and nothing reads it
-    afterwards. Generated code does so."""
+    """Returns the all-reduces that may write over their inputs. Generated code runs them in place.
+
+    The graph must have computed the input, and nothing may read it after the all-reduce.
+    """
     reductions = [node for node in graph.nodes if node.target in _ALL_REDUCES]
     if not reductions:
         return set()
@@ -153,13 +160,14 @@ _ALL_REDUCES = (
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """The node that made the memory which this one's value lies in."""
+    """Returns the node that allocates the memory of this node's value."""
     while _is_alias(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _readers(base: fx.Node) -> Iterator[fx.Node]:
+    """Yields the users of a value and of all its aliases."""
     queue, seen = [base], {base}
     while queue:
         for user in queue.pop().users:
@@ -170,54 +178,47 @@ def _readers(base: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_alias(node: fx.Node) -> bool:
-    known = node.target is operator.getitem or node.target in _ALIASES or _returns_argument(node)
+    known = node.target is operator.getitem or node.target in _ALIASES or _aliases_argument(node)
     return node.op == "call_function" and bool(node.all_input_nodes) and known
 
 
 class _Tracker:
-    """Follows buffers through views, collectives and their waits."""
+    """Computes buffers and their lifetimes, through views, collectives and waits."""
 
     def __init__(
         self,
-        nodes: tuple[fx.Node, ...],
-        dying: set[fx.Node],
-        overwriting: set[fx.Node],
+        saved_inputs: set[fx.Node],
+        reinplaceable: set[fx.Node],
         bytes_of: Callable[[fx.Node], int | None] | None,
         is_view: Callable[[fx.Node], bool],
     ) -> None:
         self.buffers: list[Buffer] = []
-        self._held: dict[fx.Node, list[Buffer | None]] = {}
-        """What each node's output tensors live in; None for memory of the caller."""
+        self._memory_of: dict[fx.Node, list[Buffer | None]] = {}
+        """Buffer of each output tensor of a node; None for memory of the caller."""
         self._pending: dict[fx.Node, list[Buffer]] = {}
-        """What a collective that was started needs until it is awaited."""
+        """Buffers that a started collective needs until its wait."""
         self._storages: dict[int, Buffer] = {}
-        self._retained: list[fx.Node] = []
-        """Full parameters that outlive the call, whether or not the graph returns them yet."""
-        self._overwriting = overwriting
-        self._dying, self._bytes_of, self._is_view, self._end = (
-            dying,
-            bytes_of,
-            is_view,
-            len(nodes) - 1,
-        )
+        self._cached: list[fx.Node] = []
+        """Full parameters that outlive the call, even if the graph does not return them yet."""
+        self._saved_inputs, self._reinplaceable = saved_inputs, reinplaceable
+        self._bytes_of, self._is_view = bytes_of, is_view
 
     def visit(self, index: int, node: fx.Node) -> None:
-        for item in (*node.all_input_nodes, *(self._retained if node.op == "output" else ())):
-            for buffer in self._held.get(item, ()):
+        for item in (*node.all_input_nodes, *(self._cached if node.op == "output" else ())):
+            for buffer in self._memory_of.get(item, ()):
                 if buffer is not None:
                     buffer.last = index
         if node.op == "placeholder":
-            self._held[node] = [self._saved(node)] if node in self._dying else [None]
+            self._memory_of[node] = [self._saved(node)] if node in self._saved_inputs else [None]
         elif node.op == "call_function":
-            self._held[node] = self._aliased(node) or self._allocate(index, node)
+            self._memory_of[node] = self._aliased(node) or self._allocate(index, node)
             self._communicate(index, node)
             tag = tag_of(node)
             if tag is not None and tag.cached:
-                self._retained.append(node)
+                self._cached.append(node)
 
     def _saved(self, node: fx.Node) -> Buffer | None:
-        """What forward handed over: values that are views of one tensor keep that tensor alive, and
-        it once."""
+        """Returns the buffer of a saved value. Saved views of one tensor share one buffer."""
         value = value_of(node)
         if not isinstance(value, Tensor):
             return None
@@ -234,12 +235,12 @@ class _Tracker:
         if not inputs:
             return None
         if node.target is operator.getitem:
-            whole, at = self._held.get(inputs[0], [None]), node.args[1]
+            whole, at = self._memory_of.get(inputs[0], [None]), node.args[1]
             return [whole[at]] if isinstance(at, int) and len(whole) > 1 else whole[:1]
-        if node in self._overwriting:
-            return [self._held[item][0] for item in inputs]
+        if node in self._reinplaceable:
+            return [self._memory_of[item][0] for item in inputs]
         if _is_alias(node) or self._is_view(node):
-            return self._held.get(inputs[0], [None])[:1]
+            return self._memory_of.get(inputs[0], [None])[:1]
         return None
 
     def _allocate(self, index: int, node: fx.Node) -> list[Buffer | None]:
@@ -259,12 +260,12 @@ class _Tracker:
             scratch = Buffer(node, scratch_bytes(node), index, index, scratch=True)
             if scratch.nbytes:
                 self.buffers.append(scratch)
-            # Outputs belong to it as well: of several, none is let go before all were awaited.
+            # The outputs count too: none of several outputs is freed before all are awaited.
             involved = [*node.all_input_nodes, node]
             needed = [
                 buffer
                 for item in involved
-                for buffer in self._held.get(item, ())
+                for buffer in self._memory_of.get(item, ())
                 if buffer is not None
             ]
             self._pending[node] = [*needed, scratch]
@@ -275,7 +276,8 @@ class _Tracker:
                 buffer.last = max(buffer.last, index)
 
 
-def _returns_argument(node: fx.Node) -> bool:
+def _aliases_argument(node: fx.Node) -> bool:
+    """Whether a call returns a view of an argument, or an argument that it writes to."""
     call = node.target
     if not isinstance(call, compat.OpOverload):
         return False
@@ -284,17 +286,18 @@ def _returns_argument(node: fx.Node) -> bool:
 
 
 def scratch_bytes(node: fx.Node) -> int:
-    """Memory of a collective besides its inputs and outputs.
+    """Returns the bytes that a collective needs besides its inputs and outputs.
 
-    gloo packs several tensors into one, and gathers into a flat tensor of its own that it copies
-    out of; a copy engine that gathers several tensors in one call does both."""
+    gloo packs several tensors into one buffer, and gathers into a flat buffer that it then copies
+    out of. A copy engine that gathers several tensors in one call does both.
+    """
     collective: Any = collective_of(node)
+    call: Any = node.target
     by_engine = collective.op.startswith("sdma_")
     if by_engine and len(collective.shapes) > 1:
         return int(collective.nbytes) + nbytes(value_of(node))
-    if not (by_engine or node.target.namespace == "_c10d_functional") or not compat.is_gloo(
-        collective.group
-    ):  # type: ignore[union-attr]
+    may_run_on_gloo = by_engine or call.namespace == "_c10d_functional"
+    if not may_run_on_gloo or not compat.is_gloo(collective.group):
         return 0
     packed = collective.nbytes if len(collective.shapes) > 1 else 0
     return packed + (nbytes(value_of(node)) if "gather" in collective.op else 0)

@@ -1,13 +1,14 @@
-"""How long things take on a target: communication, copies and compute, in microseconds.
+"""Estimate the duration of collectives, copies and kernels on a target, in microseconds.
 
-A collective costs a latency that does not depend on its size and the time of its bytes on the
-slowest link of a ring (the model of Thakur, Rabenseifner, Gropp: Optimization of Collective
-Communication Operations in MPICH, 2005). A kernel takes what the slower of memory and arithmetic
-needs (Williams, Waterman, Patterson: Roofline, 2009). Such figures are good enough to compare two
-forms of one graph; they are no predictions.
+A collective takes a latency that does not depend on its size, plus the time of its bytes on the
+slowest link of a ring (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication
+Operations in MPICH, 2005). A kernel takes the longer of its memory time and its arithmetic time
+(Williams, Waterman, Patterson: Roofline, 2009). These estimates are good enough to compare two
+forms of one graph, and do not predict real durations.
 
-A collective can take several routes: "c10d" (RCCL, NCCL or gloo) takes compute units away from what
-runs beside it, copy engines do not. `zpasses.cost.routes` has what is known of each."""
+A collective can take several routes: "c10d" (RCCL, NCCL or gloo) competes with kernels for compute
+units, and copy engines do not. `zpasses.cost.routes` has the figures of each route.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +20,21 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.routes import PIECE_BYTES, RouteFigures
+from zpasses.cost.routes import MAX_CHUNK_BYTES, RouteFigures
 from zpasses.cost.target import Target
 from zpasses.graph.nodes import collective_of, nbytes, value_of
 
-__all__ = ["collective_us", "compute_us", "copy_us", "engine_us", "latency_us", "route_us"]
+__all__ = ["collective_us", "compute_us", "copy_engine_us", "copy_us", "latency_us", "route_us"]
 
 
 def latency_us(kind: str, ranks: int, target: Target) -> float:
-    """The part of a collective's time that does not depend on its bytes.
+    """Returns the part of a collective's duration that does not depend on its bytes.
 
     Args:
-        kind: what is done: its name contains "gather", "reduce_scatter" or "all_reduce".
+        kind: name of the collective, with or without suffixes: it contains "gather",
+            "reduce_scatter" or "all_reduce".
         ranks: size of the group.
+        target: hardware that the graph runs on.
     """
     nodes = math.ceil(ranks / target.ranks_per_node)
     rounds = 2 if _is_all_reduce(kind) else 1
@@ -41,11 +44,13 @@ def latency_us(kind: str, ranks: int, target: Target) -> float:
 
 
 def collective_us(kind: str, full_bytes: int, ranks: int, target: Target) -> float:
-    """Time of one collective over a ring.
+    """Returns the duration of one collective over a ring.
 
     Args:
         kind: as in `latency_us`.
-        full_bytes: bytes of the full tensor: what an all-gather returns, what a reduction takes.
+        full_bytes: bytes of the full tensor: an all-gather's output, a reduction's input.
+        ranks: size of the group.
+        target: hardware that the graph runs on.
     """
     if ranks <= 1:
         return 0.0
@@ -63,10 +68,12 @@ def collective_us(kind: str, full_bytes: int, ranks: int, target: Target) -> flo
 def route_us(
     figures: RouteFigures, kind: str, full_bytes: int, ranks: int, target: Target
 ) -> float:
-    """Time of one collective by a route within a node, with nothing beside it.
+    """Returns the duration of one collective by a route within a node, with nothing running beside
+    it.
 
     Args:
-        kind, full_bytes: as in `collective_us`.
+        figures: of the route.
+        kind, full_bytes, ranks, target: as in `collective_us`.
     """
     if ranks <= 1:
         return 0.0
@@ -76,17 +83,20 @@ def route_us(
     return figures.latency_us + moving + (copy_us(int(copied), target) if copied else 0.0)
 
 
-def engine_us(
+def copy_engine_us(
     figures: RouteFigures, kind: str, full_bytes: Sequence[int], ranks: int, target: Target
 ) -> float:
-    """Time of one launch of several tensors by a copy engine: they are packed into pieces,
-    gathered, and copied out.
+    """Returns the duration of one copy-engine launch of several tensors.
+
+    The tensors are packed, gathered in chunks, and copied out. A single tensor needs no packing.
 
     Args:
-        full_bytes: bytes of each full tensor; one by itself needs no packing.
+        figures: of the route.
+        full_bytes: bytes of each full tensor.
+        kind, ranks, target: as in `collective_us`.
     """
     total = sum(full_bytes)
-    pieces = math.ceil(total / ranks / PIECE_BYTES) if ranks else 0
+    pieces = math.ceil(total / ranks / MAX_CHUNK_BYTES) if ranks else 0
     packing = copy_us(total + total // ranks, target) if len(full_bytes) > 1 else 0.0
     return (
         route_us(figures, kind, total, ranks, target)
@@ -100,12 +110,12 @@ def _is_all_reduce(kind: str) -> bool:
 
 
 def copy_us(copied_bytes: int, target: Target) -> float:
-    """Time of one kernel that copies so many bytes: each is read and written."""
+    """Returns the duration of one kernel that copies so many bytes: it reads and writes each."""
     return target.kernel_us + 2 * copied_bytes / (target.memory_gb_s * 1e3) if copied_bytes else 0.0
 
 
 def compute_us(node: fx.Node, target: Target) -> float:
-    """Time of one call; 0 for views, inputs and communication."""
+    """Returns the duration of one call; 0 for views, graph inputs and communication."""
     call: Any = node.target
     if (
         node.op != "call_function"
@@ -129,13 +139,15 @@ def _flops(node: fx.Node) -> float:
     args = torch.fx.node.map_arg(node.args, value_of)
     kwargs = torch.fx.node.map_arg(node.kwargs, value_of)
     value = value_of(node)
-    sizes = _hinted((args, kwargs))
-    return float(count(*sizes[0], **sizes[1], out_val=_hinted(value)))
+    sizes = _with_hinted_sizes((args, kwargs))
+    return float(count(*sizes[0], **sizes[1], out_val=_with_hinted_sizes(value)))
 
 
-def _hinted(value: Any) -> Any:
-    """Fake tensors of dynamic shape as ones of the shape at hand, because formulas count in plain
-    numbers."""
+def _with_hinted_sizes(value: Any) -> Any:
+    """Replaces fake tensors of dynamic shape by ones of their hinted shape.
+
+    FLOP formulas need integer sizes.
+    """
 
     def fixed(tensor: Tensor) -> Tensor:
         if all(isinstance(size, int) for size in tensor.shape):

@@ -1,9 +1,9 @@
-"""What is known of the routes that a collective can take within a node: bandwidth, latency, and
-what they cost the compute beside them.
+"""Bandwidth, latency and overlap cost of each route that a collective can take within a node.
 
-Figures are measured ones, if `ZPASSES_CALIBRATION` names a file that `python -m
-zpasses.tools.calibrate` wrote and that file has the target's architecture; else priors out of the
-literature, which nobody has checked on a machine of ours."""
+Figures are measured if the environment variable `ZPASSES_CALIBRATION` names a file that `python -m
+zpasses.tools.calibrate` wrote, and the file contains the target's architecture. All others are
+priors from the literature, which nobody has checked on hardware of this project.
+"""
 
 from __future__ import annotations
 
@@ -21,82 +21,93 @@ from zpasses.cost.target import Target
 from zpasses.errors import OptionError
 
 __all__ = [
-    "PIECE_BYTES",
+    "MAX_CHUNK_BYTES",
     "RouteFigures",
     "calibrated_figures",
-    "figures_of",
-    "known_figures",
+    "figures_for_route",
     "machine_key",
+    "route_figures",
 ]
 
 CALIBRATION_VARIABLE = "ZPASSES_CALIBRATION"
 FORMAT = 1
-PIECE_BYTES = 64 << 20
-"""Most bytes of one rank that a copy engine gathers in one call; larger gathers go in pieces."""
+MAX_CHUNK_BYTES = 64 << 20
+"""Most bytes per rank that a copy engine gathers in one call. Larger gathers are split into chunks.
+"""
 
 
 @dataclass(frozen=True)
 class RouteFigures:
-    """One route on one kind of node, its ranks all on that node."""
+    """Figures of one route between the ranks of one node."""
 
     latency_us: float
-    """The part of a collective's time that does not depend on its bytes, in microseconds."""
+    """The part of a collective's duration that does not depend on its bytes, in microseconds."""
     gb_s: float
-    """What a rank sends over all its links together, sustained, in 10^9 bytes a second."""
+    """Sustained bandwidth at which a rank sends over all its links together, in GB/s (10^9 bytes).
+    """
     compute_slowdown: float
-    """How many times longer compute takes while such a collective runs beside it; 1: not at all."""
+    """Factor by which kernels take longer while such a collective runs beside them; 1 is no
+    slowdown.
+    """
     collective_slowdown: float = 1.0
-    """How many times longer the collective takes while compute runs beside it; 1: not at all."""
+    """Factor by which the collective takes longer while kernels run beside it; 1 is no slowdown."""
     copied_full: float = 0.0
-    """Copies that each byte of the full tensor takes besides: out of a buffer that all ranks write
-    to."""
+    """Extra copies of each byte of the full tensor, out of a buffer that all ranks write to."""
     copied_parts: float = 0.0
-    """Copies that each byte of a rank's part takes besides: into such a buffer."""
+    """Extra copies of each byte of a rank's part, into such a buffer."""
     source: str = ""
+    """Where the figures are from."""
 
 
-_USABLE = 48 / 64
-"""Of a link's peak: about 48 of the 64 GB/s of one xGMI link (AMD, MI300X data sheet and RCCL
-guides)."""
-_SLOWED = 1.22
-"""A matrix product beside RCCL takes 1.11 to 1.33 times as long as beside a gather by SDMA engines
-(AMD's figures for mori): the middle."""
-_FASTER = 1.08
-"""A gather by SDMA engines of tens of MB: from par with RCCL to 16 % more bandwidth: the middle
-(AMD, arXiv:2511.06605)."""
-_SMALL = 4.5
-"""A small gather by SDMA engines takes 4.5 times as long as RCCL's, if nothing is done about it
-(the same)."""
-_REALISED = (0.21 + 0.42) / 2
-"""Of what running products and RCCL's collectives side by side could gain at best, MI300X gains 21
-%, or 42 % when collectives are started first and have compute units of their own (AMD,
-arXiv:2412.14335). Graphs of ours start them first, and reserve nothing: the middle."""
-_REALISED_BY_ENGINES = 0.72
-"""The same by copy engines."""
-_PRIOR = "literature, uncalibrated"
+_LINK_EFFICIENCY = 48 / 64
+"""Usable share of a link's peak: about 48 of the 64 GB/s of one xGMI link (AMD, MI300X data sheet
+and RCCL guides).
+"""
+_RCCL_COMPUTE_SLOWDOWN = 1.22
+"""A matmul beside RCCL takes 1.11 to 1.33 times as long as beside a gather by SDMA engines (AMD's
+figures for mori). This is the middle.
+"""
+_SDMA_BANDWIDTH_RATIO = 1.08
+"""A gather of tens of MB by SDMA engines has between the same and 16 % more bandwidth than RCCL
+(AMD, arXiv:2511.06605). This is the middle.
+"""
+_SDMA_LATENCY_RATIO = 4.5
+"""A small gather by SDMA engines takes 4.5 times as long as RCCL's without further tuning (AMD,
+arXiv:2511.06605).
+"""
+_RCCL_OVERLAP_GAIN = (0.21 + 0.42) / 2
+"""Realised share of the ideal gain from overlapping matmuls and RCCL collectives on MI300X: 21 %,
+or 42 % if collectives start first and have reserved compute units (AMD, arXiv:2412.14335). Graphs
+of zpasses start them first but reserve nothing. This is the middle.
+"""
+_SDMA_OVERLAP_GAIN = 0.72
+"""The same share for copy engines."""
+_PRIOR_SOURCE = "literature, uncalibrated"
 
 
-def _slowed(realised: float, compute_slowdown: float) -> float:
-    """How many times longer a collective takes beside compute, if of both, 1 long by themselves,
-    side by side gains such a share of 1.
+def _collective_slowdown(overlap_gain: float, compute_slowdown: float) -> float:
+    """Derives the slowdown of a collective beside compute from the measured gain of overlapping
+    both.
 
-    Both together take 2 / (1 + realised). The compute takes `compute_slowdown` of that, in which
-    the collective gets on by 1 / slowed; the rest of the collective then runs by itself."""
-    together = 2 / (1 + realised)
+    Take compute and a collective that each last 1 by themselves. The ideal speedup is 2, and
+    overlap realises 1 + overlap_gain, so both together take 2 / (1 + overlap_gain). The compute
+    lasts `compute_slowdown` of that, during which the collective progresses at 1 / slowdown. The
+    rest of the collective runs by itself.
+    """
+    together = 2 / (1 + overlap_gain)
     return compute_slowdown / (1 + compute_slowdown - together)
 
 
-def figures_of(route: str, target: Target) -> RouteFigures | None:
-    """What is known of a route ("c10d", "mori", "symm_mem") on a target; None where the target does
-    not have it."""
-    return known_figures(target).get(route)
+def figures_for_route(route: str, target: Target) -> RouteFigures | None:
+    """Returns the figures of a route ("c10d", "mori", "symm_mem"); None if the target lacks it."""
+    return route_figures(target).get(route)
 
 
-def known_figures(target: Target) -> Mapping[str, RouteFigures]:
-    """Figures by route: measured ones in place of priors, where there are some.
+def route_figures(target: Target) -> Mapping[str, RouteFigures]:
+    """Returns the figures of all routes of a target by name. Measured figures replace priors.
 
     Raises:
-        OptionError: when `ZPASSES_CALIBRATION` names a file that cannot be read.
+        OptionError: if `ZPASSES_CALIBRATION` names a file that cannot be read.
     """
     figures = dict(_priors(target))
     path = os.environ.get(CALIBRATION_VARIABLE)
@@ -111,16 +122,19 @@ def _priors(target: Target) -> Mapping[str, RouteFigures]:
     latency = target.launch_us + (target.ranks_per_node - 1) * target.hop_us
     if target.architecture == "cpu":
         return {"c10d": RouteFigures(latency, target.link_gb_s, 1.0, source=target.source)}
-    bandwidth = _USABLE * target.link_gb_s
-    by_rccl, by_engines = _slowed(_REALISED, _SLOWED), _slowed(_REALISED_BY_ENGINES, 1.0)
-    rccl = f"{_PRIOR}: RCCL beside matrix products on MI300X"
-    mori = f"{_PRIOR}: AMD's figures for SDMA engines, and mori's copies"
-    symm_mem = f"{_PRIOR}: two barriers and a copy in, as torch's code does"
+    bandwidth = _LINK_EFFICIENCY * target.link_gb_s
+    by_rccl, by_engines = (
+        _collective_slowdown(_RCCL_OVERLAP_GAIN, _RCCL_COMPUTE_SLOWDOWN),
+        _collective_slowdown(_SDMA_OVERLAP_GAIN, 1.0),
+    )
+    rccl = f"{_PRIOR_SOURCE}: RCCL beside matrix products on MI300X"
+    mori = f"{_PRIOR_SOURCE}: AMD's figures for SDMA engines, and mori's copies"
+    symm_mem = f"{_PRIOR_SOURCE}: two barriers and a copy in, as torch's code does"
     figures = {
-        "c10d": RouteFigures(latency, bandwidth, _SLOWED, by_rccl, source=rccl),
+        "c10d": RouteFigures(latency, bandwidth, _RCCL_COMPUTE_SLOWDOWN, by_rccl, source=rccl),
         "mori": RouteFigures(
-            _SMALL * latency,
-            _FASTER * bandwidth,
+            _SDMA_LATENCY_RATIO * latency,
+            _SDMA_BANDWIDTH_RATIO * bandwidth,
             1.0,
             by_engines,
             copied_full=1.0,
@@ -136,25 +150,26 @@ def _priors(target: Target) -> Mapping[str, RouteFigures]:
     }
 
 
-# --- measured ones --------------------------------------------------------------------------------
+# --- measured figures -----------------------------------------------------------------------------
 def machine_key(architecture: str, versions: Mapping[str, str]) -> str:
-    """How a calibration file names a machine: "gfx942 torch=2.13.0 mori=1.2.4"."""
+    """Returns the key of a machine in a calibration file: "gfx942 mori=1.2.4 torch=2.13.0"."""
     return " ".join(
         [architecture, *(f"{name}={version}" for name, version in sorted(versions.items()))]
     )
 
 
 def calibrated_figures(path: Path, architecture: str) -> dict[str, RouteFigures]:
-    """The routes of an architecture as measured: with this torch if there are such figures, else
-    with another.
+    """Returns the measured figures of an architecture by route.
+
+    Figures that were measured with this torch take precedence over those of other versions.
 
     Raises:
-        OptionError: when the file cannot be read as one that the calibration wrote.
+        OptionError: if the file is not one that the calibration wrote.
     """
     try:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:
-            raise ValueError(f"format {content['format']}; this release reads {FORMAT}")
+            raise ValueError(f"got format {content['format']}; this release reads {FORMAT}")
         machines: list[dict[str, Any]] = [
             each for each in content["machines"].values() if each["architecture"] == architecture
         ]
@@ -170,7 +185,7 @@ def calibrated_figures(path: Path, architecture: str) -> dict[str, RouteFigures]
             )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise OptionError(
-            f"{CALIBRATION_VARIABLE}={path}: {type(error).__name__}: {error}. Expected what "
-            "`python -m zpasses.tools.calibrate` writes."
+            f"{CALIBRATION_VARIABLE}={path}: {type(error).__name__}: {error}. Expected a "
+            "file that `python -m zpasses.tools.calibrate` wrote."
         ) from error
     return found

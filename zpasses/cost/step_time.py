@@ -1,13 +1,12 @@
-"""How long graphs would take on a target: their nodes in order on one stream, their collectives
-beside it.
+"""Estimate the duration of graphs on a target, with collectives that overlap compute.
 
-Collectives take turns on the links that they share, whatever their group and route: those within a
-node on its links, those between nodes on the network. Groups of the one kind do not hold up groups
-of the other. A kernel takes what the roofline says, and longer while collectives that need compute
-units are under way; collectives take longer too, while kernels run beside them. There is no fusion,
-no CPU
-and no optimizer in it: it compares forms of one step, and is no prediction of what a clock would
-show."""
+The nodes of a graph run in order on one stream, and its collectives beside them. Collectives that
+share links run one after another, whatever their group and route. Collectives within a node share
+its links, and collectives between nodes share the network; the two kinds do not delay each other. A
+kernel takes its roofline time, and longer while a collective that needs compute units runs beside
+it. A collective takes longer while kernels run beside it. The model ignores fusion, the CPU and the
+optimizer. It compares forms of one step, and does not predict real durations.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.roofline import collective_us, compute_us, engine_us, route_us
-from zpasses.cost.routes import figures_of
+from zpasses.cost.roofline import collective_us, compute_us, copy_engine_us, route_us
+from zpasses.cost.routes import figures_for_route
 from zpasses.cost.target import Target
 from zpasses.graph.nodes import (
     Collective,
@@ -32,29 +31,29 @@ from zpasses.graph.nodes import (
     value_of,
 )
 
-__all__ = ["StepTime", "Timeline", "collective_time_us", "is_by_engine", "step_time"]
+__all__ = ["StepTime", "Timeline", "collective_time_us", "is_copy_engine_collective", "step_time"]
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Times in microseconds."""
+    """Durations in microseconds."""
 
     total_us: float
     compute_us: float
-    """Kernels, with nothing beside them."""
+    """Sum of the kernels' durations with nothing running beside them."""
     collective_us: float
-    """Collectives with nothing beside them, all added up."""
+    """Sum of the collectives' durations with nothing running beside them."""
     waited_us: float
-    """In which nothing computes, because a collective is not done."""
+    """Time in which no kernel runs because a collective is awaited."""
 
     @property
     def slowed_us(self) -> float:
-        """By which kernels took longer because of collectives beside them."""
+        """Time by which collectives beside them prolong the kernels."""
         return self.total_us - self.compute_us - self.waited_us
 
 
 def step_time(graphs: Iterable[fx.Graph], target: Target) -> StepTime:
-    """Time of graphs that run one after another, such as forward and backward."""
+    """Returns the duration of graphs that run one after another, such as forward and backward."""
     parts = [Timeline(graph, target).run() for graph in graphs]
     return StepTime(
         *(sum(values) for values in zip(*(vars(part).values() for part in parts), strict=True))
@@ -63,8 +62,7 @@ def step_time(graphs: Iterable[fx.Graph], target: Target) -> StepTime:
 
 @dataclass(frozen=True)
 class _Event:
-    """What happens next on the compute stream: kernels, the start of a collective, or a wait for
-    one."""
+    """Next step of the compute stream: kernels, the start of a collective, or a wait for one."""
 
     work_us: float = 0.0
     starts: fx.Node | None = None
@@ -72,25 +70,27 @@ class _Event:
 
 
 @dataclass(frozen=True)
-class _Ride:
-    """A collective by one route."""
+class CollectiveTiming:
+    """Duration of a collective by one route, and its interference with kernels."""
 
-    took_us: float
-    """With nothing beside it."""
-    slows: float = 1.0
-    """How many times longer kernels beside it take."""
-    slowed: float = 1.0
-    """How many times longer it takes beside kernels."""
+    duration_us: float
+    """Duration with nothing running beside it."""
+    compute_slowdown: float = 1.0
+    """Factor by which kernels beside it take longer."""
+    collective_slowdown: float = 1.0
+    """Factor by which it takes longer beside kernels."""
     between_nodes: bool = False
-    """Over the network, or over the links of one node."""
+    """Whether it uses the network; else it uses the links of one node."""
 
 
 class Timeline:
-    """One graph as what happens in order, to be run with different routes for its collectives.
+    """The sequence of kernels, collectives and waits of one graph.
+
+    It can be simulated several times, with different routes for the collectives.
 
     Args:
-        graph: a graph with fake values; the groups that it names must exist.
-        target: what it runs on. Copy engines are those of the target's preferred route.
+        graph: a graph with fake values. The process groups that it names must exist.
+        target: hardware that the graph runs on. Copy engines use the target's preferred route.
     """
 
     def __init__(self, graph: fx.Graph, target: Target) -> None:
@@ -98,30 +98,30 @@ class Timeline:
         self._events: list[_Event] = []
         self._by_engine: set[fx.Node] = set()
         self._collectives: dict[fx.Node, Collective] = {}
-        self._rides: dict[tuple[fx.Node, bool], _Ride] = {}
+        self._timings: dict[tuple[fx.Node, bool], CollectiveTiming] = {}
         for node in graph.nodes:
             self._add(node)
 
     def run(self, engines: Collection[fx.Node] = ()) -> StepTime:
-        """Time of the graph.
+        """Simulates the graph and returns its duration.
 
         Args:
-            engines: collectives that copy engines carry out, besides those that call
-                `zpasses::sdma` ops already.
+            engines: collectives that copy engines execute, besides those that call `zpasses::sdma`
+                ops already.
         """
-        return _Run().through(
-            self._events, {node: self.ride(node, node in engines) for node in self._collectives}
+        return _Simulation().run(
+            self._events, {node: self.timing(node, node in engines) for node in self._collectives}
         )
 
-    def ride(self, node: fx.Node, by_engine: bool) -> _Ride:
-        """A collective of the graph by copy engines, or as it stands there."""
+    def timing(self, node: fx.Node, by_engine: bool) -> CollectiveTiming:
+        """Returns the timing of a collective, by copy engines or as the graph has it."""
         key = node, by_engine or node in self._by_engine
-        if key not in self._rides:
-            self._rides[key] = self._measure(*key)
-        return self._rides[key]
+        if key not in self._timings:
+            self._timings[key] = self._measure(*key)
+        return self._timings[key]
 
     def compute_until_wait(self, started: fx.Node) -> float:
-        """Microseconds of kernels between a collective and the first wait for it."""
+        """Returns the duration of the kernels between a collective and its first wait, in us."""
         events = iter(self._events)
         for event in events:
             if event.starts is started:
@@ -142,73 +142,84 @@ class Timeline:
                 self._events.append(_Event(awaits=started))
         elif collective is not None and not is_dialect(node):
             self._collectives[node] = collective
-            if is_by_engine(collective):
+            if is_copy_engine_collective(collective):
                 self._by_engine.add(node)
             self._events.append(_Event(starts=node))
         elif work := compute_us(node, self._target):
             self._events.append(_Event(work_us=work))
 
-    def _measure(self, node: fx.Node, by_engine: bool) -> _Ride:
+    def _measure(self, node: fx.Node, by_engine: bool) -> CollectiveTiming:
         collective = self._collectives[node]
-        return _ride(
+        return _collective_timing(
             node, collective, len(compat.group_ranks(collective.group)), self._target, by_engine
         )
 
 
-def is_by_engine(collective: Collective) -> bool:
-    """Whether a copy engine carries it out, where there is one."""
+def is_copy_engine_collective(collective: Collective) -> bool:
+    """Whether a collective is a copy-engine op. It runs on copy engines if the target has any."""
     return collective.op.startswith("sdma_")
 
 
 def collective_time_us(node: fx.Node, collective: Collective, ranks: int, target: Target) -> float:
-    """Time of a collective as it stands in a graph, with nothing beside it, by the figures that the
-    pass `sdma` compares.
+    """Returns the duration of a collective as the graph has it, with nothing running beside it.
+
+    It uses the same figures as the pass `sdma`.
 
     Args:
-        collective: `collective_of(node)`; none of the dialect.
+        node: the collective's node.
+        collective: `collective_of(node)`, which must be no dialect op.
         ranks: size of its group.
+        target: hardware that the graph runs on.
     """
-    return _ride(node, collective, ranks, target, is_by_engine(collective)).took_us
+    return _collective_timing(
+        node, collective, ranks, target, is_copy_engine_collective(collective)
+    ).duration_us
 
 
-def _ride(
+def _collective_timing(
     node: fx.Node, collective: Collective, ranks: int, target: Target, by_engine: bool
-) -> _Ride:
+) -> CollectiveTiming:
     parts = _full_bytes(node, collective, ranks)
-    figures = figures_of(target.routes[0] if by_engine and target.routes else "c10d", target)
+    figures = figures_for_route(target.routes[0] if by_engine and target.routes else "c10d", target)
     if figures is None or ranks > target.ranks_per_node:
-        return _Ride(
+        return CollectiveTiming(
             collective_us(collective.op, sum(parts), ranks, target),
             between_nodes=ranks > target.ranks_per_node,
         )
     if by_engine and target.routes:
-        took = engine_us(figures, collective.op, parts, ranks, target)
+        took = copy_engine_us(figures, collective.op, parts, ranks, target)
     else:
         took = route_us(figures, collective.op, sum(parts), ranks, target)
-    return _Ride(took, figures.compute_slowdown, figures.collective_slowdown)
+    return CollectiveTiming(took, figures.compute_slowdown, figures.collective_slowdown)
 
 
 @dataclass
-class _Flight:
+class _InFlight:
     node: fx.Node
-    ride: _Ride
+    timing: CollectiveTiming
     left_us: float
-    """What it would still take by itself."""
+    """Remaining duration with nothing running beside it."""
 
 
-class _Run:
+class _Simulation:
+    """Simulates the compute stream and the collectives in flight."""
+
     def __init__(self) -> None:
         self._now = self._compute = self._collective = self._waited = 0.0
-        self._queues: dict[bool, deque[_Flight]] = {False: deque(), True: deque()}
-        """On the links within the node, and on the network between nodes (True). The first of each
-        moves."""
+        self._queues: dict[bool, deque[_InFlight]] = {False: deque(), True: deque()}
+        """Collectives on the links within the node (False) and on the network (True).
 
-    def through(self, events: Iterable[_Event], rides: dict[fx.Node, _Ride]) -> StepTime:
+        Only the first of each queue progresses.
+        """
+
+    def run(self, events: Iterable[_Event], timings: dict[fx.Node, CollectiveTiming]) -> StepTime:
         for event in events:
             if event.starts is not None:
-                ride = rides[event.starts]
-                self._queues[ride.between_nodes].append(_Flight(event.starts, ride, ride.took_us))
-                self._collective += ride.took_us
+                timing = timings[event.starts]
+                self._queues[timing.between_nodes].append(
+                    _InFlight(event.starts, timing, timing.duration_us)
+                )
+                self._collective += timing.duration_us
             elif event.awaits is not None:
                 self._await(event.awaits)
             else:
@@ -217,42 +228,43 @@ class _Run:
 
     def _await(self, node: fx.Node) -> None:
         for queue in self._queues.values():
-            while any(flight.node is node for flight in queue):
+            while any(each.node is node for each in queue):
                 late = queue[0].left_us
                 self._waited += late
-                self._pass(late, beside_compute=False)
+                self._advance(late, beside_compute=False)
 
-    def _pass(self, spent: float, *, beside_compute: bool) -> None:
-        """Let time pass, in which what is under way moves on."""
+    def _advance(self, spent: float, *, beside_compute: bool) -> None:
+        """Lets `spent` microseconds pass, in which the collectives in flight progress."""
         self._now += spent
         for queue in self._queues.values():
             left = spent
             while queue and left >= 0:
                 first = queue[0]
-                slowed = first.ride.slowed if beside_compute else 1.0
-                moved = min(left, first.left_us * slowed)
-                first.left_us -= moved / slowed
-                if first.left_us > _LEAST_US:
+                slowdown = first.timing.collective_slowdown if beside_compute else 1.0
+                moved = min(left, first.left_us * slowdown)
+                first.left_us -= moved / slowdown
+                if first.left_us > _EPSILON_US:
                     break
                 left -= moved
                 queue.popleft()
 
     def _work(self, left: float) -> None:
         self._compute += left
-        while left > _LEAST_US:
+        while left > _EPSILON_US:
             moving = [queue[0] for queue in self._queues.values() if queue]
-            slows = max((flight.ride.slows for flight in moving), default=1.0)
-            spent = min([left * slows, *(flight.left_us * flight.ride.slowed for flight in moving)])
-            left -= spent / slows
-            self._pass(spent, beside_compute=True)
+            slowdown = max((each.timing.compute_slowdown for each in moving), default=1.0)
+            finishing = [each.left_us * each.timing.collective_slowdown for each in moving]
+            spent = min([left * slowdown, *finishing])
+            left -= spent / slowdown
+            self._advance(spent, beside_compute=True)
 
 
-_LEAST_US = 1e-9
-"""Less is rounding."""
+_EPSILON_US = 1e-9
+"""Shorter remaining durations are rounding errors."""
 
 
 def _full_bytes(node: fx.Node, collective: Collective, ranks: int) -> list[int]:
-    """Bytes of the full tensors that a call gathers or reduces."""
+    """Returns the bytes of the full tensors that a call gathers or reduces."""
     assert isinstance(node.target, compat.OpOverload)
     given = named_arguments(node, node.target)[node.target._schema.arguments[0].name]
     inputs = [

@@ -1,10 +1,12 @@
-"""What a graph will run on: the figures that the cost model needs, and what the hardware can do.
+"""The hardware that a graph will run on: its figures for the cost model, and its copy-engine
+routes.
 
-A target is detected from the process (`Target.detect`) or named
-(`Target.parse("mi300x,ranks_per_node=8")`, the environment variable `ZPASSES_TARGET`, the backend's
-option `target`), so that a graph can be planned for hardware that is not here. Every figure is a
-prior out of a data sheet or a measurement, named beside it; none is used for anything but choosing
-between forms of equal result."""
+A target is detected from the process (`Target.detect`) or named:
+`Target.parse("mi300x,ranks_per_node=8")`, the environment variable `ZPASSES_TARGET`, or the backend
+option `target`. A named target lets a graph be planned for hardware that this machine does not
+have. Each figure is a prior from a data sheet or a measurement, given in `source`. Figures are only
+used to choose between graphs with equal results.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from typing import Any, cast
 
 import torch
 
-from zpasses.errors import OptionError, nearest
+from zpasses.errors import OptionError, suggestion
 from zpasses.option_values import field_types, parse_value
 
 __all__ = ["TARGETS", "Target", "current_target", "target_of"]
@@ -32,42 +34,41 @@ _GIB = 1 << 30
 class Target:
     """One kind of device in one kind of node.
 
-    Bandwidths are in GB/s (10^9 bytes), of one rank and in one direction; times in microseconds.
+    Bandwidths are in GB/s (10^9 bytes), per rank and in one direction; times are in microseconds.
     """
 
     name: str
     ranks_per_node: int
-    """Devices per node; collectives among more ranks cross the network."""
+    """Devices per node. Collectives of more ranks cross the network."""
     link_gb_s: float
     """Bandwidth to the other devices of the node, over all links together."""
     network_gb_s: float
     """Bandwidth to other nodes."""
     memory_gb_s: float
-    """Bandwidth of the device's memory."""
+    """Bandwidth of device memory."""
     tflops: float
-    """Dense matrix multiplication in the dtype that training uses (bf16; fp32 on CPU), in 10^12
-    operations per second."""
+    """Dense matmul throughput in 10^12 operations per second, in bf16 (fp32 on CPU)."""
     memory_bytes: int
-    """Memory of the device."""
+    """Capacity of device memory."""
     launch_us: float
     """Time from the start of a collective until its first byte moves."""
     hop_us: float
-    """Time of each step of a ring within the node."""
+    """Time of each ring step within the node."""
     network_hop_us: float
-    """Time of each step of a ring that crosses the network."""
+    """Time of each ring step that crosses the network."""
     kernel_us: float
-    """Time of a kernel that does nothing."""
+    """Duration of an empty kernel."""
     source: str = ""
     """Where the figures are from."""
     architecture: str = "cpu"
-    """What the compiler calls the device: "gfx942", "gfx950", "sm90", ..., "cpu"."""
+    """The compiler's name of the device: "gfx942", "gfx950", "sm90", ..., "cpu"."""
     routes: tuple[str, ...] = ()
-    """Ways to communicate by copy engines that this hardware has ("mori", "symm_mem"), the
-    preferred one first."""
+    """Copy-engine routes that this hardware has ("mori", "symm_mem"), the preferred one first."""
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """A target by name, figures changed at will: "mi300x,ranks_per_node=4,link_gb_s=300".
+        """Parses a target's name and changes to its figures:
+        "mi300x,ranks_per_node=4,link_gb_s=300".
 
         Raises:
             OptionError: for an unknown name or figure, or a value that is not a positive number.
@@ -75,7 +76,7 @@ class Target:
         name, *changes = [part.strip() for part in text.split(",")]
         if name not in TARGETS:
             raise OptionError(
-                f"target {text!r}: nothing is called {name!r}.{nearest(name, TARGETS)}"
+                f"target {text!r}: unknown target {name!r}.{suggestion(name, TARGETS)}"
             )
         types = {
             key: kind for key, kind in field_types(cast(Any, cls)).items() if key not in _FIXED
@@ -86,7 +87,7 @@ class Target:
             if not equals or key.strip() not in types:
                 raise OptionError(
                     f"target {text!r}: cannot read {change!r}; expected "
-                    f"figure=value.{nearest(key.strip(), types)}"
+                    f"figure=value.{suggestion(key.strip(), types)}"
                 )
             values[key.strip()] = parse_value(
                 value.strip(), types[key.strip()], f"target {name!r}, {key.strip()!r}"
@@ -99,8 +100,10 @@ class Target:
 
     @classmethod
     def detect(cls) -> Target:
-        """`ZPASSES_TARGET` if set, else the target of this process's device; an accelerator without
-        figures here counts as an H100."""
+        """Returns the target that `ZPASSES_TARGET` names, else the target of this process's device.
+
+        An accelerator without figures in `TARGETS` counts as an H100.
+        """
         named = os.environ.get(ENVIRONMENT_VARIABLE)
         if named:
             return cls.parse(named)
@@ -131,12 +134,12 @@ class Target:
 
 
 _FIXED = ("name", "source", "architecture", "routes")
-"""Not figures: what the hardware is."""
+"""Fields that describe the hardware and cannot be changed by `parse`."""
 
 
-# Ring over NVLink or Infinity Fabric, "simple" protocol: base and hop latencies as in NCCL's tuning
-# constants, src/graph/tuning.cc, of which RCCL's are a copy. The network is one 400 Gbit/s adapter
-# a device, as in vendors' reference nodes.
+# Latencies are those of a ring over NVLink or Infinity Fabric with NCCL's "simple" protocol: base
+# and hop latencies from its tuning constants (src/graph/tuning.cc), which RCCL copied. The network
+# is one 400 Gbit/s adapter per device, as in vendors' reference nodes.
 def _gpu(
     name: str, link: float, memory: float, tflops: float, gib: int, architecture: str, source: str
 ) -> Target:
@@ -163,8 +166,8 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
     {
         target.name: target
         for target in (
-            # Two gloo ranks on one machine of two cores: python -m zpasses.tools.bench train (bare
-            # collectives), 78 MB in 0.14 s; a collective of 2 KB takes 0.15 ms.
+            # Two gloo ranks on a machine with two cores: 78 MB in 0.14 s, and 0.15 ms for 2 KB
+            # (bare collectives of `python -m zpasses.tools.bench train`).
             Target(
                 "cpu",
                 2,
@@ -207,19 +210,19 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
         )
     }
 )
-"""The targets that are known by name."""
+"""Known targets by name."""
 
 
 def target_of(
     device: str, architecture: str = "", compute_units: int = 0, memory_bytes: int = 0
 ) -> Target:
-    """The target of a device by what it reports; H100's figures for one not known.
+    """Returns the target of a device, from what the device reports; an H100 for an unknown device.
 
     Args:
-        device: its name. AMD's may be no more than "AMD Radeon Graphics".
-        architecture: "gfx942:sramecc+:xnack-" and the like; "" on CUDA.
-        compute_units, memory_bytes: tell devices of one architecture apart where the name does not;
-            0 if not known.
+        device: its name. AMD devices may report only "AMD Radeon Graphics".
+        architecture: such as "gfx942:sramecc+:xnack-"; "" on CUDA.
+        compute_units, memory_bytes: distinguish devices of one architecture if the name does not; 0
+            if unknown.
     """
     squeezed = device.lower().replace(" ", "").replace("-", "")
     for name, target in TARGETS.items():
@@ -234,7 +237,7 @@ def target_of(
 
 
 _GFX942_UNITS = {228: "mi300a", 80: "mi308x"}
-"""Compute units of those that have another number than MI300X and MI325X, which have 304."""
+"""Compute units of gfx942 devices other than MI300X and MI325X, which have 304."""
 
 
 _current: contextvars.ContextVar[Target | None] = contextvars.ContextVar(
@@ -243,13 +246,13 @@ _current: contextvars.ContextVar[Target | None] = contextvars.ContextVar(
 
 
 def current_target() -> Target:
-    """The target of the compile under way, or that of this process."""
+    """Returns the target of the current compile, or that of this process."""
     return _current.get() or Target.detect()
 
 
 @contextlib.contextmanager
 def use_target(target: Target | None) -> Iterator[None]:
-    """Inside, `current_target` is this one (none: that of the process)."""
+    """Context manager that sets `current_target` to `target`; None selects the process's target."""
     token = _current.set(target)
     try:
         yield

@@ -1,4 +1,8 @@
-"""Dumps of what passes did to graphs: the format, and reading it. Importing this loads no torch."""
+"""The dump format and its reader.
+
+A dump holds every graph of a compile, before and after every pass. Importing this package does not
+import torch.
+"""
 
 from zpasses.dumps.errors import (
     DamagedDumpError,

@@ -1,5 +1,6 @@
-"""Graphs as snapshots: what torch knows of each node, and what the models of memory and cost say of
-it, as plain data."""
+"""Makes snapshots of graphs: each node's metadata, and its memory and time by the models, as plain
+data.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from zpasses import compat
 from zpasses.cost.memory import Buffer as Memory
 from zpasses.cost.memory import Liveness, liveness
 from zpasses.cost.roofline import collective_us, compute_us
-from zpasses.cost.step_time import collective_time_us, is_by_engine
+from zpasses.cost.step_time import collective_time_us, is_copy_engine_collective
 from zpasses.cost.target import Target
 from zpasses.dumps import format as data
 from zpasses.dumps.sources import SourceTable
@@ -32,17 +33,22 @@ from zpasses.graph.nodes import (
 from zpasses.graph.ops import UNSHARD
 from zpasses.graph.tags import GATHER_ROLES, REDUCE_ROLES, Tag, tag_of
 
-__all__ = ["Describer", "Trace", "counts", "plain"]
+__all__ = ["Describer", "GraphDescriber", "counts", "plain_argument"]
 
 _PARTITIONED = ("forward", "backward")
-"""Graphs, with their variants, that hold copies of marks which have done their work."""
+"""Graphs, with their variants, whose recompute marks are only copies: the partitioner has applied
+them.
+"""
 _LONGEST = 400
-"""Characters of an argument that has no word in JSON."""
+"""Maximum length of the text of an argument that JSON cannot express."""
 
 
 class Describer:
-    """Describes the graphs of one compile. Nodes are numbered: a node keeps its number through all
-    passes of its graph, and one that another graph took over by name has it there too."""
+    """Describes the graphs of one compile, and assigns ids to nodes.
+
+    A node has the same id in all passes of its graph. A node of a graph that was made from another
+    has the id of the other graph's node with the same name.
+    """
 
     def __init__(self, target: Target) -> None:
         self.target, self.sources = target, SourceTable()
@@ -50,20 +56,23 @@ class Describer:
         self._numbers: dict[str, dict[str, int]] = {}
         self._group_sizes: dict[str, int] = {}
 
-    def trace(self, graph: str, parent: str | None = None, *, modelled: bool = True) -> Trace:
-        """Start (or go on) describing a graph.
+    def graph(
+        self, graph: str, parent: str | None = None, *, modelled: bool = True
+    ) -> GraphDescriber:
+        """Start or continue the description of a graph.
 
         Args:
             graph: its name.
-            parent: the graph that it was made from; the graph itself, if it was described before.
-            modelled: whether the models of memory and cost know its ops: they know aten, and not
-                what Dynamo captures.
+            parent: name of the graph that it was made from. Ignored if the graph itself was
+                described before.
+            modelled: whether the memory and cost models cover its ops. They cover aten, and not the
+                ops that Dynamo captures.
         """
-        return Trace(
+        return GraphDescriber(
             self, graph, self._numbers.get(graph) or self._numbers.get(parent or "", {}), modelled
         )
 
-    def number(self) -> int:
+    def new_id(self) -> int:
         self._next += 1
         return self._next - 1
 
@@ -74,13 +83,13 @@ class Describer:
         if name not in self._group_sizes:
             try:
                 self._group_sizes[name] = len(compat.group_ranks(name))
-            except (RuntimeError, ValueError, KeyError):  # of a process group that is not here
+            except (RuntimeError, ValueError, KeyError):  # this process does not know the group
                 self._group_sizes[name] = 1
         return self._group_sizes[name]
 
 
-class Trace:
-    """One graph while passes run on it."""
+class GraphDescriber:
+    """Describes one graph while passes run on it."""
 
     def __init__(
         self, describer: Describer, graph: str, inherited: Mapping[str, int], modelled: bool
@@ -96,14 +105,14 @@ class Trace:
         self._known: dict[fx.Node, tuple[tuple[Any, ...], data.Node]] = {}
 
     def snapshot(self, graph: fx.Graph, number: int) -> data.Snapshot:
-        """The graph as it is now."""
+        """The graph in its current state. `number` becomes the number of the snapshot."""
         nodes = tuple(graph.nodes)
         taken = set(self._numbers.values())
         for node in nodes:
             if node not in self._numbers:
                 inherited = None if self._known else self._inherited.get(node.name)
                 fresh = (
-                    self._describer.number()
+                    self._describer.new_id()
                     if inherited is None or inherited in taken
                     else inherited
                 )
@@ -138,7 +147,7 @@ class Trace:
         waits = (
             tuple(self._numbers[each] for each in _waits(node)) if _may_communicate(node) else ()
         )
-        mark = compat.recompute_mark(node) if self._marked else None
+        mark = compat.recompute_policy(node) if self._marked else None
         key = (
             node.name,
             node.op,
@@ -164,9 +173,9 @@ class Trace:
             full = nbytes(value) if gathers else communicates.nbytes
             put_in = input_nbytes(node, communicates)
             route = self._route(communicates, tag)
-            verdict = tag.note if tag is not None else ""
+            decision = tag.note if tag is not None else ""
             collective = data.Collective(
-                communicates.op, communicates.group, ranks, put_in, full, waits, route, verdict
+                communicates.op, communicates.group, ranks, put_in, full, waits, route, decision
             )
         cost_us, stream = self._cost(node, communicates, collective)
         described = data.Node(
@@ -179,7 +188,7 @@ class Trace:
             vals=_values(value),
             params=tag.params if tag is not None else (),
             tag=_tag(tag),
-            mark=None if mark is None else data.Mark(*mark),
+            mark=None if mark is None else data.RecomputeMark(*mark),
             source=self._describer.sources.of(node),
             buffers=buffers,
             cost_us=cost_us,
@@ -205,7 +214,10 @@ class Trace:
         routes = self._describer.target.routes
         return " ".join(
             each
-            for each in (routes[0] if routes and is_by_engine(communicates) else "", packed)
+            for each in (
+                routes[0] if routes and is_copy_engine_collective(communicates) else "",
+                packed,
+            )
             if each
         )
 
@@ -228,11 +240,11 @@ class Trace:
 
     def _argument(self, value: Any) -> data.Argument:
         if isinstance(value, fx.Node):
-            # A pass that failed may have left a node that reads what it erased.
+            # A failed pass may leave a node that reads an erased one.
             return (
                 data.Ref(self._numbers[value])
                 if value in self._numbers and not compat.is_erased(value)
-                else data.Text(f"erased {value.name}")
+                else data.Repr(f"erased {value.name}")
             )
         if isinstance(value, (list, tuple)):
             return tuple(self._argument(item) for item in value)
@@ -244,11 +256,11 @@ class Trace:
                 "stop": self._argument(value.stop),
                 "step": self._argument(value.step),
             }
-        return plain(value)
+        return plain_argument(value)
 
 
-def plain(value: Any) -> bool | int | float | str | data.Text | None:
-    """A value that JSON has a word for as it is, any other as text."""
+def plain_argument(value: Any) -> bool | int | float | str | data.Repr | None:
+    """The value itself if JSON can express it, otherwise its text as a `Repr`."""
     if value is None or type(value) in (bool, str):
         return value  # type: ignore[no-any-return]
     if type(value) is int and abs(value) < 1 << 62:
@@ -262,7 +274,7 @@ def plain(value: Any) -> bool | int | float | str | data.Text | None:
         if not isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format))
         else str(value)
     )
-    return data.Text(text if len(text) <= _LONGEST else text[:_LONGEST] + "...")
+    return data.Repr(text if len(text) <= _LONGEST else text[:_LONGEST] + "...")
 
 
 def counts(nodes: int, collectives: int, put_in_bytes: int) -> dict[str, int]:
@@ -271,7 +283,8 @@ def counts(nodes: int, collectives: int, put_in_bytes: int) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=1 << 12)
 def target_text(target: Any) -> str:
-    """What a node calls: "aten.mm.default", "operator.getitem", the name of an input."""
+    """The target of a node as text: "aten.mm.default", "operator.getitem", or the name of an
+    input."""
     if isinstance(
         target, (str, compat.OpOverload, compat.OpOverloadPacket, compat.HigherOrderOperator)
     ):
@@ -286,7 +299,7 @@ def target_text(target: Any) -> str:
 
 
 def _may_communicate(node: fx.Node) -> bool:
-    """A cheap answer, "no" where `collective_of` is sure to say none."""
+    """A cheap filter: False only for nodes that `collective_of` maps to None."""
     return isinstance(node.target, compat.OpOverload) and node.target.namespace != "aten"
 
 
@@ -328,9 +341,11 @@ def _waits(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-# --- what memory is for ---------------------------------------------------------------------------
+# --- kinds of buffers -----------------------------------------------------------------------------
 def _gradients(nodes: tuple[fx.Node, ...]) -> dict[fx.Node, tuple[str, ...]]:
-    """Nodes that make a full gradient, which is what is reduced later -> the parameters."""
+    """Node that produces a full gradient -> the parameters. Full gradients are the inputs of
+    reductions.
+    """
     found: dict[fx.Node, tuple[str, ...]] = {}
     for node in nodes:
         tag = tag_of(node)

@@ -1,4 +1,5 @@
-"""Snapshots as text: JSON lines for programs, and Python for people. Loads no torch."""
+"""Writes snapshots as text: JSON lines for programs, Python for people. It does not import
+torch."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zpasses.dumps.format import Argument, Collective, Node, Ref, Snapshot, Source, Tag, Text, Value
+from zpasses.dumps.format import Argument, Collective, Node, Ref, Repr, Snapshot, Source, Tag, Value
 
-__all__ = ["dumps", "program", "snapshot_lines"]
+__all__ = ["json_line", "python_source", "snapshot_lines"]
 
 
-def dumps(value: Any) -> bytes:
-    """One line of JSON, as UTF-8, without the line's end."""
+def json_line(value: Any) -> bytes:
+    """One line of JSON as UTF-8, without the line break."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
         "utf-8", "replace"
     )
@@ -23,7 +24,9 @@ def dumps(value: Any) -> bytes:
 def snapshot_lines(
     snapshot: Snapshot, header: Mapping[str, Any], base: Snapshot | None = None
 ) -> Iterator[bytes]:
-    """The lines of a snapshot's file; with a base, of nodes only those that differ from it."""
+    """The lines of a snapshot's file. With a base, only nodes that differ from the base are
+    written.
+    """
     known = {} if base is None else base.by_id
     written = [
         node
@@ -48,13 +51,15 @@ def snapshot_lines(
         _full({"file": each.file, "line": each.line, "text": each.text, "module": each.module})
         for each in sources
     ]
-    yield dumps(head)
+    yield json_line(head)
     for node in written:
-        yield dumps(_node(node, None if node.source is None else sources[node.source]))
+        yield json_line(_node(node, None if node.source is None else sources[node.source]))
 
 
 def _full(record: dict[str, Any]) -> dict[str, Any]:
-    """Without what is empty, which readers take for granted; a line number stays."""
+    """The record without empty fields, which readers fill with defaults. A line number of 0 is
+    kept.
+    """
     return {
         key: value
         for key, value in record.items()
@@ -105,7 +110,7 @@ def _node(node: Node, source: int | None) -> dict[str, Any]:
 def _argument(value: Argument) -> Any:
     if isinstance(value, Ref):
         return {"node": value.node}
-    if isinstance(value, Text):
+    if isinstance(value, Repr):
         return {"repr": value.text}
     if isinstance(value, tuple):
         return [_argument(item) for item in value]
@@ -138,7 +143,7 @@ def _collective(collective: Collective) -> dict[str, Any]:
         **required,
         **sizes,
         **_full(
-            {"waits": collective.waits, "route": collective.route, "verdict": collective.verdict}
+            {"waits": collective.waits, "route": collective.route, "decision": collective.decision}
         ),
     }
 
@@ -149,9 +154,10 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
-def program(snapshot: Snapshot, name: str, title: str) -> str:
-    """A graph as a Python function, for reading: every line has the shape of what it makes, and
-    what it does for which parameter."""
+def python_source(snapshot: Snapshot, name: str, title: str) -> str:
+    """A graph as a Python function for people to read. Comments give each value's shape, and its
+    role for which parameters.
+    """
     names = {node.id: _identifier(node.name) for node in snapshot.nodes}
     inputs, body = [], []
     for node in snapshot.nodes:
@@ -196,7 +202,7 @@ def _call(node: Node, names: Mapping[int, str]) -> str:
 def _text(value: Argument, names: Mapping[int, str]) -> str:
     if isinstance(value, Ref):
         return names[value.node]
-    if isinstance(value, Text):
+    if isinstance(value, Repr):
         return value.text if _DOTTED.fullmatch(value.text) else repr(value.text)
     if isinstance(value, tuple):
         return f"[{', '.join(_text(item, names) for item in value)}]"
@@ -214,8 +220,8 @@ def _note(node: Node) -> str:
         notes.append(f"{node.tag.role}: {', '.join(node.tag.params)}{bucket}")
         notes += [
             word
-            for word, said in (("cached", node.tag.cached), (node.tag.note, bool(node.tag.note)))
-            if said
+            for word, present in (("cached", node.tag.cached), (node.tag.note, bool(node.tag.note)))
+            if present
         ]
     notes += [node.mark.text] if node.mark is not None else []
     return " ".join("; ".join(notes).split())

@@ -1,5 +1,7 @@
-"""What reading and writing dumps raises. Every message says what was given, what was expected and
-what to do."""
+"""Errors of reading and writing dumps.
+
+Every message names what was given, what was expected, and what to do.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +22,21 @@ class DumpError(ZpassesError):
 
 
 class NotADumpError(DumpError):
-    """The path holds no dump."""
+    """The path contains no dump."""
 
 
 class DumpVersionError(DumpError):
-    """The dump has another format version: a newer or older zpasses wrote it."""
+    """The dump has another format version: a newer or an older zpasses wrote it."""
 
 
 class DamagedDumpError(DumpError):
-    """A file of the dump is missing, cut off, or does not say what the format wants."""
+    """A file of the dump is missing, truncated, or does not follow the format."""
 
 
 class DumpTooLargeError(DumpError):
-    """Something in the dump is larger than the limits allow."""
+    """A part of the dump exceeds `Limits`."""
 
 
 class DumpPathError(DumpError):
-    """A path in the dump is a link or no plain file, or the dump cannot be written where it should
-    go."""
+    """A path in the dump is a link or no regular file, or the dump cannot be written to its
+    folder."""

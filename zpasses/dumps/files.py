@@ -1,6 +1,7 @@
-"""Reading a stranger's files: plain files below one folder, within limits, as JSON of known types.
+"""Reads files from an untrusted folder: regular files below one folder, within limits, as JSON of
+known types.
 
-Names of files come out of directory listings that match a pattern, never out of a file.
+File names come from directory listings that match a pattern, never from the content of a file.
 """
 
 from __future__ import annotations
@@ -16,31 +17,36 @@ from typing import Any, TypeVar
 
 from zpasses.dumps.errors import DamagedDumpError, DumpPathError, DumpTooLargeError
 
-__all__ = ["Limits", "Record", "lines", "listing", "parse", "whole"]
+__all__ = ["Limits", "Record", "list_folder", "parse_object", "read_lines", "read_text"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a reader takes at most. The defaults hold for graphs of some hundred thousand nodes."""
+    """Upper bounds for a reader. The defaults are enough for graphs of several hundred thousand
+    nodes.
+    """
 
     file_bytes: int = 512 << 20
+    """Size of one file."""
     line_bytes: int = 32 << 20
+    """Size of one line."""
     nodes: int = 1_000_000
-    """Of one graph."""
+    """Nodes of one graph."""
     depth: int = 64
-    """Of lists and objects inside each other."""
+    """Nesting depth of lists and objects."""
     entries: int = 20_000
-    """Files of a folder, records of a file of events."""
+    """Entries of a folder, and records of events.jsonl."""
 
 
-def listing(folder: Path, limits: Limits) -> list[str]:
-    """Names in a folder, sorted.
+def list_folder(folder: Path, limits: Limits) -> list[str]:
+    """Names of the entries of a folder, sorted.
 
     Raises:
-        DumpPathError: when it is a link, or no folder.
-        DumpTooLargeError: when it has too many entries.
+        DamagedDumpError: if it cannot be read.
+        DumpPathError: if it is a link or no folder.
+        DumpTooLargeError: if it has too many entries.
     """
     try:
         status = os.lstat(folder)
@@ -48,8 +54,7 @@ def listing(folder: Path, limits: Limits) -> list[str]:
         raise DamagedDumpError(f"{folder}: cannot be read: {error.strerror or error}.") from error
     if not stat.S_ISDIR(status.st_mode):
         raise DumpPathError(
-            f"{folder} is {_kind(status.st_mode)}; a dump has a folder there. Nothing behind it "
-            "was read."
+            f"{folder} is {_kind(status.st_mode)}; expected a folder. Nothing was read from it."
         )
     names: list[str] = []
     try:
@@ -68,7 +73,7 @@ def listing(folder: Path, limits: Limits) -> list[str]:
 
 @contextlib.contextmanager
 def _opened(path: Path, limits: Limits) -> Iterator[Any]:
-    """A plain file, opened so that neither a link is followed nor a pipe waited for."""
+    """Open a regular file. A link is not followed, and a pipe does not block."""
     flags = (
         os.O_RDONLY
         | getattr(os, "O_NOFOLLOW", 0)
@@ -79,20 +84,23 @@ def _opened(path: Path, limits: Limits) -> Iterator[Any]:
         before = os.lstat(path)
         if not stat.S_ISREG(before.st_mode):
             raise DumpPathError(
-                f"{path} is {_kind(before.st_mode)}; a dump has plain files only. Nothing behind "
-                "it was read."
+                f"{path} is {_kind(before.st_mode)}; a dump contains only regular files. "
+                "Nothing was read from it."
             )
         handle = os.open(path, flags)
     except FileNotFoundError as error:
         raise DamagedDumpError(
-            f"{path} is missing: the dump was cut off, or copied in part. Copy the whole folder."
+            f"{path} is missing: the dump is truncated, or was copied incompletely. "
+            "Copy the whole folder."
         ) from error
     except OSError as error:
         raise DumpPathError(f"{path}: cannot be opened: {error.strerror or error}.") from error
     with os.fdopen(handle, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise DumpPathError(f"{path} is {_kind(status.st_mode)}; a dump has plain files only.")
+            raise DumpPathError(
+                f"{path} is {_kind(status.st_mode)}; a dump contains only regular files."
+            )
         if status.st_size > limits.file_bytes:
             raise DumpTooLargeError(
                 f"{path} has {status.st_size} bytes, more than {limits.file_bytes}; "
@@ -109,8 +117,14 @@ def _kind(mode: int) -> str:
     return "a file" if stat.S_ISREG(mode) else "a device, pipe or socket"
 
 
-def whole(path: Path, limits: Limits) -> str:
-    """The text of one file."""
+def read_text(path: Path, limits: Limits) -> str:
+    """The text of one file.
+
+    Raises:
+        DamagedDumpError: if the file is missing or is not UTF-8.
+        DumpPathError: if it is a link or no regular file.
+        DumpTooLargeError: if it exceeds the limits.
+    """
     with _opened(path, limits) as file:
         data = file.read(limits.file_bytes + 1)
     if len(data) > limits.file_bytes:
@@ -120,9 +134,11 @@ def whole(path: Path, limits: Limits) -> str:
     return _text(data, path, 0)
 
 
-def lines(path: Path, limits: Limits) -> Iterator[tuple[int, str]]:
-    """(number, text) of the lines of one file; each must end, since a file that was cut off ends in
-    the middle of one."""
+def read_lines(path: Path, limits: Limits) -> Iterator[tuple[int, str]]:
+    """(number, text) of each line of one file. Raises as `read_text` does.
+
+    Every line must end with a line break, because a truncated file ends within a line.
+    """
     left = limits.file_bytes
     with _opened(path, limits) as file:
         number = 0
@@ -131,13 +147,14 @@ def lines(path: Path, limits: Limits) -> Iterator[tuple[int, str]]:
             left -= len(data)
             if len(data) > limits.line_bytes or left < 0:
                 raise DumpTooLargeError(
-                    f"{path}, line {number}: has more than {limits.line_bytes} bytes, or the file "
-                    f"{limits.file_bytes}; see Limits."
+                    f"{path}, line {number}: the line has more than {limits.line_bytes} bytes, or "
+                    f"the file more than {limits.file_bytes}; Limits(line_bytes=..., "
+                    "file_bytes=...) allows more."
                 )
             if not data.endswith(b"\n"):
                 raise DamagedDumpError(
-                    f"{path}, line {number}: ends in the middle: the file was cut off. Copy or "
-                    "dump it again."
+                    f"{path}, line {number}: the line has no end: the file is truncated. "
+                    "Copy or dump it again."
                 )
             yield number, _text(data, path, number)
 
@@ -151,14 +168,19 @@ def _text(data: bytes, path: Path, number: int) -> str:
         ) from error
 
 
-def parse(text: str, where: str, limits: Limits) -> Record:
-    """A JSON object."""
+def parse_object(text: str, where: str, limits: Limits) -> Record:
+    """A JSON object. `where` names its place in error messages.
+
+    Raises:
+        DamagedDumpError: if the text is not a JSON object.
+        DumpTooLargeError: if its nesting is too deep.
+    """
     try:
         loaded = json.loads(text, parse_constant=_no_constant)
         if "\\ud" in text.lower():
             json.dumps(
                 loaded, ensure_ascii=False
-            ).encode()  # half a surrogate pair is no text, and cannot be printed
+            ).encode()  # half a surrogate pair cannot be encoded or printed
     except (ValueError, RecursionError) as error:
         raise DamagedDumpError(
             f"{where}: is not JSON ({str(error) or type(error).__name__}). Dump or copy it again."
@@ -170,7 +192,7 @@ def parse(text: str, where: str, limits: Limits) -> Record:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _check_depth(value: Any, where: str, left: int) -> None:
@@ -178,8 +200,7 @@ def _check_depth(value: Any, where: str, left: int) -> None:
     while level:
         if left < 0:
             raise DumpTooLargeError(
-                f"{where}: lists and objects lie deeper inside each other than Limits(depth=...) "
-                "allows."
+                f"{where}: lists and objects are nested deeper than Limits(depth=...) allows."
             )
         inner = []
         for item in level:
@@ -207,7 +228,11 @@ _MOST = 1 << 63
 
 @dataclass(frozen=True)
 class Record:
-    """A JSON object whose fields are read as what they should be; unknown ones are left alone."""
+    """A JSON object whose fields are read with their expected types. Unknown fields are ignored.
+
+    Each method raises DamagedDumpError if the field has another type, or is missing without a
+    default.
+    """
 
     data: Mapping[str, Any]
     where: str
@@ -226,7 +251,7 @@ class Record:
         return None if self.data.get(key) is None else self.text(key)
 
     def integer(self, key: str, default: int = _REQUIRED) -> int:
-        """Not negative."""
+        """An integer that is not negative."""
         value = self.data.get(key, default)
         if type(value) is not int or not 0 <= value < _MOST:
             raise self.fail(key, "an integer >= 0")
@@ -236,9 +261,9 @@ class Record:
         return None if self.data.get(key) is None else self.integer(key)
 
     def number(self, key: str, default: float = _REQUIRED) -> float:
-        """Not negative, finite."""
+        """A finite number that is not negative."""
         value = self.data.get(key, default)
-        if type(value) not in (int, float) or not 0 <= value < _MOST:  # which a NaN is not either
+        if type(value) not in (int, float) or not 0 <= value < _MOST:  # a NaN fails the comparison
             raise self.fail(key, "a number >= 0")
         return float(value)
 
@@ -249,7 +274,7 @@ class Record:
         return value
 
     def items(self, key: str) -> list[Any]:
-        """A list; an absent one is empty."""
+        """A list; empty if the field is missing."""
         value = self.data.get(key, [])
         if not isinstance(value, list):
             raise self.fail(key, "a list")
@@ -276,7 +301,7 @@ class Record:
         return tuple(value)
 
     def mapping(self, key: str) -> dict[str, Any]:
-        """An object; an absent one is empty."""
+        """An object; empty if the field is missing."""
         value = self.data.get(key, {})
         if not isinstance(value, dict):
             raise self.fail(key, "an object")

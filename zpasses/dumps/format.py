@@ -1,8 +1,9 @@
-"""What a dump says, as plain data. docs/dump-format.md describes the files; nothing here imports
-torch.
+"""The content of a dump as plain data. docs/dump-format.md describes the files. This module does
+not import torch.
 
-A dump has ranks, a rank has compiles, a compile has graphs, a graph has steps: the graph as it came
-and after every pass that ran on it. Bytes are bytes and times are microseconds, as everywhere."""
+A dump has ranks, a rank has compiles, a compile has graphs, and a graph has steps. A step is the
+graph before its first pass, or after one pass. Sizes are in bytes and times in microseconds.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ from zpasses.dumps.nodes import (
     Argument,
     Buffer,
     Collective,
-    Mark,
     Node,
+    RecomputeMark,
     Ref,
+    Repr,
     Snapshot,
     Source,
     Tag,
-    Text,
     Value,
     references,
 )
@@ -41,17 +42,17 @@ __all__ = [
     "Event",
     "Failure",
     "Graph",
-    "Mark",
     "Node",
     "Param",
     "PassRun",
     "Rank",
+    "RecomputeMark",
     "Ref",
+    "Repr",
     "Snapshot",
     "Source",
     "Step",
     "Tag",
-    "Text",
     "Value",
     "references",
 ]
@@ -63,12 +64,12 @@ VERSION = 2
 # --- steps ----------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of one graph."""
+    """Size figures of one graph."""
 
     nodes: int
     collectives: int
     nbytes: int
-    """Bytes that this rank puts into collectives."""
+    """Sum of the input bytes of this rank's collectives."""
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Counts:
@@ -84,19 +85,19 @@ class PassRun:
     text: str
     """The pass with its options, as pipeline text."""
     options: Mapping[str, Any]
-    """All of them, defaults too, as plain values."""
+    """All options, including defaults, as plain values."""
     changes: int
-    """What the pass itself counted."""
+    """Number of changes that the pass reported."""
     time_us: float
-    """The rewrite."""
+    """Time of the rewrite."""
     check_us: float
-    """The checks after it."""
+    """Time of the verification after it."""
     checks: tuple[str, ...]
-    """What was checked."""
+    """Names of the checks that ran."""
     before: Counts
     after: Counts
     notes: tuple[str, ...] = ()
-    """What the pass said while it ran: tiers, plans, refusals."""
+    """Messages of the pass while it ran, such as its plan or its reason to skip a node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,85 +107,93 @@ class Failure:
     type: str
     message: str
     where: str = ""
-    """The pass or phase that raised: "bucket{cap_mb=4}", "codegen", "agreement"."""
+    """The pass or the phase that raised it: "bucket{cap_mb=4}", "codegen", "agreement"."""
     traceback: str = ""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A graph as it came, or after one pass."""
+    """A graph before its first pass, or after one pass."""
 
     index: int
-    """In its graph; 0 is the graph before the first pass."""
+    """Index in the graph's steps. Step 0 is the graph before the first pass."""
     level: str
     """"captured", "joint", "forward", "backward", "pack", "flush" or "variant"."""
     after: str | None
-    """The pass as pipeline text; None for the graph as it came to this level."""
+    """The pass as pipeline text; None for the graph before the level's first pass."""
     number: int | None
-    """Of the snapshot; the same as the step's before if the pass changed nothing, None if there was
-    no graph left to write."""
+    """Number of the snapshot. A pass that changed nothing has the number of the step before it.
+    None if no graph could be written.
+    """
     counts: Counts | None = None
-    """Of the snapshot; None in dumps that do not say, where no pass ran."""
+    """Figures of the snapshot; None if the dump does not contain them."""
     run: PassRun | None = None
+    """None before the first pass, and for a pass that failed."""
     error: Failure | None = None
-    """Why the pass failed; the snapshot is then the graph that it left behind, which may be wrong,
-    if there is one."""
+    """Exception of a pass that failed. The snapshot is then the graph that the pass left, which may
+    be wrong, if it could be written.
+    """
     load: Callable[[int], Snapshot] | None = field(default=None, repr=False, compare=False)
+    """Reads a snapshot by its number."""
 
     @cached_property
     def snapshot(self) -> Snapshot | None:
-        """The graph, read from its file when first asked for.
+        """The graph. It is read from its file on first access.
 
         Raises:
-            DumpError: when the file is missing, damaged or too large.
+            DumpError: if the file is missing, damaged or too large.
         """
         return None if self.number is None or self.load is None else self.load(self.number)
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Ranks compared what they were about to communicate."""
+    """A comparison between ranks of the collectives of one graph and process group."""
 
     graph: str
     group: str
     digest: str
-    """Of the group's collectives in order."""
+    """Digest of the group's collectives in order."""
     collectives: int
-    verdict: str
-    """"agreed", "differs", "off" (option agreement=False) or "alone" (a group of one, or a fake
-    one)."""
+    """Number of collectives."""
+    result: str
+    """ "agreed", "off" (option agreement=False) or "single-rank" (the group has no other real
+    ranks).
+    """
 
 
 @dataclass(frozen=True)
 class Graph:
-    """One graph through its passes."""
+    """One graph and its passes."""
 
     name: str
-    """"captured", "joint", "forward", "backward", "inference", "pack", "flush", and for forms of a
-    graph that carry values from call to call "forward.variant0", ...; a second one of the same name
-    is "flush.2"."""
+    """ "captured", "joint", "forward", "backward", "inference", "pack" or "flush". A variant, which
+    carries values between calls, is "forward.variant0" and so on. A second graph of the same name
+    is "flush.2".
+    """
     steps: tuple[Step, ...]
     of: str = ""
-    """For a variant, the graph that it was cut from."""
+    """Name of the graph that a variant was made from; empty for other graphs."""
     given: tuple[str, ...] = ()
-    """For a variant, the parameters whose full values (or pending gradients) it takes in."""
+    """Parameters whose full values (or pending gradients) a variant takes as inputs."""
     kept: tuple[str, ...] = ()
-    """For a variant, the parameters whose full values (or pending gradients) it hands out."""
+    """Parameters whose full values (or pending gradients) a variant returns."""
     agreements: tuple[Agreement, ...] = ()
 
     @property
     def first(self) -> Step:
-        """Before the first pass."""
+        """The graph before the first pass."""
         return self.steps[0]
 
     @property
     def last(self) -> Step:
-        """The last step that has a snapshot and did not fail; the first one where all failed."""
+        """The last step with a snapshot and without an error; the first step if there is none."""
         good = [step for step in self.steps if step.number is not None and step.error is None]
         return good[-1] if good else self.steps[0]
 
     @property
     def error(self) -> Failure | None:
+        """The first error of its steps, or None."""
         return next((step.error for step in self.steps if step.error is not None), None)
 
 
@@ -194,55 +203,60 @@ class Param:
 
     name: str
     shape: tuple[int | str, ...]
-    """Of the full parameter; () also where only the shard is known."""
+    """Shape of the full parameter. It is also () if only the shard is known."""
     dtype: str
-    """Of the shard."""
+    """Dtype of the shard."""
     nbytes: int
-    """Of the full parameter, in the shard's dtype."""
+    """Bytes of the full parameter, in the shard's dtype."""
     shard_bytes: int
-    """Of this rank's shard."""
+    """Bytes of this rank's shard."""
     rows: int
-    """Of the full parameter; 0 for a 0-dimensional one."""
+    """Rows of the full parameter; 0 for a 0-dimensional one."""
     group: str = ""
+    """Name of the process group that it is sharded over."""
 
 
 @dataclass(frozen=True)
 class CompileInfo:
-    """One call of the backend."""
+    """One call of the backend: the content of compile.json."""
 
     name: str
-    """Dynamo's id, "0/0"; "pack" and "flush" for graphs that zpasses made itself."""
+    """Dynamo's compile id, "0/0", or "pack" and "flush" for graphs that zpasses makes itself."""
     rank: int
     world: int
+    """Number of ranks."""
     state: str
-    """"compiling" (under way, or killed), "done" or "failed"."""
+    """ "compiling" (in progress, or the process died), "done" or "failed"."""
     created: str = ""
-    """When, in ISO 8601, UTC."""
+    """Time in ISO 8601, UTC."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """Options that differ from their defaults."""
     pipeline: str = ""
+    """The passes as text."""
     codegen: str = ""
     target: Mapping[str, Any] = field(default_factory=dict)
-    """Every figure of `zpasses.cost.target.Target`."""
+    """All figures of `zpasses.cost.target.Target`."""
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Process group -> its ranks."""
     inputs: tuple[Mapping[str, Any], ...] = ()
     """{name, shape, dtype, param} of each input of the captured graph."""
     parameters: Mapping[str, Param] = field(default_factory=dict)
+    """Name -> sharded parameter."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One record of events.jsonl as it stands, for readers that want more than graphs and steps."""
+    """One record of events.jsonl, unparsed."""
 
     kind: str
-    """"snapshot", "pass", "variant", "agreement", "note" or "error"; readers skip kinds that they
-    do not know."""
+    """ "snapshot", "pass", "variant", "agreement", "note" or "error". Readers ignore unknown kinds.
+    """
     data: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Compile:
-    """One call of the backend with all that it left."""
+    """One call of the backend: its data and graphs."""
 
     folder: str
     """Name of the folder: "000-0_0"."""
@@ -250,9 +264,11 @@ class Compile:
     info: CompileInfo
     events: tuple[Event, ...]
     graphs: Mapping[str, Graph]
+    """Name -> graph, in order of appearance."""
     error: Failure | None = None
+    """Why the compile failed, or None."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """File of the user's model -> its text, for the files that nodes came from."""
+    """File of the user's model -> its text, for files that nodes come from."""
 
     @property
     def name(self) -> str:
@@ -260,7 +276,7 @@ class Compile:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was decided when the code ran, after the compile."""
+        """Decisions made at runtime, after the compile."""
         return tuple(
             str(event.data.get("text", "")) for event in self.events if event.kind == "note"
         )
@@ -268,14 +284,19 @@ class Compile:
 
 @dataclass(frozen=True)
 class Rank:
+    """The compiles of one rank."""
+
     rank: int
     compiles: tuple[Compile, ...]
 
 
 @dataclass(frozen=True)
 class Dump:
+    """A whole dump."""
+
     path: Path
     version: int
     meta: Mapping[str, Any]
-    """The first file: {"zpasses", "torch", "created", "world"}."""
+    """Content of zpasses-dump.json: "zpasses", "torch", "created", "world", ..."""
     ranks: Mapping[int, Rank]
+    """Rank -> its compiles, for the ranks that wrote."""

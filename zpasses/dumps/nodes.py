@@ -1,5 +1,6 @@
-"""Graphs in a dump, as plain data: nodes with all that is known of them, and snapshots of a graph
-at one moment."""
+"""Graphs of a dump as plain data: a node with all of its metadata, and a snapshot of a graph at one
+moment.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ __all__ = [
     "Argument",
     "Buffer",
     "Collective",
-    "Mark",
     "Node",
+    "RecomputeMark",
     "Ref",
+    "Repr",
     "Snapshot",
     "Source",
     "Tag",
-    "Text",
     "Value",
     "references",
 ]
@@ -30,20 +31,20 @@ class Ref:
     """An argument that is the value of another node."""
 
     node: int
-    """Its id."""
+    """Id of that node."""
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """An argument that JSON has no word for (a dtype, a device, a slice, a symbol), as text."""
+class Repr:
+    """An argument that JSON cannot express (a dtype, a device, a slice, a symbol), as text."""
 
     text: str
 
 
 Argument = Union[
-    None, bool, int, float, str, Ref, Text, "tuple[Argument, ...]", "Mapping[str, Argument]"
+    None, bool, int, float, str, Ref, Repr, "tuple[Argument, ...]", "Mapping[str, Argument]"
 ]
-"""A list of the graph is a tuple here, a dictionary a mapping with text for keys."""
+"""Lists of the graph are tuples here. Dictionaries are mappings with text keys."""
 
 
 def references(argument: Argument) -> Iterator[int]:
@@ -61,20 +62,21 @@ def references(argument: Argument) -> Iterator[int]:
 # --- nodes ----------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor (or number) that a node produces."""
+    """One tensor or number that a node produces."""
 
     shape: tuple[int | str, ...]
-    """A dynamic size is its expression, as text."""
+    """A dynamic size is its expression as text."""
     dtype: str
-    """"float32", "bfloat16", ...; "SymInt", "int", ... where the value is no tensor."""
+    """ "float32", "bfloat16", ... for a tensor, "SymInt", "int", ... for a number."""
     device: str
+    """ "cpu", "cuda:0", ... for a tensor, empty for a number."""
     nbytes: int
-    """A dynamic size counts by its hint."""
+    """A dynamic size counts with its hint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """What a node is to zpasses: `zpasses.graph.tags.Tag` as plain data."""
+    """The role that zpasses gives a node: `zpasses.graph.tags.Tag` as plain data."""
 
     role: str
     params: tuple[str, ...]
@@ -87,121 +89,135 @@ class Tag:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """What AOTAutograd's partitioner is told to do with a value that backward needs."""
+class RecomputeMark:
+    """The checkpoint policy that AOTAutograd's partitioner reads for a value that backward
+    needs."""
 
     policy: str
-    """"must_recompute", "prefer_recompute", "must_save", "prefer_save", ...: a checkpoint policy of
-    torch."""
+    """A checkpoint policy of torch: "must_recompute", "prefer_recompute", "must_save",
+    "prefer_save", ...
+    """
     region: int = 0
-    """Of which checkpoint; the passes of zpasses use one of their own, behind all others."""
+    """Number of the checkpoint that set the policy. Marks by passes of zpasses use a number of
+    their own, higher than all others.
+    """
 
     @property
     def text(self) -> str:
-        """As listings say it."""
+        """The mark as listings print it."""
         return "recomputed" if self.policy == "must_recompute" else self.policy.replace("_", " ")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where in the user's model a node came from."""
+    """The place in the user's model that a node comes from."""
 
     file: str
     line: int
     text: str = ""
-    """The line itself, without indentation."""
+    """The line of code, without indentation."""
     module: str = ""
     """Path of the module: "layers.3.mlp"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One piece of memory that a node allocates, by the model of `zpasses.cost.memory`: alive from
-    `first` to `last`, both included."""
+    """A block of memory that a node allocates, according to `zpasses.cost.memory`. It is alive from
+    node `first` to node `last`, both included.
+    """
 
     nbytes: int
     first: int
-    """Id of the node during which it is allocated: the node's own, but for values that forward
-    saved, which are there from the start."""
+    """Id of the node during which it is allocated. This is the node itself, except for values that
+    forward saved, which exist from the start.
+    """
     last: int
     """Id of the last node that needs it."""
     kind: str
-    """"parameter" (a full or partial one), "gradient", "bucket", "activation", "saved", "scratch"
-    or "other"."""
+    """ "parameter" (full or partial), "gradient", "bucket", "activation", "saved", "scratch" or
+    "other".
+    """
     params: tuple[str, ...] = ()
-    """The parameters that it belongs to."""
+    """Names of the parameters that it holds data of."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """What a node communicates."""
+    """The communication of one node."""
 
     kind: str
     """The op without namespace and overload: "all_gather_into_tensor", "unshard", ..."""
     group: str
+    """Name of the process group."""
     ranks: int
-    """Size of the group."""
+    """Number of ranks in the group."""
     nbytes: int
-    """What this rank puts in."""
+    """Bytes of this rank's input."""
     full_bytes: int
-    """Of the full tensors: what a gather returns, what a reduction takes."""
+    """Bytes of the full tensors: the output of a gather, the input of a reduction."""
     waits: tuple[int, ...] = ()
-    """Ids of the nodes that await it; none for an op of the dialect, which waits by itself."""
+    """Ids of the nodes that wait for it. Empty for an op of the dialect, which includes its wait.
+    """
     route: str = ""
-    """How it travels, where a pass chose: "coalesced", "flat", by copy engines: "mori", "mori
-    coalesced"."""
-    verdict: str = ""
-    """Why a pass chose so, or left it alone."""
+    """The implementation that a pass chose: "coalesced", "flat", or with copy engines "mori" or
+    "mori coalesced". Empty if no pass chose one.
+    """
+    decision: str = ""
+    """The pass's reason to replace the collective or to keep it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node of a graph, in one state. Two snapshots share the object of a node that did not
-    change between them."""
+    """One node of a graph in one state. Snapshots share the object of a node that does not change
+    between them.
+    """
 
     id: int
-    """The same for one node through all passes and levels of a compile; a node that forward or
-    backward took over by name keeps it."""
+    """A node has the same id in all passes and levels of a compile. A node of the forward or
+    backward graph has the id of the joint graph's node with the same name.
+    """
     name: str
     op: str
-    """"placeholder", "call_function", "get_attr", "call_method", "call_module" or "output"."""
+    """ "placeholder", "call_function", "get_attr", "call_method", "call_module" or "output"."""
     target: str
-    """"aten.mm.default"; the name of an input, attribute or method."""
+    """The op ("aten.mm.default"), or the name of an input, attribute or method."""
     args: tuple[Argument, ...] = ()
     kwargs: Mapping[str, Argument] = field(default_factory=dict)
     vals: tuple[Value, ...] = ()
+    """All tensors and numbers that it produces."""
     params: tuple[str, ...] = ()
-    """Names of the parameters that it works for."""
+    """Names of the parameters that the node works for."""
     tag: Tag | None = None
-    mark: Mark | None = None
-    """Whether backward computes it again; None for what the partitioner may treat as it likes."""
+    mark: RecomputeMark | None = None
+    """The recompute policy. None leaves the choice to the partitioner."""
     source: Source | None = None
+    """None if torch recorded no source location."""
     buffers: tuple[Buffer, ...] = ()
-    """What it allocates; nothing for views and for memory that the caller holds."""
+    """Memory that it allocates. Empty for views, and for memory that the caller holds."""
     cost_us: float = 0.0
-    """By the target's cost model: of the computation, or of the communication that it starts."""
+    """Time of the computation, or of the collective that it starts, by the target's cost model."""
     stream: str | None = None
-    """"compute", "communication", or None for what takes no time."""
+    """ "compute", "communication", or None for a node that takes no time."""
     collective: Collective | None = None
+    """None if the node starts no collective."""
     inputs: tuple[int, ...] = ()
-    """Ids of the nodes that it reads, each once, in order."""
+    """Ids of the nodes that it reads, in order and without duplicates."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that it produces."""
+        """Bytes of all of its values."""
         return sum(value.nbytes for value in self.vals)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A graph at one moment, its nodes in the order in which they run."""
+    """A graph at one moment, with its nodes in execution order."""
 
     number: int
-    """Of the file in the compile's folder."""
+    """Number of the snapshot's file in the compile's folder."""
     nodes: tuple[Node, ...]
     live_bytes: tuple[int, ...]
-    """Bytes alive while each node runs, one figure a node, by the model of
-    `zpasses.cost.memory`."""
+    """Bytes alive while each node runs, in graph order, by the model of `zpasses.cost.memory`."""
 
     @cached_property
     def by_id(self) -> dict[int, Node]:
@@ -230,12 +246,13 @@ class Snapshot:
         return max(self.live_bytes, default=0)
 
     def live_at(self, node: Node | int) -> int:
-        """Bytes alive while a node (or the node of this id) runs."""
+        """Bytes alive while a node (given as node or id) runs."""
         return self.live_bytes[self.position[node if isinstance(node, int) else node.id]]
 
     def alive_at(self, node: Node | int) -> list[tuple[Node, Buffer]]:
-        """(who allocated it, buffer) of what is alive while a node runs, largest first; sums up to
-        `live_at`."""
+        """(allocating node, buffer) of each buffer that is alive while a node runs, largest first.
+        Their bytes add up to `live_at`.
+        """
         position = self.position
         at = position[node if isinstance(node, int) else node.id]
         alive = [

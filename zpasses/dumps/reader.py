@@ -1,5 +1,8 @@
-"""Read a dump: a folder that may come from a stranger. Whatever is wrong with it becomes a
-DumpError, and nothing outside is touched."""
+"""Reads a dump, which may come from an untrusted source.
+
+Every defect of a dump is reported as a DumpError. The reader never writes, and reads nothing
+outside of the dump's folder.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from zpasses.dumps.errors import (
     DumpVersionError,
     NotADumpError,
 )
-from zpasses.dumps.files import Limits, Record, lines, listing, parse, whole
+from zpasses.dumps.files import Limits, Record, list_folder, parse_object, read_lines, read_text
 from zpasses.dumps.format import (
     FORMAT,
     VERSION,
@@ -43,24 +46,24 @@ _SNAPSHOT = re.compile(r"(\d{3,6})-[a-z0-9_.-]{1,120}\.jsonl")
 
 
 def read(path: str | Path, limits: Limits | None = None) -> Dump:
-    """Open a dump. Graphs are read when they are first asked for (`Step.snapshot`), all else at
-    once.
+    """Open a dump. Graphs are read on first access (`Step.snapshot`), everything else at once.
 
     Args:
         path: the folder that `options={"dump": ...}` named.
-        limits: what to take at most.
+        limits: upper bounds for what is read; None is `Limits()`.
 
     Raises:
-        NotADumpError: there is no dump; DumpVersionError: another version of the format;
-            DamagedDumpError: a file is missing, cut off or says what makes no sense;
-            DumpTooLargeError: it goes beyond the limits; DumpPathError: it has a link or a device
-            in it. All are DumpErrors.
+        NotADumpError: if there is no dump.
+        DumpVersionError: if the dump has another format version.
+        DamagedDumpError: if a file is missing, truncated or inconsistent.
+        DumpTooLargeError: if the dump exceeds the limits.
+        DumpPathError: if it contains a link or a device. All of these are DumpErrors.
     """
     limits, root = limits or Limits(), Path(path)
     meta = _meta(root, limits)
     root = root.resolve()
     ranks = {}
-    for name in listing(root, limits):
+    for name in list_folder(root, limits):
         match = _RANK.fullmatch(name)
         if match:
             ranks[int(match[1])] = _rank(root / name, int(match[1]), limits)
@@ -82,9 +85,9 @@ def _meta(root: Path, limits: Limits) -> Record:
         raise NotADumpError(
             f"{root} is not a dump: it has no {HEADER}. Expected the folder that "
             f"options={{'dump': ...}} or ZPASSES_DUMP named"
-            f"{_near(root)}."
+            f"{_nearby_dump(root)}."
         )
-    meta = parse(whole(root.resolve() / HEADER, limits), f"{root / HEADER}", limits)
+    meta = parse_object(read_text(root.resolve() / HEADER, limits), f"{root / HEADER}", limits)
     if meta.data.get("format") != FORMAT:
         raise NotADumpError(
             f"{root / HEADER}: 'format' is {str(meta.data.get('format'))[:80]!r}; expected "
@@ -107,7 +110,7 @@ def _meta(root: Path, limits: Limits) -> Record:
     return meta
 
 
-def _near(root: Path) -> str:
+def _nearby_dump(root: Path) -> str:
     try:
         inside = next(
             (each.name for each in sorted(root.iterdir())[:1000] if (each / HEADER).is_file()), None
@@ -115,26 +118,34 @@ def _near(root: Path) -> str:
         above = next((each for each in root.resolve().parents if (each / HEADER).is_file()), None)
     except OSError:
         return ""
-    return f"; {inside} in it is one" if inside else f"; {above} above it is one" if above else ""
+    return (
+        f"; its folder {inside} is a dump"
+        if inside
+        else f"; its parent {above} is a dump"
+        if above
+        else ""
+    )
 
 
 def _rank(folder: Path, rank: int, limits: Limits) -> Rank:
-    names = [name for name in listing(folder, limits) if _COMPILE.fullmatch(name)]
+    names = [name for name in list_folder(folder, limits) if _COMPILE.fullmatch(name)]
     return Rank(rank, tuple(_compile(folder / name, limits) for name in names))
 
 
 def _compile(folder: Path, limits: Limits) -> Compile:
     paths: dict[int, Path] = {}
-    for name in listing(folder, limits):
+    for name in list_folder(folder, limits):
         match = _SNAPSHOT.fullmatch(name)
         if match:
             if int(match[1]) in paths:
                 raise DamagedDumpError(
-                    f"{folder}: {name} and {paths[int(match[1])].name} have one number. Dump into "
-                    "an empty folder."
+                    f"{folder}: {name} and {paths[int(match[1])].name} have the same number. "
+                    "Dump into an empty folder."
                 )
             paths[int(match[1])] = folder / name
-    record = parse(whole(folder / "compile.json", limits), str(folder / "compile.json"), limits)
+    record = parse_object(
+        read_text(folder / "compile.json", limits), str(folder / "compile.json"), limits
+    )
     files = SnapshotFiles(paths, limits)
     events = _events(folder / "events.jsonl", limits)
     error = record.optional_record("error")
@@ -153,20 +164,20 @@ def _compile(folder: Path, limits: Limits) -> Compile:
 def _sources(path: Path, limits: Limits) -> Mapping[str, str]:
     if not path.is_symlink() and not path.exists():
         return {}
-    record = parse(whole(path, limits), str(path), limits)
+    record = parse_object(read_text(path, limits), str(path), limits)
     return {name: record.text(name) for name in record.data}
 
 
 def _events(path: Path, limits: Limits) -> list[Record]:
     if not path.is_symlink() and not path.exists():
-        return []  # the compile was killed before the first
+        return []  # the process died before its first event
     found = []
-    for number, text in lines(path, limits):
+    for number, text in read_lines(path, limits):
         if number > limits.entries:
             raise DumpTooLargeError(
                 f"{path} has more than {limits.entries} records; Limits(entries=...) allows more."
             )
-        found.append(parse(text, f"{path}, line {number}", limits))
+        found.append(parse_object(text, f"{path}, line {number}", limits))
     return found
 
 
@@ -206,7 +217,7 @@ def _param(name: str, record: Record) -> Param:
 
 
 # --- events to graphs -----------------------------------------------------------------------------
-class _Growing:
+class _GraphBuilder:
     """A graph while its events are read."""
 
     def __init__(self) -> None:
@@ -218,12 +229,12 @@ class _Growing:
 
 
 def _graphs(events: list[Record], files: SnapshotFiles) -> dict[str, Graph]:
-    growing: dict[str, _Growing] = {}
+    growing: dict[str, _GraphBuilder] = {}
     for event in events:
         kind = event.text("event")
         if kind not in ("snapshot", "pass", "variant", "agreement"):
             continue
-        graph = growing.setdefault(event.text("graph"), _Growing())
+        graph = growing.setdefault(event.text("graph"), _GraphBuilder())
         if kind == "agreement":
             graph.agreements.append(_agreement(event))
             continue
@@ -245,9 +256,10 @@ def _step(event: Record, index: int, files: SnapshotFiles) -> Step:
     number = event.optional_integer("snapshot")
     if number is not None and number not in files:
         raise DamagedDumpError(
-            f"{event.where}: snapshot {number} is missing: the dump was cut off, or copied in part."
+            f"{event.where}: snapshot {number} is missing: the dump is truncated, or was copied "
+            "incompletely. Copy the whole folder."
         )
-    run, said = event.optional_record("pass"), event.optional_record("counts")
+    run, recorded = event.optional_record("pass"), event.optional_record("counts")
     error = event.optional_record("error")
     load: Callable[[int], Snapshot] = files.load
     return Step(
@@ -255,8 +267,8 @@ def _step(event: Record, index: int, files: SnapshotFiles) -> Step:
         level=event.text("level"),
         after=event.optional_text("after"),
         number=number,
-        counts=_counts(said)
-        if said is not None
+        counts=_counts(recorded)
+        if recorded is not None
         else _counts(run.record("after"))
         if run is not None
         else None,
@@ -300,5 +312,5 @@ def _agreement(record: Record) -> Agreement:
         group=record.text("group"),
         digest=record.text("digest"),
         collectives=record.integer("collectives"),
-        verdict=record.text("verdict"),
+        result=record.text("result"),
     )

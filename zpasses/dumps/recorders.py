@@ -1,4 +1,4 @@
-"""The recorders of one compile: a dump, torch's structured trace, both, or none."""
+"""Chooses the recorders of a compile: a dump, torch's structured trace, both, or none."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from zpasses import compat
 from zpasses.cost.target import Target
 from zpasses.graph.printer import listing
 from zpasses.pipeline.pipeline import Pass, PassRecord
-from zpasses.pipeline.recorder import Recorder, Recorders, watch
+from zpasses.pipeline.recorder import Recorder, Recorders, enable_runtime_notes
 
 __all__ = ["TraceArtifacts", "recorders_for"]
 
 
 class TraceArtifacts(Recorder):
-    """Hands every graph to torch's structured trace (TORCH_TRACE, tlparse), as an artifact of the
-    compile."""
+    """Writes every graph to torch's structured trace (TORCH_TRACE, tlparse) as an artifact of the
+    compile.
+    """
 
     def __init__(self) -> None:
         self._number = 0
@@ -70,15 +71,15 @@ def recorders_for(
     target: Target,
     describe: Callable[[], Mapping[str, Any]],
 ) -> Recorders:
-    """Whoever watches a compile of this process.
+    """The recorders of one compile of this process.
 
     Args:
-        dump: folder to dump into; None does not.
-        ranks: which ranks do; None is all.
-        describe: what compile.json says of the compile; called if there is a dump.
+        dump: folder of the dump; None writes no dump.
+        ranks: ranks that write a dump; None is all.
+        describe: returns the fields of compile.json. It is called only if this rank writes a dump.
 
     Raises:
-        DumpError: when the folder is none, cannot be written to, or holds something else.
+        DumpError: if the path is no folder, cannot be written to, or contains something else.
     """
     watching: list[Recorder] = []
     if dump is not None:
@@ -99,5 +100,5 @@ def recorders_for(
             )
     if compat.is_structured_trace_on():
         watching.append(TraceArtifacts())
-    watch(watching)
+    enable_runtime_notes(watching)
     return Recorders(watching)

@@ -1,4 +1,6 @@
-"""Snapshot files: one graph as JSON lines, alone or as what changed since an earlier snapshot."""
+"""Reads snapshot files: a whole graph as JSON lines, or the nodes that differ from an earlier
+snapshot.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from zpasses.dumps.errors import DamagedDumpError, DumpTooLargeError
-from zpasses.dumps.files import Limits, Record, lines, parse
+from zpasses.dumps.files import Limits, Record, parse_object, read_lines
 from zpasses.dumps.format import (
     Argument,
     Buffer,
     Collective,
-    Mark,
     Node,
+    RecomputeMark,
     Ref,
+    Repr,
     Snapshot,
     Source,
     Tag,
-    Text,
     Value,
     references,
 )
@@ -27,7 +29,7 @@ __all__ = ["SnapshotFiles"]
 
 
 class SnapshotFiles:
-    """The snapshots of one compile, each read once, when it is first asked for."""
+    """The snapshots of one compile. Each is read once, on first access."""
 
     def __init__(self, paths: Mapping[int, Path], limits: Limits) -> None:
         self._paths, self._limits = paths, limits
@@ -37,20 +39,20 @@ class SnapshotFiles:
         return number in self._paths
 
     def load(self, number: int) -> Snapshot:
-        """One snapshot, with those that it builds on.
+        """One snapshot. The snapshots that it is based on are read too.
 
         Raises:
-            DumpError: when a file is missing, damaged or too large.
+            DumpError: if a file is missing, damaged or too large.
         """
-        chain: list[_File] = []
+        chain: list[_SnapshotFile] = []
         at: int | None = number
         while at is not None and at not in self._read:
             file = self._open(at)
             chain.append(file)
             if file.base is not None and file.base >= at:
                 raise DamagedDumpError(
-                    f"{file.where}: builds on snapshot {file.base}, which is not an earlier one. "
-                    "Dump or copy it again."
+                    f"{file.where}: its base is snapshot {file.base}, which is not an earlier "
+                    "one. Dump or copy it again."
                 )
             at = file.base
         for file in reversed(chain):
@@ -58,27 +60,27 @@ class SnapshotFiles:
             self._read[file.number] = file.snapshot(base)
         return self._read[number]
 
-    def _open(self, number: int) -> _File:
+    def _open(self, number: int) -> _SnapshotFile:
         if number not in self._paths:
             raise DamagedDumpError(
-                f"snapshot {number} is missing: the dump was cut off, or copied in part. Copy the "
-                "whole folder."
+                f"snapshot {number} is missing: the dump is truncated, or was copied incompletely. "
+                "Copy the whole folder."
             )
-        return _File(self._paths[number], number, self._limits)
+        return _SnapshotFile(self._paths[number], number, self._limits)
 
 
-class _File:
-    """One file, its lines read, its nodes not yet put in order."""
+class _SnapshotFile:
+    """One parsed file. Its nodes are not in graph order yet."""
 
     def __init__(self, path: Path, number: int, limits: Limits) -> None:
         self.where, self.number, self._limits = str(path), number, limits
-        rows = lines(path, limits)
+        rows = read_lines(path, limits)
         first = next(rows, None)
         if first is None:
-            raise DamagedDumpError(f"{path} is empty: it was cut off. Dump or copy it again.")
-        self._header = parse(first[1], f"{path}, line 1", limits)
+            raise DamagedDumpError(f"{path} is empty: it is truncated. Dump or copy it again.")
+        self._header = parse_object(first[1], f"{path}, line 1", limits)
         if self._header.integer("snapshot") != number:
-            raise self._header.fail("snapshot", f"{number}, as the file's name says")
+            raise self._header.fail("snapshot", f"{number}, the number in the file's name")
         self.base = self._header.optional_integer("base")
         self._sources = [_source(record) for record in self._header.records("sources")]
         self.nodes: dict[int, Node] = {}
@@ -87,16 +89,16 @@ class _File:
                 raise DumpTooLargeError(
                     f"{path} has more than {limits.nodes} nodes; Limits(nodes=...) allows more."
                 )
-            node = self._node(parse(text, f"{path}, line {line}", limits))
+            node = self._node(parse_object(text, f"{path}, line {line}", limits))
             if node.id in self.nodes:
                 raise DamagedDumpError(
-                    f"{path}, line {line}: node {node.id} was there before; ids are unique."
+                    f"{path}, line {line}: node {node.id} occurs twice; expected unique ids."
                 )
             self.nodes[node.id] = node
         if len(self.nodes) != self._header.integer("written"):
             raise DamagedDumpError(
-                f"{path} has {len(self.nodes)} nodes, and should have "
-                f"{self._header.data['written']}: it was cut off."
+                f"{path} has {len(self.nodes)} nodes; expected "
+                f"{self._header.data['written']}: it is truncated. Dump or copy it again."
             )
 
     def snapshot(self, base: Snapshot | None) -> Snapshot:
@@ -117,13 +119,13 @@ class _File:
             or not present <= known.keys()
             or not self.nodes.keys() <= present
         ):
-            raise self._header.fail("order", "each node of the graph once")
+            raise self._header.fail("order", "the id of each node exactly once")
         nodes = tuple(known[id] for id in order)
         live = self._header.integers("live_bytes")
         if len(live) != len(nodes):
             raise DamagedDumpError(
-                f"{self.where}, line 1: 'live_bytes' has {len(live)} figures; expected one for "
-                f"each of {len(nodes)} nodes."
+                f"{self.where}, line 1: 'live_bytes' has {len(live)} entries; expected one "
+                f"for each of {len(nodes)} nodes."
             )
         for node in nodes:
             buffers = {at for buffer in node.buffers for at in (buffer.first, buffer.last)}
@@ -161,7 +163,9 @@ class _File:
             vals=tuple(_value(item) for item in record.records("val")),
             params=record.texts("params"),
             tag=None if tag is None else _tag(tag),
-            mark=None if mark is None else Mark(mark.text("policy"), mark.integer("region", 0)),
+            mark=None
+            if mark is None
+            else RecomputeMark(mark.text("policy"), mark.integer("region", 0)),
             source=None if source is None else self._sources[source],
             buffers=tuple(_buffer(item, id) for item in record.records("buffers")),
             cost_us=record.number("cost_us", 0.0),
@@ -183,11 +187,12 @@ def _argument(value: Any, where: str) -> Argument:
         if key == "node" and type(inner) is int:
             return Ref(inner)
         if key == "repr" and isinstance(inner, str):
-            return Text(inner)
+            return Repr(inner)
         if key == "map" and isinstance(inner, dict):
             return {name: _argument(item, where) for name, item in inner.items()}
     raise DamagedDumpError(
-        f'{where}: argument {str(value)[:80]} is none of {{"node": id}}, {{"repr": text}}, '
+        f'{where}: argument {str(value)[:80]} is invalid; expected {{"node": id}}, '
+        f'{{"repr": text}}, '
         f'{{"map": object}}.'
     )
 
@@ -242,5 +247,5 @@ def _collective(record: Record) -> Collective:
         full_bytes=record.integer("full_bytes"),
         waits=record.integers("waits"),
         route=record.text("route", ""),
-        verdict=record.text("verdict", ""),
+        decision=record.text("decision", ""),
     )

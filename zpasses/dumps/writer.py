@@ -1,7 +1,7 @@
-"""Writing dumps. A folder a compile; files appear whole or not at all, so that a reader may look at
-any time.
+"""Writes dumps: one folder per compile. Each file is replaced atomically, so that a dump can be
+read at any time.
 
-Only zpasses.pipeline.recorder loads this, and only when somebody asked for a dump.
+Only `zpasses.dumps.recorders` imports this module, and only if a dump was requested.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import fx
 
 from zpasses.cost.target import Target
 from zpasses.dumps import format as data
-from zpasses.dumps.describe import Describer, Trace, counts, plain
-from zpasses.dumps.encode import dumps, program, snapshot_lines
+from zpasses.dumps.describe import Describer, GraphDescriber, counts, plain_argument
+from zpasses.dumps.encode import json_line, python_source, snapshot_lines
 from zpasses.dumps.errors import DumpPathError, DumpVersionError, NotADumpError
 from zpasses.dumps.reader import HEADER
 from zpasses.pipeline.pipeline import Pass, PassRecord
-from zpasses.pipeline.recorder import Recorder, options_of
+from zpasses.pipeline.recorder import Recorder, pass_options
 from zpasses.version import __version__
 
 __all__ = ["CompileDump", "open_dump"]
@@ -46,24 +46,24 @@ _MODELLED = ("joint", "forward", "backward", "inference", "pack", "flush")
 
 
 def open_dump(root: str | Path, rank: int, world: int) -> Path:
-    """The folder of one rank in a dump, made if it is not there.
+    """The folder of one rank in a dump. It is created if it does not exist.
 
     Raises:
-        DumpPathError: when `root` is a file, or cannot be written to, or has a link where the
-            rank's folder should be.
-        NotADumpError: when `root` holds something else.
-        DumpVersionError: when a zpasses with another format version wrote there.
+        DumpPathError: if `root` is a file or cannot be written to, or if the rank's folder is a
+            link.
+        NotADumpError: if `root` contains something else.
+        DumpVersionError: if `root` contains a dump of another format version.
     """
-    root = Path(root).absolute()  # a program may change its folder before its last compile
+    root = Path(root).absolute()  # the program may change its working directory later
     how = "Name a new folder with options={'dump': ...} or ZPASSES_DUMP."
     try:
         root.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise DumpPathError(
-            f"dump: {root} is a file or lies below one; expected a folder. {how}"
+            f"dump: {root} is a file or is below a file; expected a folder. {how}"
         ) from error
     except OSError as error:
-        raise DumpPathError(f"dump: {root} cannot be made: {error.strerror}. {how}") from error
+        raise DumpPathError(f"dump: {root} cannot be created: {error.strerror}. {how}") from error
     try:
         _write_header(root, world, how)
         folder = root / f"rank{rank}"
@@ -83,10 +83,10 @@ def _write_header(root: Path, world: int, how: str) -> None:
         raise DumpPathError(f"dump: {header} is a symbolic link; expected a file. {how}")
     if not header.exists():
         others = [each.name for each in root.iterdir() if not each.name.startswith(_TEMPORARY)]
-        if others and not header.exists():  # another rank may have written it meanwhile
+        if others and not header.exists():  # another rank may have written it in the meantime
             raise NotADumpError(
-                f"dump: {root} holds {others[0]!r} and no dump; expected an empty folder, or an "
-                f"earlier dump. {how}"
+                f"dump: {root} contains {others[0]!r} and no dump; expected an empty folder or "
+                f"a dump. {how}"
             )
         meta = {
             "format": data.FORMAT,
@@ -96,21 +96,20 @@ def _write_header(root: Path, world: int, how: str) -> None:
             "created": _now(),
             "world": world,
         }
-        _write(header, [dumps(meta)])
+        _write(header, [json_line(meta)])
         return
     try:
         found = json.loads(header.read_text())
         version = found["version"] if found["format"] == data.FORMAT else None
     except (ValueError, KeyError, TypeError) as error:
         raise NotADumpError(
-            f"dump: {header} is damaged ({error}); expected an empty folder, or an earlier dump. "
-            f"{how}"
+            f"dump: {header} is damaged ({error}); expected an empty folder or a dump. {how}"
         ) from error
     if not isinstance(version, int):
-        raise NotADumpError(f"dump: {header} is no header of a dump. {how}")
+        raise NotADumpError(f"dump: {header} is not the header of a dump. {how}")
     if version != data.VERSION:
         raise DumpVersionError(
-            f"dump: {root} holds a dump of version {version}; this zpasses writes version "
+            f"dump: {root} contains a dump of version {version}; this zpasses writes version "
             f"{data.VERSION}. {how}"
         )
 
@@ -124,13 +123,11 @@ def _now() -> str:
 
 
 def _write(path: Path, lines: Iterator[bytes] | Sequence[bytes]) -> None:
-    """Write a file so that it is there whole or not at all."""
+    """Write a file atomically: it appears with its whole content or not at all."""
     temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{threading.get_ident()}-{path.name}")
     try:
         temporary.unlink(missing_ok=True)
-        with open(
-            temporary, "xb", buffering=1 << 20
-        ) as file:  # never through a link that somebody left there
+        with open(temporary, "xb", buffering=1 << 20) as file:  # "x" does not follow a link
             for line in lines:
                 file.write(line)
                 file.write(b"\n")
@@ -142,21 +139,24 @@ def _write(path: Path, lines: Iterator[bytes] | Sequence[bytes]) -> None:
 
 
 def slug(name: str) -> str:
-    """A name as a part of a file's: small letters, digits, dots, dashes and underscores."""
+    """The name as a part of a file name: lower-case letters, digits, dots, dashes and
+    underscores."""
     return re.sub(r"[^a-z0-9_.]+", "-", name.lower().replace("/", "_")).strip("-.")[:60] or "graph"
 
 
-def _guarded(tell: Callable[_P, None]) -> Callable[_P, None]:
-    """One writer at a time; a full disk ends the dump, and not the training."""
+def _locked(method: Callable[_P, None]) -> Callable[_P, None]:
+    """Run a method under the dump's lock. An OSError, such as a full disk, ends the dump and not
+    the training.
+    """
 
-    @functools.wraps(tell)
+    @functools.wraps(method)
     def guarded(*args: _P.args, **kwargs: _P.kwargs) -> None:
         dump = cast(CompileDump, args[0])
         with dump._lock:
             if dump._broken:
                 return
             try:
-                tell(*args, **kwargs)
+                method(*args, **kwargs)
             except OSError as error:
                 dump._broken = True
                 log.warning("dump: %s is incomplete: %s", dump._folder, error)
@@ -165,12 +165,15 @@ def _guarded(tell: Callable[_P, None]) -> Callable[_P, None]:
 
 
 class CompileDump(Recorder):
-    """The dump of one compile.
+    """Writes the dump of one compile.
 
     Args:
-        folder: of the rank.
-        info: what compile.json says from the start.
-        target: the hardware whose models tell bytes and times.
+        folder: the rank's folder.
+        info: fields of compile.json that are known from the start.
+        target: the hardware of the memory and cost models.
+
+    Raises:
+        DumpPathError: if the folder cannot be written to.
     """
 
     def __init__(self, folder: Path, info: Mapping[str, Any], target: Target) -> None:
@@ -186,32 +189,32 @@ class CompileDump(Recorder):
         self._events: list[bytes] = []
         self._number = 0
         self._last: dict[str, data.Snapshot] = {}
-        """Of each graph."""
-        self._trace: tuple[str, Trace] | None = None
+        """Name of a graph -> its last snapshot."""
+        self._trace: tuple[str, GraphDescriber] | None = None
         self._broken = False
         self._failure: BaseException | None = None
         self._runs: dict[str, int] = {}
         self._passes: set[str] = set()
-        """Names of those that changed something."""
+        """Names of passes that changed something."""
         try:
-            self._folder = _claim(folder, slug(str(info["name"])))
+            self._folder = _new_compile_folder(folder, slug(str(info["name"])))
             self._write_info()
         except OSError as error:
             raise DumpPathError(
                 f"dump: {folder} cannot be written to: {error.strerror}. Name another folder."
             ) from error
 
-    # --- what it is told --------------------------------------------------------------------------
-    @_guarded
+    # --- events of the compile --------------------------------------------------------------------
+    @_locked
     def before(self, graph_name: str, level: str, graph: fx.Graph) -> None:
         name = self._name(graph_name, level)
-        trace = self._describer.trace(
+        trace = self._describer.graph(
             name, _PARENTS.get(graph_name), modelled=graph_name in _MODELLED
         )
         self._trace = (name, trace)
         self._snapshot(name, level, None, graph)
 
-    @_guarded
+    @_locked
     def after(
         self,
         graph_name: str,
@@ -225,7 +228,7 @@ class CompileDump(Recorder):
         run = {
             "name": record.name,
             "text": record.text,
-            "options": {key: _json(value) for key, value in options_of(each).items()},
+            "options": {key: _json(value) for key, value in pass_options(each).items()},
             "changes": record.changes,
             "time_us": round(record.time_us, 1),
             "check_us": round(record.check_us, 1),
@@ -247,7 +250,7 @@ class CompileDump(Recorder):
                 **{"pass": run},
             )
 
-    @_guarded
+    @_locked
     def failed(
         self,
         graph_name: str,
@@ -261,16 +264,14 @@ class CompileDump(Recorder):
         failure = {**_failure(error, str(each)), "notes": list(notes)}
         try:
             self._snapshot(name, level, str(each), graph, {"error": failure})
-        except (
-            Exception
-        ) as second:  # a graph that is wrong may be wrong in ways that no description survives
+        except Exception as second:  # a wrong graph may break its description in any way
             log.debug("dump: the graph that %s left cannot be described: %s", each, second)
             self._event(
                 "snapshot", graph=name, level=level, after=str(each), snapshot=None, error=failure
             )
         self._fail(str(each), error)
 
-    @_guarded
+    @_locked
     def variant(
         self, graph_name: str, of: str, given: Sequence[str], kept: Sequence[str], graph: fx.Graph
     ) -> None:
@@ -278,13 +279,15 @@ class CompileDump(Recorder):
             self._runs.get(graph_name + ".variant", -1) + 1
         )
         name = f"{graph_name}.variant{number}"
-        self._trace = (name, self._describer.trace(name, of))
-        said = {"of": of, "given": list(given), "kept": list(kept)}
-        self._snapshot(name, "variant", None, graph, said, kind="variant", base=self._last.get(of))
+        self._trace = (name, self._describer.graph(name, of))
+        fields = {"of": of, "given": list(given), "kept": list(kept)}
+        self._snapshot(
+            name, "variant", None, graph, fields, kind="variant", base=self._last.get(of)
+        )
 
-    @_guarded
+    @_locked
     def agreement(
-        self, graph_name: str, group: str, digest: str, collectives: int, verdict: str
+        self, graph_name: str, group: str, digest: str, collectives: int, result: str
     ) -> None:
         self._event(
             "agreement",
@@ -292,46 +295,47 @@ class CompileDump(Recorder):
             group=group,
             digest=digest,
             collectives=collectives,
-            verdict=verdict,
+            result=result,
         )
 
-    @_guarded
+    @_locked
     def runtime_note(self, concerning: str, text: str) -> None:
         if concerning in self._passes:
             self._event("note", concerning=concerning, text=text)
 
-    @_guarded
+    @_locked
     def problem(self, where: str, error: BaseException) -> None:
         if not _caused_by(error, self._failure):
             self._event("error", **_failure(error, where))
             self._fail(where, error)
 
-    @_guarded
+    @_locked
     def done(self) -> None:
         if self._info["state"] == "compiling":
             self._info["state"] = "done"
-        self._trace = None  # holds every node of the graphs
+        self._trace = None  # it keeps every node of the graph alive
         self._write_info()
         self._write_sources()
 
-    @_guarded
+    @_locked
     def restarted(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._broken = True
 
     # --- files ------------------------------------------------------------------------------------
     def _name(self, graph_name: str, level: str) -> str:
-        """A graph that comes to its first level again (a flush of other gradients) is another
-        graph."""
+        """The graph's name in the dump. A graph that starts again at its first level (a flush of
+        other gradients) is a new graph.
+        """
         if graph_name in _REPEATED and level == _REPEATED[graph_name]:
             count = self._runs[graph_name] = self._runs.get(graph_name, 0) + 1
         else:
             count = self._runs.get(graph_name, 1)
         return graph_name if count == 1 else f"{graph_name}.{count}"
 
-    def _current(self, graph_name: str) -> tuple[str, Trace]:
+    def _current(self, graph_name: str) -> tuple[str, GraphDescriber]:
         if self._trace is None:
-            raise RuntimeError(f"graph {graph_name} has not come to a level")
+            raise RuntimeError(f"graph {graph_name} has no snapshot; before() was not called")
         return self._trace
 
     def _snapshot(
@@ -340,7 +344,7 @@ class CompileDump(Recorder):
         level: str,
         after: str | None,
         graph: fx.Graph,
-        said: Mapping[str, Any] | None = None,
+        fields: Mapping[str, Any] | None = None,
         *,
         kind: str = "snapshot",
         base: data.Snapshot | None = None,
@@ -349,7 +353,7 @@ class CompileDump(Recorder):
         snapshot = trace.snapshot(graph, self._number)
         base = base or self._last.get(name)
         found = data.Counts.of(snapshot)
-        said = {"counts": counts(found.nodes, found.collectives, found.nbytes), **(said or {})}
+        fields = {"counts": counts(found.nodes, found.collectives, found.nbytes), **(fields or {})}
         if (
             after is None
             and base is not None
@@ -357,23 +361,27 @@ class CompileDump(Recorder):
             and kind == "snapshot"
         ):
             self._event(
-                kind, graph=name, level=level, after=None, snapshot=base.number, **said
-            )  # the next level, as it was
+                kind, graph=name, level=level, after=None, snapshot=base.number, **fields
+            )  # the next level starts from the same graph
             return
         stem = f"{self._number:03d}-{slug(name)}" + (f"-{slug(after)}" if after else "")
         header = {"graph": name, "level": level, "after": after}
         _write(self._folder / f"{stem}.jsonl", snapshot_lines(snapshot, header, base))
-        title = f"{self._info['name']} {name}: {after or 'as it came'}; {len(snapshot.nodes)} nodes, peak {snapshot.peak_bytes} bytes"
+        title = (
+            f"{self._info['name']} {name}: {after or 'before passes'}; {len(snapshot.nodes)} "
+            "nodes, "
+            f"peak {snapshot.peak_bytes} bytes"
+        )
         _write(
             self._folder / f"{stem}.py",
-            [program(snapshot, name, title).rstrip("\n").encode("utf-8", "replace")],
+            [python_source(snapshot, name, title).rstrip("\n").encode("utf-8", "replace")],
         )
         self._number += 1
         self._last[name] = snapshot
-        self._event(kind, graph=name, level=level, after=after, snapshot=snapshot.number, **said)
+        self._event(kind, graph=name, level=level, after=after, snapshot=snapshot.number, **fields)
 
     def _event(self, kind: str, **fields: Any) -> None:
-        self._events.append(dumps({"event": kind, **fields}))
+        self._events.append(json_line({"event": kind, **fields}))
         _write(self._folder / "events.jsonl", self._events)
 
     def _fail(self, where: str, error: BaseException) -> None:
@@ -383,20 +391,20 @@ class CompileDump(Recorder):
         self._write_sources()
 
     def _write_info(self) -> None:
-        _write(self._folder / "compile.json", [dumps(self._info)])
+        _write(self._folder / "compile.json", [json_line(self._info)])
 
     def _write_sources(self) -> None:
         texts = self._describer.sources.texts()
         if texts:
-            _write(self._folder / "sources.json", [dumps(texts)])
+            _write(self._folder / "sources.json", [json_line(texts)])
 
 
 _PARENTS = {"forward": "joint", "backward": "joint"}
 _REPEATED = {"flush": "joint", "pack": "joint"}
 
 
-def _claim(folder: Path, name: str) -> Path:
-    """A new folder of the next number; other processes may be doing the same."""
+def _new_compile_folder(folder: Path, name: str) -> Path:
+    """Create the folder with the next free number. Other processes may do the same at once."""
     taken = [
         int(each.name.partition("-")[0])
         for each in folder.iterdir()
@@ -418,8 +426,8 @@ def _json(value: Any) -> Any:
         return {str(key): _json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_json(item) for item in value]
-    found = plain(value)
-    return found.text if isinstance(found, data.Text) else found
+    found = plain_argument(value)
+    return found.text if isinstance(found, data.Repr) else found
 
 
 def _failure(error: BaseException, where: str) -> dict[str, str]:
@@ -433,7 +441,7 @@ def _failure(error: BaseException, where: str) -> dict[str, str]:
 
 
 def _caused_by(error: BaseException | None, cause: BaseException | None) -> bool:
-    """Whether an error is one that was recorded already, or comes of it."""
+    """Whether an error is `cause`, or was raised because of it."""
     seen: set[int] = set()
     while error is not None and cause is not None and id(error) not in seen:
         if error is cause:

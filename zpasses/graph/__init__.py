@@ -1,8 +1,8 @@
-"""FX graphs of the toolkit: the dialect's operators, tags, queries, edits, the verifier, and
-listings.
+"""FX graphs as passes see them: dialect operators, tags, queries, edits, verification and listings.
 
-Nothing here knows about ranks or costs. What passes are written with is importable from
-`zpasses.graph` itself."""
+This package knows nothing about ranks or costs. It re-exports the names that most passes need, so
+that a pass can import them from `zpasses.graph`.
+"""
 
 from zpasses.graph.nodes import (
     Collective,

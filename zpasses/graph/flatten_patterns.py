@@ -1,15 +1,16 @@
-"""Recognise flattening that happens on the host: tensors laid end to end there, and the result
-moved to a device.
+"""Find tensors that a graph concatenates on the host and then copies to a device.
 
-As in `foreign`, graphs are matched by their shape here, because whoever wrote them knew nothing of
-tags. Found are graphs of aten ops:
+Like `patterns`, this module matches on the structure of a graph, because the code that builds such
+buffers knows nothing of tags. It matches graphs of aten ops such as
 
     cat([view(a, [-1]), view(_to_copy(b, device=cpu), [-1]), zeros([3])]) -> constant_pad_nd -> view
     -> _to_copy(device=...)
 
-with or without each step between `cat` and the move, `flatten_dense_tensors` in place of views and
-`cat`, concatenations within concatenations, and casts anywhere. What is found is normal form:
-pieces, each the elements of one value in row-major order."""
+Every step between `cat` and the copy is optional. `flatten_dense_tensors` may replace the views and
+`cat`, concatenations may be nested, and casts may appear anywhere. A match is returned in a normal
+form: a list of pieces, each of which holds the elements of one value in row-major order. The pass
+`flatten-on-device` uses it.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from torch import Tensor, fx
 from zpasses.graph.nodes import value_of
 from zpasses.graph.tags import tag_of
 
-__all__ = ["ACCELERATOR", "Flattening", "Piece", "device_source", "find_flattenings", "is_shape_op"]
+__all__ = ["ACCELERATOR", "Flattening", "Piece", "device_source", "find_flattenings", "is_view_op"]
 
 ACCELERATOR = "accelerator"
-"""Stands for every device type that is not the host."""
+"""Matches every device type except the host."""
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-_ROW_MAJOR = {
+_ORDER_PRESERVING = {
     aten.view.default,
     aten._unsafe_view.default,
     aten.reshape.default,
@@ -44,9 +45,9 @@ _ROW_MAJOR = {
     aten.pin_memory.default,
     aten._pin_memory.default,
 }
-"""Keep the elements in row-major order."""
+"""Ops that keep all elements in row-major order."""
 
-_SHAPE = {
+_VIEW_OPS = {
     aten.t.default,
     aten.transpose.int,
     aten.permute.default,
@@ -59,9 +60,9 @@ _SHAPE = {
     aten.unsqueeze.default,
     aten.squeeze.dim,
 }
-"""Views that a device makes for free of what lies there."""
+"""Views that can be repeated on the device, at no cost, on a copy of their input."""
 
-_MOVES = {aten._to_copy.default, prims.device_put.default}
+_COPIES_TO_DEVICE = {aten._to_copy.default, prims.device_put.default}
 _CONSTANTS = {
     aten.zeros.default: 0,
     aten.ones.default: 1,
@@ -72,26 +73,26 @@ _CONSTANTS = {
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of elements of a flat buffer."""
+    """A contiguous range of elements of a flat buffer."""
 
     numel: int
     source: fx.Node | None = None
-    """All elements of this value, in row-major order; None for a constant."""
+    """The value whose elements fill the range, in row-major order; None for a constant."""
     fill: float = 0
-    """The constant, in the dtype that it ends in."""
+    """The constant, in the dtype of the flat buffer."""
     casts: tuple[torch.dtype, ...] = ()
     """Dtypes that the elements are converted to, in this order."""
 
 
 @dataclass(frozen=True)
 class Flattening:
-    """One flat buffer that the host makes and a device gets."""
+    """A flat buffer that the host builds and the graph copies to a device."""
 
     move: fx.Node
-    """Moves the flat buffer to the device; its value is what the graph goes on with."""
+    """The copy to the device. The rest of the graph reads its value."""
     pieces: tuple[Piece, ...]
     names: tuple[str, ...]
-    """Names of the sources, in order."""
+    """Names of the sources, in order: parameters where a source is tagged, else the node's name."""
 
     @property
     def device(self) -> torch.device:
@@ -111,22 +112,24 @@ class Flattening:
 
 
 def find_flattenings(graph: fx.Graph, device: str = ACCELERATOR) -> list[Flattening]:
-    """Host flattenings whose result moves to a device of this type, in graph order.
+    """Returns the flat host buffers that are copied to a device of this type, in graph order.
 
-    Left out are those of which the host needs the flat buffer as well, those with sizes that are
-    not known when compiling, and those between whose first and last step the graph writes to
-    memory."""
+    A buffer is skipped if the host also reads it, if it has sizes that are unknown at compile time,
+    or if the graph writes to memory between the first and the last step that builds it.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
     writes = [order[node] for node in graph.nodes if _writes(node)]
     found = []
     for node in graph.nodes:
-        if not _moves_to(node, device):
+        if not _is_copy_to(node, device):
             continue
         steps: list[fx.Node] = []
         pieces = _expand(node.args[0], (_tensor(node).dtype,), steps)
         if pieces is None or any(not isinstance(piece.numel, int) for piece in pieces):
             continue
-        if writes and any(_first_copy(steps, pieces, order) < at < order[node] for at in writes):
+        if writes and any(
+            _first_deferred_step(steps, pieces, order) < at < order[node] for at in writes
+        ):
             continue
         names = tuple(
             dict.fromkeys(
@@ -141,8 +144,10 @@ def find_flattenings(graph: fx.Graph, device: str = ACCELERATOR) -> list[Flatten
 
 
 def device_source(node: fx.Node, device: torch.device) -> fx.Node | None:
-    """The value on `device` that a host value was copied from, views of it included; None if the
-    host's is the original."""
+    """Returns the value on `device` that a host value is a copy of, or a view of such a copy.
+
+    Returns None if the original is on the host.
+    """
     while True:
         value = _tensor(node)
         if value.device == device and value.device.type != "cpu":
@@ -150,24 +155,25 @@ def device_source(node: fx.Node, device: torch.device) -> fx.Node | None:
         if value.device.type != "cpu" or node.op != "call_function":
             return None
         if not (
-            is_shape_op(node)
-            or (node.target in _MOVES and _tensor(node.all_input_nodes[0]).dtype == value.dtype)
+            is_view_op(node)
+            or (
+                node.target in _COPIES_TO_DEVICE
+                and _tensor(node.all_input_nodes[0]).dtype == value.dtype
+            )
         ):
             return None
         node = node.all_input_nodes[0]
 
 
-def is_shape_op(node: fx.Node) -> bool:
-    """Whether a node is a view of its one input that can be made of a copy of that input as
-    well."""
-    return node.op == "call_function" and node.target in _SHAPE
+def is_view_op(node: fx.Node) -> bool:
+    """Whether a node is a view of its only input that can be repeated on a copy of that input."""
+    return node.op == "call_function" and node.target in _VIEW_OPS
 
 
 def _expand(
     node: Any, casts: tuple[torch.dtype, ...], steps: list[fx.Node]
 ) -> tuple[Piece, ...] | None:
-    """The pieces of a flat host buffer, of which nothing but the next step may know; None if it is
-    no such buffer."""
+    """Returns the pieces of a flat host buffer that only the next step reads, else None."""
     if (
         not isinstance(node, fx.Node)
         or not _is_on_host(node)
@@ -181,7 +187,8 @@ def _expand(
     if node.target is aten.flatten_dense_tensors.default:
         return tuple(_piece(item, casts, steps) for item in _inputs_of(node))
     if node.target is aten.constant_pad_nd.default:
-        padding, fill = list(node.args[1]), node.args[2] if len(node.args) > 2 else 0  # type: ignore[arg-type]
+        padding = list(node.args[1])  # type: ignore[arg-type]
+        fill = node.args[2] if len(node.args) > 2 else 0
         inner = (
             _expand(node.args[0], casts, steps)
             if _tensor(node).dim() == 1 and padding[0] == 0 and padding[1] >= 0
@@ -192,7 +199,7 @@ def _expand(
             if inner is None
             else (*inner, Piece(padding[1], fill=_cast(fill, (_tensor(node).dtype, *casts))))
         )
-    if node.target in _ROW_MAJOR:
+    if node.target in _ORDER_PRESERVING:
         return _expand(node.args[0], casts, steps)
     if _is_cast(node):
         return _expand(node.args[0], (_tensor(node).dtype, *casts), steps)
@@ -217,15 +224,15 @@ def _expand_cat(
 
 
 def _piece(node: fx.Node, casts: tuple[torch.dtype, ...], steps: list[fx.Node]) -> Piece:
-    """A value as a piece, taken from as far back as its elements are in the same order."""
+    """Returns a value as a piece. The source is the earliest value with the same element order."""
     numel = _tensor(node).numel()
     while True:
         steps.append(node)
         if node.op != "call_function" or not node.all_input_nodes:
             break
-        if node.target in _ROW_MAJOR:
+        if node.target in _ORDER_PRESERVING:
             node = node.all_input_nodes[0]
-        elif _is_cast(node) or (node.target in _MOVES and _is_on_host(node)):
+        elif _is_cast(node) or (node.target in _COPIES_TO_DEVICE and _is_on_host(node)):
             if _tensor(node).dtype != _tensor(node.all_input_nodes[0]).dtype:
                 casts = (_tensor(node).dtype, *casts)
             node = node.all_input_nodes[0]
@@ -235,19 +242,24 @@ def _piece(node: fx.Node, casts: tuple[torch.dtype, ...], steps: list[fx.Node]) 
     fill = _constant(node)
     if fill is not None:
         return Piece(numel, fill=_cast(fill, (own, *casts)))
-    return Piece(numel, node, casts=_distinct(own, casts))
+    return Piece(numel, node, casts=_effective_casts(own, casts))
 
 
-def _first_copy(steps: list[fx.Node], pieces: tuple[Piece, ...], order: dict[fx.Node, int]) -> int:
-    """Place of the first node whose result the device would make later; inputs of the graph are not
-    made."""
+def _first_deferred_step(
+    steps: list[fx.Node], pieces: tuple[Piece, ...], order: dict[fx.Node, int]
+) -> int:
+    """Returns the position of the first node that the device would execute later than the host
+    does.
+
+    Graph inputs do not count, because no node computes them.
+    """
     made = list(steps)
     for piece in pieces:
         node = piece.source
         while (
             node is not None
             and node.op == "call_function"
-            and (is_shape_op(node) or node.target in _MOVES)
+            and (is_view_op(node) or node.target in _COPIES_TO_DEVICE)
         ):
             made.append(node)
             node = node.all_input_nodes[0]
@@ -259,7 +271,7 @@ def _names(node: fx.Node) -> tuple[str, ...]:
     return tag.params if tag is not None else (node.name,)
 
 
-def _distinct(dtype: torch.dtype, casts: tuple[torch.dtype, ...]) -> tuple[torch.dtype, ...]:
+def _effective_casts(dtype: torch.dtype, casts: tuple[torch.dtype, ...]) -> tuple[torch.dtype, ...]:
     changed = []
     for cast in casts:
         if cast != dtype:
@@ -284,10 +296,10 @@ def _constant(node: fx.Node) -> float | None:
     return value if isinstance(value, (int, float, bool)) else None
 
 
-def _moves_to(node: fx.Node, device: str) -> bool:
+def _is_copy_to(node: fx.Node, device: str) -> bool:
     if (
         node.op != "call_function"
-        or node.target not in _MOVES
+        or node.target not in _COPIES_TO_DEVICE
         or not node.all_input_nodes
         or not _is_on_host(node.all_input_nodes[0])
     ):

@@ -1,4 +1,4 @@
-"""Queries and edits of FX graphs that passes are made of."""
+"""Queries and edits of FX graphs, for writing passes."""
 
 from __future__ import annotations
 
@@ -37,18 +37,21 @@ _NAMESPACES = ("_c10d_functional", "zpasses")
 
 
 def calls(graph: fx.Graph, *targets: Callable[..., Any]) -> list[fx.Node]:
-    """The nodes that call one of `targets`, in graph order."""
+    """Returns the nodes that call one of `targets`, in graph order."""
     wanted = set(targets)
     return [node for node in graph.nodes if node.op == "call_function" and node.target in wanted]
 
 
 def value_of(node: fx.Node) -> Any:
-    """The fake value that the node produces."""
+    """Returns the fake value that the node produces, or None if none is recorded."""
     return node.meta.get("val", node.meta.get("example_value"))
 
 
 def nbytes(value: object) -> int:
-    """Bytes of a fake tensor, or of all tensors in a list; a dynamic size counts by its hint."""
+    """Returns the bytes of a fake tensor, or of all tensors in a list; 0 for anything else.
+
+    A dynamic size counts by its hint.
+    """
     if isinstance(value, (list, tuple)):
         return sum(nbytes(item) for item in value)
     if not isinstance(value, Tensor):
@@ -60,29 +63,32 @@ def nbytes(value: object) -> int:
 
 
 def is_wait(node: fx.Node) -> bool:
+    """Whether a node is a `wait_tensor` call."""
     return node.op == "call_function" and node.target is _WAIT
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One communicating call of a graph."""
+    """One call of a graph that communicates."""
 
     op: str
-    """"all_gather_into_tensor", "unshard", ... without namespace and overload."""
+    """Name without namespace and overload: "all_gather_into_tensor", "unshard", ..."""
     group: str
     """Name of the process group."""
     shapes: tuple[tuple[int | str, ...], ...]
-    """Shapes of the inputs; a dynamic size is its expression."""
+    """Shapes of the inputs. A dynamic size is given as its expression."""
     dtypes: tuple[str, ...]
     reduce_op: str | None
-    """"sum", "avg", ... where the call reduces."""
+    """"sum", "avg", ...; None if the call does not reduce."""
     nbytes: int
-    """Bytes of the inputs; of the dialect's `unshard`, of the full parameter, as ranks may hold
-    different rows. See `put_in_bytes`."""
+    """Bytes of the inputs; for the dialect's `unshard`, bytes of the full parameter.
+
+    Ranks may hold different numbers of rows. `input_nbytes` returns the bytes of this rank's rows.
+    """
 
 
 def collective_of(node: fx.Node) -> Collective | None:
-    """What a node communicates, or None if it does not."""
+    """Describes what a node communicates; None if the node does not communicate."""
     target = node.target
     if (
         node.op != "call_function"
@@ -93,7 +99,7 @@ def collective_of(node: fx.Node) -> Collective | None:
     arguments = named_arguments(node, target)
     if target is _WAIT or "group_name" not in arguments:
         return None
-    # Ranks may hold different numbers of rows: a dialect op is described by its full parameter.
+    # Ranks may hold different numbers of rows, so `unshard` is described by its full parameter.
     given = node if target is UNSHARD else arguments[target._schema.arguments[0].name]
     inputs = [
         value_of(item)
@@ -116,7 +122,7 @@ def collective_of(node: fx.Node) -> Collective | None:
 
 
 def input_nbytes(node: fx.Node, collective: Collective) -> int:
-    """Bytes that this rank puts into a collective: of its own rows, for a gather."""
+    """Returns the bytes that this rank sends into a collective: its own rows, for a gather."""
     return (
         collective.nbytes
         if node.target is not UNSHARD
@@ -125,13 +131,13 @@ def input_nbytes(node: fx.Node, collective: Collective) -> int:
 
 
 def named_arguments(node: fx.Node, target: compat.OpOverload) -> dict[str, Any]:
-    """The arguments of a call by name, those left out left out."""
+    """Returns the arguments of a call by name, without those left at their defaults."""
     names = [argument.name for argument in target._schema.arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def collectives(graph: fx.Graph) -> Iterator[tuple[fx.Node, Collective]]:
-    """Communicating nodes, in graph order."""
+    """Yields the nodes that communicate, with their descriptions, in graph order."""
     for node in graph.nodes:
         found = collective_of(node)
         if found is not None:
@@ -139,8 +145,10 @@ def collectives(graph: fx.Graph) -> Iterator[tuple[fx.Node, Collective]]:
 
 
 def collectives_by_group(graph: fx.Graph) -> dict[str, list[Collective]]:
-    """Name of a process group -> its collectives, in graph order. Groups are sorted by name,
-    identically on every rank."""
+    """Returns the collectives of each process group by group name, in graph order.
+
+    Groups are sorted by name, identically on every rank.
+    """
     by_group: dict[str, list[Collective]] = {}
     for _, each in collectives(graph):
         by_group.setdefault(each.group, []).append(each)
@@ -148,18 +156,19 @@ def collectives_by_group(graph: fx.Graph) -> dict[str, list[Collective]]:
 
 
 def append_placeholder(graph: fx.Graph, name: str) -> fx.Node:
-    """A new input after the graph's last one; the caller gives it a value and a tag."""
+    """Adds an input after the graph's last input. The caller sets its value and its tag."""
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     with graph.inserting_after(last):
         return graph.placeholder(name)
 
 
 def is_dialect(node: fx.Node) -> bool:
+    """Whether a node calls `zpasses::unshard` or `zpasses::reduce_grad`."""
     return node.op == "call_function" and node.target in (UNSHARD, REDUCE_GRAD)
 
 
 def propagate(node: fx.Node) -> Any:
-    """Compute the node's fake value anew from those of its inputs."""
+    """Computes the node's fake value from the fake values of its inputs, and returns it."""
     target = node.target
     assert callable(target)
     args = map_arg(node.args, value_of)
@@ -174,7 +183,7 @@ def propagate(node: fx.Node) -> Any:
 
 
 def _fake_mode_of_graph(graph: fx.Graph) -> compat.FakeTensorMode | None:
-    """For calls that take no tensor, such as `empty`."""
+    """Returns the fake mode for calls that take no tensor, such as `empty`."""
     first = next(
         (value_of(node) for node in graph.nodes if isinstance(value_of(node), compat.FakeTensor)),
         None,
@@ -183,13 +192,20 @@ def _fake_mode_of_graph(graph: fx.Graph) -> compat.FakeTensorMode | None:
 
 
 class Editor:
-    """Inserts calls in front of a node; every new node gets its fake value and the provenance of
-    the node it stands for."""
+    """Inserts calls before a node, with their fake values and the metadata of an existing node.
+
+    Args:
+        graph: the graph to edit.
+        before: new calls are inserted before this node, in the order in which they are made.
+        like: the node that the new calls replace. They copy its stack trace, module stack,
+            recompute mark and other provenance, but not its tag. Defaults to `before`.
+    """
 
     def __init__(self, graph: fx.Graph, before: fx.Node, like: fx.Node | None = None) -> None:
         self._graph, self._before, self._like = graph, before, like or before
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Inserts a call of `target`, computes its fake value, and returns the new node."""
         with self._graph.inserting_before(self._before):
             node = self._graph.call_function(target, args, kwargs)
         for key in _PROVENANCE:
@@ -215,23 +231,27 @@ _PROVENANCE = (
 
 
 def replace_node(old: fx.Node, new: fx.Node) -> None:
-    """Let `new` stand for `old` everywhere, and erase `old`."""
+    """Replaces all uses of `old` by `new`, and erases `old`."""
     old.replace_all_uses_with(new)
     old.graph.erase_node(old)
 
 
 def erase_dead(graph: fx.Graph, roots: Sequence[fx.Node]) -> int:
-    """Erase those of `roots` that nobody uses, and whatever only they used: collectives and waits
-    too, but never an input.
+    """Erases the unused nodes among `roots`, then every node that only erased nodes used.
 
-    Of a collective with several outputs all waits go or none: an output that nobody awaits would
-    never be let go."""
+    Unlike FX's own dead code elimination, it also erases collectives and waits. It never erases a
+    graph input. The waits of a collective with several outputs are erased together or not at all,
+    because an output that is never awaited is never freed.
+
+    Returns:
+        The number of erased nodes.
+    """
     erased, queue = 0, list(roots)
     while queue:
         node = queue.pop()
         if node.users or node.op in ("placeholder", "output", "get_attr") or compat.is_erased(node):
             continue
-        together = _waits_beside(node)
+        together = _sibling_waits(node)
         if any(wait.users for wait in together):
             continue
         for each in together or [node]:
@@ -241,9 +261,11 @@ def erase_dead(graph: fx.Graph, roots: Sequence[fx.Node]) -> int:
     return erased
 
 
-def _waits_beside(node: fx.Node) -> list[fx.Node]:
-    """The waits of all outputs of the collective that `node` awaits one of; nothing if it awaits no
-    such."""
+def _sibling_waits(node: fx.Node) -> list[fx.Node]:
+    """Returns the waits of all outputs of a multi-output collective, given one of these waits.
+
+    Returns an empty list for any other node.
+    """
     part = node.all_input_nodes[0] if is_wait(node) else None
     if part is None or part.target is not operator.getitem:
         return []

@@ -1,13 +1,13 @@
-"""The dialect: two abstract operations that say what happens to a parameter, and leave how to the
-passes.
+"""The dialect: two operators that state that a parameter is gathered and its gradient reduced.
 
-    zpasses::unshard(shard, rows, param_dtype, reduce_dtype, group)                -> full parameter
-    zpasses::reduce_grad(grad, rows, shard_rows, dtype, reduce_dtype, group)       -> gradient of the shard
+    zpasses::unshard(shard, rows, param_dtype, reduce_dtype, group) -> full parameter
+    zpasses::reduce_grad(grad, rows, shard_rows, dtype, reduce_dtype, group) -> shard's gradient
 
-Their eager implementations are the reference that every lowered graph must equal. A parameter of
-`rows` rows is cut into blocks of ceil(rows / world size) rows, one a rank; the last ranks may hold
-fewer rows, or none. A 0-dimensional parameter cannot be cut: every rank holds it whole and only its
-gradient communicates."""
+Passes lower them to collectives. Their eager implementations are the reference: every lowered graph
+must compute the same values. A parameter of `rows` rows is split into blocks of ceil(rows / world
+size) rows, one block per rank; the last ranks may hold fewer rows, or none. A 0-dimensional
+parameter is not split: every rank holds a full copy, and only its gradient communicates.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ REDUCE_GRAD: compat.OpOverload = torch.ops.zpasses.reduce_grad.default
 
 
 def group_size(group_name: str) -> int:
-    """Number of ranks in a process group."""
+    """Returns the number of ranks in a process group."""
     return compat.process_group(group_name).size()
 
 
 def rows_per_rank(rows: int, size: int) -> int:
-    """Rows in the block of one rank, padding included."""
+    """Returns the number of rows in one rank's block, padding included."""
     return -(-rows // size)
 
 
@@ -55,14 +55,14 @@ def _unshard(
     reduce_dtype: torch.dtype | None,
     group_name: str,
 ) -> Tensor:
-    """Gather a parameter.
+    """Gathers a parameter.
 
     Args:
         shard: this rank's rows, [shard_rows, ...]; 0-dimensional for a parameter that every rank
-            holds whole.
+            holds in full.
         rows: rows of the full parameter.
-        param_dtype: dtype to gather and compute in; None keeps the shard's.
-        reduce_dtype: dtype in which the gradient will be reduced; used by backward only.
+        param_dtype: dtype of the communication and of the result; None keeps the shard's.
+        reduce_dtype: dtype in which backward reduces the gradient. Forward ignores it.
         group_name: process group over which the parameter is sharded.
 
     Returns:
@@ -102,18 +102,18 @@ def _reduce_grad(
     reduce_dtype: torch.dtype | None,
     group_name: str,
 ) -> Tensor:
-    """Average a gradient over the group and keep this rank's rows.
+    """Averages a gradient over the group and returns this rank's rows.
 
     Args:
         grad: gradient of the full parameter, [rows, ...], in the compute dtype.
         rows: rows of the full parameter.
         shard_rows: rows that this rank holds.
         dtype: dtype of the result, the shard's.
-        reduce_dtype: dtype to communicate and add in; None keeps the gradient's.
+        reduce_dtype: dtype of the communication and of the sum; None keeps the gradient's.
         group_name: process group to average over.
 
     Returns:
-        [shard_rows, ...] in `dtype`.
+        The gradient of the shard, [shard_rows, ...], in `dtype`.
     """
     value = grad.to(reduce_dtype or grad.dtype)
     size = group_size(group_name)
@@ -145,31 +145,33 @@ def _reduce_grad_fake(
     return grad.new_empty(shape, dtype=dtype)
 
 
-def _remember_shard(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _unshard_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
     shard, rows, _, reduce_dtype, group_name = inputs
     state: Any = ctx
     state.call = (rows, shard.shape[0] if shard.dim() else 0, shard.dtype, reduce_dtype, group_name)
 
 
 GradHook = Callable[[Tensor, int, torch.dtype, torch.dtype | None, str], Tensor | None]
-"""Called with the arguments of `reduce_grad` but `shard_rows`; returns the gradient to reduce now,
-or None to reduce nothing."""
+"""Called with the arguments of `reduce_grad` except `shard_rows`.
+
+Returns the gradient to reduce now, or None to skip the reduction.
+"""
 
 
-def _reduce_now(
+def _reduce_immediately(
     grad: Tensor, rows: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None, group_name: str
 ) -> Tensor | None:
     return grad
 
 
-_grad_hook: GradHook = _reduce_now
+_grad_hook: GradHook = _reduce_immediately
 
 
 def set_grad_hook(hook: GradHook) -> None:
-    """Let `hook` decide in the backward of every eager `unshard` what is reduced.
+    """Sets the hook that the backward of every eager `unshard` calls with the full gradient.
 
-    `zpasses.runtime.windows` sets it when it is imported, to defer reductions. The dialect itself
-    knows no windows."""
+    `zpasses.runtime.windows` sets it on import, to defer reductions.
+    """
     global _grad_hook
     _grad_hook = hook
 
@@ -181,15 +183,15 @@ def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return mine, None, None, None, None
 
 
-def _remember_grad(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _reduce_grad_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
     grad, rows, _, _, reduce_dtype, group_name = inputs
     state: Any = ctx
     state.call = (rows, grad.dtype, reduce_dtype, group_name)
 
 
 def _reduce_grad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    # The loss is the mean of the ranks' losses, so each rank's share of an averaged value is 1/N of
-    # its gradient.
+    # The loss is the mean of the ranks' losses. Each rank contributes 1/N of an averaged value, so
+    # its gradient is 1/N of the value's gradient.
     rows, dtype, reduce_dtype, group_name = ctx.call
     full = torch.ops.zpasses.unshard(grad, rows, dtype, reduce_dtype, group_name)
     return full / group_size(group_name), None, None, None, None, None
@@ -200,8 +202,11 @@ _library.impl("reduce_grad", _reduce_grad, "CompositeExplicitAutograd")
 torch.library.register_fake("zpasses::unshard", _unshard_fake, lib=_library)
 torch.library.register_fake("zpasses::reduce_grad", _reduce_grad_fake, lib=_library)
 torch.library.register_autograd(
-    "zpasses::unshard", _unshard_backward, setup_context=_remember_shard, lib=_library
+    "zpasses::unshard", _unshard_backward, setup_context=_unshard_setup_context, lib=_library
 )
 torch.library.register_autograd(
-    "zpasses::reduce_grad", _reduce_grad_backward, setup_context=_remember_grad, lib=_library
+    "zpasses::reduce_grad",
+    _reduce_grad_backward,
+    setup_context=_reduce_grad_setup_context,
+    lib=_library,
 )

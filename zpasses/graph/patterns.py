@@ -1,10 +1,13 @@
-"""Recognise gathers and reductions in graphs that zpasses did not capture (FSDP2, SimpleFSDP,
-hand-written ones), and tag them.
+"""Recognize and tag parameter gathers and gradient reductions that zpasses did not insert.
 
-This is the only place that matches on the shape of a graph. A parameter gather is an all-gather
-whose input comes from one graph input through casts, padding and views alone; what a wait gives
-back is the full parameter. A gradient reduction is a reduce-scatter or all-reduce (sum or average)
-whose result reaches one output of the graph through casts, views and scaling alone."""
+Examples are graphs of FSDP2, SimpleFSDP and hand-written collectives. Passes that optimize
+collectives call this module first, so that they find all of them by tag. Two patterns are matched:
+
+- A parameter gather is an all-gather whose input comes from one graph input through casts, padding
+  and views only. Its wait returns the full parameter.
+- A gradient reduction is a reduce-scatter or all-reduce (sum or average) whose result reaches one
+  graph output through casts, views and scaling only.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ _SCALING = {aten.div.Tensor, aten.mul.Tensor, aten.div.Scalar, aten.mul.Scalar}
 
 
 def tag_foreign_gathers(graph: fx.Graph, origin: str) -> int:
-    """Tag untagged parameter gathers; returns how many were found."""
+    """Tags untagged parameter gathers with `origin`, and returns how many it found."""
     found = 0
     for node in graph.nodes:
         if tag_of(node) is not None or not _is_all_gather(node):
@@ -61,8 +64,10 @@ def _is_all_gather(node: fx.Node) -> bool:
 
 
 def _chain_to_input(gather: fx.Node) -> list[fx.Node] | None:
-    """The nodes between a gather and the graph input it reads, that input last; None if it reads
-    anything else."""
+    """Returns the nodes from a gather's input back to the graph input, which comes last.
+
+    Returns None if the gather reads anything else.
+    """
     chain: list[fx.Node] = []
     node = gather
     while True:
@@ -78,14 +83,16 @@ def _chain_to_input(gather: fx.Node) -> list[fx.Node] | None:
 
 
 def tag_foreign_reductions(graph: fx.Graph, origin: str) -> int:
-    """Tag untagged gradient reductions; returns how many were found. A gradient is named after its
-    place among the outputs."""
+    """Tags untagged gradient reductions with `origin`, and returns how many it found.
+
+    A gradient is named after its position among the graph's outputs: "output_0".
+    """
     places = {node: i for i, node in enumerate(_returned(graph)) if isinstance(node, fx.Node)}
     found = 0
     for node in graph.nodes:
         if tag_of(node) is not None or not _is_reduction(node):
             continue
-        after, before = _chain_to_output(node, places), _prepared(node)
+        after, before = _chain_to_output(node, places), _chain_before(node)
         if after is None:
             continue
         params = (f"output_{places[after[-1]]}",)
@@ -115,8 +122,10 @@ def _is_reduction(node: fx.Node) -> bool:
 
 
 def _chain_to_output(reduction: fx.Node, places: dict[fx.Node, int]) -> list[fx.Node] | None:
-    """The nodes between a reduction and the output it ends in, that one last; None if anything else
-    reads them."""
+    """Returns the nodes from a reduction to the value that the graph returns, which comes last.
+
+    Returns None if anything else reads one of them.
+    """
     chain: list[fx.Node] = []
     node = reduction
     while len(node.users) == 1:
@@ -132,17 +141,17 @@ def _chain_to_output(reduction: fx.Node, places: dict[fx.Node, int]) -> list[fx.
     return None
 
 
-def _prepared(reduction: fx.Node) -> list[fx.Node]:
-    """Casts and padding of a gradient for its reduction."""
+def _chain_before(reduction: fx.Node) -> list[fx.Node]:
+    """Returns the casts and the padding that prepare a gradient for its reduction."""
     steps: list[fx.Node] = []
     node = reduction.all_input_nodes[0]
-    while node.target in _PREPARING and len(node.users) == 1:
+    while node.target in _CASTS_AND_PADDING and len(node.users) == 1:
         steps.append(node)
         node = node.all_input_nodes[0]
     return steps
 
 
-_PREPARING = {
+_CASTS_AND_PADDING = {
     aten._to_copy.default,
     aten.constant_pad_nd.default,
     torch.ops.prims.convert_element_type.default,

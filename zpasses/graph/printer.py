@@ -1,4 +1,4 @@
-"""Graphs as short text, for reading and for inline expectations."""
+"""Print graphs as short text, for reading and for expected listings in tests."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ _SHORT = {
 
 
 def listing(graph: fx.Graph | fx.GraphModule) -> str:
-    """A graph as text, one line a node.
+    """Returns a graph as text, one line per node.
 
         x: f32[2, 5]
         w_shard: f32[3, 5]                                    # shard: w
         w = zpasses.unshard(w_shard, 6, None, None, '0')      # f32[6, 5]; gather: w
         return (w,)
 
-    After the `#` stand the value's dtype and shape, what the node's tag says it does and for which
-    parameters, and `recomputed` where backward computes the value again instead of saving it.
-    `aten` and `_c10d_functional` are left out of the names of ops."""
+    The comment of a line gives the value's dtype and shape, the role of the node's tag with the
+    parameters it works for, and `recomputed` if backward recomputes the value instead of saving it.
+    Op names omit the namespaces `aten` and `_c10d_functional`.
+    """
     lines = [
         _line(node) for node in (graph.graph if isinstance(graph, fx.GraphModule) else graph).nodes
     ]
@@ -103,10 +104,8 @@ def _value(value: object) -> str:
 def _notes(node: fx.Node) -> list[str]:
     notes, tag = [], tag_of(node)
     if tag is not None:
-        notes.append(
-            f"{tag.role}: "
-            f"{', '.join(tag.params)}{' in bucket ' + str(tag.bucket) if tag.bucket is not None else ''}"
-        )
+        bucket = f" in bucket {tag.bucket}" if tag.bucket is not None else ""
+        notes.append(f"{tag.role}: {', '.join(tag.params)}{bucket}")
         if tag.cached:
             notes.append("cached")
         if tag.note:

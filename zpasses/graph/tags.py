@@ -1,8 +1,9 @@
-"""Tags: what a node is to zpasses, written where the node is made.
+"""Tags: each node's role in sharding, recorded where the node is created.
 
-No pass finds out by walking users what an earlier pass knew. A tag lives in `node.meta["zpasses"]`
-and is mirrored into `node.meta["custom"]`, the only key of ours that AOTAutograd's re-tracing
-keeps."""
+Later passes read tags instead of walking users to rediscover what an earlier pass knew. A tag is
+stored in `node.meta["zpasses"]` and mirrored in `node.meta["custom"]`, because `custom` survives
+AOTAutograd's retracing and other keys do not.
+"""
 
 from __future__ import annotations
 
@@ -39,64 +40,69 @@ Role = Literal[
 ]
 """What a node does for a parameter.
 
-shard: the graph input that holds the shard. gather_input, reduce_input: makes a collective's input
-(cast, padding). gather, reduce: starts the collective, or is the dialect's op for it. gathered,
-reduced: its wait, where another node finishes. full: the full parameter that the model reads.
-shard_grad: the reduced gradient of the shard. flat: makes a flat buffer of several tensors. """
+- shard: the graph input that holds the shard.
+- gather_input, reduce_input: a step that prepares a collective's input (cast, padding).
+- gather, reduce: starts the collective, or is the dialect op for it.
+- gathered, reduced: the collective's wait, if later nodes complete the result.
+- full: the full parameter that the model reads.
+- shard_grad: the reduced gradient of the shard.
+- flat: builds a flat buffer of several tensors.
+"""
 
 GATHER_ROLES: frozenset[Role] = frozenset({"gather_input", "gather", "gathered", "full"})
-"""Everything between a shard and its full parameter."""
+"""Roles of the nodes between a shard and its full parameter."""
 
 REDUCE_ROLES: frozenset[Role] = frozenset({"reduce_input", "reduce", "reduced", "shard_grad"})
-"""Everything between a full gradient and the gradient of the shard."""
+"""Roles of the nodes between a full gradient and the gradient of the shard."""
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a gradient becomes a shard's: what ranks share of the arguments of
-    `zpasses::reduce_grad`."""
+    """The arguments of `zpasses::reduce_grad` that are equal on all ranks."""
 
     rows: int
     """Rows of the full parameter; 0 for a 0-dimensional one."""
     dtype: torch.dtype
-    """The shard's."""
+    """Dtype of the shard and of its gradient."""
     reduce_dtype: torch.dtype | None
-    """To communicate and add in; None is the gradient's."""
+    """Dtype of the communication and of the sum; None uses the gradient's."""
     group: str
     """Name of the process group."""
 
 
 @dataclass(frozen=True)
 class Tag:
-    """What a node is to zpasses."""
+    """The role of one node, and what passes need to know about it."""
 
     role: Role
     params: tuple[str, ...]
-    """Names of the parameters it works for, below the compiled module."""
+    """Names of the parameters that the node works for, relative to the compiled module."""
     nbytes: int = 0
-    """Bytes that one rank puts into the collective; 0 for nodes that do not communicate."""
+    """Bytes that one rank sends into the collective; 0 for nodes that do not communicate."""
     bucket: int | None = None
-    """Number of the bucket it was merged into."""
+    """Number of the bucket that the collective was merged into."""
     origin: str = ""
-    """Name of the pass that made it; "capture" for the dialect's own ops."""
+    """Name of the pass that created the node; "capture" for ops of the captured dialect."""
     cached: bool = False
     """The value outlives the call (stages 1 and 2)."""
     block_bytes: int = 0
-    """For values whose size differs between ranks: bytes where a rank holds all the rows that it
-    can; the same on all of them."""
+    """Bytes on a rank with a full block of rows, for values whose size differs between ranks.
+
+    Equal on all ranks.
+    """
     note: str = ""
-    """What the pass chose here, for listings and dumps."""
+    """What the pass decided for this node, shown in listings and dumps."""
     reduction: Reduction | None = None
-    """Of a shard_grad: how to reduce a gradient that was not reduced here."""
+    """On a shard_grad: how to reduce a gradient that this graph leaves unreduced."""
     deferrable: bool = False
-    """Of a shard_grad: it may be reduced in a later call."""
+    """On a shard_grad: the reduction may be deferred to a later call."""
 
 
 _KEY = "zpasses"
 
 
 def tag_of(node: fx.Node) -> Tag | None:
-    """The node's tag, also where only the mirrored copy survived."""
+    """Returns the node's tag, or its mirrored copy if only that survived; None without a tag."""
     tag = node.meta.get(_KEY)
     if tag is None:
         custom = node.meta.get("custom")
@@ -105,13 +111,14 @@ def tag_of(node: fx.Node) -> Tag | None:
 
 
 def add_tag(node: fx.Node, tag: Tag) -> None:
-    """Tag a node, in place of any earlier tag."""
+    """Sets the tag of a node, replacing any earlier tag."""
     node.meta[_KEY] = tag
     custom = node.meta.get("custom")
     node.meta["custom"] = {**(custom if isinstance(custom, dict) else {}), _KEY: tag}
 
 
 def drop_tag(node: fx.Node) -> None:
+    """Removes a node's tag and its mirror."""
     node.meta.pop(_KEY, None)
     custom = node.meta.get("custom")
     if isinstance(custom, dict) and _KEY in custom:
@@ -119,15 +126,18 @@ def drop_tag(node: fx.Node) -> None:
 
 
 def retag(node: fx.Node, **changes: object) -> None:
-    """Change fields of a node's tag; raises ValueError if it has none."""
+    """Changes fields of a node's tag. Raises ValueError if the node has no tag."""
     tag = tag_of(node)
     if tag is None:
-        raise ValueError(f"node {node.name} has no tag to change")
+        raise ValueError(f"node {node.name} has no tag to change; add one with add_tag first")
     add_tag(node, replace(tag, **changes))  # type: ignore[arg-type]
 
 
 def tagged(graph: fx.Graph, *roles: Role) -> Iterator[tuple[fx.Node, Tag]]:
-    """Nodes with one of these roles (any, if none is named), in graph order."""
+    """Yields the nodes with one of these roles and their tags, in graph order.
+
+    Without roles, yields all tagged nodes.
+    """
     for node in graph.nodes:
         tag = tag_of(node)
         if tag is not None and (not roles or tag.role in roles):

@@ -1,49 +1,49 @@
-"""Look at a dump: listings, differences, collectives, memory, timelines and report pages. Importing
-this loads no torch.
+"""Shows what passes did, from a dump: listings, differences, collectives, memory, timelines and
+report pages. Importing this package does not import torch.
 
     dump = zpasses.inspect.open("dump")
-    dump                                   # what there is; notebooks show a table
-    dump.diff("backward", "bucket")        # what a pass changed
-    dump.memory("backward")                # peaks of all steps, and what is alive at the last one's
-    dump.memory_of("backward").by_kind     # figures
+    dump                                   # compiles, graphs and passes; a table in notebooks
+    dump.diff("backward", "bucket")        # the changes of a pass
+    dump.memory("backward")                # peaks of all steps, buffers at the last step's peak
+    dump.memory_of("backward").by_kind     # the same as plain values
 
 The command line (`zpasses --help`) shows the same pages.
 """
 
 from zpasses.dumps import DumpError, Limits
-from zpasses.inspect.communication import Communication, Row, communication
+from zpasses.inspect.communication import CollectiveRow, Communication, communication
 from zpasses.inspect.difference import Change, Difference, compare
 from zpasses.inspect.find import NotInDumpError
 from zpasses.inspect.inspection import Inspection
 from zpasses.inspect.inspection import open_dump as open
-from zpasses.inspect.listing import Where, listing
-from zpasses.inspect.memory import Alive, Memory, memory
-from zpasses.inspect.pairing import pair
-from zpasses.inspect.schedule import Flight, Schedule, schedule
+from zpasses.inspect.listing import NodeFilter, listing
+from zpasses.inspect.memory import LiveBuffer, Memory, memory
+from zpasses.inspect.pairing import pair_nodes
+from zpasses.inspect.schedule import CollectiveSpan, Schedule, schedule
 from zpasses.inspect.timeline import chrome_trace
 from zpasses.inspect.view import View
 
 __all__ = [
-    "Alive",
     "Change",
+    "CollectiveRow",
+    "CollectiveSpan",
     "Communication",
     "Difference",
     "DumpError",
-    "Flight",
     "Inspection",
     "Limits",
+    "LiveBuffer",
     "Memory",
+    "NodeFilter",
     "NotInDumpError",
-    "Row",
     "Schedule",
     "View",
-    "Where",
     "chrome_trace",
     "communication",
     "compare",
     "listing",
     "memory",
     "open",
-    "pair",
+    "pair_nodes",
     "schedule",
 ]

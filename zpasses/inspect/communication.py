@@ -1,5 +1,6 @@
-"""Every collective of a graph: what it moves, how far its wait is away, and how much of it
-computation hides."""
+"""The collectives of a graph: their sizes, the distance to their waits, and how much of their time
+compute hides.
+"""
 
 from __future__ import annotations
 
@@ -7,51 +8,54 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zpasses.dumps.format import Snapshot
-from zpasses.inspect.schedule import Flight, Schedule, schedule
+from zpasses.inspect.schedule import CollectiveSpan, Schedule, schedule
 
-__all__ = ["Communication", "Row", "communication"]
+__all__ = ["CollectiveRow", "Communication", "communication"]
 
 
 @dataclass(frozen=True)
-class Row:
+class CollectiveRow:
     """One collective."""
 
     id: int
-    """Of its node."""
+    """Id of its node."""
     node: str
+    """Name of its node."""
     kind: str
     group: str
     ranks: int
     params: tuple[str, ...]
     nbytes: int
-    """What this rank puts in."""
+    """Bytes of this rank's input."""
     full_bytes: int
-    """Of the full tensors."""
+    """Bytes of the full tensors: the output of a gather, the input of a reduction."""
     wait: str
-    """Name of the first node that awaits it; its own where it waits by itself."""
+    """Name of the first node that waits for it, or its own name if it includes its wait."""
     distance: int
-    """Nodes between start and wait."""
+    """Number of nodes between start and wait."""
     compute_us: float
-    """Of the nodes between start and wait."""
+    """Compute time between start and wait."""
     time_us: float
-    """Its own, by the target's model."""
+    """Time of the collective, by the target's model."""
     exposed_us: float
-    """How long computation stands still for it."""
+    """Time for which compute waits for it."""
     bucket: int | None
     route: str
-    verdict: str
+    """The implementation that a pass chose, or empty."""
+    decision: str
+    """The pass's reason to replace the collective or to keep it, or empty."""
 
 
 @dataclass(frozen=True)
 class Communication:
     """All collectives of a graph, in the order in which they start."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[CollectiveRow, ...]
     schedule: Schedule
 
     @property
     def nbytes(self) -> int:
-        """What this rank puts in, all together."""
+        """Sum of the input bytes of this rank."""
         return sum(row.nbytes for row in self.rows)
 
     def to_json(self) -> dict[str, Any]:
@@ -73,13 +77,13 @@ class Communication:
 def communication(snapshot: Snapshot) -> Communication:
     """The collectives of a graph."""
     plan = schedule(snapshot)
-    return Communication(tuple(_row(flight) for flight in plan.flights), plan)
+    return Communication(tuple(_row(span) for span in plan.collectives), plan)
 
 
-def _row(flight: Flight) -> Row:
-    node, collective = flight.node, flight.node.collective
+def _row(span: CollectiveSpan) -> CollectiveRow:
+    node, collective = span.node, span.node.collective
     assert collective is not None
-    return Row(
+    return CollectiveRow(
         id=node.id,
         node=node.name,
         kind=collective.kind,
@@ -88,12 +92,12 @@ def _row(flight: Flight) -> Row:
         params=node.params,
         nbytes=collective.nbytes,
         full_bytes=collective.full_bytes,
-        wait=flight.wait.name,
-        distance=flight.distance,
-        compute_us=flight.compute_us,
-        time_us=flight.time_us,
-        exposed_us=flight.exposed_us,
+        wait=span.wait.name,
+        distance=span.distance,
+        compute_us=span.compute_us,
+        time_us=span.time_us,
+        exposed_us=span.exposed_us,
         bucket=node.tag.bucket if node.tag is not None else None,
         route=collective.route,
-        verdict=collective.verdict,
+        decision=collective.decision,
     )

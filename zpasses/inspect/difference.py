@@ -1,8 +1,8 @@
-"""What changed between two graphs, by node and not by line.
+"""The changes between two graphs, by node and not by line.
 
-Nodes of one compile are the same when their ids are. Between compiles, ranks or dumps, nodes are
-paired by what they compute, then by name, then by what they are to nodes that are paired already
-(`pairing.py`). Of common nodes, the fewest that explain the new order are said to have moved."""
+Nodes of one compile are the same if their ids are equal. Nodes of different compiles, ranks or
+dumps are paired by `pairing.py`. Among the common nodes, as few as possible are reported as moved.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from zpasses.dumps.format import Argument, Mark, Node, Ref, Snapshot
+from zpasses.dumps.format import Argument, Node, RecomputeMark, Ref, Snapshot
 from zpasses.inspect.listing import argument_text, op_text, value_text
 
 __all__ = ["KINDS", "Change", "Difference", "compare"]
 
 KINDS = ("inserted", "removed", "moved", "rewired", "retagged", "remarked", "retyped", "renamed")
-"""inserted, removed: only in one of the graphs. moved: at another place among the nodes that both
-have. rewired: another op, or other arguments. retagged: another tag, or other parameters. remarked:
-told the partitioner something else, whether backward computes it again. retyped: another shape,
-dtype or device. renamed: another name."""
+"""Kinds of changes.
+
+inserted, removed: the node is only in one of the graphs. moved: its position among the common nodes
+differs. rewired: another op or other arguments. retagged: another tag or other parameters.
+remarked: another recompute mark for the partitioner. retyped: another shape, dtype or device.
+renamed: another name.
+"""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One difference; a node may have several, but if it was inserted or removed."""
+    """One change. A node may have several, unless it was inserted or removed."""
 
     kind: str
     before: Node | None
@@ -33,11 +36,11 @@ class Change:
     after: Node | None
     """The node in the second graph; None if it was removed."""
     detail: str = ""
-    """What is different, in words."""
+    """A description of the change."""
 
     @property
     def node(self) -> Node:
-        """The newer form of the node."""
+        """The node in the second graph, or in the first if it was removed."""
         found = self.after or self.before
         assert found is not None
         return found
@@ -45,7 +48,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Difference:
-    """All changes from one graph to another, in order of `KINDS`, and in graph order within."""
+    """All changes from one graph to another, in the order of `KINDS`, and in graph order within
+    each kind.
+    """
 
     before: Snapshot
     after: Snapshot
@@ -54,7 +59,7 @@ class Difference:
     """Id in the first graph -> id of the same node in the second."""
 
     def __bool__(self) -> bool:
-        """Whether anything is different."""
+        """Whether there is any change."""
         return bool(self.changes)
 
     def of_kind(self, kind: str) -> tuple[Change, ...]:
@@ -62,7 +67,7 @@ class Difference:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Kind -> number of changes, without kinds that did not occur."""
+        """Kind -> number of changes, without kinds of 0 changes."""
         found = {kind: len(self.of_kind(kind)) for kind in KINDS}
         return {kind: count for kind, count in found.items() if count}
 
@@ -75,12 +80,12 @@ class Difference:
 def compare(
     before: Snapshot, after: Snapshot, pairs: Mapping[int, int] | None = None
 ) -> Difference:
-    """What changed from one graph to another.
+    """The changes from one graph to another.
 
     Args:
-        pairs: id in `before` -> id in `after` of the nodes that are the same; by default equal ids
-            are, as within one compile. `zpasses.inspect.pairing.pair` makes them for graphs of
-            different compiles.
+        pairs: id in `before` -> id in `after` of nodes that are the same. None pairs equal ids,
+            which is right within one compile. For graphs of different compiles, use
+            `zpasses.inspect.pairing.pair_nodes`.
     """
     if pairs is None:
         pairs = {key: key for key in before.by_id if key in after.by_id}
@@ -120,7 +125,7 @@ def _edits(
     old_names: Mapping[int, str],
     new_names: Mapping[int, str],
 ) -> Iterator[Any]:
-    """(kind, detail) of what is different about one node."""
+    """(kind, detail) of each change of one node."""
     wiring = []
     if (old.op, old.target) != (new.op, new.target) and not (
         old.op == new.op == "placeholder" and old.name != new.name
@@ -154,8 +159,9 @@ _MISSING: Any = object()
 
 
 def _arguments(old: Node, new: Node) -> Iterator[tuple[str, Argument, Argument]]:
-    """(place, before, after) of every argument that either node has; those of an output one by
-    one."""
+    """(name, before, after) of every argument of either node. The arguments of an output are listed
+    one by one.
+    """
     before, after = _spread(old), _spread(new)
     for at in range(max(len(before), len(after))):
         yield (
@@ -189,7 +195,7 @@ def _same(before: Argument, after: Argument, pairs: Mapping[int, int]) -> bool:
         )
     return type(before) is type(after) and (
         before == after or before != before
-    )  # a NaN is the same NaN
+    )  # two NaNs count as equal
 
 
 def _tag_change(old: Node, new: Node) -> str:
@@ -208,7 +214,7 @@ def _tag_change(old: Node, new: Node) -> str:
     return "; ".join(parts)
 
 
-def _mark_change(old: Mark | None, new: Mark | None) -> str:
+def _mark_change(old: RecomputeMark | None, new: RecomputeMark | None) -> str:
     was, now = (each.text if each is not None else "no mark" for each in (old, new))
     if was == now and old is not None and new is not None:
         return f"{now}, in region {old.region} -> {new.region}"
@@ -226,22 +232,21 @@ def _short(text: str, limit: int = 60) -> str:
 
 def _place(snapshot: Snapshot, node: Node) -> str:
     at = snapshot.position[node.id]
-    return f"behind {snapshot.nodes[at - 1].name}" if at else "first"
+    return f"after {snapshot.nodes[at - 1].name}" if at else "first"
 
 
 def _use(snapshot: Snapshot, node: Node) -> str:
     users = snapshot.users[node.id]
     if not users:
-        return "nothing read it"
+        return "had no users"
     first = snapshot.by_id[users[0]].name
-    return f"was read by {first}" + (f" and {len(users) - 1} more" if len(users) > 1 else "")
+    return f"was used by {first}" + (f" and {len(users) - 1} more" if len(users) > 1 else "")
 
 
 # --- moves ----------------------------------------------------------------------------------------
 def _moves(before: Snapshot, after: Snapshot, common: Sequence[tuple[Node, Node]]) -> list[Change]:
     places = [before.position[old.id] for old, _ in common]
-    # Where either of two neighbours may have moved, say that it was the communication: that is what
-    # passes move.
+    # If either of two nodes may have moved, report the communication: passes move communication.
     stayed = _longest_rising(places, [0 if _communicates(new) else 1 for _, new in common])
     moved = []
     for at, (old, new) in enumerate(common):
@@ -267,8 +272,9 @@ def _communicates(node: Node) -> bool:
 
 
 def _longest_rising(places: Sequence[int], preference: Sequence[int]) -> set[int]:
-    """Indices of a longest rising subsequence; among those of equal length, one with the highest
-    sum of preferences (0 or 1)."""
+    """Indices of a longest increasing subsequence. Among subsequences of equal length, one with the
+    largest sum of preferences (0 or 1) is taken.
+    """
     if all(a < b for a, b in itertools.pairwise(places)):
         return set(range(len(places)))
     rank = {place: at + 1 for at, place in enumerate(sorted(places))}

@@ -1,5 +1,4 @@
-"""The inspector's pages on what changed: by a pass, by all passes of a graph, between ranks, and
-between dumps."""
+"""Pages about changes: of one pass, of all passes of a graph, between ranks, and between dumps."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Any
 from zpasses.inspect.difference import KINDS, Change, Difference, compare
 from zpasses.inspect.find import (
     NotInDumpError,
-    Picked,
+    SelectedGraph,
     snapshot_of,
     step_after,
     step_before,
@@ -17,20 +16,22 @@ from zpasses.inspect.find import (
     steps_after,
 )
 from zpasses.inspect.listing import call_text, note_text
-from zpasses.inspect.pairing import pair
+from zpasses.inspect.pairing import pair_nodes
 from zpasses.inspect.units import bytes_text, change_text
-from zpasses.inspect.view import Marked, View
+from zpasses.inspect.view import ChangeLines, View
 
-__all__ = ["between_view", "differences_view", "pass_differences"]
+__all__ = ["comparison_view", "differences_view", "pass_differences"]
 
-Named = tuple[str, Difference]
+TitledDifference = tuple[str, Difference]
 
 
-def pass_differences(picked: Sequence[Picked], pass_name: str | int | None = None) -> list[Named]:
-    """What one pass changed in each graph, or (None) what all of them changed together.
+def pass_differences(
+    picked: Sequence[SelectedGraph], pass_name: str | int | None = None
+) -> list[TitledDifference]:
+    """The changes by one pass in each graph, or by all passes together (None).
 
     Raises:
-        NotInDumpError: when the pass ran on none of the graphs.
+        NotInDumpError: if the pass ran on none of the graphs.
     """
     if pass_name is None:
         ends = [
@@ -43,24 +44,24 @@ def pass_differences(picked: Sequence[Picked], pass_name: str | int | None = Non
     found = []
     for each, end in ends:
         start = each.graph.first if pass_name is None else step_before(each, end)
-        said = (
+        scope = (
             f"all {sum(1 for step in each.graph.steps if step.run)} passes"
             if pass_name is None
             else step_title(end)
         )
         found.append(
-            (f"{each.title}, {said}", compare(snapshot_of(each, start), snapshot_of(each, end)))
+            (f"{each.title}, {scope}", compare(snapshot_of(each, start), snapshot_of(each, end)))
         )
     return found
 
 
-def between(
-    first: Sequence[Picked], second: Sequence[Picked], after: str | int | None = None
-) -> tuple[list[Named], list[str]]:
-    """What is different between graphs of the same compile and name; and the titles of those that
-    only one side has.
+def differences_between(
+    first: Sequence[SelectedGraph], second: Sequence[SelectedGraph], after: str | int | None = None
+) -> tuple[list[TitledDifference], list[str]]:
+    """The differences between graphs of the same compile and name, and the titles of graphs that
+    are only on one side.
 
-    Compiles are matched in order, because two runs may number them differently.
+    Compiles are matched by order, because two runs may number them differently.
     """
     one, other = _by_order(first), _by_order(second)
     found = []
@@ -70,16 +71,16 @@ def between(
             found.append(
                 (
                     f"{one[key].title}, {step_title(step_after(one[key], after))}",
-                    compare(a, b, pair(a, b)),
+                    compare(a, b, pair_nodes(a, b)),
                 )
             )
-    alone = [f"only in the first: {one[key].title}" for key in one if key not in other]
-    return found, alone + [
+    only_one_side = [f"only in the first: {one[key].title}" for key in one if key not in other]
+    return found, only_one_side + [
         f"only in the second: {other[key].title}" for key in other if key not in one
     ]
 
 
-def _by_order(picked: Sequence[Picked]) -> dict[tuple[int, str], Picked]:
+def _by_order(picked: Sequence[SelectedGraph]) -> dict[tuple[int, str], SelectedGraph]:
     order = {
         folder: at
         for at, folder in enumerate(dict.fromkeys(each.compile.folder for each in picked))
@@ -87,47 +88,55 @@ def _by_order(picked: Sequence[Picked]) -> dict[tuple[int, str], Picked]:
     return {(order[each.compile.folder], each.graph.name): each for each in picked}
 
 
-def between_view(
-    first: Sequence[Picked],
-    second: Sequence[Picked],
+def comparison_view(
+    first: Sequence[SelectedGraph],
+    second: Sequence[SelectedGraph],
     after: str | int | None = None,
     limit: int = 40,
 ) -> View:
-    """The page on `between`; its data say `same` for all graphs together.
+    """The page of `differences_between`. Its data has `same`, which is True if all graphs are
+    equal.
 
     Raises:
-        NotInDumpError: when no graph is in both.
+        NotInDumpError: if the two sides have no graph in common.
     """
-    found, alone = between(first, second, after)
+    found, only_one_side = differences_between(first, second, after)
     if not found:
         raise NotInDumpError(
-            f"the two have no graph in common; {'; '.join(alone) or 'both are empty'}."
+            f"the two sides have no graph in common; "
+            f"{'; '.join(only_one_side) or 'both are empty'}."
         )
-    return differences_view(found, limit, alone)
+    return differences_view(found, limit, only_one_side)
 
 
-def differences_view(found: Iterable[Named], limit: int = 40, alone: Sequence[str] = ()) -> View:
-    """Differences as a page: a summary of each graph first, then its changes by kind, at most
-    `limit` of each (0: all)."""
-    parts: list[Marked | str] = []
+def differences_view(
+    found: Iterable[TitledDifference], limit: int = 40, only_one_side: Sequence[str] = ()
+) -> View:
+    """A page of differences: a summary of each graph, then its changes by kind. It shows at most
+    `limit` changes of each kind; 0 shows all.
+    """
+    parts: list[ChangeLines | str] = []
     data = []
     found = list(found)
     summary = [
         ("", f"{title}: {difference.summary}{_figures(difference)}") for title, difference in found
     ]
-    parts.append(Marked((*summary, *(("", each) for each in alone))))
+    parts.append(ChangeLines((*summary, *(("", each) for each in only_one_side))))
     for title, difference in found:
         if difference:
-            parts.append(Marked(((("", f"{title}:")), *_lines(difference, limit))))
+            parts.append(ChangeLines(((("", f"{title}:")), *_lines(difference, limit))))
         about = {"title": title, "same": not difference, "counts": difference.counts}
         data.append({**about, "changes": [change_data(change) for change in difference.changes]})
-    same = not alone and all(entry["same"] for entry in data)
-    return View("", tuple(parts), {"same": same, "only_one_side": list(alone), "graphs": data})
+    same = not only_one_side and all(entry["same"] for entry in data)
+    return View(
+        "", tuple(parts), {"same": same, "only_one_side": list(only_one_side), "graphs": data}
+    )
 
 
 def change_data(change: Change) -> dict[str, Any]:
-    """{kind, before, after, before_name, after_name, detail}; ids and names of the node, None on
-    the side where it is not."""
+    """{kind, before, after, before_name, after_name, detail}: ids and names of the node, None on
+    the side where it does not exist.
+    """
     old, new = change.before, change.after
     ids = {"before": old.id if old else None, "after": new.id if new else None}
     names = {"before_name": old.name if old else None, "after_name": new.name if new else None}
@@ -136,15 +145,15 @@ def change_data(change: Change) -> dict[str, Any]:
 
 def _figures(difference: Difference) -> str:
     before, after = difference.before, difference.after
-    said = []
+    figures = []
     if len(before.nodes) != len(after.nodes):
-        said.append(f"{len(before.nodes)} -> {len(after.nodes)} nodes")
+        figures.append(f"{len(before.nodes)} -> {len(after.nodes)} nodes")
     if before.peak_bytes != after.peak_bytes:
         by = change_text(before.peak_bytes, after.peak_bytes)
-        said.append(
+        figures.append(
             f"peak {bytes_text(before.peak_bytes)} -> {bytes_text(after.peak_bytes)} ({by})"
         )
-    return f"; {', '.join(said)}" if said else ""
+    return f"; {', '.join(figures)}" if figures else ""
 
 
 def _lines(difference: Difference, limit: int) -> list[tuple[str, str]]:
@@ -166,7 +175,7 @@ def _lines(difference: Difference, limit: int) -> list[tuple[str, str]]:
 
 
 def _blocks(difference: Difference, changes: Sequence[Change]) -> Iterable[list[Change]]:
-    """Moved nodes that stood together and stand together again."""
+    """Groups of moved nodes that are adjacent in both graphs."""
     block: list[Change] = []
     for change in changes:
         if block and _step(difference, block[-1], change) != (1, 1):
@@ -178,7 +187,7 @@ def _blocks(difference: Difference, changes: Sequence[Change]) -> Iterable[list[
 
 
 def _step(difference: Difference, one: Change, other: Change) -> tuple[int, int]:
-    """How far one moved node is behind another, in both graphs."""
+    """Distance from one moved node to another, in both graphs."""
     old, new = difference.before.position, difference.after.position
     places = [
         (old[each.before.id], new[each.after.id])

@@ -1,4 +1,4 @@
-"""Graphs and steps of a dump by the names that people give them."""
+"""Finds the graphs and steps of a dump by their names."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from zpasses.dumps.errors import DumpError
 from zpasses.dumps.format import Compile, Dump, Graph, Node, Snapshot, Step
-from zpasses.errors import nearest
+from zpasses.errors import suggestion
 
 __all__ = [
     "NotInDumpError",
-    "Picked",
+    "SelectedGraph",
     "node_named",
-    "pick",
-    "pick_rank",
-    "picked_to_run",
+    "select_executed",
+    "select_graphs",
+    "select_rank",
     "snapshot_of",
     "step_after",
     "step_before",
@@ -25,12 +25,12 @@ __all__ = [
 
 
 class NotInDumpError(DumpError):
-    """The dump holds nothing of that name."""
+    """The dump contains nothing of the given name."""
 
 
 @dataclass(frozen=True)
-class Picked:
-    """One graph of a dump, and where it is."""
+class SelectedGraph:
+    """One graph of a dump, with its rank and compile."""
 
     rank: int
     compile: Compile
@@ -38,50 +38,52 @@ class Picked:
 
     @property
     def title(self) -> str:
-        """ "0/0 forward", as everywhere in zpasses."""
+        """ "0/0 forward": the compile's and the graph's name."""
         return f"{self.compile.name} {self.graph.name}"
 
 
-def pick_rank(dump: Dump, rank: int | None = None) -> int:
-    """The rank asked for, or the lowest that wrote a dump.
+def select_rank(dump: Dump, rank: int | None = None) -> int:
+    """The given rank, or the lowest rank that wrote.
 
     Raises:
-        NotInDumpError: when that rank wrote none.
+        NotInDumpError: if that rank wrote nothing.
     """
     if not dump.ranks:
         raise NotInDumpError(
-            f"{dump.path} holds no rank's graphs; was the run stopped before its first compile?"
+            f"{dump.path} contains no graphs of any rank; did the run stop before its first "
+            "compile?"
         )
     if rank is None:
         return min(dump.ranks)
     if rank not in dump.ranks:
         held = ", ".join(map(str, sorted(dump.ranks)))
         raise NotInDumpError(
-            f"{dump.path} holds nothing of rank {rank}, but of {held}; the other ranks write with "
+            f"{dump.path} contains only ranks {held}, and not rank {rank}; all ranks write with "
             f"options={{'dump_ranks': 'all'}}."
         )
     return rank
 
 
-def pick(
+def select_graphs(
     dump: Dump,
     graph: str | None = None,
     *,
     rank: int | None = None,
     compile_name: str | None = None,
-) -> list[Picked]:
+) -> list[SelectedGraph]:
     """Graphs of one rank, in the order in which they were compiled.
 
     Args:
         graph: "joint", "forward", ...; None for all.
-        rank: None for the lowest that there is.
-        compile_name: Dynamo's compile id ("0/0"), or the name of its folder; None for all compiles.
+        rank: None for the lowest rank that wrote.
+        compile_name: Dynamo's compile id ("0/0"), or the name of the compile's folder; None for
+            all.
 
     Raises:
-        NotInDumpError: when there is no such rank, compile or graph; names what is near, and what
-            there is.
+        NotInDumpError: if there is no such rank, compile or graph. The message suggests similar
+            names.
     """
-    rank = pick_rank(dump, rank)
+    rank = select_rank(dump, rank)
     compiles = dump.ranks[rank].compiles
     if compile_name is not None:
         compiles = tuple(each for each in compiles if compile_name in (each.name, each.folder))
@@ -89,46 +91,49 @@ def pick(
             names = dict.fromkeys(each.name for each in dump.ranks[rank].compiles)
             raise NotInDumpError(
                 f"rank {rank} of {dump.path} has no compile "
-                f"{compile_name!r}.{nearest(compile_name, names)}"
+                f"{compile_name!r}.{suggestion(compile_name, names)}"
             )
-    everything = [Picked(rank, each, found) for each in compiles for found in each.graphs.values()]
+    everything = [
+        SelectedGraph(rank, each, found) for each in compiles for found in each.graphs.values()
+    ]
     if graph is None:
         return everything
     found = [each for each in everything if each.graph.name == graph]
     if not found:
         names = dict.fromkeys(each.graph.name for each in everything)
-        raise NotInDumpError(f"{dump.path} has no graph {graph!r}.{nearest(graph, names)}")
+        raise NotInDumpError(f"{dump.path} has no graph {graph!r}.{suggestion(graph, names)}")
     return found
 
 
 _RUN = ("forward", "inference", "backward")
 
 
-def picked_to_run(
+def select_executed(
     dump: Dump,
     graph: str | None = None,
     *,
     rank: int | None = None,
     compile_name: str | None = None,
-) -> list[Picked]:
-    """As `pick`; without a name, only graphs that are run (forward, backward, inference), or all
-    where none of those is there."""
-    found = pick(dump, graph, rank=rank, compile_name=compile_name)
+) -> list[SelectedGraph]:
+    """As `select_graphs`, but without a name only graphs that are executed: forward, backward and
+    inference, or all graphs if none of these exists.
+    """
+    found = select_graphs(dump, graph, rank=rank, compile_name=compile_name)
     if graph is not None:
         return found
     return [each for each in found if each.graph.name in _RUN] or found
 
 
-def step_after(picked: Picked, after: str | int | None) -> Step:
+def step_after(picked: SelectedGraph, after: str | int | None) -> Step:
     """The step of a graph after a pass.
 
     Args:
         after: name of the pass, the pass as pipeline text, or number of the step (0 is the graph
-            before the first pass; also as text). Of several runs of one pass, the last. None for
-            the last step that did not fail.
+            before the first pass; also as text). If a pass ran several times, its last run is
+            taken. None is the last step without an error.
 
     Raises:
-        NotInDumpError: when no such pass ran on the graph.
+        NotInDumpError: if no such pass ran on the graph.
     """
     steps = picked.graph.steps
     if after is None:
@@ -146,15 +151,17 @@ def step_after(picked: Picked, after: str | int | None) -> Step:
     known = dict.fromkeys(_name(step) for step in steps if step.after is not None)
     raise NotInDumpError(
         f"no pass {after!r} ran on graph "
-        f"{picked.title}.{nearest(after, known) if known else ' No pass did.'}"
+        f"{picked.title}.{suggestion(after, known) if known else ' No pass did.'}"
     )
 
 
-def steps_after(picked: Sequence[Picked], after: str | int | None) -> list[tuple[Picked, Step]]:
-    """The step of each graph after a pass, of those in which it ran and left a graph.
+def steps_after(
+    picked: Sequence[SelectedGraph], after: str | int | None
+) -> list[tuple[SelectedGraph, Step]]:
+    """The step after a pass, of each graph on which it ran and left a graph.
 
     Raises:
-        NotInDumpError: when it ran in none of them.
+        NotInDumpError: if it ran on none of them.
     """
     found, missing = [], None
     for each in picked:
@@ -172,25 +179,27 @@ def steps_after(picked: Sequence[Picked], after: str | int | None) -> list[tuple
         )
         raise NotInDumpError(
             f"no pass {after!r} ran on "
-            f"{', '.join(each.title for each in picked)}.{nearest(str(after), known)}"
+            f"{', '.join(each.title for each in picked)}.{suggestion(str(after), known)}"
         )
     return found
 
 
-def step_before(picked: Picked, step: Step) -> Step:
-    """The step that a pass started from; the step itself for the first."""
+def step_before(picked: SelectedGraph, step: Step) -> Step:
+    """The step before a pass; the step itself if it is the first."""
     return picked.graph.steps[max(step.index - 1, 0)]
 
 
-def snapshot_of(picked: Picked, step: Step) -> Snapshot:
+def snapshot_of(picked: SelectedGraph, step: Step) -> Snapshot:
     """The graph of a step.
 
     Raises:
-        NotInDumpError: when the pass failed and left no graph.
+        NotInDumpError: if the pass failed and no graph was written.
     """
     if step.snapshot is None:
-        said = f" It failed: {step.error.type}: {step.error.message}" if step.error else ""
-        raise NotInDumpError(f"graph {picked.title} {step_title(step)} was not written.{said}")
+        failure = f" It failed: {step.error.type}: {step.error.message}" if step.error else ""
+        raise NotInDumpError(
+            f"graph {picked.title} {step_title(step)} is not in the dump.{failure}"
+        )
     return step.snapshot
 
 
@@ -200,16 +209,20 @@ def step_title(step: Step) -> str:
 
 
 def node_named(snapshot: Snapshot, name: str) -> Node:
-    """Raises NotInDumpError with near names."""
+    """The node of this name.
+
+    Raises:
+        NotInDumpError: if there is none. The message suggests similar names.
+    """
     if name not in snapshot.by_name:
         raise NotInDumpError(
-            f"the graph has no node {name!r}.{_some(nearest(name, snapshot.by_name))}"
+            f"the graph has no node {name!r}.{_some(suggestion(name, snapshot.by_name))}"
         )
     return snapshot.by_name[name]
 
 
 def _some(hint: str) -> str:
-    return hint.partition(" Known:")[0]  # thousands of names help nobody
+    return hint.partition(" Known:")[0]  # a graph has too many names to list
 
 
 def _name(step: Step) -> str:

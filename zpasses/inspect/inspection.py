@@ -1,4 +1,4 @@
-"""A dump in Python: the pages of the command line as values, which notebooks show."""
+"""The inspector in Python: the pages of the command line, and their figures as values."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from zpasses.dumps import Dump, Limits, Step, read
 from zpasses.inspect.communication import Communication, communication
 from zpasses.inspect.difference import Difference, compare
-from zpasses.inspect.diffs import between_view, differences_view, pass_differences
+from zpasses.inspect.diffs import comparison_view, differences_view, pass_differences
 from zpasses.inspect.find import (
-    Picked,
+    SelectedGraph,
     node_named,
-    pick,
-    picked_to_run,
+    select_executed,
+    select_graphs,
     snapshot_of,
     step_after,
     steps_after,
 )
-from zpasses.inspect.listing import MOST, Where
-from zpasses.inspect.memory import Memory, memory, sizes
+from zpasses.inspect.listing import MAX_ITEMS, NodeFilter
+from zpasses.inspect.memory import Memory, memory, parameter_sizes
 from zpasses.inspect.schedule import Schedule, schedule
 from zpasses.inspect.timeline import chrome_trace
 from zpasses.inspect.view import View
@@ -36,27 +36,30 @@ def open_dump(
     compile_name: str | None = None,
     limits: Limits | None = None,
 ) -> Inspection:
-    """Open a dump for looking at.
+    """Open a dump for inspection.
 
     Args:
         path: the folder that `options={"dump": ...}` named.
-        rank: whose graphs; by default the lowest that there is.
-        compile_name: only this compile ("0/0").
-        limits: what to read at most.
+        rank: the rank to inspect; None is the lowest that wrote.
+        compile_name: only this compile ("0/0"); None is all.
+        limits: upper bounds for what is read; None is `Limits()`.
 
     Raises:
-        DumpError: as `zpasses.dumps.read` does, and where a graph, pass or node is asked for that
-            is not there.
+        DumpError: as `zpasses.dumps.read`. Methods of the result raise NotInDumpError for a rank,
+            compile, graph, pass or node that does not exist.
     """
     return Inspection(read(path, limits), rank, compile_name)
 
 
 class Inspection:
-    """One rank of a dump. Graphs are named "joint", "forward", ...; passes by name, as pipeline
-    text, or by the number of their step.
+    """One rank of a dump.
 
-    Methods that end in `_of` return figures of one graph, those of the first compile that has it;
-    the others return pages (`View`) that print, show in notebooks, and hold plain values in `data`.
+    Graphs are given by name ("joint", "forward", ...). Passes are given by name, as pipeline text,
+    or by step number.
+
+    Methods that end in `_of` return figures of one graph, in the first compile that has it. The
+    other methods return pages (`View`). A page prints as text, shows as HTML in notebooks, and has
+    plain values in `data`.
     """
 
     def __init__(
@@ -80,18 +83,18 @@ class Inspection:
         self,
         graph: str | None = None,
         after: str | int | None = None,
-        where: Where | None = None,
+        where: NodeFilter | None = None,
         *,
         full: bool = False,
     ) -> View:
-        """Listings of graphs, after a pass or after the last. `full` shows long lists as a
-        whole."""
-        return show_view(self._pick(graph), after, where, None if full else MOST)
+        """Listings of graphs, after one pass or after the last. `full` shows long lists
+        completely."""
+        return show_view(self._pick(graph), after, where, None if full else MAX_ITEMS)
 
     def diff(
         self, graph: str | None = None, pass_name: str | int | None = None, *, limit: int = 40
     ) -> View:
-        """What a pass changed, or all passes together."""
+        """The changes of one pass, or of all passes together."""
         return differences_view(pass_differences(self._pick(graph), pass_name), limit)
 
     def diff_to(
@@ -102,8 +105,8 @@ class Inspection:
         *,
         limit: int = 40,
     ) -> View:
-        """What is different in another dump, or another rank of this one."""
-        return between_view(self._pick(graph), other._pick(graph), after, limit)
+        """The differences to another dump, or to another rank of this one."""
+        return comparison_view(self._pick(graph), other._pick(graph), after, limit)
 
     def collectives(self, graph: str | None = None, after: str | int | None = None) -> View:
         """Every collective, with totals."""
@@ -117,7 +120,9 @@ class Inspection:
         *,
         limit: int = 12,
     ) -> View:
-        """Peaks of all steps, and what is alive at the peak, or while the node `at` runs."""
+        """Peaks of all steps, and the buffers that are alive at the peak or while the node `at`
+        runs.
+        """
         return memory_view(self._to_run(graph), after, at, limit)
 
     def timeline(self, graph: str | None = None, after: str | int | None = None) -> dict[str, Any]:
@@ -126,7 +131,7 @@ class Inspection:
         return chrome_trace([(each.title, snapshot_of(each, step)) for each, step in found])
 
     def html(self) -> str:
-        """The whole dump as one page that needs nothing else."""
+        """The whole dump as one self-contained HTML page."""
         from zpasses.inspect.report import render
 
         return render(self.dump, **self._where)
@@ -143,14 +148,15 @@ class Inspection:
 
     # --- figures ----------------------------------------------------------------------------------
     def step_of(self, graph: str, after: str | int | None = None) -> Step:
-        """A step, and through it the graph with its nodes."""
+        """A step of a graph; `step.snapshot` is the graph with its nodes."""
         return step_after(self._pick(graph)[0], after)
 
     def diff_of(self, graph: str, pass_name: str | int | None = None) -> Difference:
+        """The changes of one pass, or of all passes together, in one graph."""
         return pass_differences(self._pick(graph)[:1], pass_name)[0][1]
 
     def diff_of_steps(self, graph: str, before: str | int, after: str | int) -> Difference:
-        """What changed from one step of a graph to another."""
+        """The changes between two steps of a graph."""
         picked = self._pick(graph)[0]
         return compare(
             snapshot_of(picked, step_after(picked, before)),
@@ -158,24 +164,29 @@ class Inspection:
         )
 
     def collectives_of(self, graph: str, after: str | int | None = None) -> Communication:
+        """The collectives of one graph."""
         picked = self._pick(graph)[0]
         return communication(snapshot_of(picked, step_after(picked, after)))
 
     def memory_of(
         self, graph: str, after: str | int | None = None, at: str | None = None
     ) -> Memory:
+        """Bytes alive along one graph, and its buffers at the peak or while the node `at` runs."""
         picked = self._pick(graph)[0]
         snapshot = snapshot_of(picked, step_after(picked, after))
         return memory(
-            snapshot, node_named(snapshot, at) if at is not None else None, sizes(picked.compile)
+            snapshot,
+            node_named(snapshot, at) if at is not None else None,
+            parameter_sizes(picked.compile),
         )
 
     def schedule_of(self, graph: str, after: str | int | None = None) -> Schedule:
+        """The estimated schedule of one graph."""
         picked = self._pick(graph)[0]
         return schedule(snapshot_of(picked, step_after(picked, after)))
 
-    def _pick(self, graph: str | None) -> list[Picked]:
-        return pick(self.dump, graph, **self._where)
+    def _pick(self, graph: str | None) -> list[SelectedGraph]:
+        return select_graphs(self.dump, graph, **self._where)
 
-    def _to_run(self, graph: str | None) -> list[Picked]:
-        return picked_to_run(self.dump, graph, **self._where)
+    def _to_run(self, graph: str | None) -> list[SelectedGraph]:
+        return select_executed(self.dump, graph, **self._where)

@@ -1,5 +1,4 @@
-"""A graph as text: one line a node, with what it makes, how large that is, and for which
-parameters."""
+"""A graph as text: one line per node, with its values, bytes and parameters."""
 
 from __future__ import annotations
 
@@ -7,13 +6,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from zpasses.dumps.format import Argument, Node, Ref, Snapshot, Text, Value
+from zpasses.dumps.format import Argument, Node, Ref, Repr, Snapshot, Value
 from zpasses.inspect.units import bytes_text
 
 __all__ = [
-    "MOST",
+    "MAX_ITEMS",
     "Line",
-    "Where",
+    "NodeFilter",
     "argument_text",
     "call_text",
     "lines",
@@ -31,8 +30,8 @@ _SHORT = {
 }
 _PLAIN_NAMESPACES = ("aten.", "_c10d_functional.", "operator.")
 
-MOST = 6
-"""Items of a list that a line shows, before it counts the rest: a bucket may have hundreds."""
+MAX_ITEMS = 6
+"""Items of a list that a line shows before it counts the rest. A bucket may have hundreds."""
 
 
 @dataclass(frozen=True)
@@ -44,24 +43,26 @@ class Line:
     note: str
 
     def text(self, width: int) -> str:
-        """The code, filled up to `width` columns, and the note."""
+        """The code, padded to `width` columns, and the note."""
         return f"{self.code:{width}}  # {self.note}" if self.note else self.code
 
 
 @dataclass(frozen=True)
-class Where:
-    """Which nodes to show; a node must meet every condition that is given."""
+class NodeFilter:
+    """Selects nodes. A node must meet every condition that is given."""
 
     collectives: bool = False
-    """Those that communicate, and those that wait for them."""
+    """Only collectives and their waits."""
     params: tuple[str, ...] = ()
-    """Patterns (`layers.3.*`) of which one must match one of the node's parameters."""
+    """Patterns (`layers.3.*`), one of which must match a parameter of the node."""
     ops: tuple[str, ...] = ()
-    """Patterns (`mm`, `all_gather*`) of which one must match the op, with or without its
-    namespace."""
+    """Patterns (`mm`, `all_gather*`), one of which must match the op, with or without its
+    namespace.
+    """
     names: tuple[str, ...] = ()
-    """Patterns of which one must match the node's name."""
+    """Patterns, one of which must match the node's name."""
     ids: Collection[int] | None = None
+    """Ids of the nodes to select; None is all."""
 
     def __call__(self, node: Node) -> bool:
         if self.ids is not None and node.id not in self.ids:
@@ -83,12 +84,13 @@ def _matches(patterns: Sequence[str], words: Iterable[str]) -> bool:
 
 
 def lines(
-    snapshot: Snapshot, where: Callable[[Node], bool] | None = None, most: int | None = MOST
+    snapshot: Snapshot, where: Callable[[Node], bool] | None = None, most: int | None = MAX_ITEMS
 ) -> list[Line]:
     """The nodes of a graph as text, in order.
 
     Args:
-        most: items of a list to show, before the rest is counted; None for all.
+        where: selects nodes, such as a `NodeFilter`; None is all.
+        most: items of a list to show before the rest is counted; None shows all.
     """
     names = {node.id: node.name for node in snapshot.nodes}
     return [
@@ -99,7 +101,7 @@ def lines(
 
 
 def listing(
-    snapshot: Snapshot, where: Callable[[Node], bool] | None = None, most: int | None = MOST
+    snapshot: Snapshot, where: Callable[[Node], bool] | None = None, most: int | None = MAX_ITEMS
 ) -> str:
     """A graph as text.
 
@@ -107,10 +109,14 @@ def listing(
         w = zpasses.unshard(w_shard, 6, None, None, '0')      # f32[6, 5] 120 B; gather: w
         return (w,)
 
-    After the `#` stand dtype, shape and bytes of what the node makes, what its tag says it does and
-    for which parameters, its bucket, what a pass chose there, and `recomputed` where backward
-    computes it again instead of finding it saved. `aten` and `_c10d_functional` are left out of the
-    names of ops, and of long lists all but a few items."""
+    The comment gives dtype, shape and bytes of the node's value, its role and parameters, its
+    bucket, the note of a pass, and `recomputed` if backward recomputes the value. Op names are
+    shown without `aten` and `_c10d_functional`. Long lists are shortened.
+
+    Args:
+        where: selects nodes, such as a `NodeFilter`; None is all.
+        most: items of a list to show before the rest is counted; None shows all.
+    """
     found = lines(snapshot, where, most)
     width = min(max((len(line.code) for line in found if line.note), default=0), 88)
     return "\n".join(line.text(width) for line in found)
@@ -129,8 +135,8 @@ def op_text(target: str) -> str:
     )
 
 
-def call_text(node: Node, names: Mapping[int, str], most: int | None = MOST) -> str:
-    """A node as code. `names` are those of the nodes that it may read, by id."""
+def call_text(node: Node, names: Mapping[int, str], most: int | None = MAX_ITEMS) -> str:
+    """A node as code. `names` maps the ids of the nodes that it may read to their names."""
     if node.op == "placeholder":
         return f"{node.name}: {value_text(node.vals, most)}" if node.vals else node.name
     if node.op == "output":
@@ -143,20 +149,24 @@ def call_text(node: Node, names: Mapping[int, str], most: int | None = MOST) -> 
     ]
     if node.op == "call_method":
         return f"{node.name} = {given[0] if given else '?'}.{node.target}({', '.join(given[1:])})"
-    return f"{node.name} = {'self.' if node.op == 'call_module' else ''}{op_text(node.target)}({', '.join(given)})"
+    owner = "self." if node.op == "call_module" else ""
+    return f"{node.name} = {owner}{op_text(node.target)}({', '.join(given)})"
 
 
-def argument_text(argument: Argument, names: Mapping[int, str], most: int | None = MOST) -> str:
+def argument_text(
+    argument: Argument, names: Mapping[int, str], most: int | None = MAX_ITEMS
+) -> str:
     """An argument as code."""
     if isinstance(argument, Ref):
         return names.get(argument.node, f"<node {argument.node}>")
-    if isinstance(argument, Text):
+    if isinstance(argument, Repr):
         text = argument.text.removeprefix("torch.")
         return _SHORT.get(text, text)
     if isinstance(argument, tuple):
         return f"[{_joined([argument_text(item, names, most) for item in argument], most)}]"
     if isinstance(argument, Mapping):
-        return f"{{{', '.join(f'{key}: {argument_text(item, names, most)}' for key, item in argument.items())}}}"
+        items = [f"{key}: {argument_text(item, names, most)}" for key, item in argument.items()]
+        return f"{{{', '.join(items)}}}"
     return repr(argument)
 
 
@@ -166,8 +176,8 @@ def _joined(items: Sequence[str], most: int | None) -> str:
     return ", ".join([*items[: most - 1], f"... {len(items) - most} more", items[-1]])
 
 
-def value_text(vals: Sequence[Value], most: int | None = MOST) -> str:
-    """ "f32[64, 128]", or several in brackets."""
+def value_text(vals: Sequence[Value], most: int | None = MAX_ITEMS) -> str:
+    """ "f32[64, 128]", or several values in parentheses."""
     each = [f"{_SHORT.get(value.dtype, value.dtype)}{_shape(value)}" for value in vals]
     return each[0] if len(each) == 1 else f"({_joined(each, most)})" if each else ""
 
@@ -177,8 +187,8 @@ def _shape(value: Value) -> str:
     return f"[{', '.join(map(str, value.shape))}]" if tensor else ""
 
 
-def note_text(node: Node, most: int | None = MOST) -> str:
-    """What a listing says of a node after the `#`."""
+def note_text(node: Node, most: int | None = MAX_ITEMS) -> str:
+    """The comment of a node in a listing."""
     notes = []
     if node.vals and node.op != "output":
         size = bytes_text(node.nbytes) if node.nbytes else ""

@@ -1,5 +1,6 @@
-"""What is alive along a graph, and at its peak; by the model of `zpasses.cost.memory`, whose
-figures a dump holds."""
+"""Bytes alive along a graph, and the buffers at its peak. A dump contains these figures of the
+model `zpasses.cost.memory`.
+"""
 
 from __future__ import annotations
 
@@ -10,42 +11,45 @@ from typing import Any
 
 from zpasses.dumps.format import Buffer, Compile, Graph, Node, Snapshot
 
-__all__ = ["KINDS", "Alive", "Memory", "StepPeak", "memory", "peaks", "sizes"]
+__all__ = ["KINDS", "LiveBuffer", "Memory", "StepPeak", "memory", "parameter_sizes", "peaks"]
 
 KINDS = ("parameter", "bucket", "gradient", "activation", "saved", "scratch", "other")
-"""Kinds of buffers, in the order in which they are shown."""
+"""Kinds of buffers, in display order."""
 
 
 @dataclass(frozen=True)
-class Alive:
+class LiveBuffer:
     """One buffer."""
 
     node: str
-    """Who allocated it."""
+    """Name of the node that allocates it."""
     id: int
+    """Id of that node."""
     nbytes: int
     kind: str
     params: tuple[str, ...]
+    """Names of the parameters that it holds data of."""
     first: str
+    """Name of the first node at which it is alive."""
     last: str
-    """The last node that needs it."""
+    """Name of the last node that needs it."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes alive along a graph, and what is alive at one of its nodes."""
+    """Bytes alive along a graph, and the buffers that are alive at one node."""
 
     snapshot: Snapshot
     at: Node
-    """The node in question: the first at which the peak is reached, if none was asked for."""
-    alive: tuple[Alive, ...]
-    """While that node runs, largest first."""
+    """The requested node, or else the first node at which the peak is reached."""
+    alive: tuple[LiveBuffer, ...]
+    """Buffers that are alive while that node runs, largest first."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Parameter -> bytes of the full one."""
+    """Parameter -> bytes of the full parameter."""
 
     @property
     def live_bytes(self) -> tuple[int, ...]:
-        """One figure a node, in graph order."""
+        """Bytes alive while each node runs, in graph order."""
         return self.snapshot.live_bytes
 
     @property
@@ -54,20 +58,21 @@ class Memory:
 
     @property
     def nbytes(self) -> int:
-        """Alive while the node in question runs."""
+        """Bytes alive while the node `at` runs."""
         return sum(each.nbytes for each in self.alive)
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """Kind -> bytes alive, without those that have none."""
+        """Kind -> bytes alive, without kinds of 0 bytes."""
         found = _sums((each.kind, each.nbytes) for each in self.alive)
         ordered = (*KINDS, *sorted(found.keys() - set(KINDS)))
         return {kind: found[kind] for kind in ordered if found.get(kind)}
 
     @property
     def by_parameter(self) -> dict[str, int]:
-        """Parameter -> bytes alive that belong to it, most first. What several share counts by
-        their sizes."""
+        """Parameter -> its bytes alive, largest first. A shared buffer is divided by the
+        parameters' sizes.
+        """
         found: dict[str, float] = defaultdict(float)
         for each in self.alive:
             whole = sum(self.sizes.get(name, 1) for name in each.params) or 1
@@ -78,6 +83,7 @@ class Memory:
         }
 
     def to_json(self) -> dict[str, Any]:
+        """All figures as plain values."""
         return {
             "peak_bytes": self.peak_bytes,
             "at": self.at.name,
@@ -92,29 +98,30 @@ class Memory:
 
 @dataclass(frozen=True)
 class StepPeak:
-    """The peak before the first pass, or after a pass."""
+    """The peak of one step."""
 
     step: int
     after: str | None
     peak_bytes: int
     at: str
+    """Name of the first node at which the peak is reached."""
     by_kind: dict[str, int]
 
 
-def sizes(compiled: Compile) -> dict[str, int]:
-    """Parameter -> bytes of the full one."""
+def parameter_sizes(compiled: Compile) -> dict[str, int]:
+    """Parameter -> bytes of the full parameter."""
     return {name: param.nbytes for name, param in compiled.info.parameters.items()}
 
 
 def memory(
     snapshot: Snapshot, at: Node | None = None, sizes: Mapping[str, int] | None = None
 ) -> Memory:
-    """What is alive at a node of a graph.
+    """The buffers that are alive at one node of a graph.
 
     Args:
-        at: None for the first node at which the peak is reached.
-        sizes: parameter -> bytes, by which buffers that parameters share are divided among them;
-            None for equal parts.
+        at: None is the first node at which the peak is reached.
+        sizes: parameter -> bytes. Buffers that parameters share are divided in this proportion;
+            None divides them equally.
     """
     if at is None:
         at = snapshot.nodes[snapshot.live_bytes.index(snapshot.peak_bytes)]
@@ -128,7 +135,7 @@ def memory(
 
 
 def peaks(graph: Graph) -> list[StepPeak]:
-    """The peak before the first pass and after each pass that left a graph."""
+    """The peak of every step that has a graph."""
     found, seen = [], dict[int, Memory]()
     for step in graph.steps:
         if step.snapshot is not None and step.number is not None and step.snapshot.nodes:
@@ -139,8 +146,8 @@ def peaks(graph: Graph) -> list[StepPeak]:
     return found
 
 
-def _alive(node: Node, buffer: Buffer, names: dict[int, str]) -> Alive:
-    return Alive(
+def _alive(node: Node, buffer: Buffer, names: dict[int, str]) -> LiveBuffer:
+    return LiveBuffer(
         node.name,
         node.id,
         buffer.nbytes,

@@ -1,23 +1,26 @@
-"""Which nodes of two graphs are the same where ids cannot tell: graphs of two dumps, two ranks, or
-two compiles."""
+"""Pairs the nodes of two graphs without equal ids: graphs of two dumps, two ranks, or two
+compiles."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 
-from zpasses.dumps.format import Argument, Node, Ref, Snapshot, Text
+from zpasses.dumps.format import Argument, Node, Ref, Repr, Snapshot
 
-__all__ = ["pair"]
+__all__ = ["pair_nodes"]
 
 
-def pair(before: Snapshot, after: Snapshot) -> dict[int, int]:
+def pair_nodes(before: Snapshot, after: Snapshot) -> dict[int, int]:
     """Id in `before` -> id in `after`.
 
-    Three rounds, each over the nodes that the ones before left. First what computes the same from
-    the same inputs; equal computations are paired by name, then in order. Then what has the same op
-    and name. Then, in graph order, what has the same op and reads a node that is paired, at the
-    same place."""
+    The function has three rounds, and each round pairs nodes that the earlier rounds left.
+
+    1. Nodes that compute the same from the same inputs. Equal computations are paired by name, then
+    in order.
+    2. Nodes with the same op and name.
+    3. In graph order, nodes with the same op that read a paired node as the same input.
+    """
     pairs: dict[int, int] = {}
     old, new = _expressions(before), _expressions(after)
     _match(before, after, pairs, lambda node, side: (old if side == 0 else new)[node.id])
@@ -52,12 +55,13 @@ def _match(
 
 
 def _expressions(snapshot: Snapshot) -> dict[int, int]:
-    """Id -> a number that equal computations share: of op, arguments and values, all the way up to
-    the inputs."""
+    """Id -> a number that equal computations share. It depends on op, arguments and values,
+    recursively up to the graph's inputs.
+    """
     found: dict[int, int] = {}
     for node in snapshot.nodes:
-        # An input is what it is called, or the parameter that it holds: the same for all ranks, and
-        # in all runs of one model.
+        # The parameter, or else the name, identifies an input: both are equal on all ranks and in
+        # all runs of a model.
         start = (
             (node.params or node.target) if node.op in ("placeholder", "get_attr") else node.target
         )
@@ -77,7 +81,7 @@ def _expression(argument: Argument, found: Mapping[int, int]) -> Hashable:
         return tuple(_expression(item, found) for item in argument)
     if isinstance(argument, Mapping):
         return tuple((key, _expression(item, found)) for key, item in sorted(argument.items()))
-    return (type(argument).__name__, argument.text if isinstance(argument, Text) else argument)
+    return (type(argument).__name__, argument.text if isinstance(argument, Repr) else argument)
 
 
 def _match_by_inputs(before: Snapshot, after: Snapshot, pairs: dict[int, int]) -> None:
@@ -92,7 +96,7 @@ def _match_by_inputs(before: Snapshot, after: Snapshot, pairs: dict[int, int]) -
                 (
                     each
                     for each in candidates
-                    if _alike(node, each) and each.inputs.index(pairs[read]) == place
+                    if _same_op(node, each) and each.inputs.index(pairs[read]) == place
                 ),
                 None,
             )
@@ -102,5 +106,5 @@ def _match_by_inputs(before: Snapshot, after: Snapshot, pairs: dict[int, int]) -
                 break
 
 
-def _alike(one: Node, other: Node) -> bool:
+def _same_op(one: Node, other: Node) -> bool:
     return (one.op, one.target) == (other.op, other.target)

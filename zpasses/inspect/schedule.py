@@ -1,10 +1,11 @@
-"""When a graph's nodes would run: computation on one stream, communication on one a process group,
+"""Estimates when each node of a graph runs: one stream for compute, and one for each process group,
 by the cost model of the dump's target.
 
-Nodes are issued in order and without delay. Computation runs one node after the other; the
-collectives of a group as well, each from its start on, or from the end of the one before. Groups do
-not hold each other up, as on devices; that they may share links is left out. A wait holds
-computation until its collective has ended: that is exposed time."""
+Nodes are issued in graph order and without delay. Compute nodes run one after another. The
+collectives of a group run one after another too: each starts when compute has issued it and the
+group's previous collective has ended. Groups do not delay each other, and the links that they may
+share are not modelled. A wait blocks compute until its collective has ended. That time is exposed.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from dataclasses import dataclass
 
 from zpasses.dumps.format import Node, Snapshot
 
-__all__ = ["Flight", "Schedule", "Span", "Stall", "schedule"]
+__all__ = ["CollectiveSpan", "ComputeSpan", "Schedule", "Stall", "schedule"]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """One computing node at work."""
+class ComputeSpan:
+    """One compute node on the compute stream."""
 
     node: Node
     start_us: float
@@ -26,7 +27,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Computation stands still until a collective has ended."""
+    """A wait that blocks compute until a collective has ended."""
 
     at: Node
     """The node that waits."""
@@ -35,26 +36,27 @@ class Stall:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
-    """One collective."""
+class CollectiveSpan:
+    """One collective on its group's stream."""
 
     node: Node
     start_us: float
-    """When its bytes start to move: once computation has reached it, and the group's collective
-    before has ended."""
+    """Start of the transfer: when compute has issued it, and the group's previous collective has
+    ended.
+    """
     end_us: float
     wait: Node
-    """The first node that awaits it; its own for a collective that waits by itself."""
+    """The first node that waits for it, or the collective's node if it includes its wait."""
     distance: int
-    """Nodes between its start and its first wait."""
+    """Number of nodes between its start and its first wait."""
     compute_us: float
-    """Of the nodes between its start and its first wait."""
+    """Compute time between its start and its first wait."""
     stalls: tuple[Stall, ...]
-    """At its waits."""
+    """Stalls at its waits."""
 
     @property
     def group(self) -> str:
-        """The process group, on whose stream it runs."""
+        """The process group. Each group has its own stream."""
         return self.node.collective.group if self.node.collective is not None else ""
 
     @property
@@ -63,24 +65,25 @@ class Flight:
 
     @property
     def exposed_us(self) -> float:
-        """How long computation stands still for it."""
+        """Time for which compute waits for it."""
         return sum(stall.end_us - stall.start_us for stall in self.stalls)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """All streams of a graph, from its first node on."""
+    """The streams of a graph, from its first node on."""
 
-    compute: tuple[Span, ...]
-    flights: tuple[Flight, ...]
+    compute: tuple[ComputeSpan, ...]
+    """Spans of the compute stream, in order."""
+    collectives: tuple[CollectiveSpan, ...]
+    """Spans of all groups' streams, in the order in which they are issued."""
     total_us: float
-    """Until all streams have ended."""
+    """Time until all streams have ended."""
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Process groups that communicate, each on its stream, in the order in which they start
-        to."""
-        return tuple(dict.fromkeys(flight.group for flight in self.flights))
+        """Process groups with collectives, in the order of their first collective."""
+        return tuple(dict.fromkeys(span.group for span in self.collectives))
 
     @property
     def compute_us(self) -> float:
@@ -88,32 +91,32 @@ class Schedule:
 
     @property
     def communication_us(self) -> float:
-        return sum(flight.time_us for flight in self.flights)
+        return sum(span.time_us for span in self.collectives)
 
     @property
     def exposed_us(self) -> float:
-        """How long computation stands still, or is over, while communication goes on: `total_us -
-        compute_us`."""
+        """Time in which only communication runs: `total_us - compute_us`."""
         return self.total_us - self.compute_us
 
     @property
     def hidden(self) -> float:
-        """The share of communication, 0 to 1, that runs beside computation; 1 where there is
-        none."""
+        """The share of communication time, 0 to 1, that overlaps with compute; 1 if there is no
+        communication.
+        """
         whole = self.communication_us
         return 1.0 if whole == 0 else max(0.0, 1 - self.exposed_us / whole)
 
 
 def schedule(snapshot: Snapshot) -> Schedule:
-    """When each node of a graph would run."""
+    """The estimated schedule of a graph."""
     now = 0.0
     free: dict[str, float] = {}
-    """When the stream of a group has done what it was given."""
-    spans: list[Span] = []
+    """Group -> when its stream becomes idle."""
+    spans: list[ComputeSpan] = []
     flying: dict[
         int, tuple[Node, float, float, int, float]
-    ] = {}  # id -> node, start, end, index, compute time before it
-    awaited: dict[int, list[int]] = {}  # id of a wait -> ids of what it awaits
+    ] = {}  # id -> node, start, end, index, compute time before its start
+    awaited: dict[int, list[int]] = {}  # id of a wait -> ids of its collectives
     stalls: dict[int, list[Stall]] = {}
     first_wait: dict[int, tuple[Node, int, float]] = {}
     computed = 0.0
@@ -136,14 +139,14 @@ def schedule(snapshot: Snapshot) -> Schedule:
                     stalls[node.id].append(Stall(node, now, end))
                     now = end
         elif node.cost_us > 0 and node.stream != "communication":
-            spans.append(Span(node, now, now + node.cost_us))
+            spans.append(ComputeSpan(node, now, now + node.cost_us))
             now += node.cost_us
             computed += node.cost_us
-    flights = []
+    collectives = []
     for key, (node, start, end, at, before) in flying.items():
         awaiting, place, after = first_wait.get(key, (node, at, before))
-        flights.append(
-            Flight(
+        collectives.append(
+            CollectiveSpan(
                 node,
                 start,
                 end,
@@ -153,4 +156,4 @@ def schedule(snapshot: Snapshot) -> Schedule:
                 tuple(stalls[key]),
             )
         )
-    return Schedule(tuple(spans), tuple(flights), max((now, *free.values())))
+    return Schedule(tuple(spans), tuple(collectives), max((now, *free.values())))

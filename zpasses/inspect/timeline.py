@@ -1,5 +1,4 @@
-"""A compile's streams as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing
-open."""
+"""The estimated schedule as a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -8,24 +7,23 @@ from typing import Any
 
 from zpasses.dumps.format import Snapshot
 from zpasses.inspect.listing import op_text
-from zpasses.inspect.schedule import Flight, schedule
+from zpasses.inspect.schedule import CollectiveSpan, schedule
 
 __all__ = ["chrome_trace"]
 
 _COMPUTE = 1
-"""Number of its track; those of process groups follow."""
+"""Thread id of the compute track. The tracks of process groups follow."""
 
 
 def chrome_trace(graphs: Sequence[tuple[str, Snapshot]]) -> dict[str, Any]:
-    """One process a graph, one behind the other in time, each with a track for computation and one
-    for the communication of each group.
+    """A trace with one process per graph. The graphs follow each other in time.
 
-    Stalls are slices of the computation track; arrows lead from a collective's start to the
-    collective and on to its wait; bytes alive are a counter. Times are microseconds, as the format
-    wants them.
+    Each process has a track for compute, and one for each process group. Stalls are slices of the
+    compute track. Arrows lead from the start of a collective to its waits. Bytes alive are a
+    counter. Times are in microseconds.
 
     Args:
-        graphs: title and graph.
+        graphs: (title, graph) pairs.
     """
     events: list[dict[str, Any]] = []
     offset = 0.0
@@ -81,16 +79,17 @@ def chrome_trace(graphs: Sequence[tuple[str, Snapshot]]) -> dict[str, Any]:
                     "args": {"bytes": live[node.id]},
                 }
             )
-        for flight in plan.flights:
-            events += _flight(number, tracks[flight.group], flight, offset, len(events))
+        for collective in plan.collectives:
+            track = tracks[collective.group]
+            events += _collective_events(number, track, collective, offset, len(events))
         offset += plan.total_us
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _flight(
-    process: int, track: int, flight: Flight, offset: float, key: int
+def _collective_events(
+    process: int, track: int, span: CollectiveSpan, offset: float, key: int
 ) -> Iterator[dict[str, Any]]:
-    node, collective = flight.node, flight.node.collective
+    node, collective = span.node, span.node.collective
     assert collective is not None
     about = {
         "kind": collective.kind,
@@ -98,14 +97,14 @@ def _flight(
         "ranks": collective.ranks,
         "bytes": collective.nbytes,
         "params": ", ".join(node.params),
-        "exposed_us": flight.exposed_us,
+        "exposed_us": span.exposed_us,
         "route": collective.route,
-        "verdict": collective.verdict,
+        "decision": collective.decision,
     }
     yield _slice(
-        process, track, node.name, collective.kind, offset + flight.start_us, flight.time_us, about
+        process, track, node.name, collective.kind, offset + span.start_us, span.time_us, about
     )
-    for at, stall in enumerate(flight.stalls):
+    for at, stall in enumerate(span.stalls):
         about = {"awaits": node.name}
         length = stall.end_us - stall.start_us
         yield {
@@ -121,7 +120,7 @@ def _flight(
             "cname": "terrible",
         }
         flow = {"pid": process, "cat": "wait", "name": "wait", "id": f"{key}.{at}"}
-        yield {**flow, "tid": track, "ph": "s", "ts": offset + flight.start_us}
+        yield {**flow, "tid": track, "ph": "s", "ts": offset + span.start_us}
         yield {**flow, "tid": _COMPUTE, "ph": "f", "bp": "e", "ts": offset + stall.start_us}
 
 

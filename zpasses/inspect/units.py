@@ -1,4 +1,4 @@
-"""Bytes and microseconds as people read them."""
+"""Formats bytes and microseconds for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def bytes_text(count: float) -> str:
-    """1536 -> "1.5 KiB"; three digits."""
+    """1536 -> "1.5 KiB", with three digits."""
     size, unit = float(count), 0
     while abs(size) >= 1023.95 and unit < len(_BYTES) - 1:
         size, unit = size / 1024, unit + 1
@@ -16,7 +16,7 @@ def bytes_text(count: float) -> str:
 
 
 def time_text(us: float) -> str:
-    """1234.5 microseconds -> "1.23 ms"; three digits."""
+    """1234.5 microseconds -> "1.23 ms", with three digits."""
     size, unit = us, "us"
     if abs(us) >= 999.5:
         size, unit = us / 1e3, "ms"
@@ -26,8 +26,9 @@ def time_text(us: float) -> str:
 
 
 def change_text(before: float, after: float) -> str:
-    """How far `after` is from `before`: "+20.0%", "-3.1%", "=" where nothing changed, "new" where
-    there was nothing."""
+    """The relative change from `before` to `after`: "+20.0%", "-3.1%", "=" for no change, "new" if
+    `before` is 0.
+    """
     if before == after:
         return "="
     return "new" if before == 0 else f"{(after - before) / before:+.1%}"

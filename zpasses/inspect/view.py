@@ -1,5 +1,6 @@
-"""What the inspector shows, apart from where: as text for terminals, as HTML for notebooks, as
-plain values for programs."""
+"""Pages of the inspector, independent of their output: text for terminals, HTML for notebooks, and
+plain values for programs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Code", "Marked", "Table", "View", "printable"]
+__all__ = ["ChangeLines", "Code", "Table", "View", "printable"]
 
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
@@ -17,8 +18,9 @@ _UNPRINTABLE = re.compile(
 
 
 def printable(text: str) -> str:
-    """Text with what steers a terminal, or turns the direction of writing, spelled out: a dump may
-    come from a stranger."""
+    """The text with control characters and characters that change the writing direction escaped. A
+    dump may come from an untrusted source.
+    """
     return _UNPRINTABLE.sub(
         lambda found: (
             f"\\x{ord(found[0]):02x}" if ord(found[0]) < 256 else f"\\u{ord(found[0]):04x}"
@@ -32,7 +34,7 @@ class Table:
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     right: frozenset[str] = frozenset()
-    """Headers of columns of figures."""
+    """Headers of right-aligned columns."""
     title: str = ""
 
     def text(self, color: bool = False) -> str:
@@ -63,7 +65,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Code:
-    """Lines of a graph."""
+    """Lines of a graph's listing."""
 
     lines: tuple[str, ...]
 
@@ -75,7 +77,7 @@ class Code:
         from pygments.formatters.terminal import TerminalFormatter
         from pygments.lexers.python import PythonLexer
 
-        # Its colours are those of the terminal, which its user has chosen to be readable.
+        # TerminalFormatter uses the terminal's own palette, which its user has chosen.
         return highlight(body, PythonLexer(stripnl=False), TerminalFormatter()).rstrip("\n")
 
     def html(self) -> str:
@@ -120,9 +122,8 @@ _CSS = {
 
 
 @dataclass(frozen=True)
-class Marked:
-    """Lines that each stand for a kind of change: (kind, text), where a kind of "" is a line of its
-    own."""
+class ChangeLines:
+    """Lines of (kind of change, text). A line of kind "" has no sign and no color."""
 
     lines: tuple[tuple[str, str], ...]
 
@@ -143,16 +144,16 @@ class Marked:
     def _span(self, kind: str, text: str) -> str:
         if not kind:
             return f"<b>{html.escape(text)}</b>\n"
-        return f'<span style="color:{_CSS.get(kind, "#3f6fd1")}">{_SIGNS.get(kind, "?")} {html.escape(text)}</span>\n'
+        line = f"{_SIGNS.get(kind, '?')} {html.escape(text)}"
+        return f'<span style="color:{_CSS.get(kind, "#3f6fd1")}">{line}</span>\n'
 
 
 @dataclass(frozen=True)
 class View:
-    """A page of the inspector. `str(view)` is its text, notebooks show its HTML, `view.data` holds
-    its figures as plain values."""
+    """A page. `str(view)` is its text, notebooks show its HTML, and `view.data` has its values."""
 
     title: str
-    parts: tuple[Table | Code | Marked | str, ...]
+    parts: tuple[Table | Code | ChangeLines | str, ...]
     data: Any
 
     def text(self, color: bool = False) -> str:
@@ -186,7 +187,7 @@ def table(
     right: Iterable[str] = (),
     title: str = "",
 ) -> Table:
-    """A table of anything that has a text."""
+    """A table of values, which are converted by `str`; None becomes an empty cell."""
     return Table(
         tuple(headers),
         tuple(tuple("" if cell is None else str(cell) for cell in row) for row in rows),

@@ -1,5 +1,6 @@
-"""The inspector's pages on one dump: what there is, a graph's listing, its collectives, its memory.
-`diffs.py` has those on changes."""
+"""The inspector's pages about one dump: overview, listing, collectives and memory. `diffs.py` has
+the pages about changes.
+"""
 
 from __future__ import annotations
 
@@ -11,59 +12,71 @@ from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from zpasses.dumps.errors import DumpError
-from zpasses.dumps.format import Compile, Counts, Dump, Graph, Ref, Snapshot, Step, Text
+from zpasses.dumps.format import Compile, Counts, Dump, Graph, Ref, Repr, Snapshot, Step
 from zpasses.inspect.communication import Communication, communication
-from zpasses.inspect.find import Picked, node_named, pick_rank, snapshot_of, step_title, steps_after
-from zpasses.inspect.listing import MOST, Where, lines
-from zpasses.inspect.memory import Memory, memory, peaks, sizes
+from zpasses.inspect.find import (
+    SelectedGraph,
+    node_named,
+    select_rank,
+    snapshot_of,
+    step_title,
+    steps_after,
+)
+from zpasses.inspect.listing import MAX_ITEMS, NodeFilter, lines
+from zpasses.inspect.memory import Memory, memory, parameter_sizes, peaks
 from zpasses.inspect.units import bytes_text, change_text, time_text
 from zpasses.inspect.view import Code, Table, View, table
 
-__all__ = ["collectives_view", "list_view", "memory_view", "plain", "show_view"]
+__all__ = ["collectives_view", "list_view", "memory_view", "show_view", "to_json_value"]
 
 BARS = " ▁▂▃▄▅▆▇█"
 
 
-def plain(value: Any) -> Any:
-    """A dump's data as JSON knows it."""
+def to_json_value(value: Any) -> Any:
+    """A dump's data as plain values for JSON."""
     if isinstance(value, Ref):
         return {"node": value.node}
-    if isinstance(value, Text):
+    if isinstance(value, Repr):
         return {"repr": value.text}
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [to_json_value(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
         return {
-            field.name: plain(getattr(value, field.name)) for field in fields(value) if field.repr
+            field.name: to_json_value(getattr(value, field.name))
+            for field in fields(value)
+            if field.repr
         }
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no infinity
+        return str(value)  # JSON has no infinity and no NaN
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 # --- list -----------------------------------------------------------------------------------------
 def list_view(dump: Dump, rank: int | None = None) -> View:
     """Compiles, graphs and passes of one rank."""
-    rank = pick_rank(dump, rank)
+    rank = select_rank(dump, rank)
     meta, parts, data = dump.meta, [], []
     for each in dump.ranks[rank].compiles:
         parts += _compile_parts(each)
         data.append(_compile_data(each))
     ranks = ", ".join(map(str, sorted(dump.ranks)))
-    title = f"{dump.path}: zpasses {meta.get('zpasses', '?')}, torch {meta.get('torch', '?')}, world of {meta.get('world', '?')}"
-    said = (
-        f"Rank {rank} of those dumped: {ranks}."
+    title = (
+        f"{dump.path}: zpasses {meta.get('zpasses', '?')}, torch {meta.get('torch', '?')}, "
+        f"world size {meta.get('world', '?')}"
+    )
+    message = (
+        f"Rank {rank}; the dump has ranks {ranks}."
         if len(dump.ranks) > 1
-        else f"Rank {rank} was dumped."
+        else f"Rank {rank}, the only one in the dump."
     )
     return View(
         title,
-        (said, *parts),
+        (message, *parts),
         {
             "path": str(dump.path),
-            **plain(meta),
+            **to_json_value(meta),
             "rank": rank,
             "ranks": sorted(dump.ranks),
             "compiles": data,
@@ -73,7 +86,10 @@ def list_view(dump: Dump, rank: int | None = None) -> View:
 
 def _compile_parts(each: Compile) -> list[Table | str]:
     info = each.info
-    head = f"Compile {info.name} ({each.folder}): {info.state}, codegen {info.codegen or '?'}, target {info.target.get('name', '?')}"
+    head = (
+        f"Compile {info.name} ({each.folder}): {info.state}, codegen {info.codegen or '?'}, "
+        f"target {info.target.get('name', '?')}"
+    )
     rows = []
     for graph in each.graphs.values():
         for step in graph.steps:
@@ -85,7 +101,7 @@ def _compile_parts(each: Compile) -> list[Table | str]:
         "changes",
         "nodes",
         "collectives",
-        "bytes put in",
+        "input bytes",
         "pass",
         "checks",
         "notes",
@@ -96,12 +112,12 @@ def _compile_parts(each: Compile) -> list[Table | str]:
             table(
                 columns,
                 rows,
-                right=("step", "changes", "nodes", "collectives", "bytes put in", "pass", "checks"),
+                right=("step", "changes", "nodes", "collectives", "input bytes", "pass", "checks"),
             )
         )
     else:
-        shown.append("No graph was written.")
-    shown += [f"when it ran: {note}" for note in each.notes]
+        shown.append("This compile wrote no graphs.")
+    shown += [f"at runtime: {note}" for note in each.notes]
     if each.error is not None:
         shown.append(
             f"FAILED in {each.error.where or '?'}: {each.error.type}: {each.error.message}"
@@ -118,7 +134,7 @@ def _step_row(graph: Graph, step: Step) -> tuple[Any, ...]:
     )
     run = step.run
     times = (run.changes, time_text(run.time_us), time_text(run.check_us)) if run else ("", "", "")
-    said = f"FAILED: {step.error.type}" if step.error else "; ".join(run.notes) if run else ""
+    message = f"FAILED: {step.error.type}" if step.error else "; ".join(run.notes) if run else ""
     return (
         graph.name if step.index == 0 else "",
         step.index,
@@ -126,13 +142,12 @@ def _step_row(graph: Graph, step: Step) -> tuple[Any, ...]:
         times[0],
         *figures,
         *times[1:],
-        textwrap.fill(said, 64),
+        textwrap.fill(message, 64),
     )
 
 
 def _counts(graph: Graph, step: Step) -> dict[str, int] | None:
-    """Nodes, collectives and bytes of a step, as the dump's events say, so that no graph is read;
-    where they do not, as the graph says."""
+    """Figures of a step. They come from the dump's events if possible, so that no graph is read."""
     if step.counts is not None:
         return asdict(step.counts)
     following = graph.steps[step.index + 1].run if step.index + 1 < len(graph.steps) else None
@@ -141,7 +156,7 @@ def _counts(graph: Graph, step: Step) -> dict[str, int] | None:
     try:
         return asdict(Counts.of(step.snapshot)) if step.snapshot is not None else None
     except DumpError:
-        # whoever asks for this graph is told what is wrong with it; the rest can be listed
+        # The pages of this graph report the error. The overview lists the rest.
         return None
 
 
@@ -158,18 +173,18 @@ def _compile_data(each: Compile) -> dict[str, Any]:
             for step in graph.steps
         ]
         for step, entry in zip(graph.steps, steps, strict=True):
-            entry |= {"run": plain(step.run), "error": plain(step.error)}
+            entry |= {"run": to_json_value(step.run), "error": to_json_value(step.error)}
         about = {
             "name": graph.name,
             "of": graph.of,
             "given": list(graph.given),
             "kept": list(graph.kept),
         }
-        graphs.append({**about, "agreements": plain(graph.agreements), "steps": steps})
+        graphs.append({**about, "agreements": to_json_value(graph.agreements), "steps": steps})
     return {
         "folder": each.folder,
-        **plain(each.info),
-        "error": plain(each.error),
+        **to_json_value(each.info),
+        "error": to_json_value(each.error),
         "notes": list(each.notes),
         "graphs": graphs,
     }
@@ -185,17 +200,17 @@ def _cut(text: str, limit: int) -> str:
 
 # --- show -----------------------------------------------------------------------------------------
 def show_view(
-    picked: Sequence[Picked],
+    picked: Sequence[SelectedGraph],
     after: str | int | None = None,
-    where: Where | None = None,
-    most: int | None = MOST,
+    where: NodeFilter | None = None,
+    most: int | None = MAX_ITEMS,
 ) -> View:
-    """Listings of graphs, each before its passes, after one of them, or (None) after the last."""
+    """Listings of graphs: before their passes, after one of them, or (None) after the last."""
     parts: list[Code | str] = []
     data = []
     for each, step in steps_after(picked, after):
         snapshot = snapshot_of(each, step)
-        found = lines(snapshot, where or Where(), most)
+        found = lines(snapshot, where or NodeFilter(), most)
         width = min(max((len(line.code) for line in found if line.note), default=0), 88)
         some = f", {len(found)} of them shown" if len(found) < len(snapshot.nodes) else ""
         peak = bytes_text(snapshot.peak_bytes)
@@ -214,7 +229,9 @@ def show_view(
         data.append(
             {
                 **about,
-                "nodes": [{**plain(line.node), "live_bytes": live[line.node.id]} for line in found],
+                "nodes": [
+                    {**to_json_value(line.node), "live_bytes": live[line.node.id]} for line in found
+                ],
             }
         )
     return View("", tuple(parts), data)
@@ -224,23 +241,26 @@ def _known_parameters(snapshot: Snapshot) -> str:
     known = list(dict.fromkeys(name for node in snapshot.nodes for name in node.params))
     more = f", ... and {len(known) - 6} more" if len(known) > 6 else ""
     return (
-        f"No node meets all conditions. The graph's parameters are {', '.join(known[:6])}{more}."
+        f"No node matches all conditions. The graph's parameters are {', '.join(known[:6])}{more}."
         if known
-        else "It has no parameters."
+        else "No node matches all conditions. The graph has no parameters."
     )
 
 
-def _unmodelled(each: Picked, step: Step) -> list[str]:
-    """What to say of a graph of ops that the models of memory and time do not know."""
-    said = f"{each.title} is what Dynamo captured: no memory and no times are modelled for it, but for the joint graph and all after it."
-    return [said] if step.level == "captured" else []
+def _unmodelled(each: SelectedGraph, step: Step) -> list[str]:
+    """The message for a graph that the memory and cost models do not cover, if it is one."""
+    message = (
+        f"{each.title} is the graph that Dynamo captured. The memory and cost models start at the "
+        "joint graph."
+    )
+    return [message] if step.level == "captured" else []
 
 
 # --- collectives ----------------------------------------------------------------------------------
 _FIGURES = ("ranks", "bytes", "distance", "compute between", "time", "exposed")
 
 
-def collectives_view(picked: Sequence[Picked], after: str | int | None = None) -> View:
+def collectives_view(picked: Sequence[SelectedGraph], after: str | int | None = None) -> View:
     """Tables of collectives, with totals."""
     parts: list[Table | str] = []
     data = []
@@ -275,7 +295,7 @@ def _collectives_table(title: str, found: Communication) -> Table:
             time_text(row.time_us),
             time_text(row.exposed_us),
             row.route,
-            _cut(row.verdict, 40),
+            _cut(row.decision, 40),
         )
         for row in found.rows
     ]
@@ -288,12 +308,12 @@ def _collectives_table(title: str, found: Communication) -> Table:
         "bytes",
         *_FIGURES[2:],
         "route",
-        "verdict",
+        "decision",
     )
     empty = {
         at
         for at, header in enumerate(headers)
-        if header in ("route", "verdict") and not any(row[at] for row in rows)
+        if header in ("route", "decision") and not any(row[at] for row in rows)
     }
     kept = [at for at in range(len(headers)) if at not in empty]
     return table(
@@ -317,19 +337,23 @@ def _params(params: Sequence[str]) -> str:
 def _totals(found: Communication) -> str:
     plan = found.schedule
     return (
-        f"{_count(len(found.rows), 'collective')}, {bytes_text(found.nbytes)} put in. "
+        f"{_count(len(found.rows), 'collective')}, {bytes_text(found.nbytes)} of input. "
         f"Communication {time_text(plan.communication_us)}, "
         f"compute {time_text(plan.compute_us)}; exposed {time_text(plan.exposed_us)}, hidden "
-        f"{plan.hidden:.0%}. By the target's model."
+        f"{plan.hidden:.0%}. Times are estimates for the target."
     )
 
 
 # --- memory ---------------------------------------------------------------------------------------
 def memory_view(
-    picked: Sequence[Picked], after: str | int | None = None, at: str | None = None, limit: int = 12
+    picked: Sequence[SelectedGraph],
+    after: str | int | None = None,
+    at: str | None = None,
+    limit: int = 12,
 ) -> View:
-    """Peaks before and after each pass, the curve of one step, and what is alive there at its peak
-    or at the node `at`."""
+    """Peaks of all steps, the memory curve of one step, and the buffers that are alive at its peak
+    or at the node `at`.
+    """
     parts: list[Table | str] = []
     data = []
     for each, step in steps_after(picked, after):
@@ -337,7 +361,9 @@ def memory_view(
         if not snapshot.nodes:
             continue
         found = memory(
-            snapshot, node_named(snapshot, at) if at is not None else None, sizes(each.compile)
+            snapshot,
+            node_named(snapshot, at) if at is not None else None,
+            parameter_sizes(each.compile),
         )
         steps = peaks(each.graph)
         before = [steps[0].peak_bytes, *(peak.peak_bytes for peak in steps)]
@@ -375,8 +401,9 @@ def _alive_parts(found: Memory, title: str, limit: int) -> list[Table | str]:
         if found.nbytes == found.peak_bytes
         else f"Of the peak's {bytes_text(found.peak_bytes)}"
     )
-    curve = f"{curve_text(found.live_bytes)}  {bytes_text(found.peak_bytes)}"
-    said = f"{title}:\n{curve}\n{where}, {bytes_text(found.nbytes)} are alive while {found.at.name} runs."
+    curve = f"{sparkline(found.live_bytes)}  {bytes_text(found.peak_bytes)}"
+    alive = f"{bytes_text(found.nbytes)} are alive while {found.at.name} runs"
+    message = f"{title}:\n{curve}\n{where}, {alive}."
     whole = max(found.nbytes, 1)
     kinds = table(
         ("kind", "bytes", "share"),
@@ -389,12 +416,12 @@ def _alive_parts(found: Memory, title: str, limit: int) -> list[Table | str]:
         if one.nbytes
     ]
     more = (
-        f"and {len(largest) - limit} smaller ones (--limit 0 shows all)."
+        f"and {len(largest) - limit} smaller buffers (--limit 0 shows all)."
         if limit and len(largest) > limit
         else ""
     )
     buffers = table(
-        ("allocated by", "kind", "bytes", "parameters", "needed until"),
+        ("allocated by", "kind", "bytes", "parameters", "last use"),
         largest[: limit or None],
         ("bytes",),
     )
@@ -404,11 +431,11 @@ def _alive_parts(found: Memory, title: str, limit: int) -> list[Table | str]:
         [(name, bytes_text(size)) for name, size in shared[: limit or None]],
         ("bytes",),
     )
-    return [said, kinds, buffers, more, *([by_param] if shared else [])]
+    return [message, kinds, buffers, more, *([by_param] if shared else [])]
 
 
-def curve_text(live_bytes: Sequence[int], width: int = 72) -> str:
-    """A curve as a line of bars, each the most of its part."""
+def sparkline(live_bytes: Sequence[int], width: int = 72) -> str:
+    """A curve as a line of bars. Each bar is the maximum of its section."""
     width = min(width, len(live_bytes))
     peak = max(live_bytes, default=0)
     if not width or not peak:

@@ -1,8 +1,9 @@
-"""Trial runs: what `zpasses bisect` asks of a program through the environment variable
-ZPASSES_BISECT.
+"""The part of `zpasses bisect` that runs inside the program under test.
 
-A trial runs the first passes of every pipeline alone, and writes down what compiled calls return,
-as a few numbers a tensor. Nothing of this is loaded by a program that is not on trial."""
+`zpasses bisect` runs the program several times, with fewer or more passes. Each run is a trial. The
+environment variable ZPASSES_BISECT holds its settings: how many passes of every pipeline to run,
+and where to write the results of compiled calls, as a few numbers per tensor.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +24,17 @@ from zpasses import compat
 from zpasses.errors import OptionError
 from zpasses.pipeline.pipeline import Level, Pass, Pipeline
 
-__all__ = ["ENVIRONMENT_VARIABLE", "Trial", "in_running_order"]
+__all__ = ["ENVIRONMENT_VARIABLE", "Trial", "in_execution_order"]
 
 ENVIRONMENT_VARIABLE = "ZPASSES_BISECT"
 _ORDER = (Level.CAPTURED, Level.JOINT)
 
 
-def in_running_order(pipeline: Pipeline) -> list[Pass]:
-    """The passes level by level, as they run; forward's and backward's stay as the pipeline has
-    them."""
+def in_execution_order(pipeline: Pipeline) -> list[Pass]:
+    """Return the passes in the order in which they run: level by level.
+
+    Passes on partitioned graphs keep the order of the pipeline.
+    """
     return sorted(
         pipeline, key=lambda each: _ORDER.index(each.level) if each.level in _ORDER else len(_ORDER)
     )
@@ -39,22 +42,22 @@ def in_running_order(pipeline: Pipeline) -> list[Pass]:
 
 @dataclass(frozen=True)
 class Trial:
-    """What this process was asked for."""
+    """The settings of one trial."""
 
     passes: int | None
-    """How many passes to run; None is all."""
+    """How many passes of each pipeline to run; None runs all."""
     folder: Path
-    """Where to write what came out, a file a rank."""
+    """Where to write the results, one file per rank."""
     calls: int
-    """How many calls to write down."""
+    """How many calls of compiled code to record."""
 
     @classmethod
     @functools.cache
     def current(cls) -> Trial:
-        """The trial of this process.
+        """Read the trial of this process from the environment variable.
 
         Raises:
-            OptionError: when the environment variable holds something else.
+            OptionError: if the variable does not hold what `zpasses bisect` sets.
         """
         text = os.environ[ENVIRONMENT_VARIABLE]
         try:
@@ -65,14 +68,18 @@ class Trial:
                 f"{ENVIRONMENT_VARIABLE}={text!r} is not what `zpasses bisect` sets; unset it."
             ) from error
 
-    def prefix(self, pipeline: Pipeline, name: str) -> Pipeline:
-        """The passes that may run; writes down all that there are."""
-        passes = in_running_order(pipeline)
+    def limit_passes(self, pipeline: Pipeline, name: str) -> Pipeline:
+        """Return the passes that may run in this trial. Records the whole pipeline.
+
+        Args:
+            name: name of the compile, for the record.
+        """
+        passes = in_execution_order(pipeline)
         self._write({"compile": name, "pipeline": [str(each) for each in passes]})
         return pipeline if self.passes is None else Pipeline(tuple(passes[: self.passes]))
 
-    def recorded(self, fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """`fn`, with what it returns written down."""
+    def record_results(self, fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Wrap `fn` so that the results of its calls are recorded under `name`."""
 
         @functools.wraps(fn)
         def run(*args: Any) -> Any:
@@ -92,7 +99,7 @@ class Trial:
 
 
 _lock = threading.RLock()
-_written = [0]  # calls of this process, whichever graph they are of
+_written = [0]  # recorded calls of this process, over all graphs
 
 
 def _digests(result: Any) -> list[dict[str, Any] | None]:
@@ -102,7 +109,7 @@ def _digests(result: Any) -> list[dict[str, Any] | None]:
 
 
 def _digest(value: Tensor) -> dict[str, Any]:
-    """A few numbers that are near each other where tensors are."""
+    """Summarise a tensor by a few numbers, which are close for close tensors."""
     flat = value.detach().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     exact = flat.to(torch.float64)

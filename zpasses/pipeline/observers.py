@@ -1,4 +1,4 @@
-"""Observers: functions that are called with every graph that was compiled."""
+"""Observers: functions that the backend calls with every graph after its passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["GraphLog", "notify_observers", "observe_graphs"]
 
 @dataclass(frozen=True)
 class GraphLog:
-    """One graph that the backend compiled, as observers see it."""
+    """One graph that the backend compiled, as it is passed to observers."""
 
     name: str
     """Dynamo's compile id and the kind of graph: "0/0 joint", "0/0 forward", "0/0 backward"."""
@@ -30,8 +30,9 @@ _observers: list[Callable[[GraphLog], None]] = []
 
 
 class observe_graphs:  # noqa: N801 - used as a context manager, like torch.no_grad
-    """Inside, `observer` is called with every graph that the backend compiles, after its passes
-    ran."""
+    """Context manager that calls `observer` with every graph that the backend compiles, after the
+    passes of its level.
+    """
 
     def __init__(self, observer: Callable[[GraphLog], None]) -> None:
         self._observer = observer
@@ -44,6 +45,6 @@ class observe_graphs:  # noqa: N801 - used as a context manager, like torch.no_g
 
 
 def notify_observers(graph: GraphLog) -> None:
-    """Show a graph to the observers."""
+    """Call every observer with a graph."""
     for observer in tuple(_observers):
         observer(graph)

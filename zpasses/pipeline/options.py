@@ -1,4 +1,4 @@
-"""What `torch.compile(model, backend="zpasses", options={...})` accepts."""
+"""The options of `torch.compile(model, backend="zpasses", options={...})`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from zpasses import compat
 from zpasses.cost.target import Target
-from zpasses.errors import OptionError, nearest
-from zpasses.option_values import build
+from zpasses.errors import OptionError, suggestion
+from zpasses.option_values import build_dataclass
 from zpasses.pipeline.pipeline import Pipeline
 
 __all__ = ["Options"]
@@ -38,10 +38,16 @@ class Options:
     target: str | None = None
     """Hardware to plan for, such as `"h100"` or `"mi300x,ranks_per_node=4"`; `None` takes
     `ZPASSES_TARGET`, else the device of this process."""
-    agreement: bool = True
-    """Compare the collectives of every graph between ranks before it runs."""
+    verify: Literal["static", "simulate"] = "static"
+    """How each pass is verified. `"simulate"` also runs the graph before and after the pass on
+    simulated ranks and compares bit for bit, which takes seconds even for small models."""
+    agreement: bool | Literal["first"] = True
+    """Compare what every graph communicates between ranks before each of its runs; `"first"` only
+    before its first run, `False` never. Passes whose choices must be equal on all ranks still
+    vote."""
     agreement_timeout_s: float = 300.0
-    """Seconds to wait for the other ranks in that comparison."""
+    """Seconds to wait for the other ranks, in every vote of a compile and in the collectives of a
+    graph whose runs are compared."""
     backwards_per_step: int = 1
     """Reduce gradients only in every Nth backward, to accumulate over N micro-batches. See
     `zpasses.coalesce_grad_reduction` for windows of other lengths."""
@@ -59,13 +65,13 @@ class Options:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> Options:
-        """Check and convert what the user gave.
+        """Check and convert the options that the user passed.
 
         Raises:
-            OptionError: for unknown keys, unknown passes and ill-typed values; the message names
-                the nearest right word.
+            OptionError: for unknown keys, unknown passes and values of the wrong type. The message
+                suggests the most similar known name.
         """
-        options = build(cls, given or {}, "backend 'zpasses'")
+        options = build_dataclass(cls, given or {}, "backend 'zpasses'")
         if options.zero_stage is not None and options.pipeline is not None:
             raise OptionError(
                 f"zero_stage={options.zero_stage} and pipeline={str(options.pipeline)!r} both "
@@ -79,8 +85,8 @@ class Options:
             )
         if options.backwards_per_step < 1:
             raise OptionError(
-                f"backwards_per_step={options.backwards_per_step}; expected how many backwards an "
-                "optimizer step has, >= 1."
+                f"backwards_per_step={options.backwards_per_step}; expected the number of "
+                "backwards per optimizer step, >= 1."
             )
         if options.grad_accum_dtype is not None and not options.grad_accum_dtype.is_floating_point:
             raise OptionError(
@@ -92,7 +98,7 @@ class Options:
             if name not in known:
                 raise OptionError(
                     f"option 'inductor': torch._inductor.config has no "
-                    f"{name!r}.{nearest(name, known).split(' Known')[0]}"
+                    f"{name!r}.{suggestion(name, known).split(' Known')[0]}"
                 )
         options.passes()
         options.dumping_ranks()
@@ -101,13 +107,16 @@ class Options:
         return options
 
     def recomputes_elementwise(self) -> bool:
-        """Whether this compile does, its pipeline considered."""
+        """Whether this compile recomputes pointwise results.
+
+        By default it does if its pipeline gathers parameters again in backward.
+        """
         if self.recompute_elementwise is None:
             return any(each.name == "reshard-after-forward" for each in self.passes())
         return self.recompute_elementwise
 
-    def as_text(self) -> dict[str, Any]:
-        """The options that differ from their defaults, as plain values."""
+    def non_default(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, as JSON-compatible values."""
         default = Options()
         given = {
             each.name: getattr(self, each.name)
@@ -120,11 +129,15 @@ class Options:
         }
 
     def dump_folder(self) -> str | None:
-        """Where to dump; None is nowhere."""
+        """The folder to dump into; None dumps nothing."""
         return str(self.dump) if self.dump else os.environ.get("ZPASSES_DUMP") or None
 
     def dumping_ranks(self) -> frozenset[int] | None:
-        """Which ranks dump; None is all."""
+        """The ranks that write a dump; None means all ranks.
+
+        Raises:
+            OptionError: for text that is neither "all" nor a list of numbers.
+        """
         text = (
             self.dump_ranks
             if self.dump_ranks is not None
@@ -135,11 +148,13 @@ class Options:
             return None
         if not all(number.isdecimal() for number in numbers):
             where = "option 'dump_ranks'" if self.dump_ranks is not None else "ZPASSES_DUMP_RANKS"
-            raise OptionError(f"{where}: got {text!r}; expected 'all', or ranks by number: '0,3'.")
+            raise OptionError(
+                f"{where}: got {text!r}; expected 'all' or rank numbers such as '0,3'."
+            )
         return frozenset(map(int, numbers))
 
     def passes(self) -> Pipeline:
-        """The pipeline that these options choose."""
+        """Return the pipeline that these options select."""
         if isinstance(self.pipeline, Pipeline):
             return self.pipeline
         return Pipeline.parse(

@@ -1,5 +1,8 @@
-"""Passes and pipelines: what a pass is, how a pipeline is written as text, and what the runner
-guarantees."""
+"""Passes and pipelines: the base class of passes, pipelines as text, the pass runner, and the
+registry of installed passes.
+
+The runner (`run_passes`) verifies the graph after each pass and records what the pass changed.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,13 @@ import torch.distributed as dist
 from torch import fx
 
 from zpasses import compat
-from zpasses.cost.routes import known_figures
+from zpasses.cost.routes import route_figures
 from zpasses.cost.target import current_target
-from zpasses.errors import AgreementError, OptionError, PassError, nearest
+from zpasses.errors import AgreementError, OptionError, PassError, suggestion
 from zpasses.graph.nodes import collectives, input_nbytes
 from zpasses.graph.verifier import Snapshot, check, check_unchanged
-from zpasses.option_values import build, format_value
+from zpasses.option_values import build_dataclass, format_value
+from zpasses.pipeline.simulation import start_simulation
 from zpasses.ranks.vote import has_other_ranks
 
 __all__ = ["Level", "Pass", "PassRecord", "Pipeline", "catalogue", "run_passes"]
@@ -41,14 +45,15 @@ class Level(enum.Enum):
     """The graph that a pass rewrites."""
 
     CAPTURED = "captured"
-    """Dynamo's graph of the model's own calls, sharded parameters as local shards."""
+    """The graph that Dynamo captured, with local shards in place of sharded parameters."""
     JOINT = "joint"
-    """Forward and backward together, before partitioning; also the graph of a model run without
-    gradients."""
+    """Forward and backward together, before partitioning; also the graph of a model that runs
+    without gradients.
+    """
     FORWARD = "forward"
     BACKWARD = "backward"
     PARTITIONED = "partitioned"
-    """Forward and backward alike, each by itself."""
+    """The forward and the backward graph, one after the other."""
 
 
 class Pass(compat.CustomGraphPass):
@@ -56,39 +61,58 @@ class Pass(compat.CustomGraphPass):
 
     An instance can also be handed to Inductor's hooks
     (`torch._inductor.config.joint_custom_pre_pass`, `post_grad_custom_post_pass`, ...) to rewrite
-    graphs that zpasses did not capture."""
+    graphs that zpasses did not capture.
+    """
 
     name: ClassVar[str]
-    """What pipelines call it, in kebab-case."""
+    """Name of the pass in pipelines, in kebab-case."""
     level: ClassVar[Level]
-    must_change: ClassVar[bool] = False
-    """Whether a run that changes nothing deserves a word in the log."""
+    warn_if_unchanged: ClassVar[bool] = False
+    """Whether to log a warning when the pass changes nothing."""
+    changes_inputs: ClassVar[bool] = False
+    """Whether the pass may add, remove, reorder or write to the graph's inputs."""
+    changes_outputs: ClassVar[bool] = False
+    """Whether the pass may change the number, order or kind of the graph's outputs."""
+
+    reorders_sums: ClassVar[bool] = False
+    """Whether floating-point sums may be added up in another order, which changes their rounding.
+    `verify="simulate"` then compares with a tolerance."""
 
     @abstractmethod
     def rewrite(self, graph: fx.Graph) -> int:
-        """Rewrite `graph` in place; return how many things were changed. The runner lints, checks,
-        times and records."""
+        """Rewrite `graph` in place and return the number of changes.
+
+        The runner lints, verifies, times and records.
+        """
 
     def __call__(self, graph: fx.Graph) -> None:
         run_passes(graph, [self])
 
+    def is_simulatable(self) -> bool:
+        """Whether `verify="simulate"` can check the pass: if all ranks run the graph of this rank,
+        on inputs of their own, this rank computes what it should.
+        """
+        return not (self.changes_inputs or self.changes_outputs)
+
     def votes(self) -> bool:
-        """Whether the ranks choose together what the pass does to a graph."""
+        """Whether the ranks vote on what the pass does to a graph."""
         return False
 
     def uuid(self) -> str:
-        """What Inductor's hooks add to the key of their compile caches.
+        """Return the pass's part of the key of Inductor's compile caches.
 
-        Where ranks vote, it is another one in each process: a rank whose cache answers would not
-        come to the vote that others wait for."""
-        return self.digest() + _process_of_votes([self])
+        If the pass votes, the part is unique to this process. Otherwise a rank with a cache hit
+        would skip the pass, and the other ranks would wait for its vote.
+        """
+        return self.digest() + _vote_key_suffix([self])
 
     def digest(self) -> str:
-        """A key: the source of the toolkit and of the pass, its options, the process groups, and
-        the target."""
+        """Return a hash of everything that determines the pass: the sources of zpasses and of the
+        pass, its options, the backends of the process groups, and the target.
+        """
         module = inspect.getsourcefile(type(self))
         parts = (
-            _toolkit_digest(),
+            _package_digest(),
             _file_digest(module),
             str(self),
             repr(sorted(_environment().items())),
@@ -96,7 +120,7 @@ class Pass(compat.CustomGraphPass):
         return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
     def __str__(self) -> str:
-        """The pass as pipeline text, options that differ from their defaults in braces."""
+        """Format the pass as pipeline text, with the options that differ from their defaults."""
         options = [
             f"{field.name}={format_value(getattr(self, field.name))}"
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
@@ -105,13 +129,13 @@ class Pass(compat.CustomGraphPass):
         return self.name + (f"{{{','.join(options)}}}" if options else "")
 
 
-THIS_PROCESS = uuid4().hex
-"""In keys of what no other process may answer."""
+PROCESS_TOKEN = uuid4().hex
+"""Part of cache keys that must not match in another process."""
 
 
-def _process_of_votes(passes: Iterable[Pass]) -> str:
+def _vote_key_suffix(passes: Iterable[Pass]) -> str:
     voting = any(each.votes() for each in passes) and dist.is_initialized()
-    return f"-{THIS_PROCESS}" if voting and any(map(has_other_ranks, compat.group_names())) else ""
+    return f"-{PROCESS_TOKEN}" if voting and any(map(has_other_ranks, compat.group_names())) else ""
 
 
 @dataclass(frozen=True)
@@ -122,45 +146,45 @@ class PassRecord:
     text: str
     """The pass with its options, as pipeline text."""
     changes: int
-    """What the pass itself counted."""
+    """The number of changes that the pass returned."""
     time_us: float
-    """The rewrite."""
+    """Time of the rewrite, in microseconds."""
     check_us: float
-    """The checks after it."""
+    """Time of the checks after it, in microseconds."""
     nodes_before: int
     nodes_after: int
     collectives_before: int
     collectives_after: int
     bytes_before: int
-    """Bytes that this rank puts into collectives, all calls together."""
+    """Bytes of the inputs of all collectives on this rank."""
     bytes_after: int
 
 
 @dataclass(frozen=True)
 class Pipeline(compat.CustomGraphPass):
-    """Passes in the order in which they run. Written as text:
-    `merge-reads,reduce-grads{form=all_reduce}`.
+    """Passes in the order in which they run; as text, `merge-reads,reduce-grads{form=all_reduce}`.
 
-    Called on a graph, it runs all its passes on that graph, whatever their level; the backend runs
-    each at its own level."""
+    Calling a pipeline on a graph runs all its passes on that graph, regardless of level. The
+    backend runs each pass at its own level.
+    """
 
     passes: tuple[Pass, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Pipeline:
-        """Read a pipeline; a named pipeline in it stands for its passes.
+        """Parse pipeline text. A named pipeline in it stands for its passes.
 
         Raises:
-            OptionError: for an unknown pass or option, or an ill-typed value; the message names the
-                nearest right word.
+            OptionError: for an unknown pass or option, or a value of the wrong type. The message
+                suggests the most similar known name.
         """
         known = catalogue()
         passes: list[Pass] = []
-        for name, options in _split(text):
+        for name, options in _parse_items(text):
             entry = known.get(name)
             if entry is None:
                 raise OptionError(
-                    f"pipeline {text!r}: no pass is called {name!r}.{nearest(name, known)}"
+                    f"pipeline {text!r}: no pass is called {name!r}.{suggestion(name, known)}"
                 )
             if isinstance(entry, Pipeline):
                 if options:
@@ -170,11 +194,14 @@ class Pipeline(compat.CustomGraphPass):
                     )
                 passes.extend(entry.passes)
             else:
-                passes.append(build(entry, options, f"pass {name!r}"))
+                passes.append(build_dataclass(entry, options, f"pass {name!r}"))
         return cls(tuple(passes))
 
     def at(self, level: Level) -> tuple[Pass, ...]:
-        """The passes of one level, in order."""
+        """Return the passes that run at one level, in order.
+
+        `FORWARD` and `BACKWARD` include the passes of level `PARTITIONED`.
+        """
         both = Level.PARTITIONED if level in (Level.FORWARD, Level.BACKWARD) else level
         return tuple(each for each in self.passes if each.level in (level, both))
 
@@ -182,12 +209,14 @@ class Pipeline(compat.CustomGraphPass):
         run_passes(graph, self.passes)
 
     def uuid(self) -> str:
-        """As that of a pass."""
-        return self.digest() + _process_of_votes(self.passes)
+        """Return the pipeline's part of the key of Inductor's compile caches; see `Pass.uuid`."""
+        return self.digest() + _vote_key_suffix(self.passes)
 
     def digest(self) -> str:
-        """A key of what the passes do; the backend, whose passes run in front of all caches, needs
-        no other."""
+        """Return a hash of everything that determines the passes.
+
+        The backend uses it as the key, because it runs its passes before any cache lookup.
+        """
         return hashlib.sha256("|".join(each.digest() for each in self.passes).encode()).hexdigest()
 
     def __str__(self) -> str:
@@ -203,29 +232,42 @@ def run_passes(
     passes: Iterable[Pass],
     *,
     observe: Callable[[PassRecord, fx.Graph], None] | None = None,
+    simulate: bool = False,
 ) -> list[PassRecord]:
-    """Run passes on a graph and check it after each.
+    """Run passes on a graph in place, and verify the graph after each.
 
     Args:
-        observe: called after each pass with its record and the graph as it is then.
+        simulate: also run the graph before and after each pass on simulated ranks, and compare.
+        observe: called after each pass with its record and the graph.
 
     Raises:
-        PassError: names the pass, and the node that is wrong.
+        PassError: if a pass raises or leaves an invalid graph. The message names the pass, and the
+            node that is invalid.
+        AgreementError: if a vote of a pass fails.
     """
     records = []
     before = _Totals.of(graph)
     snapshot: Snapshot | None = None
     for each in passes:
         snapshot = snapshot or Snapshot(graph)
+        simulation = start_simulation(graph) if simulate and each.is_simulatable() else None
         started = time.perf_counter()
         changes = _rewrite(each, graph)
         rewritten = time.perf_counter()
         if changes:
-            check(graph, snapshot, each.name)
+            check(
+                graph,
+                snapshot,
+                each.name,
+                changes_inputs=each.changes_inputs,
+                changes_outputs=each.changes_outputs,
+            )
+            if simulation is not None:
+                simulation(graph, each.name, each.reorders_sums)
             snapshot = None
         else:
             check_unchanged(graph, snapshot, each.name)
-            if each.must_change:
+            if each.warn_if_unchanged:
                 log.warning("pass %s changed nothing", each)
         after = _Totals.of(graph) if changes else before
         records.append(
@@ -275,15 +317,15 @@ _ITEM = re.compile(r"\s*(?P<name>[A-Za-z][\w-]*)\s*(?:\{(?P<options>[^{}]*)\})?\
 _OPTION = re.compile(r"\s*(?P<key>[A-Za-z_]\w*)\s*=\s*(?P<value>[^,=]*?)\s*$")
 
 
-def _split(text: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """`a,b{x=1,y=2}` -> ("a", {}), ("b", {"x": "1", "y": "2"})."""
+def _parse_items(text: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Parse `a,b{x=1,y=2}` into ("a", {}) and ("b", {"x": "1", "y": "2"})."""
     position = 0
     while position < len(text.rstrip()):
         match = _ITEM.match(text, position)
         if match is None or (match["end"] and not text[match.end() :].strip()):
             raise OptionError(
-                f"pipeline {text!r}: cannot read {text[position:].strip()!r}; expected passes "
-                "separated by commas, options in braces: "
+                f"pipeline {text!r}: cannot parse {text[position:].strip()!r}; expected passes "
+                "separated by commas with options in braces, such as "
                 "merge-reads,reduce-grads{form=all_reduce}."
             )
         yield match["name"], _options(text, match["options"])
@@ -296,7 +338,7 @@ def _options(text: str, inside: str | None) -> dict[str, str]:
         match = _OPTION.match(part)
         if match is None:
             raise OptionError(
-                f"pipeline {text!r}: cannot read option {part.strip()!r}; expected name=value."
+                f"pipeline {text!r}: cannot parse option {part.strip()!r}; expected name=value."
             )
         if match["key"] in options:
             raise OptionError(f"pipeline {text!r}: option {match['key']!r} is given twice.")
@@ -310,11 +352,12 @@ _GROUP = "zpasses.passes"
 
 @functools.cache
 def catalogue() -> dict[str, type[Pass] | Pipeline]:
-    """Every installed pass and named pipeline by name, from the entry-point group `zpasses.passes`.
+    """Return every installed pass and named pipeline by name, from the entry-point group
+    `zpasses.passes`.
 
     Raises:
-        OptionError: when an entry point does not load, or is neither a pass nor a pipeline, or
-            disagrees about its name.
+        OptionError: if an entry point does not load, is neither a pass nor a pipeline, or has
+            another name than its pass; or if there are no entry points.
     """
     found: dict[str, type[Pass] | Pipeline] = {}
     for point in entry_points(group=_GROUP):
@@ -346,15 +389,14 @@ def catalogue() -> dict[str, type[Pass] | Pipeline]:
 
 
 # --- cache keys -----------------------------------------------------------------------------------
-_TOOLKIT = Path(__file__).parents[1]
-"""The folder of the package `zpasses`: all rooms, since a change in any of them may change what a
-pass does."""
+_PACKAGE_DIR = Path(__file__).parents[1]
+"""The folder of the package `zpasses`. A change anywhere in it may change what a pass does."""
 
 
 @functools.cache
-def _toolkit_digest() -> str:
+def _package_digest() -> str:
     digest = hashlib.sha256(torch.__version__.encode())
-    for path in sorted(_TOOLKIT.rglob("*.py")):
+    for path in sorted(_PACKAGE_DIR.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -367,13 +409,14 @@ def _file_digest(path: str | None) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """What a pass may look up besides the graph: the backend of each process group, and the
-    target."""
+    """Return what passes read besides the graph: the backend of each process group, the target, and
+    the known figures of its routes.
+    """
     groups = compat.group_backends() if torch.distributed.is_initialized() else {}
     target = current_target()
-    return {**groups, "target": repr(target), "routes": repr(known_figures(target))}
+    return {**groups, "target": repr(target), "routes": repr(route_figures(target))}
 
 
 def describe_records(records: Sequence[PassRecord]) -> list[dict[str, Any]]:
-    """Records as plain values, for tables and JSON."""
+    """Return records as dictionaries of plain values, for tables and JSON."""
     return [dataclasses.asdict(record) for record in records]

@@ -1,9 +1,11 @@
-"""Who watches a compile: dumps, torch's structured trace, trials. Nothing here costs anything while
-nobody watches.
+"""Recorders: callbacks that record a compile, such as a dump or torch's structured trace.
 
-A `Recorder` is told of every graph before and after each pass. The backend, flushes and packs run
-their passes through `recorded_passes`, so that all graphs are seen alike, those of a failing
-compile too."""
+The backend, window flushes and `pack_parameters` run their passes through `run_recorded_passes`. It
+calls each `Recorder` with every graph before and after each pass, also if the compile fails.
+Without recorders it only runs the passes.
+
+This module also holds the hook for `zpasses bisect`, `apply_bisect_limits`.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +32,21 @@ __all__ = [
     "Recorders",
     "ResultHook",
     "apply_bisect_limits",
+    "enable_runtime_notes",
     "note",
-    "options_of",
-    "recorded_passes",
+    "pass_options",
+    "run_recorded_passes",
     "runtime_note",
-    "watch",
 ]
 
 log = logging.getLogger("zpasses")
 
 
 class Recorder:
-    """Watches one compile; what it is told is for reading alone."""
+    """Callbacks for the events of one compile. Implementations must not change their arguments."""
 
     def before(self, graph_name: str, level: str, graph: fx.Graph) -> None:
-        """A graph comes to a level; none of the level's passes has run."""
+        """A graph reaches a level. None of the level's passes has run."""
 
     def after(
         self,
@@ -55,7 +57,11 @@ class Recorder:
         graph: fx.Graph,
         notes: Sequence[str],
     ) -> None:
-        """A pass has run, and the graph was checked."""
+        """A pass has run, and the verifier has accepted the graph.
+
+        Args:
+            notes: what the pass reported through `note`.
+        """
 
     def failed(
         self,
@@ -66,34 +72,47 @@ class Recorder:
         graph: fx.Graph,
         notes: Sequence[str],
     ) -> None:
-        """A pass raised, or left a graph that is wrong."""
+        """A pass raised, or the verifier has rejected its graph."""
 
     def variant(
         self, graph_name: str, of: str, given: Sequence[str], kept: Sequence[str], graph: fx.Graph
     ) -> None:
-        """A form of a graph that carries values from call to call was cut."""
+        """A variant of a graph was built, which passes values from call to call.
+
+        Args:
+            of: name of the graph.
+            given: parameters whose values are extra inputs.
+            kept: parameters whose values are extra outputs.
+        """
 
     def agreement(
-        self, graph_name: str, group: str, digest: str, collectives: int, verdict: str
+        self, graph_name: str, group: str, digest: str, collectives: int, result: str
     ) -> None:
-        """The ranks compared what a graph communicates, or did not."""
+        """The ranks have compared the collectives of a graph, or skipped the comparison.
+
+        Args:
+            result: "agreed", "off" or "single-rank"; zpasses.dumps.format describes them.
+        """
 
     def problem(self, where: str, error: BaseException) -> None:
-        """The compile failed outside of any pass."""
+        """The compile failed outside of passes."""
 
     def runtime_note(self, concerning: str, text: str) -> None:
-        """Something was decided while code ran that concerns what a pass of this name made."""
+        """A decision was taken at run time.
+
+        Args:
+            concerning: name of the pass that left the decision open.
+        """
 
     def done(self) -> None:
-        """The backend has what it was called for; a backward that torch compiles late may
-        follow."""
+        """The backend returns its result. A backward graph that torch compiles later may follow."""
 
     def restarted(self) -> None:
-        """Torch traces the frame once more: nothing came of this compile."""
+        """Dynamo restarts the analysis of the frame and discards this compile."""
 
 
 class Recorders(Recorder):
-    """Tells several recorders, or none."""
+    """Forwards every event to several recorders, or to none."""
 
     def __init__(self, recorders: Sequence[Recorder] = ()) -> None:
         self._recorders = tuple(recorders)
@@ -136,10 +155,10 @@ class Recorders(Recorder):
             each.variant(graph_name, of, given, kept, graph)
 
     def agreement(
-        self, graph_name: str, group: str, digest: str, collectives: int, verdict: str
+        self, graph_name: str, group: str, digest: str, collectives: int, result: str
     ) -> None:
         for each in self._recorders:
-            each.agreement(graph_name, group, digest, collectives, verdict)
+            each.agreement(graph_name, group, digest, collectives, result)
 
     def problem(self, where: str, error: BaseException) -> None:
         for each in self._recorders:
@@ -154,65 +173,83 @@ class Recorders(Recorder):
             each.restarted()
 
     @contextlib.contextmanager
-    def watching(self, where: str) -> Iterator[None]:
-        """Record what goes wrong inside, and let it go on."""
+    def record_errors(self, where: str) -> Iterator[None]:
+        """Record exceptions that leave the block, and re-raise them."""
         try:
             yield
         except Exception as error:
             self.problem(where, error)
             raise
 
-    def agreed(self, graph_name: str, graph: fx.Graph, asked: bool) -> None:
-        """Record what the ranks have agreed on.
+    def record_agreement(self, graph_name: str, graph: fx.Graph, compared: bool) -> None:
+        """Record that ranks run the same collectives, per process group.
 
         Args:
-            asked: whether they were asked at all.
+            compared: whether the ranks compared the collectives of this graph.
         """
         if not self:
             return
         for group, sequence in collectives_by_group(graph).items():
-            verdict = "off" if not asked else "agreed" if has_other_ranks(group) else "alone"
-            self.agreement(graph_name, group, digest(sequence), len(sequence), verdict)
+            result = (
+                "off" if not compared else "agreed" if has_other_ranks(group) else "single-rank"
+            )
+            self.agreement(graph_name, group, digest(sequence), len(sequence), result)
 
 
-def recorded_passes(
-    recorder: Recorders, graph_name: str, level: str, graph: fx.Graph, passes: Sequence[Pass]
+def run_recorded_passes(
+    recorder: Recorders,
+    graph_name: str,
+    level: str,
+    graph: fx.Graph,
+    passes: Sequence[Pass],
+    *,
+    simulate: bool = False,
 ) -> list[PassRecord]:
-    """`run_passes`, watched."""
+    """Run passes on a graph as `run_passes` does, and report each to the recorder.
+
+    Args:
+        graph_name: name of the graph in records, such as "forward".
+        level: value of the `Level` of the passes.
+        simulate: as for `run_passes`.
+    """
     if not recorder:
-        return run_passes(graph, passes)
+        return run_passes(graph, passes, simulate=simulate)
     recorder.before(graph_name, level, graph)
     ran = 0
 
     def observe(record: PassRecord, rewritten: fx.Graph) -> None:
         nonlocal ran
-        recorder.after(graph_name, level, passes[ran], record, rewritten, _taken())
+        recorder.after(graph_name, level, passes[ran], record, rewritten, _take_notes())
         ran += 1
 
     token = _notes.set([])
     try:
-        return run_passes(graph, passes, observe=observe)
+        return run_passes(graph, passes, observe=observe, simulate=simulate)
     except (PassError, AgreementError) as error:
-        recorder.failed(graph_name, level, passes[ran], error, graph, _taken())
+        recorder.failed(graph_name, level, passes[ran], error, graph, _take_notes())
         raise
     finally:
         _notes.reset(token)
 
 
-# --- while code runs ------------------------------------------------------------------------------
-_watching: weakref.WeakSet[Recorder] = weakref.WeakSet()
-"""Recorders of compiles whose code can still run."""
+# --- run time -------------------------------------------------------------------------------------
+_runtime_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+"""Recorders that receive `runtime_note`. Weak, so that a recorder lives as long as the code of its
+compile."""
 
 
-def watch(recorders: Iterable[Recorder]) -> None:
-    """Let `runtime_note` reach these recorders, for as long as somebody holds them."""
-    _watching.update(recorders)
+def enable_runtime_notes(recorders: Iterable[Recorder]) -> None:
+    """Send later runtime notes to these recorders too, as long as they are alive."""
+    _runtime_recorders.update(recorders)
 
 
 def runtime_note(concerning: str, text: str) -> None:
-    """Tell the recorders of all compiles what was decided while code ran, which a pass of this name
-    left open."""
-    for each in tuple(_watching):
+    """Report a decision that was taken at run time to the recorders of all compiles.
+
+    Args:
+        concerning: name of the pass that left the decision open.
+    """
+    for each in tuple(_runtime_recorders):
         each.runtime_note(concerning, text)
 
 
@@ -223,44 +260,47 @@ _notes: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
 
 
 def note(text: str) -> None:
-    """What a pass has to say about its choice: goes to the log, and into the record of the pass
-    that runs."""
+    """Report why a pass decides as it does.
+
+    The text goes to the log and into the record of the running pass.
+    """
     log.info("%s", text)
     notes = _notes.get()
     if notes is not None:
         notes.append(text)
 
 
-def _taken() -> list[str]:
+def _take_notes() -> list[str]:
     notes = _notes.get() or []
     taken = list(notes)
     notes.clear()
     return taken
 
 
-def options_of(each: Pass) -> dict[str, object]:
-    """All options of a pass, defaults too."""
-    return {
-        field.name: getattr(each, field.name) for field in dataclasses.fields(each) if field.init
-    }  # type: ignore[arg-type]
+def pass_options(each: Pass) -> dict[str, object]:
+    """Return all options of a pass by name, including defaults."""
+    fields = dataclasses.fields(each)  # type: ignore[arg-type]
+    return {field.name: getattr(each, field.name) for field in fields if field.init}
 
 
-# --- trials ---------------------------------------------------------------------------------------
+# --- bisection ------------------------------------------------------------------------------------
 ResultHook = Callable[[Callable[..., Any], str], Callable[..., Any]]
-"""Takes a compiled function and what its results are, and gives one that also writes them down."""
+"""Wraps a compiled function so that its results are recorded. The second argument says what the
+results are, such as "outputs"."""
 
 
 def apply_bisect_limits(pipeline: Pipeline, compile_name: str) -> tuple[Pipeline, ResultHook]:
-    """The passes that may run, and what to do with results: all and nothing, unless `zpasses
-    bisect` runs this program.
+    """Return the passes that may run and the hook for results.
+
+    Outside of `zpasses bisect`, these are the whole pipeline and a hook that does nothing.
 
     Raises:
-        OptionError: when the environment variable ZPASSES_BISECT does not hold what `zpasses
-            bisect` sets.
+        OptionError: if the environment variable ZPASSES_BISECT does not hold what `zpasses bisect`
+            sets.
     """
     if not os.environ.get("ZPASSES_BISECT"):
         return pipeline, lambda fn, _: fn
     trial = Trial.current()
-    return trial.prefix(pipeline, compile_name), lambda fn, what: trial.recorded(
+    return trial.limit_passes(pipeline, compile_name), lambda fn, what: trial.record_results(
         fn, f"{compile_name} {what}"
     )

@@ -1,2 +1,3 @@
 """Ranks decide identically: they vote through the store before they take a path that another rank
-might not take."""
+might not take.
+"""

@@ -1,12 +1,14 @@
-"""Ranks compare the collectives of a graph before they run it.
+"""Ranks compare what a graph communicates before they run it.
 
-Before a compiled graph first runs, the ranks of each process group in it compare the sequence of
-collectives that the graph runs on that group. They compare through the store, so nobody waits in a
-collective that another rank never starts. A difference, or a rank whose compile failed, raises
+Before a compiled graph first runs, the ranks of each of its process groups compare the sequence of
+collectives that the graph runs on that group: operators, shapes, dtypes, reduce operators, and the
+parameters that they gather or reduce. A difference, or a rank whose compile failed, raises
 AgreementError on every rank of the group.
 
-A sequence that was agreed once needs no second vote. A rank may therefore recompile alone, for a
-new batch shape for example, as long as it runs the same collectives."""
+A sequence that was agreed once needs no second vote. A rank may therefore recompile while the
+others do not, for a new batch shape for example, as long as it runs the same collectives.
+`zpasses.ranks.run_order` checks that ranks also run agreed graphs in the same order.
+"""
 
 from __future__ import annotations
 
@@ -18,60 +20,80 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.errors import AgreementError
-from zpasses.graph.nodes import Collective, collectives_by_group
-from zpasses.ranks.vote import Ballot, agreed_sequences, has_other_ranks, vote
+from zpasses.graph.nodes import Collective, collectives
+from zpasses.graph.sources import describe_source
+from zpasses.graph.tags import tag_of
+from zpasses.ranks.run_order import Event
+from zpasses.ranks.vote import Ballot, group_state, has_other_ranks, vote
 
-__all__ = ["agree", "digest"]
+__all__ = ["agree", "digest", "run_events"]
 
 
 def digest(sequence: Sequence[Collective]) -> str:
-    """A short name of a sequence of collectives: equal on two ranks if and only if the sequences
-    are."""
-    return hashlib.sha256(json.dumps([_line(each) for each in sequence]).encode()).hexdigest()[:16]
+    """A short name of a sequence of collectives, without their parameters, for dumps."""
+    return _hash([_line(each, ()) for each in sequence])
 
 
 def agree(graph: fx.Graph, graph_name: str, timeout_s: float) -> None:
-    """Raise AgreementError on every rank of a group unless all of them are about to run the same
-    collectives on it.
+    """Raise AgreementError on every rank of a group unless all would run the same collectives.
 
     Args:
         graph: the graph as it will run, after its last pass.
         graph_name: what the error calls it.
         timeout_s: seconds to wait for the other ranks.
     """
-    for group, sequence in collectives_by_group(graph).items():
+    for group, calls in _calls_by_group(graph).items():
         if has_other_ranks(group):
-            _compare(group, graph_name, sequence, timeout_s)
+            _compare(group, graph_name, calls, timeout_s)
 
 
-def _compare(group: str, graph_name: str, sequence: list[Collective], timeout_s: float) -> None:
-    mine, agreed = digest(sequence), agreed_sequences(group)
+def run_events(graph: fx.Graph, graph_name: str) -> dict[str, Event]:
+    """Process group -> the event that a run of this graph is.
+
+    Shapes of collectives that zpasses did not make are left out: ranks may run them on batches of
+    different sizes.
+    """
+    events = {}
+    for group, calls in _calls_by_group(graph).items():
+        parts = [
+            _line(each, _params(node)) if tag_of(node) is not None else each.op
+            for node, each in calls
+        ]
+        first = next((param for node, _ in calls for param in _params(node)), "")
+        of = f", the first of {first}" if first else ""
+        text = f"graph {graph_name} ({len(calls)} collectives, {calls[0][1].op}{of})"
+        events[group] = Event.of(text, parts)
+    return events
+
+
+_Call = tuple[fx.Node, Collective]
+
+
+def _calls_by_group(graph: fx.Graph) -> dict[str, list[_Call]]:
+    """Groups in sorted order, identical on every rank."""
+    found: dict[str, list[_Call]] = {}
+    for node, each in collectives(graph):
+        found.setdefault(each.group, []).append((node, each))
+    return dict(sorted(found.items()))
+
+
+def _compare(group: str, graph_name: str, calls: list[_Call], timeout_s: float) -> None:
+    lines = [_line(each, _params(node)) for node, each in calls]
+    mine, agreed = _hash(lines), group_state(group).agreed
     if mine in agreed:
         return
-    ballot = {"graph": graph_name, "digest": mine, "lines": [_line(each) for each in sequence]}
+    places = [describe_source(node) for node, _ in calls]
+    ballot = {"graph": graph_name, "digest": mine, "lines": lines, "places": places}
     ranks = compat.group_ranks(group)
 
     def combine(ballots: Sequence[Ballot]) -> Ballot:
-        different = next(
-            (i for i, each in enumerate(ballots) if each["digest"] != ballots[0]["digest"]), None
-        )
-        if different is None:
-            return {"error": None}
-        return {
-            "error": _first_difference(
-                group, ranks[0], ballots[0], ranks[different], ballots[different]
-            )
-        }
+        for rank, each in zip(ranks, ballots, strict=True):
+            if each["digest"] != ballots[0]["digest"]:
+                return {"error": _first_difference(group, ranks[0], ballots[0], rank, each)}
+        return {"error": None}
 
-    error = vote(
-        group,
-        "compiling a graph",
-        ballot,
-        combine,
-        timeout_s,
-        missed=f"compile a graph with new collectives (graph {graph_name} here)",
-        timeout_option="options={'agreement_timeout_s': ...}",
-    )["error"]
+    missed = f"compile a graph with new collectives (graph {graph_name} here)"
+    error = vote(group, "compiling a graph", ballot, combine, timeout_s, missed=missed)["error"]
     if error is not None:
         raise AgreementError(error)
     agreed.add(mine)
@@ -81,19 +103,33 @@ def _first_difference(group: str, rank_a: int, a: Ballot, rank_b: int, b: Ballot
     lines_a, lines_b = a["lines"], b["lines"]
     shared = min(len(lines_a), len(lines_b))
     at = next((i for i in range(shared) if lines_a[i] != lines_b[i]), shared)
-    this, that = (lines[at] if at < len(lines) else "nothing more" for lines in (lines_a, lines_b))
     return (
         f"ranks would run different collectives on group {group!r}. First difference: collective "
-        f"{at} is {this} on rank {rank_a} (graph "
-        f"{a['graph']}, {len(lines_a)} collectives) but {that} on rank {rank_b} (graph "
-        f"{b['graph']}, {len(lines_b)} collectives). "
-        "Every rank must take the same branches and read the same parameters."
+        f"{at} is {_said(a, at)} on rank {rank_a} (graph {a['graph']}, {len(lines_a)} collectives) "
+        f"but {_said(b, at)} on rank {rank_b} (graph {b['graph']}, {len(lines_b)} collectives). "
+        "Every rank must take the same branches and read the same parameters in the same order."
     )
 
 
-def _line(each: Collective) -> str:
-    tensors = ", ".join(
-        f"{dtype}{list(shape)}" for dtype, shape in zip(each.dtypes, each.shapes, strict=True)
-    )
+def _said(ballot: Ballot, at: int) -> str:
+    if at >= len(ballot["lines"]):
+        return "nothing more"
+    place = ballot["places"][at]
+    return str(ballot["lines"][at]) + (f" at {place}" if place else "")
+
+
+def _params(node: fx.Node) -> tuple[str, ...]:
+    tag = tag_of(node)
+    return tag.params if tag is not None else ()
+
+
+def _line(each: Collective, params: Sequence[str]) -> str:
+    """`all_gather_into_tensor(float32[4, 2]) of layers.0.weight`."""
+    pairs = zip(each.dtypes, each.shapes, strict=True)
+    tensors = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in pairs)
     reduce_op = f", {each.reduce_op}" if each.reduce_op else ""
-    return f"{each.op}({tensors}{reduce_op})"
+    return f"{each.op}({tensors}{reduce_op})" + (f" of {', '.join(params)}" if params else "")
+
+
+def _hash(lines: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]

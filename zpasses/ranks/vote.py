@@ -1,70 +1,143 @@
-"""Votes: the ranks of a process group exchange what they know through the store, and every rank
-gets the same result.
+"""Votes: the ranks of a process group exchange what they know, and every rank gets the same result.
 
-A vote never waits longer than its time limit. A rank that cannot go on says so instead of voting,
-and the vote becomes an error on every other rank. The group's first rank collects the ballots and
-decides, so all ranks see one result."""
+A vote runs through the store, so no rank waits in a collective that another rank never starts. It
+never waits longer than its time limit. The group's first rank collects the ballots and combines
+them into one result.
+
+A rank that cannot go on reports its failure instead of voting. The vote then raises AgreementError
+on every other rank within a second. Each failure starts a new epoch of votes, in which all ranks
+count from zero. If the failed rank's program catches the error and continues, its next vote and
+the next vote of the other ranks therefore meet again.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import json
+import time
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from zpasses import compat
 from zpasses.errors import AgreementError
+from zpasses.ranks import heartbeat
 
 __all__ = [
+    "DEFAULT_TIMEOUT_S",
     "Ballot",
-    "agreed_sequences",
+    "GroupState",
+    "current_timeout_s",
     "exchange",
+    "group_state",
     "has_other_ranks",
     "is_reported",
     "report_failure",
     "reported_failure",
+    "resume",
     "store_barrier",
     "vote",
+    "vote_timeout",
 ]
 
-_RESULT_SLACK_S = 10.0
-"""How much longer the others wait than the first rank of the group, which collects and decides."""
+DEFAULT_TIMEOUT_S = 300.0
+"""Seconds to wait for other ranks where the user sets no limit."""
+
+_RESULT_SLACK_S = 5.0
+"""How much longer the others wait than the first rank of the group, which collects and combines."""
+
+_RECOVERY_S, _LATE_RECOVERY_S = 0.7, 3.0
+"""How long a rank that finds another rank's failure waits for that rank to continue: where it was
+waiting when the failure came, and where it found an earlier failure, perhaps of another graph."""
+
+_FIRST_POLL_S, _LAST_POLL_S = 1e-4, 0.05
 
 Ballot = dict[str, Any]
-"""What one rank says, or what the first rank makes of all of them: plain JSON values."""
+"""What one rank says, or what the first rank makes of all ballots: plain JSON values."""
 
 Combine = Callable[[Sequence[Ballot]], Ballot]
 """Makes one result of the ballots of all ranks, in group order."""
 
 
 @dataclass
-class _Ledger:
-    """The votes of one process group so far."""
+class GroupState:
+    """What the votes of one process group have settled so far.
+
+    It is identical on all ranks of the group, because only votes in which every rank took part
+    change it.
+    """
 
     prefix: str
+    epoch: int = 0
     votes: int = 0
+    resumed: bool = True
+    """Whether the other ranks can see that this rank continues in this epoch."""
     agreed: set[str] = field(default_factory=set)
     """Digests of collective sequences that all ranks were found to share."""
-    last: str | None = None
-    """The last vote in which every rank was heard. Its ballots stay in the store until the next
-    one."""
     answers: dict[str, list[Any]] = field(default_factory=dict)
     """Answers of all ranks to questions that are asked once."""
+    successors: dict[tuple[str, ...], str] = field(default_factory=dict)
+    """The last events of the group -> the event that followed; see `zpasses.ranks.run_order`."""
+    events: tuple[str, ...] = ()
+    """The last events of the group. Reset where ranks were found at different events."""
+    last_vote: str | None = None
+    """Key of the last vote in which every rank took part. Its ballots stay in the store until the
+    next vote."""
+
+    def key(self) -> str:
+        return f"{self.prefix}/{self.epoch}/{self.votes}"
+
+    def next_epoch(self, *, resumed: bool) -> None:
+        """Start to count votes anew, after a failure that ended the vote at hand."""
+        self.epoch += 1
+        self.votes = 0
+        self.resumed = resumed
+        self.last_vote = None
 
 
 # State belongs to a process group, which offers no place for it.
-_ledgers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Ledger] = weakref.WeakKeyDictionary()
+_states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
+
+_timeout_s: contextvars.ContextVar[float] = contextvars.ContextVar(
+    "zpasses.vote_timeout", default=DEFAULT_TIMEOUT_S
+)
+
+
+@contextlib.contextmanager
+def vote_timeout(seconds: float) -> Iterator[None]:
+    """Inside, votes without a time limit of their own wait this long for the other ranks."""
+    token = _timeout_s.set(seconds)
+    try:
+        yield
+    finally:
+        _timeout_s.reset(token)
+
+
+def current_timeout_s() -> float:
+    """Seconds that a vote without a time limit of its own waits here."""
+    return _timeout_s.get()
 
 
 def has_other_ranks(group: str) -> bool:
-    """Whether a group has ranks besides this one that can be asked: those of a fake world
-    cannot."""
+    """Whether a group has ranks besides this one that can vote: those of a fake world cannot."""
     return compat.group_backend(group) != "fake" and compat.process_group(group).size() > 1
+
+
+def group_state(name: str) -> GroupState:
+    """The state of a process group that has other ranks."""
+    group = compat.process_group(name)
+    state = _states.get(group)
+    if state is None:
+        # A store outlives its groups: number the groups that had this name, so that old votes are
+        # not read again.
+        entered = compat.default_store().add(f"zpasses/{name}/entered", 1)
+        state = _states[group] = GroupState(f"zpasses/{name}/{(entered - 1) // group.size()}")
+    return state
 
 
 def vote(
@@ -72,25 +145,27 @@ def vote(
     occasion: str,
     ballot: Ballot,
     combine: Combine,
-    timeout_s: float,
+    timeout_s: float | None = None,
     *,
     failure: str | None = None,
     missed: str | None = None,
-    timeout_option: str = "timeout_s=...",
+    timeout_option: str = "options={'agreement_timeout_s': ...}",
 ) -> Ballot:
-    """Exchange what the ranks of a group know; every rank gets what `combine` makes of all ballots
-    on the group's first rank.
+    """Exchange what the ranks of a group know.
 
     Args:
         name: the process group.
         occasion: what the ranks are doing. Ranks that vote on different occasions get an error.
         ballot: this rank's part.
         combine: must not raise; it runs on the first rank only.
-        timeout_s: seconds to wait for the other ranks.
+        timeout_s: seconds to wait for the other ranks; None takes the limit of the compile.
         failure: why this rank cannot go on. It tells the other ranks and returns its own ballot at
             once.
         missed: what a missing rank did not do, for the error; by default to reach the occasion.
         timeout_option: what the user sets to wait longer, for the error.
+
+    Returns:
+        What `combine` makes of all ballots on the group's first rank; the same on every rank.
 
     Raises:
         AgreementError: when a rank failed, did not vote in time, or votes on another occasion.
@@ -98,37 +173,35 @@ def vote(
     if not has_other_ranks(name):
         return combine([ballot])
     if failure is not None:
-        _post_failure(name, f"rank {dist.get_rank()} {failure}")
+        _post_failure(name, f"rank {dist.get_rank()} {failure}", recoverable=False)
         return ballot
-    group, store = compat.process_group(name), compat.default_store()
-    ledger = _ledger(name, group, store)
-    key = f"{ledger.prefix}/{ledger.votes}"
-    ledger.votes += 1
-    missing_error = _MissingError(name, missed or f"reach {occasion}", timeout_s, timeout_option)
-    store.set(f"{key}/{group.rank()}", _pack({"occasion": occasion, "ballot": ballot}))
-    if group.rank() == 0:
-        result = _collect(store, key, name, occasion, combine, timeout_s, missing_error)
-        store.set(f"{key}/result", _pack(result))
-    elif _wait(store, [f"{key}/result"], timeout_s + _RESULT_SLACK_S):
-        result = {"error": missing_error.text(store, key)}
-    else:
-        result = _unpack(store.get(f"{key}/result"))
-    if result["error"]:
-        raise AgreementError(str(result["error"]))
-    _delete_last_ballots(ledger, store, group.rank())
-    ledger.last = key
-    combined: Ballot = result["combined"]
-    return combined
+    limit = current_timeout_s() if timeout_s is None else timeout_s
+    poll = _Poll(name, occasion, missed or f"reach {occasion}", limit, timeout_option)
+    return poll.run(ballot, combine)
 
 
-def store_barrier(name: str, occasion: str, timeout_s: float) -> None:
-    """Wait until all ranks of a group are at the same point and none of them has failed; raises as
-    `vote` does."""
-    vote(name, occasion, {}, lambda ballots: {}, timeout_s)
+def store_barrier(
+    name: str,
+    occasion: str,
+    timeout_s: float | None = None,
+    *,
+    timeout_option: str = "timeout_s=...",
+) -> None:
+    """Wait until all ranks of a group are at the same point and none of them has failed.
+
+    Raises as `vote` does.
+    """
+    vote(name, occasion, {}, lambda ballots: {}, timeout_s, timeout_option=timeout_option)
 
 
 def exchange(
-    group: str, question: str, mine: Any, timeout_s: float, *, remember: str | None = None
+    group: str,
+    question: str,
+    mine: Any,
+    timeout_s: float | None = None,
+    *,
+    remember: str | None = None,
+    timeout_option: str = "options={'agreement_timeout_s': ...}",
 ) -> list[Any]:
     """Every rank of a group tells the others its answer, so that all of them choose identically.
 
@@ -137,9 +210,10 @@ def exchange(
             rank's answer is the only one.
         question: what is asked; it must be the same on all ranks.
         mine: this rank's answer, of plain JSON values.
-        timeout_s: seconds to wait for the other ranks.
+        timeout_s: seconds to wait for the other ranks; None takes the limit of the compile.
         remember: a key. If something was asked under it before, the earlier answers are returned. A
-            rank may then repeat a compile alone.
+            rank may then repeat a compile that no other rank repeats.
+        timeout_option: what the user sets to wait longer, for the error.
 
     Returns:
         The answers, in the order of the group's ranks; the same list on every rank.
@@ -150,163 +224,213 @@ def exchange(
     """
     if not has_other_ranks(group):
         return [mine]
-    ledger = _ledger(group, compat.process_group(group), compat.default_store())
-    if remember is not None and remember in ledger.answers:
-        return ledger.answers[remember]
-    combined = vote(
-        group,
-        question,
-        {"answer": mine},
-        lambda ballots: {"answers": [each["answer"] for each in ballots]},
-        timeout_s,
-    )
+    state = group_state(group)
+    if remember is not None and remember in state.answers:
+        return state.answers[remember]
+
+    def combine(ballots: Sequence[Ballot]) -> Ballot:
+        return {"answers": [each["answer"] for each in ballots]}
+
+    ballot = {"answer": mine}
+    combined = vote(group, question, ballot, combine, timeout_s, timeout_option=timeout_option)
     answers: list[Any] = combined["answers"]
     if remember is not None:
-        ledger.answers[remember] = answers
+        state.answers[remember] = answers
     return answers
 
 
-def agreed_sequences(group: str) -> set[str]:
-    """Digests of the collective sequences that the ranks of a group were found to share. Callers
-    add to it."""
-    return _ledger(group, compat.process_group(group), compat.default_store()).agreed
+# --- one vote ------------------------------------------------------------------------------------
+class _SupersededError(Exception):
+    """The vote ended in a failure whose rank continues: vote again in the next epoch."""
 
 
-# --- failures -------------------------------------------------------------------------------------
-def report_failure(groups: Sequence[str], graph_name: str, error: BaseException) -> None:
-    """Tell the other ranks of these groups that this rank will not vote, because its compile
-    failed."""
-    for name in groups:
-        _post_failure(
-            name,
-            f"rank {dist.get_rank()} failed while compiling graph {graph_name}: "
-            f"{type(error).__name__}: {str(error)[:500]}",
-        )
-    error._zpasses_reported = True  # type: ignore[attr-defined]
-
-
-def is_reported(error: BaseException | None) -> bool:
-    """Whether the other ranks know of a failure already."""
-    while error is not None:
-        if isinstance(error, AgreementError) or hasattr(error, "_zpasses_reported"):
-            return True
-        error = compat.wrapped_error(error) or error.__cause__ or error.__context__
-    return False
-
-
-def reported_failure(name: str) -> str | None:
-    """Why another rank of the group said that it will not come to the next vote, if one did; asks
-    without waiting."""
-    if not has_other_ranks(name):
-        return None
-    group, store = compat.process_group(name), compat.default_store()
-    key = f"{(ledger := _ledger(name, group, store)).prefix}/{ledger.votes}/failed"
-    return store.get(key).decode() if store.check([key]) else None
-
-
-def _post_failure(name: str, reason: str) -> None:
-    if not has_other_ranks(name):
-        return
-    group, store = compat.process_group(name), compat.default_store()
-    ledger = _ledger(name, group, store)
-    key = f"{ledger.prefix}/{ledger.votes}"
-    store.set(f"{key}/{group.rank()}", _pack({"failed": reason}))
-    store.set(f"{key}/failed", reason)
-    if group.rank() == 0:
-        store.set(f"{key}/result", _pack({"error": reason}))
-    ledger.votes += 1
-
-
-@dataclass(frozen=True)
-class _MissingError:
-    """The message about ranks that did not vote in time."""
+@dataclass
+class _Poll:
+    """One vote of this rank."""
 
     group: str
+    occasion: str
     missed: str
     timeout_s: float
-    option: str
+    timeout_option: str
 
-    def text(self, store: Any, key: str) -> str:
+    def run(self, ballot: Ballot, combine: Combine) -> Ballot:
+        started = time.monotonic()
+        while True:
+            try:
+                return self._once(ballot, combine, started)
+            except _SupersededError:
+                continue
+
+    def _once(self, ballot: Ballot, combine: Combine, started: float) -> Ballot:
+        process_group, store = compat.process_group(self.group), compat.default_store()
+        state, rank = group_state(self.group), process_group.rank()
+        heartbeat.start()
+        resume([self.group])
+        key = state.key()
+        state.votes += 1
+        store.set(f"{key}/{rank}", _pack({"occasion": self.occasion, "ballot": ballot}))
+        with heartbeat.at(f"waiting for other ranks at {self.occasion}"):
+            if rank == 0:
+                result = self._collect(store, key, combine, started)
+                if "superseded" not in result:
+                    store.set(f"{key}/result", _pack(result))
+            else:
+                result = self._await_result(store, key, started)
+        if "superseded" in result:
+            state.next_epoch(resumed=True)
+            raise _SupersededError
+        if result["error"]:
+            state.next_epoch(resumed=True)
+            if result.get("diverged"):
+                state.events = ()
+            raise AgreementError(str(result["error"]))
+        if state.last_vote is not None:  # all ranks came to a later vote, so all have read it
+            store.delete_key(f"{state.last_vote}/{rank}")
+            if rank == 0:
+                store.delete_key(f"{state.last_vote}/result")
+        state.last_vote = key
+        combined: Ballot = result["combined"]
+        return combined
+
+    def _collect(self, store: Any, key: str, combine: Combine, started: float) -> dict[str, Any]:
         ranks = compat.group_ranks(self.group)
-        missing = [
-            rank for i, rank in enumerate(ranks) if not store.check([f"{key}/{i}"])
-        ] or ranks[:1]
+        keys = [f"{key}/{rank}" for rank in range(len(ranks))]
+        deadline = started + self.timeout_s
+        if (failed := self._wait(store, key, keys, deadline)) is not None:
+            return failed
+        if not store.check(keys):
+            return {"error": self._missing_error(store, key), "diverged": True}
+        ballots = [_unpack(data) for data in _read(store, keys)]
+        for rank, ballot in zip(ranks, ballots, strict=True):
+            if ballot["occasion"] != self.occasion:
+                error = _mismatch_error(ranks[0], self.occasion, rank, ballot["occasion"])
+                return {"error": error, "diverged": True}
+        return {"error": None, "combined": combine([ballot["ballot"] for ballot in ballots])}
+
+    def _await_result(self, store: Any, key: str, started: float) -> dict[str, Any]:
+        deadline = started + self.timeout_s + _RESULT_SLACK_S
+        if (failed := self._wait(store, key, [f"{key}/result"], deadline)) is not None:
+            return failed
+        if store.check([f"{key}/result"]):
+            return _unpack(store.get(f"{key}/result"))
+        error = self._missing_error(store, key)
+        failure = {"rank": dist.get_rank(), "reason": error, "diverged": True}
+        failure["recoverable"] = False
+        store.set(f"{key}/failed", _pack(failure))
+        return {"error": error, "diverged": True}
+
+    def _wait(
+        self, store: Any, key: str, wanted: list[str], deadline: float
+    ) -> dict[str, Any] | None:
+        """Wait for keys; None when they are there or too late, else how a failure ended it."""
+        pause = _FIRST_POLL_S
+        patience_s = _LATE_RECOVERY_S
+        while True:
+            if store.check([f"{key}/failed"]):
+                return self._after_failure(store, key, patience_s)
+            patience_s = _RECOVERY_S
+            if store.check(wanted) or time.monotonic() > deadline:
+                return None
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LAST_POLL_S)
+
+    def _after_failure(self, store: Any, key: str, patience_s: float) -> dict[str, Any]:
+        failure = _unpack(store.get(f"{key}/failed"))
+        error = {"error": str(failure["reason"]), "diverged": failure.get("diverged", False)}
+        if not failure["recoverable"]:
+            return error
+        state = group_state(self.group)
+        resumed = [f"{state.prefix}/{state.epoch + 1}/resumed/{failure['rank']}"]
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            if store.check(resumed):
+                return {"superseded": True}
+            time.sleep(_LAST_POLL_S)
+        return error
+
+    def _missing_error(self, store: Any, key: str) -> str:
+        ranks = compat.group_ranks(self.group)
+        missing = [rank for i, rank in enumerate(ranks) if not store.check([f"{key}/{i}"])]
+        missing = missing or ranks[:1]
+        seen = heartbeat.describe(missing[:4])
         return (
             f"rank {', '.join(map(str, missing))} of group {self.group!r} did not {self.missed} "
-            f"within {self.timeout_s:g} s, but the "
-            f"others did. It stopped, is much slower, or runs other code. Look at its log; "
-            f"{self.option} waits longer."
+            f"within {self.timeout_s:g} s, but the others did. {seen} Look at its log; "
+            f"{self.timeout_option} waits longer."
         )
 
 
 def _mismatch_error(rank: int, occasion: str, other_rank: int, other: str) -> str:
     return (
         f"rank {rank} is at {occasion}, but rank {other_rank} at {other}: every rank must do the "
-        "same things in the same order."
-        " Compile the same graphs, run the same backwards, leave windows alike."
+        "same things in the same order. Compile the same graphs, run the same backwards and "
+        "optimizer steps, and leave windows at the same point on every rank."
     )
 
 
-# --- the store ------------------------------------------------------------------------------------
-def _collect(
-    store: Any,
-    key: str,
-    name: str,
-    occasion: str,
-    combine: Combine,
-    timeout_s: float,
-    missing_error: _MissingError,
-) -> dict[str, Any]:
-    ranks = compat.group_ranks(name)
-    keys = [f"{key}/{rank}" for rank in range(len(ranks))]
-    missing = _wait(store, keys, timeout_s)
-    there = [(rank, each) for rank, each in zip(ranks, keys, strict=True) if each not in missing]
-    ballots = {
-        rank: _unpack(data)
-        for (rank, _), data in zip(there, _read(store, [each for _, each in there]), strict=True)
-    }
-    for ballot in ballots.values():
-        if "failed" in ballot:
-            return {"error": str(ballot["failed"])}
-    if missing:
-        return {"error": missing_error.text(store, key)}
-    for rank, ballot in ballots.items():
-        if ballot["occasion"] != occasion:
-            return {"error": _mismatch_error(ranks[0], occasion, rank, ballot["occasion"])}
-    return {"error": None, "combined": combine([ballot["ballot"] for ballot in ballots.values()])}
+# --- failures ------------------------------------------------------------------------------------
+def report_failure(
+    groups: Sequence[str], graph_name: str, error: BaseException, *, recoverable: bool = True
+) -> None:
+    """Tell the other ranks of these groups that this rank will not vote: its compile failed.
+
+    Args:
+        recoverable: let votes meet again if this rank's program catches the error and continues.
+            False makes the vote at hand an error on all ranks in any case.
+    """
+    reason = f"{type(error).__name__}: {str(error)[:500]}"
+    text = f"rank {dist.get_rank()} failed while compiling graph {graph_name}: {reason}"
+    for name in groups:
+        _post_failure(name, text, recoverable=recoverable)
+    error._zpasses_reported = True  # type: ignore[attr-defined]
 
 
-def _delete_last_ballots(ledger: _Ledger, store: Any, rank: int) -> None:
-    """Delete what this rank said in the vote before. All ranks have come to a later one, so all
-    have read it."""
-    if ledger.last is None:
+def is_reported(error: BaseException | None) -> bool:
+    """Whether the other ranks know of a failure already."""
+    while error is not None:
+        if hasattr(error, "_zpasses_reported"):
+            return bool(error._zpasses_reported)
+        if isinstance(error, AgreementError):
+            return True
+        error = compat.inner_exception(error) or error.__cause__ or error.__context__
+    return False
+
+
+def reported_failure(name: str) -> str | None:
+    """Why another rank of the group will not come to the next vote, if one said so; asks without
+    waiting.
+    """
+    if not has_other_ranks(name):
+        return None
+    store, key = compat.default_store(), f"{group_state(name).key()}/failed"
+    return str(_unpack(store.get(key))["reason"]) if store.check([key]) else None
+
+
+def resume(groups: Sequence[str]) -> None:
+    """Show the other ranks that this rank continues after a failure that it reported."""
+    for name in groups:
+        if not has_other_ranks(name):
+            continue
+        state = group_state(name)
+        if not state.resumed:
+            state.resumed = True
+            key = f"{state.prefix}/{state.epoch}/resumed/{dist.get_rank()}"
+            compat.default_store().set(key, "1")
+
+
+def _post_failure(name: str, reason: str, *, recoverable: bool) -> None:
+    if not has_other_ranks(name):
         return
-    store.delete_key(f"{ledger.last}/{rank}")
-    if rank == 0:
-        store.delete_key(f"{ledger.last}/result")
+    state, store = group_state(name), compat.default_store()
+    failure = {"rank": dist.get_rank(), "reason": reason, "recoverable": recoverable}
+    store.set(f"{state.key()}/failed", _pack(failure))
+    state.next_epoch(resumed=False)
 
 
-def _ledger(name: str, group: dist.ProcessGroup, store: Any) -> _Ledger:
-    ledger = _ledgers.get(group)
-    if ledger is None:
-        # A store outlives its groups: number the groups that had this name, so that old votes are
-        # not read again.
-        entered = store.add(f"zpasses/{name}/entered", 1)
-        ledger = _ledgers[group] = _Ledger(f"zpasses/{name}/{(entered - 1) // group.size()}")
-    return ledger
-
-
-def _wait(store: Any, keys: list[str], timeout_s: float) -> list[str]:
-    """Wait for keys; return those that did not come in time."""
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except Exception:  # the type depends on the store; what matters is which keys are there
-        return [key for key in keys if not store.check([key])]
-    return []
-
-
+# --- the store -----------------------------------------------------------------------------------
 def _read(store: Any, keys: list[str]) -> list[bytes]:
-    """What lies under keys that are all there: in one round where the store can."""
+    """The values of keys that are all there: in one round where the store can."""
     found: list[bytes] = (
         store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
     )
@@ -314,7 +438,7 @@ def _read(store: Any, keys: list[str]) -> list[bytes]:
 
 
 def _pack(value: dict[str, Any]) -> str:
-    # Stores take text; a graph of thousands of like collectives compresses to a few KiB.
+    # Stores take text; a graph of thousands of similar collectives compresses to a few KiB.
     return zlib.compress(json.dumps(value).encode()).hex()
 
 

@@ -1,2 +1,3 @@
-"""What runs at each call of compiled code: parameters to local shards, cached parameters, deferred
-gradients, and windows."""
+"""The runtime of compiled code: conversion of parameters to local shards, cached full parameters,
+deferred gradients, and gradient windows.
+"""

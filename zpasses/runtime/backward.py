@@ -1,4 +1,8 @@
-"""What runs at each call of a backward graph whose reductions can be deferred."""
+"""Runtime dispatch of backward graphs whose reductions can be deferred.
+
+At each call, `BackwardDispatch` asks the gradient windows of its parameters what to reduce, and
+runs the matching variant of the graph (zpasses.runtime.backward_variants).
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,15 @@ from zpasses import compat
 from zpasses.errors import ZpassesError
 from zpasses.runtime.backward_variants import BackwardVariant
 from zpasses.runtime.grad_slots import GradSlot
-from zpasses.runtime.local_shards import sharded_inputs
+from zpasses.runtime.local_shards import local_shards_node
 from zpasses.runtime.windows import (
     EngineRun,
     Lowering,
-    Pending,
+    ParamGradState,
     PendingGrad,
     Window,
+    grad_state_of,
     mark_failed,
-    pending_of,
     windows_of,
 )
 
@@ -30,29 +34,29 @@ __all__ = ["BackwardDispatch", "warn_if_always_reduced"]
 log = logging.getLogger("zpasses")
 
 _MAX_VARIANTS = 8
-"""Patterns of given gradients that get a variant of their own; further ones are given zeros where
-nothing is pending."""
+"""Number of variants to compile per graph. Further calls use a variant that takes a pending
+gradient for every parameter, and pass zeros where nothing is pending."""
 
 
 @dataclass
-class _Plan:
-    """What one call does with its slots."""
+class _CallPlan:
+    """What one call does with the gradient slots of its graph."""
 
     variant: BackwardVariant
-    entries: dict[int, Pending]
-    """Of the slots that a window decides about."""
+    states: dict[int, ParamGradState]
+    """State of the parameters that are in a window, by slot."""
     windows: list[Window]
 
 
 class BackwardDispatch:
-    """Runs the variant of a backward graph that the windows of its parameters ask for.
+    """Runs the variant of a backward graph that the windows of its parameters require.
 
     Args:
         slots: the graph's deferrable gradients.
-        outputs: how many values the graph itself returns.
-        order: name of a sharded input -> its place among the sharded inputs of the call.
-        lowering: how this graph's reductions were lowered, for those that leave it unreduced.
-        compile_variant: makes the code of a variant.
+        outputs: number of values that the graph returns without variants.
+        order: name of a sharded input -> its position among the sharded inputs of the call.
+        lowering: how to reduce the gradients that a call of this graph defers.
+        compile_variant: generates the code of a variant.
     """
 
     def __init__(
@@ -69,20 +73,20 @@ class BackwardDispatch:
             lowering,
             compile_variant,
         )
-        self._places = [order[slot.param] for slot in slots]
+        self._param_positions = [order[slot.param] for slot in slots]
         self._code: dict[BackwardVariant, Callable[[list[Any]], Any]] = {}
         if not compat.in_backward():
-            # Compiled ahead: most likely without a window. Otherwise the first call, which follows
-            # at once, knows what it needs.
+            # The graph is compiled ahead of its first backward, most likely without a window. In a
+            # backward, the first call follows at once and compiles the variant that it needs.
             self._code_of(BackwardVariant())
 
     def __call__(self, args: list[Any]) -> Any:
         plan = self._plan()
-        if not plan.entries and not plan.variant.dropped:
+        if not plan.states and not plan.variant.dropped:
             return self._code_of(BackwardVariant())(args)
         code = self._code_for(plan)
         variant = plan.variant
-        args.extend(self._take(plan, i) for i in sorted(variant.given))
+        args.extend(self._take_pending(plan, i) for i in sorted(variant.given))
         try:
             values = code(args)
         except BaseException as error:
@@ -92,48 +96,48 @@ class BackwardDispatch:
         for i, total in zip(new, values[self._outputs :], strict=True):
             slot = self._slots[i]
             assert slot.reduction is not None
-            plan.entries[i].parts[slot.dtype] = PendingGrad(total, slot.reduction, self._lowering)
+            plan.states[i].pending[slot.dtype] = PendingGrad(total, slot.reduction, self._lowering)
         return values[: self._outputs]
 
-    # --- choosing ---------------------------------------------------------------------------------
-    def _plan(self) -> _Plan:
-        source = sharded_inputs()
-        plan = _Plan(BackwardVariant(), {}, [])
+    # --- planning ---------------------------------------------------------------------------------
+    def _plan(self) -> _CallPlan:
+        source = local_shards_node()
+        plan = _CallPlan(BackwardVariant(), {}, [])
         if source is None or not windows_of(
-            [source.zpasses_params[place] for place in self._places]
+            [source.zpasses_params[position] for position in self._param_positions]
         ):
             return plan
-        takers = compat.grad_consumers(source)
+        consumers = compat.grad_consumers(source)
         given, deferred, dropped = set(), set(), set()
-        lasts: dict[Window, bool] = {}
-        for i, place in enumerate(self._places):
-            entry = pending_of(source.zpasses_params[place])
-            window = entry.window
-            wanted = None if window is None else compat.will_accumulate(takers[place])
+        reduces: dict[Window, bool] = {}
+        for i, position in enumerate(self._param_positions):
+            state = grad_state_of(source.zpasses_params[position])
+            window = state.window
+            wanted = None if window is None else compat.will_accumulate(consumers[position])
             if window is None or wanted is None:
                 continue
             if not wanted:
                 dropped.add(i)
                 continue
-            if window not in lasts:
-                lasts[window] = window.reduces(EngineRun.current())
-            plan.entries[i] = entry
-            if self._slots[i].dtype in entry.parts:
+            if window not in reduces:
+                reduces[window] = window.reduces(EngineRun.current())
+            plan.states[i] = state
+            if self._slots[i].dtype in state.pending:
                 given.add(i)
-            if not lasts[window]:
+            if not reduces[window]:
                 deferred.add(i)
-        plan.windows = list(lasts)
+        plan.windows = list(reduces)
         plan.variant = BackwardVariant(
             frozenset(given), frozenset(deferred), frozenset(dropped), _accum_dtype(plan.windows)
         )
         return plan
 
-    def _code_for(self, plan: _Plan) -> Callable[[list[Any]], Any]:
+    def _code_for(self, plan: _CallPlan) -> Callable[[list[Any]], Any]:
         code = self._code.get(plan.variant)
         if code is not None:
             return code
         if len(self._code) >= _MAX_VARIANTS and plan.variant.given:
-            plan.variant = replace(plan.variant, given=frozenset(plan.entries))
+            plan.variant = replace(plan.variant, given=frozenset(plan.states))
         return self._code_of(plan.variant)
 
     def _code_of(self, variant: BackwardVariant) -> Callable[[list[Any]], Any]:
@@ -142,23 +146,26 @@ class BackwardDispatch:
             code = self._code[variant] = self._compile(variant)
         return code
 
-    def _take(self, plan: _Plan, i: int) -> torch.Tensor:
-        """The pending gradient of a slot: out of its entry if it is reduced now."""
-        slot, parts = self._slots[i], plan.entries[i].parts
-        part = parts.get(slot.dtype)
-        if part is None:
+    def _take_pending(self, plan: _CallPlan, i: int) -> torch.Tensor:
+        """Return the pending gradient of a slot, zeros if there is none.
+
+        If this call reduces the gradient, it is removed from the parameter's state.
+        """
+        slot, pending = self._slots[i], plan.states[i].pending
+        grad = pending.get(slot.dtype)
+        if grad is None:
             assert slot.reduction is not None
-            like = next(iter(plan.entries.values()))
-            device = next((part.total.device for part in like.parts.values()), None)
+            like = next(iter(plan.states.values()))
+            device = next((other.total.device for other in like.pending.values()), None)
             total = torch.zeros(slot.shape, dtype=plan.variant.pending_dtype(slot), device=device)
-            part = PendingGrad(total, slot.reduction, self._lowering)
+            grad = PendingGrad(total, slot.reduction, self._lowering)
             if i in plan.variant.deferred:
-                parts[slot.dtype] = part
+                pending[slot.dtype] = grad
         elif i not in plan.variant.deferred:
-            del parts[slot.dtype]
-        elif part.lowering is None:
-            part.lowering = self._lowering
-        return part.total
+            del pending[slot.dtype]
+        elif grad.lowering is None:
+            grad.lowering = self._lowering
+        return grad.total
 
 
 def _accum_dtype(windows: Sequence[Window]) -> torch.dtype | None:
@@ -166,8 +173,8 @@ def _accum_dtype(windows: Sequence[Window]) -> torch.dtype | None:
     if len(dtypes) > 1:
         raise ZpassesError(
             f"one compiled graph holds parameters of windows with different grad_accum_dtype: "
-            f"{sorted(map(str, dtypes))}. Open one window "
-            "for all of them, or compile the models one by one."
+            f"{sorted(map(str, dtypes))}. Open one window for all of them, or compile the models "
+            "separately."
         )
     return dtypes.pop() if dtypes else None
 
@@ -178,23 +185,30 @@ def warn_if_always_reduced(
     names: Sequence[str],
     order: Mapping[str, int],
 ) -> Callable[[list[Any]], Any]:
-    """`code`, saying once that these parameters' gradients are reduced in each backward, if that is
-    not what a window asks for."""
+    """Wrap the code of a backward graph that cannot defer the gradients of some parameters.
+
+    The wrapper logs a warning the first time that it runs inside a window of these parameters,
+    because every backward reduces their gradients.
+
+    Args:
+        names: the parameters.
+        order: name of a sharded input -> its position among the sharded inputs of the call.
+    """
     warned = False
 
     def run(args: list[Any]) -> Any:
         nonlocal warned
         if not warned:
-            source = sharded_inputs()
+            source = local_shards_node()
             if source is not None and windows_of(
                 [source.zpasses_params[order[name]] for name in names]
             ):
                 warned = True
                 log.warning(
-                    "graph %s reduces the gradients of %s in every backward, also inside a window: "
-                    "they are right, but communicate each "
-                    "time. Its pipeline has no pass defer-reduction behind what makes the "
-                    "reductions, or that pass cannot tell them apart.",
+                    "graph %s reduces the gradients of %s in every backward, also inside a window. "
+                    "The gradients are correct, but each backward communicates. Either the "
+                    "pipeline has no pass defer-reduction after the passes that create the "
+                    "reductions, or that pass cannot separate these reductions.",
                     graph_name,
                     ", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
                 )

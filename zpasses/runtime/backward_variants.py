@@ -1,12 +1,18 @@
-"""Backward variants: forms of one backward graph that leave gradients unreduced, or reduce what
-earlier calls left.
+"""Backward variants: forms of one backward graph that defer the reduction of some gradients, or
+reduce gradients that earlier calls deferred.
 
-In a variant, each gradient slot is handled in one of three ways. It is reduced as in the graph
-itself, together with the pending gradient that is given. Or it is deferred: nothing communicates,
-the shard's gradient is returned as None, and the full gradient is an extra output, or is added in
-place to the pending gradient that is given. Or it is dropped. Pending gradients that are given are
-extra inputs after the graph's own inputs, and extra outputs come after its own outputs, both in
-slot order. Pending gradients are contiguous, in the accumulation dtype, and written in place."""
+A variant handles each gradient slot (zpasses.runtime.grad_slots) in one of three ways:
+
+  - reduced: as in the graph itself, together with the slot's pending gradient if that is an input.
+  - deferred: nothing is communicated, and the shard's gradient is returned as None. The full
+    gradient is added in place to the pending gradient if that is an input, else it is an extra
+    output.
+  - dropped: the gradient is not needed.
+
+Pending gradients are extra inputs after the graph's own inputs. Extra outputs come after the
+graph's own outputs. Both are in slot order. A pending gradient is contiguous, in the accumulation
+dtype, and is written in place.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +34,25 @@ from zpasses.runtime.grad_slots import (
     returned_gradients,
 )
 
-__all__ = ["BackwardVariant", "cut_backward"]
+__all__ = ["BackwardVariant", "build_backward_variant"]
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class BackwardVariant:
-    """What happens to each slot; those in neither `deferred` nor `dropped` are reduced."""
+    """How a variant handles each slot, by slot number.
+
+    Slots that are neither in `deferred` nor in `dropped` are reduced.
+    """
 
     given: frozenset[int] = frozenset()
-    """Slots whose pending gradient comes in."""
+    """Slots whose pending gradient is an input."""
     deferred: frozenset[int] = frozenset()
     dropped: frozenset[int] = frozenset()
-    """Gradients that nobody asked for."""
+    """Slots whose gradient autograd does not accumulate."""
     accum_dtype: torch.dtype | None = None
-    """Dtype of pending gradients; None is the gradient's own."""
+    """Dtype of pending gradients; None keeps the gradient's dtype."""
 
     def pending_dtype(self, slot: GradSlot) -> torch.dtype:
         return (
@@ -53,52 +62,54 @@ class BackwardVariant:
         )
 
 
-def cut_backward(gm: fx.GraphModule, variant: BackwardVariant) -> tuple[fx.GraphModule, list[Any]]:
-    """The variant as a graph of its own; `gm` stays as it is.
+def build_backward_variant(
+    gm: fx.GraphModule, variant: BackwardVariant
+) -> tuple[fx.GraphModule, list[Any]]:
+    """Build a variant as a new graph; `gm` is not changed.
 
     Returns:
         The graph, and the fake values of its extra inputs.
     """
-    cut = compat.clone_graph_module(gm)
-    graph = cut.graph
+    built = compat.clone_graph_module(gm)
+    graph = built.graph
     output = graph.output_node()
     returned = returned_gradients(graph)
     extra_inputs: list[Any] = []
     extra_outputs: list[fx.Node] = []
-    gone: set[fx.Node] = set()
+    removed: set[fx.Node] = set()
     for number, (slot, site) in enumerate(grad_sites(graph).items()):
         pending = None
         if number in variant.given:
             pending = _add_input(graph, number, site.sources[0].node, variant.pending_dtype(slot))
             extra_inputs.append(value_of(pending))
         if number in variant.deferred:
-            gone.update(site.leaves)
+            removed.update(site.reduced)
             if pending is None:
                 extra_outputs.append(
                     _owned_sum(graph, site, variant.pending_dtype(slot), extra_outputs)
                 )
-            for source in site.nodes() if pending is not None else ():
+            for source in site.full_grads() if pending is not None else ():
                 _after(source).call(aten.add_.Tensor, pending, source)
         elif number in variant.dropped:
-            gone.update(site.leaves)
+            removed.update(site.reduced)
         elif pending is not None:
-            _reduce_with(pending, site.sources[0])
+            _add_pending(pending, site.sources[0])
     kept: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    for i, leaves in returned.items():
-        if gone.intersection(leaves):
-            kept[i] = _sum([leaf for leaf in leaves if leaf not in gone], output)
+    for i, grads in returned.items():
+        if removed.intersection(grads):
+            kept[i] = _sum([grad for grad in grads if grad not in removed], output)
     before = [node for node in output.args[0] if isinstance(node, fx.Node)]  # type: ignore[union-attr]
     output.args = ((*kept, *extra_outputs),)
     erase_dead(graph, before)
     if variant != BackwardVariant(accum_dtype=variant.accum_dtype):
         compat.pin_output_strides(output)
     graph.lint()
-    cut.recompile()
-    return cut, extra_inputs
+    built.recompile()
+    return built, extra_inputs
 
 
 def _sum(nodes: Sequence[fx.Node], before: fx.Node) -> fx.Node | None:
-    """Of an output that was a sum: what is still reduced here."""
+    """Sum the reduced gradients that remain of an output; None if there are none."""
     total: fx.Node | None = None
     for node in nodes:
         total = (
@@ -118,23 +129,29 @@ def _add_input(graph: fx.Graph, number: int, like: fx.Node, dtype: torch.dtype) 
 
 
 def _after(source: fx.Node) -> Editor:
-    """Inserts right behind a gradient, so that it can be freed; behind all inputs if it is one."""
-    place = source.next
-    while place.op == "placeholder":
-        place = place.next
-    return Editor(source.graph, place, like=source)
+    """Return an editor that inserts right after a gradient, so that the gradient can be freed
+    early.
+
+    If the gradient is a placeholder, insert after the placeholders.
+    """
+    before = source.next
+    while before.op == "placeholder":
+        before = before.next
+    return Editor(source.graph, before, like=source)
 
 
-def _reduce_with(pending: fx.Node, source: GradSource) -> None:
-    """Reduce the sum of what is pending and a gradient; the sum is made in the pending gradient's
-    memory."""
+def _add_pending(pending: fx.Node, source: GradSource) -> None:
+    """Replace a gradient in its reduction by its sum with the pending gradient.
+
+    The sum is computed in the pending gradient's memory.
+    """
     edit = _after(source.node)
     total = edit.call(aten.add_.Tensor, pending, source.node)
     dtype = value_of(source.node).dtype
     if value_of(total).dtype != dtype and not all(_casts(reader.node) for reader in source.readers):
         total = edit.call(aten._to_copy.default, total, dtype=dtype)
     for reader in source.readers:
-        reader.read(source.node, total)
+        reader.replace_input(source.node, total)
 
 
 def _casts(reader: fx.Node) -> bool:
@@ -146,8 +163,8 @@ def _casts(reader: fx.Node) -> bool:
 def _owned_sum(
     graph: fx.Graph, site: GradSite, dtype: torch.dtype, others: Sequence[fx.Node]
 ) -> fx.Node:
-    """The full gradient in memory that nobody else holds, contiguous."""
-    first, *rest = site.nodes()
+    """Return a slot's full gradient, contiguous and in memory that no other value shares."""
+    first, *rest = site.full_grads()
     output = graph.output_node()
     for other in rest:
         first = Editor(graph, output, like=other).call(aten.add.Tensor, first, other)
@@ -167,8 +184,9 @@ def _nodes(output: fx.Node) -> Iterator[fx.Node]:
 
 
 def _owns_memory(node: fx.Node, returned: Sequence[fx.Node]) -> bool:
-    """Whether a value is made here, whole, and not returned under another name: what it is a view
-    of was computed in this graph."""
+    """Whether a value has storage of its own: this graph computes the value that it is a view of,
+    that value has no further elements, and it is not returned otherwise.
+    """
     base = _base(node)
     if base.op == "placeholder" or value_of(base).numel() != value_of(node).numel():
         return False

@@ -1,76 +1,141 @@
-"""Inside a window, ranks meet before each compiled graph that communicates.
+"""Ranks check, before each run of a compiled graph that communicates, that they run the same one.
 
-At stage 3 every forward and backward of a window gathers. A rank that has left the window with an
-exception comes to none of these gathers, so the others ask before they start one: one round through
-the store for each graph, and none outside of windows."""
+The check is `zpasses.ranks.run_order`: it votes where a rank comes to another graph than the
+history predicts, and inside windows always. A rank that has left a window with an exception would
+otherwise be waited for in the next gather.
+
+Collectives of a checked graph give up after the time limit of the votes. The error then names the
+ranks that did not take part.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from zpasses import compat
-from zpasses.graph.nodes import Collective, collectives_by_group
-from zpasses.ranks.vote import has_other_ranks, store_barrier
+from zpasses.errors import AgreementError
+from zpasses.ranks import heartbeat
+from zpasses.ranks.run_order import Event, check_event, forget_events
+from zpasses.ranks.vote import has_other_ranks, reported_failure, resume
 from zpasses.runtime.codegen import boxed
 
-__all__ = ["barriers_enabled", "with_barrier"]
+__all__ = ["barriers_enabled", "check_optimizer_step", "in_window", "with_barrier"]
 
-# Group name -> time limits of the windows that are open over it, in seconds. Windows belong to
-# parameters, which several graphs read.
-_limits: dict[str, list[float]] = {}
+# Group name -> timeouts of its open windows, in seconds. State is per process, because windows
+# belong to parameters and several graphs may read a parameter.
+_windows: dict[str, list[float]] = {}
+
+# Group name -> time limit of the votes of the last graph that ran on it, in seconds.
+_checked: dict[str, float] = {}
 
 
 @contextlib.contextmanager
 def barriers_enabled(groups: Sequence[str], timeout_s: float) -> Iterator[None]:
-    """Inside, graphs that communicate over these groups meet the other ranks first.
+    """Inside, the ranks vote before each graph that communicates over these groups.
 
-    What the meeting cannot see, a rank that fails inside a graph, ends by time: collectives that
-    start inside give up after `timeout_s`."""
+    A vote cannot see a rank that fails inside a graph. Collectives that start inside therefore give
+    up after `timeout_s`.
+    """
     asked = [group for group in groups if has_other_ranks(group)]
     for group in asked:
-        _limits.setdefault(group, []).append(timeout_s)
+        _windows.setdefault(group, []).append(timeout_s)
     try:
         with compat.limited_timeouts(asked, timeout_s):
             yield
     finally:
         for group in asked:
-            _limits[group].remove(timeout_s)
-            if not _limits[group]:
-                del _limits[group]
+            _windows[group].remove(timeout_s)
+            if not _windows[group]:
+                del _windows[group]
+
+
+def in_window(groups: Sequence[str]) -> bool:
+    """Whether a window is open over one of these groups."""
+    return any(group in _windows for group in groups)
 
 
 def with_barrier(
     codegen: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
     gm: fx.GraphModule,
     inputs: Sequence[Any],
+    events: Mapping[str, Event],
+    graph_name: str,
+    timeout_s: float,
+    *,
+    every_run: bool,
 ) -> Callable[[list[Any]], Any]:
-    """What `codegen` makes of a graph; where a window is open, it meets the other ranks before it
-    runs.
+    """The code that `codegen` makes of a graph, with a check before each run.
+
+    Args:
+        events: process group -> the event that a run of the graph is.
+        timeout_s: seconds to wait for the other ranks.
+        every_run: check every run. False checks only inside windows.
 
     Raises:
-        AgreementError: when the code is called and another rank has failed, is at something else,
-            or does not come in time.
+        AgreementError: when the code is called and another rank failed, comes to another graph, or
+            does not come in time.
     """
-    # Before code generation, which may take the graph to pieces.
-    occasions = {group: _said(each) for group, each in collectives_by_group(gm.graph).items()}
     code = codegen(gm, inputs)
+    if not events:
+        return code
+    activity = f"running graph {graph_name}"
 
     def run(args: list[Any]) -> Any:
-        if _limits:
-            for group, occasion in occasions.items():
-                if group in _limits:
-                    store_barrier(group, occasion, max(_limits[group]))
-        return code(args)
+        asked = [group for group in events if has_other_ranks(group)]
+        if not asked:
+            return code(args)
+        for group in asked:
+            if group in _windows:
+                check_event(group, events[group], max(_windows[group]), always_vote=True)
+            elif every_run:
+                _checked[group] = timeout_s
+                check_event(group, events[group], timeout_s)
+        if not every_run:
+            resume(asked)
+            return code(args)
+        heartbeat.note(activity)
+        with compat.limited_timeouts(asked, timeout_s):
+            try:
+                return code(args)
+            except RuntimeError as error:
+                if not compat.is_collective_timeout(error):
+                    raise
+                raise _timeout_error(asked, activity, timeout_s, error) from error
+            finally:
+                heartbeat.note(f"past {activity.removeprefix('running ')}")
 
-    return boxed(run) if occasions else code
+    return boxed(run)
 
 
-def _said(sequence: Sequence[Collective]) -> str:
-    """Kinds and counts, and no shapes: what ranks compiled for other batches may meet as well."""
-    counts = Counter(each.op for each in sequence)
-    return f"a graph with {', '.join(f'{count} {op}' for op, count in sorted(counts.items()))}"
+def check_optimizer_step(groups: Sequence[str], optimizer: str) -> None:
+    """Check that every rank comes to a step of an optimizer of parameters of these groups.
+
+    Only groups whose graphs are checked on every run take part.
+    """
+    event = Event.of(f"{optimizer}.step()")
+    for group in groups:
+        if group in _checked and has_other_ranks(group):
+            check_event(group, event, _checked[group])
+            heartbeat.note(f"in {optimizer}.step()")
+
+
+def _timeout_error(
+    groups: Sequence[str], activity: str, timeout_s: float, error: BaseException
+) -> AgreementError:
+    me = compat.global_rank()
+    others = sorted({rank for group in groups for rank in compat.group_ranks(group)} - {me})
+    for group in groups:
+        forget_events(group)
+    reasons = [reason for group in groups if (reason := reported_failure(group))]
+    found = AgreementError(
+        f"rank {me} waited in a collective while {activity}, for {timeout_s:g} s or until the "
+        f"other end closed ({type(error).__name__}: {str(error)[:200]}). "
+        f"{' '.join(f'{reason}.' for reason in reasons) or heartbeat.describe(others[:8])} "
+        "Look at the logs of these ranks; options={'agreement_timeout_s': ...} waits longer."
+    )
+    found._zpasses_reported = False  # type: ignore[attr-defined]  # no vote told the other ranks
+    return found

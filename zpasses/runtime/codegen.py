@@ -1,4 +1,6 @@
-"""Code without a compiler, and the calling convention that all generated code has."""
+"""Code generation without a compiler (`codegen="eager"`), and the calling convention of generated
+code.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ __all__ = ["boxed", "eager_codegen"]
 
 
 def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """A function that torch knows to take one list of inputs, which it may empty."""
+    """Mark a function as boxed: torch calls it with one list of inputs, which it may clear."""
 
     def run(args: list[Any]) -> Any:
         return fn(args)
@@ -24,9 +26,11 @@ def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def eager_codegen(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """Run the graph node by node, freeing inputs at their last use, and all-reducing in place where
-    compiled code does."""
-    gm = compat.clone_graph_module(gm)  # others look at the graph as the passes left it
+    """Return a function that runs the graph node by node.
+
+    It frees inputs at their last use, and all-reduces in place where Inductor's code does.
+    """
+    gm = compat.clone_graph_module(gm)  # observers and variants use the original graph
     for node in reinplaceable_all_reduces(gm.graph):
         node.target = _IN_PLACE[node.target]
     gm.graph.set_codegen(compat.BOXED_CODEGEN())

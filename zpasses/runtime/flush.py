@@ -1,9 +1,10 @@
-"""Reduce what is pending, outside of any backward: a small graph of its own, over a set of
-gradients that the ranks agreed on.
+"""The flush of a window: reduce its pending gradients outside of any backward.
 
-Ranks may hold different pending gradients, because a parameter got a gradient on some of them only.
-They exchange what they hold through the store; what any of them holds is reduced, with zeros from
-those that hold nothing."""
+A flush runs a separate small graph, over a set of gradients that the ranks agree on. Ranks may hold
+different pending gradients, because a parameter may receive a gradient on some ranks only. The
+ranks exchange their sets through the store. Every gradient that is pending on any rank is reduced,
+with zeros from the other ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,37 +23,37 @@ from zpasses.graph.nodes import nbytes
 from zpasses.graph.ops import REDUCE_GRAD
 from zpasses.graph.tags import Reduction, Tag, add_tag
 from zpasses.pipeline.pipeline import Level, Pipeline
-from zpasses.pipeline.recorder import Recorders, recorded_passes
+from zpasses.pipeline.recorder import Recorders, run_recorded_passes
 from zpasses.ranks.agreement import agree
 from zpasses.ranks.vote import is_reported, report_failure, vote
 from zpasses.runtime.codegen import eager_codegen
-from zpasses.runtime.local_shards import arriving_gradient
+from zpasses.runtime.local_shards import wrap_local_grad
 from zpasses.runtime.param_cache import drop_cached
-from zpasses.runtime.windows import Lowering, Window, pending_of
+from zpasses.runtime.windows import Lowering, Window, grad_state_of
 
 __all__ = ["GraphLowering", "flush"]
 
-_MAX_FLUSHES = 8
-"""Sets of gradients whose graphs are kept."""
+_MAX_CACHED_GRAPHS = 8
+"""Number of flush graphs whose code is cached, one per set of gradients."""
 
 
 @dataclass(frozen=True)
 class FlushEntry:
-    """One gradient to reduce, as ranks tell each other."""
+    """One gradient to reduce, as ranks describe it to each other."""
 
-    place: int
-    """Number of the parameter in its window."""
+    param_index: int
+    """Index of the parameter in its window."""
     dtype: torch.dtype
-    """Dtype of the gradient, which names the part."""
+    """Dtype of the gradient."""
     total_dtype: torch.dtype
     """Dtype of the pending sum."""
     shape: tuple[int, ...]
     reduction: Reduction
 
-    def pack(self) -> list[Any]:
+    def to_json(self) -> list[Any]:
         how = self.reduction
         return [
-            self.place,
+            self.param_index,
             _name(self.dtype),
             _name(self.total_dtype),
             list(self.shape),
@@ -62,17 +63,20 @@ class FlushEntry:
         ]
 
     @staticmethod
-    def unpack(packed: Sequence[Any], group: str) -> FlushEntry:
-        place, dtype, total_dtype, shape, rows, shard_dtype, reduce_dtype = packed
+    def from_json(values: Sequence[Any], group: str) -> FlushEntry:
+        param_index, dtype, total_dtype, shape, rows, shard_dtype, reduce_dtype = values
         reduction = Reduction(
             rows, _dtype(shard_dtype), _dtype(reduce_dtype) if reduce_dtype else None, group
         )
-        return FlushEntry(place, _dtype(dtype), _dtype(total_dtype), tuple(shape), reduction)
+        return FlushEntry(param_index, _dtype(dtype), _dtype(total_dtype), tuple(shape), reduction)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """What is communicated: a sum in a wider dtype is reduced in the dtype that the gradient
-        itself would have been."""
+        """Dtype in which the gradient is communicated.
+
+        It does not depend on the accumulation dtype: a sum in a wider dtype is reduced in the dtype
+        in which a single gradient would be.
+        """
         return self.reduction.reduce_dtype or self.dtype
 
 
@@ -87,131 +91,147 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class GraphLowering:
-    """How the backend that made a graph lowers a flush: with the same passes and the same code
-    generation."""
+    """Lowers a flush with the pipeline and the code generation of one compiled graph."""
 
     def __init__(
         self,
         pipeline: Pipeline,
         codegen: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
         recorder: Recorders | None = None,
+        *,
+        simulate: bool = False,
     ) -> None:
         self._pipeline, self._codegen, self._recorder = pipeline, codegen, recorder or Recorders()
+        self._simulate = simulate
         self._code: dict[Any, Callable[[list[Any]], Any]] = {}
         try:
             self.text = str(pipeline) if Pipeline.parse(str(pipeline)) == pipeline else ""
         except OptionError:
-            self.text = ""  # passes that other ranks cannot be told by name
+            self.text = ""  # other ranks cannot rebuild these passes from text
 
     def code(
         self,
-        items: Sequence[FlushEntry],
+        entries: Sequence[FlushEntry],
         totals: Sequence[Tensor],
         shard_rows: Sequence[int],
         timeout_s: float | None,
     ) -> Callable[[list[Any]], Any]:
-        """What reduces these gradients; the ranks compare its collectives the first time."""
-        key = (tuple(items), tuple(shard_rows))
+        """Compile the reduction of these gradients, or return it from the cache.
+
+        On compilation the ranks compare the graph's collectives, unless `timeout_s` is None.
+        """
+        key = (tuple(entries), tuple(shard_rows))
         if key not in self._code:
-            if len(self._code) >= _MAX_FLUSHES:
+            if len(self._code) >= _MAX_CACHED_GRAPHS:
                 self._code.clear()
-            gm, fakes = flush_graph(items, totals, shard_rows)
+            gm, fakes = flush_graph(entries, totals, shard_rows)
             for level in (Level.JOINT, Level.BACKWARD):
-                recorded_passes(
-                    self._recorder, "flush", level.value, gm.graph, self._pipeline.at(level)
+                run_recorded_passes(
+                    self._recorder,
+                    "flush",
+                    level.value,
+                    gm.graph,
+                    self._pipeline.at(level),
+                    simulate=self._simulate,
                 )
             gm.recompile()
             code = self._codegen(gm, fakes)
             if timeout_s is not None:
                 agree(gm.graph, "of the end of a window", timeout_s)
-            self._recorder.agreed("flush", gm.graph, timeout_s is not None)
+            self._recorder.record_agreement("flush", gm.graph, timeout_s is not None)
             self._code[key] = code
         return self._code[key]
 
 
 def flush(window: Window, timeout_s: float | None, failure: str | None = None) -> None:
-    """Average what is pending in a window over the ranks and add it to `param.grad`; what was
-    pending is gone in any case.
+    """Average the pending gradients of a window over ranks and add them to `param.grad`.
+
+    The window has no pending gradients afterwards, also if this function raises.
 
     Args:
-        timeout_s: seconds to wait for the other ranks; None does not ask them.
-        failure: why this rank cannot take part, for the others; nothing is reduced then.
+        timeout_s: seconds to wait for the other ranks; None does not exchange anything with them.
+        failure: why this rank cannot take part. The other ranks get it as an error, and nothing is
+            reduced.
 
     Raises:
-        AgreementError: when another rank failed, or did not come in time. Nothing is reduced on any
+        AgreementError: if another rank failed or did not respond in time. Nothing is reduced on any
             rank.
+        ZpassesError: if a parameter that has a pending gradient on another rank no longer exists
+            on this one.
     """
     try:
-        items, text = _agreed(window, _held(window), timeout_s, failure)
-        if items and failure is None:
-            _reduce(window, items, text, timeout_s)
+        entries, text = _agree_on_entries(window, _pending_entries(window), timeout_s, failure)
+        if entries and failure is None:
+            _reduce(window, entries, text, timeout_s)
     finally:
-        window.drop()
+        window.discard_pending()
 
 
-def _held(window: Window) -> dict[FlushEntry, str]:
-    """What this rank holds, with the pipeline that lowers it."""
+def _pending_entries(window: Window) -> dict[FlushEntry, str]:
+    """Return the pending gradients of this rank, each with the text of the pipeline that lowers
+    it.
+    """
     held = {}
-    for place, param in enumerate(window.params):
+    for param_index, param in enumerate(window.params):
         for dtype, part in (
-            sorted(pending_of(param).parts.items(), key=str) if param is not None else ()
+            sorted(grad_state_of(param).pending.items(), key=str) if param is not None else ()
         ):
-            item = FlushEntry(
-                place, dtype, part.total.dtype, tuple(part.total.shape), part.reduction
+            entry = FlushEntry(
+                param_index, dtype, part.total.dtype, tuple(part.total.shape), part.reduction
             )
-            held[item] = part.lowering.text if part.lowering is not None else ""
+            held[entry] = part.lowering.text if part.lowering is not None else ""
     return held
 
 
-def _agreed(
+def _agree_on_entries(
     window: Window, held: dict[FlushEntry, str], timeout_s: float | None, failure: str | None
 ) -> tuple[list[FlushEntry], str]:
     if timeout_s is None:
-        return sorted(held, key=_order), _common(held.values())
-    items: list[FlushEntry] = []
+        return sorted(held, key=_order), _common_pipeline(held.values())
+    entries: list[FlushEntry] = []
     texts: set[str] = set()
     error: AgreementError | None = None
     for group in groups_of(window):
         mine = {
-            json.dumps(item.pack()): text
-            for item, text in held.items()
-            if item.reduction.group == group
+            json.dumps(entry.to_json()): text
+            for entry, text in held.items()
+            if entry.reduction.group == group
         }
-        ballot = {"items": list(mine), "texts": sorted(set(mine.values()))}
+        ballot = {"entries": list(mine), "texts": sorted(set(mine.values()))}
         try:
             why = failure or (str(error) if error else None)
-            verdict = vote(group, "the end of a window", ballot, _unite, timeout_s, failure=why)
+            verdict = vote(group, "the end of a window", ballot, _union, timeout_s, failure=why)
         except AgreementError as caught:
             error = error or caught
             continue
-        items += [FlushEntry.unpack(json.loads(item), group) for item in verdict["items"]]
+        entries += [FlushEntry.from_json(json.loads(entry), group) for entry in verdict["entries"]]
         texts.update(verdict["texts"])
     if error is not None:
         raise error
-    return sorted(items, key=_order), _common(texts)
+    return sorted(entries, key=_order), _common_pipeline(texts)
 
 
-def _order(item: FlushEntry) -> tuple[int, str]:
-    return item.place, str(item.dtype)
+def _order(entry: FlushEntry) -> tuple[int, str]:
+    return entry.param_index, str(entry.dtype)
 
 
-def _common(texts: Any) -> str:
-    known = {
-        text for text in texts if text
-    }  # eager code has no passes; those of a graph are as good for it
+def _common_pipeline(texts: Any) -> str:
+    # Gradients of eager code have no pipeline; the pipeline of a graph serves them as well.
+    known = {text for text in texts if text}
     return known.pop() if len(known) == 1 else ""
 
 
-def _unite(ballots: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _union(ballots: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         key: sorted({value for ballot in ballots for value in ballot[key]})
-        for key in ("items", "texts")
+        for key in ("entries", "texts")
     }
 
 
 def groups_of(window: Window) -> list[str]:
-    """Names of the process groups over which a window's parameters are sharded, in an order that
-    ranks share."""
+    """Return the names of the process groups over which a window's parameters are sharded, in the
+    same order on every rank.
+    """
     names = (
         compat.group_name(param.device_mesh.get_group())
         for param in window.params
@@ -222,49 +242,59 @@ def groups_of(window: Window) -> list[str]:
 
 # --- reducing -------------------------------------------------------------------------------------
 def _reduce(
-    window: Window, items: Sequence[FlushEntry], text: str, timeout_s: float | None
+    window: Window, entries: Sequence[FlushEntry], text: str, timeout_s: float | None
 ) -> None:
     params = window.params
     lowering = _lowering(params, text)
     totals, shard_rows = [], []
-    for item in items:
-        param = params[item.place]
+    for entry in entries:
+        param = params[entry.param_index]
         if param is None:
             raise ZpassesError(
-                f"parameter {item.place} of the window is gone on this rank, but other ranks hold "
-                "a gradient of it."
+                f"parameter {entry.param_index} of the window no longer exists on this rank, but "
+                "other ranks hold a gradient of it. Keep the model until the window has ended on "
+                "every rank."
             )
         shard = compat.local_of(param)
-        part = pending_of(param).parts.pop(item.dtype, None)
+        grad = grad_state_of(param).pending.pop(entry.dtype, None)
         totals.append(
-            part.total
-            if part is not None
-            else torch.zeros(item.shape, dtype=item.total_dtype, device=shard.device)
+            grad.total
+            if grad is not None
+            else torch.zeros(entry.shape, dtype=entry.total_dtype, device=shard.device)
         )
         shard_rows.append(shard.shape[0] if shard.dim() else 0)
     if lowering is None:
         grads: Any = [
-            _by_dialect(item, totals.pop(0), rows)
-            for item, rows in zip(items, shard_rows, strict=True)
+            _reduce_with_dialect(entry, totals.pop(0), rows)
+            for entry, rows in zip(entries, shard_rows, strict=True)
         ]
     else:
         try:
-            code = lowering.code(items, totals, shard_rows, timeout_s)
+            code = lowering.code(entries, totals, shard_rows, timeout_s)
         except Exception as error:
             if timeout_s is not None and not is_reported(error):
-                report_failure(groups_of(window), "of the end of a window", error)
+                report_failure(
+                    groups_of(window), "of the end of a window", error, recoverable=False
+                )
             raise
         grads = code(totals)
-    _deliver([params[item.place] for item in items], grads)
+    _accumulate([params[entry.param_index] for entry in entries], grads)
 
 
 def _lowering(params: Sequence[Any], text: str) -> Lowering | None:
-    """Of the graphs that left gradients: one with these passes. A rank that has none runs them
-    uncompiled; without text, the dialect."""
+    """Choose how to lower a flush.
+
+    Returns:
+        The lowering of a pending gradient whose graph has this pipeline. A rank without one runs
+        the pipeline with eager code. None, if `text` is empty: the dialect's ops run unlowered.
+    """
     if not text:
         return None
     parts = (
-        part for param in params if param is not None for part in pending_of(param).parts.values()
+        part
+        for param in params
+        if param is not None
+        for part in grad_state_of(param).pending.values()
     )
     own = next(
         (
@@ -277,28 +307,33 @@ def _lowering(params: Sequence[Any], text: str) -> Lowering | None:
     return own or GraphLowering(Pipeline.parse(text), eager_codegen)
 
 
-def _by_dialect(item: FlushEntry, total: Tensor, shard_rows: int) -> Tensor:
-    how = item.reduction
-    mine: Tensor = REDUCE_GRAD(total, how.rows, shard_rows, how.dtype, item.reduce_dtype, how.group)
-    return mine
+def _reduce_with_dialect(entry: FlushEntry, total: Tensor, shard_rows: int) -> Tensor:
+    how = entry.reduction
+    reduced: Tensor = REDUCE_GRAD(
+        total, how.rows, shard_rows, how.dtype, entry.reduce_dtype, how.group
+    )
+    return reduced
 
 
-def _deliver(params: Sequence[Any], grads: Sequence[Tensor]) -> None:
-    """Hand gradients to the parameters as a backward would: added to what is there, with all
-    hooks."""
-    arriving = [
-        arriving_gradient(grad, compat.spec_of(param))
+def _accumulate(params: Sequence[Any], grads: Sequence[Tensor]) -> None:
+    """Accumulate gradients into `param.grad` through autograd, which calls all hooks."""
+    wrapped = [
+        wrap_local_grad(grad, compat.spec_of(param))
         for param, grad in zip(params, grads, strict=True)
     ]
     for param in params:
-        drop_cached(param)  # a step is due, as after every reduction
-    torch.autograd.backward(list(params), arriving)
+        drop_cached(param)  # an optimizer step is expected after every reduction
+    torch.autograd.backward(list(params), wrapped)
 
 
 def flush_graph(
-    items: Sequence[FlushEntry], totals: Sequence[Tensor], shard_rows: Sequence[int]
+    entries: Sequence[FlushEntry], totals: Sequence[Tensor], shard_rows: Sequence[int]
 ) -> tuple[fx.GraphModule, list[Any]]:
-    """The dialect's reductions of these gradients as a graph, and the fake values of its inputs."""
+    """Build the graph that reduces these gradients with the dialect's `reduce_grad`.
+
+    Returns:
+        The graph, and the fake values of its inputs.
+    """
     graph = fx.Graph()
     mode = compat.FakeTensorMode()
     fakes = [mode.from_tensor(total, static_shapes=True) for total in totals]
@@ -307,16 +342,18 @@ def flush_graph(
         inputs.append(graph.placeholder(f"pending_{i}"))
         inputs[-1].meta["val"] = fake
     outputs = []
-    for node, fake, item, rows in zip(inputs, fakes, items, shard_rows, strict=True):
-        how = item.reduction
+    for node, fake, entry, rows in zip(inputs, fakes, entries, shard_rows, strict=True):
+        how = entry.reduction
         reduced = graph.call_function(
-            REDUCE_GRAD, (node, how.rows, rows, how.dtype, item.reduce_dtype, how.group)
+            REDUCE_GRAD, (node, how.rows, rows, how.dtype, entry.reduce_dtype, how.group)
         )
         with mode:
             reduced.meta["val"] = REDUCE_GRAD(
-                fake, how.rows, rows, how.dtype, item.reduce_dtype, how.group
+                fake, how.rows, rows, how.dtype, entry.reduce_dtype, how.group
             )
-        add_tag(reduced, Tag("reduce", (f"pending_{item.place}",), nbytes(fake), origin="flush"))
+        add_tag(
+            reduced, Tag("reduce", (f"pending_{entry.param_index}",), nbytes(fake), origin="flush")
+        )
         outputs.append(reduced)
     graph.output(tuple(outputs))
     return fx.GraphModule(torch.nn.Module(), graph), fakes

@@ -1,4 +1,9 @@
-"""What runs at each call: shards in, full parameters kept, gradients out."""
+"""Runtime dispatch of forward graphs.
+
+At each call, DTensor parameters become local shards, and the options for gradient accumulation are
+applied to the parameters. `ForwardDispatch` runs the variant of the graph
+(zpasses.runtime.forward_variants) that gathers the parameters whose cached copies are stale.
+"""
 
 from __future__ import annotations
 
@@ -13,54 +18,54 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.runtime.forward_variants import ForwardVariant, ParamSlot
-from zpasses.runtime.local_shards import local_shards
+from zpasses.runtime.local_shards import to_local_shards
 from zpasses.runtime.param_cache import ParamCache, install_step_invalidation, param_cache_of
-from zpasses.runtime.windows import StepWindow, pending_of, step_windows
+from zpasses.runtime.windows import StepWindow, grad_state_of, step_windows
 
-__all__ = ["Accumulation", "BoundParameters", "ForwardDispatch", "with_local_shards"]
+__all__ = ["AccumulationOptions", "BoundParameters", "ForwardDispatch", "with_local_shards"]
 
 _MAX_VARIANTS = 4
-"""Patterns of fresh and stale parameters that get a variant of their own; further ones run as the
-first call did."""
+"""Number of variants to compile per graph. Further calls gather all parameters."""
 
 
 @dataclass(frozen=True)
-class Accumulation:
-    """What the options of a compile say about several backwards in one step."""
+class AccumulationOptions:
+    """The options of a compile for gradient accumulation."""
 
-    per_step: int
+    backwards_per_step: int
     accum_dtype: torch.dtype | None
     timeout_s: float | None
-    """Seconds to wait for other ranks; None does not ask them."""
+    """Seconds to wait for other ranks; None exchanges nothing with them."""
     close: Callable[[StepWindow], None]
 
     def apply(self, params: Sequence[Any]) -> None:
-        """Tell the parameters of a call, whose backward is to follow."""
-        if self.per_step == 1 and self.accum_dtype is None:
-            first = pending_of(params[0]).steps
-            if first is None or (first.per_step == 1 and first.accum_dtype is None):
+        """Configure the step windows of the parameters of a call, before its backward."""
+        if self.backwards_per_step == 1 and self.accum_dtype is None:
+            first = grad_state_of(params[0]).step_window
+            if first is None or (first.backwards_per_step == 1 and first.accum_dtype is None):
                 return
         for window in step_windows(params):
-            window.configure(self.per_step, self.accum_dtype, self.timeout_s, self.close)
+            window.configure(self.backwards_per_step, self.accum_dtype, self.timeout_s, self.close)
 
 
 class BoundParameters(threading.local):
-    """The parameters that the current call of a graph was given, for the graph's forward to look up
-    what is kept of them."""
+    """The parameters of the current call of a graph, by name.
+
+    The graph's forward looks up their cached copies here.
+    """
 
     def __init__(self) -> None:
         self._bound: dict[str, tuple[ParamCache, DTensor, Tensor]] = {}
 
     def bind(self, params: Sequence[Any], names: Sequence[str]) -> None:
-        # Anew at each call: `model.to` and its kin give the same parameter another local tensor.
+        # At each call, because `model.to` and similar calls replace a parameter's local tensor.
         self._bound = {
             name: (param_cache_of(param), param, compat.local_of(param))
             for name, param in zip(names, params, strict=True)
         }
 
     def release(self) -> None:
-        """Forget the parameters, so that compiled code does not outlive a model with all its
-        memory."""
+        """Forget the parameters, so that compiled code does not keep the memory of a dead model."""
         self._bound = {}
 
     def __getitem__(self, name: str) -> tuple[ParamCache, DTensor, Tensor]:
@@ -68,28 +73,29 @@ class BoundParameters(threading.local):
 
 
 class ForwardDispatch:
-    """Runs the variant of a forward graph that gathers what is stale and takes the rest from what
-    was kept.
+    """Runs the variant of a forward graph that gathers stale parameters and takes the others from
+    the cache.
 
     Args:
         slots: the graph's cached parameters.
-        launches: for each of them, the number of the collective that gathers it.
-        outputs: how many values the graph itself returns.
-        bound: where to find the parameters of the call.
-        inference: keep only what is sure to be refreshed (see zpasses.runtime.param_cache).
-        compile_variant: makes the code of a variant.
+        gather_ids: for each slot, the number of the collective that gathers it.
+        outputs: number of values that the graph returns without variants.
+        bound: the parameters of the current call.
+        inference: cache only parameters whose changes are sure to be seen (see
+            zpasses.runtime.param_cache).
+        compile_variant: generates the code of a variant.
     """
 
     def __init__(
         self,
         slots: Sequence[ParamSlot],
-        launches: Sequence[int],
+        gather_ids: Sequence[int],
         outputs: int,
         bound: BoundParameters,
         inference: bool,
         compile_variant: Callable[[ForwardVariant], Callable[[list[Any]], Any]],
     ) -> None:
-        self._launches = launches
+        self._gather_ids = gather_ids
         self._slots, self._outputs, self._bound, self._inference, self._compile = (
             slots,
             outputs,
@@ -100,8 +106,8 @@ class ForwardDispatch:
         self._first = ForwardVariant(
             kept=frozenset() if inference else frozenset(range(len(slots)))
         )
-        # The variant that every rank needs first is compiled with the graph; the others when they
-        # are first needed.
+        # Every rank needs this variant first, so it is compiled with the graph. The others are
+        # compiled on first use.
         self._code = {self._first: compile_variant(self._first)}
         install_step_invalidation()
 
@@ -115,24 +121,25 @@ class ForwardDispatch:
             variant, code = self._first, self._code[self._first]
         kept = sorted(variant.kept)
         for i in kept:
-            entries[i][0].drop()  # before the gather: never two full copies
+            entries[i][0].drop()  # before the gather, so that there are never two full copies
         given = [entries[i][0].full for i in sorted(variant.given)]
         values = code([*args, *given]) if given else code(args)
         for i, full in zip(kept, values[self._outputs :], strict=True):
             entry, param, shard = entries[i]
-            entry.keep(full, param, shard)
+            entry.store(full, param, shard)
         return values[: self._outputs]
 
     def _choose(self, entries: Sequence[tuple[ParamCache, DTensor, Tensor]]) -> ForwardVariant:
         given, kept = [], []
-        keeps = not torch.is_inference_mode_enabled()  # autograd refuses what is made there
+        # Autograd does not accept tensors made in inference mode, so do not cache them.
+        keeps = not torch.is_inference_mode_enabled()
         fresh = [
             entry.is_fresh(param, shard, self._slots[i].dtype)
             for i, (entry, param, shard) in enumerate(entries)
         ]
-        stale = {launch for launch, each in zip(self._launches, fresh, strict=True) if not each}
+        stale = {gather for gather, each in zip(self._gather_ids, fresh, strict=True) if not each}
         for i, (entry, _, _) in enumerate(entries):
-            if self._launches[i] not in stale:
+            if self._gather_ids[i] not in stale:
                 given.append(i)
             elif keeps and (entry.stepped or not self._inference):
                 kept.append(i)
@@ -144,9 +151,15 @@ def with_local_shards(
     positions: Sequence[int],
     names: Sequence[str],
     bound: BoundParameters | None,
-    accumulation: Accumulation,
+    accumulation: AccumulationOptions,
 ) -> Callable[..., Any]:
-    """`compiled`, called with DTensor parameters at `positions` instead of their shards."""
+    """Wrap compiled code that takes local shards, so that it is called with DTensor parameters.
+
+    Args:
+        positions: positions of the parameters among the arguments.
+        names: names of the parameters.
+        bound: where to bind the parameters of a call; None if the graph caches none.
+    """
     if not positions:
         return compiled
 
@@ -157,7 +170,7 @@ def with_local_shards(
             bound.bind(params, names)
         if torch.is_grad_enabled():
             accumulation.apply(params)
-            shards: Sequence[Tensor] = local_shards(params)
+            shards: Sequence[Tensor] = to_local_shards(params)
         else:
             shards = [compat.local_of(param) for param in params]
         for i, shard in zip(positions, shards, strict=True):

@@ -1,10 +1,16 @@
-"""Variants: forms of one compiled graph that hand values from call to call through extra inputs and
-outputs.
+"""Forward variants: forms of one forward graph that pass full parameters from call to call, through
+extra inputs and outputs.
 
-A forward graph whose full parameters are marked as cached has one slot a parameter. In a variant
-each slot is either gathered, and its value perhaps an extra output, or given, as an extra input;
-extras come after the graph's own, in slot order. No op with side effects is involved, so Inductor
-sees a plain graph."""
+A forward graph has one slot per full parameter that is marked as cached. A variant handles each
+slot in one of three ways:
+
+  - given: the full parameter is an extra input, and is not gathered.
+  - kept: the full parameter is gathered, and is an extra output.
+  - otherwise it is gathered as in the graph itself.
+
+Extra inputs and outputs come after the graph's own, in slot order. No op has side effects, so
+Inductor sees a plain graph.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +28,7 @@ from zpasses.graph.tags import retag, tag_of, tagged
 __all__ = [
     "ForwardVariant",
     "ParamSlot",
-    "cut_forward",
+    "build_forward_variant",
     "gather_ids",
     "is_cached_param",
     "param_slots",
@@ -41,22 +47,26 @@ class ParamSlot:
 
 
 def param_slots(graph: fx.Graph) -> list[ParamSlot]:
-    """The cached parameters of a graph, in graph order, each once: of one that is gathered in two
-    dtypes, the first."""
+    """Return the cached parameters of a graph, each once, in graph order.
+
+    If a parameter is gathered in two dtypes, only the first has a slot.
+    """
     return list(_nodes_by_slot(graph))
 
 
 def gather_ids(graph: fx.Graph) -> list[int]:
-    """For each slot, which collective gathers it: slots with one number are gathered together or
-    not at all."""
+    """Return for each slot the number of the collective that gathers it.
+
+    A collective gathers all of its slots or none, so slots with equal numbers are given together.
+    """
     numbers: dict[fx.Node, int] = {}
     return [
-        numbers.setdefault(_launch(nodes[0]), len(numbers))
+        numbers.setdefault(_gather_of(nodes[0]), len(numbers))
         for nodes in _nodes_by_slot(graph).values()
     ]
 
 
-def _launch(full: fx.Node) -> fx.Node:
+def _gather_of(full: fx.Node) -> fx.Node:
     node = full
     while node.op == "call_function" and collective_of(node) is None and node.all_input_nodes:
         node = node.all_input_nodes[0]
@@ -64,21 +74,25 @@ def _launch(full: fx.Node) -> fx.Node:
 
 
 def is_cached_param(graph: fx.Graph) -> Callable[[fx.Node], bool]:
-    """Whether a value of the graph is a cached parameter or a view of one."""
-    memory = {_viewed(node) for nodes in _nodes_by_slot(graph).values() for node in nodes}
-    return lambda node: _viewed(node) in memory
+    """Return a predicate: whether a node of the graph is a cached parameter or a view of one."""
+    memory = {_base(node) for nodes in _nodes_by_slot(graph).values() for node in nodes}
+    return lambda node: _base(node) in memory
 
 
 def unmark_returned(graph: fx.Graph, returned: Iterable[object]) -> None:
-    """Do not retain what the model returns: its caller may write to it."""
-    memory = {_viewed(node) for node in returned if isinstance(node, fx.Node)}
+    """Do not cache parameters that the model returns, because the caller may write to them.
+
+    Args:
+        returned: output nodes of the graph that reach the caller.
+    """
+    memory = {_base(node) for node in returned if isinstance(node, fx.Node)}
     for node, tag in list(tagged(graph, "full")):
-        if tag.cached and _viewed(node) in memory:
+        if tag.cached and _base(node) in memory:
             retag(node, cached=False)
 
 
-def _viewed(node: fx.Node) -> fx.Node:
-    # Inductor may drop a clone.
+def _base(node: fx.Node) -> fx.Node:
+    # A clone counts as a view, because Inductor may remove it.
     while isinstance(node.target, compat.OpOverload) and (
         node.target.is_view or node.target is torch.ops.aten.clone.default
     ):
@@ -99,21 +113,24 @@ def _nodes_by_slot(graph: fx.Graph) -> dict[ParamSlot, list[fx.Node]]:
 
 @dataclass(frozen=True)
 class ForwardVariant:
-    """Which slots a variant is given and which it hands out; it gathers all that it is not
-    given."""
+    """How a variant handles each slot, by slot number. It gathers every slot that is not in
+    `given`.
+    """
 
     given: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
 
 
-def cut_forward(gm: fx.GraphModule, variant: ForwardVariant) -> tuple[fx.GraphModule, list[Any]]:
-    """The variant as a graph of its own.
+def build_forward_variant(
+    gm: fx.GraphModule, variant: ForwardVariant
+) -> tuple[fx.GraphModule, list[Any]]:
+    """Build a variant as a new graph; `gm` is not changed.
 
     Returns:
         The graph, and the fake values of its extra inputs.
     """
-    cut = compat.clone_graph_module(gm)
-    graph = cut.graph
+    built = compat.clone_graph_module(gm)
+    graph = built.graph
     extra_outputs, extra_inputs = [], []
     for number, nodes in enumerate(_nodes_by_slot(graph).values()):
         if number in variant.given:
@@ -128,8 +145,8 @@ def cut_forward(gm: fx.GraphModule, variant: ForwardVariant) -> tuple[fx.GraphMo
     output.args = ((*output.args[0], *extra_outputs),)  # type: ignore[misc]
     compat.pin_output_strides(output)
     graph.lint()
-    cut.recompile()
-    return cut, extra_inputs
+    built.recompile()
+    return built, extra_inputs
 
 
 def _add_input(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:

@@ -1,16 +1,19 @@
-"""All-gathers over gloo, past a fault of torch.
+"""All-gathers over gloo that avoid a bug of torch 2.13.
 
-torch's functional all-gathers, also that of one tensor, run
-`ProcessGroupGloo::allgather_coalesced`. With another collective under way beside it, it corrupts
-the heap: two ranks that keep one such gather and one all-reduce in flight abort within some
-thousands of them ("malloc(): unaligned tcache chunk detected", or a segmentation fault; torch 2.13,
-torch alone). `_allgather_base` in the same place does not, nor do all-reduces among themselves. So
-code that is about to run over gloo calls these instead:
+torch's functional all-gathers, also those of a single tensor, run
+`ProcessGroupGloo::allgather_coalesced`. It corrupts the heap if another collective is in flight at
+the same time: two ranks that keep one such all-gather and one all-reduce in flight abort within a
+few thousand of them ("malloc(): unaligned tcache chunk detected", or a segmentation fault). zpasses
+is not needed to reproduce this. `_allgather_base` does not have the bug, and neither do concurrent
+all-reduces. So code that runs over gloo calls these ops instead:
 
-    zpasses::gloo_all_gather(input, group_size, group)              -> what all_gather_into_tensor returns
-    zpasses::gloo_all_gather_coalesced(inputs, group_size, group)   -> one output an input
+    zpasses::gloo_all_gather(input, group_size, group)
+        -> what all_gather_into_tensor returns
+    zpasses::gloo_all_gather_coalesced(inputs, group_size, group)
+        -> one output per input
 
-Graphs say all_gather_into_tensor as everywhere, to passes, to dumps, and to the agreement of ranks.
+The replacement happens right before code generation. Passes, dumps and the agreement of ranks see
+all_gather_into_tensor.
 """
 
 from __future__ import annotations
@@ -36,19 +39,25 @@ _library.define(
     tags=_TAGS,
 )
 
-_STAND_INS: dict[Any, compat.OpOverload] = {
-    compat.functional.all_gather_into_tensor.default: torch.ops.zpasses.gloo_all_gather.default,
-    compat.functional.all_gather_into_tensor_coalesced.default: torch.ops.zpasses.gloo_all_gather_coalesced.default,
+_functional, _ours = compat.functional, torch.ops.zpasses
+_REPLACEMENTS: dict[Any, compat.OpOverload] = {
+    _functional.all_gather_into_tensor.default: _ours.gloo_all_gather.default,
+    _functional.all_gather_into_tensor_coalesced.default: _ours.gloo_all_gather_coalesced.default,
 }
 
 
 def replace_gloo_all_gathers(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph to generate code from: `gm` itself, or a copy of it if it gathers over gloo."""
+    """Replace the all-gathers that run over gloo.
+
+    Returns:
+        The graph to generate code from: a changed copy of `gm`, or `gm` itself if nothing in it
+        gathers over gloo.
+    """
     if not _gathers(gm.graph):
         return gm
-    gm = compat.clone_graph_module(gm)  # others look at the graph as the passes left it
+    gm = compat.clone_graph_module(gm)  # observers and variants use the original graph
     for node in _gathers(gm.graph):
-        node.target = _STAND_INS[node.target]
+        node.target = _REPLACEMENTS[node.target]
         inputs, group_size, group = node.args
         node.args = (inputs, group_size, compat.group_name(group))
     gm.recompile()
@@ -58,7 +67,7 @@ def replace_gloo_all_gathers(gm: fx.GraphModule) -> fx.GraphModule:
 def _gathers(graph: fx.Graph) -> list[fx.Node]:
     nodes = [
         node
-        for target in _STAND_INS
+        for target in _REPLACEMENTS
         for node in graph.find_nodes(op="call_function", target=target)
     ]
     return [node for node in nodes if _is_over_gloo(node)]
@@ -74,8 +83,14 @@ def _is_over_gloo(node: fx.Node) -> bool:
 
 
 def all_gather(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
-    """Gather tensors over gloo: one output an input, [group_size * rows, ...]; returns at once, to
-    be awaited by `wait_tensor`."""
+    """All-gather tensors over gloo. Asynchronous: pass each output to `wait_tensor` before use.
+
+    Args:
+        inputs: [rows, ...] each.
+
+    Returns:
+        One output per input, [group_size * rows, ...].
+    """
     if len(inputs) == 1:
         return [torch.ops.zpasses.gloo_all_gather(inputs[0], group_size, group_name)]
     return list(torch.ops.zpasses.gloo_all_gather_coalesced(inputs, group_size, group_name))
@@ -105,14 +120,17 @@ def _all_gather_coalesced(
         packed, group_size, group_name, out=gathered.view(-1)
     )
     outputs = [_empty(source, group_size) for source in inputs]
-    work = _Unpacking(gathered, outputs)
+    work = _UnpackWork(gathered, outputs)
     for output in outputs:
         compat.register_work(output, work)
     return outputs
 
 
-class _Unpacking(compat.Work):  # type: ignore[misc]  # of what torch calls it, an Any
-    """A gather of several tensors in one. The first wait copies each to its place."""
+class _UnpackWork(compat.Work):  # type: ignore[misc]  # Work is Any to mypy
+    """The work of an all-gather of several tensors packed into one.
+
+    The first wait copies the result to the outputs.
+    """
 
     def __init__(self, gathered: Tensor, outputs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -147,5 +165,5 @@ for _name, _impl, _fake in (
     _library.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"zpasses::{_name}", _fake, lib=_library)
 
-for _op in _STAND_INS.values():
+for _op in _REPLACEMENTS.values():
     compat.declare_collective(_op)

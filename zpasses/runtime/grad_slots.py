@@ -1,8 +1,9 @@
-"""Gradient slots: the parameter gradients that a backward graph reduces and that another call may
-reduce instead.
+"""Gradient slots: the parameter gradients of a backward graph whose reduction can be deferred to a
+later call.
 
-A slot knows the full gradient, the nodes of its reduction that read it, and the reduced gradients
-that the graph returns."""
+This module finds them in a lowered graph. A slot has one or more full gradients, each with the
+nodes of its reduction that read it, and as many reduced gradients, whose sum the graph returns.
+"""
 
 from __future__ import annotations
 
@@ -35,40 +36,44 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class GradSlot:
-    """One full gradient of a backward graph that is reduced there, and may be elsewhere."""
+    """One parameter gradient that a backward graph reduces and may defer."""
 
     param: str
     """Name of the parameter."""
     dtype: torch.dtype
-    """Dtype of the gradient, before it is cast for its reduction."""
+    """Dtype of the full gradient, before it is cast for its reduction."""
     shape: tuple[int, ...]
     reduction: Reduction | None
-    """None in graphs that zpasses did not capture."""
+    """How to reduce the gradient; None in graphs that zpasses did not capture."""
 
 
 @dataclass(frozen=True)
 class GradReader:
-    """A node of a reduction, and where in its list of tensors it reads a gradient; None where it
-    reads it anywhere else."""
+    """A node of a reduction that reads a full gradient."""
 
     node: fx.Node
-    place: int | None = None
+    list_index: int | None = None
+    """Index of the gradient in the node's list of tensors; None if the gradient is not in a
+    list."""
 
-    def read(self, old: fx.Node, new: fx.Node) -> None:
-        """Read `new` instead. Other parameters may have the same gradient, in other places of the
-        list."""
-        if self.place is None:
+    def replace_input(self, old: fx.Node, new: fx.Node) -> None:
+        """Read `new` instead of `old`.
+
+        In a list, only the item at `list_index` changes, because `old` may also be the gradient of
+        other parameters in the list.
+        """
+        if self.list_index is None:
             self.node.replace_input_with(old, new)
             return
         args: list[Any] = list(self.node.args)
         at = next(i for i, arg in enumerate(args) if isinstance(arg, (list, tuple)))
-        args[at] = [new if i == self.place else item for i, item in enumerate(args[at])]
+        args[at] = [new if i == self.list_index else item for i, item in enumerate(args[at])]
         self.node.args = tuple(args)
 
 
 @dataclass(frozen=True)
 class GradSource:
-    """A full gradient, and who reads it for its reduction."""
+    """A full gradient, and the nodes of its reduction that read it."""
 
     node: fx.Node
     readers: tuple[GradReader, ...]
@@ -76,34 +81,34 @@ class GradSource:
 
 @dataclass
 class GradSite:
-    """Where a slot lies in a graph."""
+    """The nodes of a slot in a graph."""
 
     sources: list[GradSource] = field(default_factory=list)
-    leaves: list[fx.Node] = field(default_factory=list)
-    """Reduced gradients, one a source."""
+    reduced: list[fx.Node] = field(default_factory=list)
+    """Reduced gradients, one per source."""
 
-    def nodes(self) -> list[fx.Node]:
+    def full_grads(self) -> list[fx.Node]:
         return [source.node for source in self.sources]
 
 
 def mark_deferrable(graph: fx.Graph) -> int:
-    """Mark the reductions of a backward graph that can be deferred; returns how many."""
+    """Mark the reductions of a backward graph that can be deferred; returns their number."""
     found = 0
-    for leaves in returned_gradients(graph).values():
-        if all(_source(leaf) for leaf in leaves):
-            for leaf in leaves:
-                retag(leaf, deferrable=True)
+    for grads in returned_gradients(graph).values():
+        if all(_find_source(grad) for grad in grads):
+            for grad in grads:
+                retag(grad, deferrable=True)
                 found += 1
     return found
 
 
 def grad_slots(graph: fx.Graph) -> list[GradSlot]:
-    """The deferrable gradients of a backward graph, in graph order of their parameters' outputs."""
+    """Return the deferrable gradients of a backward graph, in the order of its outputs."""
     return list(grad_sites(graph))
 
 
 def always_reduced(graph: fx.Graph) -> list[str]:
-    """Parameters whose gradients a backward graph reduces and cannot leave unreduced."""
+    """Return the names of parameters whose gradients a backward graph reduces and cannot defer."""
     tags = [
         tag
         for node in graph.nodes
@@ -115,62 +120,65 @@ def always_reduced(graph: fx.Graph) -> list[str]:
 
 def grad_sites(graph: fx.Graph) -> dict[GradSlot, GradSite]:
     found: dict[GradSlot, GradSite] = {}
-    for leaves in returned_gradients(graph).values():
-        for leaf in leaves:
-            tag = tag_of(leaf)
-            source = _source(leaf) if tag is not None and tag.deferrable else None
+    for grads in returned_gradients(graph).values():
+        for grad in grads:
+            tag = tag_of(grad)
+            source = _find_source(grad) if tag is not None and tag.deferrable else None
             if tag is None or source is None:
                 continue
             value = value_of(source.node)
-            slot = GradSlot(tag.params[0], value.dtype, tuple(value.shape), _reduction(leaf, tag))
+            slot = GradSlot(tag.params[0], value.dtype, tuple(value.shape), _reduction(grad, tag))
             site = found.setdefault(slot, GradSite())
-            if leaf not in site.leaves:
+            if grad not in site.reduced:
                 site.sources.append(source)
-                site.leaves.append(leaf)
+                site.reduced.append(grad)
     return found
 
 
-def _reduction(leaf: fx.Node, tag: Tag) -> Reduction | None:
-    if leaf.target is REDUCE_GRAD:
-        arguments: Any = leaf.args
+def _reduction(grad: fx.Node, tag: Tag) -> Reduction | None:
+    if grad.target is REDUCE_GRAD:
+        arguments: Any = grad.args
         return Reduction(arguments[1], arguments[3], arguments[4], compat.group_name(arguments[5]))
     return tag.reduction
 
 
 def returned_gradients(graph: fx.Graph) -> dict[int, list[fx.Node]]:
-    """Position of an output -> the reduced gradients whose sum it is; outputs that are anything
-    else are missing."""
+    """Return the outputs that are sums of reduced gradients.
+
+    Returns:
+        Position of the output -> the reduced gradients that it sums. Other outputs are left out.
+    """
     outputs: Any = graph.output_node().args[0]
-    found = {i: _leaves(value) for i, value in enumerate(outputs) if isinstance(value, fx.Node)}
-    return {i: leaves for i, leaves in found.items() if leaves}
+    found = {i: _summands(value) for i, value in enumerate(outputs) if isinstance(value, fx.Node)}
+    return {i: grads for i, grads in found.items() if grads}
 
 
-def _leaves(node: fx.Node) -> list[fx.Node]:
+def _summands(node: fx.Node) -> list[fx.Node]:
     tag = tag_of(node)
     if tag is not None and (tag.role == "shard_grad" or node.target is REDUCE_GRAD):
         return [node]
     if node.target is not aten.add.Tensor or len(node.all_input_nodes) != 2:
         return []
-    parts = [_leaves(item) for item in node.all_input_nodes]
-    return [leaf for part in parts for leaf in part] if all(parts) else []
+    parts = [_summands(item) for item in node.all_input_nodes]
+    return [grad for part in parts for grad in part] if all(parts) else []
 
 
-def _source(leaf: fx.Node) -> GradSource | None:
-    """The full gradient that a reduced one is made of; None if it is unclear."""
-    tag = tag_of(leaf)
+def _find_source(grad: fx.Node) -> GradSource | None:
+    """Find the full gradient of a reduced one; None if it cannot be determined."""
+    tag = tag_of(grad)
     assert tag is not None
-    if leaf.target is REDUCE_GRAD:
-        return GradSource(leaf.all_input_nodes[0], (GradReader(leaf),))
+    if grad.target is REDUCE_GRAD:
+        return GradSource(grad.all_input_nodes[0], (GradReader(grad),))
     found: dict[fx.Node, dict[GradReader, None]] = {}
-    queue, seen = [leaf], {leaf}
+    queue, seen = [grad], {grad}
     while queue:
         node = queue.pop()
-        inputs = _inputs_of(node, tag.params[0])
+        inputs = _grad_inputs(node, tag.params[0])
         if not inputs:
             return None
         for item, through in inputs:
-            if not _belongs(item, tag.params[0]):
-                source, reader = _whole(item, through, tag.reduction)
+            if not _in_reduction(item, tag.params[0]):
+                source, reader = _skip_packing_views(item, through, tag.reduction)
                 found.setdefault(source, {})[reader] = None
             elif item not in seen:
                 seen.add(item)
@@ -181,10 +189,14 @@ def _source(leaf: fx.Node) -> GradSource | None:
     return GradSource(source, tuple(readers)) if isinstance(value_of(source), Tensor) else None
 
 
-def _whole(
+def _skip_packing_views(
     node: fx.Node, reader: GradReader, reduction: Reduction | None
 ) -> tuple[fx.Node, GradReader]:
-    """A gradient and its reader, from in front of views that packed it."""
+    """Walk back from a reader through the views that packed a gradient for its reduction.
+
+    Returns:
+        The gradient in its own shape, and the node that reads it.
+    """
     while (
         reduction is not None
         and reduction.rows
@@ -200,13 +212,14 @@ def _rows(node: fx.Node) -> int:
     return shape[0] if shape else 0
 
 
-def _belongs(node: fx.Node, param: str) -> bool:
-    """Whether a node is part of the reduction of a parameter's gradient: it is tagged so, or a view
-    of such a node."""
+def _in_reduction(node: fx.Node, param: str) -> bool:
+    """Whether a node is part of the reduction of a parameter's gradient: it has such a tag, or is a
+    view of such a node.
+    """
     tag = tag_of(node)
     if tag is not None:
         return tag.role in REDUCE_ROLES and param in tag.params
-    return _is_view(node) and _belongs(node.all_input_nodes[0], param)
+    return _is_view(node) and _in_reduction(node.all_input_nodes[0], param)
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -219,30 +232,34 @@ def _is_view(node: fx.Node) -> bool:
     )
 
 
-def _inputs_of(node: fx.Node, param: str) -> list[tuple[fx.Node, GradReader]]:
-    """What a node of a reduction reads for one parameter, where it may read other gradients for
-    others."""
+def _grad_inputs(node: fx.Node, param: str) -> list[tuple[fx.Node, GradReader]]:
+    """Return the inputs of a node of a reduction that belong to one parameter.
+
+    A coalesced reduction also reads the gradients of other parameters.
+    """
     if node.target is operator.getitem:
-        several, place = cast(tuple[fx.Node, int], node.args)
-        listed = _listed(several)
+        several, index = cast(tuple[fx.Node, int], node.args)
+        listed = _tensor_list_arg(several)
         return (
-            [(listed[place], GradReader(several, place))]
+            [(listed[index], GradReader(several, index))]
             if listed is not None
             else [(several, GradReader(node))]
         )
-    listed = _listed(node)
+    listed = _tensor_list_arg(node)
     if listed is None:
         return [(item, GradReader(node)) for item in node.all_input_nodes]
     found = [(item, GradReader(node, i)) for i, item in enumerate(listed)]
-    own = [(item, reader) for item, reader in found if _belongs(item, param)]
+    own = [(item, reader) for item, reader in found if _in_reduction(item, param)]
     tag = tag_of(node)
     if own or tag is None:
         return own
     return [found[tag.params.index(param)]] if len(tag.params) == len(listed) else []
 
 
-def _listed(node: fx.Node) -> list[fx.Node] | None:
-    """The tensors of a call that takes a list of them."""
+def _tensor_list_arg(node: fx.Node) -> list[fx.Node] | None:
+    """Return the list of tensors that a node takes as an argument; None if it takes no such
+    list.
+    """
     for arg in node.args:
         if (
             isinstance(arg, (list, tuple))

@@ -1,7 +1,8 @@
-"""Local shards of DTensor parameters, and their gradients on the way back.
+"""Conversion of DTensor parameters to local shards, and of the shards' gradients to DTensors.
 
-A compiled graph takes local shards instead of DTensors. One autograd node converts all parameters
-of a call, and turns the gradients of their shards into DTensors."""
+Compiled graphs take local shards instead of DTensors. One autograd node converts all parameters of
+a call, and wraps the gradients of their shards as DTensors in backward.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +16,24 @@ from torch.distributed.tensor import DTensor
 from zpasses import compat
 from zpasses.runtime.param_cache import drop_cached
 
-__all__ = ["ArrivingGradient", "arriving_gradient", "local_shard", "local_shards", "sharded_inputs"]
+__all__ = [
+    "StealableGrad",
+    "local_shards_node",
+    "to_local_shard",
+    "to_local_shards",
+    "wrap_local_grad",
+]
 
 
 class _LocalShards(torch.autograd.Function):
-    """All DTensor parameters of a call to their local shards, in one autograd node."""
+    """Converts all DTensor parameters of a call to their local shards."""
 
     @staticmethod
     def forward(ctx: Any, *params: DTensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # a missing gradient must stay missing
-        ctx.zpasses_params = params  # backward graphs look here for what they work for
-        # Views: an autograd function must not return, and so mark as its output, the parameter's
-        # own tensor.
+        ctx.set_materialize_grads(False)  # a missing gradient must stay None
+        ctx.zpasses_params = params  # backward graphs find their parameters here
+        # Views, because autograd would mark a returned tensor as this node's output, and that must
+        # not happen to the parameter's own tensor.
         return tuple([compat.local_of(param).view_as(compat.local_of(param)) for param in params])
 
     @staticmethod
@@ -36,28 +43,29 @@ class _LocalShards(torch.autograd.Function):
             if grad is None:
                 result.append(None)
                 continue
-            drop_cached(
-                param
-            )  # a step is due: what was gathered is about to be stale, on every rank
-            result.append(arriving_gradient(grad, compat.spec_of(param)))
+            # An optimizer step is expected, on every rank, so the cached copy becomes stale.
+            drop_cached(param)
+            result.append(wrap_local_grad(grad, compat.spec_of(param)))
         return tuple(result)
 
 
-def local_shard(param: DTensor) -> Tensor:
-    """The local shard of a parameter that eager code reads; its gradient may be reduced later."""
+def to_local_shard(param: DTensor) -> Tensor:
+    """Convert a parameter that eager code reads to its local shard. Its gradient may be
+    deferred.
+    """
     if not (torch.is_grad_enabled() and param.requires_grad):
         return compat.local_of(param)
     (shard,) = _LocalShards.apply(param)  # type: ignore[no-untyped-call]
     return cast(Tensor, shard)
 
 
-def local_shards(params: Sequence[DTensor]) -> tuple[Tensor, ...]:
-    """The local shards of the parameters of a compiled call, through one autograd node."""
+def to_local_shards(params: Sequence[DTensor]) -> tuple[Tensor, ...]:
+    """Convert the parameters of a call of compiled code to local shards, in one autograd node."""
     return cast("tuple[Tensor, ...]", _LocalShards.apply(*params))  # type: ignore[no-untyped-call]
 
 
-def sharded_inputs() -> Any:
-    """The autograd node that gave local shards to the autograd node that runs right now; None if
+def local_shards_node() -> Any:
+    """Return the autograd node that produced the local shards for the node that is running; None if
     there is none.
 
     Its attribute `zpasses_params` holds the parameters.
@@ -69,20 +77,21 @@ def sharded_inputs() -> Any:
     return None
 
 
-class ArrivingGradient(DTensor):
-    """A gradient on its way to `param.grad`, where it is a plain DTensor.
+class StealableGrad(DTensor):
+    """A DTensor gradient that autograd can store in `param.grad` without a copy or dispatch.
 
-    Autograd detaches every gradient that it stores, which through DTensor's dispatch costs more
-    than all else that happens to a small gradient. A gradient that nobody else holds need not be
-    copied: it is handed on as it is."""
+    Autograd detaches a gradient before it stores it. Through DTensor's dispatch, that costs more
+    than everything else that happens to a small gradient. If nothing else references the gradient,
+    detach is not needed, so this class returns itself from detach. Any other operation, and detach
+    itself, turns it into a plain DTensor.
+    """
 
     @classmethod
-    # of what DTensor's stub says, a disabled C function
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # a disabled C function in DTensor's stub
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for value in compat.pytree.tree_leaves((args, kwargs)) if func is not _DETACH else args:
-            if type(value) is ArrivingGradient:
+            if type(value) is StealableGrad:
                 cast(Any, value).__class__ = DTensor
         return args[0] if func is _DETACH else func(*args, **(kwargs or {}))
 
@@ -90,13 +99,16 @@ class ArrivingGradient(DTensor):
 _DETACH = torch.ops.aten.detach.default
 
 
-def arriving_gradient(local: Tensor, spec: compat.DTensorSpec) -> DTensor:
-    """A gradient of `spec` around a local one that nobody else holds; one that autograd follows
-    (create_graph) stays in its graph."""
+def wrap_local_grad(local: Tensor, spec: compat.DTensorSpec) -> DTensor:
+    """Wrap a local gradient as a DTensor of `spec`.
+
+    Nothing else may reference `local`. If it requires grad (create_graph), the result stays in the
+    autograd graph.
+    """
     if local.requires_grad:
         meta = cast(Any, spec.tensor_meta)
         return DTensor.from_local(
             local, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
         )
-    build = cast(Callable[..., DTensor], ArrivingGradient)
+    build = cast(Callable[..., DTensor], StealableGrad)
     return build(local, spec, requires_grad=False)

@@ -1,17 +1,20 @@
-"""Full parameters that stages 1 and 2 keep between the calls of compiled graphs.
+"""The parameter cache: full parameters that stages 1 and 2 keep between calls of compiled graphs.
 
-One `Retained` belongs to one sharded parameter and lives as an attribute of it: every graph that
-reads the parameter (training, evaluation, both halves of a graph break) shares the one copy, and
-nothing outlives the parameter.
+Each sharded parameter has one `ParamCache`, stored as an attribute of the parameter. All graphs
+that read the parameter (training, evaluation, both halves of a graph break) share its copy, and the
+copy does not outlive the parameter.
 
-A kept value is fresh until its gradient is reduced, an optimizer steps, or its shard changes. All
-three are events that ranks which run the same program share, also where a rank holds an empty
-shard: ranks must decide alike, or they would wait for each other. Change is seen by version
-counters. There are two: an operation on the DTensor moves the DTensor's, one on its local tensor
-the local tensor's. Operations on lists of DTensors (`torch._foreach_*`, fused optimizers) move
-neither; torch's optimizers are seen by the hook that torch offers. Other such edits exist (averages
-of weights, say), so runs without gradients keep only parameters that an optimizer of torch has been
-seen to step."""
+A cached copy is fresh until the parameter's gradient is reduced, an optimizer steps, or its shard
+changes. Ranks that run the same program see these three events identically, also if a rank holds an
+empty shard. They have to, because ranks that disagree on whether to gather would wait for each
+other.
+
+Changes of a shard are detected by version counters. An operation on the DTensor increments the
+DTensor's counter, and an operation on its local tensor increments that tensor's counter. Operations
+on lists of DTensors (`torch._foreach_*`, fused optimizers) increment neither. For torch's
+optimizers, a post-step hook invalidates the cache. For other code, such as weight averaging, there
+is no hook, so runs without gradients cache only parameters that a torch optimizer has stepped.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["ParamCache", "drop_cached", "forget", "install_step_invalidation", "param_cache_of"]
+__all__ = [
+    "ParamCache",
+    "drop_cached",
+    "drop_cached_params",
+    "install_step_invalidation",
+    "param_cache_of",
+]
 
-_ATTRIBUTE = "_zpasses_retained"
+_CACHE_ATTRIBUTE = "_zpasses_param_cache"
 
 
 class ParamCache:
@@ -36,17 +45,18 @@ class ParamCache:
 
     def __init__(self) -> None:
         self.stepped = False
-        """Whether an optimizer that reports its steps updates the parameter."""
+        """Whether a torch optimizer has stepped the parameter."""
         self.full: Tensor | None = None
         self.shard: Tensor | None = None
         self.version = -1
 
     def __reduce__(self) -> tuple[type[ParamCache], tuple[()]]:
-        return ParamCache, ()  # a copy of the parameter starts anew: nobody has stepped it yet
+        return ParamCache, ()  # a copied parameter gets an empty cache; no optimizer stepped it yet
 
     def is_fresh(self, param: DTensor, shard: Tensor, dtype: torch.dtype) -> bool:
-        """Whether the copy was gathered from this parameter's shard, in this dtype, since it last
-        changed."""
+        """Whether the copy was gathered in this dtype from this shard, which has not changed
+        since.
+        """
         full, seen = self.full, self.shard
         return (
             full is not None
@@ -56,8 +66,8 @@ class ParamCache:
             and 0 <= _version(param, shard) == self.version
         )
 
-    def keep(self, full: Tensor, param: DTensor, shard: Tensor) -> None:
-        # Holding the shard keeps its address from being reused by another tensor.
+    def store(self, full: Tensor, param: DTensor, shard: Tensor) -> None:
+        # The reference to the shard prevents another tensor from reusing its address.
         self.full, self.shard, self.version = full, shard, _version(param, shard)
 
     def drop(self) -> None:
@@ -65,46 +75,50 @@ class ParamCache:
 
 
 def _version(param: DTensor, shard: Tensor) -> int:
-    """Both counters, which only grow; -1 (never fresh) for tensors made in inference mode, which
-    have none."""
+    """The sum of both version counters, which only grow.
+
+    -1, which is never fresh, for tensors made in inference mode, which have no counter.
+    """
     if param.is_inference() or shard.is_inference():
         return -1
     return param._version + shard._version
 
 
 def param_cache_of(param: Any) -> ParamCache:
-    """The parameter's entry, made at the first call."""
-    entry = getattr(param, _ATTRIBUTE, None)
+    """Return the cache of a parameter; the first call creates it."""
+    entry = getattr(param, _CACHE_ATTRIBUTE, None)
     if entry is None:
         entry = ParamCache()
-        setattr(param, _ATTRIBUTE, entry)
+        setattr(param, _CACHE_ATTRIBUTE, entry)
     return entry
 
 
 @functools.cache
 def install_step_invalidation() -> None:
-    """Drop the cached copies of the parameters of an optimizer after each of its steps: all torch
-    optimizers. Installed once."""
+    """Install a hook that drops the cached copies of an optimizer's parameters after each step.
+
+    It applies to every torch optimizer of this process. Further calls do nothing.
+    """
     register_optimizer_step_post_hook(_after_step)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            entry = getattr(param, _ATTRIBUTE, None)
+            entry = getattr(param, _CACHE_ATTRIBUTE, None)
             if entry is not None:
                 entry.stepped = True
                 entry.drop()
 
 
 def drop_cached(param: Any) -> None:
-    """Drop the gathered copy of a parameter, if there is one."""
-    entry = getattr(param, _ATTRIBUTE, None)
+    """Drop the cached copy of a parameter, if there is one."""
+    entry = getattr(param, _CACHE_ATTRIBUTE, None)
     if entry is not None:
         entry.drop()
 
 
-def forget(params: Iterable[Tensor]) -> None:
-    """Drop the gathered copies of these parameters."""
+def drop_cached_params(params: Iterable[Tensor]) -> None:
+    """Drop the cached copies of these parameters."""
     for param in params:
         drop_cached(param)

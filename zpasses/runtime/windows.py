@@ -1,13 +1,15 @@
-"""Gradients that wait for their reduction, and the windows that say how long.
+"""Pending gradients, and the windows that determine when they are reduced.
 
-One `Pending` belongs to one sharded parameter and lives as an attribute of it, so every graph that
-gives the parameter a gradient (both halves of a graph break, recompilations, eager code) adds to
-the same buffers: one a dtype of gradient, full-size, written in place.
+A pending gradient is a full gradient whose reduction is deferred. Each sharded parameter has one
+`ParamGradState`, stored as an attribute of the parameter. All code that gives the parameter a
+gradient (both halves of a graph break, recompilations, eager code) adds to the same buffers: one
+full-size buffer per dtype of the gradient, written in place.
 
-A window is a run of backwards whose gradients are reduced once. A backward is one run of the
-autograd engine that gives a gradient to at least one parameter of the window; runs inside such a
-run (reentrant checkpoints) are part of it. Windows belong to parameters and not to threads, because
-autograd runs backward of accelerators in threads of its own."""
+A window is a sequence of backwards whose gradients are reduced once. A backward is one run of the
+autograd engine that gives a gradient to at least one parameter of the window. Nested runs
+(reentrant checkpoints) belong to the run that contains them. Windows belong to parameters and not
+to threads, because autograd runs the backward of accelerators in threads of its own.
+"""
 
 from __future__ import annotations
 
@@ -25,32 +27,33 @@ from zpasses import compat
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.graph.ops import set_grad_hook
 from zpasses.graph.tags import Reduction
-from zpasses.runtime.local_shards import sharded_inputs
+from zpasses.runtime.barrier import check_optimizer_step
+from zpasses.runtime.local_shards import local_shards_node
 
 __all__ = [
-    "PENDING_ATTRIBUTE",
+    "GRAD_STATE_ATTRIBUTE",
     "EngineRun",
     "Lowering",
-    "Pending",
+    "ParamGradState",
     "PendingGrad",
     "StepWindow",
     "Window",
+    "grad_state_of",
     "install_step_guard",
-    "pending_of",
     "windows_of",
 ]
 
-PENDING_ATTRIBUTE = "_zpasses_pending"
+GRAD_STATE_ATTRIBUTE = "_zpasses_grad_state"
 
 
 class Lowering(Protocol):
-    """How the backend that compiled a graph lowers reductions which that graph left to a later
-    call."""
+    """Lowers reductions that a compiled graph has deferred to a later call."""
 
     @property
     def text(self) -> str:
-        """The pipeline as text, for ranks without such a graph; "" if other ranks cannot build it
-        from text."""
+        """The pipeline as text, for ranks without such a graph; "" if it cannot be built from
+        text.
+        """
 
     def code(
         self,
@@ -67,75 +70,85 @@ class PendingGrad:
     """The pending gradient of one parameter in one dtype."""
 
     total: Tensor
-    """[rows, ...], contiguous, in the accumulation dtype; nobody else holds it."""
+    """[rows, ...], contiguous, in the accumulation dtype; nothing else shares its memory."""
     reduction: Reduction
     lowering: Lowering | None
-    """How the graph that made it lowers reductions; None for eager code."""
+    """Lowering of the graph that produced the gradient; None for eager code."""
 
 
-class Pending:
-    """What waits for its reduction of one parameter, and in which window."""
+class ParamGradState:
+    """The pending gradients of one parameter, and its windows."""
 
-    __slots__ = ("opened", "parts", "steps")
+    __slots__ = ("explicit_window", "pending", "step_window")
 
     def __init__(self) -> None:
-        self.parts: dict[torch.dtype, PendingGrad] = {}
-        """By dtype of the gradient."""
-        self.opened: Window | None = None
-        """The window that a `with` statement opened."""
-        self.steps: StepWindow | None = None
-        """The one that `backwards_per_step` makes."""
+        self.pending: dict[torch.dtype, PendingGrad] = {}
+        """Pending gradients by dtype of the gradient."""
+        self.explicit_window: Window | None = None
+        """The open window of a `coalesce_grad_reduction` block."""
+        self.step_window: StepWindow | None = None
+        """The window of the option `backwards_per_step`."""
 
-    def __reduce__(self) -> tuple[type[Pending], tuple[()]]:
-        return Pending, ()  # a copy of the parameter starts anew
+    def __reduce__(self) -> tuple[type[ParamGradState], tuple[()]]:
+        return ParamGradState, ()  # a copied parameter has no pending gradients and no windows
 
     @property
     def window(self) -> Window | None:
-        """The window that decides about the next gradient."""
-        if self.opened is not None:
-            return self.opened
-        return self.steps if self.steps is not None and self.steps.per_step > 1 else None
+        """The window of the next gradient. An explicit window takes precedence."""
+        if self.explicit_window is not None:
+            return self.explicit_window
+        return (
+            self.step_window
+            if self.step_window is not None and self.step_window.backwards_per_step > 1
+            else None
+        )
 
     def add(self, grad: Tensor, reduction: Reduction, accum_dtype: torch.dtype | None) -> None:
-        """Add a full gradient, which stays the caller's."""
-        part = self.parts.get(grad.dtype)
-        if part is not None:
-            part.total.add_(grad)
+        """Add a full gradient to the pending one. `grad` is copied."""
+        pending = self.pending.get(grad.dtype)
+        if pending is not None:
+            pending.total.add_(grad)
             return
         dtype = accum_dtype if accum_dtype is not None and grad.is_floating_point() else grad.dtype
         total = grad.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
-        self.parts[grad.dtype] = PendingGrad(total, reduction, None)
+        self.pending[grad.dtype] = PendingGrad(total, reduction, None)
 
 
-def pending_of(param: Any) -> Pending:
-    """The parameter's entry, made at the first call."""
-    entry = getattr(param, PENDING_ATTRIBUTE, None)
-    if entry is None:
-        entry = Pending()
-        setattr(param, PENDING_ATTRIBUTE, entry)
-    return entry
+def grad_state_of(param: Any) -> ParamGradState:
+    """Return the gradient state of a parameter; the first call creates it."""
+    state = getattr(param, GRAD_STATE_ATTRIBUTE, None)
+    if state is None:
+        state = ParamGradState()
+        setattr(param, GRAD_STATE_ATTRIBUTE, state)
+    return state
 
 
 # --- engine runs ----------------------------------------------------------------------------------
 class EngineRun:
-    """One run of the autograd engine, alive as long as it goes on, also where it ends in an
-    exception."""
+    """One run of the autograd engine. The object is alive until the run ends, also by an
+    exception.
+    """
 
     def __init__(self) -> None:
         self._at_end: list[Callable[[], None]] = []
-        compat.queue_engine_callback(self._finish)  # which holds the run, and dies with it
+        # The engine holds the callback, which holds this object, until the run ends.
+        compat.queue_engine_callback(self._finish)
 
     @staticmethod
     def current() -> EngineRun:
-        """The innermost run that calls this; raises RuntimeError outside a backward."""
-        number = compat.current_engine_run()
+        """Return the innermost run that is active in this thread.
+
+        Raises:
+            RuntimeError: outside of a backward.
+        """
+        number = compat.current_graph_task_id()
         run = _runs.get(number)
         if run is None:
             run = _runs[number] = EngineRun()
         return run
 
     def at_end(self, fn: Callable[[], None]) -> None:
-        """Call `fn` when the run has succeeded."""
+        """Call `fn` when the run ends without an exception."""
         self._at_end.append(fn)
 
     def _finish(self) -> None:
@@ -143,128 +156,143 @@ class EngineRun:
             fn()
 
 
-# State belongs to a run of the engine, which offers no place for it.
+# The engine offers no place to store state per run.
 _runs: weakref.WeakValueDictionary[int, EngineRun] = weakref.WeakValueDictionary()
 
 
 # --- windows --------------------------------------------------------------------------------------
 class Window:
-    """A run of backwards that reduce gradients together."""
+    """A sequence of backwards whose gradients are reduced once."""
 
     def __init__(
         self, params: Callable[[], list[Any]], accum_dtype: torch.dtype | None = None
     ) -> None:
-        self._find = params
+        self._get_params = params
         self.accum_dtype = accum_dtype
-        """Dtype of pending gradients; None is that of the gradient."""
+        """Dtype of pending gradients; None keeps the gradient's dtype."""
         self.count = 0
-        """Backwards so far."""
-        self.broken: str | None = None
-        """Why what is pending is not to be trusted: a backward failed in the middle."""
+        """Number of backwards that have begun."""
+        self.failure: str | None = None
+        """Why pending gradients may be incomplete: a backward failed after it had changed them."""
         self._run: weakref.ref[EngineRun] | None = None
-        self._last = False
+        self._reduces = False
 
     @property
     def params(self) -> list[Any]:
-        """The parameters, in an order that ranks share; None for those that are gone."""
-        return self._find()
+        """The parameters, in the same order on every rank; None for those that no longer exist."""
+        return self._get_params()
 
-    def entries(self) -> Iterator[Pending]:
+    def grad_states(self) -> Iterator[ParamGradState]:
         for param in self.params:
             if param is not None:
-                yield pending_of(param)
+                yield grad_state_of(param)
 
     def reduces(self, run: EngineRun) -> bool:
-        """Whether gradients are reduced in this run; counts it if it is new."""
+        """Whether this run reduces gradients. The first call in a run counts it as a backward."""
         current = self._run() if self._run is not None else None
         if current is None:
             self._run = weakref.ref(run)
             self.count += 1
-            self._last = self.begin(run)
-        return self._last
+            self._reduces = self.begin_backward(run)
+        return self._reduces
 
-    def begin(self, run: EngineRun) -> bool:
-        """Whether the backward that begins is the last."""
+    def begin_backward(self, run: EngineRun) -> bool:
+        """Called when a backward begins, after it is counted. Returns whether it is the last
+        one.
+        """
         raise NotImplementedError
 
-    def drop(self) -> None:
-        """Forget what is pending."""
-        for entry in self.entries():
-            entry.parts.clear()
+    def discard_pending(self) -> None:
+        """Discard the pending gradients of all parameters."""
+        for entry in self.grad_states():
+            entry.pending.clear()
 
 
 class StepWindow(Window):
-    """The window of parameters that were sharded together: every `per_step` backwards reduce once,
-    without a `with` statement."""
+    """The window of the option `backwards_per_step`, for parameters that were sharded together.
+
+    Every `backwards_per_step` backwards reduce once, without a `with` statement.
+    """
 
     def __init__(self, params: Callable[[], list[Any]] = list) -> None:
         super().__init__(params)
-        self.per_step = 1
+        self.backwards_per_step = 1
         self.agreement_timeout_s: float | None = None
-        """Seconds to wait for other ranks; None does not ask them."""
+        """Seconds to wait for other ranks; None exchanges nothing with them."""
         self._close: Callable[[StepWindow], None] | None = None
 
     def configure(
         self,
-        per_step: int,
+        backwards_per_step: int,
         accum_dtype: torch.dtype | None,
         timeout_s: float | None,
         close: Callable[[StepWindow], None],
     ) -> None:
-        """Take over the options of a compiled graph, at its forward.
+        """Apply the options of a compiled graph, at its forward.
 
         Raises:
-            OptionError: when another graph that began to accumulate says otherwise.
+            OptionError: if gradients are pending under other options of another graph.
         """
-        if (per_step, accum_dtype) != (self.per_step, self.accum_dtype) and self.count:
+        if (backwards_per_step, accum_dtype) != (
+            self.backwards_per_step,
+            self.accum_dtype,
+        ) and self.count:
             raise OptionError(
-                f"backwards_per_step={per_step}, grad_accum_dtype={accum_dtype} of this graph, but "
-                "other graphs of the model have "
-                f"accumulated {self.count} of {self.per_step} backwards with "
-                f"grad_accum_dtype={self.accum_dtype}. Compile all parts of a "
-                "model with the same options, and change them between steps."
+                f"this graph has backwards_per_step={backwards_per_step}, "
+                f"grad_accum_dtype={accum_dtype}, but other graphs of the model have accumulated "
+                f"{self.count} of {self.backwards_per_step} backwards with "
+                f"grad_accum_dtype={self.accum_dtype}. Compile all parts of a model with the same "
+                "options, and change the options only right after an optimizer step."
             )
-        self.per_step, self.accum_dtype, self.agreement_timeout_s, self._close = (
-            per_step,
+        self.backwards_per_step, self.accum_dtype, self.agreement_timeout_s, self._close = (
+            backwards_per_step,
             accum_dtype,
             timeout_s,
             close,
         )
 
-    def begin(self, run: EngineRun) -> bool:
-        if self.count < self.per_step:
+    def begin_backward(self, run: EngineRun) -> bool:
+        if self.count < self.backwards_per_step:
             return False
         run.at_end(self.close)
         return True
 
     def close(self) -> None:
-        """Reduce what is left, and begin anew."""
+        """Reduce the gradients that are still pending, and start the next window."""
         try:
             if self._close is not None:
                 self._close(self)
-            if self.broken is not None:
-                raise ZpassesError(f"{self.broken}; what was pending is dropped on all ranks.")
+            if self.failure is not None:
+                raise ZpassesError(f"{self.failure}; pending gradients are dropped on all ranks.")
         finally:
-            self.drop()
-            self.count, self.broken = 0, None
+            self.discard_pending()
+            self.count, self.failure = 0, None
 
 
 def windows_of(params: Sequence[Any]) -> list[Window]:
-    """The windows that these parameters are in, each once. Called in every backward: most often
-    there is none."""
+    """Return the windows of these parameters, each once.
+
+    Called in every backward, so it is fast if there are none.
+    """
     found: dict[Window, None] = {}
     for param in params:
-        entry = getattr(param, PENDING_ATTRIBUTE, None)
+        entry = getattr(param, GRAD_STATE_ATTRIBUTE, None)
         if entry is not None and (
-            entry.opened is not None or (entry.steps is not None and entry.steps.per_step > 1)
+            entry.explicit_window is not None
+            or (entry.step_window is not None and entry.step_window.backwards_per_step > 1)
         ):
             found[entry.window] = None
     return list(found)
 
 
 def register_step_window(holders: Sequence[tuple[nn.Module, str]]) -> None:
-    """Count the backwards of parameters, given by module and name, together. Those that are counted
-    with others already stay so."""
+    """Give parameters a common step window.
+
+    Parameters that have a step window already keep theirs.
+
+    Args:
+        holders: module and name of each parameter.
+    """
     refs = [(weakref.ref(module), name) for module, name in holders]
 
     def find() -> list[Any]:
@@ -273,23 +301,27 @@ def register_step_window(holders: Sequence[tuple[nn.Module, str]]) -> None:
             for ref, name in refs
         ]
 
-    _join(find(), StepWindow(find))
+    _join_step_window(find(), StepWindow(find))
 
 
-def _join(params: Sequence[Any], window: StepWindow) -> None:
+def _join_step_window(params: Sequence[Any], window: StepWindow) -> None:
     for param in params:
-        if pending_of(param).steps is None:
-            pending_of(param).steps = window
+        if grad_state_of(param).step_window is None:
+            grad_state_of(param).step_window = window
 
 
 def step_windows(params: Sequence[Any]) -> list[StepWindow]:
-    """The step windows of these parameters; those that have none, as copies of models do, get one
-    together."""
-    alone = [param for param in params if pending_of(param).steps is None]
-    if alone:
-        _join(alone, StepWindow(lambda: alone))
+    """Return the step windows of these parameters, each once.
+
+    Parameters without one, such as those of a copied model, get a common step window.
+    """
+    without = [param for param in params if grad_state_of(param).step_window is None]
+    if without:
+        _join_step_window(without, StepWindow(lambda: without))
     return list(
-        dict.fromkeys(steps for param in params if (steps := pending_of(param).steps) is not None)
+        dict.fromkeys(
+            steps for param in params if (steps := grad_state_of(param).step_window) is not None
+        )
     )
 
 
@@ -297,64 +329,76 @@ def step_windows(params: Sequence[Any]) -> list[StepWindow]:
 def maybe_defer_grad(
     grad: Tensor, rows: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None, group: str
 ) -> Tensor | None:
-    """In the backward of an eager read: what to reduce now instead of `grad`; None for nothing."""
+    """Defer the gradient of a parameter that eager code has read, if its window says so.
+
+    Runs in the backward of `unshard`, outside of compiled code.
+
+    Returns:
+        The gradient to reduce now, which includes the pending one; None if nothing is reduced now.
+    """
     if type(grad) is not Tensor:
         return grad  # traced
-    found = sharded_inputs()
+    found = local_shards_node()
     if found is None or len(found.zpasses_params) != 1:
         return grad  # not a read of `module.weight`
     (param,) = found.zpasses_params
-    entry = getattr(param, PENDING_ATTRIBUTE, None)
-    window = entry.window if entry is not None else None
+    state = getattr(param, GRAD_STATE_ATTRIBUTE, None)
+    window = state.window if state is not None else None
     wanted = compat.will_accumulate(compat.grad_consumers(found)[0]) if window is not None else None
-    if window is None or entry is None or wanted is None:
+    if window is None or state is None or wanted is None:
         return grad
     if not wanted:
         return None
     if not window.reduces(EngineRun.current()):
-        entry.add(grad, Reduction(rows, dtype, reduce_dtype, group), window.accum_dtype)
+        state.add(grad, Reduction(rows, dtype, reduce_dtype, group), window.accum_dtype)
         return None
-    part = entry.parts.pop(grad.dtype, None)
-    if part is None:
+    pending = state.pending.pop(grad.dtype, None)
+    if pending is None:
         return grad
-    total: Tensor = part.total.add_(grad)
+    total: Tensor = pending.total.add_(grad)
     return total if reduce_dtype is not None else total.to(grad.dtype)
 
 
 def mark_failed(windows: Sequence[Window], reason: str) -> None:
-    """Say that a backward failed after it had begun to change what is pending."""
+    """Record that a backward failed, possibly after it had changed pending gradients."""
     for window in windows:
-        window.broken = reason
+        window.failure = reason
 
 
 # --- optimizers -----------------------------------------------------------------------------------
 @functools.cache
 def install_step_guard() -> None:
-    """Check the windows of parameters before every step of every torch optimizer of this process.
-    Installed once.
+    """Install a hook that checks the windows of an optimizer's parameters before each step.
 
-    A step inside a `with` block raises; a step before the last of `backwards_per_step` backwards
-    reduces what is pending."""
+    It applies to every torch optimizer of this process. Further calls do nothing. A step inside a
+    `with` block raises. A step before the last of `backwards_per_step` backwards reduces the
+    gradients that are pending. Ranks whose graphs are compared on every run compare their steps,
+    too.
+    """
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     early: dict[StepWindow, None] = {}
+    meshes: dict[int, Any] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            entry = getattr(param, PENDING_ATTRIBUTE, None)
-            if entry is None:
+            state = getattr(param, GRAD_STATE_ATTRIBUTE, None)
+            if state is None:
                 continue
-            if entry.opened is not None:
+            if state.explicit_window is not None:
                 raise ZpassesError(
                     f"{type(optimizer).__name__}.step() inside coalesce_grad_reduction: gradients "
-                    "of its parameters are not reduced yet. "
-                    "Step after the block."
+                    "of its parameters are not reduced yet. Step after the block."
                 )
-            if entry.steps is not None and entry.steps.count:
-                early[entry.steps] = None
+            if state.step_window is not None and state.step_window.count:
+                early[state.step_window] = None
+            mesh = compat.spec_of(param).mesh
+            meshes[id(mesh)] = mesh
+    names = sorted({compat.group_name(mesh.get_group()) for mesh in meshes.values()})
+    check_optimizer_step(names, type(optimizer).__name__)
     for window in early:
-        window.close()  # a step before the Nth backward: reduce what there is
+        window.close()  # the step comes before the Nth backward: reduce the gradients so far
 
 
 set_grad_hook(maybe_defer_grad)

@@ -1,11 +1,11 @@
-"""Collectives by copy engines: operators, the routes behind them, and how a group of ranks chooses
-one."""
+"""Collectives by copy engines: the operators, the routes that implement them, and the vote by which
+a group of ranks chooses a route.
+"""
 
-from zpasses.sdma import (
-    ops as _ops,
-)  # registers the operators, which code from a warm compile cache may call
-from zpasses.sdma.lifecycle import Choice, chosen, init, report, shutdown
+# Importing ops registers the operators, which code from a warm compile cache may call.
+from zpasses.sdma import ops as _ops
+from zpasses.sdma.lifecycle import RouteChoice, init, report, route_choice, shutdown
 
-__all__ = ["Choice", "chosen", "init", "report", "shutdown"]
+__all__ = ["RouteChoice", "init", "report", "route_choice", "shutdown"]
 
 del _ops

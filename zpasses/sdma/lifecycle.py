@@ -1,7 +1,9 @@
-"""Which route a group takes, from its first collective (or `init`) to `shutdown`.
+"""Chooses the route of each process group, and keeps it from the first collective (or `init`) to
+`shutdown`.
 
-A route is chosen once for a process group and a type of device, by vote, and kept: nothing falls
-back after a launch. The first rank of the group logs the choice and the reason."""
+The ranks choose a route once per process group and device type, by vote. Nothing falls back after a
+launch. The first rank of the group logs the choice and its reason.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,29 @@ import torch
 import torch.distributed as dist
 
 from zpasses import compat
-from zpasses.cost.routes import PIECE_BYTES
+from zpasses.cost.routes import MAX_CHUNK_BYTES
 from zpasses.pipeline.recorder import runtime_note
 from zpasses.ranks.vote import exchange
 from zpasses.sdma import mori_route, symm_route
 from zpasses.sdma.platform import Platform, platform_of
-from zpasses.sdma.routes import C10dRoute, Route, refuse_capture
+from zpasses.sdma.routes import C10dRoute, Route, raise_if_capturing
 
-__all__ = ["Choice", "available_routes", "chosen", "init", "report", "route_of", "shutdown"]
+__all__ = [
+    "RouteChoice",
+    "available_routes",
+    "init",
+    "report",
+    "route_choice",
+    "route_of",
+    "shutdown",
+]
 
 log = logging.getLogger("zpasses")
 
-CAPACITY_MIB = PIECE_BYTES >> 20
-"""Most MiB of one rank in one call of mori, unless `init` says otherwise; larger gathers go in
-pieces. Its buffers take 18 times that."""
+CAPACITY_MIB = MAX_CHUNK_BYTES >> 20
+"""Default for the most MiB per rank in one call of mori. Larger gathers are split. The buffers take
+18 times this size on 8 ranks.
+"""
 TIMEOUT_S = 300.0
 
 _CANDIDATES: dict[str, Any] = {"mori": mori_route, "symm_mem": symm_route}
@@ -38,8 +49,8 @@ _CANDIDATES: dict[str, Any] = {"mori": mori_route, "symm_mem": symm_route}
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The route of one group."""
+class RouteChoice:
+    """The route of one process group."""
 
     group: str
     """Name of the process group."""
@@ -51,11 +62,12 @@ class Choice:
     """Why no preferred route was taken; "" if this is the most preferred one."""
 
     def __str__(self) -> str:
-        return f"group {self.group!r} on {self.device} gathers by {self.route}{': ' + self.reason if self.reason else ''}"
+        reason = f": {self.reason}" if self.reason else ""
+        return f"group {self.group!r} on {self.device} gathers by {self.route}{reason}"
 
 
-# State belongs to a process group, which offers no place for it.
-_routes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[Route, Choice]]] = (
+# The state belongs to a process group, which has no attribute for it.
+_routes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[Route, RouteChoice]]] = (
     weakref.WeakKeyDictionary()
 )
 _lock = threading.RLock()
@@ -66,23 +78,23 @@ def init(
     *,
     capacity_mib: int = CAPACITY_MIB,
     timeout_s: float = TIMEOUT_S,
-) -> Choice:
-    """Choose the route of a group now instead of at its first collective; all ranks of the group
-    must call it alike.
+) -> RouteChoice:
+    """Choose the route of a group now instead of at its first collective. All ranks of the group
+    must call it with the same arguments.
 
-    Calling it again returns the choice of then. Ranks that share a node by eight or fewer can get a
-    copy-engine route; others keep the functional collective, for the reason that the choice holds.
+    A later call returns the earlier choice. A group of at most eight ranks on one node can get a
+    copy-engine route. Other groups keep the functional collective, and the choice holds the reason.
 
     Args:
         group: the process group or its name; None is the default group.
-        capacity_mib: most MiB of one rank in one call of mori. Its buffers take 2 * (ranks + 1)
-            times that.
-        timeout_s: seconds to wait for the other ranks at each step.
+        capacity_mib: most MiB per rank in one call of mori. Its buffers take 2 * (ranks + 1) times
+            this size.
+        timeout_s: seconds to wait for the other ranks at each stage.
 
     Raises:
-        ValueError: for a capacity or time limit that is not positive.
-        RuntimeError: where torch.distributed has not been initialised.
-        AgreementError: on every rank, when one of them does not come in time.
+        ValueError: if the capacity or the time limit is not positive.
+        RuntimeError: if torch.distributed has not been initialised.
+        AgreementError: on every rank, if one of them does not arrive in time.
     """
     if capacity_mib <= 0 or timeout_s <= 0:
         raise ValueError(
@@ -96,16 +108,18 @@ def init(
         )
     name = compat.group_name(group if group is not None else dist.group.WORLD)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return _route(name, torch.device(device), capacity_mib << 20, timeout_s)[1]
+    return _get_or_choose_route(name, torch.device(device), capacity_mib << 20, timeout_s)[1]
 
 
 def route_of(group: str, device: torch.device) -> Route:
-    """The route of a group for tensors of a device, chosen now if it has not been."""
-    return _route(group, device, CAPACITY_MIB << 20, TIMEOUT_S)[0]
+    """Returns the route of a group for tensors of a device. Chooses it now if the group has none
+    yet.
+    """
+    return _get_or_choose_route(group, device, CAPACITY_MIB << 20, TIMEOUT_S)[0]
 
 
-def chosen(group: str) -> Choice | None:
-    """The choice for a group, if it has been made."""
+def route_choice(group: str) -> RouteChoice | None:
+    """Returns the choice for a group, or None if it has not been made."""
     known = _routes.get(compat.process_group(group), {})
     return next((choice for _, choice in known.values()), None)
 
@@ -113,32 +127,36 @@ def chosen(group: str) -> Choice | None:
 def available_routes(
     group: str, device: torch.device, timeout_s: float = TIMEOUT_S
 ) -> dict[str, Route]:
-    """Every route that the group can take, started, the functional collective first; for measuring
-    them side by side.
+    """Start every route that the group can take, the functional collective first, to measure them
+    side by side.
 
-    All ranks of the group must call it alike. The group's own choice is not touched.
+    All ranks of the group must call it with the same arguments. It does not change the group's own
+    choice.
+
+    Returns:
+        route name -> started route.
     """
     routes: dict[str, Route] = {"c10d": C10dRoute()}
     for name in _CANDIDATES:
-        route, _ = _choose(group, device.type, CAPACITY_MIB << 20, timeout_s, (name,))
+        route, _ = _choose_route(group, device.type, CAPACITY_MIB << 20, timeout_s, (name,))
         routes[route.name] = route
     return routes
 
 
-def report() -> list[Choice]:
-    """All choices so far."""
+def report() -> list[RouteChoice]:
+    """Returns all choices so far."""
     return [choice for known in _routes.values() for _, choice in known.values()]
 
 
 def shutdown(timeout_s: float = 30.0) -> str | None:
-    """Leave the copy engines; to be called on every rank, before `destroy_process_group`, when
-    nothing is under way any more.
+    """Leave the copy engines. Call it on every rank before `destroy_process_group`, when no
+    collective is in flight.
 
-    Later collectives of ours run as functional ones. A process that ends without it ends as well:
-    mori's memory goes with it.
+    Later collectives run as functional collectives. A process can also end without this call;
+    mori's memory is then released with the process.
 
     Returns:
-        None, or why the ranks could not say goodbye together; then mori is left as it is until the
+        None, or why the ranks could not leave together. In that case mori stays as it is until the
         process ends.
     """
     with _lock:
@@ -148,24 +166,24 @@ def shutdown(timeout_s: float = 30.0) -> str | None:
             for device, (_, choice) in known.items():
                 known[device] = (
                     C10dRoute(),
-                    Choice(choice.group, device, "c10d", "sdma was shut down"),
+                    RouteChoice(choice.group, device, "c10d", "sdma was shut down"),
                 )
         return left
 
 
-def _route(
+def _get_or_choose_route(
     group: str, device: torch.device, capacity_bytes: int, timeout_s: float
-) -> tuple[Route, Choice]:
+) -> tuple[Route, RouteChoice]:
     members = compat.process_group(group)
     found = _routes.get(members, {}).get(device.type)
     if found is not None:
         return found
-    refuse_capture(device)
+    raise_if_capturing(device)
     with _lock:
         found = _routes.setdefault(members, {}).get(device.type)
         if found is None:
-            route, reason = _choose(group, device.type, capacity_bytes, timeout_s)
-            choice = Choice(group, device.type, route.name, reason)
+            route, reason = _choose_route(group, device.type, capacity_bytes, timeout_s)
+            choice = RouteChoice(group, device.type, route.name, reason)
             found = _routes[members][device.type] = route, choice
             level = (
                 logging.WARNING
@@ -177,7 +195,7 @@ def _route(
         return found
 
 
-def _choose(
+def _choose_route(
     group: str,
     device: str,
     capacity_bytes: int,
@@ -189,14 +207,17 @@ def _choose(
         return fallback, "the group has no other ranks"
     platform = platform_of(device)
     answers = exchange(
-        group, f"sdma: what {device} has", _examine(group, platform, capacity_bytes), timeout_s
+        group,
+        f"sdma: the capabilities of {device}",
+        _probe_candidates(group, platform, capacity_bytes),
+        timeout_s,
     )
     if platform is None or any(answer is None for answer in answers):
         return fallback, f"{device} has no copy engines for collectives"
     reasons: list[str] = []
     for name in names:
         candidate = _CANDIDATES[name]
-        reason = candidate.check(group, [answer[name] for answer in answers])
+        reason = candidate.unavailable_reason(group, [answer[name] for answer in answers])
         route = reason or candidate.start(group, platform, capacity_bytes, timeout_s)
         if not isinstance(route, str):
             return route, "; ".join(reasons)
@@ -204,29 +225,31 @@ def _choose(
     return fallback, "; ".join(reasons)
 
 
-def _examine(group: str, platform: Platform | None, capacity_bytes: int) -> dict[str, Any] | None:
+def _probe_candidates(
+    group: str, platform: Platform | None, capacity_bytes: int
+) -> dict[str, Any] | None:
     if platform is None:
         return None
     return {
-        name: candidate.examine(group, platform, capacity_bytes)
+        name: candidate.probe(group, platform, capacity_bytes)
         for name, candidate in _CANDIDATES.items()
     }
 
 
 def _after_fork() -> None:
-    """A child has no engines, and must not answer for its parent's."""
+    """A forked child has no engines, and must not use the parent's routes."""
     global _lock
     _lock = threading.RLock()
     _routes.clear()
     if mori_route.is_started():
-        mori_route.forget("this process was forked from one that had started mori")
+        mori_route.disable("this process was forked from one that had started mori")
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def start_afresh() -> None:
-    """Forget all routes, as only tests may: another fake may stand for the device now."""
+def reset_routes() -> None:
+    """Forget all routes. Only for tests, which may register another fake device."""
     _routes.clear()
-    mori_route.forget(None)
+    mori_route.disable(None)

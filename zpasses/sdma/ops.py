@@ -1,15 +1,20 @@
-"""Collectives that copy engines carry out, so that compute units are left to compute.
+"""Collective operators that copy engines run, which leaves the compute units to compute.
 
-    zpasses::sdma_all_gather(input, group_size, group)                -> what all_gather_into_tensor returns
-    zpasses::sdma_all_gather_out(input, group_size, group, *, out)    -> out, of which `input` may be this rank's part
-    zpasses::sdma_all_gather_coalesced(inputs, group_size, group)     -> one output an input
-    zpasses::sdma_reduce_scatter(input, op, group_size, group)        -> what reduce_scatter_tensor returns
+    zpasses::sdma_all_gather(input, group_size, group)
+        returns what all_gather_into_tensor returns
+    zpasses::sdma_all_gather_out(input, group_size, group, *, out)
+        returns out; `input` may be this rank's part of it
+    zpasses::sdma_all_gather_coalesced(inputs, group_size, group)
+        returns one output per input
+    zpasses::sdma_reduce_scatter(input, op, group_size, group)
+        returns what reduce_scatter_tensor returns
 
-They take and give what the functional collectives of the same name do, return at once, and are
-awaited by the ordinary `wait_tensor`: on an accelerator that makes the current stream wait, never
-the CPU. Until then inputs and outputs are kept alive. Which way the bytes take is decided once for
-a group (`zpasses.sdma.lifecycle`), the same on all its ranks; where no copy engine can be had, it
-is the functional collective itself."""
+They take the arguments and return the results of the functional collectives of the same name. They
+return at once, and the ordinary `wait_tensor` awaits them. On an accelerator, `wait_tensor` makes
+the current stream wait, never the CPU. Inputs and outputs stay alive until then. The route is
+chosen once per group (`zpasses.sdma.lifecycle`), and is the same on all ranks. If no copy engine is
+available, the route is the functional collective.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ from torch import Tensor
 
 from zpasses import compat
 from zpasses.sdma.lifecycle import route_of
-from zpasses.sdma.routes import gathered_shape, plain
+from zpasses.sdma.routes import gathered_shape, resolve_contiguous
 
 __all__ = [
     "SDMA_ALL_GATHER",
@@ -31,9 +36,8 @@ __all__ = [
 
 _library = torch.library.Library("zpasses", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides)
-_OUT_TAGS = (
-    (*_TAGS, torch.Tag.out) if hasattr(torch.Tag, "out") else _TAGS
-)  # by which newer torch can functionalize the op
+# Newer torch functionalizes an op by the tag `out`.
+_OUT_TAGS = (*_TAGS, torch.Tag.out) if hasattr(torch.Tag, "out") else _TAGS
 _library.define(
     "sdma_all_gather(Tensor input, int group_size, str group_name) -> Tensor", tags=_TAGS
 )
@@ -65,19 +69,19 @@ def _all_gather(input: Tensor, group_size: int, group_name: str) -> Tensor:
     """Gather one tensor.
 
     Args:
-        input: this rank's part, of any dtype and the same shape on every rank; made contiguous if
-            it is not.
-        group_size: ranks of the group.
+        input: this rank's part, of any dtype, with the same shape on every rank. It is made
+            contiguous if it is not.
+        group_size: number of ranks of the group.
         group_name: the process group.
 
     Returns:
-        [group_size * rows, ...], the parts in the order of the group's ranks; nothing may read it
+        [group_size * rows, ...], the parts in the order of the group's ranks. Nothing may read it
         before `wait_tensor`.
 
     Raises:
         RuntimeError: while a CUDA graph is captured, unless the group's route is the functional
             collective.
-        AgreementError: when the ranks cannot agree on a route, on all of them.
+        AgreementError: on all ranks, if the ranks cannot agree on a route.
     """
     (output,) = _gather((input,), group_size, group_name)
     return output
@@ -91,7 +95,10 @@ def _all_gather_coalesced(
 
 def _gather(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
     if group_size == 1:
-        return [plain(source).clone().reshape(gathered_shape(source.shape, 1)) for source in inputs]
+        return [
+            resolve_contiguous(source).clone().reshape(gathered_shape(source.shape, 1))
+            for source in inputs
+        ]
     return (
         route_of(group_name, inputs[0].device).all_gather(inputs, group_size, group_name)
         if inputs
@@ -100,7 +107,9 @@ def _gather(inputs: Sequence[Tensor], group_size: int, group_name: str) -> list[
 
 
 def _all_gather_out(input: Tensor, group_size: int, group_name: str, *, out: Tensor) -> Tensor:
-    """As `_all_gather`, into `out`: contiguous, of the input's dtype, [group_size * rows, ...]."""
+    """Like `_all_gather`, but writes to `out`: contiguous, of the input's dtype, [group_size *
+    rows, ...].
+    """
     expected = input.numel() * group_size
     if (
         out.dtype != input.dtype
@@ -108,7 +117,8 @@ def _all_gather_out(input: Tensor, group_size: int, group_name: str, *, out: Ten
         or out.numel() != expected
         or not out.is_contiguous()
     ):
-        given = f"{out.dtype} {list(out.shape)} on {out.device}, {'' if out.is_contiguous() else 'not '}contiguous"
+        layout = "contiguous" if out.is_contiguous() else "not contiguous"
+        given = f"{out.dtype} {list(out.shape)} on {out.device}, {layout}"
         raise ValueError(
             f"sdma_all_gather_out: out is {given}; expected {input.dtype}, {expected} elements on "
             f"{input.device}, contiguous."
@@ -121,10 +131,11 @@ def _all_gather_out(input: Tensor, group_size: int, group_name: str, *, out: Ten
 def _reduce_scatter(input: Tensor, reduce_op: str, group_size: int, group_name: str) -> Tensor:
     """Reduce over the group ("sum" or "avg") and keep this rank's rows.
 
-    Routes add in other orders than the functional collective does, so floating-point results may
-    round otherwise."""
+    Routes may add in another order than the functional collective does, so floating-point results
+    may round differently.
+    """
     if group_size == 1:
-        return plain(input).clone()
+        return resolve_contiguous(input).clone()
     return route_of(group_name, input.device).reduce_scatter(
         input, reduce_op, group_size, group_name
     )
@@ -147,9 +158,8 @@ def _all_gather_out_fake(input: Tensor, group_size: int, group_name: str, *, out
 def _all_gather_out_in_aot(*_: object, **__: object) -> Tensor:
     raise NotImplementedError(
         f"sdma_all_gather_out cannot be traced by AOTAutograd of torch {torch.__version__}, which "
-        "takes no op that returns its argument; "
-        "call sdma_all_gather in a model. The pass 'sdma' comes after that trace, and may insert "
-        "it."
+        "supports no op that returns its argument. Call sdma_all_gather in a model instead. "
+        "Only the pass 'sdma', which runs after that trace, can insert sdma_all_gather_out."
     )
 
 
@@ -167,9 +177,8 @@ for _name, _impl, _fake in (
     torch.library.register_fake(f"zpasses::{_name}", _fake, lib=_library)
 
 if not hasattr(torch.Tag, "out"):
-    _library.impl(
-        "sdma_all_gather_out", _all_gather_out_in_aot, "Functionalize"
-    )  # Inductor generates code only for ops that have one
+    # Inductor generates code only for ops that have a Functionalize kernel.
+    _library.impl("sdma_all_gather_out", _all_gather_out_in_aot, "Functionalize")
 
 for _op in (SDMA_ALL_GATHER, SDMA_ALL_GATHER_COALESCED, SDMA_REDUCE_SCATTER):
     compat.declare_collective(_op)

@@ -1,7 +1,8 @@
-"""The device under the routes: what it is, and streams on which work is put in order.
+"""The device that routes run on: its properties, and side streams to enqueue work on.
 
-Device types are looked up by name, so that a test can stand in for one (`zpasses.testing.fake_mori`
-does for "cpu")."""
+Device types are looked up by name, so a test can replace one (`zpasses.testing.fake_mori` does so
+for "cpu").
+"""
 
 from __future__ import annotations
 
@@ -24,48 +25,48 @@ __all__ = [
 
 
 class SideStream(Protocol):
-    """An order of work beside the current stream. Nothing here makes the CPU wait but
-    `synchronize`."""
+    """A stream in addition to the current one. Only `synchronize` makes the CPU wait."""
 
     handle: int
-    """What C++ calls it; never 0, which means the default stream."""
+    """Raw stream pointer for C++; never 0, which means the default stream."""
 
     def follow_current(self) -> None:
-        """Start nothing from now on before all that the current stream holds is done."""
+        """Make this stream wait for all work that is now on the current stream."""
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Memory for use here, uint8[nbytes]."""
+        """Returns memory for use on this stream, uint8[nbytes]."""
 
     def run(self, work: Callable[[], Any]) -> None:
-        """Put torch calls in order here."""
+        """Enqueue torch calls on this stream."""
 
     def record(self) -> Any:
-        """An event; its `wait()` lets the current stream wait for all that was put in order here
-        before."""
+        """Returns an event. Its `wait()` makes the current stream wait for all work enqueued here
+        so far.
+        """
 
     def synchronize(self) -> None:
-        """Let the CPU wait until nothing is left."""
+        """Make the CPU wait until all work on this stream is done."""
 
 
 class Platform(Protocol):
-    """One type of device, as this process sees it."""
+    """One device type, as this process sees it."""
 
     def architecture(self) -> str:
-        """What the compiler calls it: "gfx942", "sm90", ..."""
+        """The compiler's name of the architecture: "gfx942", "sm90", ..."""
 
     def device_id(self) -> str:
-        """Names the physical device within its node."""
+        """Identifies the physical device within its node."""
 
     def free_bytes(self) -> int: ...
 
     def side_stream(self) -> SideStream: ...
 
     def bind_thread(self) -> Callable[[], None]:
-        """To be called in another thread, so that it works on this thread's device."""
+        """Returns a function that makes another thread use this thread's device."""
 
 
 class CudaPlatform:
-    """NVIDIA's devices, and AMD's, which torch calls the same."""
+    """NVIDIA and AMD devices, which share the device type "cuda" in torch."""
 
     def _properties(self) -> Any:
         return torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -116,12 +117,12 @@ _platforms: dict[str, Platform] = {"cuda": CudaPlatform()}
 
 
 def platform_of(device_type: str) -> Platform | None:
-    """What stands for a type of device; None where copy engines are not to be had."""
+    """The platform of a device type; None if it has no copy engines."""
     return _platforms.get(device_type)
 
 
 def register_platform(device_type: str, platform: Platform | None) -> None:
-    """Let a platform stand for a type of device; None takes it away."""
+    """Register the platform of a device type; None removes it."""
     if platform is None:
         _platforms.pop(device_type, None)
     else:
@@ -129,7 +130,8 @@ def register_platform(device_type: str, platform: Platform | None) -> None:
 
 
 def node_name() -> str:
-    """The same for processes on one machine and no others, also across containers where the kernel
-    tells."""
+    """Identifies this machine: equal for all processes on it, and across containers if the kernel
+    exposes its boot id.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else gethostname()

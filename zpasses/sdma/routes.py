@@ -1,4 +1,6 @@
-"""Ways for the bytes of a collective to take, and the one that is always there."""
+"""Routes, which implement a group's collectives, and the default route by functional
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -12,39 +14,45 @@ from torch import Tensor
 from zpasses import compat
 from zpasses.runtime.gloo import all_gather
 
-__all__ = ["C10dRoute", "Pending", "Route", "gathered_shape", "plain", "refuse_capture"]
+__all__ = [
+    "C10dRoute",
+    "Route",
+    "SideStreamWork",
+    "gathered_shape",
+    "raise_if_capturing",
+    "resolve_contiguous",
+]
 
 
 def gathered_shape(shape: Sequence[int], group_size: int) -> tuple[int, ...]:
-    """Shape of what a gather returns: as many rows as all ranks have together; [group_size] for a
-    scalar."""
+    """Shape of a gather's result: [group_size * rows, ...], or [group_size] for a scalar."""
     return (shape[0] * group_size, *shape[1:]) if len(shape) else (group_size,)
 
 
-def plain(tensor: Tensor) -> Tensor:
-    """The tensor as its memory says it: contiguous, no conjugate or negative that is yet to be
-    taken."""
+def resolve_contiguous(tensor: Tensor) -> Tensor:
+    """The tensor as contiguous memory, with lazy conjugation and negation applied."""
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 class Route(ABC):
-    """Carries out the collectives of one group. Every call returns at once; `wait_tensor` awaits
-    what it returned."""
+    """Runs the collectives of one group. Every call returns at once, and `wait_tensor` awaits its
+    result.
+    """
 
     name: str
 
     @abstractmethod
     def all_gather(self, inputs: Sequence[Tensor], group_size: int, group: str) -> list[Tensor]:
-        """One output an input, the parts in the order of the group's ranks."""
+        """Returns one output per input, with the parts in the order of the group's ranks."""
 
     @abstractmethod
     def all_gather_out(self, source: Tensor, group_size: int, group: str, out: Tensor) -> Tensor:
-        """Gather into `out`, of which `source` may be a part; returns `out`."""
+        """Gather into `out`, which may contain `source`. Returns `out`."""
 
     def reduce_scatter(self, source: Tensor, reduce_op: str, group_size: int, group: str) -> Tensor:
-        """Routes that cannot reduce leave it to the functional collective."""
+        """Reduce by the functional collective, unless the route overrides this method."""
         result: Tensor = compat.functional.reduce_scatter_tensor(
-            plain(source), reduce_op, group_size, group
+            resolve_contiguous(source), reduce_op, group_size, group
         )
         return result
 
@@ -55,7 +63,7 @@ class C10dRoute(Route):
     name = "c10d"
 
     def all_gather(self, inputs: Sequence[Tensor], group_size: int, group: str) -> list[Tensor]:
-        sources = [plain(source) for source in inputs]
+        sources = [resolve_contiguous(source) for source in inputs]
         if compat.is_gloo(group, sources[0].device):
             return all_gather(sources, group_size, group)
         if len(sources) == 1:
@@ -64,17 +72,18 @@ class C10dRoute(Route):
 
     def all_gather_out(self, source: Tensor, group_size: int, group: str, out: Tensor) -> Tensor:
         result: Tensor = compat.functional.all_gather_into_tensor_out(
-            plain(source), group_size, group, out=out
+            resolve_contiguous(source), group_size, group, out=out
         )
         return result
 
 
-class Pending(compat.Work):  # type: ignore[misc]  # of what torch calls it, an Any
-    """A collective under way on a side stream. `wait` lets the current stream wait for it, and lets
-    go of what it needed.
+class SideStreamWork(compat.Work):  # type: ignore[misc]  # torch's Work is an Any here
+    """A collective in flight on a side stream. `wait` makes the current stream wait for it, and
+    releases the tensors that it needed.
 
-    If nobody waits, memory that it reads and writes is never freed, which is what keeps it from
-    corrupting somebody else's."""
+    If nobody waits, the memory that it reads and writes is never freed, so no other tensor can be
+    corrupted.
+    """
 
     def __init__(self, event: Any, needs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -86,13 +95,13 @@ class Pending(compat.Work):  # type: ignore[misc]  # of what torch calls it, an 
         return True
 
 
-def refuse_capture(device: torch.device) -> None:
-    """Raise RuntimeError while a CUDA graph is captured: a replay would neither alternate buffers
-    nor vote."""
+def raise_if_capturing(device: torch.device) -> None:
+    """Raise RuntimeError while a CUDA graph is captured, because a replay would neither alternate
+    buffers nor vote.
+    """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "zpasses::sdma ops on a copy engine cannot be captured in a CUDA graph: a replay would "
-            "reuse buffers that other ranks may "
-            "still read. Leave the pass 'sdma' out of the pipeline of a graph that is captured, or "
-            "turn CUDA graphs off."
+            "reuse buffers that other ranks may still read. "
+            "Leave the pass 'sdma' out of the pipeline, or disable CUDA graphs."
         )

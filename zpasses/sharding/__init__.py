@@ -1,2 +1,3 @@
-"""What `zpasses.shard` does to a model: DTensor parameters, reads that gather them, flat
-buffers."""
+"""Sharding of models (`zpasses.shard`): DTensor parameters, modules whose parameter reads gather,
+and flat buffers.
+"""

@@ -1,8 +1,9 @@
-"""Flat buffers: several tensors laid end to end in one allocation, and handed out as views of it.
+"""Flat buffers: several tensors laid end to end in one allocation, and returned as views of it.
 
-The buffers are made by a graph of their own, which says plainly that everything is laid together on
-the host and moved. The pass `flatten-on-device` rewrites it, as it rewrites anyone's, and observers
-of graphs see it with the tier that was taken."""
+A small graph builds the buffers. As captured, it concatenates the tensors on the host and moves the
+result to the device. The pass `flatten-on-device` rewrites it, as it rewrites such code in any
+graph. Observers and dumps see the graph, with the tier that the pass chose.
+"""
 
 from __future__ import annotations
 
@@ -19,43 +20,45 @@ from zpasses.cost.target import current_target
 from zpasses.dumps.recorders import recorders_for
 from zpasses.errors import AgreementError, OptionError
 from zpasses.graph.tags import Tag, add_tag, tag_of
-from zpasses.option_values import build
+from zpasses.option_values import build_dataclass
 from zpasses.pipeline.observers import GraphLog, notify_observers
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Pass, catalogue
-from zpasses.pipeline.recorder import Recorders, recorded_passes
+from zpasses.pipeline.recorder import Recorders, run_recorded_passes
 from zpasses.ranks.vote import report_failure
 
-__all__ = ["Flat", "pack_parameters"]
+__all__ = ["FlatBuffer", "pack_parameters"]
 
 _PASS = "flatten-on-device"
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatBuffer:
     """One flat buffer."""
 
     buffer: Tensor
-    """[elements], on the device; zeros where no tensor lies."""
+    """[elements], on the device; zeros between the tensors."""
     views: dict[int, Tensor]
-    """Position in the list that was packed -> that tensor's values, in its shape, in the buffer's
-    memory. Contiguous, without autograd, and with storage and version counter of its own: writing
-    to one does not make the others look written to."""
-    choice: str
-    """How it was made and why: "plain: ...", "distributed: ...", "host: ..."."""
+    """Position in the packed list -> that tensor's values, in its shape, in the buffer's memory.
+
+    Each view is contiguous and does not require grad. It has a storage and a version counter of its
+    own, so writing to one view does not change the version of the others."""
+    tier_note: str
+    """The tier and the reason for it: "plain: ...", "distributed: ..." or "host: ..."."""
 
     @property
     def tier(self) -> str:
-        return self.choice.partition(":")[0]
+        """The tier by which the buffer was flattened: "plain", "distributed" or "host"."""
+        return self.tier_note.partition(":")[0]
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the tensors of one dtype lie."""
+    """The offsets of the tensors of one dtype in their buffer."""
 
     dtype: torch.dtype
     offsets: dict[int, int]
-    """Position in the list -> first element."""
+    """Position among the unique tensors -> first element."""
     numel: int
 
 
@@ -69,50 +72,50 @@ def pack_parameters(
     reserve: Sequence[int] | None = None,
     names: Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
-) -> list[Flat]:
-    """Lay tensors end to end in one flat buffer a dtype, on the device if it has room.
+) -> list[FlatBuffer]:
+    """Copy tensors end to end into one flat buffer per dtype, on the device if it has room.
 
     Args:
         tensors: strided tensors of any shapes, dtypes and strides, on the host or the device, none
-            on meta. One that is listed twice (a tied parameter) is laid down once. Emptied if
-            `options` says `donate_inputs`, so that the tensors die as they are read.
-        device: where the buffers belong; None is where the first tensor is.
-        group: process group whose ranks call this together, with tensors of the same sizes: they
-            take the same tier. "" if none do.
-        replicated: the ranks' tensors are equal, so that each may flatten a part and gather the
-            rest from the others.
-        align_bytes: every tensor, and the end of a buffer, lies at a multiple of this many bytes.
-        reserve: elements to keep for each tensor, where that is more than it has: the rest is
-            zeros.
-        names: what the graph calls the tensors, for whoever looks at it.
+            on meta. A tensor that is listed twice (a tied parameter) is copied once. With the
+            option `donate_inputs` the list is cleared, so that each tensor is freed once it is
+            copied.
+        device: device of the buffers; None takes the device of the first tensor.
+        group: process group whose ranks call this function together, with tensors of equal sizes.
+            These ranks use the same tier. "" if only this rank calls it.
+        replicated: the tensors hold equal values on all ranks, so each rank may flatten a part and
+            all-gather the rest.
+        align_bytes: every tensor starts, and every buffer ends, at a multiple of this many bytes.
+        reserve: number of elements to reserve per tensor, at least its own number. The rest is
+            zero.
+        names: names of the tensors, for listings of the graph.
         options: further options of the pass `flatten-on-device`, by name: tier, headroom,
             free_bytes, donate_inputs, timeout_s, device.
 
     Returns:
-        One Flat for each dtype, in the order in which dtypes first appear. Nothing in it requires
-        gradients.
+        One FlatBuffer per dtype, in the order in which dtypes first appear. Its tensors do not
+        require grad.
 
     Raises:
         ValueError: for tensors on meta, a reservation smaller than its tensor, or an alignment that
-            is no multiple of an element.
-        OptionError: for an unknown option.
-        AgreementError: on every rank of the group, when one of them failed, or packs something
-            else.
+            is not a multiple of the element size.
+        OptionError: for an unknown option, or if zpasses is not installed with its passes.
+        AgreementError: on every rank of the group, if one of them failed or packs other sizes.
     """
     given = dict(options or {})
     try:
         flatten = _flatten_pass({"group": group, "replicated": replicated, **given})
-        unique, positions = _distinct(tensors)
-        target = _indexed(
+        unique, positions = _deduplicate(tensors)
+        target = _with_index(
             torch.device(device) if device is not None else unique[0].device if unique else _HOST
         )
         layouts = _lay_out(unique, positions, align_bytes, reserve)
         labels = {
             at: names[i] if names is not None else str(i) for i, at in reversed(positions.items())
         }
-        graph = _graph(unique, labels, layouts, target, stands_in=given.get("device") == "cpu")
+        graph = _graph(unique, labels, layouts, target, host_as_device=given.get("device") == "cpu")
         recorder = _recorder(flatten)
-        records = recorded_passes(recorder, _NAME, flatten.level.value, graph.graph, [flatten])
+        records = run_recorded_passes(recorder, _NAME, flatten.level.value, graph.graph, [flatten])
         recorder.done()
     except AgreementError:
         raise
@@ -120,7 +123,7 @@ def pack_parameters(
         if group:
             report_failure([group], _NAME, error)
         raise
-    choices = [_choice(node) for node in _outputs(graph.graph)]
+    tier_notes = [_tier_note(node) for node in _outputs(graph.graph)]
     notify_observers(GraphLog(_NAME, "pack", graph.graph, records))
     arguments = [tensor.detach() for tensor in unique]
     shapes = [tensor.shape for tensor in unique]
@@ -129,16 +132,16 @@ def pack_parameters(
     del unique
     buffers = _run(graph, arguments)
     return [
-        Flat(
+        FlatBuffer(
             buffer,
             {
-                i: _part(buffer, layout.offsets[at], shapes[at])
+                i: _separate_storage_view(buffer, layout.offsets[at], shapes[at])
                 for i, at in positions.items()
                 if at in layout.offsets
             },
-            choice,
+            tier_note,
         )
-        for buffer, layout, choice in zip(buffers, layouts, choices, strict=True)
+        for buffer, layout, tier_note in zip(buffers, layouts, tier_notes, strict=True)
     ]
 
 
@@ -146,7 +149,10 @@ _NAME = "pack"
 
 
 def _recorder(flatten: Pass) -> Recorders:
-    """A pack is no compile, so it has no options: the environment alone asks for a dump of it."""
+    """Return the recorders of a pack.
+
+    A pack has no compile options, so only environment variables can request a dump.
+    """
     options = Options()
 
     def describe() -> dict[str, Any]:
@@ -162,18 +168,18 @@ def _flatten_pass(options: dict[str, Any]) -> Pass:
             f"no pass is called {_PASS!r}: install zpasses (pip install -e .) so that its passes "
             "can be found."
         )
-    return build(found, options, f"pass {_PASS!r}")
+    return build_dataclass(found, options, f"pass {_PASS!r}")
 
 
-def _distinct(tensors: Sequence[Tensor]) -> tuple[list[Tensor], dict[int, int]]:
-    """Each tensor once, and position in the list -> position among those."""
+def _deduplicate(tensors: Sequence[Tensor]) -> tuple[list[Tensor], dict[int, int]]:
+    """Return each tensor once, and the map from list positions to positions among these."""
     known: dict[int, int] = {}
     unique: list[Tensor] = []
     positions = {}
     for i, tensor in enumerate(tensors):
         if tensor.is_meta:
             raise ValueError(
-                f"pack_parameters: tensor {i} ({list(tensor.shape)}) is on meta, and has no "
+                f"pack_parameters: tensor {i} ({list(tensor.shape)}) is on meta and has no "
                 "values. Call to_empty() first."
             )
         if id(tensor) not in known:
@@ -195,7 +201,7 @@ def _lay_out(
         if reserve is not None and wanted < unique[at].numel():
             raise ValueError(
                 f"pack_parameters: reserve[{i}] is {wanted}, but the tensor has "
-                f"{unique[at].numel()} elements."
+                f"{unique[at].numel()} elements. Reserve at least as many."
             )
         room[at] = max(room[at], wanted)
     layouts = []
@@ -220,9 +226,14 @@ def _graph(
     layouts: Sequence[_Layout],
     device: torch.device,
     *,
-    stands_in: bool,
+    host_as_device: bool,
 ) -> fx.GraphModule:
-    """The graph that makes the buffers on the host and moves them."""
+    """Trace the graph that concatenates on the host and moves the buffers to the device.
+
+    Args:
+        host_as_device: for tests, treat the host as the device: keep the move, although it does
+            nothing.
+    """
 
     def flatten(*values: Tensor) -> list[Tensor]:
         flats = []
@@ -241,7 +252,7 @@ def _graph(
             if layout.numel > end:
                 parts.append(torch.zeros(layout.numel - end, dtype=layout.dtype))
             flat = torch.cat(parts)
-            moves = stands_in or device.type != "cpu"
+            moves = host_as_device or device.type != "cpu"
             flats.append(torch.ops.aten._to_copy.default(flat, device=device) if moves else flat)
         return flats
 
@@ -258,7 +269,7 @@ def _graph(
 _HOST = torch.device("cpu")
 
 
-def _indexed(device: torch.device) -> torch.device:
+def _with_index(device: torch.device) -> torch.device:
     if device.type == "cpu" or device.index is not None:
         return device
     return torch.device(device.type, torch.get_device_module(device.type).current_device())
@@ -269,7 +280,7 @@ def _outputs(graph: fx.Graph) -> list[fx.Node]:
     return list(returned)
 
 
-def _choice(node: fx.Node) -> str:
+def _tier_note(node: fx.Node) -> str:
     tag = tag_of(node)
     assert tag is not None
     return tag.note
@@ -283,13 +294,13 @@ def _run(graph: fx.GraphModule, arguments: list[Tensor]) -> list[Tensor]:
     return made
 
 
-def _part(buffer: Tensor, offset: int, shape: torch.Size) -> Tensor:
-    """Part of a buffer as a tensor with a storage of its own, which keeps the buffer's memory
-    alive.
+def _separate_storage_view(buffer: Tensor, offset: int, shape: torch.Size) -> Tensor:
+    """Return part of a buffer as a tensor with a storage of its own, which keeps the buffer's
+    memory alive.
 
-    A plain view would do, but for what it shares with its neighbours: version counter and storage,
-    which `torch.save` would write whole, and an offset into it, with which DTensors cannot be
-    copied (`copy.deepcopy`)."""
+    A plain view would share the version counter and the storage with the other parts. `torch.save`
+    would then write the whole storage, and `copy.deepcopy` fails on DTensors with a storage offset.
+    """
     numel = shape.numel()
     if numel == 0 or isinstance(buffer, compat.FakeTensor):
         return buffer.new_empty(shape)

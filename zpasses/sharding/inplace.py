@@ -1,17 +1,18 @@
-"""Edits of sharded parameters in place, made true where DTensor alone is not.
+"""Correct in-place operations on sharded parameters, for initialisers that run on the shards.
 
-Initialisers run on the shards. Some things that they do come out wrong on torch's DTensor
-alone, most without an error:
+Some in-place operations give wrong results on torch's DTensor, most of them without an error.
+`DTensorInplaceMode` corrects these:
 
-  - random numbers: on meshes without DTensor's random-number tracker (CPU), ranks that are seeded
-  alike draw alike, and every rank would hold the same block. Here the full tensor is drawn and each
-  rank keeps its rows: with equal seeds the result equals the unsharded one.
-  - `weight[padding_idx].fill_(0)`: a view across the sharded dimension is a copy, and what is
-  written to it is lost. Here it is written back.
-  - `weight[0] = 1.0` and `weight.copy_(full)` mix plain tensors with DTensors, which DTensor
-  refuses. Here they mean the full tensor.
-  - `torch.eye(..., out=weight)`, as in `nn.init.eye_`, writes the whole result into one shard. Here
-  each rank keeps its rows."""
+  - Random numbers: on meshes without DTensor's random-number tracker (CPU), ranks with equal seeds
+  draw equal numbers, so every rank would hold the same block. The mode draws the full tensor, and
+  each rank keeps its rows. With equal seeds the result equals the unsharded one.
+  - `weight[padding_idx].fill_(0)`: a view across the sharded dimension is a copy, and DTensor loses
+  the write. The mode writes the copy back.
+  - `weight[0] = 1.0` and `weight.copy_(full)`: DTensor refuses to mix plain tensors with DTensors.
+  The mode treats the plain tensor as a full one.
+  - `torch.eye(..., out=weight)`, as in `nn.init.eye_`: DTensor writes the whole result into one
+  shard. With the mode, each rank keeps its rows.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ __all__ = ["DTensorInplaceMode"]
 
 
 @dataclass(frozen=True)
-class _Copy:
-    """A view that turned out to be a copy: `made` is `view(source, *args)`."""
+class _CopiedView:
+    """A view of a DTensor that has memory of its own: `made` is `view(source, *args, **kwargs)`."""
 
     made: DTensor
     source: DTensor
@@ -42,12 +43,15 @@ class _Copy:
 
 
 class DTensorInplaceMode(compat.TorchDispatchMode):
-    """Inside, edits in place of DTensors that are sharded over one mesh dimension do what they do
-    to a full tensor."""
+    """Dispatch mode in which in-place operations on DTensors act as they do on full tensors.
+
+    Applies to DTensors on a one-dimensional mesh that are not partial. Some operations communicate,
+    so every rank must run them.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._copies: defaultdict[int, list[_Copy]] = defaultdict(list)
+        self._copies: defaultdict[int, list[_CopiedView]] = defaultdict(list)
 
     def __torch_dispatch__(
         self,
@@ -58,19 +62,19 @@ class DTensorInplaceMode(compat.TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = kwargs.get("out")
-        if _is_ours(out) and not _any_dtensor(args):
-            return _keep_rows(out, func(*args, **{**kwargs, "out": _full_like(out)}))
+        if _is_sharded(out) and not _any_dtensor(args):
+            return _copy_local_rows(out, func(*args, **{**kwargs, "out": _full_like(out)}))
         target = args[0] if args else None
-        if not _is_ours(target):
+        if not _is_sharded(target):
             return func(*args, **kwargs)
-        if _draws(func) and not _any_dtensor(args[1:]) and not _has_sharded_random_numbers(target):
+        if _is_random(func) and not _any_dtensor(args[1:]) and not _has_rng_tracker(target):
             filled = func(_full_like(target), *args[1:], **kwargs)
             result = target if _mutates(func) else torch.empty_like(target)
-            _keep_rows(result, filled)
+            _copy_local_rows(result, filled)
         elif _mutates(func) and _any_plain_tensor(args[1:]):
             full = target.full_tensor().contiguous()
             func(full, *args[1:], **kwargs)
-            result = _keep_rows(target, full)
+            result = _copy_local_rows(target, full)
         else:
             result = func(*args, **kwargs)
         if _mutates(func):
@@ -89,19 +93,18 @@ class DTensorInplaceMode(compat.TorchDispatchMode):
                     if isinstance(result, (list, tuple))
                     else func
                 )
-                self._copies[_storage(made)].append(_Copy(made, source, pick, args, kwargs))
+                self._copies[_storage(made)].append(_CopiedView(made, source, pick, args, kwargs))
 
     def _write_back(self, edited: DTensor) -> None:
-        for copy in tuple(
-            self._copies.get(_storage(edited), ())
-        ):  # parts of one split share memory
+        # Several copies, because the parts of one split share memory.
+        for copy in tuple(self._copies.get(_storage(edited), ())):
             full = copy.source.full_tensor()
             copy.view(full, *copy.args, **copy.kwargs).copy_(copy.made.full_tensor())
-            _keep_rows(copy.source, full)
+            _copy_local_rows(copy.source, full)
             self._write_back(copy.source)
 
 
-def _draws(func: Any) -> bool:
+def _is_random(func: Any) -> bool:
     name = func.overloadpacket.__name__
     return torch.Tag.nondeterministic_seeded in func.tags and name.endswith(("_", "_like"))
 
@@ -124,7 +127,7 @@ def _any_plain_tensor(values: tuple[Any, ...]) -> bool:
     return any(isinstance(item, Tensor) for item in flat) and not _any_dtensor(tuple(flat))
 
 
-def _is_ours(value: object) -> TypeGuard[DTensor]:
+def _is_sharded(value: object) -> TypeGuard[DTensor]:
     return (
         isinstance(value, DTensor)
         and len(value.placements) == 1
@@ -132,7 +135,7 @@ def _is_ours(value: object) -> TypeGuard[DTensor]:
     )
 
 
-def _has_sharded_random_numbers(tensor: DTensor) -> bool:
+def _has_rng_tracker(tensor: DTensor) -> bool:
     return hasattr(torch.get_device_module(tensor.device_mesh.device_type), "set_rng_state")
 
 
@@ -140,7 +143,7 @@ def _full_like(tensor: DTensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=compat.local_of(tensor).device)
 
 
-def _keep_rows(target: Any, full: Tensor) -> DTensor:
+def _copy_local_rows(target: Any, full: Tensor) -> DTensor:
     local, placement = compat.local_of(target), target.placements[0]
     if isinstance(placement, Shard):
         length, dim = full.shape[placement.dim], placement.dim

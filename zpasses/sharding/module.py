@@ -1,15 +1,16 @@
-"""Reads of a sharded parameter: the class that a sharded module becomes, and the guard on what a
-read returns.
+"""Sharded modules: the class that `zpasses.shard` gives to a module, whose parameter reads gather.
 
-`module.weight` on a sharded module is a gathered copy. Writing to that copy would silently change
-nothing, so eager code gets it as a `GatheredCopy`, which refuses to be written to and says what to
-do instead. Compiled code gets the plain tensor."""
+On a sharded module, `module.weight` returns a gathered copy of the full parameter. A write to the
+copy would have no effect on the parameter. So eager code gets a `GatheredCopy`, which raises an
+error on writes. Compiled code gets a plain tensor, and zpasses.backend.capture checks the graph for
+writes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +23,15 @@ from torch.distributed.tensor.placement_types import Placement
 from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.graph.ops import rows_per_rank
-from zpasses.runtime.local_shards import local_shard
-from zpasses.runtime.windows import PENDING_ATTRIBUTE, pending_of
+from zpasses.runtime.local_shards import to_local_shard
+from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE, grad_state_of
 from zpasses.sharding.inplace import DTensorInplaceMode
 
 __all__ = [
     "GatheredCopy",
     "ParamShardSpec",
     "ShardedModule",
-    "as_shard",
+    "dtensor_from_rows",
     "local_rows",
     "local_shards",
     "shard_tensor",
@@ -47,27 +48,31 @@ class ParamShardSpec:
     name: str
     mesh: DeviceMesh
     group_name: str
-    """The mesh's process group; meshes over the same ranks compare equal, their groups do not."""
+    """The mesh's process group. Two meshes over the same ranks compare equal, but may have
+    different groups."""
     param_dtype: torch.dtype | None
-    """Gather and compute in this dtype; None keeps the shard's."""
+    """Gather and compute in this dtype; None keeps the shard's dtype."""
     reduce_dtype: torch.dtype | None
-    """Reduce gradients in this dtype; None keeps the gradient's."""
+    """Reduce gradients in this dtype; None keeps the gradient's dtype."""
 
 
 def shard_tensor(param: Tensor, mesh: DeviceMesh) -> DTensor:
-    """This rank's block of rows as a DTensor: a copy, so that the full tensor can be freed.
+    """Shard a full parameter along dimension 0, as a DTensor with memory of its own.
+
+    Nothing is communicated. The rows are copied, so that the full tensor can be freed.
 
     Args:
-        param: the full parameter, the same on every rank (nothing is communicated). 0-dimensional
-            ones are kept whole.
+        param: the full parameter, equal on every rank. A 0-dimensional one is replicated.
     """
-    return as_shard(
+    return dtensor_from_rows(
         local_rows(param, mesh).clone(memory_format=torch.contiguous_format), param.shape, mesh
     )
 
 
 def local_rows(param: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's block of rows, a view without autograd; all of a 0-dimensional parameter."""
+    """Return this rank's block of rows as a detached view; the whole of a 0-dimensional
+    parameter.
+    """
     full = param.detach()
     if full.dim() == 0:
         return full
@@ -76,15 +81,21 @@ def local_rows(param: Tensor, mesh: DeviceMesh) -> Tensor:
     return full.narrow(0, start, min(block, full.shape[0] - start))
 
 
-def as_shard(rows: Tensor, shape: torch.Size, mesh: DeviceMesh) -> DTensor:
-    """A DTensor around this rank's rows of a parameter of this shape."""
+def dtensor_from_rows(rows: Tensor, shape: torch.Size, mesh: DeviceMesh) -> DTensor:
+    """Wrap this rank's rows of a parameter as a DTensor.
+
+    Args:
+        shape: shape of the full parameter.
+    """
     placements: tuple[Placement, ...] = (Shard(0),) if len(shape) else (Replicate(),)
     return compat.make_dtensor(rows, mesh, placements, shape)
 
 
 class GatheredCopy(Tensor):
-    """A full parameter, gathered for reading, or a view of one. Writing to it raises ShardingError;
-    what is computed is plain."""
+    """A gathered full parameter, or a view of one. Writing to it raises ShardingError.
+
+    Results of other operations are plain tensors.
+    """
 
     _label: str
 
@@ -97,21 +108,18 @@ class GatheredCopy(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if (
-            torch.compiler.is_compiling()
-        ):  # the copy is an input of the graph, which is checked for writes as a whole
+        if torch.compiler.is_compiling():
+            # The copy is an input of the graph. The captured graph is checked for writes later.
             with compat.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        target = _target(func, args, kwargs)
+        target = _written_copy(func, args, kwargs)
         if target is not None and not compat.is_tracing():
             raise ShardingError(
-                f"{_name(func)} would write to {target._label}, which is sharded: what was read is "
-                "a gathered copy, and the write "
-                "would be lost (its gradient lives on the shards as well). Use the shards: `with "
-                "zpasses.local_shards(model): ...` makes "
-                "every parameter read return its DTensor, and model.parameters() always does. "
-                "(model.apply and reset_parameters do "
-                "so themselves.)"
+                f"{_name(func)} would write to {target._label}, which is sharded. A read returns a "
+                "gathered copy, so the write would be lost; the gradient is also stored with the "
+                "shards. Write to the shards instead: inside `with zpasses.local_shards(model):` "
+                "every parameter read returns its DTensor, and model.parameters() always does. "
+                "(model.apply and reset_parameters use the shards already.)"
             )
         with compat.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -130,7 +138,7 @@ def _writes(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         in_place = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
-        # `.data` and `.grad` hand out, without a trace, what the caller means to write to.
+        # Writes through `.data` and `.grad` cannot be detected later.
         return in_place or name in _ITEM_WRITES or func in _HANDLES
     return name.endswith("_")
 
@@ -141,15 +149,14 @@ def _name(func: Callable[..., Any]) -> str:
     return f".{attribute}" if name in ("__get__", "__set__", "__delete__") and attribute else name
 
 
-def _target(
+def _written_copy(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> GatheredCopy | None:
-    """The gathered copy that a call would write to."""
+    """Return the gathered copy that a call would write to; None if there is none."""
     written = [kwargs.get("out")]
     if _writes(func):
-        written.append(
-            args[0] if args else next(iter(kwargs.values()), None)
-        )  # nn.init hands everything on by keyword
+        # nn.init passes all arguments by keyword.
+        written.append(args[0] if args else next(iter(kwargs.values()), None))
     flat = [
         item
         for value in written
@@ -160,7 +167,7 @@ def _target(
 
 def _guard(full: Tensor, label: str) -> Tensor:
     if type(full) is not Tensor:
-        return full  # fake, simulated or functional tensors have their own rules
+        return full  # leave fake, simulated and functional tensors as they are
     copy = full.as_subclass(GatheredCopy)
     copy._label = label
     return copy
@@ -169,8 +176,10 @@ def _guard(full: Tensor, label: str) -> Tensor:
 def with_plain_inputs(
     compiled: Callable[..., Any], example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
-    """`compiled`, called with plain tensors where frames that were not compiled hand gathered
-    copies to it."""
+    """Wrap compiled code so that gathered copies among its inputs become plain tensors.
+
+    Frames that are not compiled may pass gathered copies to compiled ones.
+    """
     positions = [i for i, value in enumerate(example_inputs) if isinstance(value, GatheredCopy)]
     if not positions:
         return compiled
@@ -192,15 +201,14 @@ def _guard_views(result: Any, source: GatheredCopy) -> Any:
     return result
 
 
-def _reader(read: ParamShardSpec, class_name: str) -> property:
-    name, param_dtype, reduce_dtype = read.name, read.param_dtype, read.reduce_dtype
-    group, label = read.group_name, f"parameter {read.name!r} of a {class_name}"
+def _gathering_property(spec: ParamShardSpec, class_name: str) -> property:
+    name, param_dtype, reduce_dtype = spec.name, spec.param_dtype, spec.reduce_dtype
+    group, label = spec.group_name, f"parameter {spec.name!r} of a {class_name}"
 
     def gather(module: nn.Module) -> Tensor | None:
         if name not in module._parameters:
-            raise AttributeError(
-                f"{class_name!r} object has no attribute {name!r}"
-            )  # deleted, as parametrizations do
+            # Parametrizations delete parameters.
+            raise AttributeError(f"{class_name!r} object has no attribute {name!r}")
         param = module._parameters[name]
         if not isinstance(param, DTensor):
             return param  # None, or a tensor swapped in by torch.func.functional_call
@@ -211,7 +219,9 @@ def _reader(read: ParamShardSpec, class_name: str) -> property:
             )
             return traced
         return _guard(
-            torch.ops.zpasses.unshard(local_shard(param), rows, param_dtype, reduce_dtype, group),
+            torch.ops.zpasses.unshard(
+                to_local_shard(param), rows, param_dtype, reduce_dtype, group
+            ),
             label,
         )
 
@@ -219,25 +229,30 @@ def _reader(read: ParamShardSpec, class_name: str) -> property:
 
 
 class ShardedModule(nn.Module):
-    """What a module with sharded parameters also is; `reads` says how each is sharded."""
+    """Mixin of modules with sharded parameters. `_zpasses_specs` says how each is sharded."""
 
-    _zpasses_reads: dict[str, ParamShardSpec]
-    _zpasses_base: type[nn.Module]
+    _zpasses_specs: dict[str, ParamShardSpec]
+    _zpasses_unsharded_class: type[nn.Module]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Assigning a full parameter under a sharded name shards it in the same way; a DTensor must
-        be sharded alike already."""
-        read = self._zpasses_reads.get(name)
-        if read is None or param is None:
+        """Shard a full parameter that is assigned to a sharded name.
+
+        A DTensor must have the mesh and the placement of the parameter that it replaces.
+
+        Raises:
+            ShardingError: for another mesh, placement or device type.
+        """
+        spec = self._zpasses_specs.get(name)
+        if spec is None or param is None:
             super().register_parameter(name, param)
         else:
-            self._parameters[name] = _as_sharded(param, read)
+            self._parameters[name] = _shard_assigned(param, spec)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Accept full tensors under sharded names: each rank takes its rows."""
-        for name, read in self._zpasses_reads.items():
+        """Shard full tensors in the state dict before they are loaded."""
+        for name, spec in self._zpasses_specs.items():
             value = state_dict.get(prefix + name)
             current = self._parameters.get(name)
             if (
@@ -246,25 +261,27 @@ class ShardedModule(nn.Module):
                 and current is not None
                 and value.shape == current.shape
             ):
-                state_dict[prefix + name] = shard_tensor(value, read.mesh)
+                state_dict[prefix + name] = shard_tensor(value, spec.mesh)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedModule:
-        """Moves and casts give a parameter other attributes; whose backwards it counts with
-        stays."""
+        """Keep the gradient state of parameters, because moves and casts replace their
+        attributes.
+        """
         before = {
-            name: pending_of(param)
-            for name in self._zpasses_reads
+            name: grad_state_of(param)
+            for name in self._zpasses_specs
             if (param := self._parameters.get(name)) is not None
         }
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, entry in before.items():
-            setattr(self._parameters[name], PENDING_ATTRIBUTE, entry)
+            setattr(self._parameters[name], GRAD_STATE_ATTRIBUTE, entry)
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> ShardedModule:
-        """As nn.Module.apply; `fn` sees this module's parameters as DTensors, so that initialisers
-        work on the shards."""
+        """Like nn.Module.apply, but `fn` reads this module's parameters as DTensors, so that
+        initialisers work on the shards.
+        """
         for child in self.children():
             child.apply(fn)
         with local_shards(self, recurse=False):
@@ -272,9 +289,9 @@ class ShardedModule(nn.Module):
         return self
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        # torch.distributed.checkpoint walks to a parameter by getattr; this sends it to the
-        # DTensors instead of gathering.
-        return dict.fromkeys(self._zpasses_reads, "_zpasses_shards")
+        # torch.distributed.checkpoint reads parameters by getattr. With this name as part of the
+        # path it finds the DTensors, and does not gather.
+        return dict.fromkeys(self._zpasses_specs, "_zpasses_shards")
 
     @property
     def _zpasses_shards(self) -> object:
@@ -286,27 +303,27 @@ class _Namespace:
         self.__dict__.update(values)
 
 
-def _as_sharded(param: nn.Parameter, read: ParamShardSpec) -> nn.Parameter:
+def _shard_assigned(param: nn.Parameter, spec: ParamShardSpec) -> nn.Parameter:
     if not isinstance(param, DTensor):
-        if param.device.type not in (read.mesh.device_type, "meta"):
+        if param.device.type not in (spec.mesh.device_type, "meta"):
             raise ShardingError(
-                f"assigned to {read.name!r}: a parameter on {param.device.type}, but its mesh is "
-                f"on {read.mesh.device_type}. "
-                f"Move it first: value.to({read.mesh.device_type!r})."
+                f"assigned to {spec.name!r}: a parameter on {param.device.type}, but the mesh is "
+                f"on {spec.mesh.device_type}. "
+                f"Move it first: value.to({spec.mesh.device_type!r})."
             )
-        return nn.Parameter(shard_tensor(param, read.mesh), requires_grad=param.requires_grad)
+        return nn.Parameter(shard_tensor(param, spec.mesh), requires_grad=param.requires_grad)
     expected: Placement = Shard(0) if param.dim() else Replicate()
-    if param.device_mesh != read.mesh or param.placements != (expected,):
+    if param.device_mesh != spec.mesh or param.placements != (expected,):
         raise ShardingError(
-            f"assigned to {read.name!r}: a DTensor with placements {param.placements} on "
+            f"assigned to {spec.name!r}: a DTensor with placements {param.placements} on "
             f"{param.device_mesh}, but the module is "
-            f"sharded as ({expected},) on {read.mesh}. Assign a full tensor, or redistribute the "
+            f"sharded as ({expected},) on {spec.mesh}. Assign a full tensor, or redistribute the "
             "DTensor first."
         )
     return param
 
 
-def _reset(original: Callable[..., Any]) -> Callable[..., Any]:
+def _reset_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def reset_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with local_shards(self):
@@ -316,26 +333,39 @@ def _reset(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def sharded_class(base: type[Any], reads: tuple[ParamShardSpec, ...]) -> type[Any]:
-    """The class of a module of class `base` with these parameters sharded: same name, a subclass of
-    `base`.
+def sharded_class(base: type[Any], specs: tuple[ParamShardSpec, ...]) -> type[Any]:
+    """Create the class of a module of class `base` with these parameters sharded.
 
-    Modules that are alike share one class, so that compiled code for one block serves all blocks.
+    It is a subclass of `base` with the same name. Modules with equal `base` and specs share one
+    class, so that code compiled for one block also serves the other blocks.
     """
-    members: dict[str, Any] = {read.name: _reader(read, base.__name__) for read in reads}
-    members["_zpasses_reads"] = {read.name: read for read in reads}
-    members["_zpasses_base"] = base
+    members: dict[str, Any] = {
+        spec.name: _gathering_property(spec, base.__name__) for spec in specs
+    }
+    members["_zpasses_specs"] = {spec.name: spec for spec in specs}
+    members["_zpasses_unsharded_class"] = base
     members["__module__"], members["__qualname__"] = base.__module__, base.__qualname__
     if hasattr(base, "reset_parameters"):
-        members["reset_parameters"] = _reset(base.reset_parameters)
+        members["reset_parameters"] = _reset_shards(base.reset_parameters)
     return type(base.__name__, (ShardedModule, base), members)
 
 
+def mark_ignored(params: Iterable[nn.Parameter]) -> None:
+    """Remember that the user left these parameters out of sharding."""
+    for param in params:
+        param._zpasses_ignored = True  # type: ignore[attr-defined]
+
+
+def is_ignored(param: Tensor) -> bool:
+    """Whether `ignored_params` of a call of `zpasses.shard` named the parameter."""
+    return bool(getattr(param, "_zpasses_ignored", False))
+
+
 def sharded_parameters(model: nn.Module) -> list[DTensor]:
-    """The parameters of a model that `zpasses.shard` made, each once, in module order."""
+    """Return the sharded parameters of a model, each once, in module order."""
     found: dict[int, DTensor] = {}
     for module in model.modules():
-        for name in module._zpasses_reads if isinstance(module, ShardedModule) else ():
+        for name in module._zpasses_specs if isinstance(module, ShardedModule) else ():
             param = module._parameters.get(name)
             if isinstance(param, DTensor):
                 found[id(param)] = param
@@ -344,16 +374,17 @@ def sharded_parameters(model: nn.Module) -> list[DTensor]:
 
 @contextlib.contextmanager
 def local_shards(model: nn.Module, *, recurse: bool = True) -> Iterator[nn.Module]:
-    """Inside, parameter reads return the DTensor shards instead of gathered copies: for
-    initialisers and surgery.
+    """Context manager in which parameter reads return the DTensor shards instead of gathered
+    copies.
 
-    Initialisers give what they give on an unsharded model, if every rank is seeded alike. (Random
-    numbers on accelerators are the exception: they come from DTensor's generator, which draws
-    another sequence.) Edits run on every rank: some communicate.
+    Use it for initialisers and other code that writes to parameters. If every rank uses the same
+    seed, initialisers give the values of an unsharded model. Random numbers on accelerators are the
+    exception: DTensor's generator draws another sequence. Run the block on every rank, because some
+    operations communicate.
 
     Args:
         model: a sharded module, or one that contains sharded modules.
-        recurse: also for the modules inside `model`.
+        recurse: whether to include the submodules of `model`.
     """
     original = getattr(model, "_orig_mod", model)
     exposed: list[tuple[nn.Module, Any]] = []
@@ -361,7 +392,7 @@ def local_shards(model: nn.Module, *, recurse: bool = True) -> Iterator[nn.Modul
         for module in original.modules() if recurse else [original]:
             if isinstance(module, ShardedModule):
                 exposed.append((module, type(module)))
-                module.__class__ = type(module)._zpasses_base  # type: ignore[assignment]
+                module.__class__ = type(module)._zpasses_unsharded_class  # type: ignore[assignment]
         with DTensorInplaceMode() if exposed else contextlib.nullcontext():
             yield model
     finally:

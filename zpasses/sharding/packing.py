@@ -1,5 +1,7 @@
-"""How shards share flat buffers: which go together, and where each lies. The same on every rank,
-whatever rows that rank holds."""
+"""Packing of shards into flat buffers: which shards share a buffer, and their offsets.
+
+The layout is the same on every rank, regardless of how many rows the rank holds.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from zpasses.errors import ShardingError
 from zpasses.graph.ops import rows_per_rank
 from zpasses.sharding.flat_buffers import pack_parameters
 
-__all__ = ["check_pack_mb", "lay_out", "next_batch"]
+__all__ = ["check_pack_mb", "next_batch", "pack_local_rows"]
 
 _MIB = 1 << 20
 
@@ -24,22 +26,23 @@ P = TypeVar("P", bound=Tensor)
 
 
 def check_pack_mb(pack_mb: object) -> None:
-    """Raise ShardingError unless it is None or a number above 0."""
+    """Raise ShardingError unless `pack_mb` is None or a number above 0."""
     if pack_mb is not None and not (
         isinstance(pack_mb, (int, float)) and not isinstance(pack_mb, bool) and pack_mb > 0
     ):
         raise ShardingError(
-            f"pack_mb is {pack_mb!r}; expected MiB of shards for one flat buffer, a number above "
-            "0, or None."
+            f"pack_mb is {pack_mb!r}; expected MiB of shards per flat buffer, a number above 0, or "
+            "None."
         )
 
 
 def next_batch(params: deque[P], mesh: DeviceMesh, pack_mb: float | None) -> list[P]:
-    """Take parameters that belong together off the front of a queue: as many as fit `pack_mb`, one
-    if that is None.
+    """Remove the parameters of the next flat buffer from the front of a queue, and return them.
 
-    Sizes are those of full blocks, so that ranks with fewer rows choose alike. Parameters of
-    another mesh end a batch."""
+    A batch holds as many parameters as fit `pack_mb`, or one if that is None. A parameter of
+    another mesh ends the batch. Sizes are those of full blocks, so that ranks with fewer rows get
+    the same batches.
+    """
     batch = [params.popleft()]
     room = (pack_mb or 0) * _MIB - _block_numel(batch[0].shape, mesh) * batch[0].element_size()
     while params and pack_mb is not None and getattr(params[0], "device_mesh", mesh) == mesh:
@@ -50,18 +53,18 @@ def next_batch(params: deque[P], mesh: DeviceMesh, pack_mb: float | None) -> lis
     return batch
 
 
-def lay_out(
+def pack_local_rows(
     rows: Sequence[Tensor], shapes: Sequence[torch.Size], names: Sequence[str], mesh: DeviceMesh
 ) -> list[Tensor]:
-    """This rank's rows of each parameter as parts of flat buffers on the mesh's device.
+    """Copy this rank's rows of each parameter into flat buffers on the mesh's device.
 
     Args:
-        rows: [own rows, ...] each; on the host or the device.
-        shapes: of the full parameters.
-        names: of the parameters.
+        rows: this rank's rows of each parameter, [local rows, ...], on the host or the device.
+        shapes: shapes of the full parameters.
+        names: names of the parameters.
 
     Returns:
-        The rows, contiguous, in new memory. Each has room for a full block in its buffer.
+        The rows, contiguous, as parts of the buffers. Each has room for a full block in its buffer.
     """
     reserve = [_block_numel(shape, mesh) for shape in shapes]
     packed: dict[int, Tensor] = {}

@@ -1,4 +1,6 @@
-"""Shard a model's parameters over a device mesh, in place."""
+"""`zpasses.shard`, which shards a model's parameters over a device mesh in place, and functions for
+sharded models.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,19 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import ShardingError
-from zpasses.runtime.param_cache import forget
+from zpasses.runtime.param_cache import drop_cached_params
 from zpasses.runtime.windows import register_step_window
 from zpasses.sharding.module import (
     ParamShardSpec,
     ShardedModule,
-    as_shard,
+    dtensor_from_rows,
     local_rows,
+    mark_ignored,
     shard_tensor,
     sharded_class,
     sharded_parameters,
 )
-from zpasses.sharding.packing import check_pack_mb, lay_out, next_batch
+from zpasses.sharding.packing import check_pack_mb, next_batch, pack_local_rows
 
 __all__ = ["invalidate", "pack_shards", "shard"]
 
@@ -44,33 +47,34 @@ def shard(
 ) -> M:
     """Shard every parameter of `model` over `mesh`, in place, and return `model`.
 
-    Each parameter becomes a DTensor parameter, `Shard(0)`, under its own name; reading it gathers
-    the full one, and its gradient is averaged over the ranks. Rows need not divide by the number of
-    ranks. 0-dimensional parameters stay whole on every rank (`Replicate()`). Tied parameters are
-    sharded once. Nothing is communicated: every rank must hold the same values.
+    Each parameter becomes a DTensor parameter with placement `Shard(0)` under its own name. Reading
+    the parameter gathers it, and its gradient is averaged over the ranks. Dimension 0 need not be
+    divisible by the world size. 0-dimensional parameters are replicated (`Replicate()`). Tied
+    parameters are sharded once. Nothing is communicated, so every rank must hold the same values.
 
-    One parameter is cut after the other, and each full one is freed (if nobody else holds it)
-    before the next: there is never a second full copy.
+    Parameters are sharded one after the other. Each full parameter is freed before the next one is
+    sharded, if nothing else references it. So there is never a second full copy of the model.
 
-    Call it before the optimizer is built, on a model on the mesh's device or on meta (then
-    `to_empty` and an initialiser that runs on the shards: `model.apply(fn)`, `reset_parameters()`,
-    or anything inside `zpasses.local_shards(model)`). Calls on submodules may differ in dtype and
-    mesh; a later call on the whole model shards the rest.
+    Call it before you build the optimizer. The model may be on the mesh's device or on meta. For a
+    model on meta, call `to_empty` afterwards and initialise the shards: by `model.apply(fn)`, by
+    `reset_parameters()`, or by any code inside `with zpasses.local_shards(model):`. Calls on
+    submodules may use different dtypes and meshes. A later call on the whole model shards the
+    remaining parameters.
 
     Args:
         mesh: one-dimensional; its size is the number of shards.
         param_dtype: gather and compute in this dtype, e.g. torch.bfloat16. The shards, and so the
-            optimizer, keep theirs. Inputs are not cast: feed them in this dtype.
+            optimizer, keep their dtype. Inputs are not cast: pass them in this dtype.
         reduce_dtype: reduce gradients in this dtype; None reduces in the dtype in which they were
             computed.
-        ignored_params: parameters to leave alone, unsharded and unreduced.
-        pack_mb: lay the shards of consecutive parameters, up to this many MiB of them, into one
-            flat buffer a dtype; None gives each memory of its own. With it the model may also lie
-            on the host and the mesh on accelerators: each rank then moves its own shards alone. See
-            `pack_shards`, which does the same to a model that is sharded already, or was on meta.
+        ignored_params: parameters to leave unsharded. Their gradients are not reduced.
+        pack_mb: put the shards of consecutive parameters, up to this many MiB, into one flat buffer
+            per dtype; None gives each shard memory of its own. With `pack_mb`, the model may be on
+            the host while the mesh is on accelerators: each rank then moves only its own shards.
+            See `pack_shards`, which packs a model that is sharded already, or was on meta.
 
     Raises:
-        ShardingError: before anything is changed, for a model that cannot be sharded; the message
+        ShardingError: for a model that cannot be sharded, before anything is changed. The message
             names the module.
     """
     _check_arguments(mesh, param_dtype, reduce_dtype)
@@ -82,41 +86,42 @@ def shard(
     for path, module in model.named_modules():
         _check_module(path, module, ignored)
     _check_parameters(places, params, mesh, pack_mb)
+    mark_ignored(ignored_params)
 
     group = compat.group_name(mesh.get_group())
-    reads: dict[nn.Module, list[ParamShardSpec]] = {}
+    specs: dict[nn.Module, list[ParamShardSpec]] = {}
     while params:
         batch = next_batch(params, mesh, pack_mb)
         for key, made in _shard_parameters(batch, places, mesh, pack_mb).items():
             for _, module, name in places.pop(key):
                 module._parameters[name] = made
                 floating = made.is_floating_point()
-                read = ParamShardSpec(
+                spec = ParamShardSpec(
                     name,
                     mesh,
                     group,
                     param_dtype if floating else None,
                     reduce_dtype if floating else None,
                 )
-                reads.setdefault(module, []).append(read)
-        batch.clear()  # the full parameters die here
-    for module, own in reads.items():
+                specs.setdefault(module, []).append(spec)
+        batch.clear()  # frees the full parameters
+    for module, own in specs.items():
         _swap_class(module, own)
-    register_step_window([(module, read.name) for module, own in reads.items() for read in own])
+    register_step_window([(module, spec.name) for module, own in specs.items() for spec in own])
     return model
 
 
 def pack_shards(model: M, pack_mb: float) -> M:
-    """Lay the shards of a sharded model into flat buffers, in place, and return `model`.
+    """Pack the shards of a sharded model into flat buffers, in place, and return `model`.
 
-    Consecutive parameters, up to `pack_mb` MiB of shards, share one buffer a dtype. Every rank's
-    buffers are alike: each parameter has the room of a full block of rows, padded with zeros, at
-    the same multiple of 16 bytes. Parameters stay the same objects, so that optimizers go on; what
-    reassigns memory (`to`, `to_empty`, a copy through DTensor) gives each shard memory of its own
-    again. Call it on every rank.
+    Consecutive parameters, up to `pack_mb` MiB of shards, share one buffer per dtype. The buffers
+    are laid out identically on every rank: each parameter has room for a full block of rows, padded
+    with zeros, at the same offset, a multiple of 16 bytes. Parameters stay the same objects, so
+    existing optimizers keep working. Operations that reassign memory (`to`, `to_empty`, a copy
+    through DTensor) give each shard memory of its own again. Call it on every rank.
 
     Raises:
-        ShardingError: for a model that is not sharded, or is on meta, or a `pack_mb` that is no
+        ShardingError: for a model that is not sharded or is on meta, or if `pack_mb` is not a
             number above 0.
     """
     check_pack_mb(pack_mb)
@@ -127,7 +132,7 @@ def pack_shards(model: M, pack_mb: float) -> M:
         )
     if any(param.is_meta for param in left):
         raise ShardingError(
-            f"{type(model).__name__} is on meta, where there is no memory to lay out. Call "
+            f"{type(model).__name__} is on meta and has no memory to pack. Call "
             "to_empty(device=...) first."
         )
     names = {id(param): name for name, param in model.named_parameters()}
@@ -135,29 +140,29 @@ def pack_shards(model: M, pack_mb: float) -> M:
         mesh = left[0].device_mesh
         batch = next_batch(left, mesh, pack_mb)
         shapes, called = [param.shape for param in batch], [names[id(param)] for param in batch]
-        packed = lay_out([compat.local_of(param) for param in batch], shapes, called, mesh)
+        packed = pack_local_rows([compat.local_of(param) for param in batch], shapes, called, mesh)
         for param, rows in zip(batch, packed, strict=True):
             compat.set_local(param, rows)
-        forget(
-            batch
-        )  # its address tells ranks with rows that a shard is another, but not those with none
+        # The new address invalidates cached copies only on ranks whose shard has rows, and ranks
+        # have to invalidate them identically.
+        drop_cached_params(batch)
     return model
 
 
 def invalidate(model: nn.Module) -> None:
-    """Forget gathered parameters that stages 1 and 2 keep, after an edit that torch cannot see
-    (through `.data`).
+    """Drop the gathered parameters that stages 1 and 2 cache, after an edit through `.data`.
 
-    Call it on every rank. Edits by an optimizer, `load_state_dict` or in-place operations are seen
-    without it."""
-    forget(model.parameters())
+    Call it on every rank. Changes by an optimizer, `load_state_dict` or in-place operations are
+    detected without it.
+    """
+    drop_cached_params(model.parameters())
 
 
 def _unsharded(
     model: nn.Module, ignored: Collection[int]
 ) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
     for prefix, module in model.named_modules():
-        taken = module._zpasses_reads if isinstance(module, ShardedModule) else {}
+        taken = module._zpasses_specs if isinstance(module, ShardedModule) else {}
         for name, param in module._parameters.items():
             if param is not None and name not in taken and id(param) not in ignored:
                 yield f"{prefix}.{name}" if prefix else name, module, param
@@ -168,8 +173,11 @@ _Places = dict[int, list[tuple[str, nn.Module, str]]]
 
 
 def _find(model: nn.Module, ignored: Collection[int]) -> tuple[_Places, deque[nn.Parameter]]:
-    """Where unsharded parameters are, and each once: nothing else may hold them when they are to be
-    freed."""
+    """Return the places of unsharded parameters, and each such parameter once.
+
+    The queue holds the only further reference to the parameters, so that they can be freed one by
+    one.
+    """
     places: _Places = {}
     params: deque[nn.Parameter] = deque()
     for path, module, param in _unsharded(model, ignored):
@@ -190,7 +198,7 @@ def _check_parameters(
 def _shard_parameters(
     batch: Sequence[nn.Parameter], places: _Places, mesh: DeviceMesh, pack_mb: float | None
 ) -> dict[int, nn.Parameter]:
-    """Identity of each full parameter -> its sharded one."""
+    """Shard a batch of parameters. Returns identity of the full parameter -> sharded parameter."""
     made = {id(param): _sharded_earlier(param) for param in batch}
     todo = [param for param in batch if made[id(param)] is None]
     if pack_mb is None:
@@ -198,8 +206,10 @@ def _shard_parameters(
     else:
         shapes = [param.shape for param in todo]
         names = [places[id(param)][0][0] for param in todo]
-        rows = lay_out([local_rows(param, mesh) for param in todo], shapes, names, mesh)
-        cuts = [as_shard(own, shape, mesh) for own, shape in zip(rows, shapes, strict=True)]
+        rows = pack_local_rows([local_rows(param, mesh) for param in todo], shapes, names, mesh)
+        cuts = [
+            dtensor_from_rows(own, shape, mesh) for own, shape in zip(rows, shapes, strict=True)
+        ]
     for param, sharded in zip(todo, cuts, strict=True):
         made[id(param)] = _as_parameter(sharded, param)
     return {key: param for key, param in made.items() if param is not None}
@@ -213,15 +223,19 @@ def _as_parameter(sharded: DTensor, param: nn.Parameter) -> nn.Parameter:
 
 
 def _sharded_earlier(param: nn.Parameter) -> nn.Parameter | None:
-    """What an earlier call made of a parameter that is tied to one in another module."""
+    """Return the sharded parameter that an earlier call made of this one, if it is tied to another
+    module's.
+    """
     earlier = getattr(param, "_zpasses_sharded_as", None)
     known: nn.Parameter | None = earlier() if earlier is not None else None
     return known
 
 
 def _swap_class(module: nn.Module, added: list[ParamShardSpec]) -> None:
-    earlier = tuple(module._zpasses_reads.values()) if isinstance(module, ShardedModule) else ()
-    base: type[Any] = module._zpasses_base if isinstance(module, ShardedModule) else type(module)
+    earlier = tuple(module._zpasses_specs.values()) if isinstance(module, ShardedModule) else ()
+    base: type[Any] = (
+        module._zpasses_unsharded_class if isinstance(module, ShardedModule) else type(module)
+    )
     module.__class__ = sharded_class(base, (*earlier, *added))  # type: ignore[arg-type]
 
 
@@ -239,8 +253,8 @@ def _check_arguments(mesh: Any, param_dtype: Any, reduce_dtype: Any) -> None:
     if mesh.ndim != 1:
         raise ShardingError(
             f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}; sharding over more than "
-            "one (hybrid sharding) is not there "
-            "yet. Pass the one-dimensional submesh to shard over, e.g. mesh['shard']."
+            "one (hybrid sharding) is not supported yet. Pass the one-dimensional submesh to shard "
+            "over, e.g. mesh['shard']."
         )
     for label, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -254,7 +268,8 @@ def _nothing_to_do(model: nn.Module) -> str:
     kind = type(model).__name__
     if any(isinstance(module, ShardedModule) for module in model.modules()):
         return (
-            f"{kind} is sharded already. Shard a model once; to shard it otherwise, build it anew."
+            f"{kind} is sharded already. Shard a model once; to shard it differently, build a new "
+            "one."
         )
     return f"{kind} has no parameter to shard."
 
@@ -272,10 +287,9 @@ def _check_module(path: str, module: nn.Module, ignored: Collection[int]) -> Non
         and id(module._parameters["weight"]) not in ignored
     ):
         raise ShardingError(
-            f"{where} has max_norm: its forward writes to its weight, and what is read of a "
-            "sharded one is a gathered copy. Set "
-            "max_norm=None and renormalise the shards after each optimizer step, or pass its "
-            "weight as ignored_params."
+            f"{where} has max_norm: its forward writes to its weight, and reading a sharded weight "
+            "returns a gathered copy. Set max_norm=None and renormalise the shards after each "
+            "optimizer step, or pass its weight as ignored_params."
         )
     if (
         isinstance(module, (nn.Embedding, nn.EmbeddingBag))
@@ -289,10 +303,9 @@ def _check_module(path: str, module: nn.Module, ignored: Collection[int]) -> Non
     for name, value in vars(module).items():
         if name not in ("_parameters", "_modules", "_buffers") and _holds_parameter(value):
             raise ShardingError(
-                f"{where} holds parameters outside its parameter table, in attribute {name!r}; "
-                "they would keep the full, stale "
-                "weights. Replace the module (for RNNs: a loop over cells such as nn.LSTMCell), "
-                "shard its siblings only, or pass its "
+                f"{where} holds parameters outside its parameter table, in attribute {name!r}. "
+                "Sharding would leave the full, stale weights there. Replace the module (for RNNs: "
+                "a loop over cells such as nn.LSTMCell), shard only its siblings, or pass its "
                 "parameters as ignored_params and move it out of the sharded model."
             )
 
@@ -311,15 +324,14 @@ def _check_parameter(path: str, param: nn.Parameter, mesh: DeviceMesh, packs: bo
     if isinstance(param, DTensor):
         raise ShardingError(
             f"parameter {path} is a DTensor already ({param.placements} on {param.device_mesh}). "
-            "Shard a model once; sharding on top "
-            "of tensor parallelism is not there yet."
+            "Shard a model once; sharding on top of tensor parallelism is not supported yet."
         )
     known = _sharded_earlier(param)
     if isinstance(known, DTensor) and known.device_mesh != mesh:
         raise ShardingError(
             f"parameter {path} is tied to one that an earlier call sharded over another mesh "
-            f"({known.device_mesh}). Shard both over one "
-            "mesh, or untie them: give one module a copy."
+            f"({known.device_mesh}). Shard both over the same mesh, or untie them by giving one "
+            "module a copy."
         )
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ShardingError(
@@ -333,9 +345,8 @@ def _check_parameter(path: str, param: nn.Parameter, mesh: DeviceMesh, packs: bo
         )
     if packs and param.is_meta:
         raise ShardingError(
-            f"parameter {path} is on meta, where there is no memory to lay out. Leave pack_mb out, "
-            "and call zpasses.pack_shards after "
-            "to_empty."
+            f"parameter {path} is on meta and has no memory to pack. Leave pack_mb out, and call "
+            "zpasses.pack_shards after to_empty."
         )
     if param.device.type not in (mesh.device_type, "meta", *(("cpu",) if packs else ())):
         raise ShardingError(

@@ -1,17 +1,18 @@
-"""Test graphs and passes without a cluster.
+"""Tools to test graphs and passes in one process, for any number of ranks.
 
-A pass is tested in four lines, in one process, for as many ranks as one likes:
+A test of a pass:
 
     for rank in range(4):
         with fake_world(4, rank) as mesh:
-            graphs.append(capture_graphs(model, (x,)).before.joint)   # the reference
+            graphs.append(capture_graphs(model, (x,)).before.joint)  # the reference
             rewritten.append(copy_graph(graphs[-1]))
-            MyPass()(rewritten[-1].graph)                              # checked by the runner
-    assert_equal_bits(graphs, rewritten, random_inputs(graphs))        # true collectives, on real tensors
+            MyPass()(rewritten[-1].graph)  # verified by the runner
+    assert_equal_bits(graphs, rewritten, random_inputs(graphs))  # real collectives on real tensors
 
-`listing(graph)` is short text for reading and for inline expectations; `trace_joint` makes a graph
-out of a plain function in milliseconds; `simulate` raises where real ranks would hang, race or
-disagree."""
+`listing(graph)` prints a graph as short text for inline expectations. `trace_joint` makes a joint
+graph of a plain function in milliseconds. `simulate` raises if real ranks would hang, race or
+disagree.
+"""
 
 from zpasses.graph.printer import listing
 from zpasses.testing.capture import (

@@ -1,5 +1,6 @@
-"""Graphs to test passes on: of a model's training step through the backend, or of a plain function
-without Dynamo."""
+"""Capture graphs to test passes on: those of a model's training step through the backend, or that
+of a plain function without Dynamo.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +35,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class StepGraphs:
-    """The graphs of one training step, or of one call without gradients; None for those that there
-    are not."""
+    """The graphs of one training step, or of one call without gradients; None for graphs that do
+    not exist.
+    """
 
     captured: fx.GraphModule
-    """Dynamo's graph, sharded parameters as local shards."""
+    """Dynamo's graph, with sharded parameters as local shards."""
     joint: fx.GraphModule | None = None
     """Forward and backward together, before partitioning."""
     forward: fx.GraphModule | None = None
@@ -49,15 +51,18 @@ class StepGraphs:
 
 @dataclass(frozen=True)
 class StepCapture:
-    """What one rank's backend compiled. The graphs are copies: rewrite them freely."""
+    """What one rank's backend compiled. The graphs are copies and may be rewritten."""
 
     rank: int
     world_size: int
     groups: Mapping[str, tuple[int, ...]]
-    """Process group -> its ranks, as `simulate` takes it: the groups that this rank knows."""
+    """Process group -> its ranks, in the form that `simulate` takes, for all groups that this rank
+    knows.
+    """
     before: StepGraphs
-    """Each graph before the passes of its level. The joint one is the unlowered reference; forward
-    and backward come out of a joint graph that the joint passes have rewritten."""
+    """Each graph before the passes of its level. The joint graph is the unlowered reference.
+    Forward and backward come from the joint graph after the joint passes.
+    """
     after: StepGraphs
     """Each graph after the passes of its level."""
     records: tuple[PassRecord, ...]
@@ -78,25 +83,25 @@ def capture_graphs(
     """Compile a model as one rank of a fake world, and return its graphs before and after the
     passes.
 
-    The model is copied, sharded, compiled with `torch.compile(fullgraph=True, backend="zpasses")`,
-    and called once, with a backward of every output. Inside `fake_world` that world is used, and
-    stays for rewriting the graphs further; otherwise one is made for the call. Dynamo's caches are
-    emptied.
+    The model is copied, sharded, compiled with `torch.compile(fullgraph=True, backend="zpasses")`
+    and called once, with a backward of every output. Inside `fake_world`, the call uses that world,
+    which stays for further rewriting. Otherwise it makes a world for the call. Dynamo's caches are
+    cleared.
 
     Args:
         model: an unsharded module, or a function (which is compiled as it is).
-        inputs: positional arguments; their values do not matter, their shapes and dtypes do.
+        inputs: positional arguments. Only their shapes and dtypes matter.
         world_size: ranks of the fake world to make; leave it out inside `fake_world`.
-        rank: which of them to be.
-        pipeline: passes to run; "" runs none, and leaves the dialect unlowered.
+        rank: which of the ranks to be.
+        pipeline: passes to run; "" runs none and leaves the dialect unlowered.
         shard: how to shard: keyword arguments for `zpasses.shard`, or a function that is called
             with the model and the mesh of all ranks. None calls `zpasses.shard(model, mesh=mesh)`.
-        train: capture forward and backward. False captures under no_grad.
+        train: whether to capture forward and backward. False captures under no_grad.
         dynamic: as in torch.compile.
 
     Raises:
-        ValueError: with no world to be in, or with two.
-        RuntimeError: as torch.compile does, when the model is not captured as one graph.
+        ValueError: if there is no world, or both `fake_world` and `world_size`.
+        RuntimeError: as torch.compile does, if the model is not captured as one graph.
     """
     if (world_size is None) != dist.is_initialized():
         raise ValueError(
@@ -140,7 +145,7 @@ def capture_graphs(
 def capture_ranks(
     model: nn.Module | Callable[..., Any], inputs: Sequence[Any], *, world_size: int, **options: Any
 ) -> list[StepCapture]:
-    """`capture_graphs` as each of `world_size` ranks in turn; takes its other options.
+    """Run `capture_graphs` as each of `world_size` ranks in turn, with the same options.
 
     For `simulate`: `[each.after.joint for each in capture_ranks(...)]`.
     """
@@ -153,24 +158,25 @@ def capture_ranks(
 def trace_joint(
     fn: Callable[..., Any], inputs: Sequence[Any], shards: Mapping[int, str] | None = None
 ) -> fx.GraphModule:
-    """The joint graph of a plain function, as the joint passes of the backend see it: tagged,
-    common subexpressions merged.
+    """Trace the joint graph of a plain function, in the form that the backend's joint passes see:
+    tagged, with common subexpressions merged.
 
-    Quicker than `capture_graphs` by ten times, since it does without Dynamo: for drawing many
-    graphs. Groups that `fn` names must exist: call it inside `fake_world`.
+    It is ten times as fast as `capture_graphs`, because it does not use Dynamo, so it suits tests
+    with many random graphs. Groups that `fn` names must exist: call it inside `fake_world`.
 
     Args:
-        fn: takes tensors, returns a tensor or a tuple; reads its parameters through
+        fn: takes tensors, returns a tensor or a tuple, and reads its parameters through
             `torch.ops.zpasses.unshard`.
-        inputs: its arguments; those that require gradients get some.
+        inputs: its arguments; those that require gradients get gradients.
         shards: position of each input that is a shard -> name of the parameter.
 
     Returns:
-        Inputs are those of `fn`, then one gradient ("tangents") for each output that depends on a
-        differentiable input; outputs are those of `fn`, then one gradient or None for each input.
+        The joint graph. Its inputs are those of `fn`, then one gradient ("tangents") for each
+        output that depends on a differentiable input. Its outputs are those of `fn`, then one
+        gradient or None for each input.
 
     Raises:
-        ValueError: when no output depends on an input that requires gradients.
+        ValueError: if no output depends on an input that requires gradients.
     """
     captured: list[fx.GraphModule] = []
 
@@ -191,7 +197,7 @@ def trace_joint(
 
 
 def copy_graph(graph: fx.Graph | fx.GraphModule) -> fx.GraphModule:
-    """A copy to rewrite; attributes (subgraphs, constants) are shared."""
+    """Copy a graph for rewriting. Attributes (subgraphs, constants) are shared."""
     if isinstance(graph, fx.GraphModule):
         return compat.clone_graph_module(graph)
     return compat.clone_graph_module(
@@ -201,7 +207,7 @@ def copy_graph(graph: fx.Graph | fx.GraphModule) -> fx.GraphModule:
 
 @dataclass(frozen=True)
 class _Probe(Pass):
-    """Copies the graph as it is before the passes of one level."""
+    """Copies the graph before the passes of one level."""
 
     name: ClassVar[str] = "probe"
 
@@ -214,7 +220,7 @@ class _Probe(Pass):
 
 
 class _Traced(BaseException):
-    """Leaves AOTAutograd once it has made the joint graph."""
+    """Aborts AOTAutograd after it has made the joint graph."""
 
 
 class _AsModule(nn.Module):
@@ -252,7 +258,9 @@ def _sharded_copy(
 
 
 def _run_step(compiled: Callable[..., Any], inputs: Sequence[Any], train: bool) -> None:
-    outputs = compiled(*[_own(value) if isinstance(value, Tensor) else value for value in inputs])
+    outputs = compiled(
+        *[_detached_copy(value) if isinstance(value, Tensor) else value for value in inputs]
+    )
     ends = [
         leaf
         for leaf in compat.pytree.tree_leaves(outputs)
@@ -262,7 +270,7 @@ def _run_step(compiled: Callable[..., Any], inputs: Sequence[Any], train: bool) 
         torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
 
 
-def _own(value: Tensor) -> Tensor:
+def _detached_copy(value: Tensor) -> Tensor:
     return value.detach().clone().requires_grad_(value.requires_grad)
 
 

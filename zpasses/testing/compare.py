@@ -1,4 +1,4 @@
-"""Assertions about what a pass did to a graph."""
+"""Assertions about the graphs that a pass produces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zpasses.testing.capture import copy_graph
 from zpasses.testing.semantics import Semantics
 from zpasses.testing.simulate import RankRun, simulate
 
-__all__ = ["assert_deterministic", "assert_equal_bits", "random_inputs"]
+__all__ = ["assert_deterministic", "assert_equal_bits", "check_equal", "random_inputs"]
 
 Graphs = fx.GraphModule | Sequence[fx.GraphModule]
 
@@ -21,16 +21,17 @@ Graphs = fx.GraphModule | Sequence[fx.GraphModule]
 def random_inputs(
     graphs: Sequence[fx.GraphModule], *, seed: int = 0, bound: int = 3
 ) -> list[list[Any]]:
-    """Inputs for `simulate`: one list a rank, shapes and dtypes as the graph's inputs record them.
+    """Make inputs for `simulate`: one list per rank, with the shapes and dtypes that the graph's
+    inputs record.
 
-    Values are small integers, so that sums are exact in whatever order they are taken; incoming
-    gradients ("tangents") are multiples of the number of ranks, so that averages over ranks are
-    exact too. Ranks get different values.
+    Values are small integers, so sums are exact in any order. Incoming gradients ("tangents") are
+    multiples of the number of ranks, so averages over ranks are exact too. Ranks get different
+    values.
 
     Args:
-        graphs: one graph a rank.
-        bound: floating-point values lie in -bound..bound, integers in 0..bound - 1, which makes
-            them valid indices of anything larger.
+        graphs: one graph per rank.
+        bound: floating-point values lie in -bound..bound. Integers lie in 0..bound - 1, so they are
+            valid indices of any dimension of at least that size.
     """
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -64,25 +65,26 @@ def assert_equal_bits(
     *,
     semantics: Mapping[Any, Semantics] | None = None,
 ) -> list[RankRun]:
-    """Simulate two versions of a graph on copies of the same inputs: all outputs of all ranks must
-    be equal bit for bit.
+    """Simulate two versions of a graph on copies of the same inputs, and check that all outputs of
+    all ranks are equal bit for bit.
 
-    Bits, not values: 0.0 differs from -0.0, and one NaN from another. What the graphs write to
-    their inputs must be equal as well. Passes may add in another order than the reference did,
-    which rounds otherwise; give inputs whose sums are exact, as `random_inputs` makes them.
+    0.0 differs from -0.0, and NaNs with different payloads differ. What the graphs write to their
+    inputs must be equal as well. A pass may change the order of additions, which changes rounding,
+    so use inputs whose sums are exact, such as those of `random_inputs`.
 
     Args:
-        reference: the graph before the pass, for all ranks or one a rank.
+        reference: the graph before the pass, for all ranks or one per rank.
         rewritten: the graph after it.
-        inputs: one list of inputs a rank.
+        inputs: one list of inputs per rank.
         groups: as for `simulate`.
         semantics: as for `simulate`.
 
     Returns:
-        What the rewritten graphs' ranks did.
+        The runs of the rewritten graphs, one per rank.
 
     Raises:
-        AssertionError: names the rank, the output and the first difference.
+        AssertionError: if an output or input differs. The message names the rank, the output and
+            the first difference.
         SimulationError: as `simulate` does.
     """
     runs = []
@@ -103,11 +105,11 @@ def assert_equal_bits(
                 f"{len(theirs.outputs)}."
             )
         for i, (got, wanted) in enumerate(zip(ours.outputs, theirs.outputs, strict=True)):
-            _check_equal(got, wanted, f"rank {rank}, output {i}{names.get(i, '')}")
+            check_equal(got, wanted, f"rank {rank}, output {i}{names.get(i, '')}")
         for i, (got, wanted) in enumerate(
             zip(actual_inputs[rank], expected_inputs[rank], strict=True)
         ):
-            _check_equal(got, wanted, f"rank {rank}, input {i} after the run")
+            check_equal(got, wanted, f"rank {rank}, input {i} after the run")
     return actual
 
 
@@ -117,7 +119,8 @@ def _output_names(gm: fx.GraphModule) -> dict[int, str]:
     return {i: f" ({item.name})" for i, item in enumerate(flat) if isinstance(item, fx.Node)}
 
 
-def _check_equal(got: Any, wanted: Any, where: str) -> None:
+def check_equal(got: Any, wanted: Any, where: str) -> None:
+    """Raise AssertionError, which names `where`, unless two values are equal bit for bit."""
     if not (isinstance(got, Tensor) and isinstance(wanted, Tensor)):
         if type(got) is not type(wanted) or got != wanted:
             raise AssertionError(
@@ -143,7 +146,7 @@ def _check_equal(got: Any, wanted: Any, where: str) -> None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """[elements, bytes]"""
+    """The bytes of each element, uint8[elements, bytes]."""
     # A tensor of one element is contiguous whatever its stride, but only a stride of 1 can be
     # viewed as bytes.
     row = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
@@ -166,20 +169,22 @@ def _short(value: Any) -> str:
 def assert_deterministic(
     pass_: Callable[[fx.Graph], object], graph: fx.Graph | fx.GraphModule, *, copies: int = 3
 ) -> None:
-    """Rewriting copies of a graph must give the same collectives in the same order: ranks rewrite
-    alone, and must agree.
+    """Check that rewriting copies of a graph gives the same collectives in the same order. Ranks
+    rewrite their graphs separately, so a pass must be deterministic.
 
-    Copies differ in the addresses of their nodes, so an order taken from a set or from `id` shows.
+    The nodes of the copies have different addresses, so an order taken from a set or from `id` is
+    detected.
 
     Args:
         pass_: a pass, a pipeline, or any function that rewrites a graph in place.
-        graph: left as it is.
+        graph: not modified.
+        copies: how many copies to compare.
 
     Raises:
         AssertionError: names the first difference.
     """
     sequences = []
-    kept = []  # so that no copy gets the addresses of an earlier one
+    kept = []  # keeps the addresses of earlier copies in use
     for _ in range(copies):
         rewritten = copy_graph(graph)
         kept.append(rewritten)

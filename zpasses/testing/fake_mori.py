@@ -1,17 +1,18 @@
-"""A stand-in for mori and for a device with SDMA engines, for real processes on CPU tensors.
+"""A fake of mori and of a device with SDMA engines, for real processes on CPU tensors.
 
-It does what amd-mori does where that can hurt: takes raw addresses and keeps nothing alive; moves
-whole 4-byte words through buffers that all ranks write to, without checking that they fit; lets a
-rank that is ahead overwrite what a slower one has not copied out yet; connects one set of ranks in
-a process; returns -1 or ends the process where others raise. Calls are put in order on streams,
-each a thread, and deliver late, so a result that is read before it was awaited is poison.
+It reproduces the hazards of amd-mori. It takes raw addresses and keeps nothing alive. It moves
+whole 4-byte words through buffers that all ranks write to, without checking that they fit. A rank
+that is ahead overwrites what a slower rank has not copied out yet. It connects one set of ranks per
+process. It returns -1 or ends the process where other libraries raise. Calls run in order on
+streams, each of which is a thread, and deliver late. A result that is read before it was awaited is
+poison.
 
-    with fake_mori.installed(fake_mori.Settings(copy_out_s=0.05)):   # on every rank
+    with fake_mori.installed(fake_mori.Settings(copy_out_s=0.05)):  # on every rank
         zpasses.sdma.init()
         ...
 
-What would be a crash or a hang of a device is a `DeviceFaultError`, raised where the stream is
-awaited."""
+A crash or a hang of a real device is a `DeviceFaultError` here, raised when the stream is awaited.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from typing import Any
 from torch import Tensor
 
 from zpasses import compat
-from zpasses.sdma.lifecycle import start_afresh
+from zpasses.sdma.lifecycle import reset_routes
 from zpasses.sdma.platform import register_platform
 from zpasses.testing.host_stream import DeviceFaultError, HostStream
 
@@ -49,47 +50,49 @@ _DEFAULT_TRANSIT = 512 << 20
 
 @dataclass
 class Settings:
-    """What the stand-in is on one rank."""
+    """Settings of the fake on one rank."""
 
     version: str = "1.2.4"
     capturing: bool = True
-    """Whether calls take `capturing`, without which they make the CPU wait; 1.2.4 does, earlier
-    releases do not."""
+    """Whether calls take `capturing`. Without it, they make the CPU wait. 1.2.4 has it, earlier
+    releases do not.
+    """
     architecture: str = "gfx942"
     free_bytes: int = 192 << 30
     device_id: str | None = None
-    """Names the device; None: another one for each process."""
+    """Identifies the device; None gives each process its own device."""
     latency_s: float = 0.002
-    """From the start of a call until this rank sends."""
+    """Seconds from the start of a call until this rank sends."""
     copy_out_s: float = 0.0
-    """From the arrival of all parts until this rank copies them out."""
+    """Seconds from the arrival of all parts until this rank copies them out."""
     fail: str = ""
     """Where this rank fails: "import", "unique_id", "init", "init_raises", "exit", "init_hangs",
     "handle", "wrong_bytes" or "call"."""
     time_limit_s: float = 20.0
-    """After which a device that waits for another counts as hung."""
+    """Seconds after which a device that waits for another counts as hung."""
     calls: list[int] = field(default_factory=list)
-    """Bytes of one rank in each call, in order; filled as calls are made."""
+    """Bytes per rank of each call, in order; filled as calls are made."""
     blocking: int = 0
-    """Calls that made the CPU wait."""
+    """Number of calls that made the CPU wait."""
 
 
 @contextlib.contextmanager
 def installed(settings: Settings | None = None) -> Iterator[Settings]:
-    """Inside, `import mori` gives the stand-in, and CPU tensors are on a device with SDMA
-    engines."""
+    """Inside the context, `import mori` gives the fake, and CPU tensors are on a device with SDMA
+    engines.
+    """
     given = settings or Settings()
     names = ("mori", "mori.ccl", "mori.shmem")
     before = {name: sys.modules.get(name) for name in names}
     variable = os.environ.pop("MORI_ENABLE_SDMA", None)
     modules = _modules(given)
     sys.modules.update(modules)
-    register_platform("cpu", _Host(given))
-    start_afresh()
+    register_platform("cpu", _HostPlatform(given))
+    reset_routes()
     try:
         yield given
     finally:
-        start_afresh()
+        reset_routes()
         register_platform("cpu", None)
         for name in names:
             sys.modules.pop(name, None)
@@ -101,7 +104,7 @@ def installed(settings: Settings | None = None) -> Iterator[Settings]:
 
 
 # --- the device -----------------------------------------------------------------------------------
-class _Host:
+class _HostPlatform:
     """This process as a device."""
 
     def __init__(self, settings: Settings) -> None:
@@ -124,8 +127,8 @@ class _Host:
 
 
 # --- mori -----------------------------------------------------------------------------------------
-class _World:
-    """What `mori.shmem` knows in one process."""
+class _FakeShmem:
+    """`mori.shmem` in one process."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -144,7 +147,7 @@ class _World:
     def shmem_init_attr(self, flags: int, rank: int, size: int, unique_id: bytes) -> int:
         fail = self.settings.fail
         if self.size:
-            return 0  # silently, whatever was asked for
+            return 0  # like mori, silently and whatever the arguments
         if fail == "init":
             return -1
         if fail == "init_raises":
@@ -154,7 +157,7 @@ class _World:
         if fail == "init_hangs":
             time.sleep(3600)
         self.rank, self.size, self.folder = rank, size, Path(unique_id.rstrip(b"\0").decode())
-        return 0 if self._meet("init") else -1
+        return 0 if self._barrier("init") else -1
 
     def shmem_mype(self) -> int:
         return self.rank
@@ -163,19 +166,19 @@ class _World:
         return self.size
 
     def shmem_finalize(self) -> None:
-        if not self._meet("finalize"):
-            raise DeviceFaultError("shmem_finalize hangs: not all ranks came")
+        if not self._barrier("finalize"):
+            raise DeviceFaultError("shmem_finalize hangs: not all ranks arrived")
 
-    def _meet(self, where: str) -> bool:
+    def _barrier(self, where: str) -> bool:
         (self.folder / f"{where}-{self.rank}").touch()
         present = [self.folder / f"{where}-{rank}" for rank in range(self.size)]
-        return _until(
+        return _wait_until(
             lambda: all(each.exists() for each in present),
             time.monotonic() + self.settings.time_limit_s,
         )
 
 
-def _until(condition: Callable[[], bool], deadline: float) -> bool:
+def _wait_until(condition: Callable[[], bool], deadline: float) -> bool:
     while not condition():
         if time.monotonic() > deadline:
             return False
@@ -183,27 +186,27 @@ def _until(condition: Callable[[], bool], deadline: float) -> bool:
     return True
 
 
-class _Region:
-    """One PE's buffer and flags, memory that all PEs write to."""
+class _SharedBuffer:
+    """One PE's buffer and flags, in memory that all PEs write to."""
 
     def __init__(self, path: Path, nbytes: int, pes: int, create: bool) -> None:
         if create:
             partial = path.with_suffix(".new")
             with open(partial, "wb") as new:
                 new.truncate(nbytes + 8 * pes)
-            partial.rename(path)  # nobody may open it before it has its size
+            partial.rename(path)  # no PE may open it before it has its size
         with open(path, "r+b") as file:
             self._map = mmap.mmap(file.fileno(), nbytes + 8 * pes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.flags = (ctypes.c_uint64 * pes).from_buffer(self._map, nbytes)
 
 
-class _Gather:
+class _FakeAllgatherSdma:
     """`mori.ccl.AllgatherSdma`."""
 
     def __init__(
         self,
-        world: _World,
+        world: _FakeShmem,
         my_pe: int,
         npes: int,
         input_buffer_size: int | None = None,
@@ -221,21 +224,23 @@ class _Gather:
             (output_buffer_size or halves) // 4 * 4,
         )
         self._world, self._me, self._pes, self._number = world, my_pe, npes, next(world.handles)
-        self._mine = _Region(self._path(my_pe), self._out_bytes, npes, create=True)
-        self._peers: dict[int, _Region] = {my_pe: self._mine}
+        self._mine = _SharedBuffer(self._path(my_pe), self._out_bytes, npes, create=True)
+        self._peers: dict[int, _SharedBuffer] = {my_pe: self._mine}
         self._sequence, self._busy = 0, threading.Lock()
         self._in_flight: tuple[Any, ...] | None = None
 
     def _path(self, pe: int) -> Path:
         return self._world.folder / f"handle-{self._number}-{pe}"
 
-    def _peer(self, pe: int) -> _Region:
+    def _peer(self, pe: int) -> _SharedBuffer:
         if pe not in self._peers:
-            if not _until(
+            if not _wait_until(
                 self._path(pe).exists, time.monotonic() + self._world.settings.time_limit_s
             ):
                 raise DeviceFaultError(f"PE {pe} has no handle {self._number}")
-            self._peers[pe] = _Region(self._path(pe), self._out_bytes, self._pes, create=False)
+            self._peers[pe] = _SharedBuffer(
+                self._path(pe), self._out_bytes, self._pes, create=False
+            )
         return self._peers[pe]
 
     def enqueue(
@@ -248,7 +253,7 @@ class _Gather:
             return False
         settings.calls.append(nbytes)
         self._sequence += 1
-        call = (self._sequence, *_view(source, target), -(-nbytes // 4) * 4)
+        call = (self._sequence, *_raw_memory(source, target), -(-nbytes // 4) * 4)
         order = HostStream.of(stream) if stream else HostStream(settings.time_limit_s)
         order.run(lambda: self._run(*call))
         if block or not stream:
@@ -256,7 +261,7 @@ class _Gather:
             order.synchronize()
         return True
 
-    def _run(self, sequence: int, source: _Raw, target: _Raw, moved: int) -> None:
+    def _run(self, sequence: int, source: _RawMemory, target: _RawMemory, moved: int) -> None:
         if not self._busy.acquire(blocking=False):
             raise DeviceFaultError(f"handle {self._number} was entered twice")
         try:
@@ -265,7 +270,7 @@ class _Gather:
         finally:
             self._busy.release()
 
-    def _put(self, sequence: int, source: _Raw, moved: int) -> None:
+    def _put(self, sequence: int, source: _RawMemory, moved: int) -> None:
         settings = self._world.settings
         time.sleep(settings.latency_s)
         if source.nbytes < moved:
@@ -285,10 +290,10 @@ class _Gather:
             ctypes.memmove(peer.address + self._me * moved, data, moved)
             peer.flags[self._me] = sequence
 
-    def _take(self, sequence: int, target: _Raw, moved: int) -> None:
+    def _take(self, sequence: int, target: _RawMemory, moved: int) -> None:
         settings, flags = self._world.settings, self._mine.flags
         deadline = time.monotonic() + settings.time_limit_s
-        if self._pes > _MAX_PES or not _until(
+        if self._pes > _MAX_PES or not _wait_until(
             lambda: all(flag >= sequence for flag in flags), deadline
         ):
             raise DeviceFaultError(
@@ -311,7 +316,7 @@ class _Gather:
         self._sequence += 1
         self._in_flight = (
             self._sequence,
-            *_view(source, target),
+            *_raw_memory(source, target),
             -(-count * source.element_size() // 4) * 4,
         )
         sequence, source_raw, _, moved = self._in_flight
@@ -319,7 +324,7 @@ class _Gather:
         return True
 
     def wait_async(self, stream: int | None = None) -> float:
-        """Delivers, and makes the CPU wait."""
+        """Deliver, and make the CPU wait."""
         if self._in_flight is None:
             raise RuntimeError("AllgatherSdma: nothing is in flight")
         sequence, _, target, moved = self._in_flight
@@ -331,30 +336,31 @@ class _Gather:
         return 0.0
 
 
-class _Raw:
-    """An address, of which one can ask afterwards whether it is still somebody's."""
+class _RawMemory:
+    """An address, and whether its memory has been freed since."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.address, self.freed = tensor.data_ptr(), compat.storage_reference(tensor)
+        self.address, self.freed = tensor.data_ptr(), compat.storage_freed_check(tensor)
         self.nbytes = (
             tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
         )
 
 
-def _view(source: Tensor, target: Tensor) -> tuple[_Raw, _Raw]:
-    """Both as addresses; the target is poisoned until its bytes arrive, unless the source is a part
-    of it."""
-    raw = _Raw(source), _Raw(target)
+def _raw_memory(source: Tensor, target: Tensor) -> tuple[_RawMemory, _RawMemory]:
+    """Both tensors as raw memory. The target is poisoned until its bytes arrive, unless the source
+    is a part of it.
+    """
+    raw = _RawMemory(source), _RawMemory(target)
     if source.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
         target.fill_(_POISON)
     return raw
 
 
 def _modules(settings: Settings) -> dict[str, types.ModuleType]:
-    world = _World(settings)
+    world = _FakeShmem(settings)
     package, ccl, shmem = (types.ModuleType(name) for name in ("mori", "mori.ccl", "mori.shmem"))
 
-    class AllgatherSdma(_Gather):
+    class AllgatherSdma(_FakeAllgatherSdma):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(world, *args, **kwargs)
 
@@ -369,9 +375,9 @@ def _modules(settings: Settings) -> dict[str, types.ModuleType]:
             return self.enqueue(input_data, output_data, count, stream or 0, block=not capturing)
 
     class OlderAllgatherSdma(AllgatherSdma):
-        def __call__(
+        def __call__(  # type: ignore[override]
             self, input_data: Tensor, output_data: Tensor, count: int, stream: int | None = None
-        ) -> bool:  # type: ignore[override]
+        ) -> bool:
             return self.enqueue(input_data, output_data, count, stream or 0, block=True)
 
     contents: dict[types.ModuleType, dict[str, Any]] = {

@@ -1,5 +1,6 @@
-"""Streams of a device, as threads of this process: what is put on one runs in order, beside the
-code that put it there."""
+"""Device streams emulated by threads: work on one stream runs in order, concurrently with the code
+that enqueued it.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ __all__ = ["DeviceFaultError", "HostStream"]
 
 
 class DeviceFaultError(RuntimeError):
-    """What a real device would have crashed, corrupted memory or hung on."""
+    """An action that would crash, corrupt memory or hang on a real device."""
 
 
 class HostStream:
-    """Runs what is put in order on it in a thread of its own."""
+    """Runs the work that is enqueued on it, in a thread of its own."""
 
     _numbers = itertools.count(1)
     _by_handle: dict[int, HostStream] = {}
@@ -45,7 +46,7 @@ class HostStream:
                 self.fault = f"{type(error).__name__}: {error}"
 
     def follow_current(self) -> None:
-        """CPU operators are done when they return."""
+        """Does nothing, because CPU operators are complete when they return."""
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)

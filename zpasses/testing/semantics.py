@@ -1,4 +1,4 @@
-"""What each collective computes, on the real tensors of all ranks of a group at once."""
+"""Reference implementations of collectives, on the real tensors of all ranks of a group at once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from zpasses.graph.ops import rows_per_rank
 __all__ = ["SEMANTICS", "Semantics"]
 
 Semantics = Callable[[Sequence[Tensor], Sequence[Mapping[str, Any]]], Sequence[Tensor]]
-"""(one input a rank, the arguments by name of each rank's call) -> one output a rank, none an alias
-of an input or of another."""
+"""(one input per rank, each rank's call arguments by name) -> one output per rank. No output
+aliases an input or another output.
+"""
 
 
 def _all_gather(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
@@ -43,7 +44,7 @@ def _all_reduce(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) ->
 def _broadcast(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     source = calls[0]["src"]
     if not 0 <= source < len(inputs):
-        raise ValueError(f"source {source} is no rank of a group of {len(inputs)}")
+        raise ValueError(f"source {source} is not a rank of a group of {len(inputs)}")
     return [inputs[source].clone() for _ in inputs]
 
 
@@ -91,7 +92,7 @@ def _reduce_grad(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -
 
 
 def reduce(inputs: Sequence[Tensor], reduce_op: str) -> Tensor:
-    """Combine in rank order; "avg" adds and divides after."""
+    """Combine in rank order; "avg" divides after the sum."""
     if reduce_op == "avg":
         total, size = reduce(inputs, "sum"), len(inputs)
         return (
@@ -111,8 +112,8 @@ def _check_group_size(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any
     for rank, call in enumerate(calls):
         if call["group_size"] != len(inputs):
             raise ValueError(
-                f"rank {rank} of the group says that it has {call['group_size']} ranks, but it has "
-                f"{len(inputs)}"
+                f"rank {rank} passes group_size={call['group_size']}, but the group has "
+                f"{len(inputs)} ranks"
             )
 
 
@@ -146,5 +147,6 @@ SEMANTICS: Mapping[str, Semantics] = {
     "unshard": _unshard,
     "reduce_grad": _reduce_grad,
 }
-"""By name of the op, without what says only where its outputs go: `_coalesced`, `_out` and the `_`
-of in-place forms."""
+"""Reference implementations by op name, without the suffixes `_coalesced`, `_out` and `_`, which
+only change where outputs go.
+"""

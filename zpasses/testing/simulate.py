@@ -1,8 +1,8 @@
 """Run the graphs of several ranks in one process, in lockstep, on real tensors.
 
-Each rank's graph runs node by node until it has to wait for the others. A collective that ranks
-would not agree on, or that some of them never start, raises here where it would hang or corrupt
-memory on a cluster."""
+Each rank's graph runs node by node until it has to wait for other ranks. If ranks disagree on a
+collective, or some never start it, the simulation raises. Real ranks would hang or corrupt memory.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class SimulationError(ZpassesError):
 
 @dataclass(frozen=True)
 class RankRun:
-    """What one simulated rank did."""
+    """The results of one simulated rank."""
 
     outputs: tuple[Any, ...]
-    """What its graph returned, flattened."""
+    """The graph's outputs, flattened."""
     collectives: tuple[Collective, ...]
-    """What it communicated, in the order in which it started."""
+    """Its collectives, in the order in which they started."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it put into its collectives."""
+        """Bytes that it sent into its collectives."""
         return sum(each.nbytes for each in self.collectives)
 
 
@@ -51,39 +51,39 @@ def simulate(
     semantics: Mapping[Any, Semantics] | None = None,
     seed: int = 0,
 ) -> list[RankRun]:
-    """Run one graph a rank, all in this process, with true collectives between them.
+    """Run one graph per rank, all in this process, with real collectives between them.
 
-    Known are the functional collectives (plain, coalesced, in place and `out=`) and the dialect's
-    `unshard` and `reduce_grad`, so that a graph can be run before and after it is lowered.
-    Reductions add in rank order; "avg" divides after. Collectives are asynchronous: nothing may
-    read what one writes, or write what one reads, before `wait_tensor`. Values are freed at their
-    last use. No process group is needed.
+    The simulator supports the functional collectives (plain, coalesced, in place and `out=`) and
+    the dialect's `unshard` and `reduce_grad`, so a graph can run before and after it is lowered.
+    Reductions add in rank order; "avg" divides after the sum. Collectives are asynchronous: before
+    `wait_tensor`, nothing may read what a collective writes or write what it reads. Values are
+    freed at their last use. No process group is needed.
 
     Args:
-        graphs: one graph for all ranks, or one a rank. They run without autograd.
-        inputs: one list of inputs a rank. The graph may write to them, as it may on a device.
+        graphs: one graph for all ranks, or one per rank. They run without autograd.
+        inputs: one list of inputs per rank. The graph may write to them, as it may on a device.
         groups: process group -> its ranks, in group order. None: every group holds all ranks.
-        semantics: what further collectives compute, by operator
-            (`torch.ops.mine.all_gather.default`); such an operator has an argument `group_name`,
+        semantics: reference implementations of further collectives, by operator
+            (`torch.ops.mine.all_gather.default`). Such an operator has an argument `group_name`,
             and its first argument is what it sends.
         seed: rank r draws random numbers from seed + r.
 
     Returns:
-        What each rank did.
+        The results, one per rank.
 
     Raises:
-        SimulationError: when ranks start different collectives on a group, or one ends or waits
-            while others expect it; when a value is read too early, or a collective is never waited
-            for; when a node fails.
-        ValueError: for another number of graphs than of inputs.
+        SimulationError: if ranks start different collectives on a group, or one rank ends or waits
+            while others expect it; if a value is read too early, or a collective is never awaited;
+            if a node fails.
+        ValueError: if the number of graphs differs from the number of inputs.
     """
     per_rank = [graphs] * len(inputs) if isinstance(graphs, fx.GraphModule) else list(graphs)
     if len(per_rank) != len(inputs):
         raise ValueError(
             f"simulate: got {len(per_rank)} graphs and the inputs of {len(inputs)} ranks; expected "
-            "one list of inputs a graph."
+            "one list of inputs per graph."
         )
-    board = _Board(len(per_rank), groups)
+    board = _CollectiveMatcher(len(per_rank), groups)
     custom = dict(semantics or {})
     ranks = [
         _Rank(rank, graph, list(values), board, custom)
@@ -99,7 +99,7 @@ def simulate(
     ]
 
 
-def _run(ranks: Sequence[_Rank], board: _Board) -> None:
+def _run(ranks: Sequence[_Rank], board: _CollectiveMatcher) -> None:
     running = list(ranks)
     while running:
         moved = [each for each in running if each.blocked_by is None or each.blocked_by.done]
@@ -114,27 +114,28 @@ def _run(ranks: Sequence[_Rank], board: _Board) -> None:
 # --- matching -------------------------------------------------------------------------------------
 @dataclass
 class _Call:
-    """One rank's part in one collective."""
+    """One rank's part of one collective."""
 
     rank: int
     node: fx.Node
     name: str
-    """Name of the op without `_coalesced`, `_out` and `_`."""
-    what: Collective
+    """Name of the op without the suffixes `_coalesced`, `_out` and `_`."""
+    collective: Collective
     semantics: Semantics
     arguments: dict[str, Any]
     inputs: list[Tensor]
     into: list[Tensor] | None
-    """Where in-place and `out=` forms put their results."""
+    """Tensors that in-place and `out=` forms write to."""
     number: int = -1
-    """How many collectives this rank started on the group before."""
+    """How many collectives this rank started on the group earlier."""
     done: bool = False
     results: list[Tensor] = field(default_factory=list)
 
 
-class _Board:
-    """Where ranks post what they start; the last rank of a group to post runs the collective for
-    all."""
+class _CollectiveMatcher:
+    """Matches the collectives that ranks start. The last rank of a group to start one runs it for
+    all.
+    """
 
     def __init__(self, size: int, groups: Mapping[str, Sequence[int]] | None) -> None:
         self._size, self._groups = size, groups
@@ -152,7 +153,7 @@ class _Board:
         return self._groups[group]
 
     def post(self, call: _Call) -> None:
-        group, members = call.what.group, self.members(call.what.group)
+        group, members = call.collective.group, self.members(call.collective.group)
         if call.rank not in members:
             raise SimulationError(
                 f"rank {call.rank}, node {call.node.name}: starts {call.name} on group {group!r}, "
@@ -162,14 +163,14 @@ class _Board:
         self._posted[group, call.rank] = call.number + 1
         calls = self._open.setdefault((group, call.number), {})
         for other in calls.values():
-            _check_alike(other, call)
+            _check_match(other, call)
         calls[call.rank] = call
         if len(calls) == len(members):
             del self._open[group, call.number]
-            _perform([calls[rank] for rank in members])
+            _execute([calls[rank] for rank in members])
 
     def check_complete(self, ranks: Sequence[_Rank]) -> None:
-        """Raise if a collective was left that some rank never came to."""
+        """Raise if some rank never started a collective that others started."""
         for (group, number), calls in self._open.items():
             first = next(iter(calls.values()))
             missing = [rank for rank in self.members(group) if rank not in calls]
@@ -177,20 +178,22 @@ class _Board:
             raise SimulationError(
                 f"the ranks would hang. Collective {number} on group {group!r}, "
                 f"{_describe(first)}, was started by {started}, but not by "
-                + ", ".join(f"rank {rank}, which {ranks[rank].standing()}" for rank in missing)
+                + ", ".join(
+                    f"rank {rank}, which {ranks[rank].describe_state()}" for rank in missing
+                )
                 + "."
             )
 
 
-def _check_alike(a: _Call, b: _Call) -> None:
-    # Ranks hold different numbers of rows: a dialect op is described by its full parameter, and
-    # uneven exchanges by their splits.
-    shapes = a.name == "all_to_all_single" or a.what.shapes == b.what.shapes
+def _check_match(a: _Call, b: _Call) -> None:
+    # Ranks may hold different numbers of rows, so a dialect op is described by its full parameter.
+    # The splits of an uneven all-to-all are compared when it runs.
+    shapes = a.name == "all_to_all_single" or a.collective.shapes == b.collective.shapes
     same = (
         a.name == b.name
         and shapes
-        and a.what.dtypes == b.what.dtypes
-        and a.what.reduce_op == b.what.reduce_op
+        and a.collective.dtypes == b.collective.dtypes
+        and a.collective.reduce_op == b.collective.reduce_op
     )
     if not (
         same
@@ -200,8 +203,8 @@ def _check_alike(a: _Call, b: _Call) -> None:
         )
     ):
         raise SimulationError(
-            f"ranks disagree on group {a.what.group!r}: collective {a.number} is {_describe(a)} on "
-            f"rank {a.rank} (node {a.node.name}), but "
+            f"ranks disagree on group {a.collective.group!r}: collective {a.number} is "
+            f"{_describe(a)} on rank {a.rank} (node {a.node.name}), but "
             f"{_describe(b)} on rank {b.rank} (node {b.node.name})."
         )
 
@@ -209,17 +212,17 @@ def _check_alike(a: _Call, b: _Call) -> None:
 def _describe(call: _Call) -> str:
     tensors = [
         f"{dtype}{list(shape)}"
-        for dtype, shape in zip(call.what.dtypes, call.what.shapes, strict=True)
+        for dtype, shape in zip(call.collective.dtypes, call.collective.shapes, strict=True)
     ]
-    told = [
+    details = [
         f"{key}={call.arguments[key]}"
         for key in ("reduce_op", "src", "rows", "dtype", "param_dtype", "reduce_dtype")
         if key in call.arguments
     ]
-    return f"{call.name}({', '.join(tensors + told)})"
+    return f"{call.name}({', '.join(tensors + details)})"
 
 
-def _perform(calls: Sequence[_Call]) -> None:
+def _execute(calls: Sequence[_Call]) -> None:
     arguments = [call.arguments for call in calls]
     for i in range(len(calls[0].inputs)):
         try:
@@ -227,7 +230,8 @@ def _perform(calls: Sequence[_Call]) -> None:
         except Exception as error:
             nodes = ", ".join(f"{call.node.name} on rank {call.rank}" for call in calls)
             raise SimulationError(
-                f"{_describe(calls[0])} on group {calls[0].what.group!r} ({nodes}) failed: {error}."
+                f"{_describe(calls[0])} on group {calls[0].collective.group!r} ({nodes}) failed: "
+                f"{error}."
             ) from error
         for call, output in zip(calls, outputs, strict=True):
             call.results.append(output)
@@ -236,43 +240,43 @@ def _perform(calls: Sequence[_Call]) -> None:
             for target, result in zip(call.into, call.results, strict=True):
                 if target.shape != result.shape or target.dtype != result.dtype:
                     raise SimulationError(
-                        f"rank {call.rank}, node {call.node.name}: writes {_kind(result)} into a "
-                        f"tensor that is {_kind(target)}."
+                        f"rank {call.rank}, node {call.node.name}: writes "
+                        f"{_format_tensor(result)} into a tensor that is {_format_tensor(target)}."
                     )
                 target.copy_(result)
             call.results = call.into
         call.inputs, call.done = [], True
 
 
-def _kind(tensor: Tensor) -> str:
+def _format_tensor(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 # --- one rank -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Started:
-    """One output of a collective that was started; nothing but `wait_tensor` may read it."""
+    """One output of a collective in flight. Only `wait_tensor` may read it."""
 
     call: _Call
     index: int
     source: Tensor
-    """What the collective reads."""
+    """The tensor that the collective reads."""
 
     @property
     def target(self) -> Tensor | None:
-        """What it writes, where that is a tensor of the graph."""
+        """The tensor of the graph that it writes; None if it allocates its result."""
         return None if self.call.into is None else self.call.into[self.index]
 
 
 class _Rank:
-    """Interprets one rank's graph; stops where it has to wait for other ranks."""
+    """Interprets one rank's graph, and stops when it has to wait for other ranks."""
 
     def __init__(
         self,
         rank: int,
         gm: fx.GraphModule,
         inputs: list[Any],
-        board: _Board,
+        board: _CollectiveMatcher,
         custom: Mapping[Any, Semantics],
     ) -> None:
         self.rank, self.output, self.ended = rank, None, False
@@ -286,7 +290,7 @@ class _Rank:
         self._steps = self._interpret()
 
     def advance(self) -> None:
-        """Run until a collective of other ranks is needed, or to the end."""
+        """Run until a collective needs other ranks, or to the end."""
         torch.set_rng_state(self.rng)
         try:
             self.blocked_by = next(self._steps)
@@ -294,11 +298,12 @@ class _Rank:
             self.ended, self.blocked_by = True, None
         self.rng = torch.get_rng_state()
 
-    def standing(self) -> str:
+    def describe_state(self) -> str:
         """What the rank is doing, for an error message."""
         if self.blocked_by is None:
             return "ended"
-        return f"waits at node {self._node.name} for {self.blocked_by.node.name} on group {self.blocked_by.what.group!r}"
+        other, group = self.blocked_by.node.name, self.blocked_by.collective.group
+        return f"waits at node {self._node.name} for {other} on group {group!r}"
 
     def _interpret(self) -> Generator[_Call, None, None]:
         values: dict[fx.Node, Any] = {}
@@ -316,7 +321,7 @@ class _Rank:
         if self._in_flight:
             names = ", ".join(dict.fromkeys(started.call.node.name for started in self._in_flight))
             raise SimulationError(
-                f"rank {self.rank}: nobody waits for {names}; end each collective with wait_tensor."
+                f"rank {self.rank}: {names} is never awaited; end each collective with wait_tensor."
             )
 
     # --- collectives ------------------------------------------------------------------------------
@@ -330,7 +335,7 @@ class _Rank:
                 return SEMANTICS[name]
             if name != "_wrap_tensor_autograd":
                 self._fail(
-                    f"collective {target} is not simulated; give its meaning as "
+                    f"collective {target} is not simulated; pass its implementation as "
                     f"semantics={{{target}: ...}}"
                 )
         return None
@@ -452,7 +457,9 @@ class _Rank:
 
 
 def _overload(node: fx.Node) -> Any:
-    """The operator that a node calls; graphs from Dynamo may hold the packet of its overloads."""
+    """The operator that a node calls. Graphs from Dynamo may hold an overload packet instead of an
+    overload.
+    """
     if node.op != "call_function":
         return None
     return (
@@ -482,7 +489,7 @@ def _base_name(name: str) -> str:
 
 
 def _local_result(target: Any, source: Tensor, arguments: Mapping[str, Any]) -> Tensor | None:
-    """What a dialect op gives where there is nothing to communicate."""
+    """The result of a dialect op that has nothing to communicate."""
     if target is UNSHARD:
         dtype = arguments["param_dtype"] or source.dtype
         if source.dim() == 0:
@@ -497,8 +504,9 @@ def _local_result(target: Any, source: Tensor, arguments: Mapping[str, Any]) -> 
 
 
 def _collective(name: str, inputs: Sequence[Tensor], arguments: Mapping[str, Any]) -> Collective:
-    """Description of a call; `unshard` by its full parameter, so that ranks with fewer rows say the
-    same."""
+    """Describe a call. `unshard` is described by its full parameter, so that ranks with fewer rows
+    have the same description.
+    """
     tensors = list(inputs)
     if name == "unshard":
         (shard,) = inputs
@@ -521,7 +529,7 @@ def _collective(name: str, inputs: Sequence[Tensor], arguments: Mapping[str, Any
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Node -> values that nobody reads after it."""
+    """Node -> values that no later node reads."""
     seen: set[fx.Node] = set()
     dying: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
@@ -540,7 +548,7 @@ def _attribute(root: Any, path: str) -> Any:
 
 # --- memory ---------------------------------------------------------------------------------------
 def _accesses(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
-    """Tensors that a call reads, and those that its schema says it writes."""
+    """The tensors that a call reads, and those that its schema says it writes."""
     read = compat.pytree.tree_leaves((args, kwargs))
     schema = getattr(_overload(node), "_schema", None)
     if schema is None or not schema.is_mutable:

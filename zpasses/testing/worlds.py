@@ -1,5 +1,6 @@
-"""A process group of any size in one process, whose collectives do nothing: for capturing and
-rewriting graphs."""
+"""A process group of any size in one process, whose collectives do nothing, for capturing and
+rewriting graphs.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ __all__ = ["fake_world"]
 
 @contextlib.contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[DeviceMesh]:
-    """Be rank `rank` of `world_size` ranks that do not exist; yields the one-dimensional CPU mesh
-    over all of them.
+    """Act as rank `rank` of `world_size` ranks that do not exist. Yields the one-dimensional CPU
+    mesh over all of them.
 
-    Collectives run at once and leave their outputs uninitialised: use it to shard, capture and
-    rewrite, and `simulate` to run.
+    Collectives return at once and leave their outputs uninitialised. Use it to shard, capture and
+    rewrite; use `simulate` to run graphs.
 
     Raises:
-        RuntimeError: when this process has a process group already.
+        RuntimeError: if this process already has a process group.
         ValueError: unless 0 <= rank < world_size.
     """
     if not 0 <= rank < world_size:
@@ -32,15 +33,15 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[DeviceMesh]:
         )
     if dist.is_initialized():
         raise RuntimeError(
-            f"fake_world: this process is rank {dist.get_rank()} of {dist.get_world_size()} of a "
-            f"{dist.get_backend()!r} process group "
-            "already. Leave that world first: torch.distributed.destroy_process_group()."
+            f"fake_world: this process is already rank {dist.get_rank()} of "
+            f"{dist.get_world_size()} of a {dist.get_backend()!r} process group. Call "
+            "torch.distributed.destroy_process_group() first."
         )
-    compat.forget_sharding_decisions()  # of another rank that this process was
+    compat.clear_sharding_prop_cache()  # they hold for one rank only
     dist.init_process_group("fake", store=compat.fake_store(), rank=rank, world_size=world_size)
     try:
         yield init_device_mesh("cpu", (world_size,))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        compat.forget_sharding_decisions()
+        compat.clear_sharding_prop_cache()

@@ -1,4 +1,4 @@
-"""Options of a compile that change its graphs."""
+"""Compile options that change the graphs."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def backward_of(**options):
 
 
 def wide(graph):
-    """How many saved activations are as wide as the hidden layer."""
+    """Count the saved activations that are as wide as the hidden layer."""
     return sum(node.meta["val"].shape == (4, 32) for node in saved_for_backward(graph))
 
 
@@ -55,9 +55,8 @@ SLOW_MEMORY = "cpu,launch_us=0.001,hop_us=0.001,network_hop_us=0.001,memory_gb_s
 
 
 def test_target_decides_what_is_merged(monkeypatch):
-    monkeypatch.setattr(
-        "zpasses.compat.is_gloo", lambda group, device=None: True
-    )  # where a shared launch costs copies
+    # Over gloo, merged collectives cost copies.
+    monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: True)
     few, many = (
         sum("reduce" in each.op for _, each in collectives(backward_of(pipeline=ROOMY, target=it)))
         for it in (SLOW_LAUNCH, SLOW_MEMORY)
@@ -68,6 +67,6 @@ def test_target_decides_what_is_merged(monkeypatch):
 
 
 def test_unknown_target_is_refused_with_the_nearest_one():
-    with pytest.raises(Exception, match=r"nothing is called 'h10'. Did you mean \"h100\"") as error:
+    with pytest.raises(Exception, match=r"unknown target 'h10'. Did you mean \"h100\"") as error:
         torch.compile(Mlp(), backend="zpasses", options={"target": "h10"})(torch.ones(4, 8))
     assert isinstance(error.value.__cause__ or error.value.inner_exception, OptionError)

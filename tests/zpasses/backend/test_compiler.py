@@ -1,4 +1,6 @@
-"""The backend on real ranks: what can be compiled, and that it trains like the unsharded model."""
+"""The backend on real ranks: what compiles, and that training equals that of the unsharded
+model.
+"""
 
 import copy
 import gc
@@ -34,7 +36,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Odd rows, tied weights, a scalar, a frozen parameter, and one that nobody reads."""
+    """Uneven rows, tied weights, a scalar, a frozen and an unused parameter."""
 
     def __init__(self, width=8, depth=2, vocabulary=11, *, between="nothing"):
         super().__init__()
@@ -45,7 +47,7 @@ class Net(nn.Module):
         self.head.weight = self.embed.weight
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.frozen = nn.Parameter(torch.full((width,), 0.5), requires_grad=False)
-        self.unread = nn.Parameter(torch.ones(3))
+        self.unused = nn.Parameter(torch.ones(3))
 
     def forward(self, tokens):
         x = self.embed(tokens) * self.scale + self.frozen
@@ -91,7 +93,7 @@ def assert_same_gradients(model, reference):
             )
 
 
-def train_alike(step, model, reference, data, optimizer=torch.optim.SGD):
+def train_both(step, model, reference, data, optimizer=torch.optim.SGD):
     """Train both; losses and gradients must agree in every step."""
     optimizers = [optimizer(each.parameters(), lr=0.1) for each in (model, reference)]
     for tokens in data:
@@ -115,7 +117,7 @@ def _trains(options, between="nothing", fullgraph=False, dynamic=None, shapes=((
         model, backend="zpasses", options=options, fullgraph=fullgraph, dynamic=dynamic
     )
     with observe_graphs(graphs.append):
-        train_alike(step, model, reference, [batches(1, shape)[0] for shape in shapes])
+        train_both(step, model, reference, [batches(1, shape)[0] for shape in shapes])
     return [graph.name for graph in graphs if graph.kind == "joint"]
 
 
@@ -142,7 +144,7 @@ def test_graph_breaks_give_several_graphs_and_the_same_training(stage):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_checkpointed_blocks_train_alike(stage):
+def test_checkpointed_blocks_train_like_the_unsharded_model(stage):
     run_on_ranks(_trains, {"zero_stage": stage, **EAGER}, between="checkpoint", fullgraph=True)
 
 
@@ -165,10 +167,10 @@ def _ranks_with_their_own_shapes():
     reference, model = pair()
     step = torch.compile(model, backend="zpasses", options={**EAGER, "agreement_timeout_s": 20})
     rows = (2, 3, 2, 4) if dist.get_rank() == 0 else (2, 2, 2, 5)
-    train_alike(step, model, reference, [batches(1, (n, 5))[0] for n in rows])
+    train_both(step, model, reference, [batches(1, (n, 5))[0] for n in rows])
 
 
-def test_a_rank_may_recompile_alone_for_a_new_shape():
+def test_a_single_rank_may_recompile_for_a_new_shape():
     run_on_ranks(_ranks_with_their_own_shapes)
 
 
@@ -180,13 +182,13 @@ def _inference(stage, codegen):
     tokens = batches(1)[0]
     with torch.no_grad():
         torch.testing.assert_close(step(tokens), reference(tokens), rtol=1e-4, atol=1e-5)
-    train_alike(step, model, reference, batches(2))
+    train_both(step, model, reference, batches(2))
     with torch.inference_mode():
         torch.testing.assert_close(step(tokens), reference(tokens), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_inference_sees_the_weights_of_the_moment(stage):
+def test_inference_sees_the_current_weights(stage):
     run_on_ranks(_inference, stage, "eager")
 
 
@@ -194,7 +196,7 @@ def _two_models():
     first, second = pair(), pair(width=4)
     steps = [torch.compile(model, backend="zpasses", options=EAGER) for _, model in (first, second)]
     for step, (reference, model) in zip(steps, (first, second), strict=True):
-        train_alike(step, model, reference, batches(2))
+        train_both(step, model, reference, batches(2))
 
     def both(tokens):  # two roots in one graph, with parameters of the same name
         return first[1](tokens) + second[1](tokens)
@@ -220,7 +222,7 @@ def _two_groups():
     zpasses.shard(model, mesh=world_mesh())
     graphs = []
     with observe_graphs(graphs.append):
-        train_alike(
+        train_both(
             torch.compile(model, backend="zpasses", options=EAGER), model, reference, batches(2)
         )
     joint = next(graph for graph in graphs if graph.kind == "joint")
@@ -237,7 +239,7 @@ def _compiled_blocks():
     for block in model.blocks:
         block.compile(backend="zpasses", options=EAGER)
     with observe_graphs(graphs.append):
-        train_alike(model, model, reference, batches(2))
+        train_both(model, model, reference, batches(2))
     return sum(graph.kind == "joint" for graph in graphs)
 
 
@@ -280,8 +282,9 @@ def test_a_model_that_writes_to_its_parameters_is_refused():
 
 
 def _gathers_run(stage):
-    """Gathers that run in: first forward, second forward, after backward, after an edit of a shard,
-    after one through `.data`."""
+    """Count the gathers of the first forward, the second forward, and of forwards after a backward,
+    after an edit of a shard, and after an edit through `.data`.
+    """
     _, model = pair()
     step = torch.compile(model, backend="zpasses", options={"zero_stage": stage, **EAGER})
     tokens = batches(1)[0]
@@ -351,9 +354,10 @@ def _equal_after(edit):
     )
 
 
-def _stepped_after_a_look(optimizer, inference):
-    """Between backward and step somebody runs the model: what that run gathered must not be used
-    after the step."""
+def _stepped_after_evaluation(optimizer, inference):
+    """Run the model between backward and step. The parameters that this run gathers must not be
+    used after the step.
+    """
     reference, model = pair()
     step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
     optimizers = [optimizer(each.parameters(), lr=0.1, foreach=True) for each in (model, reference)]
@@ -375,13 +379,14 @@ def _stepped_after_a_look(optimizer, inference):
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_a_foreach_optimizer_is_seen_though_it_moves_no_version_counter(inference):
-    run_on_ranks(_stepped_after_a_look, torch.optim.AdamW, inference)
+def test_a_foreach_optimizer_step_invalidates_the_cache(inference):
+    run_on_ranks(_stepped_after_evaluation, torch.optim.AdamW, inference)
 
 
 def _averaged_weights():
-    """A model that only an average of weights writes to, by foreach operations that leave no
-    trace."""
+    """Train a model only by weight averaging with foreach operations, which change no version
+    counter.
+    """
     reference, model = pair()
     step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
     tokens = batches(1)[0]
@@ -396,8 +401,8 @@ def test_runs_without_gradients_follow_averages_of_weights():
     run_on_ranks(_averaged_weights)
 
 
-def _evaluation_keeps():
-    """Gathers in the first and second evaluation after a step."""
+def _evaluation_caches():
+    """Count the gathers of the first and second evaluation after a step."""
     _, model = pair()
     step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
     optimizer = torch.optim.AdamW(model.parameters())
@@ -414,19 +419,20 @@ def _evaluation_keeps():
     return evaluate(), evaluate()
 
 
-def test_evaluation_keeps_what_an_optimizer_updates():
-    first, second = run_on_ranks(_evaluation_keeps)[0]
+def test_evaluation_caches_parameters_that_an_optimizer_steps():
+    first, second = run_on_ranks(_evaluation_caches)[0]
     assert second < first
 
 
 @pytest.mark.parametrize("edit", ["load_state_dict", "assign", "swap", "in place"])
-def test_kept_parameters_follow_every_change_of_their_shards(edit):
+def test_cached_parameters_follow_every_change_of_their_shards(edit):
     run_on_ranks(_equal_after, edit)
 
 
 def _empty_shard():
-    """Rank 2 of 3 holds nothing of a parameter with two rows, and must still decide like the
-    others."""
+    """Rank 2 of 3 holds no rows of a parameter with two rows, and must still gather when the others
+    do.
+    """
     torch.manual_seed(0)
     reference = nn.Linear(3, 2)
     model = zpasses.shard(copy.deepcopy(reference), mesh=world_mesh())
@@ -449,8 +455,7 @@ def test_a_rank_with_an_empty_shard_gathers_when_the_others_do():
 
 
 class Gain(nn.Module):
-    """Its backward needs nothing but the gain, in whose memory Inductor would like to write the
-    gradient."""
+    """Its backward needs only the gain, whose memory Inductor would reuse for the gradient."""
 
     def __init__(self, frozen=False):
         super().__init__()
@@ -466,7 +471,7 @@ def _sharded_copy(reference, **options):
     return model, torch.compile(model, backend="zpasses", options={"zero_stage": 2, **options})
 
 
-def _kept_through_backward():
+def _cached_through_backward():
     for reference in (Gain(), Gain(frozen=True)):
         model, step = _sharded_copy(reference)
         x = torch.randn(8, 8)
@@ -480,8 +485,8 @@ def _kept_through_backward():
             assert_same_gradients(model, reference)
 
 
-def test_backward_does_not_write_over_kept_parameters():
-    run_on_ranks(_kept_through_backward)
+def test_backward_does_not_overwrite_cached_parameters():
+    run_on_ranks(_cached_through_backward)
 
 
 def _convolutions():
@@ -496,7 +501,7 @@ def _convolutions():
         assert_same_gradients(model, reference)
 
 
-def test_variants_agree_on_strides_though_inductor_prefers_others_for_convolutions():
+def test_variants_have_equal_strides_although_inductor_changes_them_for_convolutions():
     run_on_ranks(_convolutions)
 
 
@@ -515,8 +520,7 @@ def test_training_goes_on_after_inference_mode():
 
 
 def _average_of_a_trained_model():
-    """A copy of a model that an optimizer stepped is stepped by nobody: only foreach operations
-    write to it."""
+    """Copy a trained model. No optimizer steps the copy; only foreach operations write to it."""
     reference = nn.Linear(4, 4)
     model, step = _sharded_copy(reference, **EAGER)
     x = torch.ones(2, 4)
@@ -531,7 +535,7 @@ def _average_of_a_trained_model():
                 torch._foreach_mul_(list(net.parameters()), 0.5)
 
 
-def test_a_copied_model_keeps_nothing_of_the_original():
+def test_a_copied_model_has_an_empty_cache():
     run_on_ranks(_average_of_a_trained_model)
 
 

@@ -1,5 +1,6 @@
 """Compile caches on disk: a program that runs again in new processes, also with other options,
-never gets wrong code."""
+never gets wrong code.
+"""
 
 from collections import Counter
 
@@ -24,7 +25,7 @@ class Net(nn.Module):
 
 
 def _train(options):
-    """Losses, what the process group ran in one step, and hits of the cache."""
+    """Return losses, the collectives of one step, and the number of cache hits."""
     from torch._dynamo.utils import counters
 
     torch.manual_seed(0)
@@ -65,12 +66,12 @@ def test_warm_caches_give_the_code_of_the_options_at_hand(tmp_path):
     dump = tmp_path / "dump"
     again, ran_again, hits = run({"zero_stage": 3, "dump": dump, "dump_ranks": "all"}, tmp_path)
     assert hits == 2, "the second run must come from the cache, or this test shows nothing"
-    for rank in (0, 1):  # passes run in front of the cache, so its hits are dumped too
+    for rank in (0, 1):  # passes run before the cache lookup, so cache hits are dumped too
         (compiled,) = read(dump).ranks[rank].compiles
         assert compiled.graphs["backward"].last.after == "defer-reduction"
-        assert {
-            each.verdict for graph in compiled.graphs.values() for each in graph.agreements
-        } == {"agreed"}
+        assert {each.result for graph in compiled.graphs.values() for each in graph.agreements} == {
+            "agreed"
+        }
     assert (again, ran_again) == (losses, ran)
 
     for options, expected in [

@@ -20,8 +20,9 @@ LOWER = (GatherParams(), ReduceGrads("reduce_scatter"))
 
 @pytest.fixture(autouse=True)
 def backend_is_not_gloo(monkeypatch):
-    """Graphs outlive the fake world that they were made in; whether gloo's scratch memory counts is
-    asked of their group."""
+    """Graphs outlive the fake world that made them, but gloo's scratch memory depends on their
+    group.
+    """
     monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: False)
 
 
@@ -56,7 +57,7 @@ def test_budget_is_a_share_or_bytes(text, budget):
 def test_wrong_budget_says_where_and_what_is_expected(text):
     with pytest.raises(
         OptionError,
-        match=r"pass 'x': got .*; expected how far the peak may rise \('5%'\) or a peak in bytes",
+        match=r"pass 'x': got .*; expected how far the peak may rise \('5%'\) or the allowed peak",
     ):
         parse_budget(text, "pass 'x'")
 
@@ -70,14 +71,14 @@ def test_gathers_of_parameters_move_with_their_cast_and_padding():
     assert [item.wait for item in items] == [next(iter(item.started.users)) for item in items]
 
 
-def test_reductions_move_with_what_finishes_them():
+def test_reductions_move_with_their_epilogue():
     items = movable_reductions(lowered(Param((7, 2), reduce_dtype=torch.float64), Param((6, 2))))
     assert [item.tag.params for item in items] == [("p1",), ("p0",)]
     assert [names(item.results) for item in items] == [[], ["slice", "_to_copy"]]
     assert [item.full_bytes for item in items] == [6 * 2 * 4, 9 * 2 * 8]
 
 
-def test_a_gather_of_something_computed_stays():
+def test_a_gather_of_a_computed_value_cannot_move():
     graph = lowered(Param((6, 2)))
     (gather,) = movable_gathers(graph)
     shard = gather.source
@@ -91,7 +92,7 @@ def test_a_gather_of_something_computed_stays():
     assert gather_launches(graph) == []
 
 
-def test_a_reduction_that_the_graph_reads_stays():
+def test_a_reduction_that_the_graph_reads_cannot_move():
     graph = lowered(Param((6, 2)))
     (reduction,) = movable_reductions(graph)
     output = graph.output_node()
@@ -105,7 +106,7 @@ def test_a_reduction_that_the_graph_reads_stays():
     assert reduction_launches(graph) == []
 
 
-def test_untagged_collectives_stay():
+def test_untagged_collectives_cannot_move():
     graph = lowered(Param((6, 2)))
     for node in graph.nodes:
         node.meta.pop("zpasses", None)
@@ -119,7 +120,7 @@ def test_untagged_collectives_stay():
 
 
 @pytest.mark.parametrize("mode", ["coalesced", "flat"])
-def test_launches_know_buckets(mode):
+def test_launches_include_the_parts_of_buckets(mode):
     bucket = Bucket(mode=mode, memory_budget="1GiB")
     graph = lowered(Param((7, 2)), Param((6, 2)), passes=(*LOWER, bucket))
     (gather,), (reduction,) = gather_launches(graph), reduction_launches(graph)
@@ -140,7 +141,7 @@ def test_launches_know_buckets(mode):
     assert reduction.nbytes == full + full // 3
 
 
-def test_a_moved_all_reduce_holds_its_input_alone():
+def test_a_moved_all_reduce_occupies_only_its_input():
     (reduction,) = reduction_launches(
         lowered(Param((7, 2)), passes=(GatherParams(), ReduceGrads("all_reduce")))
     )
@@ -158,14 +159,14 @@ def test_limit_is_a_share_above_the_peak_or_bytes_but_never_below_it():
     assert MemoryCurve(graph, 1).limit_bytes == peak
 
 
-def test_limit_can_follow_from_the_curve_as_it_is_now():
+def test_reset_limit_uses_the_current_curve():
     curve = MemoryCurve(lowered(Param((6, 2))), 0.5)
     curve.live_bytes[:] = [4] * len(curve.live_bytes)
-    curve.rebase()
+    curve.reset_limit()
     assert curve.limit_bytes == 6
 
 
-def test_added_bytes_are_there_from_start_until_before_end():
+def test_added_bytes_span_start_until_before_end():
     curve = MemoryCurve(lowered(Param((6, 2))), 0.0)
     curve.live_bytes[:] = [1, 1, 1, 1]
     curve.add(1, 3, 4)
@@ -173,8 +174,10 @@ def test_added_bytes_are_there_from_start_until_before_end():
 
 
 def test_ranks_whose_rows_differ_plan_with_the_same_bytes():
-    """A full, a partly filled and an empty shard; with a cast, which reads and writes what only
-    this rank has."""
+    """The ranks have a full, a partly filled and an empty shard.
+
+    One parameter has a cast, whose input and output differ in size between ranks.
+    """
     for form in ("all_reduce", "reduce_scatter"):
         params = [
             Param((4, 2), param_dtype=torch.bfloat16, reduce_dtype=torch.float32),

@@ -1,5 +1,4 @@
-"""The memory model against graphs whose figures can be told by hand, and against what a model
-really allocates."""
+"""Compare the memory model with figures computed by hand, and with what a model allocates."""
 
 import gc
 import operator
@@ -29,18 +28,19 @@ from zpasses.tools.bench.model import ModelSize, batches, build_model
 
 aten = torch.ops.aten
 UNIT = 4096
-"""Bytes of the tensors below: 1024 floats."""
+"""Bytes of the tensors below, which have 1024 floats."""
 
 
 @pytest.fixture(autouse=True)
 def backend_is_not_gloo(monkeypatch):
-    """Graphs outlive the fake world that they were made in; whether gloo's scratch memory counts is
-    asked of their group."""
+    """Graphs outlive the fake world that made them, but gloo's scratch memory depends on their
+    group.
+    """
     monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: False)
 
 
-class Graph:
-    """A graph by hand, with fake values of [1024]."""
+class GraphBuilder:
+    """Builds a graph by hand, with fake values of shape [1024]."""
 
     def __init__(self, *inputs):
         self.graph = fx.Graph()
@@ -52,11 +52,11 @@ class Graph:
     def call(self, target, *args, **kwargs):
         node = self.graph.call_function(target, args, kwargs)
         with self.mode:
-            given = fx.node.map_arg((args, kwargs), lambda item: item.meta["val"])
-            return self._value(node, target(*given[0], **given[1]))
+            values = fx.node.map_arg((args, kwargs), lambda item: item.meta["val"])
+            return self._value(node, target(*values[0], **values[1]))
 
     def live(self, *returned):
-        """Tensors alive during each call, and during the output."""
+        """Returns the number of tensors alive during each call, and during the output."""
         self.graph.output(returned)
         found = liveness(self.graph)
         units = [nbytes / UNIT for nbytes in found.live_bytes]
@@ -68,85 +68,85 @@ class Graph:
 
 
 def test_a_value_lives_from_its_node_to_its_last_reader():
-    given = Graph("x")
-    a = given.call(aten.sin.default, *given.inputs)
-    b = given.call(aten.cos.default, a)
-    c = given.call(aten.add.Tensor, a, b)
-    assert given.live(c) == [1, 2, 3, 1]
+    builder = GraphBuilder("x")
+    a = builder.call(aten.sin.default, *builder.inputs)
+    b = builder.call(aten.cos.default, a)
+    c = builder.call(aten.add.Tensor, a, b)
+    assert builder.live(c) == [1, 2, 3, 1]
 
 
 def test_memory_of_the_caller_does_not_count():
-    given = Graph("x", "y")
-    a = given.call(aten.add.Tensor, *given.inputs)
-    assert given.live(a, given.inputs[0]) == [1, 1]
+    builder = GraphBuilder("x", "y")
+    a = builder.call(aten.add.Tensor, *builder.inputs)
+    assert builder.live(a, builder.inputs[0]) == [1, 1]
 
 
-def test_views_keep_what_they_view_alive_and_take_no_memory():
-    given = Graph("x")
-    a = given.call(aten.sin.default, *given.inputs)
-    view = given.call(aten.view.default, a, [32, 32])
-    part = given.call(aten.slice.Tensor, view, 0, 0, 1)
-    other = given.call(aten.cos.default, *given.inputs)
-    end = given.call(aten.sum.default, part)
-    assert given.live(end, other)[:4] == [1, 1, 1, 2]
+def test_views_keep_their_base_alive_and_take_no_memory():
+    builder = GraphBuilder("x")
+    a = builder.call(aten.sin.default, *builder.inputs)
+    view = builder.call(aten.view.default, a, [32, 32])
+    part = builder.call(aten.slice.Tensor, view, 0, 0, 1)
+    other = builder.call(aten.cos.default, *builder.inputs)
+    end = builder.call(aten.sum.default, part)
+    assert builder.live(end, other)[:4] == [1, 1, 1, 2]
 
 
-def test_a_copy_of_a_slice_lets_go_of_what_it_was_cut_from():
-    given = Graph("x")
-    a = given.call(aten.sin.default, *given.inputs)
-    part = given.call(aten.slice_copy.Tensor, a, 0, 0, 512)
-    b = given.call(aten.cos.default, *given.inputs)
-    assert given.live(part, b) == [1, 1.5, 1.5, 1.5]
+def test_a_copy_of_a_slice_does_not_keep_its_source_alive():
+    builder = GraphBuilder("x")
+    a = builder.call(aten.sin.default, *builder.inputs)
+    part = builder.call(aten.slice_copy.Tensor, a, 0, 0, 512)
+    b = builder.call(aten.cos.default, *builder.inputs)
+    assert builder.live(part, b) == [1, 1.5, 1.5, 1.5]
 
 
 def test_an_op_that_returns_what_it_writes_to_takes_no_memory():
-    given = Graph("x")
-    a = given.call(aten.sin.default, *given.inputs)
-    b = given.call(aten.add_.Tensor, a, 1.0)
-    assert given.live(b) == [1, 1, 1]
+    builder = GraphBuilder("x")
+    a = builder.call(aten.sin.default, *builder.inputs)
+    b = builder.call(aten.add_.Tensor, a, 1.0)
+    assert builder.live(b) == [1, 1, 1]
 
 
-def test_each_output_of_an_op_lives_by_itself():
-    given = Graph("x")
-    both = given.call(
-        aten.aminmax.default, given.call(aten.view.default, given.inputs[0], [2, 512]), dim=0
+def test_outputs_of_one_op_have_separate_lifetimes():
+    builder = GraphBuilder("x")
+    both = builder.call(
+        aten.aminmax.default, builder.call(aten.view.default, builder.inputs[0], [2, 512]), dim=0
     )
-    first = given.call(operator.getitem, both, 0)
-    second = given.call(operator.getitem, both, 1)
-    a = given.call(aten.sin.default, first)
-    b = given.call(aten.cos.default, second)
-    # 512 floats each; the first output dies with its reader, the second lives on
-    assert given.live(a, b) == [0, 1, 1, 1, 1.5, 1.5, 1]
+    first = builder.call(operator.getitem, both, 0)
+    second = builder.call(operator.getitem, both, 1)
+    a = builder.call(aten.sin.default, first)
+    b = builder.call(aten.cos.default, second)
+    # 512 floats each: the first output is freed after its reader, the second lives on
+    assert builder.live(a, b) == [0, 1, 1, 1, 1.5, 1.5, 1]
 
 
-def test_what_is_unread_lives_during_its_node_alone():
-    given = Graph("x")
-    given.call(aten.sin.default, *given.inputs)
-    a = given.call(aten.cos.default, *given.inputs)
-    assert given.live(a) == [1, 1, 1]
+def test_an_unread_value_lives_only_during_its_node():
+    builder = GraphBuilder("x")
+    builder.call(aten.sin.default, *builder.inputs)
+    a = builder.call(aten.cos.default, *builder.inputs)
+    assert builder.live(a) == [1, 1, 1]
 
 
 def test_saved_values_die_at_their_last_use_in_a_backward_graph():
-    given = Graph("primals_1", "saved", "tangents_1")
-    a = given.call(aten.mul.Tensor, given.inputs[1], given.inputs[2])
-    b = given.call(aten.mul.Tensor, a, given.inputs[0])
-    assert {node.name for node in saved_for_backward(given.graph)} == {"saved", "tangents_1"}
-    assert given.live(b) == [3, 2, 1]
+    builder = GraphBuilder("primals_1", "saved", "tangents_1")
+    a = builder.call(aten.mul.Tensor, builder.inputs[1], builder.inputs[2])
+    b = builder.call(aten.mul.Tensor, a, builder.inputs[0])
+    assert {node.name for node in saved_for_backward(builder.graph)} == {"saved", "tangents_1"}
+    assert builder.live(b) == [3, 2, 1]
 
 
 def test_shards_and_inputs_of_the_model_belong_to_the_caller_in_a_backward_graph():
-    given = Graph("primals_1", "p", "tangents_1")
-    add_tag(given.inputs[1], Tag("shard", ("p",)))
-    assert [node.name for node in saved_for_backward(given.graph)] == ["tangents_1"]
+    builder = GraphBuilder("primals_1", "p", "tangents_1")
+    add_tag(builder.inputs[1], Tag("shard", ("p",)))
+    assert [node.name for node in saved_for_backward(builder.graph)] == ["tangents_1"]
 
 
 def test_saved_views_of_one_tensor_count_once_and_die_together():
-    given = Graph("whole", "view", "tangents_1")
-    given.inputs[1].meta["val"] = given.inputs[0].meta["val"].view(32, 32)
-    a = given.call(aten.mul.Tensor, given.inputs[0], given.inputs[2])
-    b = given.call(aten.neg.default, a)
-    c = given.call(aten.sum.default, given.inputs[1])
-    assert given.live(b, c)[:2] == [3, 3]  # whole, tangents, a; whole, a, b
+    builder = GraphBuilder("whole", "view", "tangents_1")
+    builder.inputs[1].meta["val"] = builder.inputs[0].meta["val"].view(32, 32)
+    a = builder.call(aten.mul.Tensor, builder.inputs[0], builder.inputs[2])
+    b = builder.call(aten.neg.default, a)
+    c = builder.call(aten.sum.default, builder.inputs[1])
+    assert builder.live(b, c)[:2] == [3, 3]  # whole, tangents, a; whole, a, b
 
 
 def started(gm):
@@ -162,7 +162,7 @@ def test_a_collective_holds_inputs_and_outputs_until_it_is_awaited():
         gm = rewritten(joint([Param((6, 2))], 0, 2), ReduceGrads("reduce_scatter"))
     (reduction,) = [node for node in started(gm) if "reduce_scatter" in node.name]
     (wait,) = reduction.users
-    # the tangent is a saved value; of the forward part its output lives on
+    # The tangent is a saved value, and the output of the forward part lives on.
     before = [
         each
         for each in liveness(gm.graph).alive_at(wait)
@@ -173,7 +173,7 @@ def test_a_collective_holds_inputs_and_outputs_until_it_is_awaited():
     assert [each.nbytes for each in after if each.node in (reduction, reduction.args[0])] == [24]
 
 
-def test_of_several_outputs_of_a_collective_none_dies_before_all_are_awaited():
+def test_no_output_of_a_collective_is_freed_before_all_are_awaited():
     with fake_world(2):
         gm = rewritten(
             joint([Param((4, 2)), Param((6, 2))], 0, 2),
@@ -199,8 +199,8 @@ def test_gloo_takes_scratch_memory_until_the_wait(monkeypatch):
         plain = liveness(gm.graph)
         monkeypatch.setattr("zpasses.compat.is_gloo", lambda group, device=None: True)
         gather, reduction = started(gm)
-        # Packed shards and what they are gathered into; packed gradients, which are reduced in
-        # place.
+        # The gather packs shards and gathers into a flat buffer. The reduction packs gradients and
+        # reduces them in place.
         assert [scratch_bytes(gather), scratch_bytes(reduction)] == [40 + 80, 80]
         gloo = liveness(gm.graph)
     wait = next(iter(next(iter(gather.users)).users))
@@ -214,38 +214,38 @@ def _all_reduced(graph, item):
     return started, graph.call(torch.ops._c10d_functional.wait_tensor.default, started)
 
 
-def test_an_all_reduce_writes_over_what_the_graph_made_and_reads_no_more():
+def test_an_all_reduce_overwrites_a_dead_value_of_the_graph():
     with fake_world(2):
-        given = Graph("x")
-        a = given.call(aten.sin.default, *given.inputs)
-        _, reduced = _all_reduced(given, given.call(aten.view.default, a, [2, 512]))
-        assert given.live(given.call(aten.cos.default, reduced)) == [1, 1, 1, 1, 2, 1]
+        builder = GraphBuilder("x")
+        a = builder.call(aten.sin.default, *builder.inputs)
+        _, reduced = _all_reduced(builder, builder.call(aten.view.default, a, [2, 512]))
+        assert builder.live(builder.call(aten.cos.default, reduced)) == [1, 1, 1, 1, 2, 1]
 
 
 @pytest.mark.parametrize(
     "case",
     ["input of the graph", "read later", "a view is read later", "returned", "not contiguous"],
 )
-def test_an_all_reduce_leaves_alone_what_others_need(case):
+def test_an_all_reduce_does_not_overwrite_values_that_are_read_later(case):
     with fake_world(2):
-        given = Graph("x")
-        a = given.call(aten.sin.default, *given.inputs)
-        half = given.call(aten.view.default, a, [2, 512])
+        builder = GraphBuilder("x")
+        a = builder.call(aten.sin.default, *builder.inputs)
+        half = builder.call(aten.view.default, a, [2, 512])
         item = {
-            "input of the graph": given.inputs[0],
-            "not contiguous": given.call(aten.t.default, half),
+            "input of the graph": builder.inputs[0],
+            "not contiguous": builder.call(aten.t.default, half),
         }.get(case, a)
-        started, reduced = _all_reduced(given, item)
+        started, reduced = _all_reduced(builder, item)
         later = {"read later": a, "a view is read later": half}.get(case, reduced)
-        given.graph.output(
-            (given.call(aten.cos.default, later), reduced, *([a] if case == "returned" else []))
+        builder.graph.output(
+            (builder.call(aten.cos.default, later), reduced, *([a] if case == "returned" else []))
         )
-        assert started not in reinplaceable_all_reduces(given.graph)
-        assert any(buffer.node is started for buffer in liveness(given.graph).buffers)
+        assert started not in reinplaceable_all_reduces(builder.graph)
+        assert any(buffer.node is started for buffer in liveness(builder.graph).buffers)
 
 
 @pytest.mark.parametrize("form", ["coalesced", "flat"])
-def test_code_without_a_compiler_reduces_in_place_and_leaves_the_graph_as_it_is(form):
+def test_eager_codegen_reduces_in_place_and_does_not_change_the_graph(form):
     with fake_world(2):
         gm = rewritten(
             joint([Param((4, 2)), Param((6, 2))], 0, 2),
@@ -258,7 +258,7 @@ def test_code_without_a_compiler_reduces_in_place_and_leaves_the_graph_as_it_is(
     assert [node.target for node in gm.graph.nodes] == before
 
 
-def test_kept_parameters_live_to_the_end():
+def test_cached_parameters_live_to_the_end():
     with fake_world(2):
         gathered = rewritten(joint([Param((6, 2))], 0, 2), GatherParams())
         kept = rewritten(gathered, CacheParams())
@@ -280,18 +280,18 @@ def test_alive_at_lists_the_largest_first_and_adds_up():
     assert found.peak_bytes == sum(each.nbytes for each in found.alive_at(found.peak_node))
 
 
-def test_figures_given_for_a_node_take_the_place_of_its_own():
-    given = Graph("x")
-    a = given.call(aten.sin.default, *given.inputs)
-    given.graph.output((a,))
-    assert liveness(given.graph, bytes_of=lambda node: 5 if node is a else None).peak_bytes == 5
+def test_bytes_of_overrides_the_bytes_of_a_node():
+    builder = GraphBuilder("x")
+    a = builder.call(aten.sin.default, *builder.inputs)
+    builder.graph.output((a,))
+    assert liveness(builder.graph, bytes_of=lambda node: 5 if node is a else None).peak_bytes == 5
 
 
-def test_an_empty_graph_takes_nothing():
-    assert liveness(Graph("x").graph).peak_bytes == 0
+def test_an_empty_graph_has_no_peak():
+    assert liveness(GraphBuilder("x").graph).peak_bytes == 0
 
 
-# --- against what is allocated --------------------------------------------------------------------
+# --- compared with allocations --------------------------------------------------------------------
 SIZE = ModelSize(width=128, layers=2, heads=4, vocab=256, seq=64, batch=4)
 
 
@@ -299,7 +299,7 @@ LARGE = "bucket{cap_mb=1,memory_budget=1GiB},overlap"
 
 
 @pytest.mark.parametrize("last", ["cache-params", f"reshard-after-forward,{LARGE}"])
-def test_the_model_s_peaks_are_what_a_step_allocates(last):
+def test_modelled_peaks_are_what_a_step_allocates(last):
     graphs = {}
     options = {
         "pipeline": f"merge-reads,gather-params,reduce-grads,{last}",
@@ -323,11 +323,10 @@ def test_the_model_s_peaks_are_what_a_step_allocates(last):
             loss.backward()
     resting, forward = profile.read("forward")
     before_backward, backward = profile.read("backward")
-    backward += before_backward - resting  # what forward left behind
+    backward += before_backward - resting  # memory that outlives forward
     ahead, back = liveness(graphs["forward"]), liveness(graphs["backward"])
     assert ahead.peak_bytes == pytest.approx(forward, rel=0.02)
-    # What forward leaves that backward does not need, kept parameters, belongs to backward's
-    # caller.
+    # Cached parameters outlive forward. Backward does not need them, so they count as its caller's.
     assert back.peak_bytes + ahead.live_bytes[-1] - back.live_bytes[0] == pytest.approx(
         backward, rel=0.02
     )

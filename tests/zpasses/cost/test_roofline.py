@@ -9,8 +9,8 @@ from zpasses import compat
 from zpasses.cost.roofline import (
     collective_us,
     compute_us,
+    copy_engine_us,
     copy_us,
-    engine_us,
     latency_us,
     route_us,
 )
@@ -41,7 +41,7 @@ def test_latency_counts_the_hops_of_a_ring(kind, ranks, us):
     assert latency_us(kind, ranks, T) == us
 
 
-def test_bytes_take_their_time_on_the_slowest_link():
+def test_bytes_take_time_on_the_slowest_link():
     moved = 8e6
     assert collective_us("all_gather", 8_000_000, 8, T) == pytest.approx(17 + 7 / 8 * moved / 1e5)
     assert collective_us("all_reduce", 8_000_000, 8, T) == pytest.approx(
@@ -52,11 +52,11 @@ def test_bytes_take_their_time_on_the_slowest_link():
     )
 
 
-def test_one_rank_communicates_for_nothing():
+def test_collectives_of_one_rank_are_free():
     assert collective_us("all_reduce", MIB, 1, T) == 0
 
 
-def test_collectives_as_torch_and_c10d_name_them_cost_alike():
+def test_torch_and_c10d_names_of_a_collective_have_the_same_cost():
     assert collective_us("_allreduce_base", MIB, 4, T) == collective_us(
         "all_reduce_coalesced", MIB, 4, T
     )
@@ -87,13 +87,13 @@ def graph_of(target, *shapes):
     return call
 
 
-def test_a_matrix_product_takes_its_operations_where_they_are_the_slower():
+def test_a_large_matmul_is_compute_bound():
     assert compute_us(graph_of(aten.mm.default, (1000, 1000), (1000, 1000)), T) == pytest.approx(
         2e9 / 1e6
     )
 
 
-def test_a_thin_matrix_product_takes_its_bytes():
+def test_a_thin_matmul_is_memory_bound():
     read_and_written = 4 * (1000 * 1000 + 1000 + 1000)
     quick = Target.parse("h100,memory_gb_s=1,tflops=1000,kernel_us=1")
     assert compute_us(graph_of(aten.mm.default, (1000, 1000), (1000, 1)), quick) == pytest.approx(
@@ -101,14 +101,14 @@ def test_a_thin_matrix_product_takes_its_bytes():
     )
 
 
-def test_a_pointwise_call_takes_its_bytes_and_no_less_than_a_kernel():
+def test_a_pointwise_call_is_memory_bound_and_takes_at_least_a_kernel():
     assert compute_us(graph_of(aten.add.Tensor, (1000, 1000), (1000, 1000)), T) == pytest.approx(
         12e6 / 1e6
     )
     assert compute_us(graph_of(aten.add.Tensor, (2,), (2,)), T) == T.kernel_us
 
 
-def test_views_inputs_and_communication_compute_nothing():
+def test_views_inputs_and_communication_have_no_compute_time():
     assert compute_us(graph_of(aten.t.default, (100, 100)), T) == 0
     with fake_world(2):
         graph = rewritten(joint([Param((4, 2))], 0, 2), GatherParams()).graph
@@ -140,7 +140,7 @@ def test_dynamic_sizes_count_by_their_hints():
 ENGINE = RouteFigures(latency_us=20, gb_s=100, compute_slowdown=1.0, copied_full=1.0)
 
 
-def test_a_route_takes_its_latency_its_bytes_and_its_copies():
+def test_route_time_is_latency_plus_bytes_plus_copies():
     moved = 20 + 7 / 8 * 8e6 / 1e5
     assert route_us(
         dataclasses.replace(ENGINE, copied_full=0.0), "all_gather", 8_000_000, 8, T
@@ -155,13 +155,13 @@ def test_a_route_takes_its_latency_its_bytes_and_its_copies():
     assert route_us(ENGINE, "all_gather", MIB, 1, T) == 0
 
 
-def test_several_tensors_are_packed_and_go_in_pieces():
+def test_several_tensors_are_packed_and_large_gathers_are_split():
     one = route_us(ENGINE, "all_gather", 8 * MIB, 8, T)
-    assert engine_us(ENGINE, "all_gather", [8 * MIB], 8, T) == one
-    assert engine_us(ENGINE, "all_gather", [4 * MIB] * 2, 8, T) == pytest.approx(
+    assert copy_engine_us(ENGINE, "all_gather", [8 * MIB], 8, T) == one
+    assert copy_engine_us(ENGINE, "all_gather", [4 * MIB] * 2, 8, T) == pytest.approx(
         one + copy_us(9 * MIB, T)
     )
     large = 8 * 65 * MIB
-    assert engine_us(ENGINE, "all_gather", [large], 8, T) == pytest.approx(
+    assert copy_engine_us(ENGINE, "all_gather", [large], 8, T) == pytest.approx(
         route_us(ENGINE, "all_gather", large, 8, T) + 20
     )

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from zpasses import OptionError
-from zpasses.cost.routes import calibrated_figures, figures_of, known_figures, machine_key
+from zpasses.cost.routes import calibrated_figures, figures_for_route, machine_key, route_figures
 from zpasses.cost.target import TARGETS
 from zpasses.passes import Sdma
 
@@ -24,7 +24,7 @@ def written(path, architecture="gfx942", routes=("mori",), **versions):
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=str)
 def test_targets_have_figures_for_their_routes_and_say_where_they_are_from(target):
-    figures = known_figures(target)
+    figures = route_figures(target)
     assert set(figures) == {"c10d", *target.routes}
     for route, each in figures.items():
         assert each.source
@@ -34,19 +34,19 @@ def test_targets_have_figures_for_their_routes_and_say_where_they_are_from(targe
         assert route == "c10d" or each.compute_slowdown < figures["c10d"].compute_slowdown
         assert route == "c10d" or each.collective_slowdown < figures["c10d"].collective_slowdown
         assert route == "c10d" or each.latency_us > figures["c10d"].latency_us
-    assert figures_of("mori", TARGETS["h100"]) is None
+    assert figures_for_route("mori", TARGETS["h100"]) is None
 
 
 def test_measured_figures_replace_priors_of_their_architecture(tmp_path, monkeypatch):
     monkeypatch.setenv(
         "ZPASSES_CALIBRATION", str(written(tmp_path / "c.json", torch="2.13.0", mori="1.2.4"))
     )
-    measured = figures_of("mori", TARGETS["mi300x"])
+    measured = figures_for_route("mori", TARGETS["mi300x"])
     assert (measured.latency_us, measured.gb_s, measured.compute_slowdown) == (99.0, 300.0, 1.1)
     assert measured.source == "measured: gfx942 mori=1.2.4 torch=2.13.0"
-    assert "uncalibrated" in figures_of("c10d", TARGETS["mi300x"]).source
-    assert "uncalibrated" in figures_of("mori", TARGETS["mi355x"]).source
-    assert set(known_figures(TARGETS["h100"])) == {"c10d", "symm_mem"}
+    assert "uncalibrated" in figures_for_route("c10d", TARGETS["mi300x"]).source
+    assert "uncalibrated" in figures_for_route("mori", TARGETS["mi355x"]).source
+    assert set(route_figures(TARGETS["h100"])) == {"c10d", "symm_mem"}
 
 
 def test_figures_of_this_torch_come_before_those_of_another(tmp_path, monkeypatch):
@@ -70,18 +70,18 @@ def test_figures_of_this_torch_come_before_those_of_another(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     "content", ["", "[]", '{"format": 2, "machines": {}}', '{"format": 1, "machines": {"a": {}}}']
 )
-def test_a_file_that_is_no_calibration_is_named(tmp_path, monkeypatch, content):
+def test_an_error_names_a_file_that_is_not_a_calibration(tmp_path, monkeypatch, content):
     path = tmp_path / "c.json"
     path.write_text(content)
     monkeypatch.setenv("ZPASSES_CALIBRATION", str(path))
     with pytest.raises(
         OptionError,
-        match=r"ZPASSES_CALIBRATION=.*c.json: .*Expected what `python -m zpasses.tools.calibrate` writes",  # noqa: E501
+        match=r"ZPASSES_CALIBRATION=.*c.json: .*Expected a file that `python -m zpasses.tools.calibrate` wrote",  # noqa: E501
     ):
-        known_figures(TARGETS["mi300x"])
+        route_figures(TARGETS["mi300x"])
     monkeypatch.setenv("ZPASSES_CALIBRATION", str(tmp_path / "missing.json"))
     with pytest.raises(OptionError, match="No such file"):
-        known_figures(TARGETS["mi300x"])
+        route_figures(TARGETS["mi300x"])
 
 
 def test_uuid_of_the_pass_changes_with_the_calibration(tmp_path, monkeypatch):

@@ -15,14 +15,17 @@ GATHER = FUNCTIONAL.all_gather_into_tensor.default
 TARGET = Target.parse(
     "mi300x,launch_us=4,hop_us=1,link_gb_s=100,memory_gb_s=1000000,tflops=1,kernel_us=0.001"
 )
-"""On eight ranks: RCCL's latency is 4 + 7 us and its bandwidth 75 GB/s, mori's 49.5 us and 81
-GB/s."""
+"""On eight ranks, RCCL has a latency of 4 + 7 us and a bandwidth of 75 GB/s; mori 49.5 us and 81
+GB/s.
+"""
 PART = 1_000_000
 
 
 def graph_of(gather, products, wait_first=False):
-    """A gather of 8 MB, products of 2e9 operations (2 ms) beside it, and the wait, before them or
-    behind."""
+    """Returns a graph with a gather of 8 MB, matmuls of 2e9 operations (2 ms) each, and the wait.
+
+    The wait comes before the matmuls or after them.
+    """
 
     def fn(shard, x):
         started = gather(shard, 8, "0")
@@ -48,7 +51,7 @@ SLOWED = 1.22 / (2.22 - 2 / 1.315)  # RCCL's gathers beside compute
 MORI = 49.5 + 7 * PART / 81e3 + 0.001 + 2 * 9 * PART / 1e9
 
 
-def test_a_gather_that_nothing_hides_is_waited_for():
+def test_a_gather_without_overlap_is_waited_for():
     for gather, took in ((GATHER, RCCL), (SDMA_ALL_GATHER, MORI)):
         found = times(gather, 1, wait_first=True)
         assert found.waited_us == pytest.approx(took)
@@ -56,7 +59,7 @@ def test_a_gather_that_nothing_hides_is_waited_for():
         assert found.slowed_us == pytest.approx(0, abs=1e-6)
 
 
-def test_rccl_slows_what_runs_beside_it_and_a_copy_engine_does_not():
+def test_rccl_slows_kernels_beside_it_and_a_copy_engine_does_not():
     by_rccl, by_engine = times(GATHER, 1), times(SDMA_ALL_GATHER, 1)
     assert (by_rccl.waited_us, by_engine.waited_us) == (0, 0)
     assert by_rccl.total_us == pytest.approx(2000 + SLOWED * RCCL * (1 - 1 / 1.22))
@@ -66,8 +69,8 @@ def test_rccl_slows_what_runs_beside_it_and_a_copy_engine_does_not():
 
 
 @pytest.mark.parametrize(("gather", "realised"), [(GATHER, 0.315), (SDMA_ALL_GATHER, 0.72)])
-def test_compute_and_a_collective_of_equal_length_gain_what_the_literature_says(gather, realised):
-    """Of the time that running them side by side could save at best."""
+def test_overlap_of_equal_lengths_gains_what_the_literature_says(gather, realised):
+    """The gain is relative to the time that a perfect overlap would save."""
     took = RCCL if gather is GATHER else MORI
     target = replace(TARGET, tflops=2e9 / took / 1e6)
     with fake_world(8):
@@ -77,7 +80,7 @@ def test_compute_and_a_collective_of_equal_length_gain_what_the_literature_says(
     assert found.waited_us > 0
 
 
-def test_graphs_follow_each_other():
+def test_graphs_run_one_after_another():
     with fake_world(8):
         graphs = [graph_of(GATHER, 1), graph_of(SDMA_ALL_GATHER, 2)]
         both, each = step_time(graphs, TARGET), [step_time([graph], TARGET) for graph in graphs]
@@ -86,7 +89,7 @@ def test_graphs_follow_each_other():
 
 
 @pytest.mark.parametrize(("other", "took"), [(GATHER, RCCL), (SDMA_ALL_GATHER, MORI)])
-def test_collectives_share_the_links_whatever_their_route(other, took):
+def test_collectives_of_all_routes_share_the_links(other, took):
     def fn(a, b):
         started = [GATHER(a, 8, "0"), other(b, 8, "0")]
         return [FUNCTIONAL.wait_tensor(each) for each in started]
@@ -101,9 +104,11 @@ def test_collectives_share_the_links_whatever_their_route(other, took):
 
 
 @pytest.mark.parametrize(("ranks_per_node", "beside"), [(8, False), (4, True)])
-def test_groups_take_turns_where_they_share_links(ranks_per_node, beside):
-    """One group of all eight ranks and one of four: on one node, or with the first between two
-    nodes and the second within one."""
+def test_groups_share_links_only_at_the_same_level(ranks_per_node, beside):
+    """One group has all eight ranks, the other has four.
+
+    Either all are on one node, or the first group spans two nodes and the second is within one.
+    """
     target = replace(TARGET, ranks_per_node=ranks_per_node)
     mode = compat.FakeTensorMode()
     with fake_world(8):
@@ -121,6 +126,6 @@ def test_groups_take_turns_where_they_share_links(ranks_per_node, beside):
                 inputs = [torch.empty(PART, dtype=torch.uint8) for _ in groups]
             return step_time([compat.trace_aten(fn, inputs).graph], target).waited_us
 
-        alone = times_of((8, "0")), times_of((4, part))
+        separately = times_of((8, "0")), times_of((4, part))
         both = times_of((8, "0"), (4, part))
-    assert both == pytest.approx(max(alone) if beside else sum(alone))
+    assert both == pytest.approx(max(separately) if beside else sum(separately))

@@ -30,7 +30,7 @@ def test_figures_can_be_changed():
 @pytest.mark.parametrize(
     "text", ["h100", "mi300x,ranks_per_node=4,link_gb_s=300.0", "cpu,memory_bytes=1024"]
 )
-def test_text_of_a_target_reads_back(text):
+def test_text_of_a_target_round_trips(text):
     assert Target.parse(str(Target.parse(text))) == Target.parse(text)
     assert str(Target.parse(text)) == text
 
@@ -38,8 +38,8 @@ def test_text_of_a_target_reads_back(text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("h10", r"nothing is called 'h10'. Did you mean \"h100\"\? Known: a100"),
-        ("", r"nothing is called ''"),
+        ("h10", r"unknown target 'h10'. Did you mean \"h100\"\? Known: a100"),
+        ("", r"unknown target ''"),
         (
             "h100,link_gbs=3",
             r"cannot read 'link_gbs=3'; expected figure=value. Did you mean \"link_gb_s\"\?",
@@ -72,7 +72,7 @@ def test_wrong_text_says_what_is_wrong(text, message):
         ("Something New", "", "h100"),
     ],
 )
-def test_devices_are_known_by_what_they_report(device, architecture, name):
+def test_devices_are_recognised_by_what_they_report(device, architecture, name):
     assert target_of(device, architecture).name == name
 
 
@@ -86,7 +86,7 @@ def test_devices_are_known_by_what_they_report(device, architecture, name):
         (0, 0, "mi300x"),
     ],
 )
-def test_devices_of_the_gfx942_family_are_told_apart_without_a_name(units, gib, name):
+def test_gfx942_devices_are_distinguished_without_a_name(units, gib, name):
     assert target_of("AMD Radeon Graphics", "gfx942:sramecc+:xnack-", units, gib << 30).name == name
 
 
@@ -112,11 +112,11 @@ def test_environment_names_the_target(monkeypatch):
     monkeypatch.setenv("ZPASSES_TARGET", "b200,launch_us=3")
     assert current_target() == Target.parse("b200,launch_us=3")
     monkeypatch.setenv("ZPASSES_TARGET", "b20")
-    with pytest.raises(OptionError, match="nothing is called 'b20'"):
+    with pytest.raises(OptionError, match="unknown target 'b20'"):
         current_target()
 
 
-def test_a_process_without_an_accelerator_is_a_cpu(monkeypatch):
+def test_a_process_without_an_accelerator_has_the_cpu_target(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert current_target().name == "cpu"
 

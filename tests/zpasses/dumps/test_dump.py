@@ -1,4 +1,4 @@
-"""Dumps that the backend writes: what is in them, and what becomes of failures."""
+"""Tests of dumps that the backend writes: their content, and the handling of failures."""
 
 import ast
 import os
@@ -33,7 +33,7 @@ class Net(nn.Module):
 
 
 def train(options, *, world=2, rank=0, model=None, backward=True, **shard):
-    """One step as one rank of a fake world, with the options given and eager code."""
+    """Run one step as one rank of a fake process group, with eager code."""
     torch._dynamo.reset()
     with fake_world(world, rank) as mesh:
         model = zpasses.shard(model or Net(), mesh=mesh, **shard)
@@ -65,7 +65,7 @@ def test_a_dump_holds_every_graph_before_and_after_every_pass(tmp_path):
     assert [step.number for step in joint.steps[:2]] == [
         1,
         1,
-    ]  # nothing is read twice, so merge-reads left the graph alone
+    ]  # no parameter is read twice, so merge-reads changes nothing
     for step in joint.steps[1:]:
         assert step.run.changes == (step.number != 1) * step.run.changes
         assert step.run.after.nodes == len(step.snapshot.nodes)
@@ -95,7 +95,7 @@ def test_a_dump_holds_every_graph_before_and_after_every_pass(tmp_path):
     assert gathers[0].collective.nbytes == 3 * 4 * 4  # three of six rows
 
 
-def test_a_dump_says_what_was_compiled_for_what(tmp_path):
+def test_a_dump_records_options_target_groups_and_parameters(tmp_path):
     train({"zero_stage": 2, "dump": tmp_path, "target": "mi300x,ranks_per_node=4"})
     found = only_compile(tmp_path)
     assert found.info.options == {
@@ -117,11 +117,11 @@ def test_a_dump_says_what_was_compiled_for_what(tmp_path):
     )
     assert [each["param"] for each in found.info.inputs].count(None) == 1
     (agreement,) = found.graphs["forward"].agreements
-    assert (agreement.group, agreement.verdict, agreement.collectives) == ("0", "alone", 1)
+    assert (agreement.group, agreement.result, agreement.collectives) == ("0", "single-rank", 1)
     assert "class Net" in found.sources["tests/zpasses/dumps/test_dump.py"]
 
 
-def test_variants_say_what_they_take_and_hand_out(tmp_path):
+def test_variants_record_their_inputs_and_outputs(tmp_path):
     train({"zero_stage": 2, "dump": tmp_path})
     variant = only_compile(tmp_path).graphs["forward.variant0"]
     names = ("inner.0.weight", "inner.0.bias", "inner.1.weight", "inner.1.bias")
@@ -132,7 +132,7 @@ def test_variants_say_what_they_take_and_hand_out(tmp_path):
     )
 
 
-def test_numbers_of_nodes_hold_from_the_joint_graph_to_its_halves(tmp_path):
+def test_nodes_keep_their_ids_from_the_joint_graph_to_forward_and_backward(tmp_path):
     train({"zero_stage": 3, "dump": tmp_path})
     graphs = only_compile(tmp_path).graphs
     joint = graphs["joint"].last.snapshot
@@ -146,7 +146,7 @@ def test_numbers_of_nodes_hold_from_the_joint_graph_to_its_halves(tmp_path):
         assert all(joint.by_id[node.id].name == node.name for node in same)
 
 
-def test_what_is_for_people_is_python(tmp_path):
+def test_py_files_are_valid_python(tmp_path):
     train({"zero_stage": 3, "dump": tmp_path})
     listings = sorted(only_compile(tmp_path).path.glob("*.py"))
     assert [path.stem for path in listings] == [
@@ -159,7 +159,7 @@ def test_what_is_for_people_is_python(tmp_path):
     assert "f32[6, 4]; gather: inner.0.weight" in text
 
 
-def test_a_call_without_gradients_is_one_graph(tmp_path):
+def test_a_call_without_gradients_dumps_one_inference_graph(tmp_path):
     with torch.no_grad():
         train({"zero_stage": 3, "dump": tmp_path}, backward=False)
     graph = only_compile(tmp_path).graphs["inference"]
@@ -167,7 +167,7 @@ def test_a_call_without_gradients_is_one_graph(tmp_path):
     assert levels == ["joint", "forward"]
 
 
-def test_every_compile_and_every_run_gets_a_folder_of_its_own(tmp_path):
+def test_every_compile_and_every_run_has_its_own_folder(tmp_path):
     for stage in (2, 3):
         train(
             {"zero_stage": stage, "dump": tmp_path}, rank=1, backward=False
@@ -177,7 +177,7 @@ def test_every_compile_and_every_run_gets_a_folder_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(("ranks", "dumping"), [(None, {0}), ("0, 2", {0, 2}), ("7", set())])
-def test_rank_0_dumps_unless_told_otherwise(tmp_path, ranks, dumping):
+def test_only_rank_0_dumps_by_default(tmp_path, ranks, dumping):
     folder = tmp_path / "dump"
     for rank in (0, 2):
         train(
@@ -190,7 +190,7 @@ def test_rank_0_dumps_unless_told_otherwise(tmp_path, ranks, dumping):
     assert folder.exists() == bool(dumping)
 
 
-def test_the_environment_asks_for_dumps_and_the_option_names_another_place(tmp_path, monkeypatch):
+def test_the_option_overrides_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("ZPASSES_DUMP", str(tmp_path / "environment"))
     monkeypatch.setenv("ZPASSES_DUMP_RANKS", "1")
     train({}, rank=1, backward=False)
@@ -199,14 +199,14 @@ def test_the_environment_asks_for_dumps_and_the_option_names_another_place(tmp_p
     assert list(read(tmp_path / "option").ranks) == [0]
     monkeypatch.setenv("ZPASSES_DUMP_RANKS", "first")
     with pytest.raises(
-        OptionError, match="ZPASSES_DUMP_RANKS: got 'first'; expected 'all', or ranks by number"
+        OptionError, match="ZPASSES_DUMP_RANKS: got 'first'; expected 'all' or rank numbers"
     ):
         zpasses.Options.parse({})
     with pytest.raises(OptionError, match="option 'dump_ranks'"):
         zpasses.Options.parse({"dump_ranks": "-1"})
 
 
-def test_packing_is_dumped_by_the_environment(tmp_path, monkeypatch):
+def test_the_environment_variable_dumps_packing(tmp_path, monkeypatch):
     monkeypatch.setenv("ZPASSES_DUMP", str(tmp_path))
     zpasses.pack_parameters([torch.ones(3), torch.ones(2, 2)], names=["a", "b"])
     found = only_compile(tmp_path)
@@ -214,7 +214,7 @@ def test_packing_is_dumped_by_the_environment(tmp_path, monkeypatch):
     assert found.graphs["pack"].steps[-1].run.name == "flatten-on-device"
 
 
-def test_the_flush_of_a_window_is_dumped_with_the_compile_that_left_it(tmp_path):
+def test_the_flush_of_a_window_is_dumped_with_its_compile(tmp_path):
     with fake_world(2) as mesh:
         model = zpasses.shard(Net(), mesh=mesh)
         step = torch.compile(
@@ -227,7 +227,7 @@ def test_the_flush_of_a_window_is_dumped_with_the_compile_that_left_it(tmp_path)
                 step(X).sum().backward()
     graphs = only_compile(tmp_path).graphs
     assert {step.level for step in graphs["flush"].steps} == {"joint", "backward"}
-    assert "flush.2" not in graphs  # its code was kept
+    assert "flush.2" not in graphs  # the second flush reuses its code
     deferring = [graph for graph in graphs.values() if graph.of == "backward"]
     assert sorted(deferring[0].kept) == sorted(only_compile(tmp_path).info.parameters)
 
@@ -235,7 +235,7 @@ def test_the_flush_of_a_window_is_dumped_with_the_compile_that_left_it(tmp_path)
 # --- failures -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Raises(Pass):
-    """Raises, or leaves a graph that is wrong."""
+    """Raises, or leaves an invalid graph."""
 
     name: ClassVar[str] = "raises"
     level: ClassVar[Level] = Level.JOINT
@@ -243,22 +243,22 @@ class Raises(Pass):
 
     def rewrite(self, graph):
         if not self.wrong:
-            raise ValueError("no idea")
+            raise ValueError("planted error")
         first = next(node for node in graph.nodes if node.op == "call_function")
-        graph.output_node().prepend(first)  # its readers come before it now
+        graph.output_node().prepend(first)  # its users now come before it
         return 1
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_a_pass_that_fails_leaves_the_graph_before_it_and_the_error(tmp_path, wrong):
+def test_a_failing_pass_leaves_the_graph_before_it_and_the_error(tmp_path, wrong):
     pipeline = Pipeline((*Pipeline.parse("gather-params").passes, Raises(wrong)))
     with pytest.raises(Exception, match="raises") as caught:
         train({"pipeline": pipeline, "dump": tmp_path})
-    assert isinstance(compat.wrapped_error(caught.value) or caught.value, PassError)
+    assert isinstance(compat.inner_exception(caught.value) or caught.value, PassError)
     found = only_compile(tmp_path)
     assert found.info.state == "failed"
     assert (found.error.type, found.error.where) == ("PassError", str(Raises(wrong)))
-    assert "malformed" in found.error.message if wrong else "no idea" in found.error.message
+    assert "malformed" in found.error.message if wrong else "planted error" in found.error.message
     assert "in rewrite" in found.error.traceback or wrong
     joint = found.graphs["joint"]
     assert joint.error == joint.steps[-1].error
@@ -268,7 +268,7 @@ def test_a_pass_that_fails_leaves_the_graph_before_it_and_the_error(tmp_path, wr
     assert (left == [node.name for node in joint.last.snapshot.nodes]) == (not wrong)
 
 
-def test_a_compile_that_fails_behind_the_passes_says_where(tmp_path, monkeypatch):
+def test_a_compile_that_fails_after_the_passes_records_where(tmp_path, monkeypatch):
     monkeypatch.setattr(compat, "partition", lambda *_, **__: 1 / 0)
     with pytest.raises(Exception, match="division by zero"):
         train({"zero_stage": 3, "dump": tmp_path})
@@ -281,7 +281,7 @@ def test_a_compile_that_fails_behind_the_passes_says_where(tmp_path, monkeypatch
     assert found.graphs["joint"].last.after == "reshard-after-forward"
 
 
-def test_places_where_no_dump_can_be_are_refused_with_what_to_do(tmp_path):
+def test_unusable_dump_folders_are_refused_with_advice(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("")
@@ -305,22 +305,22 @@ def test_places_where_no_dump_can_be_are_refused_with_what_to_do(tmp_path):
     for name, kind, text in [
         ("elsewhere", DumpPathError, "zpasses-dump.json is a symbolic link"),
         ("file", DumpPathError, "is a file"),
-        ("file/below", DumpPathError, "is a file or lies below one"),
-        ("full", NotADumpError, r"holds 'thesis.tex' and no dump"),
+        ("file/below", DumpPathError, "is a file or is below a file"),
+        ("full", NotADumpError, r"contains 'thesis.tex' and no dump"),
         ("newer", DumpVersionError, "version 99"),
         ("older", DumpVersionError, "version 1; this zpasses writes version 2"),
         ("linked", DumpPathError, "symbolic link"),
     ]:
         with pytest.raises(Exception, match=text) as caught:
             train({"dump": tmp_path / name}, backward=False)
-        error = compat.wrapped_error(caught.value) or caught.value
+        error = compat.inner_exception(caught.value) or caught.value
         assert isinstance(error, kind)
         assert isinstance(error, DumpError)
         assert "ZPASSES_DUMP" in str(error)
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.tex"]
 
 
-def test_a_link_in_place_of_a_temporary_file_is_not_written_through(tmp_path):
+def test_a_link_in_place_of_a_temporary_file_is_not_followed(tmp_path):
     from zpasses.dumps import writer
 
     (tmp_path / "secret").write_text("mine")
@@ -353,8 +353,8 @@ def test_a_full_disk_ends_the_dump_and_not_the_training(tmp_path, monkeypatch, c
     ]
 
 
-# --- without --------------------------------------------------------------------------------------
-def test_reading_loads_no_torch_and_compiling_without_a_dump_no_writer_but_tells_torchs_trace(
+# --- without a dump -------------------------------------------------------------------------------
+def test_reading_loads_no_torch_and_a_compile_without_a_dump_loads_no_writer(
     tmp_path,
 ):
     code = """
@@ -386,7 +386,7 @@ assert "zpasses.dumps.writer" not in sys.modules and "zpasses.dumps.describe" no
     assert "full: weight" in graph
 
 
-def test_torchs_structured_trace_gets_the_graphs_of_every_pass(monkeypatch):
+def test_torchs_structured_trace_receives_the_graphs_of_every_pass(monkeypatch):
     artifacts = {}
     monkeypatch.setattr(compat, "is_structured_trace_on", lambda: True)
     monkeypatch.setattr(

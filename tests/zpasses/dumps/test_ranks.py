@@ -1,4 +1,4 @@
-"""Dumps of real ranks: into one folder, and a rank whose dump cannot be written."""
+"""Tests of dumps by several processes: a shared folder, and a rank that cannot write its dump."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def _train(options, width=5):
     step(torch.ones(2, width)).sum().backward()
 
 
-def _dump_together_then_where_rank_0_cannot(folder, blocked):
+def _dump_on_all_ranks_then_fail_on_rank_0(folder, blocked):
     _train({"dump": folder, "dump_ranks": "all"})
     try:
         _train({"dump": blocked}, width=6)  # ranks do not vote again on what they agreed on
@@ -31,11 +31,11 @@ def _dump_together_then_where_rank_0_cannot(folder, blocked):
     return ""
 
 
-def test_ranks_share_a_folder_and_a_dump_that_one_cannot_write_is_an_error_on_all(tmp_path):
+def test_ranks_share_a_folder_and_one_failing_dump_is_an_error_on_all(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     errors = run_on_ranks(
-        _dump_together_then_where_rank_0_cannot, str(tmp_path / "dump"), str(blocked)
+        _dump_on_all_ranks_then_fail_on_rank_0, str(tmp_path / "dump"), str(blocked)
     )
     dump = read(tmp_path / "dump")
     assert list(dump.ranks) == [0, 1]
@@ -44,7 +44,7 @@ def test_ranks_share_a_folder_and_a_dump_that_one_cannot_write_is_an_error_on_al
         (compiled,) = dump.ranks[rank].compiles
         assert (compiled.info.rank, compiled.info.world) == (rank, 2)
         agreements = [each for graph in compiled.graphs.values() for each in graph.agreements]
-        assert {each.verdict for each in agreements} == {"agreed"}
+        assert {each.result for each in agreements} == {"agreed"}
         digests.append([each.digest for each in agreements])
         assert compiled.info.parameters["weight"].shard_bytes == (2, 1)[rank] * 5 * 4
     assert digests[0] == digests[1]

@@ -1,4 +1,4 @@
-"""Graphs to snapshots, to files, and back."""
+"""Tests of snapshots: from graphs to files and back."""
 
 import json
 from pathlib import Path
@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from tests.graphs import Param, few, joint, param_lists
+from tests.graphs import Param, few_examples, joint, param_lists
 from tests.roundtrip import round_trip, write_snapshot
 from zpasses.cost.step_time import Timeline
 from zpasses.cost.target import TARGETS, use_target
 from zpasses.dumps import DamagedDumpError, Limits
 from zpasses.dumps.describe import Describer
-from zpasses.dumps.format import Ref, Text
+from zpasses.dumps.format import Ref, Repr
 from zpasses.dumps.snapshots import SnapshotFiles
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.pipeline.pipeline import Pipeline
@@ -25,14 +25,12 @@ ZERO3 = Pipeline.parse("merge-reads,gather-params,reduce-grads,reshard-after-for
 
 
 @given(params=param_lists(), rank=st.integers(0, 2))
-@few
-def test_drawn_graphs_come_back_as_they_were_before_and_after_every_pass(
-    tmp_path_factory, params, rank
-):
+@few_examples
+def test_drawn_graphs_round_trip_before_and_after_every_pass(tmp_path_factory, params, rank):
     folder = tmp_path_factory.mktemp("snapshots")
     with fake_world(3, rank):
         gm = joint([*params, Param((4, 2))], rank, 3)
-        trace = Describer(TARGETS["h100"]).trace("joint")
+        trace = Describer(TARGETS["h100"]).graph("joint")
         written = [trace.snapshot(gm.graph, 0)]
         paths = {0: write_snapshot(folder, written[0])}
         for number, each in enumerate(ZERO3, start=1):
@@ -44,7 +42,7 @@ def test_drawn_graphs_come_back_as_they_were_before_and_after_every_pass(
         assert files.load(number) == written[number]
 
 
-def test_every_graph_of_a_model_comes_back(tmp_path):
+def test_every_graph_of_a_model_round_trips(tmp_path):
     model = nn.Sequential(
         nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 5, bias=False), nn.GELU()
     )
@@ -61,16 +59,14 @@ def test_every_graph_of_a_model_comes_back(tmp_path):
                     pipeline=f"zero{stage}",
                     train=train,
                 )
-    assert len(seen) == 2 * (
-        4 + 3
-    )  # a graph without gradients is shown after the joint passes and after those of forward
+    assert len(seen) == 2 * (4 + 3)  # inference has a joint and a forward level
     places = [
         node.source for snapshot in seen for node in snapshot.nodes if node.source is not None
     ]
     assert {"1", "2"} <= {place.module for place in places}
 
 
-def test_dynamic_shapes_slices_and_odd_values_come_back(tmp_path):
+def test_dynamic_shapes_slices_and_unusual_values_round_trip(tmp_path):
     graph = fx.Graph()
     x = graph.placeholder("x")
     odd = graph.call_function(
@@ -83,21 +79,21 @@ def test_dynamic_shapes_slices_and_odd_values_come_back(tmp_path):
     read = round_trip(graph, tmp_path, modelled=False)
     args = read.by_name["narrow_copy"].args
     assert args[0] == Ref(0)
-    assert args[1:3] == (Text("nan"), Text(str(1 << 80)))
+    assert args[1:3] == (Repr("nan"), Repr(str(1 << 80)))
     assert args[3] == {"deep": ({"start": Ref(0), "stop": None, "step": 2},)}
-    assert read.by_name["narrow_copy"].kwargs == {"dtype": Text("torch.bfloat16")}
+    assert read.by_name["narrow_copy"].kwargs == {"dtype": Repr("torch.bfloat16")}
     assert read.by_name["to"].inputs == (1,)
 
 
-def test_a_node_keeps_its_number_and_a_pass_writes_only_what_it_changed(tmp_path):
+def test_nodes_keep_their_ids_and_only_changed_nodes_are_written(tmp_path):
     with fake_world(2, 0):
         gm = joint([Param((4, 2)), Param((4,))], 0, 2)
-        trace = Describer(TARGETS["h100"]).trace("joint")
+        trace = Describer(TARGETS["h100"]).graph("joint")
         before = trace.snapshot(gm.graph, 0)
         ZERO3.passes[1](gm.graph)
         after = trace.snapshot(gm.graph, 1)
     stayed = before.by_id.keys() & after.by_id.keys()
-    assert len(stayed) == len(before.nodes) - 2  # two dialect reads became gathers
+    assert len(stayed) == len(before.nodes) - 2  # two unshards became gathers
     assert all(before.by_id[id].name == after.by_id[id].name for id in stayed)
     header, *lines = write_snapshot(tmp_path, after, before).read_text().splitlines()
     assert json.loads(header)["base"] == 0
@@ -105,11 +101,11 @@ def test_a_node_keeps_its_number_and_a_pass_writes_only_what_it_changed(tmp_path
     assert len(lines) < len(after.nodes)
 
 
-def test_gathers_are_described_with_route_sizes_and_waits():
+def test_collectives_have_sizes_and_waits():
     with fake_world(4, 0):
         gm = joint([Param((8, 2)), Param((6, 3))], 0, 4)
         Pipeline.parse("gather-params,reduce-grads{form=reduce_scatter}")(gm.graph)
-        snapshot = Describer(TARGETS["h100"]).trace("joint").snapshot(gm.graph, 0)
+        snapshot = Describer(TARGETS["h100"]).graph("joint").snapshot(gm.graph, 0)
     gather, padded, *reductions = [node for node in snapshot.nodes if node.collective is not None]
     assert (gather.collective.kind, gather.params, gather.stream) == (
         "all_gather_into_tensor",
@@ -138,12 +134,12 @@ def test_gathers_are_described_with_route_sizes_and_waits():
     }
 
 
-def test_gathers_by_copy_engines_have_their_route_and_the_times_that_the_pass_compared():
+def test_copy_engine_gathers_have_the_route_and_the_times_that_the_pass_compared():
     with fake_world(8, 0):
         gm = joint([Param((1 << 15, 64)), Param((1 << 15, 64))], 0, 8)
         Pipeline.parse("gather-params,reduce-grads{form=reduce_scatter}")(gm.graph)
         target = TARGETS["mi300x"]
-        trace = Describer(target).trace("joint")
+        trace = Describer(target).graph("joint")
         before = trace.snapshot(gm.graph, 0)
         with use_target(target):
             Pipeline.parse("sdma{min_mb=0,min_hidden=0}")(gm.graph)
@@ -156,7 +152,7 @@ def test_gathers_by_copy_engines_have_their_route_and_the_times_that_the_pass_co
     ]
     assert swapped
     assert {node.collective.route for node in swapped} == {"mori"}
-    assert all("sdma swapped" in node.collective.verdict for node in swapped)
+    assert all("sdma swapped" in node.collective.decision for node in swapped)
     assert {
         before.by_id[node.id].collective.route for node in swapped if node.id in before.by_id
     } <= {""}
@@ -168,30 +164,30 @@ def test_gathers_by_copy_engines_have_their_route_and_the_times_that_the_pass_co
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda rows: rows[0].update(snapshot=7), "as the file's name says"),
+        (lambda rows: rows[0].update(snapshot=7), "the number in the file's name"),
         (lambda rows: rows[0].update(base=0), "not an earlier one"),
-        (lambda rows: rows[0].update(written=99), "should have 99"),
+        (lambda rows: rows[0].update(written=99), "expected 99"),
         (lambda rows: rows[0].update(live_bytes=[1]), "expected one for each"),
-        (lambda rows: rows[0].update(order=[0, 0]), "each node of the graph once"),
+        (lambda rows: rows[0].update(order=[0, 0]), "each node exactly once"),
         (lambda rows: rows[1].update(id=-1), "integer >= 0"),
-        (lambda rows: rows[1].update(id=rows[2]["id"]), "ids are unique"),
+        (lambda rows: rows[1].update(id=rows[2]["id"]), "expected unique ids"),
         (lambda rows: rows[1].update(source=5000), "a number below"),
         (lambda rows: rows[1].update(stream="third"), "'compute'"),
         (lambda rows: rows[1].update(cost_us=-1), "number >= 0"),
         (lambda rows: rows[1].update(args=[{"node": 4711}]), "refers to node 4711"),
-        (lambda rows: rows[1].update(args=[{"node": 1, "more": 2}]), "none of"),
+        (lambda rows: rows[1].update(args=[{"node": 1, "more": 2}]), "is invalid"),
         (
             lambda rows: rows[1].update(buffers=[{"bytes": 1, "last": 999, "kind": "other"}]),
             "refers to node 999",
         ),
-        (lambda rows: rows.pop(), "cut off"),
+        (lambda rows: rows.pop(), "truncated"),
     ],
 )
-def test_what_makes_no_sense_is_named(tmp_path, change, message):
+def test_inconsistent_snapshots_are_refused_with_the_reason(tmp_path, change, message):
     with fake_world(2, 0):
         snapshot = (
             Describer(TARGETS["h100"])
-            .trace("joint")
+            .graph("joint")
             .snapshot(joint([Param((4, 2))], 0, 2).graph, 0)
         )
     path = write_snapshot(tmp_path, snapshot)

@@ -51,7 +51,7 @@ def test_collectives_are_described(gm):
     assert Collective("all_reduce", "0", ((),), ("float32",), "avg", 4) in found
 
 
-def test_dialect_is_described_alike_on_ranks_with_different_rows():
+def test_unshard_has_the_same_description_on_ranks_with_different_rows():
     found = []
     for rank in range(3):
         with fake_world(3, rank):
@@ -74,7 +74,7 @@ def test_dynamic_sizes_are_described_by_their_expression_and_counted_by_their_hi
     ) == (True, True, 40)
 
 
-def test_waits_and_computation_are_no_collectives(gm):
+def test_waits_and_computation_are_not_collectives(gm):
     graph = lowered(gm).graph
     waits = [node for node in graph.nodes if is_wait(node)]
     assert len(waits) == 3
@@ -84,7 +84,7 @@ def test_waits_and_computation_are_no_collectives(gm):
     )
 
 
-def test_dialect_ops_are_told_apart(gm):
+def test_dialect_ops_are_recognised(gm):
     assert sum(map(is_dialect, gm.graph.nodes)) == 4
     assert not any(map(is_dialect, lowered(gm).graph.nodes))
 
@@ -94,7 +94,7 @@ def test_bytes_are_counted_over_lists_and_nothing_else():
     assert nbytes(None) == nbytes(3) == nbytes("x") == 0
 
 
-def test_editor_gives_values_and_provenance_but_not_the_tag(gm):
+def test_editor_sets_values_and_provenance_but_no_tag(gm):
     mul = calls(gm.graph, aten.mul.Tensor)[0]
     add_tag(mul, Tag("full", ("p0",)))
     mul.meta["stack_trace"] = "here"
@@ -108,7 +108,7 @@ def test_editor_gives_values_and_provenance_but_not_the_tag(gm):
     assert node.next is mul
 
 
-def test_editor_takes_provenance_from_the_node_that_it_is_told(gm):
+def test_editor_copies_provenance_from_the_like_node(gm):
     first, *_, last = calls(gm.graph, aten.mul.Tensor)
     first.meta["stack_trace"], last.meta["stack_trace"] = "first", "last"
     assert (
@@ -132,7 +132,7 @@ def test_propagation_recomputes_a_value(gm):
     assert tuple(propagate(mul).shape) == (7, 2)
 
 
-def test_replaced_node_is_gone_and_its_users_are_moved(gm):
+def test_replaced_node_is_erased_and_its_users_are_moved(gm):
     mul = calls(gm.graph, aten.mul.Tensor)[0]
     users = set(mul.users)
     new = Editor(gm.graph, before=mul).call(aten.neg.default, mul.args[0])
@@ -141,7 +141,7 @@ def test_replaced_node_is_gone_and_its_users_are_moved(gm):
     assert set(new.users) == users
 
 
-def test_dead_collectives_are_erased_with_what_only_they_used(gm):
+def test_dead_collectives_are_erased_with_nodes_that_only_they_used(gm):
     copied = lowered(gm)
     graph = copied.graph
     wait = next(node for node in graph.nodes if is_wait(node))
@@ -161,7 +161,7 @@ def test_used_nodes_are_not_erased(gm):
     assert len(gm.graph.nodes) == before
 
 
-def test_packets_and_methods_are_no_collectives():
+def test_methods_and_placeholders_are_not_collectives():
     graph = fx.Graph()
     x = graph.placeholder("x")
     assert collective_of(graph.call_method("relu", (x,))) is None

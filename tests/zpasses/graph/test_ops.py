@@ -11,8 +11,8 @@ BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
 
 @pytest.fixture
-def alone():
-    """A real group of one rank."""
+def single_rank_group():
+    """A real process group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -35,7 +35,7 @@ def leaf(*shape, dtype=F32):
         (REDUCE_GRAD, lambda: (leaf(3, 0), 3, 3, F32, None, "0")),
     ],
 )
-def test_op_passes_opcheck(op, args, alone):
+def test_op_passes_opcheck(op, args, single_rank_group):
     torch.library.opcheck(op, args())
 
 
@@ -53,14 +53,14 @@ def test_sizes_that_depend_on_the_rank_pass_opcheck_in_a_larger_world():
         )
 
 
-def test_one_rank_gets_its_own_rows_as_a_copy(alone):
+def test_a_single_rank_gets_a_copy_of_its_rows(single_rank_group):
     for shard in (leaf(4, 2), leaf(), leaf(0, 3)):
         full = unshard(shard, shard.shape[0] if shard.dim() else 0, None, None, "0")
         assert torch.equal(full, shard)
         assert full.numel() == 0 or full.data_ptr() != shard.data_ptr()
 
 
-def test_gradient_comes_back_in_the_shard_s_dtype(alone):
+def test_gradient_has_the_dtype_of_the_shard(single_rank_group):
     shard = leaf(4, 2)
     full = unshard(shard, 4, BF16, F32, "0")
     assert full.dtype == BF16
@@ -69,7 +69,7 @@ def test_gradient_comes_back_in_the_shard_s_dtype(alone):
     assert torch.equal(shard.grad, torch.ones(4, 2))
 
 
-def test_gradients_and_their_gradients_are_right_on_one_rank(alone):
+def test_gradcheck_and_gradgradcheck_pass_on_one_rank(single_rank_group):
     shard = leaf(3, 2, dtype=F64)
 
     def loss(value):
@@ -98,9 +98,11 @@ def test_gradient_is_the_mean_of_the_ranks_gradients():
     assert torch.equal(torch.cat([run.outputs[1] for run in runs]), mean)
 
 
-def test_gradient_of_an_averaged_gradient_is_each_rank_s_share():
-    """A loss on `reduce_grad(g)` of every rank: the mean of the losses depends on each rank's g
-    through 1/N of the average."""
+def test_gradient_of_an_averaged_gradient_is_divided_by_the_group_size():
+    """Each rank has a loss on `reduce_grad(g)`.
+
+    The mean of the losses depends on each rank's g through 1/N of the average.
+    """
 
     def fn(grad):
         return reduce_grad(grad, 4, 2, F32, None, "0") * 2

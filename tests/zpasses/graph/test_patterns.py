@@ -3,7 +3,7 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from torch import nn
 
-from tests.foreign import leave_alone, simple_fsdp
+from tests.foreign import already_sharded, simple_fsdp
 from tests.graphs import Param, joint, rewritten
 from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.graph.tags import tagged
@@ -22,7 +22,7 @@ gather, wait = (
 def captured(dtype=None):
     with fake_world(2) as mesh:
         return capture_graphs(
-            simple_fsdp(mesh, dtype), (X if dtype is None else X.to(dtype),), shard=leave_alone
+            simple_fsdp(mesh, dtype), (X if dtype is None else X.to(dtype),), shard=already_sharded
         ).before.joint
 
 
@@ -47,14 +47,14 @@ def test_casts_before_the_gather_belong_to_it():
     assert [role for role, *_ in roles(gm)] == ["gather_input", "gather", "full"] * 2
 
 
-def test_second_look_finds_nothing_new():
+def test_second_call_finds_nothing_new():
     gm = captured()
     tag_foreign_gathers(gm.graph, "first")
     assert tag_foreign_gathers(gm.graph, "second") == 0
     assert {origin for *_, origin in roles(gm)} == {"first"}
 
 
-def test_gathers_of_our_own_are_left_alone():
+def test_gathers_that_zpasses_inserted_are_unchanged():
     with fake_world(3, 2):
         gm = rewritten(joint([Param((7, 2))], 2, 3), GatherParams())
     before = roles(gm)
@@ -71,7 +71,7 @@ def test_gathers_of_our_own_are_left_alone():
     ],
     ids=["computed", "two inputs", "another collective"],
 )
-def test_what_is_no_parameter_gather_is_left_alone(fn):
+def test_other_collectives_are_not_tagged(fn):
     with fake_world(2):
         gm = trace_joint(
             lambda shard, x: fn(shard.detach(), x) * shard.sum(),
@@ -82,7 +82,7 @@ def test_what_is_no_parameter_gather_is_left_alone(fn):
     assert roles(gm) == before
 
 
-def test_gather_of_an_incoming_gradient_is_no_parameter():
+def test_gather_of_an_incoming_gradient_is_not_tagged():
     def scatter(value):
         return funcol.reduce_scatter_tensor_autograd(value, "sum", 0, torch.distributed.group.WORLD)
 
@@ -92,6 +92,6 @@ def test_gather_of_an_incoming_gradient_is_no_parameter():
     assert tag_foreign_gathers(gm.graph, "test") == 0
 
 
-def test_graph_without_collectives_is_left_alone():
-    gm = capture_graphs(nn.Linear(6, 4), (X,), world_size=2, shard=leave_alone).before.joint
+def test_graph_without_collectives_is_unchanged():
+    gm = capture_graphs(nn.Linear(6, 4), (X,), world_size=2, shard=already_sharded).before.joint
     assert tag_foreign_gathers(gm.graph, "test") == 0

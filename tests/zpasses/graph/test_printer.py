@@ -8,7 +8,7 @@ from zpasses.passes import GatherParams, ReshardAfterForward
 from zpasses.testing import capture_graphs, fake_world, listing, trace_joint
 
 
-def test_values_tags_and_marks_stand_behind_the_code():
+def test_comments_show_values_tags_and_recompute_marks():
     with fake_world(2):
         gm = rewritten(
             joint([Param((4, 2), param_dtype=torch.bfloat16)], 0, 2),
@@ -37,7 +37,7 @@ return [mul, reduce_grad, None]
 @pytest.mark.skipif(
     torch.__version__ < "2.12", reason="Dynamo of torch 2.11 calls the node prim_to_local"
 )
-def test_captured_graph_is_listed_too():
+def test_captured_graph_has_a_listing():
     captured = capture_graphs(nn.Linear(6, 4, bias=False), (torch.zeros(2, 6),), world_size=2)
     expect_listing(
         listing(captured.before.captured),
@@ -52,7 +52,7 @@ return (linear,)
     )
 
 
-def test_graph_and_module_list_alike():
+def test_graph_and_module_have_the_same_listing():
     gm = trace_joint(lambda x: x.split(2)[1] * 2.5, [torch.ones(4, requires_grad=True)])
     assert listing(gm) == listing(gm.graph)
     expect_listing(

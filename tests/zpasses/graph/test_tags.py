@@ -15,14 +15,14 @@ def one_node():
     return graph.placeholder("x")
 
 
-def test_tag_is_found_where_it_was_written():
+def test_added_tag_is_found():
     node = one_node()
     assert tag_of(node) is None
     add_tag(node, Tag("shard", ("w",)))
     assert tag_of(node) == Tag("shard", ("w",))
 
 
-def test_tag_is_found_where_only_the_mirror_survived():
+def test_tag_is_found_if_only_the_mirror_survived():
     node = one_node()
     node.meta["custom"] = {"theirs": 1}
     add_tag(node, Tag("shard", ("w",)))
@@ -38,7 +38,7 @@ def test_mirror_is_not_shared_between_nodes_that_share_metadata():
     assert tag_of(second) is None
 
 
-def test_foreign_metadata_is_no_tag():
+def test_other_metadata_is_not_a_tag():
     node = one_node()
     node.meta["zpasses"] = "something else"
     node.meta["custom"] = "nor this"
@@ -61,7 +61,7 @@ def test_retag_of_an_untagged_node_raises():
         retag(one_node(), bucket=3)
 
 
-def test_dropped_tag_is_gone_from_both_places():
+def test_drop_tag_removes_both_copies():
     node = one_node()
     node.meta["custom"] = {"theirs": 1}
     add_tag(node, Tag("gather", ("w",)))
@@ -91,8 +91,7 @@ def test_tags_of_the_captured_graph_survive_retracing_through_custom():
 
 
 def test_only_custom_survives_retracing(monkeypatch):
-    """Why tags are mirrored: without the mirror nothing of the captured tag is left on the joint
-    graph, and what it says is lost."""
+    """The reason for the mirror: it is all that retracing keeps of the captured tag."""
     monkeypatch.setattr("zpasses.backend.capture.tag_joint", lambda *_: None)
     monkeypatch.setattr("zpasses.backend.compiler.tag_joint", lambda *_: None)
     captured = capture_graphs(nn.Linear(6, 4, bias=False), (X,), world_size=2)

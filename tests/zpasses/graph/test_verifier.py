@@ -1,4 +1,4 @@
-"""What the runner finds after a pass, whoever wrote it."""
+"""Tests of the checks that run after every pass."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -87,7 +87,7 @@ def test_value_of_the_wrong_dtype_is_found():
         rewrite(lie)
 
 
-def test_changed_arguments_are_propagated_anew():
+def test_changed_arguments_are_propagated_again():
     def transpose(graph):
         mul = first(graph, aten.mul.Tensor)
         flat = Editor(graph, before=mul).call(aten.slice.Tensor, mul.args[0], 0, 0, 1)
@@ -194,8 +194,9 @@ def test_error_names_the_pass_that_did_it_and_not_an_earlier_one():
 
 
 def test_pass_that_says_it_changed_nothing_is_not_checked_again():
-    """The price of a check is paid for changes; a pass that lies is found by the next check, at the
-    latest by the compiler."""
+    """Checks cost time only for changes. The next check, or the compiler, finds a pass that
+    misreports.
+    """
     with fake_world(2):
         gm = joint([Param((4, 2))], 0, 2)
         before = Snapshot(gm.graph)

@@ -1,4 +1,4 @@
-"""Graphs of a dump made by hand, without torch."""
+"""Handmade graphs and dumps for tests, without torch."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -88,8 +88,9 @@ def wait(id, name, started, *, param="w"):
 
 
 def two_gathers(early=False):
-    """x @ w @ v, each parameter gathered where it is read, or (early) the second beside the first
-    product."""
+    """x @ w @ v. Each parameter is gathered right before its use. With `early`, the second gather
+    overlaps with the first product.
+    """
     x = node(0, "x", "x", op="placeholder")
     shards = [
         replace(
@@ -128,7 +129,7 @@ def full(node, last, param):
 
 
 def alive(nodes):
-    """Bytes alive while each node runs, from the buffers' ends."""
+    """Bytes alive while each node runs, computed from the buffers."""
     at = {each.id: index for index, each in enumerate(nodes)}
     buffers = [buffer for each in nodes for buffer in each.buffers]
     return [
@@ -138,7 +139,7 @@ def alive(nodes):
 
 
 def chain(count, seed=0):
-    """A graph of `count` nodes, each of which reads one or two of those before it."""
+    """A graph of `count` nodes. Each node reads one or two earlier nodes."""
     nodes = [node(0, "x", "x", op="placeholder")]
     for at in range(1, count):
         reads = sorted({(at * 7 + seed) % at, at - 1})
@@ -161,8 +162,9 @@ def counts(graph):
 
 
 def graph_of(name, *states, error=None):
-    """A graph through its passes: pairs of a pass (None first) and the graph behind it; the same
-    graph twice where it changed nothing."""
+    """A graph and its passes, from pairs of a pass (None first) and the graph after it. The same
+    graph twice means that the pass changed nothing.
+    """
     steps, graphs = [], {}
     for index, (after, state) in enumerate(states):
         number = (
@@ -220,7 +222,7 @@ def dump_of(*graphs, rank=0, name="0/0", error=None, sources=None, **info):
 
 
 def small_dump(**more):
-    """Two gathers, the second started earlier by `overlap`; `bucket` found nothing to do."""
+    """Two gathers. `bucket` changes nothing, and `overlap` starts the second gather earlier."""
     before, after = two_gathers(), two_gathers(early=True)
     return dump_of(
         graph_of("forward", (None, before), ("bucket{cap_mb=0}", before), ("overlap", after)),
@@ -229,7 +231,7 @@ def small_dump(**more):
 
 
 def two_groups():
-    """Both gathers start first, the second in another process group."""
+    """Two gathers in two process groups, which both start before any compute."""
     by = two_gathers().by_name
     other = replace(by["gather_v"], collective=replace(by["gather_v"].collective, group="1"))
     order = (

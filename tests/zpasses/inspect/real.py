@@ -1,4 +1,4 @@
-"""A dump of a real compile, made once for all tests that look at one."""
+"""A dump of a real compile, which tests share."""
 
 import functools
 import tempfile
@@ -16,7 +16,7 @@ BUCKETS = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{m
 
 
 class Layers(nn.Module):
-    """Three linear layers, and a nonlinearity between them."""
+    """Three linear layers with ReLU."""
 
     def __init__(self):
         super().__init__()
@@ -29,8 +29,9 @@ class Layers(nn.Module):
 
 
 def dump_training_step(folder, world=2, rank=0, **options):
-    """Compile a step of `Layers` as one rank of a fake world; returns kind -> bytes alive along the
-    graph after its passes."""
+    """Compile a step of `Layers` as one rank of a fake process group. Returns kind of graph ->
+    bytes alive along the graph after its passes.
+    """
     seen = {}
     with (
         fake_world(world, rank) as mesh,
@@ -56,8 +57,8 @@ _folders = []
 
 @functools.cache
 def real_dump():
-    """(folder, kind -> bytes alive along the graph after its passes): ranks 0 and 1 of two."""
-    _folders.append(tempfile.TemporaryDirectory())  # goes with the process
+    """(folder, kind of graph -> bytes alive after its passes), for both ranks of two."""
+    _folders.append(tempfile.TemporaryDirectory())  # deleted when the process ends
     folder = Path(_folders[-1].name) / "dump"
     dump_training_step(folder, rank=1)
     return folder, dump_training_step(folder)

@@ -1,4 +1,4 @@
-"""Differences name what was changed, and nothing else."""
+"""Tests of differences: they name exactly the changes."""
 
 from dataclasses import replace
 
@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.zpasses.inspect.graphs import chain, node, snapshot, two_gathers
-from zpasses.dumps.format import Mark, Ref, Tag
-from zpasses.inspect import compare, pair
+from zpasses.dumps.format import RecomputeMark, Ref, Tag
+from zpasses.inspect import compare, pair_nodes
 
 
 def changes(difference):
@@ -25,11 +25,11 @@ def test_equal_graphs_have_no_difference():
 def test_moved_collective_is_named_and_not_the_compute_it_passed():
     difference = compare(two_gathers(), two_gathers(early=True))
     assert [(change.kind, change.node.name, change.detail) for change in difference.changes] == [
-        ("moved", "gather_v", "behind w (-1)")
+        ("moved", "gather_v", "after w (-1)")
     ]
 
 
-def test_details_say_what_was_and_what_is():
+def test_details_name_the_old_and_the_new_state():
     before = two_gathers()
     nodes = list(before.nodes)
     nodes[5] = replace(
@@ -41,7 +41,7 @@ def test_details_say_what_was_and_what_is():
     nodes.insert(6, node(20, "extra", args=(Ref(5),)))
     difference = compare(before, snapshot(*nodes))
     assert [(change.kind, change.detail) for change in difference.changes] == [
-        ("inserted", "behind mm"),
+        ("inserted", "after mm"),
         ("rewired", "args[0]: x -> w"),
         ("retagged", "no tag -> full"),
         ("retyped", "f32[4, 4] -> bf16[4, 4]"),
@@ -49,15 +49,19 @@ def test_details_say_what_was_and_what_is():
     ]
     assert difference.summary == "1 inserted, 1 rewired, 1 retagged, 1 retyped, 1 renamed"
     backward = compare(snapshot(*nodes), before)
-    assert (backward.changes[0].kind, backward.changes[0].detail) == ("removed", "nothing read it")
+    assert (backward.changes[0].kind, backward.changes[0].detail) == ("removed", "had no users")
 
 
 @pytest.mark.parametrize(
     ("was", "now", "detail"),
     [
-        (None, Mark("must_recompute", 7), "no mark -> recomputed"),
-        (Mark("prefer_save", 1), None, "prefer save -> no mark"),
-        (Mark("must_recompute", 1), Mark("must_recompute", 7), "recomputed, in region 1 -> 7"),
+        (None, RecomputeMark("must_recompute", 7), "no mark -> recomputed"),
+        (RecomputeMark("prefer_save", 1), None, "prefer save -> no mark"),
+        (
+            RecomputeMark("must_recompute", 1),
+            RecomputeMark("must_recompute", 7),
+            "recomputed, in region 1 -> 7",
+        ),
     ],
 )
 def test_marks_for_the_partitioner_are_named(was, now, detail):
@@ -97,7 +101,7 @@ def move(nodes, at, draw):
     moved = nodes.pop(at)
     others = [
         place for place in range(1, len(nodes)) if abs(place - at) > 1
-    ]  # of two neighbours either may have moved
+    ]  # between neighbours, either may be reported as moved
     nodes.insert(draw(st.sampled_from(others)), moved)
     return {("moved", moved.name)}
 
@@ -113,7 +117,7 @@ def retag(nodes, at, draw):
 
 
 def remark(nodes, at, draw):
-    nodes[at] = replace(nodes[at], mark=Mark("must_recompute", 7))
+    nodes[at] = replace(nodes[at], mark=RecomputeMark("must_recompute", 7))
     return {("remarked", nodes[at].name)}
 
 
@@ -143,7 +147,7 @@ def test_difference_names_exactly_the_planted_change(data, seed, edit):
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_fewest_nodes_are_said_to_move(data):
+def test_as_few_nodes_as_possible_are_reported_as_moved(data):
     before = chain(9)
     order = data.draw(st.permutations(before.nodes))
     moved = {change.node.id for change in compare(before, snapshot(*order)).of_kind("moved")}
@@ -151,7 +155,7 @@ def test_fewest_nodes_are_said_to_move(data):
     assert stayed == sorted(stayed)
     rising = [1] * len(
         order
-    )  # the length of the longest rising subsequence that ends at each place
+    )  # length of the longest increasing subsequence that ends at each place
     for at, each in enumerate(order):
         rising[at] = 1 + max((rising[i] for i in range(at) if order[i].id < each.id), default=0)
     assert len(stayed) == max(rising)
@@ -159,7 +163,7 @@ def test_fewest_nodes_are_said_to_move(data):
 
 # --- between compiles -----------------------------------------------------------------------------
 def renumbered(graph, offset=100, names=None):
-    """The same graph as another compile would number and name it."""
+    """The same graph with the ids and names of another compile."""
 
     def shifted(argument):
         if isinstance(argument, Ref):
@@ -182,7 +186,7 @@ def renumbered(graph, offset=100, names=None):
 
 def test_graphs_of_two_compiles_are_paired_by_what_they_compute():
     before, after = two_gathers(), renumbered(two_gathers(), names={"mm": "mm_7", "mm_1": "mm"})
-    difference = compare(before, after, pair(before, after))
+    difference = compare(before, after, pair_nodes(before, after))
     assert changes(difference) == {("renamed", "mm_7"), ("renamed", "mm")}
 
 
@@ -192,13 +196,13 @@ def test_node_inserted_early_does_not_make_the_rest_different():
     nodes.insert(5, node(50, "cast", "aten._to_copy.default", (Ref(0),)))
     nodes[6] = replace(nodes[6], args=(Ref(50), Ref(4)), inputs=(50, 4))
     after = renumbered(snapshot(*nodes))
-    assert changes(compare(before, after, pair(before, after))) == {
+    assert changes(compare(before, after, pair_nodes(before, after))) == {
         ("inserted", "cast"),
         ("rewired", "mm"),
     }
 
 
-def test_node_of_another_name_behind_a_change_is_found_by_what_it_reads():
+def test_renamed_node_after_a_change_is_paired_by_its_inputs():
     before = two_gathers()
     nodes = [
         replace(each, target="aten.bmm.default") if each.name == "mm" else each
@@ -206,7 +210,7 @@ def test_node_of_another_name_behind_a_change_is_found_by_what_it_reads():
     ]
     nodes = [replace(each, name="mm_9") if each.name == "mm_1" else each for each in nodes]
     after = renumbered(snapshot(*nodes))
-    assert changes(compare(before, after, pair(before, after))) == {
+    assert changes(compare(before, after, pair_nodes(before, after))) == {
         ("inserted", "mm"),
         ("removed", "mm"),
         ("rewired", "mm_9"),
@@ -217,4 +221,4 @@ def test_node_of_another_name_behind_a_change_is_found_by_what_it_reads():
 @pytest.mark.parametrize("seed", range(5))
 def test_every_node_of_an_equal_graph_is_paired(seed):
     before, after = chain(40, seed), renumbered(chain(40, seed))
-    assert pair(before, after) == {each.id: each.id + 100 for each in before.nodes}
+    assert pair_nodes(before, after) == {each.id: each.id + 100 for each in before.nodes}

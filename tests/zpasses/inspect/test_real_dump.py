@@ -1,4 +1,4 @@
-"""The inspector on what a real compile left."""
+"""Tests of the inspector on the dump of a real compile."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ def dump():
 
 
 @pytest.mark.parametrize("kind", ["joint", "forward", "backward"])
-def test_memory_shown_is_that_of_the_liveness_model(dump, kind):
+def test_memory_equals_the_liveness_model(dump, kind):
     expected = real_dump()[1][kind]
     shown = dump.memory_of(kind)
     assert shown.live_bytes == expected
@@ -39,7 +39,7 @@ def test_differences_of_passes_add_up(dump):
     }
 
 
-def test_regather_is_seen_by_its_marks(dump):
+def test_reshard_after_forward_appears_as_recompute_marks(dump):
     difference = dump.diff_of("joint", "reshard-after-forward")
     assert set(difference.counts) == {"remarked"}
     assert {change.detail for change in difference.changes} == {"no mark -> recomputed"}
@@ -51,7 +51,7 @@ def test_regather_is_seen_by_its_marks(dump):
     assert "recomputed" not in str(dump.show("joint", "reduce-grads"))
 
 
-def test_every_gather_is_a_row_with_its_parameters(dump):
+def test_every_gather_has_a_row_with_its_parameters(dump):
     before, after = dump.collectives_of("forward", 0), dump.collectives_of("forward")
     assert [row.params for row in before.rows] == [(f"layers.{i}.weight",) for i in range(3)]
     (bucket,) = after.rows
@@ -67,7 +67,7 @@ def test_ranks_with_equal_shards_have_the_same_graphs(dump):
     assert not dump.diff_to(other, "forward").data["only_one_side"]
 
 
-def test_trace_has_two_tracks_a_graph_and_as_much_time_as_the_schedule(dump):
+def test_trace_has_two_tracks_per_graph_and_the_times_of_the_schedule(dump):
     events = json.loads(json.dumps(dump.timeline()))["traceEvents"]
     names = {
         (event["pid"], event["tid"]): event["args"]["name"]
@@ -95,7 +95,7 @@ def test_trace_has_two_tracks_a_graph_and_as_much_time_as_the_schedule(dump):
                 "exposed": plan.exposed_us,
             }
         )
-    for track in names:  # no two slices of a track at once
+    for track in names:  # slices of a track do not overlap
         own = sorted(
             (event["ts"], event["ts"] + event["dur"])
             for event in slices
@@ -104,6 +104,6 @@ def test_trace_has_two_tracks_a_graph_and_as_much_time_as_the_schedule(dump):
         assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(own))
 
 
-def test_what_is_no_dump_is_refused(tmp_path):
+def test_a_folder_that_is_no_dump_is_refused(tmp_path):
     with pytest.raises(DumpError, match="is not a dump"):
         zpasses.inspect.open(tmp_path)

@@ -1,5 +1,6 @@
-"""report.html in a headless browser: it opens without errors, its filters and jumps work, and
-nothing of a dump is ever run."""
+"""Tests of report.html in a headless browser: it opens without errors, filters and links work, and
+nothing from a dump is executed.
+"""
 
 import importlib.util
 import json
@@ -67,8 +68,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def page(browser, tmp_path):
-    """Opens an inspection's page; whatever the browser complains of while a test looks at it fails
-    the test."""
+    """Opens an inspection's page. Any error that the browser logs fails the test."""
 
     def show(inspection, address=""):
         path = tmp_path / "report.html"
@@ -87,7 +87,7 @@ def all_of(browser, selector):
 
 
 def one(browser, selector, text=None):
-    """The element that is visible and has this text, waited for a little."""
+    """The first visible element with this text. Waits for it up to 10 seconds."""
     deadline = time.monotonic() + 10
     while True:
         found = [
@@ -122,7 +122,7 @@ def rows(browser):
     return [each.text for each in all_of(browser, "main .rows .row") if each.is_displayed()]
 
 
-# --- what it shows --------------------------------------------------------------------------------
+# --- content --------------------------------------------------------------------------------------
 @needs_browser
 def test_every_view_of_a_real_dump_opens(page):
     browser = page(open_dump(real_dump()[0]))
@@ -141,13 +141,11 @@ def test_every_view_of_a_real_dump_opens(page):
     ):
         assert word in overview
     wide = "Array.from(document.querySelectorAll('main .scroll')).filter(each => each.scrollWidth > each.clientWidth).length"  # noqa: E501
-    assert (
-        browser.execute_script(f"return {wide}") == 0
-    )  # at 1280 px nothing needs to be scrolled sideways
+    assert browser.execute_script(f"return {wide}") == 0  # at 1280 px nothing scrolls horizontally
 
 
 @needs_browser
-def test_memory_and_time_on_the_page_are_those_of_the_models(page):
+def test_memory_and_times_on_the_page_equal_the_models(page):
     inspection = open_dump(real_dump()[0])
     browser = page(inspection)
     curves = "compiles[0].graphs.flatMap(g => g.steps.map((s, i) => Array.from(compiles[0].at(g, i).curves.live).slice(0, -1)))"  # noqa: E501
@@ -156,7 +154,7 @@ def test_memory_and_time_on_the_page_are_those_of_the_models(page):
         list(step.snapshot.live_bytes) for graph in graphs for step in graph.steps
     ]
     for kind in ("forward", "backward"):
-        spans = f"compiles[0].at(compiles[0].graphData('{kind}'), 1).spans.map(s => [s.form.name, s.start, s.end])"  # noqa: E501
+        spans = f"compiles[0].at(compiles[0].graphData('{kind}'), 1).spans.map(s => [s.node.name, s.start, s.end])"  # noqa: E501
         expected = [
             [span.node.name, span.start_us, span.end_us]
             for span in inspection.schedule_of(kind, 1).compute
@@ -168,7 +166,7 @@ def test_memory_and_time_on_the_page_are_those_of_the_models(page):
 
 
 @needs_browser
-def test_diff_stands_side_by_side_and_folds_what_did_not_change(page):
+def test_diff_is_side_by_side_and_folds_unchanged_nodes(page):
     browser = page(Inspection(small_dump()), "0/forward/2/diff/")
     assert "peak 256 B → 320 B +25.0 %" in one(browser, ".runline").text
     moved = [each.text for each in all_of(browser, ".cell.moved")]
@@ -182,9 +180,9 @@ def test_diff_stands_side_by_side_and_folds_what_did_not_change(page):
         ),
         "0/joint/1/diff/",
     )
-    assert [text for text in rows(browser) if "as before" in text] == [
-        "⋯ 27 nodes as before",
-        "⋯ 27 nodes as before",
+    assert [text for text in rows(browser) if "unchanged" in text] == [
+        "⋯ 27 unchanged nodes",
+        "⋯ 27 unchanged nodes",
     ]
     one(browser, ".row.gap").click()
     wait_for(browser, "document.querySelectorAll('main .gap').length < 2")
@@ -199,7 +197,7 @@ def retagged(graph, at):
 
 
 @needs_browser
-def test_marks_that_a_pass_left_are_in_the_diff_and_beside_the_node(page):
+def test_recompute_marks_are_in_the_diff_and_in_the_node_panel(page):
     inspection = open_dump(real_dump()[0])
     step = inspection.step_of("joint", "reshard-after-forward")
     browser = page(inspection, f"0/joint/{step.index}/diff/")
@@ -210,7 +208,7 @@ def test_marks_that_a_pass_left_are_in_the_diff_and_beside_the_node(page):
 
 
 @needs_browser
-def test_pass_that_changed_nothing_says_so_and_a_failed_one_why(page):
+def test_unchanged_and_failed_passes_are_reported(page):
     assert (
         "changed nothing" in one(page(Inspection(small_dump()), "0/forward/1/diff/"), "main").text
     )
@@ -225,30 +223,30 @@ def test_pass_that_changed_nothing_says_so_and_a_failed_one_why(page):
     assert "node x has no wait" in one(browser, ".failure").text
     assert one(browser, ".nav .failed").text == "failed"
     early = dump_of(graph_of("joint", (None, chain(5)), ("s", None), error=failure))
-    assert "was not written" in one(page(Inspection(early), "0/joint/1/diff/"), "main").text
+    assert (
+        "does not contain this graph"
+        in one(page(Inspection(early), "0/joint/1/diff/"), "main").text
+    )
 
 
 @needs_browser
-def test_captured_graph_has_no_figures_of_models(page):
+def test_captured_graph_has_no_estimates(page):
     browser = page(Inspection(dump_of(graph_of("captured", (None, chain(5))))))
-    assert (
-        "6 nodes · 0 collectives · memory and times are not modelled"
-        in one(browser, ".card header").text
-    )
+    assert "6 nodes · 0 collectives · no estimates" in one(browser, ".card header").text
     for tab in ("memory", "timeline", "collectives"):
         browser.execute_script(f"go({{graph: 'captured', step: 0, tab: '{tab}'}})")
         assert "is the graph that Dynamo captured" in one(browser, "main").text
 
 
 @needs_browser
-def test_dump_without_graphs_says_why(page):
+def test_dump_without_graphs_shows_the_error(page):
     failure = Failure("OptionError", "no pass is called 'x'", "options")
     assert "no pass is called 'x'" in one(page(Inspection(dump_of(error=failure))), "main").text
 
 
-# --- filters and jumps ----------------------------------------------------------------------------
+# --- filters and links ----------------------------------------------------------------------------
 @needs_browser
-def test_listing_is_filtered_and_leads_to_the_node(page):
+def test_listing_filters_and_selects_a_node(page):
     browser = page(Inspection(small_dump()), "0/forward/2/listing/")
     assert len(rows(browser)) == 10
     one(browser, ".filter").send_keys("is:collective v")
@@ -261,10 +259,10 @@ def test_listing_is_filtered_and_leads_to_the_node(page):
         for word in (
             "gather_v",
             "all_gather_into_tensor",
-            "puts in",
+            "input",
             "exposed",
             "2 µs",
-            "is read by (1)",
+            "users (1)",
         )
     )
     one(browser, ".detail .links button", "v_shard").click()
@@ -310,13 +308,13 @@ def test_exposed_filter_and_kind_filter_of_collectives(page):
 
 
 @needs_browser
-def test_timeline_and_memory_answer_to_pointer_and_keys(page):
+def test_timeline_and_memory_react_to_pointer_and_keys(page):
     from selenium.webdriver import ActionChains
 
     browser = page(Inspection(small_dump()), "0/forward/2/timeline/")
     chart = one(browser, "canvas")
     wait_for(browser, "document.querySelector('canvas').width > 300")
-    # Of 28 us, the second gather moves its bytes from 10 to 20: half way, in the lower track.
+    # Of 28 us, the second gather takes 10 to 20 in the lower track. Point at its middle.
     across = browser.execute_script(
         "return TRACK.left + (document.querySelector('canvas').clientWidth - TRACK.left - 8) * 15 "
         "/ 28"
@@ -325,20 +323,20 @@ def test_timeline_and_memory_answer_to_pointer_and_keys(page):
     ActionChains(browser).move_to_element_with_offset(
         chart, int(across - middle[0]), int(110 - middle[1])
     ).perform()
-    assert "gather_v" in one(browser, ".hint").text
+    assert "gather_v" in one(browser, ".tooltip").text
     ActionChains(browser).click().perform()
     assert one(browser, ".detail h2").text == "gather_v"
     assert "2 µs" in one(browser, "main table").text
     browser.execute_script("document.querySelector('canvas').focus()")
     keys(browser, "ARROW_UP")
     assert one(browser, ".detail h2").text == "gather_w"
-    keys(browser, "ARROW_DOWN")  # the canvas is a new one, and has the focus
+    keys(browser, "ARROW_DOWN")  # the new canvas has the focus
     assert one(browser, ".detail h2").text == "gather_v"
 
     browser = page(two_groups(), "0/forward/0/timeline/")
     chart = one(browser, "canvas")
     wait_for(browser, "document.querySelector('canvas').width > 300")
-    # Of 26 us, both gathers take the first 10, each in the track of its group.
+    # Of 26 us, both gathers take the first 10, each in its group's track.
     across = browser.execute_script(
         "return TRACK.left + (document.querySelector('canvas').clientWidth - TRACK.left - 8) * 5 / "
         "26"
@@ -347,7 +345,7 @@ def test_timeline_and_memory_answer_to_pointer_and_keys(page):
         down = browser.execute_script("return laneTop(arguments[0]) + 9", track)
         offset = (int(across - chart.size["width"] / 2), int(down - chart.size["height"] / 2))
         ActionChains(browser).move_to_element_with_offset(chart, *offset).perform()
-        assert name in one(browser, ".hint").text
+        assert name in one(browser, ".tooltip").text
 
     browser = page(Inspection(small_dump()), "0/forward/2/memory/")
     assert one(browser, ".alive h2").text.startswith("320 B")
@@ -361,7 +359,7 @@ def test_timeline_and_memory_answer_to_pointer_and_keys(page):
 
 
 @needs_browser
-def test_source_stands_beside_the_nodes_that_came_from_it(page):
+def test_source_view_shows_lines_and_their_nodes(page):
     text = "class Model:\n    def forward(self, x):\n        x = self.up(x)\n        return x\n"
     browser = page(Inspection(small_dump(sources={"model.py": text})), "0/forward/2/source/5")
     assert "x = self.up(x)" in one(browser, ".row.chosen").text
@@ -370,10 +368,10 @@ def test_source_stands_beside_the_nodes_that_came_from_it(page):
 
 
 @needs_browser
-def test_keys_reach_everything(page):
+def test_everything_is_reachable_by_keyboard(page):
     browser = page(Inspection(small_dump()))
     keys(browser, "TAB")
-    assert browser.switch_to.active_element.text == "Skip to the content"
+    assert browser.switch_to.active_element.text == "Skip to content"
     reached = []
     for _ in range(12):
         keys(browser, "TAB")
@@ -436,7 +434,7 @@ def hostile_dump():
     )
 
 
-def test_data_can_neither_end_their_element_nor_begin_another():
+def test_data_cannot_end_its_html_element():
     text = Inspection(hostile_dump()).html()
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[
         1
@@ -445,11 +443,11 @@ def test_data_can_neither_end_their_element_nor_begin_another():
     assert json.loads(data)["compiles"][0]["options"] == {
         HOSTILE: HOSTILE,
         "limit": "inf",
-    }  # a browser's JSON has no infinity
+    }  # JSON in browsers has no infinity
     assert text.count("<script") == 2
     assert not re.search(
         r"https?://(?!www\.w3\.org/2000/svg)", text.replace(data, "")
-    )  # a name of SVG, not an address
+    )  # the namespace of SVG is no address
 
 
 @needs_browser
@@ -466,7 +464,7 @@ def test_hostile_names_are_shown_as_text_and_never_run(page):
 
 
 @needs_browser
-def test_of_twenty_thousand_nodes_only_those_in_sight_are_on_the_page(page):
+def test_only_visible_nodes_of_a_large_graph_are_on_the_page(page):
     size = 20_000
     before = chain(size)
     nodes = list(before.nodes)

@@ -1,4 +1,4 @@
-"""What the inspector shows, as text."""
+"""Tests of the inspector's pages and figures."""
 
 import expecttest
 import pytest
@@ -16,8 +16,8 @@ from tests.zpasses.inspect.graphs import (
 from zpasses.dumps.format import Buffer, Collective, Failure
 from zpasses.inspect import (
     Inspection,
+    NodeFilter,
     NotInDumpError,
-    Where,
     communication,
     listing,
     memory,
@@ -34,18 +34,18 @@ def test_overview_lists_graphs_and_passes():
     expect(
         Inspection(small_dump()).overview(),
         """\
-dump: zpasses 0.1.0, torch 2.13.0, world of 2
+dump: zpasses 0.1.0, torch 2.13.0, world size 2
 
-Rank 0 was dumped.
+Rank 0, the only one in the dump.
 
 Compile 0/0 (000-0_0): done, codegen eager, target cpu
 pipeline: overlap
 
-graph      step  after               changes    nodes    collectives    bytes put in    pass    checks  notes
--------  ------  ----------------  ---------  -------  -------------  --------------  ------  --------  -------
-forward       0  -                                 10              2            64 B
-              1  bucket{cap_mb=0}          0       10              2            64 B  1.5 ms    250 us
-              2  overlap                   1       10              2            64 B  1.5 ms    250 us""",  # noqa: E501
+graph      step  after               changes    nodes    collectives    input bytes    pass    checks  notes
+-------  ------  ----------------  ---------  -------  -------------  -------------  ------  --------  -------
+forward       0  -                                 10              2           64 B
+              1  bucket{cap_mb=0}          0       10              2           64 B  1.5 ms    250 us
+              2  overlap                   1       10              2           64 B  1.5 ms    250 us""",  # noqa: E501
     )
 
 
@@ -57,17 +57,17 @@ def test_overview_shows_a_failed_pass():
     expect(
         Inspection(dump).overview(),
         """\
-dump: zpasses 0.1.0, torch 2.13.0, world of 2
+dump: zpasses 0.1.0, torch 2.13.0, world size 2
 
-Rank 0 was dumped.
+Rank 0, the only one in the dump.
 
 Compile 0/0 (000-0_0): failed, codegen eager, target cpu
 pipeline: overlap
 
-graph      step  after      changes    nodes    collectives    bytes put in    pass    checks  notes
--------  ------  -------  ---------  -------  -------------  --------------  ------  --------  ------------------
-joint         0  -                         4              0             0 B
-              1  sdma                                                                          FAILED: ValueError
+graph      step  after      changes    nodes    collectives    input bytes    pass    checks  notes
+-------  ------  -------  ---------  -------  -------------  -------------  ------  --------  ------------------
+joint         0  -                         4              0            0 B
+              1  sdma                                                                         FAILED: ValueError
 
 FAILED in sdma: ValueError: no such group""",  # noqa: E501
     )
@@ -98,7 +98,7 @@ def test_difference_of_a_pass():
 0/0 forward, after overlap: 1 moved; peak 256 B -> 320 B (+25.0%)
 
 0/0 forward, after overlap:
-> moved gather_v: behind w (-1)""",
+> moved gather_v: after w (-1)""",
     )
 
 
@@ -113,7 +113,7 @@ def test_difference_groups_what_moved_together():
 0/0 joint, after shuffle: 2 moved
 
 0/0 joint, after shuffle:
-> moved n5 to n6 (2 nodes): behind x (-4)""",
+> moved n5 to n6 (2 nodes): after x (-4)""",
     )
 
 
@@ -127,13 +127,12 @@ node      kind        group      ranks  parameters      bytes    distance    com
 gather_w  all_gather  0              2  w                32 B           0                  0   10 us      10 us
 gather_v  all_gather  0              2  v                32 B           1               8 us   10 us       2 us
 
-2 collectives, 64 B put in. Communication 20 us, compute 16 us; exposed 12 us, hidden 40%. By the
-target's model.""",  # noqa: E501
+2 collectives, 64 B of input. Communication 20 us, compute 16 us; exposed 12 us, hidden 40%. Times are estimates for the target.""",  # noqa: E501
     )
 
 
 def test_memory_before_and_after_each_pass():
-    shown = str(Inspection(small_dump()).memory("forward"))  # expecttest takes no bars
+    shown = str(Inspection(small_dump()).memory("forward"))  # expecttest cannot handle the bars
     assert (
         shown
         == """\
@@ -153,8 +152,8 @@ kind          bytes    share
 parameter     256 B      80%
 activation     64 B      20%
 
-allocated by    kind          bytes  parameters    needed until
---------------  ----------  -------  ------------  --------------
+allocated by    kind          bytes  parameters    last use
+--------------  ----------  -------  ------------  ----------
 gather_w        parameter     128 B  w             mm
 gather_v        parameter     128 B  v             mm_1
 mm              activation     64 B                mm_1
@@ -167,7 +166,7 @@ v              128 B"""
 
 
 # --- figures --------------------------------------------------------------------------------------
-def test_gather_beside_compute_is_exposed_for_what_compute_leaves():
+def test_gather_is_exposed_for_the_time_that_compute_does_not_cover():
     late = Inspection(small_dump()).collectives_of("forward", 0)
     early = Inspection(small_dump()).collectives_of("forward")
     assert [(row.distance, row.compute_us, row.time_us, row.exposed_us) for row in late.rows] == [
@@ -183,25 +182,24 @@ def test_gather_beside_compute_is_exposed_for_what_compute_leaves():
 
 
 def test_collectives_of_a_group_share_one_stream():
-    # Both start at once; the second moves its bytes behind the first, so compute hides the first
-    # and a part of the second.
+    # Both are issued at once. The second runs after the first, so compute hides a part of it.
     graph = Inspection(small_dump()).step_of("forward").snapshot
     by = graph.by_name
     order = ("x", "w_shard", "v_shard", "gather_w", "gather_v", "w", "mm", "v", "mm_1", "output")
     plan = schedule(snapshot(*(by[name] for name in order)))
-    assert [(flight.start_us, flight.end_us, flight.exposed_us) for flight in plan.flights] == [
+    assert [(span.start_us, span.end_us, span.exposed_us) for span in plan.collectives] == [
         (0, 10, 10),
         (10, 20, 2),
     ]
     assert plan.exposed_us == plan.total_us - plan.compute_us == 12
 
 
-def test_each_group_has_a_stream_of_its_own():
+def test_each_group_has_its_own_stream():
     dump = two_groups()
     plan = dump.schedule_of("forward")
     assert plan.groups == ("0", "1")
     assert [
-        (flight.group, flight.start_us, flight.end_us, flight.exposed_us) for flight in plan.flights
+        (span.group, span.start_us, span.end_us, span.exposed_us) for span in plan.collectives
     ] == [
         ("0", 0, 10, 10),
         ("1", 0, 10, 0),
@@ -223,7 +221,7 @@ def test_each_group_has_a_stream_of_its_own():
     }
 
 
-def test_collective_that_waits_by_itself_is_exposed_as_a_whole():
+def test_collective_with_its_own_wait_is_exposed_completely():
     op = node(
         1,
         "full",
@@ -249,7 +247,7 @@ def test_memory_at_a_node_and_at_the_peak():
     ]
 
 
-def test_shared_buffer_counts_for_its_parameters_by_size():
+def test_shared_buffer_is_divided_by_parameter_size():
     graph = snapshot(
         node(0, "flat", buffers=(Buffer(120, 0, 0, "bucket", ("a", "b")),)), live=[120]
     )
@@ -261,11 +259,11 @@ def test_shared_buffer_counts_for_its_parameters_by_size():
 @pytest.mark.parametrize(
     ("where", "names"),
     [
-        (Where(collectives=True), ["gather_w", "w", "gather_v", "v"]),
-        (Where(params=("v*",)), ["v_shard", "gather_v", "v"]),
-        (Where(ops=("mm",)), ["mm", "mm_1"]),
-        (Where(names=("mm*", "x")), ["x", "mm", "mm_1"]),
-        (Where(collectives=True, params=("w",)), ["gather_w", "w"]),
+        (NodeFilter(collectives=True), ["gather_w", "w", "gather_v", "v"]),
+        (NodeFilter(params=("v*",)), ["v_shard", "gather_v", "v"]),
+        (NodeFilter(ops=("mm",)), ["mm", "mm_1"]),
+        (NodeFilter(names=("mm*", "x")), ["x", "mm", "mm_1"]),
+        (NodeFilter(collectives=True, params=("w",)), ["gather_w", "w"]),
     ],
 )
 def test_listings_are_filtered(where, names):
@@ -287,14 +285,14 @@ def test_listings_are_filtered(where, names):
             "has no step 7; expected 0 (before the first pass) to 2",
         ),
         (lambda it: it.memory("forward", at="mmm"), "has no node 'mmm'. Did you mean \"mm\"?"),
-        (lambda it: Inspection(it.dump, 3).show(), "holds nothing of rank 3, but of 0"),
+        (lambda it: Inspection(it.dump, 3).show(), "contains only ranks 0, and not rank 3"),
         (
             lambda it: Inspection(it.dump, None, "1/0").show(),
             "has no compile '1/0'. Did you mean \"0/0\"?",
         ),
     ],
 )
-def test_what_is_not_there_is_answered_with_what_is(ask, message):
+def test_unknown_names_are_refused_with_suggestions(ask, message):
     with pytest.raises(NotInDumpError) as caught:
         ask(Inspection(small_dump()))
     assert message in str(caught.value)
@@ -315,13 +313,13 @@ def test_steps_are_found_by_name_text_and_number():
     ]
 
 
-def test_long_lists_are_counted_unless_asked_for():
+def test_long_lists_are_shortened_by_default():
     wide = node(0, "cat", "aten.cat.default", (tuple(range(40)),))
     assert "cat = cat([0, 1, 2, 3, 4, ... 34 more, 39])" in listing(snapshot(wide))
     assert "... " not in listing(snapshot(wide), most=None)
 
 
-def test_what_steers_a_terminal_is_spelled_out():
+def test_control_characters_are_escaped():
     evil = "evil\x1b[2J\u202e"
     dump = dump_of(
         graph_of("joint", (None, snapshot(node(0, evil, "x", op="placeholder")))), name=evil
@@ -340,23 +338,21 @@ def test_what_steers_a_terminal_is_spelled_out():
             assert steering not in page._repr_html_()
 
 
-def test_filter_that_nothing_meets_says_what_parameters_there_are():
-    shown = str(Inspection(small_dump()).show("forward", where=Where(params=("layers.*",))))
-    assert shown.endswith("No node meets all conditions. The graph's parameters are w, v.")
+def test_filter_without_a_match_lists_the_parameters():
+    shown = str(Inspection(small_dump()).show("forward", where=NodeFilter(params=("layers.*",))))
+    assert shown.endswith("No node matches all conditions. The graph's parameters are w, v.")
     assert "parameters are" not in str(
-        Inspection(small_dump()).show("forward", where=Where(params=("w",)))
+        Inspection(small_dump()).show("forward", where=NodeFilter(params=("w",)))
     )
 
 
-def test_captured_graph_has_no_figures_of_models():
+def test_captured_graph_has_no_estimates():
     inspection = Inspection(dump_of(graph_of("captured", (None, two_gathers()))))
     for page in (inspection.memory("captured"), inspection.collectives("captured")):
-        assert str(page).startswith(
-            "0/0 captured is what Dynamo captured: no memory and no times are modelled"
-        )
+        assert str(page).startswith("0/0 captured is the graph that Dynamo captured")
 
 
-def test_notebooks_show_pages_as_html_with_names_as_text():
+def test_html_for_notebooks_escapes_names():
     hostile = "<script>alert(1)</script>"
     dump = dump_of(
         graph_of(
@@ -377,7 +373,7 @@ def test_notebooks_show_pages_as_html_with_names_as_text():
     assert "&lt;script&gt;" in inspection.diff()._repr_html_()
 
 
-def test_graph_that_was_not_written_does_not_hide_the_others():
+def test_missing_graph_does_not_hide_the_others():
     failure = Failure("OSError", "disk full")
     inspection = Inspection(
         dump_of(
@@ -388,6 +384,8 @@ def test_graph_that_was_not_written_does_not_hide_the_others():
     assert [each["title"] for each in inspection.diff().data["graphs"]] == [
         "0/0 joint, all 0 passes"
     ]
-    with pytest.raises(NotInDumpError, match="0/0 forward before the first pass was not written"):
+    with pytest.raises(
+        NotInDumpError, match="0/0 forward before the first pass is not in the dump"
+    ):
         inspection.show("forward")
     assert "forward" in inspection.html()

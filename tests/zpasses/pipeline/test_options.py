@@ -1,5 +1,6 @@
-"""Every option changes the graph or the run; everything else is refused before anything is
-compiled."""
+"""Every option changes the graph or the run. Unknown options and bad values raise before anything
+is compiled.
+"""
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_a_pipeline_may_be_text_or_an_object():
         ({"agreement": "perhaps"}, "expected bool"),
         ({"agreement_timeout_s": 0}, "expected seconds > 0"),
         ({"agreement_timeout_s": "soon"}, "expected float"),
-        ({"backwards_per_step": 0}, "expected how many backwards an optimizer step has"),
+        ({"backwards_per_step": 0}, "expected the number of backwards per optimizer step"),
         ({"backwards_per_step": 2.5}, "expected int"),
         ({"grad_accum_dtype": torch.int32}, "expected a floating-point dtype"),
         ({"grad_accum_dtype": "floaty"}, "expected a dtype such as bfloat16"),

@@ -43,7 +43,7 @@ class Nothing(Pass):
 
 
 class Eager(Nothing):
-    must_change = True
+    warn_if_unchanged = True
 
 
 class Broken(Nothing):
@@ -97,19 +97,19 @@ def test_empty_text_is_the_empty_pipeline(text):
             r"pass 'merge-reads', option 'max_hold_mb': got 'big' \(str\); expected float or none",
         ),
         ("merge-reads{max_hold_mb=1,max_hold_mb=2}", r"option 'max_hold_mb' is given twice"),
-        ("merge-reads{max_hold_mb}", r"cannot read option 'max_hold_mb'; expected name=value"),
+        ("merge-reads{max_hold_mb}", r"cannot parse option 'max_hold_mb'; expected name=value"),
         (
             "zero3{max_hold_mb=1}",
             r"'zero3' is a named pipeline, which takes no options; name its passes: "
             r"merge-reads\{max_hold_mb=1.0\},gather-params",
         ),
-        ("gather-params,", r"cannot read 'gather-params,'; expected passes separated by commas"),
+        ("gather-params,", r"cannot parse 'gather-params,'; expected passes separated by commas"),
         (
             "gather-params reshard-after-forward",
-            r"cannot read 'gather-params reshard-after-forward'",
+            r"cannot parse 'gather-params reshard-after-forward'",
         ),
-        ("merge-reads{max_hold_mb=1", r"cannot read"),
-        ("{}", r"cannot read"),
+        ("merge-reads{max_hold_mb=1", r"cannot parse"),
+        ("{}", r"cannot parse"),
     ],
 )
 def test_wrong_text_says_what_is_wrong(text, message):
@@ -134,7 +134,7 @@ PASSES = st.one_of(
 
 
 @given(st.lists(PASSES, max_size=6))
-def test_drawn_pipelines_round_trip_through_text(passes):
+def test_random_pipelines_round_trip_through_text(passes):
     pipeline = Pipeline(tuple(passes))
     assert Pipeline.parse(str(pipeline)) == pipeline
 
@@ -165,7 +165,7 @@ def test_every_pass_of_the_catalogue_is_found_under_its_name():
     assert all(entry.name == name for name, entry in known.items() if isinstance(entry, type))
 
 
-def test_pass_of_another_distribution_is_found(entry_points):
+def test_pass_of_another_package_is_found(entry_points):
     entry_points(nothing=f"{__name__}:Nothing")
     assert Pipeline.parse("nothing{size=3,form=b,dtype=bfloat16}").passes == (
         Nothing(3, "b", torch.bfloat16),
@@ -253,9 +253,9 @@ def test_uuid_changes_with_the_source_of_the_pass(tmp_path, monkeypatch):
     assert uuids[0] != uuids[1]
 
 
-def test_uuid_changes_with_the_source_of_the_toolkit(monkeypatch):
+def test_uuid_changes_with_the_source_of_zpasses(monkeypatch):
     before = GatherParams().uuid()
-    monkeypatch.setattr("zpasses.pipeline.pipeline._toolkit_digest", lambda: "another")
+    monkeypatch.setattr("zpasses.pipeline.pipeline._package_digest", lambda: "another")
     assert GatherParams().uuid() != before
 
 
@@ -317,7 +317,7 @@ def test_every_pass_leaves_a_record_and_is_observed():
     assert (gather.collectives_before, gather.collectives_after) == (4, 4)
     assert (
         gather.bytes_before == gather.bytes_after == (16 + 8) + (32 + 12)
-    )  # a read puts in this rank's rows, in either form
+    )  # an all-gather's input is this rank's rows, whether lowered or not
     assert gather.time_us > 0
     assert gather.check_us > 0
     assert seen == [("nothing", nothing.nodes_after), ("gather-params", gather.nodes_after)]
@@ -332,7 +332,7 @@ def test_pass_that_raises_is_named_with_its_options():
         Broken(2)(small().graph)
 
 
-def test_pass_that_must_change_something_and_does_not_says_so(caplog):
+def test_warn_if_unchanged_logs_a_warning(caplog):
     with fake_world(2), caplog.at_level(logging.WARNING, logger="zpasses"):
         run_passes(small().graph, [Nothing()])
         assert caplog.messages == []
@@ -342,7 +342,7 @@ def test_pass_that_must_change_something_and_does_not_says_so(caplog):
 
 @dataclass(frozen=True)
 class Silent(Pass):
-    """Changes the graph and does not say so."""
+    """Changes the graph, but returns 0 changes."""
 
     name: ClassVar[str] = "silent"
     level: ClassVar[Level] = Level.JOINT

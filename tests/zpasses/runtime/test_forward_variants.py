@@ -4,7 +4,12 @@ from torch import nn
 
 from zpasses.graph.nodes import collectives
 from zpasses.graph.tags import tagged
-from zpasses.runtime.forward_variants import ForwardVariant, ParamSlot, cut_forward, param_slots
+from zpasses.runtime.forward_variants import (
+    ForwardVariant,
+    ParamSlot,
+    build_forward_variant,
+    param_slots,
+)
 from zpasses.testing import (
     assert_equal_bits,
     capture_ranks,
@@ -47,7 +52,7 @@ def gathered(gm):
 
 
 def variants(graphs, **slots):
-    return [cut_forward(graph, ForwardVariant(**slots))[0] for graph in graphs]
+    return [build_forward_variant(graph, ForwardVariant(**slots))[0] for graph in graphs]
 
 
 def test_slots_name_parameters_and_dtypes_in_graph_order(graphs):
@@ -63,19 +68,19 @@ def test_slots_are_the_same_on_every_rank(graphs):
 
 
 def test_plain_variant_is_the_graph_itself(graphs):
-    plain, extra = cut_forward(graphs[0], ForwardVariant())
+    plain, extra = build_forward_variant(graphs[0], ForwardVariant())
     assert listing(plain) == listing(graphs[0])
     assert extra == []
 
 
-def test_cutting_leaves_the_graph_as_it_was(graphs):
+def test_building_a_variant_does_not_change_the_graph(graphs):
     before = listing(graphs[0])
-    cut_forward(graphs[0], ForwardVariant(given=frozenset({0, 1, 2})))
+    build_forward_variant(graphs[0], ForwardVariant(given=frozenset({0, 1, 2})))
     assert listing(graphs[0]) == before
 
 
 def test_given_slot_is_an_input_and_is_not_gathered(graphs):
-    variant, extra = cut_forward(graphs[0], ForwardVariant(given=frozenset({1})))
+    variant, extra = build_forward_variant(graphs[0], ForwardVariant(given=frozenset({1})))
     placeholders = [node for node in variant.graph.nodes if node.op == "placeholder"]
     assert placeholders[-1].name == "kept_1"
     assert [tuple(value.shape) for value in extra] == [(6, 5)]
@@ -83,7 +88,7 @@ def test_given_slot_is_an_input_and_is_not_gathered(graphs):
 
 
 def test_given_slots_come_in_slot_order(graphs):
-    variant, extra = cut_forward(graphs[0], ForwardVariant(given=frozenset({2, 0, 1})))
+    variant, extra = build_forward_variant(graphs[0], ForwardVariant(given=frozenset({2, 0, 1})))
     assert [node.name for node in variant.graph.nodes if node.op == "placeholder"][-3:] == [
         "kept_0",
         "kept_1",
@@ -93,8 +98,8 @@ def test_given_slots_come_in_slot_order(graphs):
     assert list(collectives(variant.graph)) == []
 
 
-def test_kept_slot_is_an_output_behind_the_graph_s_own(graphs):
-    variant, extra = cut_forward(graphs[0], ForwardVariant(kept=frozenset({1})))
+def test_kept_slot_is_an_output_after_the_graph_s_own(graphs):
+    variant, extra = build_forward_variant(graphs[0], ForwardVariant(kept=frozenset({1})))
     returned = variant.graph.output_node().args[0]
     assert extra == []
     assert len(returned) == len(graphs[0].graph.output_node().args[0]) + 1

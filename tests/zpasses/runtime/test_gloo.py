@@ -1,4 +1,6 @@
-"""Gathers over gloo, which torch's own functional ones cannot do beside another collective."""
+"""All-gathers over gloo that may run concurrently with other collectives, unlike torch's functional
+ones.
+"""
 
 from collections import deque
 
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.processes
 SHAPES = ((), (0, 3), (5,), (3, 2), (1, 4, 2))
 SIZES = (64, 4096, 4096, 200, 33)
 ROUNDS = 5000
-"""Of two runs of 8000 with the functional ones, one aborted."""
+"""One of two runs of 8000 rounds aborted with torch's functional all-gathers."""
 
 
 def _sources(dtype):
@@ -55,7 +57,7 @@ def _gathered(dtypes):
     )
 
 
-def test_they_give_the_bits_of_the_functional_ones():
+def test_gloo_all_gathers_give_the_bits_of_the_functional_ones():
     run_on_ranks(
         _gathered,
         (
@@ -70,7 +72,7 @@ def test_they_give_the_bits_of_the_functional_ones():
     )
 
 
-def _beside_reductions():
+def _concurrent_reductions():
     ours, name, rank = torch.ops.zpasses, dist.group.WORLD.group_name, dist.get_rank()
     gathers, reductions = deque(), deque()
 
@@ -90,8 +92,8 @@ def _beside_reductions():
     arrive(reductions, 3.0, 3.0)
 
 
-def test_they_run_beside_reductions():
-    outcomes = run_in_fresh_ranks(_beside_reductions, timeout=120)
+def test_gloo_all_gathers_run_concurrently_with_reductions():
+    outcomes = run_in_fresh_ranks(_concurrent_reductions, timeout=120)
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
 
 
@@ -99,7 +101,7 @@ def test_they_run_beside_reductions():
     ("given", "backend", "on_cpu"),
     [(None, "undefined", True), ("gloo", "gloo", True), ("fake", "fake", False)],
 )
-def test_gloo_is_known_by_what_runs_and_not_by_its_name(given, backend, on_cpu):
+def test_gloo_is_detected_by_the_backend_that_runs(given, backend, on_cpu):
     store = compat.fake_store() if given == "fake" else dist.HashStore()
     dist.init_process_group(given, store=store, rank=0, world_size=1)
     try:
@@ -110,8 +112,8 @@ def test_gloo_is_known_by_what_runs_and_not_by_its_name(given, backend, on_cpu):
         dist.destroy_process_group()
 
 
-def test_of_a_group_of_two_backends_only_tensors_of_the_cpu_go_over_gloo(monkeypatch):
-    monkeypatch.setattr("zpasses.compat.group_backend", lambda name: "cpu:gloo,cuda:nccl")
+def test_only_cpu_tensors_of_a_mixed_group_use_gloo(monkeypatch):
+    monkeypatch.setattr("zpasses.compat.c10d.group_backend", lambda name: "cpu:gloo,cuda:nccl")
     assert compat.is_gloo("0", torch.device("cpu"))
     assert not compat.is_gloo("0", torch.device("cuda"))
     assert not compat.is_gloo("0")
@@ -137,7 +139,7 @@ def _called(pipeline, codegen):
 
 
 @pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
-def test_compiled_code_calls_them(codegen):
+def test_compiled_code_calls_gloo_all_gathers(codegen):
     single, merged = (
         f"gather-params,reduce-grads,reshard-after-forward,bucket{{cap_mb={mb},mode=coalesced,memory_budget=1GiB}}"
         for mb in (0, 25)

@@ -1,5 +1,6 @@
-"""Random programs of forwards, backwards, windows, failures and steps, against a plain model and a
-few lines of bookkeeping."""
+"""Random programs of forwards, backwards, windows, failures and steps, compared with an unsharded
+model and simple bookkeeping.
+"""
 
 import contextlib
 import copy
@@ -13,14 +14,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
+from tests.graphs import drawn_examples
 from tests.ranks import run_on_ranks
 from tests.zpasses.models import integers
 from zpasses import ZpassesError
-from zpasses.runtime.windows import pending_of
+from zpasses.runtime.windows import grad_state_of
 
 
 class Net(nn.Module):
-    """Layers that a call may leave out, one of them frozen, one read by eager code as well."""
+    """Layers of which each call runs some; one has a frozen weight."""
 
     def __init__(self):
         super().__init__()
@@ -51,8 +53,9 @@ ACTIONS = st.lists(
 
 
 class Program:
-    """Runs actions on the sharded model and keeps account of what a plain one would have in
-    `param.grad`."""
+    """Runs actions on the sharded model, and tracks what an unsharded one would have in
+    `param.grad`.
+    """
 
     def __init__(self, model, step):
         self.model, self.step = model, step
@@ -61,7 +64,7 @@ class Program:
         self.window = self.context = None
         self.optimizer = torch.optim.SGD(self.params, lr=1.0)
 
-    # --- the window as it is documented
+    # --- the documented behaviour of windows
     def begin(self, backwards):
         self.backwards, self.count, self.announced, self.reduced, self.pending = (
             backwards,
@@ -72,7 +75,7 @@ class Program:
         )
 
     def counted(self, grads):
-        """Whether the backward is allowed; takes account of it."""
+        """Account for a backward. Returns whether it is allowed."""
         if self.window is None:
             self.grads = plus(self.grads, grads)
             return True
@@ -81,7 +84,7 @@ class Program:
         self.count += 1
         self.pending = plus(self.pending, grads)
         self.reduced = self.announced or self.count == self.backwards
-        if self.reduced:  # what this backward does not reach waits for the end
+        if self.reduced:  # gradients that this backward does not produce are reduced on exit
             now = [
                 pending if grad is not None else None
                 for pending, grad in zip(self.pending, grads, strict=True)
@@ -122,7 +125,7 @@ class Program:
         if self.window is None:
             return
         if self.backwards is not None or self.announced:
-            with pytest.raises(ZpassesError, match="says which"):
+            with pytest.raises(ZpassesError, match="already determines the last"):
                 self.window.last()
         else:
             self.window.last()
@@ -159,7 +162,7 @@ class Program:
         if self.counted(expected()):
             loss.backward()
         else:
-            with pytest.raises(ZpassesError, match="whose last was"):
+            with pytest.raises(ZpassesError, match="whose last backward was"):
                 loss.backward()
             self.raise_()
 
@@ -183,7 +186,7 @@ class Program:
         self.optimizer.zero_grad()
         self.grads = [None] * len(self.params)
 
-    # --- what must hold after each
+    # --- invariants after each action
     def values(self):
         return [param.detach().full_tensor().clone() for param in self.model.parameters()]
 
@@ -193,7 +196,7 @@ class Program:
             self.grads,
         )
         if self.window is None:
-            assert not any(pending_of(param).parts for param in self.params)
+            assert not any(grad_state_of(param).pending for param in self.params)
 
 
 def gradients(values, x, which):
@@ -206,7 +209,7 @@ def gradients(values, x, which):
 
 
 def mean(grads):
-    """Over ranks."""
+    """Mean over ranks."""
     return [None if each[0] is None else sum(each) / len(each) for each in zip(*grads, strict=True)]
 
 
@@ -221,7 +224,7 @@ def same(found, expected):
 
 
 def run_programs(examples, **options):
-    """Random programs, the same on all ranks, each of which has data of its own."""
+    """Run random programs, the same on all ranks. Each rank has its own data."""
     model = zpasses.shard(Net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     step = torch.compile(
         model, backend="zpasses", options={"codegen": "eager", **options}, dynamic=False
@@ -259,7 +262,7 @@ def run_programs(examples, **options):
 def test_any_program_gives_the_gradients_of_a_plain_model():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        run_programs(100, zero_stage=2)
+        run_programs(drawn_examples(100), zero_stage=2)
     finally:
         dist.destroy_process_group()
 
@@ -267,4 +270,4 @@ def test_any_program_gives_the_gradients_of_a_plain_model():
 @pytest.mark.processes
 @pytest.mark.parametrize("stage", [2, 3])
 def test_any_program_gives_the_mean_of_the_gradients_on_two_ranks(stage):
-    run_on_ranks(run_programs, 20, zero_stage=stage, timeout=240)
+    run_on_ranks(run_programs, drawn_examples(20), zero_stage=stage, timeout=240)

@@ -1,5 +1,6 @@
-"""What a window is: what counts as a backward, what is refused, and what is left when it is over.
-On one rank."""
+"""Gradient windows on one rank: what counts as a backward, what raises, and the state
+afterwards.
+"""
 
 import copy
 import gc
@@ -16,7 +17,7 @@ import zpasses
 from zpasses import OptionError, ZpassesError
 from zpasses.accumulation import GradientWindow
 from zpasses.pipeline.observers import observe_graphs
-from zpasses.runtime.windows import pending_of
+from zpasses.runtime.windows import grad_state_of
 
 X = torch.ones(2, 4)
 
@@ -29,8 +30,9 @@ def mesh():
 
 
 def linear(mesh, **options):
-    """A sharded 4 x 3 layer of zeros, the compiled one, and its weight, whose gradient grows by 2
-    in each backward."""
+    """Return a sharded 4 x 3 layer of zeros, its compiled form, and its weight, whose gradient
+    grows by 2 in each backward.
+    """
     model = nn.Linear(4, 3)
     with torch.no_grad():
         model.weight.zero_()
@@ -52,7 +54,7 @@ def fail(_):
 
 
 def inside(model, *actions, **options):
-    """Do these things in a window, each called with it."""
+    """Run actions in a window. Each is called with the window."""
     with zpasses.coalesce_grad_reduction(model, **options) as window:
         for action in actions:
             action(window)
@@ -64,7 +66,7 @@ def backward(step, x=X):
 
 def is_clean(model):
     return all(
-        not pending_of(param).parts and pending_of(param).opened is None
+        not grad_state_of(param).pending and grad_state_of(param).explicit_window is None
         for param in model.parameters()
     )
 
@@ -95,7 +97,7 @@ def test_a_window_without_a_backward_changes_nothing(mesh):
     assert is_clean(model)
 
 
-def test_leaving_before_the_nth_backward_reduces_what_there_is(mesh):
+def test_leaving_before_the_nth_backward_reduces_the_gradients_so_far(mesh):
     model, step, weight = linear(mesh)
     with zpasses.coalesce_grad_reduction(step, backwards=3):
         step(X).sum().backward()
@@ -181,7 +183,7 @@ def test_a_reentrant_checkpoint_is_part_of_its_backward(mesh, compiled):
     assert value(weight) == 8
 
 
-def test_autograd_grad_reduces_and_returns_its_own_gradients_alone(mesh):
+def test_autograd_grad_returns_reduced_gradients_and_keeps_pending_ones(mesh):
     _, step, weight = linear(mesh)
     with zpasses.coalesce_grad_reduction(step, backwards=2):
         step(X).sum().backward()
@@ -192,7 +194,7 @@ def test_autograd_grad_reduces_and_returns_its_own_gradients_alone(mesh):
     assert value(weight) == 4
 
 
-def test_a_backward_for_some_inputs_leaves_the_others_alone(mesh):
+def test_a_backward_for_some_inputs_does_not_change_the_others(mesh):
     model, step, weight = linear(mesh)
     with zpasses.coalesce_grad_reduction(step):
         step(X).sum().backward()
@@ -243,7 +245,7 @@ def test_a_backward_in_another_thread_counts(mesh):
     assert value(weight) == 4
 
 
-def test_a_new_shape_in_mid_window_keeps_what_is_pending(mesh):
+def test_a_new_shape_in_mid_window_keeps_pending_gradients(mesh):
     _, step, weight = linear(mesh)
     graphs = []
     with observe_graphs(graphs.append), zpasses.coalesce_grad_reduction(step, backwards=3):
@@ -253,7 +255,7 @@ def test_a_new_shape_in_mid_window_keeps_what_is_pending(mesh):
     assert value(weight) == 10
 
 
-def test_eager_and_compiled_parts_share_what_is_pending(mesh):
+def test_eager_and_compiled_parts_share_pending_gradients(mesh):
     model, step, weight = linear(mesh)
     for order in ((model, step), (step, model)):
         for backwards in (None, 2):
@@ -286,8 +288,9 @@ def test_parameters_may_get_gradients_in_only_some_backwards(mesh, ways):
 
 
 def test_more_patterns_of_pending_gradients_than_variants(mesh):
-    """Fourteen patterns of five towers before a backward through all: those beyond the cap are
-    given zeros."""
+    """Fourteen patterns of pending gradients before a backward through all five towers. Patterns
+    beyond the cap use zeros.
+    """
     model = zpasses.shard(TwoTowers(), mesh=mesh)
     step = torch.compile(model, backend="zpasses", options={"codegen": "eager"})
     runs = [[i for i in range(4) if number >> i & 1] for number in range(1, 15)]
@@ -331,18 +334,18 @@ def test_windows_do_not_nest(mesh):
         step(X).sum().backward()
         with pytest.raises(ZpassesError, match="open already"):
             zpasses.coalesce_grad_reduction(step).__enter__()
-        thread_says = []
+        messages = []
 
         def enter():
             try:
                 zpasses.coalesce_grad_reduction(step).__enter__()
             except ZpassesError as error:
-                thread_says.append(str(error))
+                messages.append(str(error))
 
         thread = threading.Thread(target=enter)
         thread.start()
         thread.join()
-        assert "open already" in thread_says[0]
+        assert "open already" in messages[0]
     assert value(weight) == 2
 
 
@@ -373,7 +376,7 @@ def test_an_optimizer_step_inside_is_refused(mesh):
     assert is_clean(model)
 
 
-def test_zero_grad_inside_clears_what_was_there_before_and_no_more(mesh):
+def test_zero_grad_inside_does_not_clear_pending_gradients(mesh):
     model, step, weight = linear(mesh)
     step(X).sum().backward()
     with zpasses.coalesce_grad_reduction(model):
@@ -385,14 +388,14 @@ def test_zero_grad_inside_clears_what_was_there_before_and_no_more(mesh):
 
 def test_a_backward_after_the_last_is_refused(mesh):
     model, step, _ = linear(mesh)
-    with pytest.raises(ZpassesError, match="backward number 2 in a window whose last was number 1"):
+    with pytest.raises(ZpassesError, match="backward number 2 in a window whose last backward was"):
         inside(model, backward(step), backward(step), backwards=1)
     assert is_clean(model)
 
 
-def test_the_last_backward_is_said_in_one_way(mesh):
+def test_the_last_backward_is_announced_in_only_one_way(mesh):
     model, _, _ = linear(mesh)
-    with pytest.raises(ZpassesError, match="backwards=3 says which"):
+    with pytest.raises(ZpassesError, match="backwards=3 already determines"):
         inside(model, GradientWindow.last, backwards=3)
     with pytest.raises(ZpassesError, match="an earlier last"):
         inside(model, GradientWindow.last, GradientWindow.last)
@@ -413,7 +416,7 @@ def test_bad_arguments_are_refused(mesh, given):
         zpasses.coalesce_grad_reduction(model, **given)
 
 
-def test_a_pipeline_that_cannot_defer_reduces_in_every_backward_and_says_so(mesh, caplog):
+def test_a_pipeline_that_cannot_defer_reduces_in_every_backward_and_warns(mesh, caplog):
     _, step, weight = linear(mesh, pipeline="gather-params,reduce-grads")
     with zpasses.coalesce_grad_reduction(step):
         step(X).sum().backward()
@@ -424,7 +427,7 @@ def test_a_pipeline_that_cannot_defer_reduces_in_every_backward_and_says_so(mesh
 
 
 # --- failures -------------------------------------------------------------------------------------
-def test_an_exception_drops_what_is_pending(mesh):
+def test_an_exception_drops_pending_gradients(mesh):
     model, step, weight = linear(mesh)
     with pytest.raises(ValueError, match="half-way"):
         inside(model, backward(step), fail)
@@ -446,11 +449,11 @@ def test_a_backward_that_raises_half_way_and_is_not_caught(mesh):
     assert is_clean(model)
 
 
-def test_a_backward_that_fails_in_compiled_code_spoils_the_window_even_if_it_is_caught(mesh):
+def test_a_backward_that_fails_in_compiled_code_fails_the_window_even_if_it_is_caught(mesh):
     model, step, weight = linear(mesh)
 
     def go_wrong(window):
-        (part,) = pending_of(weight).parts.values()
+        (part,) = grad_state_of(weight).pending.values()
         part.total = torch.zeros(7)
         with pytest.raises(RuntimeError, match="size of tensor"):
             step(X).sum().backward()
@@ -477,7 +480,7 @@ def test_backwards_per_step_reduces_every_nth_backward(mesh, stage):
         optimizer.zero_grad()
 
 
-def test_a_step_before_the_nth_backward_reduces_what_there_is(mesh):
+def test_a_step_before_the_nth_backward_reduces_the_gradients_so_far(mesh):
     model, step, weight = linear(mesh, backwards_per_step=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     step(X).sum().backward()
@@ -489,7 +492,7 @@ def test_a_step_before_the_nth_backward_reduces_what_there_is(mesh):
         assert value(weight) == expected
 
 
-def test_what_the_nth_backward_does_not_reach_is_reduced_behind_it(mesh):
+def test_gradients_that_the_nth_backward_does_not_produce_are_reduced_after_it(mesh):
     model = zpasses.shard(TwoTowers(2), mesh=mesh)
     step = torch.compile(
         model, backend="zpasses", options={"codegen": "eager", "backwards_per_step": 2}
@@ -499,12 +502,14 @@ def test_what_the_nth_backward_does_not_reach_is_reduced_behind_it(mesh):
     assert [value(tower._parameters["weight"]) for tower in model.towers] == [4, 2]
 
 
-def test_a_window_decides_over_backwards_per_step_and_uses_its_dtype(mesh):
+def test_an_explicit_window_replaces_backwards_per_step_but_uses_its_dtype(mesh):
     model, step, weight = linear(mesh, backwards_per_step=2, grad_accum_dtype=torch.float64)
     with zpasses.coalesce_grad_reduction(model):
         for _ in range(3):
             step(X).sum().backward()
-        assert [part.total.dtype for part in pending_of(weight).parts.values()] == [torch.float64]
+        assert [part.total.dtype for part in grad_state_of(weight).pending.values()] == [
+            torch.float64
+        ]
     assert value(weight) == 6
     step(X).sum().backward()
     with pytest.raises(ZpassesError, match="entered after 1 of backwards_per_step=2"):
@@ -543,7 +548,7 @@ def tensors():
     return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
 
 
-def test_many_steps_leave_nothing_behind(mesh):
+def test_many_steps_do_not_leak_tensors(mesh):
     model, step, _ = linear(mesh)
 
     def train(backwards):
@@ -566,19 +571,19 @@ def test_pending_gradients_are_updated_in_place(mesh):
     model, step, weight = linear(mesh)
     with zpasses.coalesce_grad_reduction(model):
         step(X).sum().backward()
-        (part,) = pending_of(weight).parts.values()
+        (part,) = grad_state_of(weight).pending.values()
         address = part.total.data_ptr()
         step(X).sum().backward()
         assert part.total.data_ptr() == address
         assert torch.equal(part.total, torch.full((3, 4), 4.0))
 
 
-def test_a_kept_parameter_is_not_gathered_again_in_a_window(mesh):
+def test_a_cached_parameter_is_not_gathered_again_in_a_window(mesh):
     model, step, weight = linear(mesh, zero_stage=2)
     with zpasses.coalesce_grad_reduction(model):
         step(X).sum().backward()
-        kept = weight._zpasses_retained.full
-        assert kept is not None
+        cached = weight._zpasses_param_cache.full
+        assert cached is not None
         step(X).sum().backward()
-        assert weight._zpasses_retained.full is kept
-    assert weight._zpasses_retained.full is None, "a step is due"
+        assert weight._zpasses_param_cache.full is cached
+    assert weight._zpasses_param_cache.full is None, "an optimizer step is expected"

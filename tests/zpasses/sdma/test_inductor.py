@@ -1,5 +1,6 @@
-"""What Inductor makes of the ops: nothing that a gather reads or writes is freed or reused before
-it is awaited."""
+"""Tests of Inductor's code for the ops: no input or output of a gather is freed or reused before it
+is awaited.
+"""
 
 import operator
 import re
@@ -29,8 +30,9 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def graph_with_compute_beside(op):
-    """A computed tensor is gathered while two products run, which could use its memory. Products
-    alone: no kernel to compile."""
+    """A computed tensor is gathered while two products run, which could reuse its memory. The
+    function has only matrix products, so no kernel is compiled.
+    """
     graph, mode = torch.fx.Graph(), compat.FakeTensorMode()
     a, x = graph.placeholder("a"), graph.placeholder("x")
     with mode:
@@ -55,7 +57,7 @@ def graph_with_compute_beside(op):
 
 
 def code_of(op):
-    """The calls, allocations and deletions of the generated code."""
+    """Returns the calls, allocations and deletions of the generated code."""
     patches = {
         "reorder_for_peak_memory": False,
         "reorder_for_locality": False,
@@ -65,7 +67,7 @@ def code_of(op):
         gm, values = graph_with_compute_beside(op)
 
         def run():
-            return compat.inductor_codegen_alone(gm, values, patches)(
+            return compat.inductor_codegen_standalone(gm, values, patches)(
                 [torch.ones(4, 4), torch.ones(4, 4)]
             )
 
@@ -102,7 +104,7 @@ del x""",
 
 
 def test_input_of_a_gather_into_given_memory_is_not_reused():
-    """The op keeps it alive, as the functional collective does."""
+    """The op keeps its input alive, as the functional collective does."""
     assert_expected_inline(
         "\n".join(code_of(SDMA_ALL_GATHER_OUT)),
         """\
@@ -133,29 +135,30 @@ def test_inputs_of_several_gathers_are_freed_after_their_waits():
 
 
 def test_without_the_lowering_the_input_is_freed_while_it_is_read(monkeypatch):
-    """Which is why there is one."""
-    monkeypatch.setattr(compat.inductor, "_own_collectives", {})
+    """The lowering exists because of this."""
+    monkeypatch.setattr(compat.inductor, "_declared_collectives", {})
     monkeypatch.delitem(lowering.lowerings, SDMA_ALL_GATHER, raising=False)
     code = code_of(SDMA_ALL_GATHER)
-    gone = next(
+    freed_at = next(
         at
         for at, line in enumerate(code)
         if line.startswith("del buf0") or line.endswith("= buf0; del buf0  # reuse")
     )
-    assert gone < next(at for at, line in enumerate(code) if "wait_tensor" in line)
+    assert freed_at < next(at for at, line in enumerate(code) if "wait_tensor" in line)
 
 
-def test_lowering_belongs_to_the_key_of_the_cache(monkeypatch):
-    """Inductor's own key does not know lowerings; the toolkit's source, which holds them, is in
-    that of each pass."""
+def test_lowering_is_part_of_the_cache_key(monkeypatch):
+    """Inductor's own cache key does not cover lowerings. The key of each pass covers the source of
+    zpasses, which contains them.
+    """
     before = Sdma().uuid()
-    monkeypatch.setattr("zpasses.pipeline.pipeline._toolkit_digest", lambda: "another lowering")
+    monkeypatch.setattr("zpasses.pipeline.pipeline._package_digest", lambda: "another lowering")
     assert Sdma().uuid() != before
 
 
 @dataclass(frozen=True)
 class Watch(Pass):
-    """Notes the collectives of every graph it sees."""
+    """Records the collectives of every graph it sees."""
 
     name: ClassVar[str] = "watch"
     level: ClassVar[Level] = Level.PARTITIONED
@@ -180,7 +183,7 @@ def tensor_parallel(mesh):
 
 
 def test_graphs_of_other_libraries_are_swapped_in_inductors_hook(monkeypatch):
-    """The lowering comes with the pass: nobody else has told Inductor of the ops."""
+    """The pass registers the lowering. Nothing else has registered the ops with Inductor."""
     monkeypatch.setenv("ZPASSES_TARGET", "mi300x")
     seen = {}
     for name, make, width in (

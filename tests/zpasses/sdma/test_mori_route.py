@@ -1,4 +1,6 @@
-"""Gathers through mori's stand-in on real gloo ranks, many cases in one call of the ranks."""
+"""Tests of gathers through the fake mori on real gloo ranks. Many cases share one call of the
+ranks.
+"""
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ wait = torch.ops._c10d_functional.wait_tensor
 
 
 def drawn(count, dtype, rank, seed=0):
-    """Random bytes, so NaN payloads and negative zeros too; of a bool, 0 and 1."""
+    """Random bytes, which include NaN payloads and negative zeros; 0 and 1 for a bool."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
     raw = torch.randint(0, 256, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8)
     return (raw % 2 if dtype is torch.bool else raw).view(dtype)
@@ -104,7 +106,7 @@ def gathered_in_odd_forms():
 
 
 def gathered_above_the_most_of_a_call():
-    """With a limit of 64 bytes a rank instead of 1 GiB."""
+    """The same with a limit of 64 bytes per rank instead of 1 GiB."""
     import zpasses
     from zpasses.sdma import mori_route
 
@@ -121,12 +123,12 @@ def gathered_above_the_most_of_a_call():
 
 
 @pytest.mark.processes
-def test_a_call_takes_no_more_than_mori_can_whatever_its_buffers_hold():
+def test_a_call_never_exceeds_moris_limit_whatever_its_buffers_hold():
     assert run_on_ranks(gathered_above_the_most_of_a_call) == [(1 << 30, [64, 36])] * 2
 
 
 @pytest.mark.processes
-def test_what_does_not_fit_is_padded_cloned_or_split():
+def test_tensor_that_does_not_fit_is_padded_cloned_or_split():
     for sizes in run_on_ranks(gathered_in_odd_forms):
         assert sizes == {
             "odd bytes": [8],
@@ -165,7 +167,7 @@ def gathered_into_given_memory():
         ]
         for place, full in enumerate(sdma.sdma_all_gather_coalesced(parts[rank], size, group)):
             assert bits(wait(full)) == expected([each[place] for each in parts])
-        # Neighbours go together as long as they fit; the last is split.
+        # Neighbours share a call as long as they fit; the last tensor is split.
         assert fake.calls[before:] == [8 + 8 + CAPACITY // 2, CAPACITY // 2 - 16 + 4, CAPACITY, 4]
         with pytest.raises(
             ValueError,
@@ -180,17 +182,17 @@ def gathered_into_given_memory():
 
 
 @pytest.mark.processes
-def test_outputs_may_hold_their_inputs_and_several_go_in_one_call():
+def test_outputs_may_contain_their_inputs_and_several_tensors_share_a_call():
     run_on_ranks(gathered_into_given_memory)
 
 
 def gathered_back_to_back(handles, calls=8):
-    """How many of `calls` gathers went wrong where rank 1 copies out slowly."""
+    """Returns how many of `calls` gathers had wrong results if rank 1 copies out slowly."""
     import zpasses
     from zpasses.sdma import mori_route
 
     rank, size, group = world()
-    mori_route._HANDLES = handles
+    mori_route._NUM_HANDLES = handles
     try:
         with installed(Settings(copy_out_s=0.03 * rank, latency_s=0)):
             zpasses.sdma.init(capacity_mib=1)
@@ -200,7 +202,7 @@ def gathered_back_to_back(handles, calls=8):
                 started.append((parts, sdma.sdma_all_gather(parts[rank], size, group)))
             return sum(bits(wait(full)) != expected(parts) for parts, full in started)
     finally:
-        mori_route._HANDLES = 2
+        mori_route._NUM_HANDLES = 2
 
 
 @pytest.mark.processes
@@ -230,7 +232,7 @@ def awaited_in_any_order():
 
 
 @pytest.mark.processes
-def test_waits_may_come_in_any_order_or_never_and_nothing_is_there_before():
+def test_waits_may_come_in_any_order_or_never_and_results_arrive_with_them():
     assert run_on_ranks(awaited_in_any_order) == [False, False]
 
 
@@ -248,13 +250,13 @@ def failing_call():
 
 
 @pytest.mark.processes
-def test_a_call_that_fails_is_an_error_and_no_fallback():
+def test_a_call_that_fails_raises_and_does_not_fall_back():
     refused, hung = run_on_ranks(failing_call)
-    assert "mori refused to gather 16 bytes a rank" in refused
+    assert "mori refused to gather 16 bytes per rank" in refused
     assert "hangs" in hung
 
 
-def test_pieces_are_named_by_bytes_of_memory():
+def test_pieces_are_views_of_bytes():
     from zpasses.sdma.mori_route import _as_bytes
 
     assert _as_bytes(torch.ones(2, 3, dtype=torch.complex128)).shape == (96,)

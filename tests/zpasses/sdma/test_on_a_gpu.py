@@ -1,9 +1,9 @@
-"""What only a GPU can show: streams, and symmetric memory between two processes that share one
-device.
+"""Tests that need a GPU: streams, and symmetric memory between two processes that share one device.
 
 torch refuses symmetric memory between processes on one device unless an environment variable allows
-it, and so does our vote; these tests set the variable and call the route itself. NCCL takes no two
-ranks on one device, so the group is one of gloo. They have not run yet."""
+it, and so does the vote. These tests set the variable and call the route directly. NCCL does not
+accept two ranks on one device, so the group uses gloo. The tests have not run yet.
+"""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch.autograd import DeviceType
 
 from tests.ranks import run_in_fresh_ranks
 from zpasses import compat
-from zpasses.sdma.routes import C10dRoute, Pending, refuse_capture
+from zpasses.sdma.routes import C10dRoute, SideStreamWork, raise_if_capturing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,30 +34,30 @@ DTYPES = [
 
 # --- one process ----------------------------------------------------------------------------------
 @pytest.fixture
-def alone():
+def single_rank():
     """A group of one rank on NCCL; yields its name."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD.group_name
     dist.destroy_process_group()
 
 
-def test_ops_and_fallback_give_what_the_functional_collectives_do(alone):
+def test_ops_and_fallback_equal_the_functional_collectives(single_rank):
     x = torch.randn(6, 5, device="cuda")
     functional, fallback = torch.ops._c10d_functional, C10dRoute()
-    expected = wait(functional.all_gather_into_tensor(x.t().contiguous(), 1, alone))
+    expected = wait(functional.all_gather_into_tensor(x.t().contiguous(), 1, single_rank))
     out = torch.empty_like(expected)
     gathered = [
-        sdma.sdma_all_gather(x.t(), 1, alone),
-        sdma.sdma_all_gather_coalesced([x.t(), x], 1, alone)[0],
-        sdma.sdma_all_gather_out(x.t(), 1, alone, out=out),
-        fallback.all_gather([x.t()], 1, alone)[0],
-        *map(wait, fallback.all_gather([x.t(), x.t()], 1, alone)),
-        fallback.all_gather_out(x.t(), 1, alone, torch.empty_like(expected)),
+        sdma.sdma_all_gather(x.t(), 1, single_rank),
+        sdma.sdma_all_gather_coalesced([x.t(), x], 1, single_rank)[0],
+        sdma.sdma_all_gather_out(x.t(), 1, single_rank, out=out),
+        fallback.all_gather([x.t()], 1, single_rank)[0],
+        *map(wait, fallback.all_gather([x.t(), x.t()], 1, single_rank)),
+        fallback.all_gather_out(x.t(), 1, single_rank, torch.empty_like(expected)),
     ]
     assert all(torch.equal(wait(each), expected) for each in gathered)
-    reduced = wait(functional.reduce_scatter_tensor(x, "sum", 1, alone))
-    assert torch.equal(wait(sdma.sdma_reduce_scatter(x, "sum", 1, alone)), reduced)
-    assert torch.equal(wait(fallback.reduce_scatter(x, "sum", 1, alone)), reduced)
+    reduced = wait(functional.reduce_scatter_tensor(x, "sum", 1, single_rank))
+    assert torch.equal(wait(sdma.sdma_reduce_scatter(x, "sum", 1, single_rank)), reduced)
+    assert torch.equal(wait(fallback.reduce_scatter(x, "sum", 1, single_rank)), reduced)
 
 
 def test_a_side_stream_is_awaited_by_the_current_stream_and_not_by_the_cpu():
@@ -78,20 +78,20 @@ def test_a_side_stream_is_awaited_by_the_current_stream_and_not_by_the_cpu():
         source.add_(1)
         stream.follow_current()
         stream.run(lambda source=source, target=target: target.copy_(source))
-        compat.register_work(target, Pending(stream.record(), (source, target)))
+        compat.register_work(target, SideStreamWork(stream.record(), (source, target)))
         result = wait(target) * 2
         busy = not torch.cuda.current_stream().query()
     assert busy, "the wait returned when the stream was done"
     assert torch.equal(result.cpu(), torch.arange(1, (1 << 20) + 1) * 2)
 
 
-def test_a_cuda_graph_refuses_to_capture():
+def test_capture_in_a_cuda_graph_raises():
     x = torch.ones(4, device="cuda")
     graph, doubled = torch.cuda.CUDAGraph(), x * 2  # loads the kernel
     with torch.cuda.graph(graph):
         doubled = x * 2
         with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
-            refuse_capture(x.device)
+            raise_if_capturing(x.device)
     graph.replay()
     assert doubled.tolist() == [2.0] * 4
 
@@ -109,7 +109,7 @@ def drawn(dtype, each):
 
 
 def wrong_values(gather, rank, size, dtypes):
-    """Types whose gather differs from the parts of all ranks, one below the other."""
+    """Returns the dtypes whose gather differs from the concatenated parts of all ranks."""
     wrong = []
     for dtype in dtypes:
         parts = [drawn(dtype, each) for each in range(size)]
@@ -120,8 +120,9 @@ def wrong_values(gather, rank, size, dtypes):
 
 
 def stays_busy(gather, part):
-    """Whether the stream still computes when a gather has been started, and when it has been
-    awaited."""
+    """Whether the stream still computes after a gather has been started, and after it has been
+    awaited.
+    """
     busy = []
     for cycles in (1, LONG):
         torch.cuda.synchronize()
@@ -136,7 +137,9 @@ def stays_busy(gather, part):
 
 
 def spans_beside_products(gather, part):
-    """Copies and matrix products in a trace: [(start, end), ...] of each, in microseconds."""
+    """Returns the copies and matrix products in a trace: [(start, end), ...] of each, in
+    microseconds.
+    """
     x = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
 
@@ -167,13 +170,15 @@ def on_one_device():
     import zpasses
     from zpasses.ranks.vote import exchange
     from zpasses.sdma.platform import platform_of
-    from zpasses.sdma.symm_route import SymmRoute, examine
-    from zpasses.sdma.vote import one_node
+    from zpasses.sdma.symm_route import SymmRoute, probe
+    from zpasses.sdma.vote import placement_obstacle
 
     torch.cuda.set_device(0)
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
     found = {
-        "voted": one_node(exchange(group, "the device", examine(group, platform_of("cuda"), 1), 60))
+        "voted": placement_obstacle(
+            exchange(group, "the device", probe(group, platform_of("cuda"), 1), 60)
+        )
     }
     choice = zpasses.sdma.init(timeout_s=60)
     found["choice"] = choice.route, choice.reason
@@ -210,7 +215,7 @@ def on_one_device():
 
 @pytest.fixture(scope="module")
 def found():
-    """What two processes on one device found, by rank."""
+    """Returns the results of two processes on one device, by rank."""
     outcomes = run_in_fresh_ranks(
         on_one_device, env={"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}, timeout=240
     )
@@ -238,7 +243,7 @@ def test_ranks_that_share_a_device_take_the_functional_collective(found):
 
 
 @pytest.mark.processes
-def test_symmetric_memory_works_on_one_device_or_says_why_not(found):
+def test_symmetric_memory_works_on_one_device_or_has_a_reason(found):
     for rank, each in enumerate(found):
         if "refused" in each:
             assert "overlapping devices" in each["refused"]
@@ -249,12 +254,12 @@ def test_symmetric_memory_works_on_one_device_or_says_why_not(found):
 
 
 @pytest.mark.processes
-def test_symmetric_memory_makes_no_cpu_wait(allowed):
+def test_symmetric_memory_does_not_make_the_cpu_wait(allowed):
     assert [each["busy"] for each in allowed] == [[True, True]] * 2
 
 
 @pytest.mark.processes
-def test_copies_run_beside_products(allowed):
+def test_copies_overlap_with_products(allowed):
     for each in allowed:
         copies, products = each["spans"]["copies"], each["spans"]["products"]
         if not copies or not products:

@@ -19,14 +19,14 @@ wait = torch.ops._c10d_functional.wait_tensor
 
 
 @pytest.fixture
-def alone():
+def single_rank():
     """A real group of one rank; yields its name."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD.group_name
     dist.destroy_process_group()
 
 
-def test_schemas_take_the_group_last_and_are_named_for_what_they_do():
+def test_schemas_take_the_group_last():
     for op in (
         SDMA_ALL_GATHER,
         SDMA_ALL_GATHER_OUT,
@@ -39,12 +39,12 @@ def test_schemas_take_the_group_last_and_are_named_for_what_they_do():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
-def test_operators_pass_opcheck(alone, dtype):
+def test_operators_pass_opcheck(single_rank, dtype):
     x = torch.ones(4, 3).to(dtype)
-    torch.library.opcheck(SDMA_ALL_GATHER, (x, 1, alone))
-    torch.library.opcheck(SDMA_ALL_GATHER, (x[0, 0], 1, alone))
-    torch.library.opcheck(SDMA_ALL_GATHER_COALESCED, ([x, x[:1]], 1, alone))
-    torch.library.opcheck(SDMA_REDUCE_SCATTER, (x, "sum", 1, alone))
+    torch.library.opcheck(SDMA_ALL_GATHER, (x, 1, single_rank))
+    torch.library.opcheck(SDMA_ALL_GATHER, (x[0, 0], 1, single_rank))
+    torch.library.opcheck(SDMA_ALL_GATHER_COALESCED, ([x, x[:1]], 1, single_rank))
+    torch.library.opcheck(SDMA_REDUCE_SCATTER, (x, "sum", 1, single_rank))
     every = (
         "test_schema",
         "test_autograd_registration",
@@ -55,7 +55,7 @@ def test_operators_pass_opcheck(alone, dtype):
         every if hasattr(torch.Tag, "out") else every[:-1]
     )  # AOTAutograd of older torch takes no op that returns its argument
     torch.library.opcheck(
-        SDMA_ALL_GATHER_OUT, (x, 1, alone), {"out": torch.zeros_like(x)}, test_utils=tests
+        SDMA_ALL_GATHER_OUT, (x, 1, single_rank), {"out": torch.zeros_like(x)}, test_utils=tests
     )
 
 
@@ -94,7 +94,7 @@ def graph_of(ranks=2, waits=True):
             return compat.trace_aten(fn, [torch.ones(2, 3)])
 
 
-def test_graphs_know_them_as_collectives():
+def test_graphs_recognise_the_ops_as_collectives():
     gm = graph_of()
     with fake_world(2):
         (node,) = [node for node in gm.graph.nodes if node.target is SDMA_ALL_GATHER]
@@ -108,7 +108,7 @@ def test_graphs_know_them_as_collectives():
     assert value_of(node).shape == (4, 3)
 
 
-def test_simulated_ranks_gather_and_insist_on_waits():
+def test_simulated_ranks_gather_and_require_waits():
     inputs = [[torch.full((2, 3), float(rank))] for rank in range(2)]
     for run in simulate(graph_of(), inputs):
         assert torch.equal(run.outputs[0], torch.cat([value * 2 for (value,) in inputs]))
@@ -120,8 +120,8 @@ def gathering(op):
     return lambda x: wait(op(x, 2, "0"))
 
 
-def test_ranks_that_swap_otherwise_are_found_out_before_they_communicate():
-    """The name of the op is a part of what ranks compare."""
+def test_ranks_that_swap_different_gathers_are_refused_before_they_communicate():
+    """The name of the op is part of what ranks compare."""
     with fake_world(2):
         mode = compat.FakeTensorMode()
         with mode:
@@ -152,12 +152,12 @@ def test_several_tensors_in_one_call_take_memory_for_packing():
 @pytest.mark.skipif(
     hasattr(torch.Tag, "out"), reason="this torch traces ops that return their argument"
 )
-def test_older_torch_is_told_how_to_gather_in_a_model(alone):
+def test_error_on_older_torch_says_how_to_gather_in_a_model(single_rank):
     def into(x, out):
-        return wait(SDMA_ALL_GATHER_OUT(x, 1, alone, out=out))
+        return wait(SDMA_ALL_GATHER_OUT(x, 1, single_rank, out=out))
 
     with pytest.raises(
         Exception,
-        match=r"sdma_all_gather_out cannot be traced by AOTAutograd of torch .*; call sdma_all_gather in a model",  # noqa: E501
+        match=r"sdma_all_gather_out cannot be traced by AOTAutograd of torch .* Call sdma_all_gather in a model",  # noqa: E501
     ):
         torch.compile(into, backend="aot_eager", fullgraph=True)(torch.ones(2), torch.zeros(2))

@@ -1,5 +1,6 @@
-"""The route through torch's symmetric memory, with what needs a device taken out; on a device it
-has not run."""
+"""Tests of the route through torch's symmetric memory. The parts that need a device are replaced;
+the route has not run on a device.
+"""
 
 import contextlib
 
@@ -15,7 +16,7 @@ wait = torch.ops._c10d_functional.wait_tensor
 
 
 class Stream:
-    """Stands for the stream of torch's low-contention collectives."""
+    """Replaces the stream of torch's low-contention collectives."""
 
     def record_event(self):
         return self
@@ -26,8 +27,9 @@ class Stream:
 
 @contextlib.contextmanager
 def without_device(monkeypatch, kept):
-    """torch's two operators as functional collectives, streams as nothing; `kept` gets what is
-    recorded as in use."""
+    """Replaces torch's two operators by functional collectives, and streams by no-ops. `kept`
+    receives the tensors that are recorded as in use.
+    """
 
     def gather(source, group):
         return compat.functional.all_gather_into_tensor(
@@ -42,7 +44,7 @@ def without_device(monkeypatch, kept):
     with monkeypatch.context() as patch:
         patch.setattr(compat, "low_contention_all_gather", gather)
         patch.setattr(compat, "low_contention_reduce_scatter", reduce)
-        patch.setattr(compat, "symmetric_stream", Stream)
+        patch.setattr(compat, "symm_mem_stream", Stream)
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         patch.setattr(
             torch.Tensor, "record_stream", lambda tensor, stream: kept.append(tensor.data_ptr())
@@ -86,21 +88,21 @@ def test_tensors_of_every_kind_are_gathered_as_bytes():
     run_on_ranks(gathered)
 
 
-def test_conditions_are_told(monkeypatch):
+def test_unmet_conditions_are_reported(monkeypatch):
     with fake_world(2):
-        assert symm_route._obstacle("0") == "symmetric memory needs an accelerator"
+        assert symm_route._local_obstacle("0") == "symmetric memory needs an accelerator"
         monkeypatch.setattr("torch.cuda.is_available", lambda: True)
         assert (
-            symm_route._obstacle("0")
+            symm_route._local_obstacle("0")
             == "symmetric memory needs a group of backend nccl; this one is fake"
         )
         monkeypatch.setattr("zpasses.compat.group_backend", lambda group: "nccl")
-        assert symm_route._obstacle("0") is None
-        monkeypatch.setattr("zpasses.compat.symmetric_memory", lambda: __import__("no_such_module"))
-        assert "this torch has no symmetric memory" in symm_route._obstacle("0")
-        answers = [{"no": None, "node": node, "device": "0"} for node in ("a", "b")]
-        assert symm_route.check("0", answers) == "the group spans 2 nodes"
+        assert symm_route._local_obstacle("0") is None
+        monkeypatch.setattr("zpasses.compat.symm_mem_module", lambda: __import__("no_such_module"))
+        assert "this torch has no symmetric memory" in symm_route._local_obstacle("0")
+        answers = [{"refusal": None, "node": node, "device": "0"} for node in ("a", "b")]
+        assert symm_route.unavailable_reason("0", answers) == "the group spans 2 nodes"
         assert (
-            symm_route.check("0", [{**answer, "node": "a"} for answer in answers])
+            symm_route.unavailable_reason("0", [{**answer, "node": "a"} for answer in answers])
             == "ranks of the group share a device"
         )

@@ -1,5 +1,6 @@
-"""Stage 3 on two gloo ranks with mori's stand-in: swapped gathers train bit for bit like the
-functional ones."""
+"""Tests of stage 3 on two gloo ranks with the fake mori: training with swapped gathers equals
+functional gathers bit for bit.
+"""
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ SWAP = ",sdma{min_mb=0,min_hidden=0}"
 
 
 def trained(pipeline, codegen, steps=2):
-    """Losses of each step, and the trained shards.
+    """Returns the losses of all steps, and the trained shards.
 
-    Eager graphs pad and cast; with Inductor there are products alone, so that no kernel must be
-    compiled."""
+    Eager graphs pad and cast. With Inductor, the model consists only of matrix products, so no
+    kernel is compiled.
+    """
     import torch.distributed as dist
 
     import zpasses
@@ -50,8 +52,9 @@ def trained(pipeline, codegen, steps=2):
 
 
 def differing():
-    """Which forms did not train like functional gathers of single parameters, and how many calls of
-    mori each took."""
+    """Returns the forms that did not train like functional gathers of single parameters, and the
+    number of mori calls of each form.
+    """
     wrong, calls = [], {}
     for codegen, pipelines in (
         ("eager", (SINGLE, COALESCED, FLAT)),
@@ -95,7 +98,7 @@ def test_swapped_training_equals_the_functional_one_bit_for_bit():
 
 
 def dumping(folder):
-    """One step whose gathers a device without copy engines is asked for."""
+    """Runs one step with swapped gathers on a device without copy engines."""
     import torch.distributed as dist
 
     import zpasses
@@ -110,7 +113,7 @@ def dumping(folder):
     return dist.get_rank()
 
 
-def test_what_was_decided_when_the_code_ran_is_in_the_dump(tmp_path):
+def test_route_chosen_at_run_time_is_in_the_dump(tmp_path):
     run_on_ranks(dumping, str(tmp_path))
     swapped, plain = read(tmp_path).ranks[0].compiles
     (note,) = swapped.notes
@@ -120,6 +123,6 @@ def test_what_was_decided_when_the_code_ran_is_in_the_dump(tmp_path):
     (shown,) = [
         part
         for part in list_view(read(tmp_path)).parts
-        if isinstance(part, str) and part.startswith("when it ran")
+        if isinstance(part, str) and part.startswith("at runtime")
     ]
     assert note in shown

@@ -1,5 +1,6 @@
-"""Which route a group takes, on real gloo ranks with mori's stand-in: kinds of groups, ranks that
-differ, ranks that fail."""
+"""Tests of the choice of a route, on real gloo ranks with the fake mori: kinds of groups, ranks
+that differ, and ranks that fail.
+"""
 
 import logging
 import re
@@ -14,8 +15,8 @@ sdma = torch.ops.zpasses
 wait = torch.ops._c10d_functional.wait_tensor
 
 
-def gathers_right(group):
-    """Whether a gather over the group gives just its ranks' parts."""
+def gathers_correctly(group):
+    """Whether a gather over the group returns exactly its ranks' parts."""
     import torch.distributed as dist
 
     ranks = dist.get_process_group_ranks(group)
@@ -33,9 +34,9 @@ def choice_where_rank_1_is(**settings):
     other = Settings(time_limit_s=settings.get("time_limit_s", 20))
     with installed(Settings(**settings) if dist.get_rank() == 1 else other) as fake:
         choice = zpasses.sdma.init(capacity_mib=1, timeout_s=20)
-        assert gathers_right(dist.group.WORLD)
+        assert gathers_correctly(dist.group.WORLD)
         assert zpasses.sdma.init() is choice
-        assert zpasses.sdma.chosen(dist.group.WORLD.group_name) is choice
+        assert zpasses.sdma.route_choice(dist.group.WORLD.group_name) is choice
         assert zpasses.sdma.report() == [choice]
         return choice.route, choice.reason, len(fake.calls)
 
@@ -53,7 +54,7 @@ REFUSALS = {
     "version": ({"version": "1.3"}, r"mori: ranks have different releases of mori: 1.2.4, 1.3"),
     "architecture": (
         {"architecture": "gfx90a"},
-        r"mori: rank 1: mori's SDMA engines are those of gfx942 and gfx950; this is gfx90a",
+        r"mori: rank 1: mori supports gfx942 and gfx950; this device is gfx90a",
     ),
     "memory": (
         {"free_bytes": 5 << 20},
@@ -70,7 +71,7 @@ REFUSALS = {
     ),
     "wrong bytes": (
         {"fail": "wrong_bytes"},
-        r"mori: trial gather: rank 0: got wrong bytes: \[1, 0\] for \[1, 2\]",
+        r"mori: trial gather: rank 0: got wrong bytes: \[1, 0\]; expected \[1, 2\]",
     ),
 }
 
@@ -80,7 +81,7 @@ def all_refusals():
 
 
 @pytest.mark.processes
-def test_one_ranks_no_is_everybodys_no_at_every_stage():
+def test_a_refusal_of_one_rank_at_any_stage_is_shared_by_all():
     first, second = run_on_ranks(all_refusals)
     for name, (_, reason) in REFUSALS.items():
         assert first[name][:2] == second[name][:2], name
@@ -107,7 +108,7 @@ def choice_where_rank_1_hangs():
     import zpasses
 
     with installed(Settings(fail="init_hangs" if dist.get_rank() == 1 else "", time_limit_s=6)):
-        return zpasses.sdma.init(capacity_mib=1, timeout_s=4).reason, gathers_right(
+        return zpasses.sdma.init(capacity_mib=1, timeout_s=4).reason, gathers_correctly(
             dist.group.WORLD
         )
 
@@ -125,10 +126,10 @@ def choice_without_a_fake():
     import zpasses
 
     choice = zpasses.sdma.init()
-    return choice.route, choice.reason, gathers_right(dist.group.WORLD)
+    return choice.route, choice.reason, gathers_correctly(dist.group.WORLD)
 
 
-def choice_where_the_user_says_no():
+def choice_where_the_user_disables_sdma():
     import os
 
     import zpasses
@@ -139,20 +140,20 @@ def choice_where_the_user_says_no():
 
 
 def other_refusals():
-    from zpasses.sdma.lifecycle import start_afresh
+    from zpasses.sdma.lifecycle import reset_routes
 
-    start_afresh()
+    reset_routes()
     return (
         *choice_where_rank_0_makes_no_id(),
         choice_where_rank_1_hangs(),
         choice_of_ranks_that_share_a_device(),
-        choice_where_the_user_says_no(),
+        choice_where_the_user_disables_sdma(),
         choice_without_a_fake(),
     )
 
 
 @pytest.mark.processes
-def test_further_refusals_say_why():
+def test_other_refusals_have_a_reason():
     for first, second, hung, shared, user, without in run_on_ranks(other_refusals):
         assert first.startswith(
             "mori: shmem_get_unique_id: rank 0: RuntimeError: bootstrap: no interface"
@@ -160,11 +161,11 @@ def test_further_refusals_say_why():
         assert second.startswith(
             "mori: rank 0: mori failed to start earlier (shmem_get_unique_id: rank 0"
         )
-        assert hung[0].startswith("mori: shmem_init_attr: rank 0: nothing came back within 4 s")
+        assert hung[0].startswith("mori: shmem_init_attr: rank 0: no result within 4 s")
         assert hung[1]
         assert shared.startswith("mori: ranks of the group share a device")
         assert user.startswith(
-            "mori: rank 0: MORI_ENABLE_SDMA=0; mori uses SDMA engines only where it is 1"
+            "mori: rank 0: MORI_ENABLE_SDMA=0; mori uses SDMA engines only if it is 1"
         )
         assert without == ("c10d", "cpu has no copy engines for collectives", True)
 
@@ -198,7 +199,7 @@ def kinds_of_groups():
             for name in order:
                 if cases[name] is not None:
                     choice = zpasses.sdma.init(cases[name], capacity_mib=1)
-                    right = gathers_right(cases[name])
+                    right = gathers_correctly(cases[name])
                     found[order, name] = choice.route, choice.reason, right
             found[order] = bool(fake.calls)
     return found
@@ -217,7 +218,7 @@ def test_every_kind_of_group_gathers_from_its_own_ranks():
         assert routes["shard", "shard"] == "mori"
         assert routes["strided", "strided"] == "mori"
         assert routes.get(("without 0", "without 0")) == ("mori" if rank >= 2 else None)
-        # One set of ranks in a process: further groups are told so.
+        # mori connects only one set of ranks per process, so further groups are refused.
         for order, other in (
             (("world", "clone", "shard"), "shard"),
             (("shard", "strided"), "strided"),
@@ -226,8 +227,8 @@ def test_every_kind_of_group_gathers_from_its_own_ranks():
             route, reason, _ = found[order, other]
             assert route == "c10d"
             assert re.match(
-                r"mori: mori connects ranks \[.*\] in the process of rank \d already, and connects "
-                r"one set",
+                r"mori: mori already connects ranks \[.*\] in the process of rank \d, and a "
+                r"process can connect only one set",
                 reason,
             ), reason
 
@@ -237,17 +238,17 @@ def test_groups_too_large_or_of_several_nodes_are_refused(monkeypatch):
     from zpasses.testing import fake_world
 
     monkeypatch.setattr("zpasses.compat.group_ranks", lambda group: list(range(2)))
-    answer = {"no": None, "node": "a", "device": "0", "version": "1", "engines": None}
-    assert mori_route.check("0", [answer, {**answer, "device": "1"}]) is None
+    answer = {"refusal": None, "node": "a", "device": "0", "version": "1", "connected_ranks": None}
+    assert mori_route.unavailable_reason("0", [answer, {**answer, "device": "1"}]) is None
     assert (
-        mori_route.check("0", [answer, {**answer, "device": "1", "node": "b"}])
+        mori_route.unavailable_reason("0", [answer, {**answer, "device": "1", "node": "b"}])
         == "the group spans 2 nodes"
     )
     with fake_world(16), installed():
         from zpasses.sdma.platform import platform_of
 
         assert (
-            mori_route.examine("0", platform_of("cpu"), 1)["no"]
+            mori_route.probe("0", platform_of("cpu"), 1)["refusal"]
             == "mori gathers from at most 8 ranks; the group has 16"
         )
 
@@ -279,32 +280,32 @@ def lifecycle():
             os._exit(
                 0
                 if zpasses.sdma.report() == []
-                and mori_route._engines is None
-                and "forked" in mori_route._spent
+                and mori_route._state is None
+                and "forked" in mori_route._disabled_reason
                 else 1
             )
         forked = os.waitpid(child, 0)[1]
         before = len(fake.calls)
-        gone = zpasses.sdma.shutdown()
+        first_shutdown = zpasses.sdma.shutdown()
         after = (
-            gathers_right(dist.group.WORLD),
-            zpasses.sdma.chosen(group).reason,
+            gathers_correctly(dist.group.WORLD),
+            zpasses.sdma.route_choice(group).reason,
             len(fake.calls) - before,
         )
         again = zpasses.sdma.shutdown()
-    return results, forked, gone, after, again
+    return results, forked, first_shutdown, after, again
 
 
 @pytest.mark.processes
-def test_routes_start_once_and_leave_together():
-    for results, forked, gone, after, again in run_on_ranks(lifecycle):
+def test_routes_start_once_and_shut_down_together():
+    for results, forked, first_shutdown, after, again in run_on_ranks(lifecycle):
         assert results == ["mori"] * 4
         assert forked == 0
-        assert (gone, again) == (None, None)
+        assert (first_shutdown, again) == (None, None)
         assert after == (True, "sdma was shut down", 0)
 
 
-def lost_in_the_end_and_in_the_beginning():
+def late_and_dying_ranks():
     import torch.distributed as dist
 
     import zpasses
@@ -316,23 +317,23 @@ def lost_in_the_end_and_in_the_beginning():
         zpasses.sdma.init(capacity_mib=1)
         if rank == 1:
             store.wait(["rank 0 has left"])
-        goodbye = zpasses.sdma.shutdown(timeout_s=1)
+        shutdown_error = zpasses.sdma.shutdown(timeout_s=1)
         store.set("rank 0 has left", "")
     with installed(Settings(fail="exit" if rank == 1 else "", time_limit_s=2)):
         try:
             zpasses.sdma.init(capacity_mib=1, timeout_s=3)
         except AgreementError as error:
-            return goodbye, str(error)
-    return goodbye, "no error"
+            return shutdown_error, str(error)
+    return shutdown_error, "no error"
 
 
 @pytest.mark.processes
-def test_a_rank_that_does_not_come_is_an_error_within_a_time_limit():
-    """One that leaves late, and then one that dies in init."""
-    first, second = run_in_fresh_ranks(lost_in_the_end_and_in_the_beginning, timeout=60)
+def test_a_missing_rank_raises_within_the_time_limit():
+    """One rank leaves late, and then one dies in init."""
+    first, second = run_in_fresh_ranks(late_and_dying_ranks, timeout=60)
     assert first.ok, first
-    goodbye, lost = first.result
-    assert "did not reach sdma: leaving mori within 1 s" in goodbye
+    shutdown_error, lost = first.result
+    assert "did not reach sdma: leaving mori within 1 s" in shutdown_error
     assert lost.startswith("rank 1 of group")
     assert second.exit_code == 255
 
@@ -368,12 +369,12 @@ def test_the_choice_is_logged_once_on_the_first_rank():
     assert [level for level, _ in first] == ["WARNING"]
     assert [level for level, _ in second] == ["DEBUG"]
     assert re.match(
-        r"sdma: group '.*' on cpu gathers by c10d: mori: rank 0: mori's SDMA engines are those of",
+        r"sdma: group '.*' on cpu gathers by c10d: mori: rank 0: mori supports",
         first[0][1],
     )
 
 
-def test_wrong_settings_say_what_is_expected():
+def test_wrong_settings_raise_with_the_expected_values():
     import zpasses
 
     with pytest.raises(
@@ -385,9 +386,9 @@ def test_wrong_settings_say_what_is_expected():
 
 
 def test_capture_of_a_cuda_graph_is_refused(monkeypatch):
-    from zpasses.sdma.routes import refuse_capture
+    from zpasses.sdma.routes import raise_if_capturing
 
-    refuse_capture(torch.device("cpu"))
+    raise_if_capturing(torch.device("cpu"))
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
-        refuse_capture(torch.device("cuda"))
+        raise_if_capturing(torch.device("cuda"))

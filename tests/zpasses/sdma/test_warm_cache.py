@@ -1,5 +1,6 @@
-"""Compile caches on disk, with copy engines: new processes that share a folder run the code of the
-target and route at hand."""
+"""Tests of compile caches on disk with copy engines: new processes that share a cache folder run
+code for their own target and route.
+"""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ MORI, OTHER = Settings(latency_s=0), Settings(architecture="gfx90a")
 
 
 def gathers_of(profile):
-    """Which gathers were called, and how often."""
+    """Returns which gathers were called, and how often."""
     namespaces = ("_c10d_functional", "zpasses")
     names = [
         event.name for event in profile.events() if event.name.partition("::")[0] in namespaces
@@ -30,8 +31,9 @@ def gathers_of(profile):
 
 
 def stepped(target):
-    """One step by zpasses; products alone, so that no kernel is compiled. What was trained, and
-    what gathered the parameters."""
+    """Runs one step by zpasses. The model consists only of matrix products, so no kernel is
+    compiled. Returns what was trained, and which ops gathered the parameters.
+    """
     import zpasses
 
     torch._dynamo.reset()
@@ -49,7 +51,7 @@ def stepped(target):
 
 
 def hooked(target):
-    """A gather that somebody else compiles with Inductor, the pass in its hook."""
+    """A gather in a plain Inductor compile, with the pass in Inductor's hook."""
     import torch.distributed as dist
 
     from zpasses import Pipeline
@@ -78,7 +80,7 @@ def hooked(target):
 
 
 def hooked_where_one_cache_is_cold(target):
-    """The same again, where rank 1 has nothing that it compiled before."""
+    """The same, but rank 1 has an empty cache."""
     import os
 
     import torch.distributed as dist
@@ -99,7 +101,7 @@ class Ran:
 
 
 def process(cases):
-    """Runs of one pair of processes, in order."""
+    """Runs the cases in order in one pair of processes."""
     from torch._dynamo.utils import counters
 
     found = []
@@ -127,12 +129,12 @@ def in_new_processes(cache, *cases):
     return first
 
 
-def test_warm_caches_serve_neither_another_target_nor_another_route(tmp_path):
+def test_warm_caches_do_not_serve_another_target_or_route(tmp_path):
     by_us, by_hook = in_new_processes(tmp_path, (stepped, "mi300x", MORI), (hooked, "mi300x", MORI))
     assert (set(by_us.gathers), by_us.engines) == ({"zpasses::sdma_all_gather"}, True)
     assert (by_hook.gathers, by_hook.engines) == ({"zpasses::sdma_all_gather": 1}, True)
 
-    # The hook runs inside the cache and comes first: nothing that an earlier compile left in the
+    # The hook runs inside the cache and comes first, so nothing that an earlier compile left in the
     # process can help it.
     hook_for_cpu, refused, for_cpu, hook_refused, apart = in_new_processes(
         tmp_path,
@@ -145,7 +147,7 @@ def test_warm_caches_serve_neither_another_target_nor_another_route(tmp_path):
     assert refused.hits > 0, "the same target must come from the cache, or this test shows nothing"
     assert (
         hook_refused.hits == 0
-    )  # ranks vote behind the cache, which therefore answers in no other process
+    )  # ranks vote inside the cached compile, so no other process may hit it
     for again, before in ((refused, by_us), (hook_refused, by_hook)):
         assert (
             again.gathers["zpasses::sdma_all_gather"] == before.gathers["zpasses::sdma_all_gather"]

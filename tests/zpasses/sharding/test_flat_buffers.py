@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
-from tests.graphs import few
+from tests.graphs import few_examples
 from tests.ranks import run_on_ranks, world_mesh
 from tests.zpasses.models import (
     Odd,
@@ -37,13 +37,12 @@ from zpasses.sharding.flat_buffers import pack_parameters
 from zpasses.testing import fake_world, listing
 
 MIB = 1 << 20
-STANDS_IN = {"device": "cpu"}
-"""The host plays the device: the graph flattens, moves, and is rewritten."""
+HOST_AS_DEVICE = {"device": "cpu"}
+"""Treat the host as the device: the graph flattens, moves, and is rewritten."""
 
 
 def assert_parts(flats, tensors):
-    """Every tensor is found in its flat, as a contiguous, aligned part of it; what is between them
-    is zero."""
+    """Every tensor is a contiguous, aligned part of its flat buffer. The gaps are zero."""
     assert sorted(i for flat in flats for i in flat.views) == list(range(len(tensors)))
     for flat in flats:
         covered = torch.zeros_like(flat.buffer, dtype=torch.bool)
@@ -78,9 +77,11 @@ def odd_tensors():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, STANDS_IN, {**STANDS_IN, "tier": "host"}], ids=["host", "plain", "host form"]
+    "options",
+    [{}, HOST_AS_DEVICE, {**HOST_AS_DEVICE, "tier": "host"}],
+    ids=["host", "plain", "host form"],
 )
-def test_tensors_lie_aligned_in_one_buffer_a_dtype(options):
+def test_tensors_lie_aligned_in_one_buffer_per_dtype(options):
     flats = pack_parameters(odd_tensors(), options=options)
     assert [flat.buffer.dtype for flat in flats] == [torch.float32, torch.bfloat16]
     assert_parts(flats, odd_tensors())
@@ -93,7 +94,7 @@ def test_tied_tensors_share_a_place():
     assert flat.views[1].data_ptr() == flat.views[6].data_ptr()
 
 
-def test_nothing_flows_back_and_nobody_else_looks_written_to():
+def test_views_have_no_autograd_and_separate_version_counters():
     (flat, _) = pack_parameters(odd_tensors())
     assert flat.buffer.grad_fn is None
     before = flat.views[2]._version
@@ -116,7 +117,7 @@ def test_no_tensors_make_no_buffers():
     assert pack_parameters([]) == []
 
 
-def test_tensors_that_are_given_away_are_freed():
+def test_donated_tensors_are_freed():
     tensors = [torch.ones(4), torch.ones(5)]
     gone = weakref.ref(tensors[0])
     pack_parameters(tensors, options={"donate_inputs": True})
@@ -128,9 +129,11 @@ def test_tensors_that_are_given_away_are_freed():
 def test_observers_see_the_graph_and_its_tier():
     seen = []
     with observe_graphs(seen.append):
-        pack_parameters([torch.ones(3), torch.ones(5)], options={**STANDS_IN, "free_bytes": 10})
         pack_parameters(
-            [torch.ones(3), torch.ones(5)], options={**STANDS_IN, "free_bytes": 10 * MIB}
+            [torch.ones(3), torch.ones(5)], options={**HOST_AS_DEVICE, "free_bytes": 10}
+        )
+        pack_parameters(
+            [torch.ones(3), torch.ones(5)], options={**HOST_AS_DEVICE, "free_bytes": 10 * MIB}
         )
     assert [graph.kind for graph in seen] == ["pack", "pack"]
     texts = [listing(graph.graph) for graph in seen]
@@ -161,7 +164,7 @@ def test_wrong_arguments_are_refused(tensors, options, message):
         pack_parameters(tensors, **options)
 
 
-@few
+@few_examples
 @given(
     st.lists(
         st.tuples(
@@ -172,12 +175,12 @@ def test_wrong_arguments_are_refused(tensors, options, message):
         )
     )
 )
-def test_drawn_lists_are_packed_right(drawn):
+def test_random_lists_are_packed_correctly(drawn):
     tensors = [torch.arange(a * b).view(a, b).to(dtype) for a, b, dtype, _ in drawn]
     tensors = [
         tensor.t() if flip else tensor for tensor, (*_, flip) in zip(tensors, drawn, strict=True)
     ]
-    assert_parts(pack_parameters(list(tensors), options=STANDS_IN), tensors)
+    assert_parts(pack_parameters(list(tensors), options=HOST_AS_DEVICE), tensors)
 
 
 def _packs_by_vote():
@@ -188,7 +191,10 @@ def _packs_by_vote():
             device_memory, "free_bytes", lambda device, free_mib=free_mib: free_mib[rank] * MIB
         ):
             (flat,) = pack_parameters(
-                list(values), group="0", replicated=True, options={**STANDS_IN, "timeout_s": 20.0}
+                list(values),
+                group="0",
+                replicated=True,
+                options={**HOST_AS_DEVICE, "timeout_s": 20.0},
             )
         assert_parts([flat], values)
         tiers.append(flat.tier)
@@ -198,14 +204,17 @@ def _packs_by_vote():
     ][rank]
     with pytest.raises(error, match=message + r"pack_parameters: reserve\[0\] is 3"):
         pack_parameters(
-            [torch.ones(4)], group="0", reserve=[4 - rank], options={**STANDS_IN, "timeout_s": 20.0}
+            [torch.ones(4)],
+            group="0",
+            reserve=[4 - rank],
+            options={**HOST_AS_DEVICE, "timeout_s": 20.0},
         )
     return tiers
 
 
 @pytest.mark.processes
 def test_real_ranks_take_one_tier_and_fail_together():
-    # The same question twice: memory has changed, so it is asked again.
+    # The tier is decided again at each call, because free memory changes.
     assert run_on_ranks(_packs_by_vote) == [["plain", "distributed", "host", "distributed"]] * 2
 
 
@@ -225,14 +234,14 @@ def locals_of(model):
 
 
 def places(model):
-    """First byte of each shard that has any, from the start of the buffer."""
+    """Offset in bytes of each non-empty shard from the start of the buffer."""
     addresses = [local.data_ptr() for local in locals_of(model).values() if local.numel()]
     return [address - min(addresses) for address in addresses]
 
 
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize("how", ["shard", "pack_shards"])
-def test_packed_shards_lie_in_one_buffer_alike_on_every_rank(rank, how):
+def test_packed_shards_lie_in_one_buffer_identically_on_every_rank(rank, how):
     with fake_world(3, rank) as mesh:
         plain = zpasses.shard(Odd(), mesh=mesh)
         if how == "shard":
@@ -241,8 +250,8 @@ def test_packed_shards_lie_in_one_buffer_alike_on_every_rank(rank, how):
             packed = zpasses.pack_shards(zpasses.shard(Odd(), mesh=mesh), 1)
     ours, theirs = locals_of(packed), locals_of(plain)
     assert_same(ours, theirs)
-    # Blocks of 14, 15, 5, 1, 0, 10 and 3 elements, each at a multiple of 4; only the first rank has
-    # the parameter of one row.
+    # Blocks of 14, 15, 5, 1, 0, 10 and 3 elements, each at a multiple of 4 elements. Only the first
+    # rank holds the parameter with one row.
     assert places(packed) == [
         4 * first for first in ([0, 16, 32, 40, 44, 56] if rank == 0 else [0, 16, 40, 44, 56])
     ]
@@ -304,7 +313,7 @@ def test_meta_model_is_packed_once_it_has_memory():
 
 
 @pytest.mark.parametrize("pack_mb", [0, -1, True, "1"])
-def test_senseless_sizes_are_refused(pack_mb):
+def test_invalid_sizes_are_refused(pack_mb):
     with (
         fake_world(2) as mesh,
         pytest.raises(zpasses.ShardingError, match=r"pack_mb is .*; expected MiB of shards"),
@@ -320,10 +329,10 @@ def test_unsharded_model_cannot_be_packed():
         zpasses.pack_shards(nn.Linear(2, 2), 1)
 
 
-def test_model_on_the_host_moves_its_own_shards_to_the_device_alone(monkeypatch):
-    """On fake tensors, since the device need not be there."""
+def test_model_on_the_host_moves_only_its_own_shards_to_the_device(monkeypatch):
+    """Uses fake tensors, because the device may not exist."""
     monkeypatch.setattr(
-        "zpasses.sharding.flat_buffers._indexed",
+        "zpasses.sharding.flat_buffers._with_index",
         lambda device: torch.device("cuda", 0) if device.type == "cuda" else device,
     )
     monkeypatch.setattr(device_memory, "free_bytes", lambda device: 100 * MIB)
@@ -354,7 +363,7 @@ def _train(model, batches, stage):
     return {name: param.full_tensor() for name, param in model.named_parameters()}
 
 
-def _packed_lives(folder):
+def _packed_training(folder):
     rank, mesh = dist.get_rank(), world_mesh()
     batches = [integers(2, 7, seed=rank), integers(2, 7, seed=10 + rank)]
     model = zpasses.shard(Odd(), mesh=mesh, pack_mb=1)
@@ -364,16 +373,15 @@ def _packed_lives(folder):
     ).sum().backward()
     assert_same(full_gradients(model), expected)
 
-    for stage in (2, 3):  # training packed is training
+    for stage in (2, 3):  # packing does not change training
         packed, plain = (
             zpasses.shard(Odd(), mesh=mesh, pack_mb=0.0001),
             zpasses.shard(Odd(), mesh=mesh),
         )
         assert_same(_train(packed, batches, stage), _train(plain, batches, stage))
 
-    dcp.save(
-        {"model": get_model_state_dict(packed)}, checkpoint_id=folder
-    )  # and so is a checkpoint one
+    # Nor does it change checkpoints.
+    dcp.save({"model": get_model_state_dict(packed)}, checkpoint_id=folder)
     loaded = zpasses.shard(Odd(), mesh=mesh, pack_mb=1)
     memory = {name: local.data_ptr() for name, local in locals_of(loaded).items()}
     state = {"model": get_model_state_dict(loaded)}
@@ -393,9 +401,8 @@ def _packed_lives(folder):
     assert_same(locals_of(twin), locals_of(packed))
     assert_same(locals_of(loaded), locals_of(zpasses.shard(Odd(), mesh=mesh)))
 
-    run = torch.compile(
-        packed, backend="zpasses", options={"zero_stage": 2, "codegen": "eager"}
-    )  # what is kept is forgotten
+    # Packing again drops the cached parameters of stage 2.
+    run = torch.compile(packed, backend="zpasses", options={"zero_stage": 2, "codegen": "eager"})
     before = run(batches[0]).detach().clone()
     zpasses.pack_shards(packed, 1)
     assert torch.equal(run(batches[0]), before)
@@ -403,8 +410,8 @@ def _packed_lives(folder):
 
 
 @pytest.mark.processes
-def test_packed_models_train_and_are_saved_as_others(tmp_path):
-    assert run_on_ranks(_packed_lives, str(tmp_path)) == [True, True]
+def test_packed_models_train_and_checkpoint_like_others(tmp_path):
+    assert run_on_ranks(_packed_training, str(tmp_path)) == [True, True]
 
 
 @pytest.mark.processes
@@ -458,7 +465,7 @@ def test_sharding_never_holds_a_second_copy_of_the_model():
     assert done.returncode == 0, done.stderr
     for ((ranks, _), most), line in zip(expected.items(), done.stdout.splitlines(), strict=True):
         peak, rest = map(float, line.split())
-        assert most - 8 < peak < most + 24, "and what the allocator rounds up"
+        assert most - 8 < peak < most + 24, "plus what the allocator rounds up"
         assert rest == pytest.approx(256 / ranks - 256, abs=24)
 
 

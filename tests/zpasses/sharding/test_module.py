@@ -1,5 +1,4 @@
-"""Reads of sharded parameters: what comes out, what may be done with it, and edits of the
-shards."""
+"""Reads of sharded parameters, writes to gathered copies, and edits of the shards."""
 
 import copy
 
@@ -83,7 +82,7 @@ def _write(how):
     with (
         pytest.raises(
             zpasses.ShardingError,
-            match=r"parameter 'weight' of a Linear.*with zpasses\.shards\(model\)",
+            match=r"parameter 'weight' of a Linear.*with zpasses\.local_shards\(model\)",
         ),
         torch.no_grad(),
     ):
@@ -120,7 +119,7 @@ def test_reads_of_a_gathered_copy_do_not_raise():
     run_on_ranks(_read_only_uses)
 
 
-# --- modules and transforms that take parameters by odd ways --------------------------------------
+# --- modules and transforms that read parameters in unusual ways ----------------------------------
 class Attends(nn.Module):
     def __init__(self):
         super().__init__()
@@ -160,8 +159,8 @@ class Checkpoints(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-class Hands(nn.Module):
-    """Reads a weight and hands it to a function, as models with shared heads do."""
+class PassesWeight(nn.Module):
+    """Reads a weight and passes it to a function, as models with shared heads do."""
 
     def __init__(self):
         super().__init__()
@@ -201,7 +200,8 @@ class Skipped(nn.Module):
 
 
 MODELS = {
-    cls.__name__: cls for cls in (Attends, Collects, Embeds, Checkpoints, Hands, Breaks, Skipped)
+    cls.__name__: cls
+    for cls in (Attends, Collects, Embeds, Checkpoints, PassesWeight, Breaks, Skipped)
 }
 
 
@@ -288,7 +288,7 @@ def test_sharded_module_is_an_instance_of_its_old_class():
     run_on_ranks(_classes)
 
 
-def _shards_context():
+def _local_shards_context():
     model = nn.Sequential(_linear(), nn.Sequential(_linear()))
     with zpasses.local_shards(model) as inside:
         assert inside is model
@@ -306,8 +306,8 @@ def _shards_context():
     assert not isinstance(model[0].weight, DTensor)
 
 
-def test_shards_gives_dtensors_inside_and_full_parameters_after():
-    run_on_ranks(_shards_context)
+def test_local_shards_gives_dtensors_inside_and_full_parameters_after():
+    run_on_ranks(_local_shards_context)
 
 
 # --- edits of the shards --------------------------------------------------------------------------
@@ -363,7 +363,7 @@ def test_edit_of_the_shards_does_what_it_does_to_a_full_parameter(how):
     run_on_ranks(_edit, how)
 
 
-def test_edits_are_right_where_ranks_hold_nothing():
+def test_edits_are_correct_on_ranks_without_rows():
     run_on_ranks(_edit_two_rows, ranks=3)
 
 
@@ -419,7 +419,7 @@ def _initialise(how):
     assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
-@pytest.mark.parametrize("how", ["apply", "reset_parameters", "shards"])
+@pytest.mark.parametrize("how", ["apply", "reset_parameters", "local_shards"])
 def test_meta_model_is_initialised_on_the_shards_as_an_unsharded_one(how):
     run_on_ranks(_initialise, how)
 
@@ -456,7 +456,7 @@ def _assign_wrong():
         model.weight = integers(5, 4)
 
 
-def test_assigned_dtensor_must_be_sharded_alike():
+def test_assigned_dtensor_must_have_the_same_placement():
     run_on_ranks(_assign_wrong)
 
 
@@ -537,5 +537,5 @@ def _reads_attribute(attribute):
 
 
 @pytest.mark.parametrize("attribute", ["grad", "data"])
-def test_what_a_gathered_copy_cannot_give_is_named(attribute):
+def test_reading_grad_or_data_of_a_gathered_copy_raises(attribute):
     run_on_ranks(_reads_attribute, attribute)

@@ -1,5 +1,4 @@
-"""`zpasses.shard`: what becomes of a model, what it refuses, and that the rest of torch works on
-the result."""
+"""`zpasses.shard`: the sharded model, refused models, and the rest of torch on sharded models."""
 
 import copy
 import logging
@@ -35,8 +34,9 @@ from tests.zpasses.models import (
 
 @pytest.fixture
 def mesh():
-    """A mesh of three ranks, of which this process plays the second; nothing can be communicated
-    over it."""
+    """A mesh of a fake world of three ranks, of which this process is the second. Nothing is
+    communicated.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
@@ -45,8 +45,7 @@ def mesh():
 
 
 class CountCollectives(TorchDispatchMode):
-    """Names, dtypes and bytes of the functional collectives that run inside, and how many
-    parameters were read."""
+    """Counts parameter reads, and records names, dtypes and bytes of functional collectives."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +114,7 @@ def test_frozen_parameters_stay_frozen(mesh):
     ]
 
 
-def test_buffers_are_left_alone(mesh):
+def test_buffers_are_not_changed(mesh):
     model = Odd()
     offset = model.offset
     assert zpasses.shard(model, mesh=mesh).offset is offset
@@ -152,7 +151,7 @@ def test_a_later_call_on_the_whole_model_shards_the_rest(mesh):
     first = model[0]._parameters["weight"]
     zpasses.shard(model, mesh=mesh, param_dtype=torch.float64)
     assert model[0]._parameters["weight"] is first
-    assert [model[i]._zpasses_reads["weight"].param_dtype for i in (0, 1)] == [
+    assert [model[i]._zpasses_specs["weight"].param_dtype for i in (0, 1)] == [
         torch.bfloat16,
         torch.float64,
     ]
@@ -168,7 +167,7 @@ def test_parameters_added_later_can_be_sharded_by_another_call(mesh):
     assert type(model).__mro__.count(zpasses.sharding.module.ShardedModule) == 1
 
 
-def test_ignored_parameters_are_left_alone(mesh):
+def test_ignored_parameters_are_not_changed(mesh):
     model = nn.Linear(2, 6)
     bias = model.bias
     zpasses.shard(model, mesh=mesh, ignored_params=[bias])
@@ -176,7 +175,7 @@ def test_ignored_parameters_are_left_alone(mesh):
     assert isinstance(model._parameters["weight"], DTensor)
 
 
-def test_parameters_that_are_none_are_left_alone(mesh):
+def test_parameters_that_are_none_stay_none(mesh):
     assert zpasses.shard(nn.Linear(2, 6, bias=False), mesh=mesh).bias is None
 
 
@@ -560,8 +559,8 @@ def _trains(optimizer, clip, stage):
         for each in (ours, theirs):
             each.step()
             each.zero_grad()
-    # Gradients are summed over the batch in another order: float32 rounding, which Adam divides by
-    # small square roots.
+    # Gradients are summed over the batch in another order. Adam divides their float32 rounding
+    # errors by small square roots.
     torch.testing.assert_close(
         {name: param.full_tensor() for name, param in model.named_parameters()},
         {name: param.detach() for name, param in plain.named_parameters()},
@@ -719,13 +718,12 @@ def test_checkpoint_of_two_ranks_loads_onto_another_world(ranks, tmp_path):
         torch.testing.assert_close(loaded_moments, moments, rtol=0, atol=0)
 
 
-# --- keeping and forgetting -----------------------------------------------------------------------
+# --- invalidation of cached parameters ------------------------------------------------------------
 def _edit_through_data(invalidate):
     model = zpasses.shard(with_integer_weights(nn.Linear(4, 4, bias=False)), mesh=world_mesh())
     run, x = _run(model, 2), integers(2, 4)
-    before = (
-        run(x).detach().clone()
-    )  # with gradients: a step will come, until which stage 2 keeps what it gathered
+    # With gradients, so that stage 2 caches the gathered parameters until the next step.
+    before = run(x).detach().clone()
     model._parameters["weight"].to_local().data.mul_(2)
     if invalidate:
         zpasses.invalidate(model)
@@ -734,7 +732,7 @@ def _edit_through_data(invalidate):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("invalidate", [True, False])
-def test_edits_through_data_are_seen_after_invalidate_alone(invalidate):
+def test_edits_through_data_are_seen_only_after_invalidate(invalidate):
     assert run_on_ranks(_edit_through_data, invalidate) == [(invalidate, True)] * 2
 
 
@@ -754,7 +752,7 @@ def _warnings(ignored):
 
 
 @pytest.mark.processes
-def test_trained_but_unsharded_parameters_are_warned_of():
+def test_trained_but_unsharded_parameters_cause_a_warning():
     assert "parameters bias are trained but not sharded" in run_on_ranks(_warnings, True)[0]
     assert run_on_ranks(_warnings, False)[0] == ""
 

@@ -1,4 +1,4 @@
-"""Simulated ranks do what real ones do."""
+"""Tests that simulated ranks compute what gloo ranks compute."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_a_joint_graph_gives_the_same_bits_on_gloo(pipeline, ranks):
         for simulated_value, real_value in zip(ours.outputs, theirs, strict=True):
             assert (simulated_value is None) == (real_value is None)
             if real_value is not None:
-                # An average over three ranks rounds, and gloo may divide at another place.
+                # An average over three ranks rounds, and gloo may divide at another point.
                 torch.testing.assert_close(
                     simulated_value, real_value, rtol=0 if ranks == 2 else 1e-6, atol=0
                 )

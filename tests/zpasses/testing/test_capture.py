@@ -48,7 +48,7 @@ def test_graphs_before_and_after_the_passes_differ_by_the_passes():
     assert listing(rewritten) == listing(captured.after.joint)
 
 
-def test_model_is_left_as_it_was():
+def test_model_is_unchanged():
     model = nn.Linear(6, 4)
     capture_graphs(model, (X,), world_size=3)
     assert type(model) is nn.Linear
@@ -56,7 +56,7 @@ def test_model_is_left_as_it_was():
     assert not dist.is_initialized()
 
 
-def test_call_without_gradients_gives_one_graph():
+def test_call_without_gradients_has_one_graph():
     captured = capture_graphs(
         nn.Linear(6, 4), (X,), world_size=3, pipeline="gather-params", train=False
     )
@@ -157,7 +157,7 @@ def test_traced_graph_without_gradients_is_refused():
         trace_joint(lambda x: x * 2, [torch.ones(3)])
 
 
-def test_trace_passes_on_what_the_function_raises():
+def test_trace_propagates_errors_of_the_function():
     def broken(x):
         raise KeyError("mine")
 
@@ -165,7 +165,7 @@ def test_trace_passes_on_what_the_function_raises():
         trace_joint(broken, [torch.ones(3, requires_grad=True)])
 
 
-def test_copy_can_be_rewritten_without_touching_the_original():
+def test_rewriting_a_copy_leaves_the_original_unchanged():
     with fake_world(2):
         gm = joint([Param((4, 2))], 0, 2)
         before = listing(gm)

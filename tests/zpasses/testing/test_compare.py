@@ -23,7 +23,7 @@ def compare(a, b, value):
     assert_equal_bits(program(a), program(b), [[value]])
 
 
-def test_equal_graphs_give_their_runs():
+def test_equal_graphs_return_their_runs():
     (first, second) = assert_equal_bits(
         program((aten.mul.Tensor, 2)),
         program((aten.add.Tensor, 1)),

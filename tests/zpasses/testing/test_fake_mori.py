@@ -1,4 +1,4 @@
-"""The stand-in for mori hurts where mori does. One process, one PE."""
+"""Tests that the fake mori has mori's hazards, in one process with one PE."""
 
 import sys
 import time
@@ -42,7 +42,7 @@ def call(handle, source, target, stream, count=None):
     )
 
 
-def test_a_call_delivers_late_and_over_poison(fake):
+def test_output_is_poison_until_a_call_delivers(fake):
     handle, stream = handle_of(), HostStream(2)
     source, target = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
     assert call(handle, source, target, stream)
@@ -72,7 +72,7 @@ def test_default_buffers_are_halves(fake):
         (8, 7, "writes 8 bytes into a tensor of 7"),
     ],
 )
-def test_what_is_not_checked_faults(fake, source, target, message):
+def test_unchecked_arguments_fault(fake, source, target, message):
     handle, stream = handle_of(), HostStream(2)
     tensors = [torch.ones(count, dtype=torch.uint8) for count in (source, target)]
     assert call(handle, *tensors, stream)
@@ -80,7 +80,7 @@ def test_what_is_not_checked_faults(fake, source, target, message):
         stream.synchronize()
 
 
-def test_an_input_that_was_freed_is_poison(fake):
+def test_freed_input_is_read_as_poison(fake):
     handle, stream, target = handle_of(), HostStream(2), torch.zeros(8, dtype=torch.uint8)
     call(handle, torch.ones(8, dtype=torch.uint8), target, stream)
     stream.synchronize()
@@ -97,7 +97,7 @@ def test_more_than_eight_ranks_hang(fake):
         stream.synchronize()
 
 
-def test_nothing_raises_and_the_default_stream_blocks(fake):
+def test_errors_do_not_raise_and_the_default_stream_blocks(fake):
     handle = handle_of()
     with pytest.raises(ValueError, match="count is 0"):
         call(
@@ -154,7 +154,7 @@ def test_older_releases_do_not_take_capturing():
         assert fake.blocking == 1
 
 
-def test_what_was_there_before_comes_back():
+def test_modules_and_environment_are_restored():
     with installed():
         import mori
 

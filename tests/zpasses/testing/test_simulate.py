@@ -12,7 +12,7 @@ wait = F.wait_tensor.default
 
 
 def program(write, inputs=1):
-    """A graph written by hand: `write(graph, *placeholders)` returns the outputs."""
+    """Builds a graph by hand: `write(graph, *placeholders)` returns the outputs."""
     graph = fx.Graph()
     given = [graph.placeholder(f"x{i}") for i in range(inputs)]
     graph.output(write(graph, *given))
@@ -20,7 +20,7 @@ def program(write, inputs=1):
 
 
 def communicate(op, *args, **kwargs):
-    """A graph that starts one collective on its input and waits for it."""
+    """Builds a graph that starts one collective on its input and awaits it."""
     return program(
         lambda graph, x: (
             graph.call_function(wait, (graph.call_function(op, (x, *args), kwargs),)),
@@ -44,7 +44,7 @@ def test_all_gather_stacks_the_ranks_rows():
         assert got.tolist() == [1, 2, 3, 4, 5, 6]
 
 
-def test_reduce_scatter_hands_each_rank_its_block_of_the_sum():
+def test_reduce_scatter_gives_each_rank_its_block_of_the_sum():
     got = outputs(
         communicate(F.reduce_scatter_tensor.default, "sum", 2, "0"), *ranks([1, 2], [10, 20])
     )
@@ -73,7 +73,7 @@ def test_average_divides_after_the_sum():
     assert got.item() == tiny
 
 
-def test_broadcast_gives_everyone_the_source_s_value():
+def test_broadcast_gives_all_ranks_the_sources_value():
     assert [
         each.item() for each in outputs(communicate(F.broadcast.default, 1, "0"), *ranks(1, 2, 3))
     ] == [2, 2, 2]
@@ -113,7 +113,7 @@ def test_coalesced_collectives_give_a_list():
     assert (len(runs[0].collectives), runs[0].nbytes) == (1, 12)
 
 
-def test_out_form_writes_where_it_is_told_even_around_its_own_input():
+def test_out_form_writes_to_out_which_may_contain_its_input():
     def write(graph, buffer, mine):
         started = graph.call_function(
             F.all_gather_into_tensor_out.default, (mine, 2, "0"), {"out": buffer}
@@ -134,13 +134,13 @@ def test_in_place_form_changes_its_input():
     assert [value.tolist() for value in values] == [[4, 6], [4, 6]]
 
 
-def test_outputs_of_ranks_are_no_aliases():
+def test_outputs_of_ranks_do_not_alias():
     first, second = outputs(communicate(F.all_reduce.default, "sum", "0"), *ranks([1.0], [2.0]))
     first.zero_()
     assert second.item() == 3
 
 
-def test_dialect_gathers_uneven_shards_and_cuts_gradients_unevenly():
+def test_dialect_gathers_uneven_shards_and_splits_gradients_unevenly():
     def write(graph, shard, grad):
         rows = graph.call_function(torch.ops.aten.sym_size.int, (shard, 0))
         full = graph.call_function(
@@ -196,7 +196,7 @@ def test_groups_communicate_among_themselves():
     ] == [6] * 4
 
 
-def test_two_groups_may_be_started_in_another_order_as_long_as_nobody_waits_in_between():
+def test_collectives_of_two_groups_may_start_in_different_orders_without_waits_in_between():
     def started(first, second):
         def write(graph, x):
             calls = {
@@ -296,7 +296,7 @@ def test_ranks_that_wait_for_each_other_are_named():
 
 
 def test_wrong_group_size_is_refused():
-    with pytest.raises(SimulationError, match=r"says that it has 3 ranks, but it has 2"):
+    with pytest.raises(SimulationError, match=r"passes group_size=3, but the group has 2 ranks"):
         simulate(communicate(F.all_gather_into_tensor.default, 3, "0"), [ranks([1]), ranks([2])])
 
 
@@ -321,12 +321,12 @@ def test_returning_before_the_wait_raises():
         )
 
 
-def test_nobody_waiting_raises():
+def test_collective_that_is_never_awaited_raises():
     def write(graph, x):
         graph.call_function(F.all_reduce.default, (x, "sum", "0"))
         return (x,)
 
-    with pytest.raises(SimulationError, match=r"nobody waits for all_reduce"):
+    with pytest.raises(SimulationError, match=r"all_reduce.* is never awaited"):
         simulate(program(write), [ranks(1)])
 
 
@@ -412,7 +412,7 @@ def test_each_rank_draws_its_own_random_numbers_whatever_the_others_do():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_collectives_of_others_can_be_given_a_meaning():
+def test_semantics_of_further_collectives_can_be_passed():
     library = torch.library.Library("zpasses_test_simulate", "DEF")
     library.define("gather_twice(Tensor x, str group_name) -> Tensor")
     op = torch.ops.zpasses_test_simulate.gather_twice.default
@@ -429,7 +429,7 @@ def test_collectives_of_others_can_be_given_a_meaning():
     not hasattr(F, "isend"),
     reason="torch 2.11 has no collective that zpasses.testing does not know",
 )
-def test_collective_without_a_meaning_is_refused():
+def test_collective_without_semantics_is_refused():
     gm = program(lambda graph, x: (graph.call_function(F.isend.default, (x, 0, 0, "0")),))
     with pytest.raises(SimulationError, match=r"isend.* is not simulated"):
         simulate(gm, [ranks(1)])

@@ -7,7 +7,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from zpasses.testing import fake_world
 
 
-def test_world_has_the_size_and_rank_asked_for():
+def test_world_has_the_given_size_and_rank():
     with fake_world(512, 500) as mesh:
         assert (dist.get_world_size(), dist.get_rank(), mesh.size(), mesh.get_local_rank()) == (
             512,
@@ -18,7 +18,7 @@ def test_world_has_the_size_and_rank_asked_for():
     assert not dist.is_initialized()
 
 
-def test_world_is_left_after_an_error():
+def test_world_is_destroyed_after_an_error():
     with pytest.raises(KeyError), fake_world(2):
         raise KeyError
     assert not dist.is_initialized()
@@ -29,7 +29,7 @@ def test_second_world_is_refused_and_the_first_stays():
         with (
             pytest.raises(
                 RuntimeError,
-                match=r"rank 1 of 2 of a 'fake' process group already.*destroy_process_group",
+                match=r"already rank 1 of 2 of a 'fake' process group.*destroy_process_group",
             ),
             fake_world(3),
         ):
@@ -61,5 +61,5 @@ def _accumulated_rows(rank):
         return weight.grad.to_local().shape[0]
 
 
-def test_what_dtensor_remembers_of_one_rank_is_not_used_for_another():
+def test_dtensor_caches_of_one_rank_are_not_used_for_another():
     assert [_accumulated_rows(rank) for rank in (1, 0, 1)] == [1, 2, 1]

@@ -1,8 +1,9 @@
-"""report.html: a dump as one page that needs no network, no server and no torch.
+"""Renders report.html: a dump as one page that needs no network, no server and no torch.
 
-The data are JSON in a script element that is never run, and everything that comes from the dump is
-put on the page as text. A content security policy allows this page's one script by its hash and
-nothing else, and no connection to anywhere."""
+The data is JSON in a script element that is never executed. Text from the dump enters the page only
+as text nodes and attributes. A content security policy allows only this page's own script, by its
+hash, and no connections.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +34,19 @@ _SCRIPTS = (
     "source",
     "app",
 )
-"""In the order in which they are put together; each stands in one block of its own."""
+"""The scripts in the order in which they are concatenated into one."""
 
 
 def render(dump: Dump, rank: int | None = None, compile_name: str | None = None) -> str:
     """One rank of a dump as a page.
 
     Args:
-        rank: None for the lowest that there is.
+        rank: None for the lowest rank that wrote.
         compile_name: None for all compiles.
 
     Raises:
-        NotInDumpError: when there is no such rank or compile.
-        DumpError: when a graph of the dump cannot be read.
+        NotInDumpError: if there is no such rank or compile.
+        DumpError: if a graph of the dump cannot be read.
     """
     from jinja2 import Environment, select_autoescape
 
@@ -69,6 +70,6 @@ def _asset(name: str) -> str:
 
 
 def _inert(data: dict[str, Any]) -> str:
-    """JSON in which no character can end the element that holds it, or begin another."""
-    text = json.dumps(data, separators=(",", ":"))  # not ASCII is escaped by default
+    """JSON text without characters that could end its HTML element or start another."""
+    text = json.dumps(data, separators=(",", ":"))  # json escapes non-ASCII characters by default
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

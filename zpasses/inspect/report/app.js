@@ -1,61 +1,171 @@
-// The frame: what to look at on the left, how on top, and the node that is looked at on the right.
+// The page's frame: graphs and passes on the left, views on top, the selected node on the right.
 
-const DRAW = { overview: drawOverview, diff: drawDiff, memory: drawMemory, timeline: drawTimeline, collectives: drawCollectives, listing: drawListing, source: drawSource };
+const DRAW = {
+  overview: drawOverview,
+  diff: drawDiff,
+  memory: drawMemory,
+  timeline: drawTimeline,
+  collectives: drawCollectives,
+  listing: drawListing,
+  source: drawSource,
+};
 const parts = {
   nav: el("nav", { class: "nav", "aria-label": "Graphs and passes" }),
   tabs: el("div", { class: "tabs", role: "tablist", "aria-label": "Views" }),
-  main: el("main", { id: "main", tabindex: -1, role: "tabpanel", "aria-labelledby": "tab-overview" }),
+  main: el("main", {
+    id: "main",
+    tabindex: -1,
+    role: "tabpanel",
+    "aria-labelledby": "tab-overview",
+  }),
   detail: el("aside", { class: "detail", "aria-label": "Node", hidden: true }),
 };
 
 function header() {
   const meta = report.meta;
-  return el("header", { class: "top" },
+  return el(
+    "header",
+    { class: "top" },
     el("h1", {}, "zpasses"),
     compiles.length > 1
-      ? el("select", { id: "compile", "aria-label": "Compile", onchange: (event) => go({ compile: +event.target.value, graph: "", node: null }) },
-        compiles.map((compile, at) => el("option", { value: at }, `compile ${compile.name}${compile.error ? " (failed)" : ""}`)))
+      ? el(
+          "select",
+          {
+            id: "compile",
+            "aria-label": "Compile",
+            onchange: (event) => go({ compile: +event.target.value, graph: "", node: null }),
+          },
+          compiles.map((compile, at) =>
+            el(
+              "option",
+              { value: at },
+              `compile ${compile.name}${compile.error ? " (failed)" : ""}`,
+            ),
+          ),
+        )
       : compiles.length === 1 && el("span", {}, `compile ${compiles[0].name}`),
-    el("span", { class: "muted" }, [`rank ${report.rank} of ${meta.world}`, compiles[0] && compiles[0].target.name, `torch ${meta.torch}`].filter(Boolean).join(" · ")),
+    el(
+      "span",
+      { class: "muted" },
+      [
+        `rank ${report.rank} of ${meta.world}`,
+        compiles[0] && compiles[0].target.name,
+        `torch ${meta.torch}`,
+      ]
+        .filter(Boolean)
+        .join(" · "),
+    ),
     el("span", { class: "stretch" }),
-    el("span", { class: "muted path", title: report.path }, report.path.split("/").slice(-3).join("/")),
-    button("◐", nextTheme, { class: "quiet", id: "theme", "aria-label": "Light or dark", title: "Light, dark, or as the system" }));
+    el(
+      "span",
+      { class: "muted path", title: report.path },
+      report.path.split("/").slice(-3).join("/"),
+    ),
+    button("◐", nextTheme, {
+      class: "quiet",
+      id: "theme",
+      "aria-label": "Color theme",
+      title: "Switch between the system's, the dark and the light theme",
+    }),
+  );
 }
 
 function nextTheme() {
-  const order = ["", "dark", "light"], root = document.documentElement;
+  const order = ["", "dark", "light"],
+    root = document.documentElement;
   root.dataset.theme = order[(order.indexOf(root.dataset.theme || "") + 1) % order.length];
   document.querySelectorAll("canvas").forEach((each) => each.repaint());
 }
 
 function drawNav() {
   const compile = current.compile;
-  clear(parts.nav, compile.graphs.map((graph) => el("section", {},
-    el("h2", {}, graph.name),
-    el("ul", {}, graph.steps.map((step, at) => {
-      const here = graph.name === state.graph && at === state.step && state.tab !== "overview";
-      const changed = step.after && step.same === undefined && step.diff;
-      return el("li", {}, button([
-        el("span", { class: "step" }, step.after ? step.after : "as it came"),
-        step.error ? el("span", { class: "count failed" }, "failed") : changed && el("span", { class: "count" }, countOf(step.diff)),
-      ], () => go({ graph: graph.name, step: at, tab: state.tab === "overview" ? (step.after ? "diff" : "listing") : state.tab }), {
-        "aria-current": here ? "true" : null, class: step.after && !changed && !step.error ? "idle" : "",
-        title: step.after ? `${step.after}${step.same !== undefined ? ": changed nothing" : ""}` : "Before the first pass",
-      }));
-    })))));
+  clear(
+    parts.nav,
+    compile.graphs.map((graph) =>
+      el(
+        "section",
+        {},
+        el("h2", {}, graph.name),
+        el(
+          "ul",
+          {},
+          graph.steps.map((step, at) => {
+            const here =
+              graph.name === state.graph && at === state.step && state.tab !== "overview";
+            const changed = step.after && step.same === undefined && step.diff;
+            return el(
+              "li",
+              {},
+              button(
+                [
+                  el("span", { class: "step" }, step.after ? step.after : "before passes"),
+                  step.error
+                    ? el("span", { class: "count failed" }, "failed")
+                    : changed && el("span", { class: "count" }, countOf(step.diff)),
+                ],
+                () =>
+                  go({
+                    graph: graph.name,
+                    step: at,
+                    tab: state.tab === "overview" ? (step.after ? "diff" : "listing") : state.tab,
+                  }),
+                {
+                  "aria-current": here ? "true" : null,
+                  class: step.after && !changed && !step.error ? "idle" : "",
+                  title: step.after
+                    ? `${step.after}${step.same !== undefined ? ": no change" : ""}`
+                    : "Before the first pass",
+                },
+              ),
+            );
+          }),
+        ),
+      ),
+    ),
+  );
 }
 
 function countOf(diff) {
   const count = (kind) => (diff[kind] || []).length;
   const other = CHANGES.slice(2).reduce((sum, kind) => sum + count(kind), 0);
-  return [count("inserted") && `+${count("inserted")}`, count("removed") && `−${count("removed")}`, other && `~${other}`].filter(Boolean).join(" ");
+  return [
+    count("inserted") && `+${count("inserted")}`,
+    count("removed") && `−${count("removed")}`,
+    other && `~${other}`,
+  ]
+    .filter(Boolean)
+    .join(" ");
 }
 
 function drawTabs() {
-  const title = { overview: "Overview", diff: "Diff", memory: "Memory", timeline: "Timeline", collectives: "Collectives", listing: "Graph", source: "Source" };
-  clear(parts.tabs, TABS.map((tab) => button(title[tab], () => go({ tab }), {
-    role: "tab", id: `tab-${tab}`, "aria-selected": tab === state.tab, "aria-controls": "main", tabindex: tab === state.tab ? 0 : -1,
-  })), state.tab !== "overview" && el("span", { class: "where" }, el("b", {}, state.graph), ` ${current.step.after ? `after ${current.step.after}` : "as it came"}`));
+  const title = {
+    overview: "Overview",
+    diff: "Diff",
+    memory: "Memory",
+    timeline: "Timeline",
+    collectives: "Collectives",
+    listing: "Graph",
+    source: "Source",
+  };
+  clear(
+    parts.tabs,
+    TABS.map((tab) =>
+      button(title[tab], () => go({ tab }), {
+        role: "tab",
+        id: `tab-${tab}`,
+        "aria-selected": tab === state.tab,
+        "aria-controls": "main",
+        tabindex: tab === state.tab ? 0 : -1,
+      }),
+    ),
+    state.tab !== "overview" &&
+      el(
+        "span",
+        { class: "where" },
+        el("b", {}, state.graph),
+        ` ${current.step.after ? `after ${current.step.after}` : "before the first pass"}`,
+      ),
+  );
 }
 
 parts.tabs.addEventListener("keydown", (event) => {
@@ -66,29 +176,41 @@ parts.tabs.addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 
-// Draws the main part anew where it was scrolled to, and keeps the focus in the field that had it.
+// Redraws the main part. Scroll positions and the focused field are kept.
 function redraw() {
-  hideHint();
-  const focus = document.activeElement && parts.main.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
+  hideTooltip();
+  const focus =
+    document.activeElement && parts.main.contains(document.activeElement)
+      ? document.activeElement.getAttribute("aria-label")
+      : null;
   const scrolled = [...parts.main.querySelectorAll(".rows")].map((each) => each.scrollTop);
   parts.main.setAttribute("aria-labelledby", `tab-${state.tab}`);
   parts.main.className = `view-${state.tab}`;
   clear(parts.main);
   DRAW[state.tab](parts.main);
   if (!focus) return;
-  const again = [...parts.main.querySelectorAll("[aria-label]")].find((each) => each.getAttribute("aria-label") === focus);
+  const again = [...parts.main.querySelectorAll("[aria-label]")].find(
+    (each) => each.getAttribute("aria-label") === focus,
+  );
   if (again) again.focus({ preventScroll: true });
-  [...parts.main.querySelectorAll(".rows")].forEach((each, at) => { if (scrolled[at]) each.scrollTop = scrolled[at]; });
+  [...parts.main.querySelectorAll(".rows")].forEach((each, at) => {
+    if (scrolled[at]) each.scrollTop = scrolled[at];
+  });
 }
 
-const KEEPS_ITS_PLACE = ["diff", "listing", "collectives"];
+const KEEPS_SCROLL = ["diff", "listing", "collectives"];
 
-watchers.push((before) => {
+listeners.push((before) => {
   drawNav();
   drawTabs();
   const moved = ["compile", "graph", "step", "tab"].some((key) => before[key] !== state[key]);
   const ofList = parts.main.contains(document.activeElement) || parts.main.matches(":hover");
-  if (moved || !drawnOnce || !(KEEPS_ITS_PLACE.includes(state.tab) && ofList && before.node !== state.node && listed())) redraw();
+  if (
+    moved ||
+    !drawnOnce ||
+    !(KEEPS_SCROLL.includes(state.tab) && ofList && before.node !== state.node && isInShownList())
+  )
+    redraw();
   drawnOnce = true;
   drawDetail(parts.detail);
   document.body.classList.toggle("with-detail", !parts.detail.hidden);
@@ -97,14 +219,25 @@ watchers.push((before) => {
 });
 let drawnOnce = false;
 
-// Whether the chosen node was picked from the list that is shown, which then need not be drawn again.
-function listed() { return Boolean(parts.main.querySelector(".row.active")); }
+// Whether the selected node was selected in the visible list. Such a list needs no redraw.
+function isInShownList() {
+  return Boolean(parts.main.querySelector(".row.active"));
+}
 
 document.addEventListener("keydown", (event) => {
   const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
-  if (event.key === "Escape") { if (state.node !== null) go({ node: null }); return; }
+  if (event.key === "Escape") {
+    if (state.node !== null) go({ node: null });
+    return;
+  }
   if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
-  if (event.key === "/") { const field = parts.main.querySelector(".filter"); if (field) { field.focus(); event.preventDefault(); } }
+  if (event.key === "/") {
+    const field = parts.main.querySelector(".filter");
+    if (field) {
+      field.focus();
+      event.preventDefault();
+    }
+  }
   if (event.key === "[" || event.key === "]") {
     const step = state.step + (event.key === "]" ? 1 : -1);
     if (step >= 0 && step < current.data.steps.length) go({ step });
@@ -114,7 +247,16 @@ document.addEventListener("keydown", (event) => {
 addEventListener("popstate", fromAddress);
 
 if (!compiles.some((compile) => compile.graphs.length)) {
-  put(document.getElementById("app"), header(), el("main", { id: "main" }, compiles.map((compile) => failure(compile.error)), el("p", { class: "muted pad" }, "This dump holds no graph.")));
+  put(
+    document.getElementById("app"),
+    header(),
+    el(
+      "main",
+      { id: "main" },
+      compiles.map((compile) => failure(compile.error)),
+      el("p", { class: "muted pad" }, "This dump contains no graphs."),
+    ),
+  );
 } else {
   const first = compiles.findIndex((compile) => compile.graphs.length);
   if (!compiles[state.compile].graphs.length) state.compile = first;

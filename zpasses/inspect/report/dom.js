@@ -1,4 +1,5 @@
-// Elements and figures. Text reaches the page through text nodes and attributes alone: nothing from the dump is ever read as markup.
+// Helpers for elements and figures. Text from the dump enters the page only as text nodes and
+// attributes, so none of it is parsed as markup.
 
 function el(tag, props, ...children) {
   const made = document.createElement(tag);
@@ -8,7 +9,8 @@ function el(tag, props, ...children) {
     else if (value === false) continue;
     else if (key === "class") made.className = value;
     else if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-    else if (key === "style") for (const [name, text] of Object.entries(value)) made.style.setProperty(name, text);
+    else if (key === "style")
+      for (const [name, text] of Object.entries(value)) made.style.setProperty(name, text);
     else made.setAttribute(key, value === true ? "" : String(value));
   }
   put(made, ...children);
@@ -29,14 +31,23 @@ function clear(parent, ...children) {
 }
 
 function digits(size) {
-  const text = Math.abs(size) < 9.995 ? size.toFixed(2) : Math.abs(size) < 99.95 ? size.toFixed(1) : size.toFixed(0);
+  const text =
+    Math.abs(size) < 9.995
+      ? size.toFixed(2)
+      : Math.abs(size) < 99.95
+        ? size.toFixed(1)
+        : size.toFixed(0);
   return text.includes(".") ? text.replace(/\.?0+$/, "") : text;
 }
 
 function bytesText(count) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let size = count, unit = 0;
-  while (Math.abs(size) >= 1023.95 && unit < units.length - 1) { size /= 1024; unit += 1; }
+  let size = count,
+    unit = 0;
+  while (Math.abs(size) >= 1023.95 && unit < units.length - 1) {
+    size /= 1024;
+    unit += 1;
+  }
   return unit === 0 ? `${size.toFixed(0)} B` : `${digits(size)} ${units[unit]}`;
 }
 
@@ -49,7 +60,7 @@ function timeText(us) {
 function changeText(before, after) {
   if (before === after) return "=";
   if (before === 0) return "new";
-  const share = (after - before) / before * 100;
+  const share = ((after - before) / before) * 100;
   return `${share >= 0 ? "+" : "−"}${Math.abs(share).toFixed(1)} %`;
 }
 
@@ -57,10 +68,13 @@ function plural(count, what) {
   return `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;
 }
 
-// The colour that a custom property of the style sheet has now, for canvases.
+// The current value of a color of the style sheet, for canvases.
 const colorProbe = document.createElement("span");
 function themeColor(name) {
-  if (!colorProbe.isConnected) { colorProbe.hidden = true; document.body.append(colorProbe); }
+  if (!colorProbe.isConnected) {
+    colorProbe.hidden = true;
+    document.body.append(colorProbe);
+  }
   colorProbe.style.color = `var(--${name})`;
   return getComputedStyle(colorProbe).color;
 }
@@ -69,8 +83,8 @@ function chip(kind, text, title) {
   return el("span", { class: `chip ${kind}`, title }, text);
 }
 
-// The two ends of a long name, which tell more than its beginning.
-function middle(text, most) {
+// Shortens a long name in its middle, because its ends distinguish it best.
+function elideMiddle(text, most) {
   if (text.length <= most) return text;
   const head = Math.floor((most - 1) * 0.45);
   return `${text.slice(0, head)}…${text.slice(text.length - (most - 1 - head))}`;

@@ -1,40 +1,58 @@
-// Bytes alive along the graph, by kind; what is alive at the node under the pointer, or at the peak.
+// Bytes alive along the graph, by kind, and the buffers alive at the node under the pointer.
 
-const MEMORY_LEFT = 64, MEMORY_TOP = 16, MEMORY_BOTTOM = 22;
+const MEMORY_LEFT = 64,
+  MEMORY_TOP = 16,
+  MEMORY_BOTTOM = 22;
 
 function drawMemory(main) {
-  const graph = current.graph, before = current.before;
+  const graph = current.graph,
+    before = current.before;
   if (!graph) return put(main, notWritten());
   if (!isModelled(current.step)) return put(main, notModelled());
-  if (!graph.nodes.length) return put(main, el("p", { class: "muted pad" }, "This graph is empty."));
+  if (!graph.nodes.length)
+    return put(main, el("p", { class: "muted pad" }, "This graph is empty."));
   const { live, byKind, kinds, peak } = graph.curves;
   let at = graph.index.has(state.node) ? graph.index.get(state.node) : peak;
-  const earlier = before && before !== graph ? alongside(before, graph) : null;
+  const earlier = before && before !== graph ? curveOfStepBefore(before, graph) : null;
   const most = Math.max(live[peak], earlier ? Math.max(...earlier) : 0) || 1;
   const side = el("div", { class: "alive" });
   const chart = canvas({
     height: 320,
     label: "Bytes alive along the graph",
     props: { role: "slider", "aria-valuemin": 1, "aria-valuemax": graph.nodes.length },
-    draw: (pen, width, height) => paintMemory(pen, width, height, { graph, live, byKind, kinds, peak, earlier, most, at }),
+    draw: (pen, width, height) =>
+      paintMemory(pen, width, height, { graph, live, byKind, kinds, peak, earlier, most, at }),
   });
   const show = (next, pinned) => {
     at = Math.max(0, Math.min(graph.nodes.length - 1, next));
     chart.setAttribute("aria-valuenow", at + 1);
-    chart.setAttribute("aria-valuetext", `${bytesText(live[at])} while ${graph.nodes[at].name} runs`);
+    chart.setAttribute(
+      "aria-valuetext",
+      `${bytesText(live[at])} while ${graph.nodes[at].name} runs`,
+    );
     drawAlive(side, graph, at, before !== graph ? before : null);
     chart.repaint();
     if (pinned) go({ node: graph.nodes[at].id });
   };
   const position = (event) => {
     const box = chart.getBoundingClientRect();
-    return Math.round((event.clientX - box.left - MEMORY_LEFT) / (box.width - MEMORY_LEFT - 8) * (graph.nodes.length - 1));
+    return Math.round(
+      ((event.clientX - box.left - MEMORY_LEFT) / (box.width - MEMORY_LEFT - 8)) *
+        (graph.nodes.length - 1),
+    );
   };
   chart.addEventListener("pointermove", (event) => show(position(event)));
   chart.addEventListener("click", (event) => show(position(event), true));
   chart.addEventListener("keydown", (event) => {
     const page = Math.max(1, Math.round(graph.nodes.length / 20));
-    const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowUp: 1, ArrowDown: -1, PageUp: page, PageDown: -page };
+    const steps = {
+      ArrowRight: 1,
+      ArrowLeft: -1,
+      ArrowUp: 1,
+      ArrowDown: -1,
+      PageUp: page,
+      PageDown: -page,
+    };
     if (event.key in steps) show(at + steps[event.key]);
     else if (event.key === "Home") show(0);
     else if (event.key === "End") show(graph.nodes.length - 1);
@@ -42,47 +60,79 @@ function drawMemory(main) {
     else return;
     event.preventDefault();
   });
-  put(main,
+  put(
+    main,
     current.step.after && runLine(current.step),
-    el("div", { class: "bar" },
-      kinds.map((kind) => el("span", { class: "legend" }, el("i", { style: { background: `var(--kind-${KINDS.includes(kind) ? kind : "other"})` } }), kind)),
-      earlier && el("span", { class: "legend" }, el("i", { class: "dashed" }), "before this pass, at the same nodes"),
+    el(
+      "div",
+      { class: "bar" },
+      kinds.map((kind) =>
+        el(
+          "span",
+          { class: "legend" },
+          el("i", {
+            style: { background: `var(--kind-${KINDS.includes(kind) ? kind : "other"})` },
+          }),
+          kind,
+        ),
+      ),
+      earlier && el("span", { class: "legend" }, el("i", { class: "dashed" }), "before this pass"),
       el("span", { class: "stretch" }),
-      button("Peak", () => { chart.focus(); show(peak); }, { title: "What is alive at the peak" })),
-    chart, side);
+      button(
+        "Peak",
+        () => {
+          chart.focus();
+          show(peak);
+        },
+        { title: "Go to the peak" },
+      ),
+    ),
+    chart,
+    side,
+  );
   show(at);
 }
 
-// The curve of another step at the nodes of this one: where a node is new, what the one before it had.
-function alongside(before, graph) {
+// The earlier step's curve at the nodes of this graph. A new node repeats the previous value.
+function curveOfStepBefore(before, graph) {
   const curve = before.curves.live;
   let last = 0;
-  return graph.nodes.map((form) => {
-    const at = before.index.get(form.id);
+  return graph.nodes.map((node) => {
+    const at = before.index.get(node.id);
     if (at !== undefined) last = curve[at];
     return last;
   });
 }
 
 function paintMemory(pen, width, height, { graph, live, byKind, kinds, peak, earlier, most, at }) {
-  const plot = { left: MEMORY_LEFT, right: width - 8, top: MEMORY_TOP, bottom: height - MEMORY_BOTTOM };
-  const count = graph.nodes.length, span = plot.right - plot.left;
+  const plot = {
+    left: MEMORY_LEFT,
+    right: width - 8,
+    top: MEMORY_TOP,
+    bottom: height - MEMORY_BOTTOM,
+  };
+  const count = graph.nodes.length,
+    span = plot.right - plot.left;
   const x = (index) => plot.left + (count > 1 ? index / (count - 1) : 0.5) * span;
-  const y = (bytes) => plot.bottom - bytes / most * (plot.bottom - plot.top);
+  const y = (bytes) => plot.bottom - (bytes / most) * (plot.bottom - plot.top);
   pen.font = FONT;
   pen.textAlign = "right";
   pen.textBaseline = "middle";
   for (const tick of ticks(most, 5, 1024)) {
     pen.strokeStyle = themeColor("line");
-    pen.beginPath(); pen.moveTo(plot.left, y(tick)); pen.lineTo(plot.right, y(tick)); pen.stroke();
+    pen.beginPath();
+    pen.moveTo(plot.left, y(tick));
+    pen.lineTo(plot.right, y(tick));
+    pen.stroke();
     pen.fillStyle = themeColor("muted");
     pen.fillText(bytesText(tick), plot.left - 8, y(tick));
   }
-  // At most one column a pixel: of the nodes that share one, the fullest.
+  // At most one column per pixel. Nodes that share a column show their maximum.
   const columns = [];
   const size = Math.min(count, Math.max(2, Math.floor(span)));
   for (let column = 0; column < size; column++) {
-    const from = Math.floor(column / size * count), to = Math.max(from + 1, Math.floor((column + 1) / size * count));
+    const from = Math.floor((column / size) * count),
+      to = Math.max(from + 1, Math.floor(((column + 1) / size) * count));
     let best = from;
     for (let index = from; index < to; index++) if (live[index] > live[best]) best = index;
     columns.push(best);
@@ -108,12 +158,17 @@ function paintMemory(pen, width, height, { graph, live, byKind, kinds, peak, ear
     pen.stroke();
     pen.setLineDash([]);
   }
-  flag(pen, plot, x(peak), `peak ${bytesText(live[peak])}`, themeColor("text"));
+  drawLabel(pen, plot, x(peak), `peak ${bytesText(live[peak])}`, themeColor("text"));
   pen.strokeStyle = themeColor("accent");
   pen.lineWidth = 1.5;
-  pen.beginPath(); pen.moveTo(x(at), plot.top); pen.lineTo(x(at), plot.bottom); pen.stroke();
+  pen.beginPath();
+  pen.moveTo(x(at), plot.top);
+  pen.lineTo(x(at), plot.bottom);
+  pen.stroke();
   pen.fillStyle = themeColor("accent");
-  pen.beginPath(); pen.arc(x(at), y(live[at]), 4, 0, 7); pen.fill();
+  pen.beginPath();
+  pen.arc(x(at), y(live[at]), 4, 0, 7);
+  pen.fill();
   pen.fillStyle = themeColor("muted");
   pen.textBaseline = "alphabetic";
   pen.textAlign = "left";
@@ -122,7 +177,7 @@ function paintMemory(pen, width, height, { graph, live, byKind, kinds, peak, ear
   pen.fillText(`node ${count}`, plot.right, height - 6);
 }
 
-function flag(pen, plot, at, text, color) {
+function drawLabel(pen, plot, at, text, color) {
   pen.fillStyle = color;
   pen.textBaseline = "alphabetic";
   pen.textAlign = at > (plot.left + plot.right) / 2 ? "right" : "left";
@@ -130,26 +185,109 @@ function flag(pen, plot, at, text, color) {
 }
 
 function drawAlive(side, graph, at, before) {
-  const alive = graph.alive(at), form = graph.nodes[at], whole = graph.curves.live[at] || 1;
-  const kinds = graph.curves.kinds.map((kind) => [kind, graph.curves.byKind[kind][at]]).filter(([, size]) => size);
-  const place = before ? before.index.get(form.id) : undefined;
+  const alive = graph.alive(at),
+    node = graph.nodes[at],
+    whole = graph.curves.live[at] || 1;
+  const { live, peak } = graph.curves;
+  const percentOfPeak = Math.round((100 * live[at]) / (live[peak] || 1));
+  const kinds = graph.curves.kinds
+    .map((kind) => [kind, graph.curves.byKind[kind][at]])
+    .filter(([, size]) => size);
+  const place = before ? before.index.get(node.id) : undefined;
   const most = 60;
-  clear(side,
-    el("div", { class: "alive-head" },
+  clear(
+    side,
+    el(
+      "div",
+      { class: "alive-head" },
       el("h2", {}, bytesText(graph.curves.live[at]), el("small", {}, " alive while ")),
-      button(form.name, () => go({ node: form.id }), { class: "link" }),
-      el("small", { class: "muted" }, at === graph.curves.peak ? " the peak" : ` ${Math.round(100 * graph.curves.live[at] / (graph.curves.live[graph.curves.peak] || 1))} % of the peak`),
-      place !== undefined && el("small", {}, ` · before this pass ${bytesText(before.curves.live[place])} `, delta(before.curves.live[place], graph.curves.live[at]))),
-    el("div", { class: "stack", role: "img", "aria-label": kinds.map(([kind, size]) => `${kind} ${bytesText(size)}`).join(", ") },
-      kinds.map(([kind, size]) => el("i", { title: `${kind} ${bytesText(size)}`, style: { background: `var(--kind-${KINDS.includes(kind) ? kind : "other"})`, width: `${100 * size / whole}%` } }))),
-    el("p", { class: "kinds" }, kinds.map(([kind, size]) => el("span", {}, el("b", {}, kind), ` ${bytesText(size)}`))),
-    el("table", { class: "compact" },
-      el("thead", {}, el("tr", {}, ["allocated by", "kind", "bytes", "belongs to", "needed until"].map((name, i) => el("th", { scope: "col", class: i === 2 ? "right" : "" }, name)))),
-      el("tbody", {}, alive.slice(0, most).map((buffer) => el("tr", {},
-        el("td", {}, button(buffer.form.name, () => go({ node: buffer.form.id }), { class: "link" })),
-        el("td", {}, el("i", { class: "dot", style: { background: `var(--kind-${KINDS.includes(buffer.kind) ? buffer.kind : "other"})` } }), buffer.kind),
-        el("td", { class: "right" }, bytesText(buffer.nbytes)),
-        el("td", {}, buffer.params.length > 1 ? `${buffer.params[0]} and ${buffer.params.length - 1} more` : buffer.params[0] || ""),
-        el("td", {}, graph.node(buffer.last).name))))),
-    alive.length > most && el("p", { class: "muted" }, `and ${alive.length - most} smaller ones`));
+      button(node.name, () => go({ node: node.id }), { class: "link" }),
+      el(
+        "small",
+        { class: "muted" },
+        at === graph.curves.peak ? " (the peak)" : ` ${percentOfPeak} % of the peak`,
+      ),
+      place !== undefined &&
+        el(
+          "small",
+          {},
+          ` · before this pass ${bytesText(before.curves.live[place])} `,
+          delta(before.curves.live[place], graph.curves.live[at]),
+        ),
+    ),
+    el(
+      "div",
+      {
+        class: "stack",
+        role: "img",
+        "aria-label": kinds.map(([kind, size]) => `${kind} ${bytesText(size)}`).join(", "),
+      },
+      kinds.map(([kind, size]) =>
+        el("i", {
+          title: `${kind} ${bytesText(size)}`,
+          style: {
+            background: `var(--kind-${KINDS.includes(kind) ? kind : "other"})`,
+            width: `${(100 * size) / whole}%`,
+          },
+        }),
+      ),
+    ),
+    el(
+      "p",
+      { class: "kinds" },
+      kinds.map(([kind, size]) => el("span", {}, el("b", {}, kind), ` ${bytesText(size)}`)),
+    ),
+    el(
+      "table",
+      { class: "compact" },
+      el(
+        "thead",
+        {},
+        el(
+          "tr",
+          {},
+          ["allocated by", "kind", "bytes", "parameters", "last use"].map((name, i) =>
+            el("th", { scope: "col", class: i === 2 ? "right" : "" }, name),
+          ),
+        ),
+      ),
+      el(
+        "tbody",
+        {},
+        alive.slice(0, most).map((buffer) =>
+          el(
+            "tr",
+            {},
+            el(
+              "td",
+              {},
+              button(buffer.node.name, () => go({ node: buffer.node.id }), { class: "link" }),
+            ),
+            el(
+              "td",
+              {},
+              el("i", {
+                class: "dot",
+                style: {
+                  background: `var(--kind-${KINDS.includes(buffer.kind) ? buffer.kind : "other"})`,
+                },
+              }),
+              buffer.kind,
+            ),
+            el("td", { class: "right" }, bytesText(buffer.nbytes)),
+            el(
+              "td",
+              {},
+              buffer.params.length > 1
+                ? `${buffer.params[0]} and ${buffer.params.length - 1} more`
+                : buffer.params[0] || "",
+            ),
+            el("td", {}, graph.node(buffer.last).name),
+          ),
+        ),
+      ),
+    ),
+    alive.length > most &&
+      el("p", { class: "muted" }, `and ${alive.length - most} smaller buffers`),
+  );
 }

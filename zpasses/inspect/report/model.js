@@ -1,20 +1,55 @@
-// The dump as `payload.py` wrote it, taken apart when it is asked for.
+// The dump as `payload.py` writes it. Graphs and nodes are built on first use.
 
 const KINDS = ["parameter", "bucket", "gradient", "activation", "saved", "scratch", "other"];
-const CHANGES = ["inserted", "removed", "moved", "rewired", "retagged", "remarked", "retyped", "renamed"];
-const SIGNS = { inserted: "+", removed: "−", moved: "↕", rewired: "~", retagged: "#", remarked: "*", retyped: ":", renamed: "=" };
-const RUN = ["forward", "inference", "backward"];
+const CHANGES = [
+  "inserted",
+  "removed",
+  "moved",
+  "rewired",
+  "retagged",
+  "remarked",
+  "retyped",
+  "renamed",
+];
+const SIGNS = {
+  inserted: "+",
+  removed: "−",
+  moved: "↕",
+  rewired: "~",
+  retagged: "#",
+  remarked: "*",
+  retyped: ":",
+  renamed: "=",
+};
+const EXECUTED = ["forward", "inference", "backward"];
 
-// The list under a key, which is made when it is first asked for.
+// Returns the list under a key and creates it first if needed.
 function listIn(map, key) {
   if (!map.has(key)) map.set(key, []);
   return map.get(key);
 }
 
-class Form {
-  // A node in one state.
+class GraphNode {
+  // A node in one state. Steps share the object of a node that does not change between them.
   constructor(row, text) {
-    const [id, name, op, target, code, note, values, nbytes, params, tag, source, cost, inputs, buffers, collective, mark] = row;
+    const [
+      id,
+      name,
+      op,
+      target,
+      code,
+      note,
+      values,
+      nbytes,
+      params,
+      tag,
+      source,
+      cost,
+      inputs,
+      buffers,
+      collective,
+      mark,
+    ] = row;
     Object.assign(this, { id, nbytes, cost, inputs });
     this.name = text[name];
     this.op = text[op];
@@ -24,63 +59,99 @@ class Form {
     this.values = text[values];
     this.params = params.map((at) => text[at]);
     this.tag = tag && { role: text[tag[0]], bucket: tag[1], origin: text[tag[2]] };
-    this.source = source && { file: text[source[0]], line: source[1], text: text[source[2]], module: text[source[3]] };
-    this.buffers = buffers.map(([size, first, last, kind, owners]) =>
-      ({ nbytes: size, first, last, kind: text[kind], params: owners.map((at) => text[at]), form: this }));
+    this.source = source && {
+      file: text[source[0]],
+      line: source[1],
+      text: text[source[2]],
+      module: text[source[3]],
+    };
+    this.buffers = buffers.map(([size, first, last, kind, owners]) => ({
+      nbytes: size,
+      first,
+      last,
+      kind: text[kind],
+      params: owners.map((at) => text[at]),
+      node: this,
+    }));
     this.mark = mark === null ? "" : text[mark];
     this.collective = collective && {
-      kind: text[collective[0]], group: text[collective[1]], ranks: collective[2], nbytes: collective[3],
-      full: collective[4], route: text[collective[5]], verdict: text[collective[6]],
+      kind: text[collective[0]],
+      group: text[collective[1]],
+      ranks: collective[2],
+      nbytes: collective[3],
+      full: collective[4],
+      route: text[collective[5]],
+      decision: text[collective[6]],
     };
   }
 
-  get waits() { return this.target.includes("wait_tensor"); }
+  get waits() {
+    return this.target.includes("wait_tensor");
+  }
 }
 
 class Graph {
-  // A graph at one step, nodes in the order in which they run.
+  // A graph at one step, with its nodes in execution order.
   constructor(compile, step) {
     this.compile = compile;
     this.step = step;
     this.nodes = [];
-    for (const [first, count] of step.order) for (let at = first; at < first + count; at++) this.nodes.push(compile.form(at));
-    this.index = new Map(this.nodes.map((form, at) => [form.id, at]));
-    this.kept = {};
+    for (const [first, count] of step.order)
+      for (let at = first; at < first + count; at++) this.nodes.push(compile.node(at));
+    this.index = new Map(this.nodes.map((node, at) => [node.id, at]));
+    this.memo = {};
   }
 
-  once(name, make) {
-    if (!(name in this.kept)) this.kept[name] = make();
-    return this.kept[name];
+  memoize(name, make) {
+    if (!(name in this.memo)) this.memo[name] = make();
+    return this.memo[name];
   }
 
-  node(id) { return this.nodes[this.index.get(id)]; }
+  node(id) {
+    return this.nodes[this.index.get(id)];
+  }
 
   get users() {
-    return this.once("users", () => {
+    return this.memoize("users", () => {
       const found = new Map();
-      for (const form of this.nodes) for (const read of form.inputs) listIn(found, read).push(form.id);
+      for (const node of this.nodes)
+        for (const read of node.inputs) listIn(found, read).push(node.id);
       return found;
     });
   }
 
   get buffers() {
-    return this.once("buffers", () => this.nodes.flatMap((form) => form.buffers.map((buffer) =>
-      ({ ...buffer, from: this.index.get(buffer.first), to: this.index.get(buffer.last) }))));
+    return this.memoize("buffers", () =>
+      this.nodes.flatMap((node) =>
+        node.buffers.map((buffer) => ({
+          ...buffer,
+          from: this.index.get(buffer.first),
+          to: this.index.get(buffer.last),
+        })),
+      ),
+    );
   }
 
   get curves() {
-    // Bytes alive while each node runs, of all kinds together and of each.
-    return this.once("curves", () => {
+    // Bytes alive while each node runs: in total and by kind.
+    return this.memoize("curves", () => {
       const size = this.nodes.length;
       const byKind = {};
       const live = new Float64Array(size + 1);
       for (const { nbytes, kind, from, to } of this.buffers) {
         if (!nbytes) continue;
         byKind[kind] ||= new Float64Array(size + 1);
-        for (const curve of [byKind[kind], live]) { curve[from] += nbytes; curve[to + 1] -= nbytes; }
+        for (const curve of [byKind[kind], live]) {
+          curve[from] += nbytes;
+          curve[to + 1] -= nbytes;
+        }
       }
-      for (const curve of [live, ...Object.values(byKind)]) for (let at = 1; at <= size; at++) curve[at] += curve[at - 1];
-      const kinds = [...KINDS.filter((kind) => byKind[kind]), ...Object.keys(byKind).filter((kind) => !KINDS.includes(kind))];
+      for (const curve of [live, ...Object.values(byKind)])
+        for (let at = 1; at <= size; at++) curve[at] += curve[at - 1];
+      const kinds = [
+        ...KINDS.filter((kind) => byKind[kind]),
+        ...Object.keys(byKind).filter((kind) => !KINDS.includes(kind)),
+      ];
       let peak = 0;
       for (let at = 1; at < size; at++) if (live[at] > live[peak]) peak = at;
       return { live, byKind, kinds, peak };
@@ -88,29 +159,45 @@ class Graph {
   }
 
   alive(at) {
-    return this.buffers.filter((buffer) => buffer.from <= at && at <= buffer.to && buffer.nbytes).sort((a, b) => b.nbytes - a.nbytes);
+    return this.buffers
+      .filter((buffer) => buffer.from <= at && at <= buffer.to && buffer.nbytes)
+      .sort((a, b) => b.nbytes - a.nbytes);
   }
 
-  get flights() {
-    return this.once("flights", () => this.step.schedule.flights.map(([id, start, end, wait, distance, compute, stalls], at) => ({
-      id, form: this.node(id), start, end, time: end - start, wait, distance, compute, number: at,
-      stalls: stalls.map(([where, from, to]) => ({ at: where, start: from, end: to })),
-      exposed: stalls.reduce((sum, [, from, to]) => sum + to - from, 0),
-    })));
+  get collectives() {
+    return this.memoize("collectives", () =>
+      this.step.schedule.collectives.map(
+        ([id, start, end, wait, distance, compute, stalls], at) => ({
+          id,
+          node: this.node(id),
+          start,
+          end,
+          time: end - start,
+          wait,
+          distance,
+          compute,
+          number: at,
+          stalls: stalls.map(([where, from, to]) => ({ at: where, start: from, end: to })),
+          exposed: stalls.reduce((sum, [, from, to]) => sum + to - from, 0),
+        }),
+      ),
+    );
   }
 
   get spans() {
-    // When each computing node runs: one after the other, held up where a collective is awaited.
-    return this.once("spans", () => {
+    // When each computing node runs. They run one after another and stall at waits.
+    return this.memoize("spans", () => {
       const until = new Map();
-      for (const flight of this.flights) for (const stall of flight.stalls) until.set(stall.at, Math.max(until.get(stall.at) || 0, stall.end));
+      for (const collective of this.collectives)
+        for (const stall of collective.stalls)
+          until.set(stall.at, Math.max(until.get(stall.at) || 0, stall.end));
       const spans = [];
       let now = 0;
-      this.nodes.forEach((form, at) => {
-        now = Math.max(now, until.get(form.id) || 0);
-        if (form.cost > 0 && !form.collective) {
-          spans.push({ form, at, start: now, end: now + form.cost });
-          now += form.cost;
+      this.nodes.forEach((node, at) => {
+        now = Math.max(now, until.get(node.id) || 0);
+        if (node.cost > 0 && !node.collective) {
+          spans.push({ node, at, start: now, end: now + node.cost });
+          now += node.cost;
         }
       });
       return spans;
@@ -118,11 +205,12 @@ class Graph {
   }
 
   get changes() {
-    // Id -> [kind, detail] of what the step's pass did.
-    return this.once("changes", () => {
+    // Id -> [kind, detail] of each change by the step's pass.
+    return this.memoize("changes", () => {
       const found = new Map();
       for (const kind of CHANGES) {
-        for (const [id, detail] of (this.step.diff || {})[kind] || []) listIn(found, id).push([kind, detail]);
+        for (const [id, detail] of (this.step.diff || {})[kind] || [])
+          listIn(found, id).push([kind, detail]);
       }
       return found;
     });
@@ -132,44 +220,52 @@ class Graph {
 class Compile {
   constructor(data) {
     Object.assign(this, data);
-    this.forms = [];
-    this.made = new Map();
+    this.parsedNodes = [];
+    this.builtGraphs = new Map();
   }
 
-  form(at) {
-    this.forms[at] ||= new Form(this.nodes[at], this.strings);
-    return this.forms[at];
+  node(at) {
+    this.parsedNodes[at] ||= new GraphNode(this.nodes[at], this.strings);
+    return this.parsedNodes[at];
   }
 
-  graphData(name) { return this.graphs.find((graph) => graph.name === name) || this.graphs[0]; }
+  graphData(name) {
+    return this.graphs.find((graph) => graph.name === name) || this.graphs[0];
+  }
 
-  // The step that holds the graph of a step: an earlier one, where the pass changed nothing.
-  holder(graph, index) {
+  // The step that stores the graph of a step: an earlier one if the pass changed nothing.
+  stepWithGraph(graph, index) {
     const step = graph.steps[index];
     return step.same === undefined ? step : graph.steps[step.same];
   }
 
   at(graph, index) {
-    const step = this.holder(graph, index);
+    const step = this.stepWithGraph(graph, index);
     if (!step.order) return null;
     const key = `${graph.name}\n${step.index}`;
-    if (!this.made.has(key)) this.made.set(key, new Graph(this, step));
-    return this.made.get(key);
+    if (!this.builtGraphs.has(key)) this.builtGraphs.set(key, new Graph(this, step));
+    return this.builtGraphs.get(key);
   }
 
   before(graph, index) {
-    for (let at = index - 1; at >= 0; at--) if (this.holder(graph, at).order) return this.at(graph, at);
+    for (let at = index - 1; at >= 0; at--)
+      if (this.stepWithGraph(graph, at).order) return this.at(graph, at);
     return null;
   }
 
   last(graph) {
-    for (let at = graph.steps.length - 1; at > 0; at--) if (this.holder(graph, at).order && !graph.steps[at].error) return at;
+    for (let at = graph.steps.length - 1; at > 0; at--)
+      if (this.stepWithGraph(graph, at).order && !graph.steps[at].error) return at;
     return 0;
   }
 
-  get running() {
-    const found = this.graphs.filter((graph) => RUN.includes(graph.name) && graph.steps.some((step) => step.order));
-    return found.length ? found : this.graphs.filter((graph) => graph.steps.some((step) => step.order)).slice(-1);
+  get executed() {
+    const found = this.graphs.filter(
+      (graph) => EXECUTED.includes(graph.name) && graph.steps.some((step) => step.order),
+    );
+    return found.length
+      ? found
+      : this.graphs.filter((graph) => graph.steps.some((step) => step.order)).slice(-1);
   }
 }
 

@@ -1,7 +1,9 @@
-"""What report.html shows, as JSON: each form of a node once, and every step as runs of them.
+"""The data of report.html as JSON. Each state of a node is stored once, and every step refers to
+runs of node states.
 
-`model.js` is the reader of this. Differences and schedules are worked out here, with the code that
-the command line uses; the page works out memory curves from the buffers' ends."""
+`model.js` reads this data. Differences and schedules are computed here, by the code of the command
+line. The page computes memory curves from the buffers.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,19 @@ from typing import Any
 
 from zpasses.dumps.format import Compile, Dump, Graph, Node, Snapshot, Step
 from zpasses.inspect.difference import Difference, compare
-from zpasses.inspect.find import Picked, pick, pick_rank
+from zpasses.inspect.find import SelectedGraph, select_graphs, select_rank
 from zpasses.inspect.listing import call_text, note_text, op_text, value_text
 from zpasses.inspect.schedule import schedule
 from zpasses.inspect.view import printable
-from zpasses.inspect.views import plain
+from zpasses.inspect.views import to_json_value
 
 __all__ = ["payload"]
 
 
 def payload(dump: Dump, rank: int | None, compile_name: str | None) -> dict[str, Any]:
-    """Everything that the page shows of one rank."""
-    rank = pick_rank(dump, rank)
-    picked = pick(dump, rank=rank, compile_name=compile_name)
+    """All data that the page shows of one rank."""
+    rank = select_rank(dump, rank)
+    picked = select_graphs(dump, rank=rank, compile_name=compile_name)
     chosen = dict.fromkeys(each.compile.folder for each in picked)
     compiles = [
         each
@@ -32,7 +34,7 @@ def payload(dump: Dump, rank: int | None, compile_name: str | None) -> dict[str,
     return {
         "title": f"zpasses report: {dump.path.name}",
         "path": str(dump.path),
-        "meta": plain(dump.meta),
+        "meta": to_json_value(dump.meta),
         "rank": rank,
         "ranks": sorted(dump.ranks),
         "compiles": [_compile(each, rank) for each in compiles],
@@ -40,8 +42,8 @@ def payload(dump: Dump, rank: int | None, compile_name: str | None) -> dict[str,
 
 
 def _compile(each: Compile, rank: int) -> dict[str, Any]:
-    pool = _Pool(each)
-    graphs = [_graph(Picked(rank, each, graph), pool) for graph in each.graphs.values()]
+    pool = _NodePool(each)
+    graphs = [_graph(SelectedGraph(rank, each, graph), pool) for graph in each.graphs.values()]
     info = each.info
     return {
         "name": info.name,
@@ -49,14 +51,14 @@ def _compile(each: Compile, rank: int) -> dict[str, Any]:
         "state": info.state,
         "codegen": info.codegen,
         "pipeline": info.pipeline,
-        "target": plain(info.target),
-        "options": plain(info.options),
-        "groups": plain(info.groups),
+        "target": to_json_value(info.target),
+        "options": to_json_value(info.options),
+        "groups": to_json_value(info.groups),
         "parameters": {
             name: [param.nbytes, param.shard_bytes, list(param.shape), param.dtype]
             for name, param in info.parameters.items()
         },
-        "error": plain(each.error),
+        "error": to_json_value(each.error),
         "notes": list(each.notes),
         "sources": {
             file: text.splitlines() for file, text in each.sources.items() if file in pool.files
@@ -67,24 +69,24 @@ def _compile(each: Compile, rank: int) -> dict[str, Any]:
     }
 
 
-def _graph(picked: Picked, pool: _Pool) -> dict[str, Any]:
+def _graph(picked: SelectedGraph, pool: _NodePool) -> dict[str, Any]:
     graph = picked.graph
     return {
         "name": graph.name,
         "of": graph.of,
-        "error": plain(graph.error),
-        "agreements": plain(graph.agreements),
+        "error": to_json_value(graph.error),
+        "agreements": to_json_value(graph.agreements),
         "steps": [_step(graph, step, pool) for step in graph.steps],
     }
 
 
-def _step(graph: Graph, step: Step, pool: _Pool) -> dict[str, Any]:
+def _step(graph: Graph, step: Step, pool: _NodePool) -> dict[str, Any]:
     about = {
         "index": step.index,
         "level": step.level,
         "after": step.after,
-        "run": plain(step.run),
-        "error": plain(step.error),
+        "run": to_json_value(step.run),
+        "error": to_json_value(step.error),
     }
     if step.snapshot is None:
         return {**about, "number": None}
@@ -112,7 +114,7 @@ def _step(graph: Graph, step: Step, pool: _Pool) -> dict[str, Any]:
 
 
 def _runs(rows: Iterable[int]) -> list[list[int]]:
-    """3, 4, 5, 9 -> [[3, 3], [9, 1]]: first and length of each run."""
+    """3, 4, 5, 9 -> [[3, 3], [9, 1]]: first item and length of each run of consecutive numbers."""
     runs: list[list[int]] = []
     for row in rows:
         if runs and runs[-1][0] + runs[-1][1] == row:
@@ -132,17 +134,17 @@ def _difference(difference: Difference) -> dict[str, list[list[Any]]]:
 
 def _schedule(snapshot: Snapshot) -> dict[str, Any]:
     plan = schedule(snapshot)
-    flights = [
+    collectives = [
         [
-            flight.node.id,
-            _us(flight.start_us),
-            _us(flight.end_us),
-            flight.wait.id,
-            flight.distance,
-            _us(flight.compute_us),
-            [[stall.at.id, _us(stall.start_us), _us(stall.end_us)] for stall in flight.stalls],
+            span.node.id,
+            _us(span.start_us),
+            _us(span.end_us),
+            span.wait.id,
+            span.distance,
+            _us(span.compute_us),
+            [[stall.at.id, _us(stall.start_us), _us(stall.end_us)] for stall in span.stalls],
         ]
-        for flight in plan.flights
+        for span in plan.collectives
     ]
     totals = {
         "total": plan.total_us,
@@ -150,40 +152,39 @@ def _schedule(snapshot: Snapshot) -> dict[str, Any]:
         "communication": plan.communication_us,
         "exposed": plan.exposed_us,
     }
-    return {"flights": flights, **{key: _us(value) for key, value in totals.items()}}
+    return {"collectives": collectives, **{key: _us(value) for key, value in totals.items()}}
 
 
 def _us(value: float) -> float:
     return round(value, 3)
 
 
-class _Pool:
-    """Forms of nodes, each once: a form is what a node is in one snapshot, and most stay as they
-    are from pass to pass."""
+class _NodePool:
+    """The distinct node states of a compile. Most nodes stay the same from pass to pass."""
 
     def __init__(self, each: Compile) -> None:
         self.rows: list[list[Any]] = []
         self.strings: list[str] = []
         self.files: set[str] = set()
         self._numbers: dict[str, int] = {}
-        self._forms: dict[int, tuple[Node, int]] = {}
+        self._states: dict[int, tuple[Node, int]] = {}
         self._names: tuple[Snapshot | None, dict[int, str]] = (None, {})
 
     def row(self, node: Node, snapshot: Snapshot) -> int:
-        """Number of the node's form."""
-        known = self._forms.get(id(node))
+        """Number of the node's state."""
+        known = self._states.get(id(node))
         if known is not None:
             return known[1]
         if self._names[0] is not snapshot:
             self._names = (snapshot, {each.id: each.name for each in snapshot.nodes})
-        self._forms[id(node)] = (
+        self._states[id(node)] = (
             node,
             len(self.rows),
-        )  # the node itself is held, so that its number is not given to another
-        self.rows.append(self._form(node, self._names[1]))
+        )  # keeps the node alive, so that its id() is not reused
+        self.rows.append(self._state(node, self._names[1]))
         return len(self.rows) - 1
 
-    def _form(self, node: Node, names: dict[int, str]) -> list[Any]:
+    def _state(self, node: Node, names: dict[int, str]) -> list[Any]:
         source = node.source
         if source is not None:
             self.files.add(source.file)
@@ -230,7 +231,7 @@ class _Pool:
                 collective.nbytes,
                 collective.full_bytes,
                 self._text(collective.route),
-                self._text(collective.verdict),
+                self._text(collective.decision),
             ],
             None if node.mark is None else self._text(node.mark.text),
         ]
@@ -239,7 +240,7 @@ class _Pool:
         return [self._text(text) for text in texts]
 
     def _text(self, text: str) -> int:
-        """Number of a text."""
+        """Number of a text in `strings`."""
         number = self._numbers.get(text)
         if number is None:
             number = self._numbers[text] = len(self.strings)

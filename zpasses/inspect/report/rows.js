@@ -1,4 +1,5 @@
-// A list of any length of which only the rows in sight exist. Up, down, page and end keys move through it; Enter picks.
+// A virtual list: only visible rows exist as elements. Arrow, page, Home and End keys move the
+// active row, Enter selects it.
 
 let listCount = 0;
 
@@ -6,7 +7,10 @@ function rowList({ label, height = 22, row, pick, role = "listbox" }) {
   const key = `list${listCount++}`;
   const space = el("div", { class: "rows-space", role: "presentation" });
   const element = el("div", { class: "rows", tabindex: 0, role, "aria-label": label }, space);
-  let count = 0, active = -1, frame = 0, drawn = new Map();
+  let count = 0,
+    active = -1,
+    frame = 0,
+    drawn = new Map();
 
   function draw() {
     frame = 0;
@@ -24,7 +28,11 @@ function rowList({ label, height = 22, row, pick, role = "listbox" }) {
         item.setAttribute("aria-setsize", count);
         item.style.top = `${at * height}px`;
         item.style.height = `${height}px`;
-        item.addEventListener("click", () => { active = at; pick(at); mark(); });
+        item.addEventListener("click", () => {
+          active = at;
+          pick(at);
+          mark();
+        });
         space.append(item);
       }
       next.set(at, item);
@@ -43,12 +51,22 @@ function rowList({ label, height = 22, row, pick, role = "listbox" }) {
     else element.removeAttribute("aria-activedescendant");
   }
 
-  function later() { if (!frame) frame = requestAnimationFrame(draw); }
+  function later() {
+    if (!frame) frame = requestAnimationFrame(draw);
+  }
 
   function reveal(at, middle) {
     const top = at * height;
-    if (middle || top < element.scrollTop || top + height > element.scrollTop + element.clientHeight) {
-      element.scrollTop = middle ? top - element.clientHeight / 2 : top < element.scrollTop ? top : top + height - element.clientHeight;
+    if (
+      middle ||
+      top < element.scrollTop ||
+      top + height > element.scrollTop + element.clientHeight
+    ) {
+      element.scrollTop = middle
+        ? top - element.clientHeight / 2
+        : top < element.scrollTop
+          ? top
+          : top + height - element.clientHeight;
     }
     later();
   }
@@ -56,7 +74,14 @@ function rowList({ label, height = 22, row, pick, role = "listbox" }) {
   element.addEventListener("scroll", later);
   element.addEventListener("keydown", (event) => {
     const page = Math.max(1, Math.floor(element.clientHeight / height) - 1);
-    const steps = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -count, End: count };
+    const steps = {
+      ArrowDown: 1,
+      ArrowUp: -1,
+      PageDown: page,
+      PageUp: -page,
+      Home: -count,
+      End: count,
+    };
     if (event.key in steps && !event.altKey && !event.ctrlKey && !event.metaKey) {
       active = Math.min(count - 1, Math.max(0, active + steps[event.key]));
       reveal(active);
@@ -70,7 +95,7 @@ function rowList({ label, height = 22, row, pick, role = "listbox" }) {
 
   return {
     element,
-    // Shows `rows` rows, from the top or where it was, `at` being the current one.
+    // Sets the number of rows and the active row. The list scrolls to the active row, if any.
     fill(rows, at = -1) {
       count = rows;
       active = at;
@@ -80,25 +105,35 @@ function rowList({ label, height = 22, row, pick, role = "listbox" }) {
       if (at >= 0) requestAnimationFrame(() => reveal(at, true));
       draw();
     },
-    get active() { return active; },
+    get active() {
+      return active;
+    },
   };
 }
 
-// A line of a listing, in parts that the style sheet colours.
-function codeParts(form) {
-  const split = form.code.indexOf(" = ");
+// A line of a listing, split into parts that the style sheet colors.
+function codeParts(node) {
+  const split = node.code.indexOf(" = ");
   const parts = [];
-  if (form.op === "placeholder") {
-    const colon = form.code.indexOf(": ");
-    parts.push(el("b", {}, colon < 0 ? form.code : form.code.slice(0, colon)), colon < 0 ? "" : el("i", {}, form.code.slice(colon)));
+  if (node.op === "placeholder") {
+    const colon = node.code.indexOf(": ");
+    parts.push(
+      el("b", {}, colon < 0 ? node.code : node.code.slice(0, colon)),
+      colon < 0 ? "" : el("i", {}, node.code.slice(colon)),
+    );
   } else if (split > 0) {
-    const open = form.code.indexOf("(", split);
-    const end = open < 0 ? form.code.length : open;
-    const kind = form.collective || form.waits ? "op communicates" : "op";
-    parts.push(el("b", {}, form.code.slice(0, split)), " = ", el("span", { class: kind }, form.code.slice(split + 3, end)), form.code.slice(end));
+    const open = node.code.indexOf("(", split);
+    const end = open < 0 ? node.code.length : open;
+    const kind = node.collective || node.waits ? "op communicates" : "op";
+    parts.push(
+      el("b", {}, node.code.slice(0, split)),
+      " = ",
+      el("span", { class: kind }, node.code.slice(split + 3, end)),
+      node.code.slice(end),
+    );
   } else {
-    parts.push(form.code);
+    parts.push(node.code);
   }
-  if (form.note) parts.push(el("span", { class: "note" }, `  # ${form.note}`));
+  if (node.note) parts.push(el("span", { class: "note" }, `  # ${node.note}`));
   return el("span", { class: "text" }, parts);
 }

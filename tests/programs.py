@@ -1,0 +1,139 @@
+"""Run Python programs in processes that fork from the server of tests/ranks.py.
+
+A new interpreter imports torch and its compilers for seconds; a fork has them already. A test of
+what a program does runs forks. A test of how a user starts the program runs `subprocess`.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.ranks import spawner
+
+__all__ = ["ForkedPython", "forked_subprocess", "run_program"]
+
+
+class ForkedPython:
+    """A replacement of `subprocess.Popen` for commands that start with `sys.executable`.
+
+    Standard output and standard error go to one file.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        stdout: Any,
+        stderr: int = subprocess.STDOUT,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+    ) -> None:
+        executable, *words = map(str, command)
+        assert executable == sys.executable
+        assert stderr == subprocess.STDOUT
+        environment = dict(os.environ if env is None else env)
+        self._process = spawner.Process(
+            target=_run, args=(words, environment, str(cwd or Path.cwd()), stdout.name), daemon=True
+        )
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked program", timeout or 0.0)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+class forked_subprocess:
+    """A replacement of the module `subprocess` in modules that start Python programs."""
+
+    Popen = ForkedPython
+    STDOUT = subprocess.STDOUT
+
+
+def run_program(
+    *command: object,
+    ranks: int = 1,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 200,
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run `python COMMAND...` in `ranks` processes with the environment variables of torchrun.
+
+    Returns the result of each rank. `stdout` holds standard output and standard error.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    arguments = [sys.executable, *map(str, command)]
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory(prefix="programs-") as folder:
+        started = []
+        for rank in range(ranks):
+            variables = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
+            with open(Path(folder, f"{rank}.log"), "w") as log:
+                started.append(
+                    ForkedPython(
+                        arguments, stdout=log, env={**os.environ, **variables, **(env or {})}
+                    )
+                )
+        try:
+            for each in started:
+                each.wait(max(deadline - time.monotonic(), 0.0))
+        finally:
+            for each in started:
+                each.kill()
+        return [
+            subprocess.CompletedProcess(
+                arguments, each.returncode, Path(folder, f"{rank}.log").read_text(), ""
+            )
+            for rank, each in enumerate(started)
+        ]
+
+
+def _run(words: list[str], environment: dict[str, str], cwd: str, log: str) -> None:
+    with open(log, "a") as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+    sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, closefd=False) for fd in (1, 2))
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+        runpy.run_path(words[0], run_name="__main__")

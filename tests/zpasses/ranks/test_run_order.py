@@ -1,0 +1,319 @@
+"""Ranks that run different graphs, or a different number of them, get an error."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+import zpasses
+from tests.ranks import run_in_fresh_ranks, run_on_ranks, world_mesh
+from zpasses import AgreementError, Level, Pass, Pipeline
+from zpasses.pipeline.observers import observe_graphs
+from zpasses.ranks import heartbeat
+from zpasses.ranks.run_order import Event, check_event
+from zpasses.ranks.vote import group_state
+
+pytestmark = pytest.mark.processes
+
+LIMIT_S = 5.0
+SLACK_S = 25.0
+"""How much longer than the limit an error may take on a loaded machine; 10 s on an idle one."""
+
+
+class EitherLayer(nn.Module):
+    """Reads parameters of equal shape, chosen by the data."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.a(x) if x.sum() > 0 else self.b(x)
+
+
+def compiled(model, **options):
+    zpasses.shard(model, mesh=world_mesh())
+    options = {"codegen": "eager", "agreement_timeout_s": LIMIT_S, **options}
+    return torch.compile(model, backend="zpasses", options=options)
+
+
+def outcome_of(fn):
+    """Seconds until the error, and its text."""
+    started = time.monotonic()
+    try:
+        fn()
+    except Exception as error:
+        return time.monotonic() - started, f"{type(error).__name__}: {error}"
+    return time.monotonic() - started, None
+
+
+# --- branches ------------------------------------------------------------------------------------
+def _branch_by_rank(stage, agreed_before, agreement):
+    model = EitherLayer()
+    step = compiled(model, zero_stage=stage, agreement=agreement)
+    ones = torch.ones(2, 4)
+    if agreed_before:
+        for x in (ones, -ones, ones, -ones):
+            step(x).sum().backward()
+    return outcome_of(lambda: step(ones if dist.get_rank() == 0 else -ones))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_that_gather_other_parameters_of_equal_shape_get_an_error(stage):
+    results = [each.result for each in run_in_fresh_ranks(_branch_by_rank, stage, False, True)]
+    for seconds, error in results:
+        assert "AgreementError: ranks would run different collectives" in error
+        assert "of a.weight at" in error
+        assert "of b.weight at" in error
+        assert "self.a(x) if x.sum() > 0 else self.b(x)" in error
+        assert seconds < LIMIT_S + SLACK_S
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_that_choose_different_agreed_graphs_get_an_error(stage):
+    results = [each.result for each in run_in_fresh_ranks(_branch_by_rank, stage, True, True)]
+    for seconds, error in results:
+        assert "AgreementError: ranks of group '0' are about to do different things" in error
+        assert "the first of a.weight" in error
+        assert "the first of b.weight" in error
+        assert seconds < LIMIT_S + SLACK_S
+
+
+def test_agreement_first_compares_first_runs_only():
+    results = [each.result for each in run_in_fresh_ranks(_branch_by_rank, 3, True, "first")]
+    assert [error for _, error in results] == [None, None]
+    results = [each.result for each in run_in_fresh_ranks(_branch_by_rank, 3, False, "first")]
+    assert all("ranks would run different collectives" in error for _, error in results)
+
+
+# --- counts --------------------------------------------------------------------------------------
+def _micro_batches_by_rank(steps_before):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    step = compiled(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(micro_batches):
+        for _ in range(micro_batches):
+            step(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(steps_before):
+        train(4)
+    return outcome_of(lambda: train(4 if dist.get_rank() == 0 else 3))
+
+
+def test_another_number_of_micro_batches_is_an_error_in_the_first_step():
+    for seconds, error in (each.result for each in run_in_fresh_ranks(_micro_batches_by_rank, 0)):
+        assert "rank 0 comes to graph 0/0 forward" in error
+        assert "rank 1 to SGD.step()" in error
+        assert seconds < SLACK_S + LIMIT_S
+
+
+def test_another_number_of_micro_batches_is_an_error_in_later_steps():
+    """Rank 0 does what was predicted, and waits in a collective; rank 1 votes, and waits there."""
+    first, second = (each.result for each in run_in_fresh_ranks(_micro_batches_by_rank, 5))
+    assert "rank 0 waited in a collective while running graph 0/0 forward" in first[1]
+    assert "Rank 1 is alive" in first[1]
+    assert "waiting for other ranks at the next graph or optimizer step" in first[1]
+    assert "rank 0 of group '0' did not come to SGD.step()" in second[1]
+    assert "agreement_timeout_s" in first[1]
+    assert "agreement_timeout_s" in second[1]
+    assert max(first[0], second[0]) < LIMIT_S + SLACK_S
+
+
+def _as_a_plain_loop():
+    """Training, evaluation, other shapes on one rank, and a shorter last step on all."""
+    model = EitherLayer()
+    step = compiled(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ones = torch.ones(2, 4)
+    for number in range(6):
+        for _ in range(3 if number < 5 else 1):
+            rows = 2 + number % 3 * dist.get_rank()
+            step(torch.ones(rows, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number % 2:
+            with torch.no_grad():
+                step(-ones if number == 3 else ones)
+    return True
+
+
+def test_programs_that_ranks_share_run_through():
+    assert run_on_ranks(_as_a_plain_loop) == [True, True]
+
+
+def _votes_of_a_loop():
+    from zpasses.ranks import vote
+
+    model = nn.Linear(4, 4)
+    step = compiled(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    votes = []
+    for _ in range(24):
+        before = group_state("0").votes
+        step(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        votes.append(group_state("0").votes - before)
+    assert vote.has_other_ranks("0")
+    return votes
+
+
+def test_a_steady_loop_needs_no_votes():
+    votes = run_in_fresh_ranks(_votes_of_a_loop)[0].result
+    assert votes[0] >= 3
+    assert votes[-12:] == [0] * 12
+
+
+# --- events --------------------------------------------------------------------------------------
+def _events(ours, limit_s):
+    texts = ours[dist.get_rank()]
+    for text in texts:
+        check_event("0", Event.of(text), limit_s)
+    return group_state("0").votes
+
+
+def test_predicted_events_are_not_voted_on():
+    cycle = ["f", "b", "step"] * 12
+    votes = run_in_fresh_ranks(_events, [cycle, cycle], LIMIT_S)[0].result
+    assert 3 <= votes < 24
+
+
+def test_events_after_a_mismatch_meet_again():
+    def results():
+        return [each.result for each in run_in_fresh_ranks(_mismatch_then_same)]
+
+    assert results() == [("different things", 3)] * 2
+
+
+def _mismatch_then_same():
+    with pytest.raises(AgreementError, match="about to do different things") as caught:
+        check_event("0", Event.of(f"rank {dist.get_rank()}"), LIMIT_S)
+    for _ in range(2):
+        check_event("0", Event.of("the same"), LIMIT_S)
+    assert "rank 0 comes to rank 0, but rank 1 to rank 1" in str(caught.value)
+    return "different things", group_state("0").votes
+
+
+# --- failures ------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class FailsInBackward(Pass):
+    name: ClassVar[str] = "fails-in-backward"
+    level: ClassVar[Level] = Level.BACKWARD
+    rank: int = 1
+
+    def rewrite(self, graph: fx.Graph) -> int:
+        if dist.get_rank() == self.rank:
+            raise ValueError("told to fail")
+        return 0
+
+
+def _backward_fails_on(rank):
+    pipeline = Pipeline((*Pipeline.parse("zero3"), FailsInBackward(rank)))
+    step = compiled(nn.Linear(4, 4), pipeline=pipeline, agreement_timeout_s=60.0)
+    loss = step(torch.ones(2, 4)).sum()
+    return outcome_of(loss.backward)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_backward_that_one_rank_cannot_compile_is_an_error_on_all_at_once(rank):
+    results = [each.result for each in run_in_fresh_ranks(_backward_fails_on, rank)]
+    assert "told to fail" in results[rank][1]
+    seconds, error = results[1 - rank]
+    assert f"rank {rank} failed while compiling graph 0/0" in error
+    assert "told to fail" in error
+    assert seconds < 20
+
+
+def _recovers_from_a_failed_recompile():
+    model = nn.Linear(4, 4)
+    step = compiled(model, agreement_timeout_s=30.0)
+    step(torch.ones(2, 4)).sum().backward()
+    if dist.get_rank() == 1:
+
+        def fail(graph):
+            raise ValueError("told to fail")
+
+        with observe_graphs(fail), pytest.raises(Exception, match="told to fail"):
+            step(torch.ones(2, 3, 4))
+    # Collectives that no rank has compiled yet, so that the ranks vote.
+    other = compiled(nn.Linear(4, 6), agreement_timeout_s=30.0)
+    started = time.monotonic()
+    other(torch.ones(2, 4)).sum().backward()
+    return time.monotonic() - started < 25
+
+
+def test_votes_meet_again_after_a_failure_that_one_rank_caught():
+    results = [
+        each.result or str(each) for each in run_in_fresh_ranks(_recovers_from_a_failed_recompile)
+    ]
+    assert results == [True, True]
+
+
+# --- time limits ---------------------------------------------------------------------------------
+def _killed_before_compiling(pipeline):
+    heartbeat.start()
+    time.sleep(1.5)  # so that the other rank has seen a heartbeat
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    step = compiled(nn.Linear(4, 4), pipeline=pipeline)
+    return outcome_of(lambda: step(torch.ones(2, 4)).sum().backward())
+
+
+@pytest.mark.parametrize("pipeline", ["zero3", "zero3-sdma"])
+def test_votes_of_passes_wait_no_longer_than_the_limit(pipeline):
+    survivor, _ = run_in_fresh_ranks(_killed_before_compiling, pipeline, timeout=90)
+    assert survivor.result is not None, survivor
+    seconds, error = survivor.result
+    assert seconds < LIMIT_S + SLACK_S
+    assert "rank 1" in error
+    assert "dead or stopped" in error
+    assert "options={'agreement_timeout_s': ...}" in error
+
+
+def _stopped_in_the_optimizer():
+    model = nn.Linear(4, 4)
+    step = compiled(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train():
+        step(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    for _ in range(20):
+        train()
+    if dist.get_rank() == 1:
+        optimizer.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+    train()
+    return outcome_of(train)
+
+
+def test_a_stopped_rank_is_named_with_where_it_was_last_seen():
+    survivor, _ = run_in_fresh_ranks(_stopped_in_the_optimizer, timeout=90)
+    assert survivor.result is not None, survivor
+    seconds, error = survivor.result
+    assert seconds < LIMIT_S + SLACK_S
+    assert "Rank 1 is dead or stopped: it was in SGD.step()" in error
+
+
+def _without_agreement():
+    import logging
+
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("zpasses").addHandler(handler)
+    compiled(nn.Linear(4, 4), agreement=False)(torch.ones(2, 4)).sum().backward()
+    return [line for line in lines if "agreement=False" in line]
+
+
+def test_agreement_false_says_which_votes_remain():
+    (line,) = run_in_fresh_ranks(_without_agreement)[0].result
+    assert "bucket" in line

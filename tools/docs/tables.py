@@ -1,0 +1,184 @@
+"""The tables that pages can ask for, as GitHub-flavoured Markdown."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import distribution
+from typing import Any
+
+from tabulate import tabulate
+
+from zpasses.cost.target import TARGETS, Target
+from zpasses.errors import suggestion
+from zpasses.option_values import format_value
+from zpasses.pipeline.options import Options
+from zpasses.pipeline.pipeline import Level, Pass, Pipeline, catalogue
+from zpasses.tools.docs.fields import FieldDoc, describe_fields, first_sentence
+
+__all__ = ["generate"]
+
+_OPTIONS_SHOWN = 4
+"""Options of a pass in the table of all passes; the others are in the table of that pass."""
+
+
+def generate(name: str) -> str:
+    """The table of this name.
+
+    Raises:
+        ValueError: for a name that is not known; the message names the nearest one.
+    """
+    tables = _tables()
+    if name not in tables:
+        raise ValueError(f"nothing generates {name!r}.{suggestion(name, tables)}")
+    return tables[name]()
+
+
+def _tables() -> Mapping[str, Callable[[], str]]:
+    named = {
+        f"pass {name}": functools.partial(_pass_section, entry) for name, entry in _passes().items()
+    }
+    return {
+        "options": _options,
+        "passes": _pass_table,
+        "pipelines": _pipelines,
+        "targets": _targets,
+        "target figures": _target_figures,
+        **named,
+    }
+
+
+# --- options --------------------------------------------------------------------------------------
+def _options() -> str:
+    """Of `torch.compile(..., options=...)`: values as Python writes them."""
+    rows = [
+        (
+            _code(each.name),
+            _choices(each.type, '`"{}"`'),
+            _code(repr(each.default).replace("'", '"')),
+            first_sentence(each.doc),
+        )
+        for each in describe_fields(Options)
+    ]
+    return _table(("option", "type", "default", "meaning"), rows)
+
+
+def _pass_options(entry: type[Pass]) -> str:
+    """Of one pass: values as pipelines write them, and the docstrings as a whole."""
+    rows = [
+        (_code(each.name), _choices(each.type, "`{}`"), _default_text(each), each.doc)
+        for each in describe_fields(entry)
+    ]
+    if not rows:
+        return "This pass has no options."
+    return _table(("option", "type", "default", "meaning"), rows)
+
+
+# --- passes ---------------------------------------------------------------------------------------
+def _catalogue() -> dict[str, type[Pass] | Pipeline]:
+    """The part of the catalogue that is from zpasses itself; other packages may add to it."""
+    own = {point.name for point in distribution("zpasses").entry_points}
+    return {name: entry for name, entry in catalogue().items() if name in own}
+
+
+def _passes() -> dict[str, type[Pass]]:
+    """Passes of the joint graph first; then in the order in which pipelines run them."""
+    known = _catalogue()
+    run = [each.name for entry in known.values() if isinstance(entry, Pipeline) for each in entry]
+    order = {name: at for at, name in enumerate(dict.fromkeys(run))}
+    passes = [(name, entry) for name, entry in known.items() if isinstance(entry, type)]
+    joint = (Level.CAPTURED, Level.JOINT)
+    return dict(
+        sorted(
+            passes, key=lambda item: (item[1].level not in joint, order.get(item[0], len(order)))
+        )
+    )
+
+
+def _pass_table() -> str:
+    rows = [
+        (
+            f"[{_code(_text_with_defaults(entry))}](#{name})",
+            entry.level.value,
+            first_sentence(inspect.getdoc(entry) or ""),
+        )
+        for name, entry in _passes().items()
+    ]
+    return _table(("pass", "level", "what it does"), rows)
+
+
+def _pass_section(entry: type[Pass]) -> str:
+    """One pass: the graphs and the contract from its module's docstring, and its options."""
+    paragraphs = (inspect.getdoc(inspect.getmodule(entry)) or "").split("\n\n")
+    graphs = [
+        f"```text\n{text}\n```" for text in paragraphs if text.startswith(("Before", "After"))
+    ]
+    contracts = [
+        textwrap.fill(text.replace("Contract:", "**Contract:**", 1), 100)
+        for text in paragraphs
+        if text.startswith("Contract:")
+    ]
+    return "\n\n".join([*graphs, *contracts, _pass_options(entry)])
+
+
+def _text_with_defaults(entry: type[Pass]) -> str:
+    fields = describe_fields(entry)
+    options = [f"{each.name}={_default_value(each)}" for each in fields[:_OPTIONS_SHOWN]]
+    if len(fields) > _OPTIONS_SHOWN:
+        options.append("...")
+    return entry.name + (f"{{{','.join(options)}}}" if options else "")
+
+
+def _pipelines() -> str:
+    found = {name: entry for name, entry in _catalogue().items() if isinstance(entry, Pipeline)}
+    return _table(
+        ("pipeline", "passes"), [(_code(name), _code(str(entry))) for name, entry in found.items()]
+    )
+
+
+# --- targets --------------------------------------------------------------------------------------
+def _targets() -> str:
+    rows = [
+        (
+            _code(name),
+            _code(each.architecture),
+            ", ".join(map(_code, each.routes)) or "none",
+            each.source,
+        )
+        for name, each in TARGETS.items()
+    ]
+    return _table(("target", "architecture", "copy-engine routes", "source of the figures"), rows)
+
+
+def _target_figures() -> str:
+    fields = [each for each in describe_fields(Target) if each.type in ("int", "float")]
+    rows = [(_code(each.name), each.type, each.doc) for each in fields]
+    return _table(("figure", "type", "meaning"), rows)
+
+
+# --- Markdown -------------------------------------------------------------------------------------
+def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return tabulate(escaped, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+def _choices(type_: str, code: str) -> str:
+    """`'a' or 'b'`, which `describe_type` says of a Literal, with each choice as code."""
+    return re.sub(r"'([^']*)'", lambda choice: code.format(choice[1]), type_)
+
+
+def _default_value(field: FieldDoc) -> str:
+    return "(required)" if field.default is dataclasses.MISSING else format_value(field.default)
+
+
+def _default_text(field: FieldDoc) -> str:
+    value: Any = _default_value(field)
+    return _code(value) if value else "empty"

@@ -1,0 +1,74 @@
+"""What must hold after every pass, whoever wrote it.
+
+The runner takes a `Snapshot` before a pass. Afterwards it compares every node with it, which is
+cheap, and looks closely only at the nodes that the pass touched and at what they reach. What was
+wrong before the pass is no error of the pass. docs/writing-passes.md lists what is found, and what
+only a simulation finds (`zpasses.testing.simulate`, `options={"verify": "simulate"}`).
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zpasses.errors import PassError
+from zpasses.graph.verifier.collectives import check_collectives
+from zpasses.graph.verifier.dataflow import affected_by, check_params
+from zpasses.graph.verifier.interface import check_inputs, check_output_exists, check_outputs
+from zpasses.graph.verifier.memory import check_initialised, check_memory
+from zpasses.graph.verifier.operators import is_collective
+from zpasses.graph.verifier.snapshot import CurrentGraph, Snapshot
+from zpasses.graph.verifier.values import check_values
+
+__all__ = ["Snapshot", "check", "check_unchanged"]
+
+
+def check(
+    graph: fx.Graph,
+    before: Snapshot,
+    pass_name: str,
+    *,
+    changes_inputs: bool = False,
+    changes_outputs: bool = False,
+) -> None:
+    """Raise PassError, naming the pass and the node, unless the graph is right where it changed.
+
+    Args:
+        changes_inputs: whether the pass may add, remove and write to graph inputs.
+        changes_outputs: whether the pass may change what the graph returns.
+    """
+    check_output_exists(graph, before, pass_name)
+    try:
+        graph.lint()
+    except Exception as error:
+        raise PassError(f"pass {pass_name!r} left a malformed graph: {error}") from error
+    now = CurrentGraph(graph)
+    changed = before.changed(graph)
+    if not changes_inputs:
+        check_inputs(now, before, pass_name)
+    check_values(changed, before, pass_name)
+    check_collectives(changed, now, before, pass_name)
+    if not changes_outputs:
+        check_outputs(now, before, pass_name)
+    check_memory(now, before, pass_name, may_write_inputs=changes_inputs)
+    affected = affected_by([*changed, *before.retagged(graph)], now)
+    readers = [node for node in affected if is_collective(node.target) or node.op == "output"]
+    check_initialised(readers, now, before, pass_name)
+    check_params(affected, now, before, pass_name)
+
+
+def check_unchanged(graph: fx.Graph, before: Snapshot, pass_name: str) -> None:
+    """Raise PassError if a pass that reported no change made one, which nothing would have
+    checked.
+    """
+    changed, erased, moved = before.changed(graph), before.erased(graph), before.moved(graph)
+    if changed:
+        what = f"changed {changed[0].format_node()}"
+    elif erased:
+        what = f"erased {erased[0].name}"
+    elif moved is not None:
+        what = f"moved {moved.format_node()}"
+    else:
+        return
+    raise PassError(
+        f"pass {pass_name!r} returned 0 changes, but {what}. Return how much was changed."
+    )

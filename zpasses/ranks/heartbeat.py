@@ -1,0 +1,149 @@
+"""Heartbeats: a thread on every rank tells the others that its process lives, and what it does.
+
+A rank that waits too long for another rank asks for that rank's heartbeat. The answer tells a rank
+that is slow or somewhere else from one whose process is gone or stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from zpasses import compat
+
+__all__ = ["INTERVAL_S", "at", "describe", "note", "start", "stop"]
+
+INTERVAL_S = 1.0
+"""Seconds between two heartbeats of a rank."""
+
+_MISSED = 3
+"""Intervals without a heartbeat after which a process counts as gone or stopped."""
+
+_activity = "starting"
+
+
+def note(activity: str) -> None:
+    """Say what this rank does from now on."""
+    global _activity
+    _activity = activity
+    if _hearts:
+        _hearts[0].publish(activity)
+
+
+@contextlib.contextmanager
+def at(activity: str) -> Iterator[None]:
+    """Say what this rank does inside."""
+    before = _activity
+    note(activity)
+    try:
+        yield
+    finally:
+        note(before)
+
+
+class _Heart(threading.Thread):
+    """Counts beats in the store, and publishes what the main thread does, with its time."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        super().__init__(name="zpasses-heartbeat", daemon=True)
+        # A connection of its own: the main thread may wait in the other one.
+        self._store, self._rank = store.clone(), rank
+        self._main_store = store
+        self.group = dist.group.WORLD
+        self._stopped = threading.Event()
+        self._beats = 0
+
+    def run(self) -> None:
+        with contextlib.suppress(Exception):  # the store ends with the job
+            while not self._stopped.wait(0 if self._beats == 0 else INTERVAL_S):
+                self._beats += 1
+                beat = {"beat": self._beats, "now": time.monotonic()}
+                self._store.set(_key("beat", self._rank), json.dumps(beat))
+
+    def publish(self, activity: str) -> None:
+        """At once, in the main thread: a process may stop in what it does next."""
+        value = json.dumps({"at": activity, "since": time.monotonic()})
+        with contextlib.suppress(Exception):
+            self._main_store.set(_key("activity", self._rank), value)
+
+    def end(self) -> None:
+        self._stopped.set()
+
+
+_hearts: list[_Heart] = []
+
+
+def start() -> None:
+    """Start the heartbeat of this process, once for each job that it takes part in."""
+    if _hearts and _hearts[0].group is dist.group.WORLD and _hearts[0].is_alive():
+        return
+    stop()
+    heart = _Heart(compat.default_store(), dist.get_rank())
+    heart.start()
+    _hearts.append(heart)
+    heart.publish(_activity)
+
+
+def stop() -> None:
+    """End the heartbeat of this process."""
+    while _hearts:
+        _hearts.pop().end()
+
+
+def describe(ranks: Sequence[int]) -> str:
+    """What is known of ranks that did not come: one sentence per rank.
+
+    Takes up to three intervals, because only the next heartbeat shows whether a process lives.
+    """
+    store = compat.default_store()
+    seen = {rank: _last_beat(store, rank) for rank in ranks}
+    alive: dict[int, dict[str, Any]] = {}
+    deadline = time.monotonic() + _MISSED * INTERVAL_S
+    while time.monotonic() < deadline and len(alive) < sum(
+        beat is not None for beat in seen.values()
+    ):
+        time.sleep(INTERVAL_S / 8)
+        for rank, beat in seen.items():
+            now = _last_beat(store, rank) if rank not in alive else None
+            if now is not None and beat is not None and now["beat"] != beat["beat"]:
+                alive[rank] = now
+    return " ".join(_sentence(rank, seen[rank], alive.get(rank)) for rank in ranks)
+
+
+def _last_beat(store: Any, rank: int) -> dict[str, Any] | None:
+    keys = [_key("beat", rank), _key("activity", rank)]
+    if not store.check(keys):
+        return None
+    beat, activity = (json.loads(store.get(key)) for key in keys)
+    return {**beat, **activity}
+
+
+def _sentence(rank: int, last: dict[str, Any] | None, alive: dict[str, Any] | None) -> str:
+    if last is None:
+        return f"Rank {rank} has sent no heartbeat: it has not come to a vote in this job."
+    if alive is not None:
+        seconds = max(alive["now"] - alive["since"], 0)
+        return f"Rank {rank} is alive; it has been {alive['at']} for {seconds:.0f} s."
+    return (
+        f"Rank {rank} is dead or stopped: it was {last['at']}, and has sent no heartbeat for more "
+        f"than {_MISSED * INTERVAL_S:g} s."
+    )
+
+
+def _key(kind: str, rank: int) -> str:
+    return f"zpasses/{kind}/{rank}"
+
+
+def _after_fork() -> None:
+    _hearts.clear()  # threads do not survive a fork
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
