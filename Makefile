@@ -1,8 +1,9 @@
 # Every target sets itself up: Python >= 3.10 and make are all that is needed.
 #
-#   make demo          train a small GPT on two ranks and compare with one process, write build/demo/report.html;
-#                      ARGS="--zero-stage 2 --steps 50"
-#   make test          lint and run the tests that are not slow, three at a time;    ARGS="-k gather -x", ARGS="-n 0 --pdb"
+#   make demo          train a small GPT on two ranks, compare with one process, and write
+#                      build/demo/report.html; ARGS="--zero-stage 2 --steps 50"
+#   make test          lint and run the tests that are not slow, three at a time;
+#                      ARGS="-k gather -x", ARGS="-n 0 --pdb"
 #   make test-all      lint and run all tests
 #   make lint          ruff, ruff format, mypy
 #   make docs          the documentation as a site, in build/site

@@ -44,7 +44,7 @@ from tqdm import tqdm
 import zpasses
 import zpasses.inspect
 from zpasses.graph.nodes import collectives
-from zpasses.pipeline.observers import GraphLog, observe_graphs
+from zpasses.pipeline.observers import ObservedGraph, observe_graphs
 
 BYTES = 256
 """The vocabulary: one token per byte."""
@@ -300,7 +300,7 @@ def train_sharded(
 
     planned: Counter[tuple[str, int]] = Counter()
 
-    def observe(log: GraphLog) -> None:
+    def observe(log: ObservedGraph) -> None:
         # Forward and backward are the graphs that run; "joint" is both before partitioning.
         if log.kind in ("forward", "backward"):
             planned.update((each.op, each.nbytes) for _, each in collectives(log.graph))

@@ -69,10 +69,11 @@ class GatherParams(Pass):
         value = value_of(shard)
         size = group_size(group)
         if value.dim() == 0 or size == 1:
+            strides = {} if value.is_contiguous() else {"memory_format": torch.contiguous_format}
             return (
-                edit.call(aten._to_copy.default, shard, dtype=dtype or value.dtype)
+                edit.call(aten._to_copy.default, shard, dtype=dtype or value.dtype, **strides)
                 if dtype
-                else edit.call(aten.clone.default, shard)
+                else edit.call(aten.clone.default, shard, **strides)
             )
         block = rows_per_rank(rows, size)
         if block == 0 or 0 in value.shape[1:]:

@@ -17,12 +17,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.ranks import spawner
 
-__all__ = ["ForkedPython", "forked_subprocess", "run_program"]
+__all__ = ["ForkedPython", "forked_or_started", "forked_subprocess", "run_program"]
+
+forked_or_started = pytest.mark.parametrize(
+    "forked",
+    [
+        pytest.param(True, id="forked"),
+        pytest.param(False, id="started", marks=pytest.mark.slow(quick="forked")),
+    ],
+)
+"""Runs a test with forks, and with the command of a user, which takes longer."""
 
 
 class ForkedPython:
@@ -37,12 +47,16 @@ class ForkedPython:
         *,
         stdout: Any,
         stderr: int = subprocess.STDOUT,
+        stdin: int = subprocess.DEVNULL,
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
+        start_new_session: bool = True,
     ) -> None:
         executable, *words = map(str, command)
         assert executable == sys.executable
         assert stderr == subprocess.STDOUT
+        assert stdin == subprocess.DEVNULL
+        assert start_new_session
         environment = dict(os.environ if env is None else env)
         self._process = spawner.Process(
             target=_run, args=(words, environment, str(cwd or Path.cwd()), stdout.name), daemon=True
@@ -72,25 +86,25 @@ class forked_subprocess:
 
     Popen = ForkedPython
     STDOUT = subprocess.STDOUT
+    DEVNULL = subprocess.DEVNULL
+    TimeoutExpired = subprocess.TimeoutExpired
 
 
 def run_program(
-    *command: object,
-    ranks: int = 1,
-    env: Mapping[str, str] | None = None,
-    timeout: float = 200,
+    *command: object, ranks: int | None = None, timeout: float = 200
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run `python COMMAND...` in `ranks` processes with the environment variables of torchrun.
+    """Run `python COMMAND...` in one process, or in `ranks` processes with the environment
+    variables of torchrun.
 
-    Returns the result of each rank. `stdout` holds standard output and standard error.
+    Returns the result of each process. `stdout` holds standard output and standard error.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = [sys.executable, *map(str, command)]
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="programs-") as folder:
         started = []
-        for rank in range(ranks):
-            variables = {
+        for rank in range(ranks or 1):
+            variables = ranks and {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(ranks),
@@ -101,9 +115,7 @@ def run_program(
             }
             with open(Path(folder, f"{rank}.log"), "w") as log:
                 started.append(
-                    ForkedPython(
-                        arguments, stdout=log, env={**os.environ, **variables, **(env or {})}
-                    )
+                    ForkedPython(arguments, stdout=log, env={**os.environ, **(variables or {})})
                 )
         try:
             for each in started:
@@ -120,6 +132,7 @@ def run_program(
 
 
 def _run(words: list[str], environment: dict[str, str], cwd: str, log: str) -> None:
+    os.setsid()
     with open(log, "a") as sink:
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)

@@ -51,14 +51,7 @@ _START_S = 60.0
 
 # Processes fork from a server that has imported torch and its compilers, but no module of zpasses.
 spawner = multiprocessing.get_context("forkserver")
-spawner.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed.tensor",
-        "torch._functorch.aot_autograd",
-        "torch._inductor.compile_fx",
-    ]
-)
+spawner.set_forkserver_preload(["tests.preload"])
 
 
 class RanksError(AssertionError):

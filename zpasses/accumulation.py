@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.ranks.vote import is_reported, reported_failure, store_barrier
-from zpasses.runtime.barrier import barriers_enabled
 from zpasses.runtime.flush import flush, groups_of
+from zpasses.runtime.run_checks import barriers_enabled
 from zpasses.runtime.windows import EngineRun, Window, grad_state_of, install_step_guard
 from zpasses.sharding.module import sharded_parameters
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.programs import run_program
 from tests.ranks import run_on_ranks
 from zpasses.testing.fake_mori import installed
 
@@ -16,17 +17,9 @@ FOLDER = Path(__file__).parents[2] / "examples" / "sdma_mi300"
 
 
 def test_the_dry_run_says_which_gathers_would_be_swapped_and_what_that_gains():
-    command = [
-        sys.executable,
-        str(FOLDER / "dry_run.py"),
-        "--model",
-        "gpt-7b",
-        "--layers",
-        "2",
-        "--gathers",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    program = FOLDER / "dry_run.py"
+    (done,) = run_program(program, "--model", "gpt-7b", "--layers", "2", "--gathers")
+    assert done.returncode == 0, done.stdout[-3000:]
     assert "literature, uncalibrated" in done.stdout
     assert "sdma swapped: " in done.stdout
     assert "sdma too little overlap: " in done.stdout

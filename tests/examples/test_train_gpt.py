@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 import zpasses.inspect
-from tests.programs import run_program
+from tests.programs import forked_or_started, run_program
 from zpasses import Pipeline
 from zpasses.tools.cli.main import cli
 
@@ -156,22 +156,14 @@ def test_different_training_fails_the_comparison(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_text_file_under_plain_torchrun(tmp_path: Path) -> None:
+@forked_or_started
+def test_text_file_under_plain_torchrun(tmp_path: Path, forked: bool) -> None:
     text = tmp_path / "a text.txt"
     text.write_text("All work and no play makes Jack a dull boy. " * 20)
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        EXAMPLE,
-        *TINY,
-        "--no-compare",
-        "--text",
-        text,
-    ]
-    done = run(*command)
-    assert done.returncode == 0, done.stderr
+    command = (EXAMPLE, *TINY, "--no-compare", "--text", text)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = run_program(*command, ranks=2)[0] if forked else run(*torchrun, *command)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "880 bytes of text, 2 ranks on cpu" in done.stdout
 
 

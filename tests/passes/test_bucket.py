@@ -464,9 +464,12 @@ def planned(params, budget, mode, form, plan_for_overlap=False, gloo=False):
         # The planned peak bounds the peak of the rewritten graph. The limit follows from the peak
         # without buckets.
         assert peak_of(gm) <= curve.limit_bytes
+        # `simulate_overlap` counts the all-reduce of a 0-dimensional parameter, which is in place,
+        # twice: at most 8 bytes each.
+        scalars = sum(8 for param in params if plan_for_overlap and not param.shape)
         assert (
             curve.limit_bytes
-            <= MemoryCurve(unbucketed.graph, parse_budget(budget, "here")).limit_bytes
+            <= MemoryCurve(unbucketed.graph, parse_budget(budget, "here")).limit_bytes + scalars
         )
         return curve, before, counts(gm)
 

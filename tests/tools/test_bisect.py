@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 
 import zpasses
+from tests.programs import forked_or_started, forked_subprocess
 from zpasses.dumps import read
 from zpasses.pipeline.bisect import Trial
 from zpasses.testing import fake_world
 from zpasses.tools.bisect.compare import first_difference, read_journals
 from zpasses.tools.bisect.run import BisectError, BisectRequest, run_bisect
+from zpasses.tools.cli.main import cli
 
 FAKE_PROGRAM = """
 import json, os, sys, time
@@ -269,24 +272,23 @@ step(torch.ones(2, 3)).sum().backward()
 
 
 @pytest.mark.processes
-def test_a_real_program_from_the_command_line(tmp_path):
+@forked_or_started
+def test_a_real_program_from_the_command_line(tmp_path, monkeypatch, forked):
     script = tmp_path / "train.py"
     script.write_text(REAL)
-    command = [
-        sys.executable,
-        "-m",
-        "zpasses",
-        "bisect",
-        "-o",
-        str(tmp_path / "kept"),
-        str(script),
-        "--ignored",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr
+    words = ["bisect", "-o", str(tmp_path / "kept"), str(script), "--ignored"]
+    if forked:
+        monkeypatch.setattr("zpasses.tools.bisect.run.subprocess", forked_subprocess)
+        done = CliRunner().invoke(cli, words)
+        status, output = done.exit_code, done.output
+    else:
+        command = [sys.executable, "-m", "zpasses", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+        status, output = done.returncode, done.stdout + done.stderr
+    assert status == 1, output
     assert (
         "The run first goes wrong after pass 1 of 1: spoil\n"
-        "rank0, call 1 (0/0 outputs), value 0 (float32[2, 3]) differs by" in done.stdout
+        "rank0, call 1 (0/0 outputs), value 0 (float32[2, 3]) differs by" in output
     )
     (compiled,) = read(tmp_path / "kept" / "01-all-passes" / "dump").ranks[0].compiles
     assert compiled.graphs["joint"].last.after == "spoil"

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from tests.programs import forked_or_started, run_program
 from tests.ranks import run_on_ranks
 from zpasses.cost.routes import calibrated_figures, figures_for_route
 from zpasses.cost.target import TARGETS
@@ -106,21 +107,23 @@ def test_every_route_of_real_ranks_is_measured():
 
 
 @pytest.mark.processes
-def test_the_command_writes_a_file_that_the_cost_model_reads(tmp_path):
+@forked_or_started
+def test_the_command_writes_a_file_that_the_cost_model_reads(tmp_path, forked):
     out = tmp_path / "c.json"
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "zpasses.tools.calibrate",
-    ]
-    command = [*launch, "--out", str(out), "--largest-mib", "1", "--repeat", "2", "--matrix", "64"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    size = ["--largest-mib", "1", "--repeat", "2", "--matrix", "64"]
+    command = ["-m", "zpasses.tools.calibrate", "--out", str(out), *size]
+    if forked:
+        done = run_program(*command, ranks=2)[0]
+    else:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = subprocess.run(
+            [sys.executable, *torchrun, *command],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert set(calibrated_figures(out, "cpu")) == {"c10d"}
     assert '"gb_s"' in done.stdout
 

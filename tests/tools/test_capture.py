@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.programs import forked_or_started, run_program
 from zpasses.dumps import read
 from zpasses.errors import OptionError, PassError
 from zpasses.tools.capture.run import CaptureError, CaptureRequest, load, run_capture
@@ -134,7 +135,8 @@ def test_a_file_can_import_its_neighbours(tmp_path):
     assert load(f"{tmp_path}/model_of_mine.py:build")() == 7
 
 
-def test_the_example_is_captured_from_the_command_line(tmp_path):
+@forked_or_started
+def test_the_example_is_captured_from_the_command_line(tmp_path, forked):
     small = [
         "layers=1",
         "hidden=32",
@@ -146,11 +148,10 @@ def test_the_example_is_captured_from_the_command_line(tmp_path):
     ]
     arguments = [word for each in small for word in ("--arg", each)]
     command = [
-        sys.executable,
         "-m",
         "zpasses",
         "capture",
-        "examples/capture_llama.py:llama",
+        str(ROOT / "examples/capture_llama.py:llama"),
         *arguments,
     ]
     options = [
@@ -164,10 +165,17 @@ def test_the_example_is_captured_from_the_command_line(tmp_path):
         "-o",
         str(tmp_path / "dump"),
     ]
-    done = subprocess.run(
-        [*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    if forked:
+        (done,) = run_program(*command, *options)
+    else:
+        done = subprocess.run(
+            [sys.executable, *command, *options],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert f"zpasses html {tmp_path / 'dump'}" in done.stdout
     (compiled,) = read(tmp_path / "dump").ranks[0].compiles
     assert "model.layers.0.mlp.up_proj.weight" in compiled.info.parameters

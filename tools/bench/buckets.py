@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 import zpasses
 from zpasses.cost.memory import liveness
 from zpasses.passes import Bucket
-from zpasses.pipeline.observers import GraphLog, observe_graphs
+from zpasses.pipeline.observers import ObservedGraph, observe_graphs
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.tools.bench.launch import RankError, run_ranks
 from zpasses.tools.bench.measure import ResidentMemory, traffic
@@ -254,7 +254,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     x = torch.randn(job["batch"], job["width"])
     modelled: list[int] = []
 
-    def look(graph: GraphLog) -> None:
+    def look(graph: ObservedGraph) -> None:
         if graph.kind in ("forward", "backward"):
             modelled.append(liveness(graph.graph).peak_bytes)
 

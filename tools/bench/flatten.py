@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from zpasses import compat, pack_parameters
 from zpasses.graph.nodes import calls, nbytes, value_of
-from zpasses.pipeline.observers import GraphLog, observe_graphs
+from zpasses.pipeline.observers import ObservedGraph, observe_graphs
 from zpasses.tools.bench.launch import RankError, run_ranks
 from zpasses.tools.bench.measure import MemoryProfile, traffic
 
@@ -118,7 +118,7 @@ def _worst(values: list[Any]) -> Any:
 def measure(job: dict[str, Any]) -> FlattenResult:
     """Measure one form on this rank."""
     device = _start(job["device"])
-    seen: list[tuple[float, GraphLog]] = []
+    seen: list[tuple[float, ObservedGraph]] = []
     with (
         observe_graphs(lambda graph: seen.append((time.perf_counter(), graph))),
         MemoryProfile() as memory,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zpasses import compat
-from zpasses.pipeline.observers import GraphLog, observe_graphs
+from zpasses.pipeline.observers import ObservedGraph, observe_graphs
 
 __all__ = [
     "MemoryProfile",
@@ -227,7 +227,7 @@ def observe_pass_time() -> Iterator[PassTime]:
     """
     work = PassTime()
 
-    def add(graph: GraphLog) -> None:
+    def add(graph: ObservedGraph) -> None:
         work.passes_s += sum(record.time_us for record in graph.records) / 1e6
         work.checks_s += sum(record.check_us for record in graph.records) / 1e6
 

@@ -23,7 +23,7 @@ from zpasses.cost.target import Target, current_target, use_target
 from zpasses.dumps.recorders import recorders_for
 from zpasses.errors import AgreementError, OptionError
 from zpasses.graph.ops import UNSHARD
-from zpasses.pipeline.observers import GraphLog, notify_observers
+from zpasses.pipeline.observers import ObservedGraph, notify_observers
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Level, Pipeline
 from zpasses.pipeline.recorder import (
@@ -32,11 +32,16 @@ from zpasses.pipeline.recorder import (
     apply_bisect_limits,
     run_recorded_passes,
 )
-from zpasses.ranks.agreement import agree, run_events
-from zpasses.ranks.vote import has_other_ranks, is_reported, report_failure, resume, vote_timeout
+from zpasses.ranks.agreement import compare_collectives, run_events
+from zpasses.ranks.vote import (
+    has_other_ranks,
+    is_reported,
+    rejoin_after_failure,
+    report_failure,
+    vote_timeout,
+)
 from zpasses.runtime.backward import BackwardDispatch, warn_if_always_reduced
 from zpasses.runtime.backward_variants import BackwardVariant, build_backward_variant
-from zpasses.runtime.barrier import in_window, with_barrier
 from zpasses.runtime.codegen import boxed, eager_codegen
 from zpasses.runtime.flush import GraphLowering, flush
 from zpasses.runtime.forward import (
@@ -56,6 +61,7 @@ from zpasses.runtime.forward_variants import (
 )
 from zpasses.runtime.gloo import replace_gloo_all_gathers
 from zpasses.runtime.grad_slots import GradSlot, always_reduced, grad_slots
+from zpasses.runtime.run_checks import in_window, with_run_check
 from zpasses.runtime.windows import Lowering, StepWindow, install_step_guard
 from zpasses.sharding.module import with_plain_inputs
 
@@ -98,7 +104,7 @@ def zpasses_backend(
         _warn_about_remaining_votes(pipeline, captured.groups)
     try:
         if parsed.agreement:
-            resume(captured.groups)
+            rejoin_after_failure(captured.groups)
         with use_target(compiler.target), vote_timeout(parsed.agreement_timeout_s):
             compiler.open_recorders(example_inputs)
             return result_hook(with_plain_inputs(compiler.compile(), example_inputs), "outputs")
@@ -352,7 +358,7 @@ class _GraphCompiler:
         if not self._options.agreement:
             return codegen(runnable, inputs)
         name = f"{self.name} {kind}"
-        return with_barrier(
+        return with_run_check(
             codegen,
             runnable,
             inputs,
@@ -395,13 +401,13 @@ class _GraphCompiler:
         for record in records:
             cost = f"{record.time_us:.0f} us, checks {record.check_us:.0f} us"
             log.debug("graph %s: %s changed %d, %s", name, record.text, record.changes, cost)
-        notify_observers(GraphLog(name, kind, gm.graph, records))
+        notify_observers(ObservedGraph(name, kind, gm.graph, records))
 
     def _agree(self, gm: fx.GraphModule, kind: str) -> None:
         asks = self._options.agreement and torch.distributed.is_initialized()
         if asks:
             with self.recorder.record_errors("agreement"):
-                agree(gm.graph, self.name, self._options.agreement_timeout_s)
+                compare_collectives(gm.graph, self.name, self._options.agreement_timeout_s)
         self.recorder.record_agreement(kind, gm.graph, asks)
 
     # --- Inductor ---------------------------------------------------------------------------------

@@ -3,6 +3,17 @@
 torch 2.11 to 2.15 are supported. A name that moved between these versions is resolved only in this
 package, so support for a new torch is added here. Other code imports the package (`from zpasses
 import compat`) and calls `compat.<name>`.
+
+| torch subsystem | file |
+| --- | --- |
+| AOTAutograd, the partitioner | `aot.py` |
+| the autograd engine | `autograd.py` |
+| process groups, stores, collectives | `c10d.py` |
+| DTensor | `dtensor.py` |
+| Dynamo, the structured trace | `dynamo.py` |
+| fake tensors, symbolic sizes | `fake.py` |
+| FX graphs, operators, pytrees | `fx_graph.py` |
+| Inductor | `inductor.py` |
 """
 
 from zpasses.compat.aot import (

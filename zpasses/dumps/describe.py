@@ -277,8 +277,8 @@ def plain_argument(value: Any) -> bool | int | float | str | data.Repr | None:
     return data.Repr(text if len(text) <= _LONGEST else text[:_LONGEST] + "...")
 
 
-def counts(nodes: int, collectives: int, put_in_bytes: int) -> dict[str, int]:
-    return {"nodes": nodes, "collectives": collectives, "bytes": put_in_bytes}
+def counts(nodes: int, collectives: int, input_nbytes: int) -> dict[str, int]:
+    return {"nodes": nodes, "collectives": collectives, "bytes": input_nbytes}
 
 
 @functools.lru_cache(maxsize=1 << 12)

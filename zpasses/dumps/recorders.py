@@ -85,9 +85,9 @@ def recorders_for(
     if dump is not None:
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if ranks is None or rank in ranks:
-            from zpasses.dumps.writer import CompileDump, open_dump
+            from zpasses.dumps.writer import CompileDump, create_rank_folder
 
-            folder = open_dump(dump, rank, world)
+            folder = create_rank_folder(dump, rank, world)
             groups = (
                 {name: compat.group_ranks(name) for name in compat.group_backends()}
                 if dist.is_initialized()

@@ -30,22 +30,22 @@ from zpasses.dumps.describe import Describer, GraphDescriber, counts, plain_argu
 from zpasses.dumps.encode import json_line, python_source, snapshot_lines
 from zpasses.dumps.errors import DumpPathError, DumpVersionError, NotADumpError
 from zpasses.dumps.reader import HEADER
+from zpasses.graph.verifier import CHECKS
 from zpasses.pipeline.pipeline import Pass, PassRecord
 from zpasses.pipeline.recorder import Recorder, pass_options
 from zpasses.version import __version__
 
-__all__ = ["CompileDump", "open_dump"]
+__all__ = ["CompileDump", "create_rank_folder"]
 
 log = logging.getLogger("zpasses")
 
 _P = ParamSpec("_P")
 
 _TEMPORARY = ".zpasses-"
-_CHECKED = ("lint", "values", "waits", "tags")
 _MODELLED = ("joint", "forward", "backward", "inference", "pack", "flush")
 
 
-def open_dump(root: str | Path, rank: int, world: int) -> Path:
+def create_rank_folder(root: str | Path, rank: int, world: int) -> Path:
     """The folder of one rank in a dump. It is created if it does not exist.
 
     Raises:
@@ -232,7 +232,7 @@ class CompileDump(Recorder):
             "changes": record.changes,
             "time_us": round(record.time_us, 1),
             "check_us": round(record.check_us, 1),
-            "checks": _CHECKED if record.changes else ("unchanged",),
+            "checks": CHECKS if record.changes else ("unchanged",),
             "before": counts(record.nodes_before, record.collectives_before, record.bytes_before),
             "after": counts(record.nodes_after, record.collectives_after, record.bytes_after),
             "notes": list(notes),

@@ -9,11 +9,11 @@ from torch import fx
 
 from zpasses.pipeline.pipeline import PassRecord
 
-__all__ = ["GraphLog", "notify_observers", "observe_graphs"]
+__all__ = ["ObservedGraph", "notify_observers", "observe_graphs"]
 
 
 @dataclass(frozen=True)
-class GraphLog:
+class ObservedGraph:
     """One graph that the backend compiled, as it is passed to observers."""
 
     name: str
@@ -26,7 +26,7 @@ class GraphLog:
     records: list[PassRecord] = field(default_factory=list)
 
 
-_observers: list[Callable[[GraphLog], None]] = []
+_observers: list[Callable[[ObservedGraph], None]] = []
 
 
 class observe_graphs:  # noqa: N801 - used as a context manager, like torch.no_grad
@@ -34,7 +34,7 @@ class observe_graphs:  # noqa: N801 - used as a context manager, like torch.no_g
     passes of its level.
     """
 
-    def __init__(self, observer: Callable[[GraphLog], None]) -> None:
+    def __init__(self, observer: Callable[[ObservedGraph], None]) -> None:
         self._observer = observer
 
     def __enter__(self) -> None:
@@ -44,7 +44,7 @@ class observe_graphs:  # noqa: N801 - used as a context manager, like torch.no_g
         _observers.remove(self._observer)
 
 
-def notify_observers(graph: GraphLog) -> None:
+def notify_observers(graph: ObservedGraph) -> None:
     """Call every observer with a graph."""
     for observer in tuple(_observers):
         observer(graph)

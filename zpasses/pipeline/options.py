@@ -39,12 +39,13 @@ class Options:
     """Hardware to plan for, such as `"h100"` or `"mi300x,ranks_per_node=4"`; `None` takes
     `ZPASSES_TARGET`, else the device of this process."""
     verify: Literal["static", "simulate"] = "static"
-    """How each pass is verified. `"simulate"` also runs the graph before and after the pass on
-    simulated ranks and compares bit for bit, which takes seconds even for small models."""
+    """`"static"` checks the graph after each pass; `"simulate"` also runs it before and after on
+    simulated ranks. The simulation compares bit for bit, and takes seconds even for small models.
+    See docs/writing-passes.md."""
     agreement: bool | Literal["first"] = True
-    """Compare what every graph communicates between ranks before each of its runs; `"first"` only
-    before its first run, `False` never. Passes whose choices must be equal on all ranks still
-    vote."""
+    """Before its first run, compare a graph's collectives between ranks; before each later run,
+    check that all ranks run the same graph; `"first"` only does the former, `False` neither. Passes
+    whose choices must be equal on all ranks still vote."""
     agreement_timeout_s: float = 300.0
     """Seconds to wait for the other ranks, in every vote of a compile and in the collectives of a
     graph whose runs are compared."""

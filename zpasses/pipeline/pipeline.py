@@ -33,7 +33,7 @@ from zpasses.errors import AgreementError, OptionError, PassError, suggestion
 from zpasses.graph.nodes import collectives, input_nbytes
 from zpasses.graph.verifier import Snapshot, check, check_unchanged
 from zpasses.option_values import build_dataclass, format_value
-from zpasses.pipeline.simulation import start_simulation
+from zpasses.pipeline.simulation import load_simulation_check
 from zpasses.ranks.vote import has_other_ranks
 
 __all__ = ["Level", "Pass", "PassRecord", "Pipeline", "catalogue", "run_passes"]
@@ -250,7 +250,7 @@ def run_passes(
     snapshot: Snapshot | None = None
     for each in passes:
         snapshot = snapshot or Snapshot(graph)
-        simulation = start_simulation(graph) if simulate and each.is_simulatable() else None
+        simulation = load_simulation_check(graph) if simulate and each.is_simulatable() else None
         started = time.perf_counter()
         changes = _rewrite(each, graph)
         rewritten = time.perf_counter()
@@ -293,11 +293,16 @@ def run_passes(
 
 def _rewrite(each: Pass, graph: fx.Graph) -> int:
     try:
-        return each.rewrite(graph)
+        changes = each.rewrite(graph)
     except (PassError, AgreementError):
         raise
     except Exception as error:
         raise PassError(f"pass {str(each)!r} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(changes, int) or changes < 0:
+        raise PassError(
+            f"pass {each.name!r} returned {changes!r}; expected the number of changes that it made."
+        )
+    return changes
 
 
 @dataclass(frozen=True)

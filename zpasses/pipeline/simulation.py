@@ -8,7 +8,7 @@ from typing import cast
 
 from torch import fx
 
-__all__ = ["PassCheck", "start_simulation"]
+__all__ = ["PassCheck", "load_simulation_check"]
 
 PassCheck = Callable[[fx.Graph, str, bool], None]
 """(graph after the pass, name of the pass, whether sums may be reordered) -> raises PassError."""
@@ -17,7 +17,7 @@ _SIMULATOR = "zpasses.testing.pass_simulation"
 """Imported by name and on demand: `testing` is a room above this one."""
 
 
-def start_simulation(graph: fx.Graph) -> PassCheck:
+def load_simulation_check(graph: fx.Graph) -> PassCheck:
     """Copy a graph before a pass. Returns the check to call after the pass."""
     start = importlib.import_module(_SIMULATOR).start_simulation
     return cast(PassCheck, start(graph))

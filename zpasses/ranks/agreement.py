@@ -23,10 +23,10 @@ from zpasses.errors import AgreementError
 from zpasses.graph.nodes import Collective, collectives
 from zpasses.graph.sources import describe_source
 from zpasses.graph.tags import tag_of
-from zpasses.ranks.run_order import Event
+from zpasses.ranks.run_order import RunEvent
 from zpasses.ranks.vote import Ballot, group_state, has_other_ranks, vote
 
-__all__ = ["agree", "digest", "run_events"]
+__all__ = ["compare_collectives", "digest", "run_events"]
 
 
 def digest(sequence: Sequence[Collective]) -> str:
@@ -34,7 +34,7 @@ def digest(sequence: Sequence[Collective]) -> str:
     return _hash([_line(each, ()) for each in sequence])
 
 
-def agree(graph: fx.Graph, graph_name: str, timeout_s: float) -> None:
+def compare_collectives(graph: fx.Graph, graph_name: str, timeout_s: float) -> None:
     """Raise AgreementError on every rank of a group unless all would run the same collectives.
 
     Args:
@@ -47,7 +47,7 @@ def agree(graph: fx.Graph, graph_name: str, timeout_s: float) -> None:
             _compare(group, graph_name, calls, timeout_s)
 
 
-def run_events(graph: fx.Graph, graph_name: str) -> dict[str, Event]:
+def run_events(graph: fx.Graph, graph_name: str) -> dict[str, RunEvent]:
     """Process group -> the event that a run of this graph is.
 
     Shapes of collectives that zpasses did not make are left out: ranks may run them on batches of
@@ -62,7 +62,7 @@ def run_events(graph: fx.Graph, graph_name: str) -> dict[str, Event]:
         first = next((param for node, _ in calls for param in _params(node)), "")
         of = f", the first of {first}" if first else ""
         text = f"graph {graph_name} ({len(calls)} collectives, {calls[0][1].op}{of})"
-        events[group] = Event.of(text, parts)
+        events[group] = RunEvent.of(text, parts)
     return events
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from zpasses import compat
 
-__all__ = ["INTERVAL_S", "at", "describe", "note", "start", "stop"]
+__all__ = ["INTERVAL_S", "activity", "describe", "set_activity", "start", "stop"]
 
 INTERVAL_S = 1.0
 """Seconds between two heartbeats of a rank."""
@@ -29,7 +29,7 @@ _MISSED = 3
 _activity = "starting"
 
 
-def note(activity: str) -> None:
+def set_activity(activity: str) -> None:
     """Say what this rank does from now on."""
     global _activity
     _activity = activity
@@ -38,17 +38,17 @@ def note(activity: str) -> None:
 
 
 @contextlib.contextmanager
-def at(activity: str) -> Iterator[None]:
+def activity(activity: str) -> Iterator[None]:
     """Say what this rank does inside."""
     before = _activity
-    note(activity)
+    set_activity(activity)
     try:
         yield
     finally:
-        note(before)
+        set_activity(before)
 
 
-class _Heart(threading.Thread):
+class _HeartbeatThread(threading.Thread):
     """Counts beats in the store, and publishes what the main thread does, with its time."""
 
     def __init__(self, store: Any, rank: int) -> None:
@@ -77,7 +77,7 @@ class _Heart(threading.Thread):
         self._stopped.set()
 
 
-_hearts: list[_Heart] = []
+_hearts: list[_HeartbeatThread] = []
 
 
 def start() -> None:
@@ -85,7 +85,7 @@ def start() -> None:
     if _hearts and _hearts[0].group is dist.group.WORLD and _hearts[0].is_alive():
         return
     stop()
-    heart = _Heart(compat.default_store(), dist.get_rank())
+    heart = _HeartbeatThread(compat.default_store(), dist.get_rank())
     heart.start()
     _hearts.append(heart)
     heart.publish(_activity)

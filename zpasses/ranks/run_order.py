@@ -24,7 +24,7 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks.vote import Ballot, GroupState, group_state, vote
 
-__all__ = ["Event", "check_event", "forget_events"]
+__all__ = ["RunEvent", "check_run_event", "forget_events"]
 
 _CONTEXT = 16
 """Number of events by which the next one is predicted."""
@@ -34,7 +34,7 @@ _MAX_PREDICTIONS = 1 << 14
 
 
 @dataclass(frozen=True)
-class Event:
+class RunEvent:
     """A run of a graph over a process group, or a step of an optimizer."""
 
     digest: str
@@ -43,13 +43,15 @@ class Event:
     """For errors: "graph 0/0 forward (12 collectives, first all_gather of layers.0.weight)"."""
 
     @classmethod
-    def of(cls, text: str, parts: Sequence[str] = ()) -> Event:
+    def of(cls, text: str, parts: Sequence[str] = ()) -> RunEvent:
         """An event of which `parts` must be equal on all ranks; without parts, the text."""
         digest = hashlib.sha256("\n".join(parts or [text]).encode()).hexdigest()[:16]
         return cls(digest, text)
 
 
-def check_event(group: str, event: Event, timeout_s: float, *, always_vote: bool = False) -> None:
+def check_run_event(
+    group: str, event: RunEvent, timeout_s: float, *, always_vote: bool = False
+) -> None:
     """Check that every rank of a group, which has other ranks, comes to the same event.
 
     Args:
@@ -70,7 +72,7 @@ def forget_events(group: str) -> None:
     group_state(group).events = ()
 
 
-def _vote(group: str, state: GroupState, event: Event, timeout_s: float) -> None:
+def _vote(group: str, state: GroupState, event: RunEvent, timeout_s: float) -> None:
     ranks = compat.group_ranks(group)
 
     def combine(ballots: Sequence[Ballot]) -> Ballot:

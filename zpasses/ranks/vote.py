@@ -37,9 +37,9 @@ __all__ = [
     "group_state",
     "has_other_ranks",
     "is_reported",
+    "rejoin_after_failure",
     "report_failure",
     "reported_failure",
-    "resume",
     "store_barrier",
     "vote",
     "vote_timeout",
@@ -176,7 +176,7 @@ def vote(
         _post_failure(name, f"rank {dist.get_rank()} {failure}", recoverable=False)
         return ballot
     limit = current_timeout_s() if timeout_s is None else timeout_s
-    poll = _Poll(name, occasion, missed or f"reach {occasion}", limit, timeout_option)
+    poll = _VoteRound(name, occasion, missed or f"reach {occasion}", limit, timeout_option)
     return poll.run(ballot, combine)
 
 
@@ -245,7 +245,7 @@ class _SupersededError(Exception):
 
 
 @dataclass
-class _Poll:
+class _VoteRound:
     """One vote of this rank."""
 
     group: str
@@ -266,11 +266,11 @@ class _Poll:
         process_group, store = compat.process_group(self.group), compat.default_store()
         state, rank = group_state(self.group), process_group.rank()
         heartbeat.start()
-        resume([self.group])
+        rejoin_after_failure([self.group])
         key = state.key()
         state.votes += 1
         store.set(f"{key}/{rank}", _pack({"occasion": self.occasion, "ballot": ballot}))
-        with heartbeat.at(f"waiting for other ranks at {self.occasion}"):
+        with heartbeat.activity(f"waiting for other ranks at {self.occasion}"):
             if rank == 0:
                 result = self._collect(store, key, combine, started)
                 if "superseded" not in result:
@@ -407,7 +407,7 @@ def reported_failure(name: str) -> str | None:
     return str(_unpack(store.get(key))["reason"]) if store.check([key]) else None
 
 
-def resume(groups: Sequence[str]) -> None:
+def rejoin_after_failure(groups: Sequence[str]) -> None:
     """Show the other ranks that this rank continues after a failure that it reported."""
     for name in groups:
         if not has_other_ranks(name):

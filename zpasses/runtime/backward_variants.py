@@ -27,8 +27,8 @@ from zpasses import compat
 from zpasses.graph.nodes import Editor, append_placeholder, erase_dead, value_of
 from zpasses.graph.ops import REDUCE_GRAD
 from zpasses.runtime.grad_slots import (
-    GradSite,
     GradSlot,
+    GradSlotNodes,
     GradSource,
     grad_sites,
     returned_gradients,
@@ -80,7 +80,9 @@ def build_backward_variant(
     for number, (slot, site) in enumerate(grad_sites(graph).items()):
         pending = None
         if number in variant.given:
-            pending = _add_input(graph, number, site.sources[0].node, variant.pending_dtype(slot))
+            pending = _add_pending_input(
+                graph, number, site.sources[0].node, variant.pending_dtype(slot)
+            )
             extra_inputs.append(value_of(pending))
         if number in variant.deferred:
             removed.update(site.reduced)
@@ -120,7 +122,7 @@ def _sum(nodes: Sequence[fx.Node], before: fx.Node) -> fx.Node | None:
     return total
 
 
-def _add_input(graph: fx.Graph, number: int, like: fx.Node, dtype: torch.dtype) -> fx.Node:
+def _add_pending_input(graph: fx.Graph, number: int, like: fx.Node, dtype: torch.dtype) -> fx.Node:
     node = append_placeholder(graph, f"pending_{number}")
     value = value_of(like)
     with compat.fake_mode_of([value]) or torch.device(value.device):
@@ -161,7 +163,7 @@ def _casts(reader: fx.Node) -> bool:
 
 
 def _owned_sum(
-    graph: fx.Graph, site: GradSite, dtype: torch.dtype, others: Sequence[fx.Node]
+    graph: fx.Graph, site: GradSlotNodes, dtype: torch.dtype, others: Sequence[fx.Node]
 ) -> fx.Node:
     """Return a slot's full gradient, contiguous and in memory that no other value shares."""
     first, *rest = site.full_grads()

@@ -24,7 +24,7 @@ from zpasses.graph.ops import REDUCE_GRAD
 from zpasses.graph.tags import Reduction, Tag, add_tag
 from zpasses.pipeline.pipeline import Level, Pipeline
 from zpasses.pipeline.recorder import Recorders, run_recorded_passes
-from zpasses.ranks.agreement import agree
+from zpasses.ranks.agreement import compare_collectives
 from zpasses.ranks.vote import is_reported, report_failure, vote
 from zpasses.runtime.codegen import eager_codegen
 from zpasses.runtime.local_shards import wrap_local_grad
@@ -137,7 +137,7 @@ class GraphLowering:
             gm.recompile()
             code = self._codegen(gm, fakes)
             if timeout_s is not None:
-                agree(gm.graph, "of the end of a window", timeout_s)
+                compare_collectives(gm.graph, "of the end of a window", timeout_s)
             self._recorder.record_agreement("flush", gm.graph, timeout_s is not None)
             self._code[key] = code
         return self._code[key]

@@ -134,7 +134,7 @@ def build_forward_variant(
     extra_outputs, extra_inputs = [], []
     for number, nodes in enumerate(_nodes_by_slot(graph).values()):
         if number in variant.given:
-            given = _add_input(graph, f"kept_{number}", nodes[0])
+            given = _add_cached_input(graph, f"kept_{number}", nodes[0])
             extra_inputs.append(value_of(given))
             for node in nodes:
                 node.replace_all_uses_with(given)
@@ -149,7 +149,7 @@ def build_forward_variant(
     return built, extra_inputs
 
 
-def _add_input(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
+def _add_cached_input(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
     node = append_placeholder(graph, name)
     node.meta = {key: like.meta[key] for key in ("val", "tensor_meta") if key in like.meta}
     node.meta["zpasses"] = tag_of(like)

@@ -21,8 +21,8 @@ from zpasses.graph.tags import REDUCE_ROLES, Reduction, Tag, retag, tag_of
 
 __all__ = [
     "GradReader",
-    "GradSite",
     "GradSlot",
+    "GradSlotNodes",
     "GradSource",
     "always_reduced",
     "grad_sites",
@@ -80,7 +80,7 @@ class GradSource:
 
 
 @dataclass
-class GradSite:
+class GradSlotNodes:
     """The nodes of a slot in a graph."""
 
     sources: list[GradSource] = field(default_factory=list)
@@ -118,8 +118,8 @@ def always_reduced(graph: fx.Graph) -> list[str]:
     return [name for name in dict.fromkeys(tag.params[0] for tag in tags) if name not in deferrable]
 
 
-def grad_sites(graph: fx.Graph) -> dict[GradSlot, GradSite]:
-    found: dict[GradSlot, GradSite] = {}
+def grad_sites(graph: fx.Graph) -> dict[GradSlot, GradSlotNodes]:
+    found: dict[GradSlot, GradSlotNodes] = {}
     for grads in returned_gradients(graph).values():
         for grad in grads:
             tag = tag_of(grad)
@@ -128,7 +128,7 @@ def grad_sites(graph: fx.Graph) -> dict[GradSlot, GradSite]:
                 continue
             value = value_of(source.node)
             slot = GradSlot(tag.params[0], value.dtype, tuple(value.shape), _reduction(grad, tag))
-            site = found.setdefault(slot, GradSite())
+            site = found.setdefault(slot, GradSlotNodes())
             if grad not in site.reduced:
                 site.sources.append(source)
                 site.reduced.append(grad)

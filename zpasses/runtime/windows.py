@@ -27,8 +27,8 @@ from zpasses import compat
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.graph.ops import set_grad_hook
 from zpasses.graph.tags import Reduction
-from zpasses.runtime.barrier import check_optimizer_step
 from zpasses.runtime.local_shards import local_shards_node
+from zpasses.runtime.run_checks import check_optimizer_step
 
 __all__ = [
     "GRAD_STATE_ATTRIBUTE",

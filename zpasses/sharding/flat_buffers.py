@@ -21,7 +21,7 @@ from zpasses.dumps.recorders import recorders_for
 from zpasses.errors import AgreementError, OptionError
 from zpasses.graph.tags import Tag, add_tag, tag_of
 from zpasses.option_values import build_dataclass
-from zpasses.pipeline.observers import GraphLog, notify_observers
+from zpasses.pipeline.observers import ObservedGraph, notify_observers
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Pass, catalogue
 from zpasses.pipeline.recorder import Recorders, run_recorded_passes
@@ -124,7 +124,7 @@ def pack_parameters(
             report_failure([group], _NAME, error)
         raise
     tier_notes = [_tier_note(node) for node in _outputs(graph.graph)]
-    notify_observers(GraphLog(_NAME, "pack", graph.graph, records))
+    notify_observers(ObservedGraph(_NAME, "pack", graph.graph, records))
     arguments = [tensor.detach() for tensor in unique]
     shapes = [tensor.shape for tensor in unique]
     if given.get("donate_inputs"):

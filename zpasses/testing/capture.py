@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zpasses import compat
 from zpasses.backend.capture import tag_joint
 from zpasses.graph.ops import UNSHARD
-from zpasses.pipeline.observers import GraphLog, observe_graphs
+from zpasses.pipeline.observers import ObservedGraph, observe_graphs
 from zpasses.pipeline.pipeline import Level, Pass, PassRecord, Pipeline
 from zpasses.sharding.shard import shard as shard_model
 from zpasses.testing.worlds import fake_world
@@ -116,7 +116,7 @@ def capture_graphs(
         seen: dict[str, fx.GraphModule] = {}
         records: list[PassRecord] = []
 
-        def observe(log: GraphLog) -> None:
+        def observe(log: ObservedGraph) -> None:
             seen[log.kind] = copy_graph(log.graph)
             records.extend(record for record in log.records if record.name != _Probe.name)
 

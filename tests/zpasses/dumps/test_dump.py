@@ -16,6 +16,7 @@ import zpasses
 from zpasses import Level, Pass, PassError, Pipeline, compat
 from zpasses.dumps import DumpError, DumpPathError, DumpVersionError, NotADumpError, read
 from zpasses.errors import OptionError
+from zpasses.graph.verifier import CHECKS
 from zpasses.testing import fake_world
 
 X = torch.ones(2, 4)
@@ -69,9 +70,7 @@ def test_a_dump_holds_every_graph_before_and_after_every_pass(tmp_path):
     for step in joint.steps[1:]:
         assert step.run.changes == (step.number != 1) * step.run.changes
         assert step.run.after.nodes == len(step.snapshot.nodes)
-        assert step.run.checks == (
-            ("lint", "values", "waits", "tags") if step.run.changes else ("unchanged",)
-        )
+        assert step.run.checks == (CHECKS if step.run.changes else ("unchanged",))
     assert joint.steps[1].run.options == {"max_hold_mb": 1.0}
     bucketed = next(
         step.run

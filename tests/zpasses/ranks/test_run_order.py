@@ -16,7 +16,7 @@ from tests.ranks import run_in_fresh_ranks, run_on_ranks, world_mesh
 from zpasses import AgreementError, Level, Pass, Pipeline
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.ranks import heartbeat
-from zpasses.ranks.run_order import Event, check_event
+from zpasses.ranks.run_order import RunEvent, check_run_event
 from zpasses.ranks.vote import group_state
 
 pytestmark = pytest.mark.processes
@@ -176,7 +176,7 @@ def test_a_steady_loop_needs_no_votes():
 def _events(ours, limit_s):
     texts = ours[dist.get_rank()]
     for text in texts:
-        check_event("0", Event.of(text), limit_s)
+        check_run_event("0", RunEvent.of(text), limit_s)
     return group_state("0").votes
 
 
@@ -195,9 +195,9 @@ def test_events_after_a_mismatch_meet_again():
 
 def _mismatch_then_same():
     with pytest.raises(AgreementError, match="about to do different things") as caught:
-        check_event("0", Event.of(f"rank {dist.get_rank()}"), LIMIT_S)
+        check_run_event("0", RunEvent.of(f"rank {dist.get_rank()}"), LIMIT_S)
     for _ in range(2):
-        check_event("0", Event.of("the same"), LIMIT_S)
+        check_run_event("0", RunEvent.of("the same"), LIMIT_S)
     assert "rank 0 comes to rank 0, but rank 1 to rank 1" in str(caught.value)
     return "different things", group_state("0").votes
 

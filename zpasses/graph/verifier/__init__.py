@@ -1,4 +1,4 @@
-"""What must hold after every pass, whoever wrote it.
+"""The verifier checks what must hold after every pass.
 
 The runner takes a `Snapshot` before a pass. Afterwards it compares every node with it, which is
 cheap, and looks closely only at the nodes that the pass touched and at what they reach. What was
@@ -15,11 +15,22 @@ from zpasses.graph.verifier.collectives import check_collectives
 from zpasses.graph.verifier.dataflow import affected_by, check_params
 from zpasses.graph.verifier.interface import check_inputs, check_output_exists, check_outputs
 from zpasses.graph.verifier.memory import check_initialised, check_memory
-from zpasses.graph.verifier.operators import is_collective
 from zpasses.graph.verifier.snapshot import CurrentGraph, Snapshot
 from zpasses.graph.verifier.values import check_values
 
-__all__ = ["Snapshot", "check", "check_unchanged"]
+__all__ = ["CHECKS", "Snapshot", "check", "check_unchanged"]
+
+CHECKS = (
+    "lint",
+    "inputs",
+    "values",
+    "collectives",
+    "outputs",
+    "memory",
+    "initialised",
+    "parameters",
+)
+"""What `check` looks at, for dumps."""
 
 
 def check(
@@ -51,9 +62,8 @@ def check(
         check_outputs(now, before, pass_name)
     check_memory(now, before, pass_name, may_write_inputs=changes_inputs)
     affected = affected_by([*changed, *before.retagged(graph)], now)
-    readers = [node for node in affected if is_collective(node.target) or node.op == "output"]
-    check_initialised(readers, now, before, pass_name)
-    check_params(affected, now, before, pass_name)
+    check_initialised(affected, now, before, pass_name)
+    check_params(affected, now, before, pass_name, changes_outputs=changes_outputs)
 
 
 def check_unchanged(graph: fx.Graph, before: Snapshot, pass_name: str) -> None:
@@ -62,7 +72,8 @@ def check_unchanged(graph: fx.Graph, before: Snapshot, pass_name: str) -> None:
     """
     changed, erased, moved = before.changed(graph), before.erased(graph), before.moved(graph)
     if changed:
-        what = f"changed {changed[0].format_node()}"
+        first = next((node for node in changed if not before.same_call(node)), changed[0])
+        what = f"changed {first.format_node()}"
     elif erased:
         what = f"erased {erased[0].name}"
     elif moved is not None:

@@ -7,25 +7,21 @@ that the pass inserted, and up to collectives, whose tags name parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from zpasses import compat
 from zpasses.errors import PassError
-from zpasses.graph.nodes import nbytes
-from zpasses.graph.tags import Role, Tag
-from zpasses.graph.verifier.operators import GETITEM, Kind, is_collective, is_link
+from zpasses.graph.tags import Tag
+from zpasses.graph.verifier.flow import RESULT_ROLES, Flow, names_of, numel
+from zpasses.graph.verifier.operators import Kind, is_collective, is_link
 from zpasses.graph.verifier.snapshot import CurrentGraph, GraphVersion, Snapshot
 
 __all__ = ["affected_by", "check_params"]
 
-_RESULTS: dict[Kind, tuple[Role, ...]] = {
-    "gather": ("gathered", "full"),
-    "reduce": ("reduced", "shard_grad"),
-}
 _KINDS: tuple[Kind, ...] = ("gather", "reduce")
 
 
@@ -45,10 +41,15 @@ def affected_by(changed: Sequence[fx.Node], now: CurrentGraph) -> list[fx.Node]:
 
 
 def check_params(
-    affected: Sequence[fx.Node], now: CurrentGraph, before: Snapshot, pass_name: str
+    affected: Sequence[fx.Node],
+    now: CurrentGraph,
+    before: Snapshot,
+    pass_name: str,
+    *,
+    changes_outputs: bool,
 ) -> None:
     """Check the affected collectives, and the readers of gathered and reduced values."""
-    new, old = _Flow(now, before.is_new), _Flow(before, lambda node: False)
+    new, old = Flow(now, before.is_new), Flow(before, lambda node: False)
     erased = [node for node in before.nodes if node not in now]
     for node in affected:
         tag = now.facts(node).tag
@@ -58,162 +59,20 @@ def check_params(
             _check_gather_input(node, tag, new, old, pass_name)
         _check_result_tag(node, tag, new, old, pass_name)
     _check_reduction_inputs(affected, erased, new, old, pass_name)
+    touched = set(affected)
     for node in affected:
-        if node in before:
-            _check_reader(node, new, old, pass_name)
-
-
-class _Flow:
-    """Where values of one version of a graph come from.
-
-    Args:
-        version: the graph.
-        through: nodes to follow values through whatever they compute.
-    """
-
-    def __init__(self, version: GraphVersion, through: Callable[[fx.Node], bool]) -> None:
-        self.version, self._through = version, through
-        self._labels: dict[tuple[fx.Node, Kind], frozenset[str]] = {}
-        self._shards: dict[str, list[fx.Node]] | None = None
-
-    def passes_on(self, node: fx.Node, kind: Kind) -> bool:
-        target = self.version.facts(node).target
-        return not is_collective(target) and (
-            is_link(target, kind) or (self._through(node) and node.op.startswith("call_"))
-        )
-
-    def params(self, node: fx.Node, kind: Kind) -> frozenset[str]:
-        """Parameters whose gathered value, or reduced gradient, a value is made of."""
-        if (node, kind) not in self._labels:
-            self._labels[node, kind] = frozenset(
-                name for _, names in self.starts(node, kind) for name in names
-            )
-        return self._labels[node, kind]
-
-    def starts(
-        self, node: fx.Node, kind: Kind, *, ignore_own_tag: bool = False
-    ) -> Iterator[tuple[fx.Node, tuple[str, ...]]]:
-        """The collectives that a value comes from, each with those of its parameters that the value
-        holds. A graph input or an empty tensor may take the place of a collective.
-
-        A result's tag narrows down the parameters of a collective of several.
-        """
-        first = _Step(node, None, None, _numel(self.version.facts(node).value))
-        queue, seen = [first], {first}
-        while queue:
-            step = queue.pop()
-            facts = self.version.facts(step.node)
-            tag = facts.tag if not (ignore_own_tag and step.node is node) else None
-            if tag is not None and tag.role in _RESULTS[kind] and step.claim is None:
-                step = step._replace(claim=tag.params, numel=_numel(facts.value))
-            if is_collective(facts.target):
-                if tag is not None and tag.role == kind:
-                    yield step.node, _narrowed(tag.params, facts.value, step)
-            elif facts.op == "placeholder":
-                whole = tag is not None and _numel(facts.value) == step.numel
-                if tag is not None and (tag.role in _RESULTS[kind] or whole):
-                    yield step.node, tag.params
-            elif step.numel == 0 and step.claim is not None:
-                yield step.node, step.claim
-            elif self.passes_on(step.node, kind):
-                item = facts.args[1] if facts.target is GETITEM else None
-                for each in self.version.inputs(step.node):
-                    after = step._replace(node=each, item=item if isinstance(item, int) else None)
-                    if after not in seen:
-                        seen.add(after)
-                        queue.append(after)
-
-    def members(self, node: fx.Node, params: tuple[str, ...]) -> list[fx.Node]:
-        """The input of a collective for each of its parameters, or one input for all of them; empty
-        where that is unclear.
-        """
-        facts = self.version.facts(node)
-        given = facts.arguments()[facts.target._schema.arguments[0].name]
-        if isinstance(given, fx.Node) and len(params) > 1:
-            at = given
-            while self.passes_on(at, "gather") and len(self.version.inputs(at)) == 1:
-                at = self.version.inputs(at)[0]
-            packed = next(iter(self.version.facts(at).args), None)
-            given = packed if isinstance(packed, (list, tuple)) else given
-        members = list(given) if isinstance(given, (list, tuple)) else [given]
-        known = len(members) in (1, len(params))
-        return members if known and all(isinstance(each, fx.Node) for each in members) else []
-
-    def reads(self, node: fx.Node, param: str) -> bool | None:
-        """Whether the gather of a parameter reads its shard; None if the node is no such gather."""
-        facts = self.version.facts(node)
-        tag = facts.tag
-        if not (tag and tag.role == "gather" and is_collective(facts.target)):
-            return None
-        if param not in tag.params:
-            return None
-        ends = [end for each in self.members(node, tag.params) for end in self.ends(each)]
-        return any(param in _names(self.version.facts(end).tag) for end in ends)
-
-    def root(self, node: fx.Node) -> fx.Node:
-        """The value that a chain of links passes on."""
-        while True:
-            inputs = self.version.inputs(node)
-            if not is_link(self.version.facts(node).target, "gather") or len(inputs) != 1:
-                return node
-            if is_collective(self.version.facts(inputs[0]).target):
-                return node
-            node = inputs[0]
-
-    def ends(self, node: fx.Node) -> set[fx.Node]:
-        """The graph inputs that a value comes from."""
-        found, queue, seen = set[fx.Node](), [node], set[fx.Node]()
-        while queue:
-            at = queue.pop()
-            if at in seen:
-                continue
-            seen.add(at)
-            if self.version.facts(at).op == "placeholder":
-                found.add(at)
-            elif self.passes_on(at, "gather"):
-                queue += self.version.inputs(at)
-        return found
-
-    def shards(self, param: str) -> list[fx.Node]:
-        """The graph inputs that hold the shard of a parameter."""
-        if self._shards is None:
-            self._shards = {}
-            for node in self.version.nodes:
-                facts = self.version.facts(node)
-                if facts.op == "placeholder" and facts.tag and facts.tag.role == "shard":
-                    for name in facts.tag.params:
-                        self._shards.setdefault(name, []).append(node)
-        return self._shards.get(param, [])
-
-
-class _Step(NamedTuple):
-    """A node on the way back from a value to its collectives."""
-
-    node: fx.Node
-    claim: tuple[str, ...] | None
-    """Parameters of the first result tag on the way."""
-    item: int | None
-    """Which output of the node the way takes."""
-    numel: int
-    """Elements of the value, or of the first tagged result on the way."""
-
-
-def _narrowed(params: tuple[str, ...], value: Any, step: _Step) -> tuple[str, ...]:
-    """The parameters of a collective that a value holds, as far as they are known."""
-    several = isinstance(value, (list, tuple)) and len(value) == len(params)
-    if step.item is not None and several:
-        return params[step.item : step.item + 1]
-    return tuple(name for name in params if step.claim and name in step.claim) or params
+        if node in before and not (changes_outputs and node.op == "output"):
+            _check_reader(node, touched, new, old, pass_name)
 
 
 # --- gathers --------------------------------------------------------------------------------------
-def _check_gather_input(node: fx.Node, tag: Tag, new: _Flow, old: _Flow, pass_name: str) -> None:
+def _check_gather_input(node: fx.Node, tag: Tag, new: Flow, old: Flow, pass_name: str) -> None:
     members = new.members(node, tag.params)
     packed = len(members) > 1
     pairs = zip(members if packed else members * len(tag.params), tag.params, strict=True)
     for member, param in pairs if members else ():
         shards, ends = new.shards(param), new.ends(member)
-        known = {name for end in ends for name in _names(new.version.facts(end).tag)}
+        known = {name for end in ends for name in names_of(new.version.facts(end).tag)}
         expected = {param} if packed else set(tag.params)
         if known & expected or not shards or _did_not_read_it(old, param):
             continue
@@ -224,20 +83,16 @@ def _check_gather_input(node: fx.Node, tag: Tag, new: _Flow, old: _Flow, pass_na
         )
 
 
-def _did_not_read_it(old: _Flow, param: str) -> bool:
+def _did_not_read_it(old: Flow, param: str) -> bool:
     """Whether no gather of a parameter came from its shard before the pass, as far as known."""
     found = [reads for node in old.version.nodes if (reads := old.reads(node, param)) is not None]
     return bool(found) and not any(found)
 
 
-def _names(tag: Tag | None) -> tuple[str, ...]:
-    return tag.params if tag is not None else ()
-
-
-def _check_result_tag(node: fx.Node, tag: Tag, new: _Flow, old: _Flow, pass_name: str) -> None:
+def _check_result_tag(node: fx.Node, tag: Tag, new: Flow, old: Flow, pass_name: str) -> None:
     """The tag of a result names a parameter of the collective that the result comes from."""
     for kind in _KINDS:
-        if tag.role not in _RESULTS[kind]:
+        if tag.role not in RESULT_ROLES[kind]:
             continue
         held = _held(new, node, kind)
         if held and not held & set(tag.params) and not _said_so(node, tag, kind, old):
@@ -247,13 +102,13 @@ def _check_result_tag(node: fx.Node, tag: Tag, new: _Flow, old: _Flow, pass_name
             )
 
 
-def _held(flow: _Flow, node: fx.Node, kind: Kind) -> set[str]:
+def _held(flow: Flow, node: fx.Node, kind: Kind) -> set[str]:
     """The parameters that a value holds, whatever its own tag says."""
     starts = flow.starts(node, kind, ignore_own_tag=True)
     return {name for _, names in starts for name in names}
 
 
-def _said_so(node: fx.Node, tag: Tag, kind: Kind, old: _Flow) -> bool:
+def _said_so(node: fx.Node, tag: Tag, kind: Kind, old: Flow) -> bool:
     if node not in old.version:
         return False
     was = old.version.facts(node).tag
@@ -262,13 +117,16 @@ def _said_so(node: fx.Node, tag: Tag, kind: Kind, old: _Flow) -> bool:
 
 
 # --- readers --------------------------------------------------------------------------------------
-def _check_reader(node: fx.Node, new: _Flow, old: _Flow, pass_name: str) -> None:
+def _check_reader(
+    node: fx.Node, touched: set[fx.Node], new: Flow, old: Flow, pass_name: str
+) -> None:
     """A node that read a gathered parameter, or returned a reduced gradient, still does."""
     if node.op == "output":
         ours, theirs = new.version.returned(), old.version.returned()
         pairs = [
             (f"output {i}", [got], [wanted])
             for i, (got, wanted) in enumerate(zip(ours, theirs, strict=False))
+            if got is not wanted or got in touched
         ]
     else:
         pairs = [
@@ -305,9 +163,9 @@ def _holding(names: set[str]) -> str:
     return f", which holds {', '.join(map(repr, sorted(names)))}" if names else ""
 
 
-def _is_trivial(flow: _Flow, node: fx.Node, kind: Kind) -> bool:
+def _is_trivial(flow: Flow, node: fx.Node, kind: Kind) -> bool:
     """Whether a value needs no communication: it is empty, or its groups have one rank."""
-    if _numel(flow.version.facts(node).value) == 0:
+    if numel(flow.version.facts(node).value) == 0:
         return True
     groups = [
         flow.version.facts(start).arguments().get("group_name")
@@ -328,8 +186,8 @@ def _has_one_rank(group: object) -> bool:
 def _check_reduction_inputs(
     affected: Sequence[fx.Node],
     erased: Sequence[fx.Node],
-    new: _Flow,
-    old: _Flow,
+    new: Flow,
+    old: Flow,
     pass_name: str,
 ) -> None:
     """A reduction does not read the gradient that the reduction of another parameter read."""
@@ -358,7 +216,7 @@ def _check_reduction_inputs(
                 )
 
 
-def _reduced_roots(flow: _Flow, node: fx.Node) -> Iterator[tuple[str, fx.Node]]:
+def _reduced_roots(flow: Flow, node: fx.Node) -> Iterator[tuple[str, fx.Node]]:
     facts = flow.version.facts(node)
     if not is_collective(facts.target) or facts.tag is None or facts.tag.role != "reduce":
         return
@@ -368,7 +226,7 @@ def _reduced_roots(flow: _Flow, node: fx.Node) -> Iterator[tuple[str, fx.Node]]:
         yield from zip(params, map(flow.root, members), strict=True)
 
 
-def _reduced_from(flow: _Flow, root: fx.Node) -> set[str]:
+def _reduced_from(flow: Flow, root: fx.Node) -> set[str]:
     """The parameters whose reductions read a value through links."""
     found, queue, seen = set[str](), [root], set[fx.Node]()
     while queue:
@@ -404,7 +262,3 @@ def _computes_the_same(version: GraphVersion, a: fx.Node, b: fx.Node) -> bool:
 
 def _constants(facts: Any) -> str:
     return repr(torch.fx.node.map_arg((facts.args, facts.kwargs), lambda _: None))
-
-
-def _numel(value: Any) -> int:
-    return nbytes(value) // value.element_size() if isinstance(value, Tensor) else 0

@@ -65,13 +65,19 @@ def check_memory(
 
 
 def check_initialised(
-    readers: list[fx.Node], now: CurrentGraph, before: Snapshot, pass_name: str
+    affected: list[fx.Node], now: CurrentGraph, before: Snapshot, pass_name: str
 ) -> None:
     """Raise PassError if a collective or the output reads memory that nothing has written."""
-    for node in readers:
-        found = dict(_uninitialised(now, node))
+    touched = set(affected)
+    for node in affected:
+        if not is_collective(node.target) and node.op != "output":
+            continue
+        read = _read_by(now, node)
+        if node.op == "output":
+            read = [each for each in read if each in touched]
+        found = dict(_uninitialised(now, node, read))
         if found and node in before:
-            for old in dict(_uninitialised(before, node)):
+            for old in dict(_uninitialised(before, node, _read_by(before, node))):
                 found.pop(old, None)
         for origin, through in found.items():
             what = f"{node.format_node()} reads" if node.op != "output" else "the graph returns"
@@ -214,10 +220,12 @@ def _finish(
 
 
 # --- uninitialised memory -------------------------------------------------------------------------
-def _uninitialised(version: GraphVersion, reader: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+def _uninitialised(
+    version: GraphVersion, reader: fx.Node, read: list[fx.Node]
+) -> Iterator[tuple[fx.Node, fx.Node]]:
     """(factory, the value of it that is read) of memory that nothing has filled before `reader`."""
     aliases = _Aliases(version)
-    queue = [(node, node) for node in _read_by(version, reader)]
+    queue = [(node, node) for node in read]
     seen = set(queue)
     while queue:
         node, view = queue.pop()

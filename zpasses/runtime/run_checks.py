@@ -19,18 +19,18 @@ from torch import fx
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
-from zpasses.ranks.run_order import Event, check_event, forget_events
-from zpasses.ranks.vote import has_other_ranks, reported_failure, resume
+from zpasses.ranks.run_order import RunEvent, check_run_event, forget_events
+from zpasses.ranks.vote import has_other_ranks, rejoin_after_failure, reported_failure
 from zpasses.runtime.codegen import boxed
 
-__all__ = ["barriers_enabled", "check_optimizer_step", "in_window", "with_barrier"]
+__all__ = ["barriers_enabled", "check_optimizer_step", "in_window", "with_run_check"]
 
 # Group name -> timeouts of its open windows, in seconds. State is per process, because windows
 # belong to parameters and several graphs may read a parameter.
-_windows: dict[str, list[float]] = {}
+_window_timeouts: dict[str, list[float]] = {}
 
 # Group name -> time limit of the votes of the last graph that ran on it, in seconds.
-_checked: dict[str, float] = {}
+_run_check_timeouts: dict[str, float] = {}
 
 
 @contextlib.contextmanager
@@ -42,27 +42,27 @@ def barriers_enabled(groups: Sequence[str], timeout_s: float) -> Iterator[None]:
     """
     asked = [group for group in groups if has_other_ranks(group)]
     for group in asked:
-        _windows.setdefault(group, []).append(timeout_s)
+        _window_timeouts.setdefault(group, []).append(timeout_s)
     try:
         with compat.limited_timeouts(asked, timeout_s):
             yield
     finally:
         for group in asked:
-            _windows[group].remove(timeout_s)
-            if not _windows[group]:
-                del _windows[group]
+            _window_timeouts[group].remove(timeout_s)
+            if not _window_timeouts[group]:
+                del _window_timeouts[group]
 
 
 def in_window(groups: Sequence[str]) -> bool:
     """Whether a window is open over one of these groups."""
-    return any(group in _windows for group in groups)
+    return any(group in _window_timeouts for group in groups)
 
 
-def with_barrier(
+def with_run_check(
     codegen: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
     gm: fx.GraphModule,
     inputs: Sequence[Any],
-    events: Mapping[str, Event],
+    events: Mapping[str, RunEvent],
     graph_name: str,
     timeout_s: float,
     *,
@@ -89,15 +89,17 @@ def with_barrier(
         if not asked:
             return code(args)
         for group in asked:
-            if group in _windows:
-                check_event(group, events[group], max(_windows[group]), always_vote=True)
+            if group in _window_timeouts:
+                check_run_event(
+                    group, events[group], max(_window_timeouts[group]), always_vote=True
+                )
             elif every_run:
-                _checked[group] = timeout_s
-                check_event(group, events[group], timeout_s)
+                _run_check_timeouts[group] = timeout_s
+                check_run_event(group, events[group], timeout_s)
         if not every_run:
-            resume(asked)
+            rejoin_after_failure(asked)
             return code(args)
-        heartbeat.note(activity)
+        heartbeat.set_activity(activity)
         with compat.limited_timeouts(asked, timeout_s):
             try:
                 return code(args)
@@ -106,7 +108,7 @@ def with_barrier(
                     raise
                 raise _timeout_error(asked, activity, timeout_s, error) from error
             finally:
-                heartbeat.note(f"past {activity.removeprefix('running ')}")
+                heartbeat.set_activity(f"after {activity.removeprefix('running ')}")
 
     return boxed(run)
 
@@ -116,11 +118,11 @@ def check_optimizer_step(groups: Sequence[str], optimizer: str) -> None:
 
     Only groups whose graphs are checked on every run take part.
     """
-    event = Event.of(f"{optimizer}.step()")
+    event = RunEvent.of(f"{optimizer}.step()")
     for group in groups:
-        if group in _checked and has_other_ranks(group):
-            check_event(group, event, _checked[group])
-            heartbeat.note(f"in {optimizer}.step()")
+        if group in _run_check_timeouts and has_other_ranks(group):
+            check_run_event(group, event, _run_check_timeouts[group])
+            heartbeat.set_activity(f"in {optimizer}.step()")
 
 
 def _timeout_error(

@@ -1,0 +1,171 @@
+"""Follow values of one version of a graph back to where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from zpasses.graph.nodes import nbytes
+from zpasses.graph.tags import Role, Tag
+from zpasses.graph.verifier.operators import GETITEM, Kind, is_collective, is_link
+from zpasses.graph.verifier.snapshot import GraphVersion
+
+__all__ = ["RESULT_ROLES", "Flow", "names_of", "numel"]
+
+RESULT_ROLES: dict[Kind, tuple[Role, ...]] = {
+    "gather": ("gathered", "full"),
+    "reduce": ("reduced", "shard_grad"),
+}
+
+
+class Flow:
+    """Where values of one version of a graph come from.
+
+    Args:
+        version: the graph.
+        through: nodes to follow values through whatever they compute.
+    """
+
+    def __init__(self, version: GraphVersion, through: Callable[[fx.Node], bool]) -> None:
+        self.version, self._through = version, through
+        self._labels: dict[tuple[fx.Node, Kind], frozenset[str]] = {}
+        self._shards: dict[str, list[fx.Node]] | None = None
+
+    def passes_on(self, node: fx.Node, kind: Kind) -> bool:
+        target = self.version.facts(node).target
+        return not is_collective(target) and (
+            is_link(target, kind) or (self._through(node) and node.op.startswith("call_"))
+        )
+
+    def params(self, node: fx.Node, kind: Kind) -> frozenset[str]:
+        """Parameters whose gathered value, or reduced gradient, a value is made of."""
+        if (node, kind) not in self._labels:
+            self._labels[node, kind] = frozenset(
+                name for _, names in self.starts(node, kind) for name in names
+            )
+        return self._labels[node, kind]
+
+    def starts(
+        self, node: fx.Node, kind: Kind, *, ignore_own_tag: bool = False
+    ) -> Iterator[tuple[fx.Node, tuple[str, ...]]]:
+        """The collectives that a value comes from, each with those of its parameters that the value
+        holds. A graph input or an empty tensor may take the place of a collective.
+
+        A result's tag narrows down the parameters of a collective of several.
+        """
+        first = _Step(node, None, None, numel(self.version.facts(node).value))
+        queue, seen = [first], {first}
+        while queue:
+            step = queue.pop()
+            facts = self.version.facts(step.node)
+            tag = facts.tag if not (ignore_own_tag and step.node is node) else None
+            if tag is not None and tag.role in RESULT_ROLES[kind] and step.claim is None:
+                step = step._replace(claim=tag.params, numel=numel(facts.value))
+            if is_collective(facts.target):
+                if tag is not None and tag.role == kind:
+                    yield step.node, _narrowed(tag.params, facts.value, step)
+            elif facts.op == "placeholder":
+                whole = kind == "gather" and numel(facts.value) == step.numel
+                if tag is not None and (tag.role in RESULT_ROLES[kind] or whole):
+                    yield step.node, tag.params
+            elif step.numel == 0 and step.claim is not None:
+                yield step.node, step.claim
+            elif self.passes_on(step.node, kind):
+                item = facts.args[1] if facts.target is GETITEM else None
+                for each in self.version.inputs(step.node):
+                    after = step._replace(node=each, item=item if isinstance(item, int) else None)
+                    if after not in seen:
+                        seen.add(after)
+                        queue.append(after)
+
+    def members(self, node: fx.Node, params: tuple[str, ...]) -> list[fx.Node]:
+        """The input of a collective for each of its parameters, or one input for all of them; empty
+        where that is unclear.
+        """
+        facts = self.version.facts(node)
+        given = facts.arguments()[facts.target._schema.arguments[0].name]
+        if isinstance(given, fx.Node) and len(params) > 1:
+            at = given
+            while self.passes_on(at, "gather") and len(self.version.inputs(at)) == 1:
+                at = self.version.inputs(at)[0]
+            packed = next(iter(self.version.facts(at).args), None)
+            given = packed if isinstance(packed, (list, tuple)) else given
+        members = list(given) if isinstance(given, (list, tuple)) else [given]
+        known = len(members) in (1, len(params))
+        return members if known and all(isinstance(each, fx.Node) for each in members) else []
+
+    def reads(self, node: fx.Node, param: str) -> bool | None:
+        """Whether the gather of a parameter reads its shard; None if the node is no such gather."""
+        facts = self.version.facts(node)
+        tag = facts.tag
+        if not (tag and tag.role == "gather" and is_collective(facts.target)):
+            return None
+        if param not in tag.params:
+            return None
+        ends = [end for each in self.members(node, tag.params) for end in self.ends(each)]
+        return any(param in names_of(self.version.facts(end).tag) for end in ends)
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """The value that a chain of links passes on."""
+        while True:
+            inputs = self.version.inputs(node)
+            if not is_link(self.version.facts(node).target, "gather") or len(inputs) != 1:
+                return node
+            if is_collective(self.version.facts(inputs[0]).target):
+                return node
+            node = inputs[0]
+
+    def ends(self, node: fx.Node) -> set[fx.Node]:
+        """The graph inputs that a value comes from."""
+        found, queue, seen = set[fx.Node](), [node], set[fx.Node]()
+        while queue:
+            at = queue.pop()
+            if at in seen:
+                continue
+            seen.add(at)
+            if self.version.facts(at).op == "placeholder":
+                found.add(at)
+            elif self.passes_on(at, "gather"):
+                queue += self.version.inputs(at)
+        return found
+
+    def shards(self, param: str) -> list[fx.Node]:
+        """The graph inputs that hold the shard of a parameter."""
+        if self._shards is None:
+            self._shards = {}
+            for node in self.version.nodes:
+                facts = self.version.facts(node)
+                if facts.op == "placeholder" and facts.tag and facts.tag.role == "shard":
+                    for name in facts.tag.params:
+                        self._shards.setdefault(name, []).append(node)
+        return self._shards.get(param, [])
+
+
+class _Step(NamedTuple):
+    """A node on the way back from a value to its collectives."""
+
+    node: fx.Node
+    claim: tuple[str, ...] | None
+    """Parameters of the first result tag on the way."""
+    item: int | None
+    """Which output of the node the way takes."""
+    numel: int
+    """Elements of the value, or of the first tagged result on the way."""
+
+
+def _narrowed(params: tuple[str, ...], value: Any, step: _Step) -> tuple[str, ...]:
+    """The parameters of a collective that a value holds, as far as they are known."""
+    several = isinstance(value, (list, tuple)) and len(value) == len(params)
+    if step.item is not None and several:
+        return params[step.item : step.item + 1]
+    return tuple(name for name in step.claim or () if name in params) or params
+
+
+def names_of(tag: Tag | None) -> tuple[str, ...]:
+    return tag.params if tag is not None else ()
+
+
+def numel(value: Any) -> int:
+    return nbytes(value) // value.element_size() if isinstance(value, Tensor) else 0
