@@ -331,6 +331,7 @@ class _BucketWriter:
         edit = self._reduce_at()
         sources = [item.source for item in self.items]
         if self._op == "all_reduce":
+            sources = [self._contiguous(edit, item) for item in self.items]
             started = edit.call(
                 compat.functional.all_reduce_coalesced.default,
                 sources,
@@ -415,6 +416,17 @@ class _BucketWriter:
             self._replace_result(edit.call(aten.view.default, part, list(value.shape)), item)
             offset += value.numel()
         self._erase_members()
+
+    def _contiguous(self, edit: Editor, item: SchedulableCollective) -> fx.Node:
+        """The member's input with the strides of its result: the fake all_reduce returns contiguous
+        tensors, as the real ones do, but the fake all_reduce_coalesced keeps strides.
+        """
+        if value_of(item.source).is_contiguous():
+            return item.source
+        dense = torch.contiguous_format
+        node = edit.call(aten.clone.default, item.source, memory_format=dense)
+        add_tag(node, Tag("reduce_input", item.tag.params, 0, self._number, self._origin))
+        return node
 
     def _reshaped(self, edit: Editor, item: SchedulableCollective, shape: list[int]) -> fx.Node:
         node = edit.call(aten.reshape.default, item.source, shape)

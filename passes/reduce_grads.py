@@ -158,9 +158,13 @@ class _Lowering:
         )
 
     def finish(self, mine: fx.Node, grad: fx.Node, dtype: torch.dtype) -> fx.Node:
+        dense = value_of(mine).is_contiguous()
+        strides = {} if dense else {"memory_format": torch.contiguous_format}
         if value_of(mine).dtype != dtype:
-            return self.edit.call(aten._to_copy.default, mine, dtype=dtype)
-        return self.edit.call(aten.clone.default, mine) if mine is grad else mine
+            return self.edit.call(aten._to_copy.default, mine, dtype=dtype, **strides)
+        if mine is grad or not dense:
+            return self.edit.call(aten.clone.default, mine, **strides)
+        return mine
 
     def _prepare(self, node: fx.Node) -> fx.Node:
         add_tag(node, Tag("reduce_input", self.params, origin=self.origin))

@@ -33,10 +33,8 @@ hypothesis.settings.register_profile("quick", max_examples=50)
 def pytest_configure(config):
     """All processes of a session share one compile cache, which is empty at the start."""
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # the workers of xdist inherit it
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="zpasses-tests-")
-        config.add_cleanup(
-            lambda: shutil.rmtree(os.environ.pop("TORCHINDUCTOR_CACHE_DIR"), ignore_errors=True)
-        )
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder = tempfile.mkdtemp(prefix="zpasses-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 @pytest.hookimpl(tryfirst=True)

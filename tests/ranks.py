@@ -126,6 +126,7 @@ def run_in_fresh_ranks(
     ranks: int = 2,
     timeout: float = 120,
     env: dict[str, str] | None = None,
+    answers: int | None = None,
     **kwargs: Any,
 ) -> list[Outcome]:
     """Call `fn(*args, **kwargs)` on every rank of a new gloo group of new processes. Returns the
@@ -134,12 +135,13 @@ def run_in_fresh_ranks(
     Args:
         timeout: seconds after which running ranks are killed.
         env: environment variables, set before zpasses is imported (but after torch is).
+        answers: number of ranks to wait for; None for all. A stopped rank never answers.
     """
     job = _Ranks(ranks, env or {})
     try:
         # There is no early deadline, because such a test is about what the other ranks do after one
         # failed.
-        outcomes = job.call((fn, args, kwargs), timeout, grace=timeout)
+        outcomes = job.call((fn, args, kwargs), timeout, grace=timeout, answers=answers)
         return job.finish(outcomes)
     finally:
         job.kill()
@@ -178,13 +180,19 @@ class _Ranks:
     def alive(self) -> bool:
         return all(process.is_alive() for process in self._processes)
 
-    def call(self, job: tuple[Any, ...], timeout: float, grace: float = GRACE_S) -> list[Outcome]:
+    def call(
+        self,
+        job: tuple[Any, ...],
+        timeout: float,
+        grace: float = GRACE_S,
+        answers: int | None = None,
+    ) -> list[Outcome]:
         packed = pickle.dumps(job)
         offsets = [log.stat().st_size if log.exists() else 0 for log in self._logs]
         for connection in self._connections:
             with contextlib.suppress(BrokenPipeError):
                 connection.send_bytes(packed)
-        replies = self._collect(timeout, grace)
+        replies = self._collect(timeout, grace, answers or len(self._processes))
         if len(replies) < len(self._processes):
             self._show_stacks(replies)
         return [
@@ -192,13 +200,15 @@ class _Ranks:
             for rank in range(len(self._processes))
         ]
 
-    def _collect(self, timeout: float, grace: float) -> dict[int, tuple[bool, Any] | None]:
+    def _collect(
+        self, timeout: float, grace: float, answers: int
+    ) -> dict[int, tuple[bool, Any] | None]:
         """Rank -> (succeeded, result or traceback); None for dead ranks. Ranks that did not answer
         in time are missing.
         """
         replies: dict[int, tuple[bool, Any] | None] = {}
         deadline = time.monotonic() + timeout
-        while len(replies) < len(self._processes):
+        while len(replies) < answers:
             pending = {
                 self._connections[rank]: rank
                 for rank in range(len(self._processes))

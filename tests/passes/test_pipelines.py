@@ -10,9 +10,9 @@ from tests.graphs import (
 from zpasses import Pipeline
 from zpasses.graph.nodes import collectives, nbytes, value_of
 from zpasses.graph.tags import tagged
-from zpasses.passes import ZERO1, ZERO2, ZERO3
-from zpasses.pipeline.pipeline import catalogue
-from zpasses.testing import capture_graphs, capture_ranks
+from zpasses.passes import ZERO1, ZERO2, ZERO3, Bucket, GatherParams, ReduceGrads
+from zpasses.pipeline.pipeline import catalogue, run_passes
+from zpasses.testing import capture_graphs, capture_ranks, fake_world, trace_joint
 
 X = torch.zeros(2, 6)
 
@@ -99,3 +99,34 @@ def test_stages_are_found_by_name():
 def test_a_stage_is_the_same_as_its_passes_written_out():
     for stage in (ZERO1, ZERO2, ZERO3):
         assert Pipeline.parse(str(stage)) == stage
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("form", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("mode", ["coalesced", "flat"])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
+def test_shards_and_gradients_of_any_strides_give_contiguous_results(
+    world_size, form, mode, reduce_dtype
+):
+    """The verifier compares strides of all outputs, and of what every node records."""
+
+    def model(a, x, b, y):
+        reads = [
+            torch.ops.zpasses.unshard(shard, 4, None, reduce_dtype, "0").t() for shard in (a, b)
+        ]
+        return tuple((full * other).sum(1) for full, other in zip(reads, (x, y), strict=True))
+
+    def turned(*shape):
+        return torch.zeros(shape[::-1]).t()
+
+    shards = [turned(-(-4 // world_size), 6).requires_grad_() for _ in range(2)]
+    with fake_world(world_size):
+        inputs = (shards[0], torch.zeros(6, 4), shards[1], turned(6, 4))
+        gm = trace_joint(model, inputs, {0: "a", 2: "b"})
+        bucket = Bucket(mode=mode, memory_budget="1GiB")
+        run_passes(gm.graph, [GatherParams(), ReduceGrads(form), bucket], simulate=True)
+    assert all(
+        value_of(each).is_contiguous()
+        for each in gm.graph.output_node().args[0][2:]
+        if each is not None
+    )

@@ -24,7 +24,8 @@ from zpasses.errors import ShardingError
 from zpasses.graph.nodes import nbytes, value_of
 from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
 from zpasses.graph.tags import Tag, add_tag, tag_of
-from zpasses.sharding.module import GatheredCopy, is_ignored
+from zpasses.ranks.vote import has_other_ranks
+from zpasses.sharding.module import is_ignored
 
 __all__ = ["Capture", "capture", "describe_inputs", "tag_joint"]
 
@@ -260,7 +261,8 @@ def _check_unsharded(
         for node, value in zip(placeholders, inputs, strict=True)
         if isinstance(value, nn.Parameter)
         and value.requires_grad
-        and not isinstance(value, (DTensor, GatheredCopy))
+        and not isinstance(value, DTensor)
+        and "_parameters[" in compat.placeholder_source(node)  # not an argument of a function
     ]
     names = ", ".join(name for name, _ in left[:5]) + (", ..." if len(left) > 5 else "")
     if left and averages:
@@ -294,7 +296,7 @@ def _communicates(gm: fx.GraphModule) -> bool:
 
 
 def _trains_on_several_ranks() -> bool:
-    several = dist.is_initialized() and dist.get_world_size() > 1
+    several = dist.is_initialized() and any(map(has_other_ranks, compat.group_names()))
     return several and torch.is_grad_enabled()
 
 

@@ -296,7 +296,7 @@ def _stopped_in_the_optimizer():
 
 
 def test_a_stopped_rank_is_named_with_where_it_was_last_seen():
-    survivor, _ = run_in_fresh_ranks(_stopped_in_the_optimizer, timeout=90)
+    survivor, _ = run_in_fresh_ranks(_stopped_in_the_optimizer, timeout=90, answers=1)
     assert survivor.result is not None, survivor
     seconds, error = survivor.result
     assert seconds < LIMIT_S + SLACK_S
