@@ -1,5 +1,5 @@
 """Parameters: a gather reads the shard that its tag names, its readers keep reading that parameter,
-a reduction reads the gradient of its parameter, and gradients stay in their places.
+and a reduction does not read the gradient of another parameter.
 
 Values are followed backwards through nodes that pass them on (`operators.is_link`), through nodes
 that the pass inserted, and up to collectives, whose tags name parameters.
@@ -16,13 +16,15 @@ from torch import fx
 from zpasses import compat
 from zpasses.errors import PassError
 from zpasses.graph.tags import Tag
-from zpasses.graph.verifier.flow import Flow, names_of, numel
+from zpasses.graph.verifier.flow import RESULT_ROLES, Flow, names_of, numel
 from zpasses.graph.verifier.operators import Kind, is_collective, is_link
 from zpasses.graph.verifier.snapshot import CurrentGraph, GraphVersion, Snapshot
 
 __all__ = ["affected_by", "check_params"]
 
-_KINDS: tuple[Kind, ...] = ("gather", "reduce")
+_KINDS: tuple[Kind, ...] = ("gather",)
+"""Results that are followed to their collectives. Those of reductions are not: parameters with
+equal gradients share a reduction, and a correct bucket would then be refused."""
 
 
 def affected_by(changed: Sequence[fx.Node], now: CurrentGraph) -> list[fx.Node]:
@@ -57,6 +59,7 @@ def check_params(
             continue
         if tag.role == "gather" and is_collective(node.target):
             _check_gather_input(node, tag, new, old, pass_name)
+        _check_result_tag(node, tag, new, old, pass_name)
     _check_reduction_inputs(affected, erased, new, old, pass_name)
     touched = set(affected)
     for node in affected:
@@ -86,6 +89,33 @@ def _did_not_read_it(old: Flow, param: str) -> bool:
     """Whether no gather of a parameter came from its shard before the pass, as far as known."""
     found = [reads for node in old.version.nodes if (reads := old.reads(node, param)) is not None]
     return bool(found) and not any(found)
+
+
+def _check_result_tag(node: fx.Node, tag: Tag, new: Flow, old: Flow, pass_name: str) -> None:
+    """The tag of a result names a parameter of the collective that the result comes from."""
+    for kind in _KINDS:
+        if tag.role not in RESULT_ROLES[kind]:
+            continue
+        held = _held(new, node, kind)
+        if held and not held & set(tag.params) and not _said_so(node, tag, kind, old):
+            raise PassError(
+                f"pass {pass_name!r}: {node.format_node()} is tagged as {tag.role} of "
+                f"{', '.join(map(repr, tag.params))}, but holds {', '.join(sorted(held))}."
+            )
+
+
+def _held(flow: Flow, node: fx.Node, kind: Kind) -> set[str]:
+    """The parameters that a value holds, whatever its own tag says."""
+    starts = flow.starts(node, kind, ignore_own_tag=True)
+    return {name for _, names in starts for name in names}
+
+
+def _said_so(node: fx.Node, tag: Tag, kind: Kind, old: Flow) -> bool:
+    if node not in old.version:
+        return False
+    was = old.version.facts(node).tag
+    held = _held(old, node, kind)
+    return was == tag and bool(held) and not held & set(tag.params)
 
 
 # --- readers --------------------------------------------------------------------------------------
