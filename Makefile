@@ -65,9 +65,15 @@ distclean: clean
 
 # Runs again only when what to install has changed.
 $(INSTALLED): pyproject.toml constraints.txt
-	@command -v "$(PYTHON)" >/dev/null || { echo "make: no $(PYTHON) found; install Python >= 3.10 or run: make PYTHON=/path/to/python" >&2; exit 1; }
-	@"$(PYTHON)" -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "make: $(PYTHON) is Python %d.%d; zpasses needs >= 3.10. Run: make PYTHON=/path/to/python3.10" % sys.version_info[:2])'
-	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $(PYTHON) lacks the venv module; install it (Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@command -v "$(PYTHON)" >/dev/null || { \
+	  echo "make: no $(PYTHON) found; install Python >= 3.10 or run:" \
+	    "make PYTHON=/path/to/python" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "make: $$("$(PYTHON)" --version) is too old; zpasses needs Python >= 3.10. Run:" \
+	    "make PYTHON=/path/to/python3.10" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "make: $(PYTHON) lacks the venv module; install it" \
+	    "(Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@$(PY) -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear .venv
 	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@

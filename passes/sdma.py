@@ -58,7 +58,7 @@ _SWAPS: dict[Any, compat.OpOverload] = {
 }
 
 Outcome = Literal[
-    "swapped",
+    "replaced",
     "too small",
     "too little overlap",
     "group",
@@ -128,7 +128,7 @@ class Sdma(Pass):
         decisions = _agree_on_decisions(self.decide(graph), str(self))
         for decision in decisions:
             _tag_decision(decision, self.name)
-            if decision.outcome == "swapped":
+            if decision.outcome == "replaced":
                 _replace_op(decision.node, decision.group)
         if decisions:
             counts = Counter(decision.outcome for decision in decisions)
@@ -137,10 +137,10 @@ class Sdma(Pass):
                 len(decisions),
                 ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())),
             )
-        swapped = sum(decision.outcome == "swapped" for decision in decisions)
-        if swapped and compat.is_inductor_lowering_loaded():
+        replaced = sum(decision.outcome == "replaced" for decision in decisions)
+        if replaced and compat.is_inductor_lowering_loaded():
             compat.register_collective_lowerings()
-        return swapped
+        return replaced
 
     def decide(self, graph: fx.Graph) -> list[Decision]:
         """Returns this rank's own decision on each gather, in graph order. The decisions on earlier
@@ -153,7 +153,7 @@ class Sdma(Pass):
             collective = _gather_of(node)
             if collective is not None:
                 decisions.append(self._decide(node, collective, timeline, replaced, target))
-                if decisions[-1].outcome == "swapped":
+                if decisions[-1].outcome == "replaced":
                     replaced.add(node)
         return decisions
 
@@ -197,7 +197,9 @@ class Sdma(Pass):
         if self.min_hidden and gain <= 0:
             return decision("too little overlap", f"{timing}, would lose {-gain:.0f} us", **figures)
         return decision(
-            "swapped", f"{timing}, {'gains' if gain > 0 else 'loses'} {abs(gain):.0f} us", **figures
+            "replaced",
+            f"{timing}, {'gains' if gain > 0 else 'loses'} {abs(gain):.0f} us",
+            **figures,
         )
 
 
@@ -228,7 +230,7 @@ def _group_obstacle(ranks: Sequence[int], target: Target) -> str:
 
 # --- agreement ------------------------------------------------------------------------------------
 def _agree_on_decisions(decisions: list[Decision], options: str) -> list[Decision]:
-    """Mark a gather as swapped only if every rank of its group would swap it.
+    """Mark a gather as replaced only if every rank of its group would replace it.
 
     The predicted times depend on shapes, and ranks may have different shapes. A rank may also
     recompile when the other ranks do not. The same gathers therefore always get the same answer, as
@@ -247,7 +249,7 @@ def _agree_on_decisions(decisions: list[Decision], options: str) -> list[Decisio
             for decision in own
         ]
         signature = hashlib.sha256(repr((options, described)).encode()).hexdigest()
-        mine = [decision.outcome == "swapped" for decision in own]
+        mine = [decision.outcome == "replaced" for decision in own]
         answers = exchange(
             group,
             "the choice of copy-engine gathers",
@@ -258,21 +260,21 @@ def _agree_on_decisions(decisions: list[Decision], options: str) -> list[Decisio
         # later.
         same_gathers = all(answer[0] == signature for answer in answers)
         for place, decision in enumerate(own):
-            all_would_swap = same_gathers and all(answer[1][place] for answer in answers)
-            agreed[decision.node] = _apply_vote(decision, all_would_swap)
+            all_would_replace = same_gathers and all(answer[1][place] for answer in answers)
+            agreed[decision.node] = _apply_vote(decision, all_would_replace)
     return [agreed[decision.node] for decision in decisions]
 
 
-def _apply_vote(decision: Decision, all_would_swap: bool) -> Decision:
+def _apply_vote(decision: Decision, all_would_replace: bool) -> Decision:
     """Combine this rank's decision with the answer of all ranks, which may come from an earlier
     compile of the same gathers.
     """
-    if decision.outcome == "swapped" and not all_would_swap:
-        return replace(decision, outcome="other ranks", reason="not all ranks would swap it")
-    if decision.outcome != "swapped" and all_would_swap:
+    if decision.outcome == "replaced" and not all_would_replace:
+        return replace(decision, outcome="other ranks", reason="not all ranks would replace it")
+    if decision.outcome != "replaced" and all_would_replace:
         return replace(
             decision,
-            outcome="swapped",
+            outcome="replaced",
             reason=f"as in an earlier compile of these gathers; this compile: {decision}",
         )
     return decision
@@ -294,7 +296,7 @@ def _replace_op(node: fx.Node, group: str) -> None:
 
 
 def _tag_decision(decision: Decision, origin: str) -> None:
-    choice = route_choice(decision.group) if decision.outcome == "swapped" else None
+    choice = route_choice(decision.group) if decision.outcome == "replaced" else None
     note = f"sdma {decision}" + (
         f"; runs by {choice.route} because {choice.reason}"
         if choice is not None and choice.reason

@@ -103,7 +103,7 @@ class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like t
             )
         if timeout_s <= 0:
             raise OptionError(f"timeout_s={timeout_s}; expected seconds > 0.")
-        self._params = _sharded_parameters(model)
+        self._params = _require_sharded_parameters(model)
         self._backwards, self._dtype, self._timeout_s = backwards, grad_accum_dtype, timeout_s
         self._window: GradientWindow | None = None
         self._barriers: AbstractContextManager[None] = nullcontext()
@@ -220,7 +220,7 @@ class GradientWindow(Window):
             )
 
 
-def _sharded_parameters(model: nn.Module) -> list[DTensor]:
+def _require_sharded_parameters(model: nn.Module) -> list[DTensor]:
     original = getattr(model, "_orig_mod", model)
     found = sharded_parameters(original) if isinstance(original, nn.Module) else []
     if not found:

@@ -1,3 +1,3 @@
-"""The version of the toolkit, without importing any of it."""
+"""The version of zpasses, without importing any of it."""
 
 __version__ = "0.1.0"

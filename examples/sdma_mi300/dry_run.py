@@ -68,7 +68,7 @@ def step_graphs(shape: Shape, ranks: int, target: Target) -> dict[str, fx.GraphM
     return graphs
 
 
-def swapped(graphs: Mapping[str, fx.GraphModule], target: Target) -> dict[str, fx.GraphModule]:
+def replaced(graphs: Mapping[str, fx.GraphModule], target: Target) -> dict[str, fx.GraphModule]:
     """Returns copies of the graphs after the pass `sdma`."""
     copies = {kind: copy_graph(gm) for kind, gm in graphs.items()}
     with use_target(target):
@@ -97,7 +97,7 @@ def describe(what: str, each: StepTime) -> str:
             each.compute_us,
             each.slowed_us,
             each.waited_us,
-            each.collective_us,
+            each.ring_collective_us,
         )
     )
     parts = f"kernels {kernels:.1f}, slowed by {slowed:.1f}, waiting {waiting:.1f}"
@@ -110,7 +110,7 @@ def show(name: str, shape: Shape, target: Target, list_gathers: bool) -> None:
         graphs = step_graphs(shape, 8, target)
         for share in SHARES:
             slower = dataclasses.replace(target, tflops=share * target.tflops)
-            after = swapped(graphs, slower)
+            after = replaced(graphs, slower)
             print(f"{name}, products at {share:.0%} of {target.tflops:.0f} TFLOPS")
             for kind, gm in after.items():
                 notes = decisions(gm.graph)

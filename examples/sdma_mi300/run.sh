@@ -21,7 +21,7 @@ train() {
     grep '^step' "$OUT/$MODEL-$1.log" > "$OUT/$MODEL-$1.losses"
 }
 
-# The first two runs have the same buckets and differ only in the swap. The third has the defaults
+# The first two runs have the same buckets and differ only in the replacement. The third has the defaults
 # of stage 3.
 train rccl "merge-reads{max_hold_mb=1},gather-params,reduce-grads,reshard-after-forward,bucket{cap_mb=512},overlap,defer-reduction"
 train sdma zero3-sdma

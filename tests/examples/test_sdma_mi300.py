@@ -21,7 +21,7 @@ def test_the_dry_run_says_which_gathers_would_be_swapped_and_what_that_gains():
     (done,) = run_program(program, "--model", "gpt-7b", "--layers", "2", "--gathers")
     assert done.returncode == 0, done.stdout[-3000:]
     assert "literature, uncalibrated" in done.stdout
-    assert "sdma swapped: " in done.stdout
+    assert "sdma replaced: " in done.stdout
     assert "sdma too little overlap: " in done.stdout
     assert done.stdout.count("predicted gain") == 3  # at three speeds
     assert "reported" not in done.stdout  # two layers are not the model that was measured
@@ -50,9 +50,9 @@ def trained():
 
 @pytest.mark.processes
 def test_model_trains_identically_with_and_without_the_swap():
-    for plain, swapped in run_on_ranks(trained):
+    for plain, replaced in run_on_ranks(trained):
         assert len(plain) == 3
-        assert plain == swapped
+        assert plain == replaced
 
 
 def test_the_script_is_a_shell_script():

@@ -58,7 +58,7 @@ def decisions(gm, each, world_size=2, target="mi300x", rank=0):
         return each.decide(gm.graph)
 
 
-# --- swapped gathers ----------------------------------------------------------------------------
+# --- replaced gathers ----------------------------------------------------------------------------
 def test_graph_after_the_pass():
     gm = lowered(Param((4, 2)), Param((6, 2), frozen=True), passes=(ALL,))
     lines = [
@@ -102,8 +102,8 @@ def test_gathers_into_given_memory_are_swapped():
         part.meta["val"] = filled.meta["val"] = out.meta["val"][:4]
         gm = torch.fx.GraphModule({}, graph)
         after = rewritten(gm, ALL)
-    (swapped,) = after.graph.find_nodes(op="call_function", target=SDMA_ALL_GATHER_OUT)
-    assert (list(swapped.args[1:]), list(swapped.kwargs)) == ([2, "0"], ["out"])
+    (replaced,) = after.graph.find_nodes(op="call_function", target=SDMA_ALL_GATHER_OUT)
+    assert (list(replaced.args[1:]), list(replaced.kwargs)) == ([2, "0"], ["out"])
     assert_equal_bits_of_out(gm, after)
 
 
@@ -175,14 +175,14 @@ def test_gathers_of_activations_are_swapped_and_named():
         assert ops(gm) == ["sdma_all_gather"]
         ((_, tag),) = tagged(gm.graph, "gather")
     assert (tag.params, tag.nbytes, tag.origin) == ((), 24, "sdma")
-    assert tag.note.startswith("sdma swapped: ")
+    assert tag.note.startswith("sdma replaced: ")
 
 
 # --- gathers that stay --------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("each", "target", "world_size", "outcome", "reason"),
     [
-        (ALL, "h100", 2, "swapped", "by symm_mem, overlapping"),
+        (ALL, "h100", 2, "replaced", "by symm_mem, overlapping"),
         (ALL, "cpu", 2, "route missing", "cpu has no copy-engine route"),
         (ALL, "mi300x,ranks_per_node=1", 2, "group", "ranks 0 to 1 are not on one node of 1"),
         (ALL, "mi300x", 16, "group", "ranks 0 to 15 are not on one node of 8"),
@@ -239,7 +239,7 @@ def test_a_gather_that_pays_is_swapped_and_one_that_cannot_hide_is_not():
         graph = compat.trace_aten(fn, inputs).graph
         quick, slow = decide(graph, "mi300x"), decide(graph, "mi300x,tflops=1")
     assert [each.outcome for each in quick] == ["too little overlap"] * 2
-    assert [each.outcome for each in slow] == ["too little overlap", "swapped"]
+    assert [each.outcome for each in slow] == ["too little overlap", "replaced"]
     assert slow[1].gather_us < slow[1].compute_us
     assert slow[1].gain_us > 0
     assert slow[1].route in ("mori", "symm_mem")
@@ -273,10 +273,10 @@ def test_decisions_are_in_the_tags_and_are_counted(caplog):
     notes = [tag_of(node).note for node, each in collectives(gm.graph) if "gather" in each.op]
     assert [note.partition(":")[0] for note in notes] == [
         "sdma too small",
-        "sdma swapped",
-        "sdma swapped",
+        "sdma replaced",
+        "sdma replaced",
     ]
-    assert "sdma: 3 gathers: 2 swapped, 1 too small" in caplog.messages
+    assert "sdma: 3 gathers: 2 replaced, 1 too small" in caplog.messages
 
 
 def test_gather_that_one_rank_would_not_swap_is_swapped_by_no_rank(monkeypatch):
@@ -291,7 +291,7 @@ def test_gather_that_one_rank_would_not_swap_is_swapped_by_no_rank(monkeypatch):
         "sdma_all_gather",
     ]
     assert any(
-        "sdma other ranks: not all ranks would swap it" in tag.note
+        "sdma other ranks: not all ranks would replace it" in tag.note
         for _, tag in tagged(gm.graph, "gather")
     )
 
@@ -314,7 +314,7 @@ def test_recompiled_gathers_get_the_earlier_decision(monkeypatch):
     assert [op for op in ops(gm) if "gather" in op] == ["sdma_all_gather", "all_gather_into_tensor"]
     notes = [tag.note for _, tag in tagged(gm.graph, "gather")]
     assert notes[0].startswith(
-        "sdma swapped: as in an earlier compile of these gathers; this compile: too small: "
+        "sdma replaced: as in an earlier compile of these gathers; this compile: too small: "
     )
 
 

@@ -250,10 +250,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import zpasses
 
 @dataclass(frozen=True)
-class Spoil(zpasses.Pass):
+class ReplaceTanhBySin(zpasses.Pass):
     """Replaces tanh by sin."""
 
-    name: ClassVar[str] = "spoil"
+    name: ClassVar[str] = "replace-tanh-by-sin"
     level: ClassVar[zpasses.Level] = zpasses.Level.JOINT
 
     def rewrite(self, graph):
@@ -265,7 +265,7 @@ class Spoil(zpasses.Pass):
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 torch.manual_seed(0)
 model = zpasses.shard(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), mesh=init_device_mesh("cpu", (1,)))
-pipeline = zpasses.Pipeline((Spoil(),))
+pipeline = zpasses.Pipeline((ReplaceTanhBySin(),))
 step = torch.compile(model, backend="zpasses", options={"codegen": "eager", "pipeline": pipeline})
 step(torch.ones(2, 3)).sum().backward()
 '''
@@ -287,9 +287,9 @@ def test_a_real_program_from_the_command_line(tmp_path, monkeypatch, forked):
         status, output = done.returncode, done.stdout + done.stderr
     assert status == 1, output
     assert (
-        "The run first goes wrong after pass 1 of 1: spoil\n"
+        "The run first goes wrong after pass 1 of 1: replace-tanh-by-sin\n"
         "rank0, call 1 (0/0 outputs), value 0 (float32[2, 3]) differs by" in output
     )
     (compiled,) = read(tmp_path / "kept" / "01-all-passes" / "dump").ranks[0].compiles
-    assert compiled.graphs["joint"].last.after == "spoil"
+    assert compiled.graphs["joint"].last.after == "replace-tanh-by-sin"
     assert Path(tmp_path / "kept" / "03-0-passes" / "log.txt").exists()

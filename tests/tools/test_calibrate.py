@@ -9,7 +9,7 @@ import torch
 
 from tests.programs import forked_or_started, run_program
 from tests.ranks import run_on_ranks
-from zpasses.cost.routes import calibrated_figures, figures_for_route
+from zpasses.cost.routes import calibrated_figures, route_figures
 from zpasses.cost.target import TARGETS
 from zpasses.testing.fake_mori import Settings, installed
 from zpasses.tools.calibrate import Sample, fit, main, write
@@ -75,8 +75,8 @@ def test_machines_are_stored_by_architecture_and_versions(tmp_path, monkeypatch)
     assert list(content["machines"]) == ["gfx942 torch=1", "gfx950 torch=1", "gfx942 torch=2"]
     assert len(content["machines"]["gfx942 torch=1"]["samples"]) == 2
     monkeypatch.setenv("ZPASSES_CALIBRATION", str(path))
-    assert figures_for_route("mori", TARGETS["mi300x"]).gb_s == pytest.approx(100, rel=1e-3)
-    assert figures_for_route("mori", TARGETS["mi355x"]).latency_us == pytest.approx(50, rel=1e-2)
+    assert route_figures(TARGETS["mi300x"]).get("mori").gb_s == pytest.approx(100, rel=1e-3)
+    assert route_figures(TARGETS["mi355x"]).get("mori").latency_us == pytest.approx(50, rel=1e-2)
 
 
 def measured():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import textwrap
@@ -13,9 +12,10 @@ from torch import nn
 
 from zpasses.errors import OptionError, suggestion
 from zpasses.inspect.view import Code, Table, View, table
-from zpasses.option_values import describe_type, field_types, format_value
+from zpasses.option_values import format_value
 from zpasses.pipeline.pipeline import Level, Pass, Pipeline, catalogue
 from zpasses.testing import capture_graphs, listing
+from zpasses.tools.docs.fields import describe_fields
 
 __all__ = ["all_passes_view", "pass_view"]
 
@@ -99,40 +99,17 @@ def _first_sentence(entry: type[Pass]) -> str:
 
 def _options(entry: type[Pass]) -> list[dict[str, Any]]:
     """Name, type, default and documentation of each option of a pass."""
-    docs = _field_docs(entry)
-    kinds = field_types(entry)
-    fields = [field for field in dataclasses.fields(entry) if field.init]  # type: ignore[arg-type]
     return [
         {
             "name": field.name,
-            "type": describe_type(kinds[field.name]),
+            "type": field.type,
             "default": "(required)"
             if field.default is dataclasses.MISSING
             else format_value(field.default),
-            "doc": docs.get(field.name, ""),
+            "doc": field.doc,
         }
-        for field in fields
+        for field in describe_fields(entry)
     ]
-
-
-def _field_docs(entry: type[Pass]) -> dict[str, str]:
-    """Field -> its docstring; empty if the source is not available."""
-    try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(entry))).body[0]
-    except (OSError, SyntaxError):
-        return {}
-    assert isinstance(body, ast.ClassDef)
-    found = {}
-    for field, text in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(text, ast.Expr)
-            and isinstance(text.value, ast.Constant)
-        ):
-            target = field.target
-            if isinstance(target, ast.Name) and isinstance(text.value.value, str):
-                found[target.id] = " ".join(text.value.value.split())
-    return found
 
 
 # --- the example ----------------------------------------------------------------------------------

@@ -145,8 +145,8 @@ def diff(
     compile_name: str | None,
     as_json: bool,
 ) -> None:
-    """Show changes by node: inserted, removed, moved, rewired, retagged, remarked, retyped or
-    renamed.
+    """Show changes by node: inserted, removed, moved, rewired, retagged, recompute-changed,
+    retyped or renamed.
 
     \b
     zpasses diff DIR [GRAPH] [--pass PASS]   changes of one pass, or of all passes

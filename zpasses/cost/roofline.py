@@ -24,7 +24,14 @@ from zpasses.cost.routes import MAX_CHUNK_BYTES, RouteFigures
 from zpasses.cost.target import Target
 from zpasses.graph.nodes import collective_of, nbytes, value_of
 
-__all__ = ["collective_us", "compute_us", "copy_engine_us", "copy_us", "latency_us", "route_us"]
+__all__ = [
+    "collective_on_route_us",
+    "compute_us",
+    "copy_engine_launch_us",
+    "copy_us",
+    "latency_us",
+    "ring_collective_us",
+]
 
 
 def latency_us(kind: str, ranks: int, target: Target) -> float:
@@ -43,7 +50,7 @@ def latency_us(kind: str, ranks: int, target: Target) -> float:
     return target.launch_us + within * target.hop_us + between * target.network_hop_us
 
 
-def collective_us(kind: str, full_bytes: int, ranks: int, target: Target) -> float:
+def ring_collective_us(kind: str, full_bytes: int, ranks: int, target: Target) -> float:
     """Returns the duration of one collective over a ring.
 
     Args:
@@ -65,7 +72,7 @@ def collective_us(kind: str, full_bytes: int, ranks: int, target: Target) -> flo
     )
 
 
-def route_us(
+def collective_on_route_us(
     figures: RouteFigures, kind: str, full_bytes: int, ranks: int, target: Target
 ) -> float:
     """Returns the duration of one collective by a route within a node, with nothing running beside
@@ -73,7 +80,7 @@ def route_us(
 
     Args:
         figures: of the route.
-        kind, full_bytes, ranks, target: as in `collective_us`.
+        kind, full_bytes, ranks, target: as in `ring_collective_us`.
     """
     if ranks <= 1:
         return 0.0
@@ -83,7 +90,7 @@ def route_us(
     return figures.latency_us + moving + (copy_us(int(copied), target) if copied else 0.0)
 
 
-def copy_engine_us(
+def copy_engine_launch_us(
     figures: RouteFigures, kind: str, full_bytes: Sequence[int], ranks: int, target: Target
 ) -> float:
     """Returns the duration of one copy-engine launch of several tensors.
@@ -93,13 +100,13 @@ def copy_engine_us(
     Args:
         figures: of the route.
         full_bytes: bytes of each full tensor.
-        kind, ranks, target: as in `collective_us`.
+        kind, ranks, target: as in `ring_collective_us`.
     """
     total = sum(full_bytes)
     pieces = math.ceil(total / ranks / MAX_CHUNK_BYTES) if ranks else 0
     packing = copy_us(total + total // ranks, target) if len(full_bytes) > 1 else 0.0
     return (
-        route_us(figures, kind, total, ranks, target)
+        collective_on_route_us(figures, kind, total, ranks, target)
         + max(pieces - 1, 0) * figures.latency_us
         + packing
     )

@@ -24,7 +24,6 @@ __all__ = [
     "MAX_CHUNK_BYTES",
     "RouteFigures",
     "calibrated_figures",
-    "figures_for_route",
     "machine_key",
     "route_figures",
 ]
@@ -96,11 +95,6 @@ def _collective_slowdown(overlap_gain: float, compute_slowdown: float) -> float:
     """
     together = 2 / (1 + overlap_gain)
     return compute_slowdown / (1 + compute_slowdown - together)
-
-
-def figures_for_route(route: str, target: Target) -> RouteFigures | None:
-    """Returns the figures of a route ("c10d", "mori", "symm_mem"); None if the target lacks it."""
-    return route_figures(target).get(route)
 
 
 def route_figures(target: Target) -> Mapping[str, RouteFigures]:

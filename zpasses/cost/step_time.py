@@ -18,8 +18,13 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.roofline import collective_us, compute_us, copy_engine_us, route_us
-from zpasses.cost.routes import figures_for_route
+from zpasses.cost.roofline import (
+    collective_on_route_us,
+    compute_us,
+    copy_engine_launch_us,
+    ring_collective_us,
+)
+from zpasses.cost.routes import route_figures
 from zpasses.cost.target import Target
 from zpasses.graph.nodes import (
     Collective,
@@ -31,7 +36,13 @@ from zpasses.graph.nodes import (
     value_of,
 )
 
-__all__ = ["StepTime", "Timeline", "collective_time_us", "is_copy_engine_collective", "step_time"]
+__all__ = [
+    "StepTime",
+    "Timeline",
+    "estimate_collective_us",
+    "is_copy_engine_collective",
+    "step_time",
+]
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,7 @@ class StepTime:
     total_us: float
     compute_us: float
     """Sum of the kernels' durations with nothing running beside them."""
-    collective_us: float
+    ring_collective_us: float
     """Sum of the collectives' durations with nothing running beside them."""
     waited_us: float
     """Time in which no kernel runs because a collective is awaited."""
@@ -160,7 +171,9 @@ def is_copy_engine_collective(collective: Collective) -> bool:
     return collective.op.startswith("sdma_")
 
 
-def collective_time_us(node: fx.Node, collective: Collective, ranks: int, target: Target) -> float:
+def estimate_collective_us(
+    node: fx.Node, collective: Collective, ranks: int, target: Target
+) -> float:
     """Returns the duration of a collective as the graph has it, with nothing running beside it.
 
     It uses the same figures as the pass `sdma`.
@@ -180,16 +193,16 @@ def _collective_timing(
     node: fx.Node, collective: Collective, ranks: int, target: Target, by_engine: bool
 ) -> CollectiveTiming:
     parts = _full_bytes(node, collective, ranks)
-    figures = figures_for_route(target.routes[0] if by_engine and target.routes else "c10d", target)
+    figures = route_figures(target).get(target.routes[0] if by_engine and target.routes else "c10d")
     if figures is None or ranks > target.ranks_per_node:
         return CollectiveTiming(
-            collective_us(collective.op, sum(parts), ranks, target),
+            ring_collective_us(collective.op, sum(parts), ranks, target),
             between_nodes=ranks > target.ranks_per_node,
         )
     if by_engine and target.routes:
-        took = copy_engine_us(figures, collective.op, parts, ranks, target)
+        took = copy_engine_launch_us(figures, collective.op, parts, ranks, target)
     else:
-        took = route_us(figures, collective.op, sum(parts), ranks, target)
+        took = collective_on_route_us(figures, collective.op, sum(parts), ranks, target)
     return CollectiveTiming(took, figures.compute_slowdown, figures.collective_slowdown)
 
 
@@ -253,8 +266,8 @@ class _Simulation:
         while left > _EPSILON_US:
             moving = [queue[0] for queue in self._queues.values() if queue]
             slowdown = max((each.timing.compute_slowdown for each in moving), default=1.0)
-            finishing = [each.left_us * each.timing.collective_slowdown for each in moving]
-            spent = min([left * slowdown, *finishing])
+            remaining_us = [each.left_us * each.timing.collective_slowdown for each in moving]
+            spent = min([left * slowdown, *remaining_us])
             left -= spent / slowdown
             self._advance(spent, beside_compute=True)
 

@@ -16,8 +16,8 @@ from torch import Tensor, fx
 from zpasses import compat
 from zpasses.cost.memory import Buffer as Memory
 from zpasses.cost.memory import Liveness, liveness
-from zpasses.cost.roofline import collective_us, compute_us
-from zpasses.cost.step_time import collective_time_us, is_copy_engine_collective
+from zpasses.cost.roofline import compute_us, ring_collective_us
+from zpasses.cost.step_time import estimate_collective_us, is_copy_engine_collective
 from zpasses.cost.target import Target
 from zpasses.dumps import format as data
 from zpasses.dumps.sources import SourceTable
@@ -230,10 +230,13 @@ class GraphDescriber:
         if communicates is not None and collective is not None:
             if target.routes and not is_dialect(node):
                 return round(
-                    collective_time_us(node, communicates, collective.ranks, target), 3
+                    estimate_collective_us(node, communicates, collective.ranks, target), 3
                 ), "communication"
             return round(
-                collective_us(collective.kind, collective.full_bytes, collective.ranks, target), 3
+                ring_collective_us(
+                    collective.kind, collective.full_bytes, collective.ranks, target
+                ),
+                3,
             ), "communication"
         cost_us = round(compute_us(node, target), 3)
         return cost_us, "compute" if cost_us else None

@@ -1,5 +1,5 @@
-"""Where in the user's model nodes come from: the innermost line that is neither torch's nor the
-toolkit's, and the path of the module.
+"""Source locations of nodes: the innermost line of user code, outside torch and zpasses, and the
+path of the module.
 """
 
 from __future__ import annotations

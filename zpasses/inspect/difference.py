@@ -16,13 +16,22 @@ from zpasses.inspect.listing import argument_text, op_text, value_text
 
 __all__ = ["KINDS", "Change", "Difference", "compare"]
 
-KINDS = ("inserted", "removed", "moved", "rewired", "retagged", "remarked", "retyped", "renamed")
+KINDS = (
+    "inserted",
+    "removed",
+    "moved",
+    "rewired",
+    "retagged",
+    "recompute-changed",
+    "retyped",
+    "renamed",
+)
 """Kinds of changes.
 
 inserted, removed: the node is only in one of the graphs. moved: its position among the common nodes
 differs. rewired: another op or other arguments. retagged: another tag or other parameters.
-remarked: another recompute mark for the partitioner. retyped: another shape, dtype or device.
-renamed: another name.
+recompute-changed: another recompute mark for the partitioner. retyped: another shape, dtype or
+device. renamed: another name.
 """
 
 
@@ -145,7 +154,7 @@ def _edits(
     if old.tag != new.tag or (old.params != new.params and new.tag is None):
         yield "retagged", _tag_change(old, new)
     if old.mark != new.mark:
-        yield "remarked", _mark_change(old.mark, new.mark)
+        yield "recompute-changed", _mark_change(old.mark, new.mark)
     if [(each.shape, each.dtype, each.device) for each in old.vals] != [
         (each.shape, each.dtype, each.device) for each in new.vals
     ]:

@@ -97,7 +97,7 @@ _COLORS = {
     "moved": 36,
     "rewired": 33,
     "retagged": 35,
-    "remarked": 35,
+    "recompute-changed": 35,
     "retyped": 34,
     "renamed": 34,
 }
@@ -107,7 +107,7 @@ _SIGNS = {
     "moved": ">",
     "rewired": "~",
     "retagged": "#",
-    "remarked": "*",
+    "recompute-changed": "*",
     "retyped": ":",
     "renamed": "=",
 }
@@ -117,7 +117,7 @@ _CSS = {
     "moved": "#1a93a8",
     "rewired": "#b07d12",
     "retagged": "#a557c0",
-    "remarked": "#a557c0",
+    "recompute-changed": "#a557c0",
 }
 
 

@@ -31,7 +31,7 @@ from zpasses.cost.routes import route_figures
 from zpasses.cost.target import current_target
 from zpasses.errors import AgreementError, OptionError, PassError, suggestion
 from zpasses.graph.nodes import collectives, input_nbytes
-from zpasses.graph.verifier import Snapshot, check, check_unchanged
+from zpasses.graph.verifier import PreviousGraph, check, check_unchanged
 from zpasses.option_values import build_dataclass, format_value
 from zpasses.pipeline.simulation import load_simulation_check
 from zpasses.ranks.vote import has_other_ranks
@@ -247,9 +247,9 @@ def run_passes(
     """
     records = []
     before = _Totals.of(graph)
-    snapshot: Snapshot | None = None
+    snapshot: PreviousGraph | None = None
     for each in passes:
-        snapshot = snapshot or Snapshot(graph)
+        snapshot = snapshot or PreviousGraph(graph)
         simulation = load_simulation_check(graph) if simulate and each.is_simulatable() else None
         started = time.perf_counter()
         changes = _rewrite(each, graph)

@@ -13,11 +13,9 @@ __all__ = ["PassCheck", "load_simulation_check"]
 PassCheck = Callable[[fx.Graph, str, bool], None]
 """(graph after the pass, name of the pass, whether sums may be reordered) -> raises PassError."""
 
-_SIMULATOR = "zpasses.testing.pass_simulation"
-"""Imported by name and on demand: `testing` is a room above this one."""
-
 
 def load_simulation_check(graph: fx.Graph) -> PassCheck:
     """Copy a graph before a pass. Returns the check to call after the pass."""
-    start = importlib.import_module(_SIMULATOR).start_simulation
-    return cast(PassCheck, start(graph))
+    # By name, because `testing` is a layer above this one. tests/test_imports.py lists this import.
+    simulator = importlib.import_module("zpasses.testing.pass_simulation")
+    return cast(PassCheck, simulator.start_simulation(graph))

@@ -200,12 +200,12 @@ def _agree_on_entries(
         ballot = {"entries": list(mine), "texts": sorted(set(mine.values()))}
         try:
             why = failure or (str(error) if error else None)
-            verdict = vote(group, "the end of a window", ballot, _union, timeout_s, failure=why)
+            decision = vote(group, "the end of a window", ballot, _union, timeout_s, failure=why)
         except AgreementError as caught:
             error = error or caught
             continue
-        entries += [FlushEntry.from_json(json.loads(entry), group) for entry in verdict["entries"]]
-        texts.update(verdict["texts"])
+        entries += [FlushEntry.from_json(json.loads(entry), group) for entry in decision["entries"]]
+        texts.update(decision["texts"])
     if error is not None:
         raise error
     return sorted(entries, key=_order), _common_pipeline(texts)

@@ -7,12 +7,12 @@ from torch import fx
 from tests.graphs import Param, joint, rewritten
 from zpasses import compat
 from zpasses.cost.roofline import (
-    collective_us,
+    collective_on_route_us,
     compute_us,
-    copy_engine_us,
+    copy_engine_launch_us,
     copy_us,
     latency_us,
-    route_us,
+    ring_collective_us,
 )
 from zpasses.cost.routes import RouteFigures
 from zpasses.cost.target import TARGETS, Target
@@ -43,31 +43,35 @@ def test_latency_counts_the_hops_of_a_ring(kind, ranks, us):
 
 def test_bytes_take_time_on_the_slowest_link():
     moved = 8e6
-    assert collective_us("all_gather", 8_000_000, 8, T) == pytest.approx(17 + 7 / 8 * moved / 1e5)
-    assert collective_us("all_reduce", 8_000_000, 8, T) == pytest.approx(
+    assert ring_collective_us("all_gather", 8_000_000, 8, T) == pytest.approx(
+        17 + 7 / 8 * moved / 1e5
+    )
+    assert ring_collective_us("all_reduce", 8_000_000, 8, T) == pytest.approx(
         24 + 2 * 7 / 8 * moved / 1e5
     )
-    assert collective_us("all_gather", 8_000_000, 16, T) == pytest.approx(
+    assert ring_collective_us("all_gather", 8_000_000, 16, T) == pytest.approx(
         124 + 15 / 16 * moved / 1e4
     )
 
 
 def test_collectives_of_one_rank_are_free():
-    assert collective_us("all_reduce", MIB, 1, T) == 0
+    assert ring_collective_us("all_reduce", MIB, 1, T) == 0
 
 
 def test_torch_and_c10d_names_of_a_collective_have_the_same_cost():
-    assert collective_us("_allreduce_base", MIB, 4, T) == collective_us(
+    assert ring_collective_us("_allreduce_base", MIB, 4, T) == ring_collective_us(
         "all_reduce_coalesced", MIB, 4, T
     )
-    assert collective_us("all_gather", MIB, 4, T) < collective_us("all_reduce", MIB, 4, T)
+    assert ring_collective_us("all_gather", MIB, 4, T) < ring_collective_us("all_reduce", MIB, 4, T)
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=str)
 def test_one_large_collective_is_cheaper_than_two_halves_on_every_target(target):
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-        assert collective_us(kind, 2 * MIB, 8, target) < 2 * collective_us(kind, MIB, 8, target)
-        assert collective_us(kind, MIB, 8, target) > latency_us(kind, 8, target)
+        assert ring_collective_us(kind, 2 * MIB, 8, target) < 2 * ring_collective_us(
+            kind, MIB, 8, target
+        )
+        assert ring_collective_us(kind, MIB, 8, target) > latency_us(kind, 8, target)
 
 
 def test_a_copy_reads_and_writes_each_byte():
@@ -142,26 +146,26 @@ ENGINE = RouteFigures(latency_us=20, gb_s=100, compute_slowdown=1.0, copied_full
 
 def test_route_time_is_latency_plus_bytes_plus_copies():
     moved = 20 + 7 / 8 * 8e6 / 1e5
-    assert route_us(
+    assert collective_on_route_us(
         dataclasses.replace(ENGINE, copied_full=0.0), "all_gather", 8_000_000, 8, T
     ) == pytest.approx(moved)
-    assert route_us(ENGINE, "all_gather", 8_000_000, 8, T) == pytest.approx(
+    assert collective_on_route_us(ENGINE, "all_gather", 8_000_000, 8, T) == pytest.approx(
         moved + copy_us(8_000_000, T)
     )
     parts = dataclasses.replace(ENGINE, copied_full=0.0, copied_parts=1.0)
-    assert route_us(parts, "all_gather", 8_000_000, 8, T) == pytest.approx(
+    assert collective_on_route_us(parts, "all_gather", 8_000_000, 8, T) == pytest.approx(
         moved + copy_us(1_000_000, T)
     )
-    assert route_us(ENGINE, "all_gather", MIB, 1, T) == 0
+    assert collective_on_route_us(ENGINE, "all_gather", MIB, 1, T) == 0
 
 
 def test_several_tensors_are_packed_and_large_gathers_are_split():
-    one = route_us(ENGINE, "all_gather", 8 * MIB, 8, T)
-    assert copy_engine_us(ENGINE, "all_gather", [8 * MIB], 8, T) == one
-    assert copy_engine_us(ENGINE, "all_gather", [4 * MIB] * 2, 8, T) == pytest.approx(
+    one = collective_on_route_us(ENGINE, "all_gather", 8 * MIB, 8, T)
+    assert copy_engine_launch_us(ENGINE, "all_gather", [8 * MIB], 8, T) == one
+    assert copy_engine_launch_us(ENGINE, "all_gather", [4 * MIB] * 2, 8, T) == pytest.approx(
         one + copy_us(9 * MIB, T)
     )
     large = 8 * 65 * MIB
-    assert copy_engine_us(ENGINE, "all_gather", [large], 8, T) == pytest.approx(
-        route_us(ENGINE, "all_gather", large, 8, T) + 20
+    assert copy_engine_launch_us(ENGINE, "all_gather", [large], 8, T) == pytest.approx(
+        collective_on_route_us(ENGINE, "all_gather", large, 8, T) + 20
     )

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from zpasses import OptionError
-from zpasses.cost.routes import calibrated_figures, figures_for_route, machine_key, route_figures
+from zpasses.cost.routes import calibrated_figures, machine_key, route_figures
 from zpasses.cost.target import TARGETS
 from zpasses.passes import Sdma
 
@@ -34,18 +34,18 @@ def test_targets_have_figures_for_their_routes_and_say_where_they_are_from(targe
         assert route == "c10d" or each.compute_slowdown < figures["c10d"].compute_slowdown
         assert route == "c10d" or each.collective_slowdown < figures["c10d"].collective_slowdown
         assert route == "c10d" or each.latency_us > figures["c10d"].latency_us
-    assert figures_for_route("mori", TARGETS["h100"]) is None
+    assert route_figures(TARGETS["h100"]).get("mori") is None
 
 
 def test_measured_figures_replace_priors_of_their_architecture(tmp_path, monkeypatch):
     monkeypatch.setenv(
         "ZPASSES_CALIBRATION", str(written(tmp_path / "c.json", torch="2.13.0", mori="1.2.4"))
     )
-    measured = figures_for_route("mori", TARGETS["mi300x"])
+    measured = route_figures(TARGETS["mi300x"]).get("mori")
     assert (measured.latency_us, measured.gb_s, measured.compute_slowdown) == (99.0, 300.0, 1.1)
     assert measured.source == "measured: gfx942 mori=1.2.4 torch=2.13.0"
-    assert "uncalibrated" in figures_for_route("c10d", TARGETS["mi300x"]).source
-    assert "uncalibrated" in figures_for_route("mori", TARGETS["mi355x"]).source
+    assert "uncalibrated" in route_figures(TARGETS["mi300x"]).get("c10d").source
+    assert "uncalibrated" in route_figures(TARGETS["mi355x"]).get("mori").source
     assert set(route_figures(TARGETS["h100"])) == {"c10d", "symm_mem"}
 
 

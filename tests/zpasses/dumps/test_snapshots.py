@@ -144,17 +144,17 @@ def test_copy_engine_gathers_have_the_route_and_the_times_that_the_pass_compared
         with use_target(target):
             Pipeline.parse("sdma{min_mb=0,min_hidden=0}")(gm.graph)
         after = trace.snapshot(gm.graph, 1)
-        expected = Timeline(gm.graph, target).run().collective_us
-    swapped = [
+        expected = Timeline(gm.graph, target).run().ring_collective_us
+    replaced = [
         node
         for node in after.nodes
         if node.collective and node.collective.kind == "sdma_all_gather"
     ]
-    assert swapped
-    assert {node.collective.route for node in swapped} == {"mori"}
-    assert all("sdma swapped" in node.collective.decision for node in swapped)
+    assert replaced
+    assert {node.collective.route for node in replaced} == {"mori"}
+    assert all("sdma replaced" in node.collective.decision for node in replaced)
     assert {
-        before.by_id[node.id].collective.route for node in swapped if node.id in before.by_id
+        before.by_id[node.id].collective.route for node in replaced if node.id in before.by_id
     } <= {""}
     assert sum(node.cost_us for node in after.nodes if node.collective) == pytest.approx(
         expected, abs=0.01

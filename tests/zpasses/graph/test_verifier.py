@@ -15,8 +15,8 @@ from tests.graphs import Param, joint
 from zpasses import Level, Pass, PassError
 from zpasses.graph.nodes import Editor, append_placeholder, calls, collectives
 from zpasses.graph.tags import Tag, add_tag, tagged
-from zpasses.graph.verifier import Snapshot, check, values
-from zpasses.graph.verifier.snapshot import CurrentGraph
+from zpasses.graph.verifier import PreviousGraph, check, values
+from zpasses.graph.verifier.versions import CurrentGraph
 from zpasses.passes import ZERO3, GatherParams, ReduceGrads
 from zpasses.testing import capture_graphs, copy_graph, fake_world
 
@@ -205,7 +205,7 @@ def test_pass_that_says_it_changed_nothing_is_not_checked_again():
     """
     with fake_world(2):
         gm = joint([Param((4, 2))], 0, 2)
-        before = Snapshot(gm.graph)
+        before = PreviousGraph(gm.graph)
         assert before.changed(gm.graph) == []
         check(gm.graph, before, "nothing")
 
@@ -213,7 +213,7 @@ def test_pass_that_says_it_changed_nothing_is_not_checked_again():
 def test_only_what_changed_is_looked_at():
     with fake_world(2):
         gm = joint([Param((4, 2)), Param((6, 2))], 0, 2)
-        before = Snapshot(gm.graph)
+        before = PreviousGraph(gm.graph)
         mul = first(gm.graph, aten.mul.Tensor)
         added = Editor(gm.graph, before=mul).call(aten.neg.default, mul.args[1])
         changed = before.changed(gm.graph)
@@ -283,7 +283,7 @@ def _looked_at(monkeypatch, params, edit):
         gm = joint([Param((4, 2))] * params, 0, 2)
         GatherParams()(gm.graph)
         ReduceGrads("reduce_scatter")(gm.graph)
-        before = Snapshot(gm.graph)
+        before = PreviousGraph(gm.graph)
         edit(gm.graph)
         monkeypatch.setattr(values, "propagate", count("propagated", propagate))
         monkeypatch.setattr(CurrentGraph, "inputs", count("followed", inputs))

@@ -68,7 +68,7 @@ def test_marks_for_the_partitioner_are_named(was, now, detail):
     first, *rest = chain(3).nodes
     before, after = (snapshot(replace(first, mark=mark), *rest) for mark in (was, now))
     (change,) = compare(before, after).changes
-    assert (change.kind, change.node.name, change.detail) == ("remarked", "x", detail)
+    assert (change.kind, change.node.name, change.detail) == ("recompute-changed", "x", detail)
 
 
 # --- planted changes ------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def retag(nodes, at, draw):
 
 def remark(nodes, at, draw):
     nodes[at] = replace(nodes[at], mark=RecomputeMark("must_recompute", 7))
-    return {("remarked", nodes[at].name)}
+    return {("recompute-changed", nodes[at].name)}
 
 
 def retype(nodes, at, draw):

@@ -41,7 +41,7 @@ def test_differences_of_passes_add_up(dump):
 
 def test_reshard_after_forward_appears_as_recompute_marks(dump):
     difference = dump.diff_of("joint", "reshard-after-forward")
-    assert set(difference.counts) == {"remarked"}
+    assert set(difference.counts) == {"recompute-changed"}
     assert {change.detail for change in difference.changes} == {"no mark -> recomputed"}
     roles = {change.node.tag.role for change in difference.changes if change.node.tag}
     assert {"gather", "full"} <= roles

@@ -201,8 +201,10 @@ def test_recompute_marks_are_in_the_diff_and_in_the_node_panel(page):
     inspection = open_dump(real_dump()[0])
     step = inspection.step_of("joint", "reshard-after-forward")
     browser = page(inspection, f"0/joint/{step.index}/diff/")
-    assert f"{step.run.changes} remarked" in one(browser, ".bar .chip.remarked").text
-    one(browser, ".cell.after.remarked").click()
+    assert (
+        f"{step.run.changes} recompute-changed" in one(browser, ".bar .chip.recompute-changed").text
+    )
+    one(browser, ".cell.after.recompute-changed").click()
     assert one(browser, ".detail .chip", "recomputed")
     assert "no mark -> recomputed" in one(browser, ".detail dl").text
 

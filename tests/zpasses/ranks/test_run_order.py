@@ -267,7 +267,9 @@ def _killed_before_compiling(pipeline):
     return outcome_of(lambda: step(torch.ones(2, 4)).sum().backward())
 
 
-@pytest.mark.parametrize("pipeline", ["zero3", "zero3-sdma"])
+@pytest.mark.parametrize(
+    "pipeline", ["zero3", pytest.param("zero3-sdma", marks=pytest.mark.slow(quick="zero3"))]
+)
 def test_votes_of_passes_wait_no_longer_than_the_limit(pipeline):
     survivor, _ = run_in_fresh_ranks(_killed_before_compiling, pipeline, timeout=90)
     assert survivor.result is not None, survivor

@@ -1,4 +1,4 @@
-"""Tests of stage 3 on two gloo ranks with the fake mori: training with swapped gathers equals
+"""Tests of stage 3 on two gloo ranks with the fake mori: training with replaced gathers equals
 functional gathers bit for bit.
 """
 
@@ -15,7 +15,7 @@ PLAIN = "merge-reads,gather-params,reduce-grads,reshard-after-forward"
 SINGLE = f"{PLAIN},overlap"
 COALESCED = f"{PLAIN},bucket{{mode=coalesced,memory_budget=1GiB}},overlap,defer-reduction"
 FLAT = f"{PLAIN},bucket{{mode=flat,memory_budget=1GiB}},overlap"
-SWAP = ",sdma{min_mb=0,min_hidden=0}"
+REPLACE_GATHERS = ",sdma{min_mb=0,min_hidden=0}"
 
 
 def trained(pipeline, codegen, steps=2):
@@ -69,7 +69,7 @@ def differing():
                 if name == "c10d" and (codegen, pipeline) != ("eager", COALESCED):
                     continue
                 with installed(fake):
-                    swapped_losses, swapped_params = trained(pipeline + SWAP, codegen)
+                    swapped_losses, swapped_params = trained(pipeline + REPLACE_GATHERS, codegen)
                 same = losses == swapped_losses and all(
                     torch.equal(a, b) for a, b in zip(params, swapped_params, strict=True)
                 )
@@ -98,14 +98,19 @@ def test_swapped_training_equals_the_functional_one_bit_for_bit():
 
 
 def dumping(folder):
-    """Runs one step with swapped gathers on a device without copy engines."""
+    """Runs one step with replaced gathers on a device without copy engines."""
     import torch.distributed as dist
 
     import zpasses
 
     torch._dynamo.reset()
     model = zpasses.shard(nn.Linear(32, 32, bias=False), mesh=world_mesh())
-    options = {"pipeline": SINGLE + SWAP, "codegen": "eager", "target": "mi300x", "dump": folder}
+    options = {
+        "pipeline": SINGLE + REPLACE_GATHERS,
+        "codegen": "eager",
+        "target": "mi300x",
+        "dump": folder,
+    }
     with installed(Settings(architecture="gfx90a")):
         torch.compile(model, backend="zpasses", options=options)(torch.ones(2, 32)).sum().backward()
         plain = torch.compile(model, backend="zpasses", options={**options, "pipeline": SINGLE})
@@ -115,8 +120,8 @@ def dumping(folder):
 
 def test_route_chosen_at_run_time_is_in_the_dump(tmp_path):
     run_on_ranks(dumping, str(tmp_path))
-    swapped, plain = read(tmp_path).ranks[0].compiles
-    (note,) = swapped.notes
+    replaced, plain = read(tmp_path).ranks[0].compiles
+    (note,) = replaced.notes
     assert "on cpu gathers by c10d" in note
     assert "gfx90a" in note
     assert plain.notes == ()  # it has no gather by copy engines

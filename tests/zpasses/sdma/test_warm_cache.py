@@ -129,6 +129,7 @@ def in_new_processes(cache, *cases):
     return first
 
 
+@pytest.mark.slow(quick="tests/zpasses/backend/test_warm_cache.py")
 def test_warm_caches_do_not_serve_another_target_or_route(tmp_path):
     by_us, by_hook = in_new_processes(tmp_path, (stepped, "mi300x", MORI), (hooked, "mi300x", MORI))
     assert (set(by_us.gathers), by_us.engines) == ({"zpasses::sdma_all_gather"}, True)

@@ -1,9 +1,10 @@
 """The verifier checks what must hold after every pass.
 
-The runner takes a `Snapshot` before a pass. Afterwards it compares every node with it, which is
-cheap, and looks closely only at the nodes that the pass touched and at what they reach. What was
-wrong before the pass is no error of the pass. docs/writing-passes.md lists what is found, and what
-only a simulation finds (`zpasses.testing.simulate`, `options={"verify": "simulate"}`).
+The runner records a `PreviousGraph` before a pass. Afterwards it compares every node with it, which
+is cheap, and checks in detail only the nodes that the pass changed and what their values reach.
+Faults that the graph had before the pass are not reported. docs/writing-passes.md lists what the
+verifier finds, and what only a simulation finds (`zpasses.testing.simulate`,
+`options={"verify": "simulate"}`).
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from torch import fx
 
 from zpasses.errors import PassError
 from zpasses.graph.verifier.collectives import check_collectives
-from zpasses.graph.verifier.dataflow import affected_by, check_params
 from zpasses.graph.verifier.interface import check_inputs, check_output_exists, check_outputs
 from zpasses.graph.verifier.memory import check_initialised, check_memory
-from zpasses.graph.verifier.snapshot import CurrentGraph, Snapshot
+from zpasses.graph.verifier.parameters import affected_by, check_params
 from zpasses.graph.verifier.values import check_values
+from zpasses.graph.verifier.versions import CurrentGraph, PreviousGraph
 
-__all__ = ["CHECKS", "Snapshot", "check", "check_unchanged"]
+__all__ = ["CHECKS", "PreviousGraph", "check", "check_unchanged"]
 
 CHECKS = (
     "lint",
@@ -35,7 +36,7 @@ CHECKS = (
 
 def check(
     graph: fx.Graph,
-    before: Snapshot,
+    before: PreviousGraph,
     pass_name: str,
     *,
     changes_inputs: bool = False,
@@ -66,7 +67,7 @@ def check(
     check_params(affected, now, before, pass_name, changes_outputs=changes_outputs)
 
 
-def check_unchanged(graph: fx.Graph, before: Snapshot, pass_name: str) -> None:
+def check_unchanged(graph: fx.Graph, before: PreviousGraph, pass_name: str) -> None:
     """Raise PassError if a pass that reported no change made one, which nothing would have
     checked.
     """

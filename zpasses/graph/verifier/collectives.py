@@ -19,13 +19,13 @@ from zpasses.graph.verifier.operators import (
     is_collective,
     written_arguments,
 )
-from zpasses.graph.verifier.snapshot import CurrentGraph, GraphVersion, Snapshot
+from zpasses.graph.verifier.versions import CurrentGraph, GraphVersion, PreviousGraph
 
 __all__ = ["check_collectives"]
 
 
 def check_collectives(
-    changed: list[fx.Node], now: CurrentGraph, before: Snapshot, pass_name: str
+    changed: list[fx.Node], now: CurrentGraph, before: PreviousGraph, pass_name: str
 ) -> None:
     """Check the changed collectives, and those that a changed node reads or has read."""
     known = compat.group_names() if dist.is_available() and dist.is_initialized() else None
@@ -54,25 +54,25 @@ def _waiting_error(version: GraphVersion, node: fx.Node) -> str | None:
     """What is wrong with the waits of a collective. In-place and out= forms are awaited through the
     tensor that they write; `zpasses.graph.verifier.memory` looks at them.
     """
-    facts = version.facts(node)
-    if facts.target in (UNSHARD, REDUCE_GRAD) or written_arguments(facts.target):
+    record = version.record(node)
+    if record.target in (UNSHARD, REDUCE_GRAD) or written_arguments(record.target):
         return None
     readers = list(version.users(node))
-    if not isinstance(facts.value, (list, tuple)):
+    if not isinstance(record.value, (list, tuple)):
         return _reading_error(version, node, "")
-    fetched = [each for each in readers if version.facts(each).target is GETITEM]
+    fetched = [each for each in readers if version.record(each).target is GETITEM]
     for reader in readers:
         if reader not in fetched:
             return _must_be_awaited(reader.name, "")
-    places = [version.facts(each).args[1] for each in fetched]
-    for i in range(len(facts.value)):
+    places = [version.record(each).args[1] for each in fetched]
+    for i in range(len(record.value)):
         if places.count(i) != 1:
             names = ", ".join(
                 each.name for each, place in zip(fetched, places, strict=True) if place == i
             )
             return (
-                f"has {len(facts.value)} outputs, and each must be fetched by exactly one getitem, "
-                f"but output {i} is fetched by {names or 'nobody'}."
+                f"has {len(record.value)} outputs, and each must be fetched by exactly one "
+                f"getitem, but output {i} is fetched by {names or 'nobody'}."
             )
     errors = (
         _reading_error(version, each, f"output {place} ")
@@ -83,7 +83,7 @@ def _waiting_error(version: GraphVersion, node: fx.Node) -> str | None:
 
 def _reading_error(version: GraphVersion, output: fx.Node, which: str) -> str | None:
     readers = version.users(output)
-    if len(readers) == 1 and version.facts(readers[0]).target is WAIT:
+    if len(readers) == 1 and version.record(readers[0]).target is WAIT:
         return None
     return _must_be_awaited(", ".join(reader.name for reader in readers) or "nobody", which)
 
@@ -97,7 +97,7 @@ def _must_be_awaited(names: str, which: str) -> str:
 
 
 def _check_tag(node: fx.Node, now: CurrentGraph, pass_name: str) -> None:
-    if (is_collective(node.target) or node.target is WAIT) and now.facts(node).tag is None:
+    if (is_collective(node.target) or node.target is WAIT) and now.record(node).tag is None:
         raise PassError(
             f"pass {pass_name!r} made {node.format_node()} without a tag; use "
             "zpasses.graph.tags.add_tag where it is made."
@@ -105,10 +105,10 @@ def _check_tag(node: fx.Node, now: CurrentGraph, pass_name: str) -> None:
 
 
 def _check_arguments(
-    node: fx.Node, now: CurrentGraph, before: Snapshot, known: list[str] | None, pass_name: str
+    node: fx.Node, now: CurrentGraph, before: PreviousGraph, known: list[str] | None, pass_name: str
 ) -> None:
-    arguments = now.facts(node).arguments()
-    was = before.facts(node).arguments() if node in before else {}
+    arguments = now.record(node).arguments()
+    was = before.record(node).arguments() if node in before else {}
 
     def differs(name: str) -> bool:
         return name in arguments and arguments[name] != was.get(name)

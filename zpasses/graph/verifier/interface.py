@@ -8,23 +8,23 @@ from torch import Tensor, fx
 
 from zpasses.errors import PassError
 from zpasses.graph.nodes import value_of
-from zpasses.graph.verifier.snapshot import CurrentGraph, GraphVersion, Snapshot
 from zpasses.graph.verifier.values import describe_difference
+from zpasses.graph.verifier.versions import CurrentGraph, GraphVersion, PreviousGraph
 
 __all__ = ["check_inputs", "check_output_exists", "check_outputs"]
 
 
-def check_output_exists(graph: fx.Graph, before: Snapshot, pass_name: str) -> None:
+def check_output_exists(graph: fx.Graph, before: PreviousGraph, pass_name: str) -> None:
     """Raise PassError if the pass removed the output node."""
     has = any(node.op == "output" for node in graph.nodes)
-    if not has and any(before.facts(node).op == "output" for node in before.nodes):
+    if not has and any(before.record(node).op == "output" for node in before.nodes):
         raise PassError(
             f"pass {pass_name!r} removed the output node; the graph returned "
             f"{len(before.returned())} values, and must return as many."
         )
 
 
-def check_inputs(now: CurrentGraph, before: Snapshot, pass_name: str) -> None:
+def check_inputs(now: CurrentGraph, before: PreviousGraph, pass_name: str) -> None:
     """Raise PassError unless the graph takes the same inputs in the same order."""
     ours, theirs = _placeholders(now), _placeholders(before)
     advice = "A pass that changes inputs declares `changes_inputs: ClassVar[bool] = True`."
@@ -39,7 +39,7 @@ def check_inputs(now: CurrentGraph, before: Snapshot, pass_name: str) -> None:
                 f"expected {wanted.name!r}. {advice}"
             )
     for node in ours:
-        difference = _difference(value_of(node), before.facts(node).value)
+        difference = _difference(value_of(node), before.record(node).value)
         if difference:
             raise PassError(
                 f"pass {pass_name!r}: meta['val'] of the graph input {node.name!r} says "
@@ -48,10 +48,10 @@ def check_inputs(now: CurrentGraph, before: Snapshot, pass_name: str) -> None:
 
 
 def _placeholders(version: GraphVersion) -> list[fx.Node]:
-    return [node for node in version.nodes if version.facts(node).op == "placeholder"]
+    return [node for node in version.nodes if version.record(node).op == "placeholder"]
 
 
-def check_outputs(now: CurrentGraph, before: Snapshot, pass_name: str) -> None:
+def check_outputs(now: CurrentGraph, before: PreviousGraph, pass_name: str) -> None:
     """Raise PassError unless the graph returns as many values of the same kinds."""
     ours, theirs = now.returned(), before.returned()
     advice = "A pass that changes outputs declares `changes_outputs: ClassVar[bool] = True`."
@@ -72,7 +72,7 @@ def check_outputs(now: CurrentGraph, before: Snapshot, pass_name: str) -> None:
     _check_exchanged(ours, theirs, pass_name)
 
 
-def _output_difference(got: Any, wanted: Any, before: Snapshot) -> tuple[str, str] | None:
+def _output_difference(got: Any, wanted: Any, before: PreviousGraph) -> tuple[str, str] | None:
     if isinstance(got, fx.Node) and isinstance(wanted, fx.Node):
         difference = _difference(value_of(got), _value(before, wanted))
         return difference and (f"{got.name}, {difference[0]}", f"{wanted.name}, {difference[1]}")
@@ -97,8 +97,8 @@ def _check_exchanged(ours: list[Any], theirs: list[Any], pass_name: str) -> None
             )
 
 
-def _value(before: Snapshot, node: fx.Node) -> Any:
-    return before.facts(node).value
+def _value(before: PreviousGraph, node: fx.Node) -> Any:
+    return before.record(node).value
 
 
 def _name(value: Any) -> str:

@@ -25,11 +25,11 @@ from zpasses.graph.verifier.operators import (
     shared_arguments,
     written_arguments,
 )
-from zpasses.graph.verifier.snapshot import (
+from zpasses.graph.verifier.versions import (
     CurrentGraph,
-    Facts,
     GraphVersion,
-    Snapshot,
+    NodeRecord,
+    PreviousGraph,
     nodes_in,
 )
 
@@ -47,7 +47,7 @@ class _Hazard:
 
 
 def check_memory(
-    now: CurrentGraph, before: Snapshot, pass_name: str, *, may_write_inputs: bool
+    now: CurrentGraph, before: PreviousGraph, pass_name: str, *, may_write_inputs: bool
 ) -> None:
     """Raise PassError for accesses that race with a collective, and for writes to inputs and to
     gathered parameters.
@@ -55,7 +55,7 @@ def check_memory(
     found = [
         each
         for each in _hazards(now)
-        if not (may_write_inputs and now.facts(each.other).op == "placeholder")
+        if not (may_write_inputs and now.record(each.other).op == "placeholder")
     ]
     known = set(_hazards(before)) if found else set()
     for each in found:
@@ -65,7 +65,7 @@ def check_memory(
 
 
 def check_initialised(
-    affected: list[fx.Node], now: CurrentGraph, before: Snapshot, pass_name: str
+    affected: list[fx.Node], now: CurrentGraph, before: PreviousGraph, pass_name: str
 ) -> None:
     """Raise PassError if a collective or the output reads memory that nothing has written."""
     touched = set(affected)
@@ -110,14 +110,14 @@ class _Aliases:
         return self._known[node, item]
 
     def _next(self, node: fx.Node, item: int | None) -> list[tuple[fx.Node, int | None]]:
-        facts = self._version.facts(node)
-        if facts.op in ("placeholder", "output", "get_attr"):
+        record = self._version.record(node)
+        if record.op in ("placeholder", "output", "get_attr"):
             return []
-        if facts.target is GETITEM:
-            place = facts.args[1]
-            return [(facts.args[0], place if isinstance(place, int) else None)]
-        arguments = facts.arguments()
-        shared = [arguments.get(name) for name in shared_arguments(facts.target)]
+        if record.target is GETITEM:
+            place = record.args[1]
+            return [(record.args[0], place if isinstance(place, int) else None)]
+        arguments = record.arguments()
+        shared = [arguments.get(name) for name in shared_arguments(record.target)]
         if item is not None and len(shared) == 1 and isinstance(shared[0], (list, tuple)):
             shared = [shared[0][item]] if item < len(shared[0]) else []
         return [(each, None) for each in nodes_in(tuple(shared))]
@@ -126,58 +126,58 @@ class _Aliases:
         below = self._next(node, item)
         if below:
             return frozenset[Root]().union(*(self._known[each] for each in below))
-        value = self._version.facts(node).value
+        value = self._version.record(node).value
         if item is None and isinstance(value, (list, tuple)):
             return frozenset((node, i) for i in range(len(value)))
         return frozenset({(node, item or 0)})
 
     def written(self, node: fx.Node) -> frozenset[Root]:
         """The allocations that a node writes to."""
-        facts = self._version.facts(node)
-        names = written_arguments(facts.target) if facts.op.startswith("call_") else ()
+        record = self._version.record(node)
+        names = written_arguments(record.target) if record.op.startswith("call_") else ()
         if not names:
             return frozenset()
-        arguments = facts.arguments()
+        arguments = record.arguments()
         targets = nodes_in(tuple(arguments.get(name) for name in names))
         return frozenset[Root]().union(*map(self.roots, targets))
 
 
 def _hazards(version: GraphVersion) -> Iterator[_Hazard]:
-    if not any(written_arguments(version.facts(node).target) for node in version.nodes):
+    if not any(written_arguments(version.record(node).target) for node in version.nodes):
         return
     aliases = _Aliases(version)
     writing: dict[Root, fx.Node] = {}
     reading: dict[fx.Node, frozenset[Root]] = {}
     gathered: dict[Root, fx.Node] = {}
     for node in version.nodes:
-        facts = version.facts(node)
+        record = version.record(node)
         written = aliases.written(node)
         yield from _conflicts(version, aliases, node, written, writing, reading)
         for root in written:
-            if version.facts(root[0]).op == "placeholder":
+            if version.record(root[0]).op == "placeholder":
                 text = (
                     f"writes to the graph input {root[0].name}. Write to a copy, or declare "
                     "`changes_inputs: ClassVar[bool] = True`."
                 )
                 yield _Hazard(node, root[0], text)
-            if root in gathered and not is_collective(facts.target):
+            if root in gathered and not is_collective(record.target):
                 owner = gathered[root]
                 text = (
                     f"writes to the gathered parameter {owner.name}, which other nodes may read. "
                     "Write to a copy."
                 )
                 yield _Hazard(node, owner, text)
-        if facts.target is WAIT:
+        if record.target is WAIT:
             _finish(aliases.roots(node), writing, reading)
-        elif is_collective(facts.target) and facts.target not in (UNSHARD, REDUCE_GRAD):
+        elif is_collective(record.target) and record.target not in (UNSHARD, REDUCE_GRAD):
             outputs = written or aliases.roots(node)
             writing.update(dict.fromkeys(outputs, node))
             reads = frozenset[Root]().union(*map(aliases.roots, version.inputs(node)))
             reading[node] = reads - written
-        if facts.tag is not None and facts.tag.role in ("gathered", "full"):
+        if record.tag is not None and record.tag.role in ("gathered", "full"):
             gathered.update(dict.fromkeys(aliases.roots(node), node))
     for started in dict.fromkeys(writing.values()):
-        if written_arguments(version.facts(started).target):
+        if written_arguments(version.record(started).target):
             yield _Hazard(started, started, "writes to its arguments and is never awaited.")
 
 
@@ -191,9 +191,9 @@ def _conflicts(
 ) -> Iterator[_Hazard]:
     if not writing:
         return
-    facts = version.facts(node)
-    passive = facts.target is WAIT or facts.target is GETITEM
-    is_view = facts.op != "output" and bool(shared_arguments(facts.target)) and not written
+    record = version.record(node)
+    passive = record.target is WAIT or record.target is GETITEM
+    is_view = record.op != "output" and bool(shared_arguments(record.target)) and not written
     if not passive and not is_view:
         for root in (root for item in version.inputs(node) for root in aliases.roots(item)):
             if root in writing:
@@ -229,17 +229,17 @@ def _uninitialised(
     seen = set(queue)
     while queue:
         node, view = queue.pop()
-        facts = version.facts(node)
-        if is_factory_of_uninitialised(facts.target):
+        record = version.record(node)
+        if is_factory_of_uninitialised(record.target):
             filled = sum(
                 _written_elements(version, aliases, writer, node)
                 for writer in _writers_before(version, reader)
             )
-            if filled < _numel(version.facts(view).value):
+            if filled < _numel(version.record(view).value):
                 yield node, view
             continue
-        shared = _shared_inputs(facts)
-        if facts.op != "call_function" or not (shared or is_link(facts.target, "gather")):
+        shared = _shared_inputs(record)
+        if record.op != "call_function" or not (shared or is_link(record.target, "gather")):
             continue
         for item in version.inputs(node):
             state = (item, view if item in shared else item)
@@ -248,20 +248,20 @@ def _uninitialised(
                 queue.append(state)
 
 
-def _shared_inputs(facts: Facts) -> list[fx.Node]:
-    if facts.target is GETITEM:
-        return nodes_in(facts.args[0])
-    arguments = facts.arguments()
-    return nodes_in(tuple(arguments.get(name) for name in shared_arguments(facts.target)))
+def _shared_inputs(record: NodeRecord) -> list[fx.Node]:
+    if record.target is GETITEM:
+        return nodes_in(record.args[0])
+    arguments = record.arguments()
+    return nodes_in(tuple(arguments.get(name) for name in shared_arguments(record.target)))
 
 
 def _read_by(version: GraphVersion, reader: fx.Node) -> list[fx.Node]:
     """The inputs of a node without those that it only writes."""
-    facts = version.facts(reader)
-    if "out" not in facts.kwargs:
+    record = version.record(reader)
+    if "out" not in record.kwargs:
         return version.inputs(reader)
-    rest = {name: value for name, value in facts.kwargs.items() if name != "out"}
-    return nodes_in((facts.args, rest))
+    rest = {name: value for name, value in record.kwargs.items() if name != "out"}
+    return nodes_in((record.args, rest))
 
 
 def _writers_before(version: GraphVersion, reader: fx.Node) -> list[fx.Node]:
@@ -269,7 +269,7 @@ def _writers_before(version: GraphVersion, reader: fx.Node) -> list[fx.Node]:
     for node in version.nodes:
         if node is reader:
             break
-        if written_arguments(version.facts(node).target):
+        if written_arguments(version.record(node).target):
             found.append(node)
     return found
 
@@ -277,11 +277,11 @@ def _writers_before(version: GraphVersion, reader: fx.Node) -> list[fx.Node]:
 def _written_elements(
     version: GraphVersion, aliases: _Aliases, writer: fx.Node, factory: fx.Node
 ) -> int:
-    facts = version.facts(writer)
-    arguments = facts.arguments()
-    targets = nodes_in(tuple(arguments.get(name) for name in written_arguments(facts.target)))
+    record = version.record(writer)
+    arguments = record.arguments()
+    targets = nodes_in(tuple(arguments.get(name) for name in written_arguments(record.target)))
     return sum(
-        _numel(version.facts(target).value)
+        _numel(version.record(target).value)
         for target in targets
         if (factory, 0) in aliases.roots(target)
     )

@@ -11,18 +11,18 @@ from torch.fx.node import map_arg
 from zpasses import compat
 from zpasses.errors import PassError
 from zpasses.graph.nodes import propagate, value_of
-from zpasses.graph.verifier.snapshot import Snapshot
+from zpasses.graph.verifier.versions import PreviousGraph
 
 __all__ = ["check_values", "describe_difference"]
 
 
-def check_values(changed: list[fx.Node], before: Snapshot, pass_name: str) -> None:
+def check_values(changed: list[fx.Node], before: PreviousGraph, pass_name: str) -> None:
     """Propagate the changed calls and the readers of changed values."""
     known: dict[tuple[Any, str], list[Tensor]] = {}
     revalued = [
         node
         for node in changed
-        if not before.is_new(node) and before.facts(node).value is not value_of(node)
+        if not before.is_new(node) and before.record(node).value is not value_of(node)
     ]
     readers = [user for node in revalued for user in node.users]
     for node in dict.fromkeys([*changed, *readers]):

@@ -7,7 +7,7 @@ const CHANGES = [
   "moved",
   "rewired",
   "retagged",
-  "remarked",
+  "recompute-changed",
   "retyped",
   "renamed",
 ];
@@ -17,7 +17,7 @@ const SIGNS = {
   moved: "↕",
   rewired: "~",
   retagged: "#",
-  remarked: "*",
+  "recompute-changed": "*",
   retyped: ":",
   renamed: "=",
 };

@@ -10,9 +10,9 @@ from torch import Tensor, fx
 from zpasses.graph.nodes import nbytes
 from zpasses.graph.tags import Role, Tag
 from zpasses.graph.verifier.operators import GETITEM, Kind, is_collective, is_link
-from zpasses.graph.verifier.snapshot import GraphVersion
+from zpasses.graph.verifier.versions import GraphVersion
 
-__all__ = ["RESULT_ROLES", "Flow", "names_of", "numel"]
+__all__ = ["RESULT_ROLES", "Provenance", "names_of", "numel"]
 
 RESULT_ROLES: dict[Kind, tuple[Role, ...]] = {
     "gather": ("gathered", "full"),
@@ -20,7 +20,7 @@ RESULT_ROLES: dict[Kind, tuple[Role, ...]] = {
 }
 
 
-class Flow:
+class Provenance:
     """Where values of one version of a graph come from.
 
     Args:
@@ -33,8 +33,8 @@ class Flow:
         self._labels: dict[tuple[fx.Node, Kind], frozenset[str]] = {}
         self._shards: dict[str, list[fx.Node]] | None = None
 
-    def passes_on(self, node: fx.Node, kind: Kind) -> bool:
-        target = self.version.facts(node).target
+    def follows_through(self, node: fx.Node, kind: Kind) -> bool:
+        target = self.version.record(node).target
         return not is_collective(target) and (
             is_link(target, kind) or (self._through(node) and node.op.startswith("call_"))
         )
@@ -43,11 +43,11 @@ class Flow:
         """Parameters whose gathered value, or reduced gradient, a value is made of."""
         if (node, kind) not in self._labels:
             self._labels[node, kind] = frozenset(
-                name for _, names in self.starts(node, kind) for name in names
+                name for _, names in self.source_collectives(node, kind) for name in names
             )
         return self._labels[node, kind]
 
-    def starts(
+    def source_collectives(
         self, node: fx.Node, kind: Kind, *, ignore_own_tag: bool = False
     ) -> Iterator[tuple[fx.Node, tuple[str, ...]]]:
         """The collectives that a value comes from, each with those of its parameters that the value
@@ -55,69 +55,73 @@ class Flow:
 
         A result's tag narrows down the parameters of a collective of several.
         """
-        first = _Step(node, None, None, numel(self.version.facts(node).value))
+        first = _Step(node, None, None, numel(self.version.record(node).value))
         queue, seen = [first], {first}
         while queue:
             step = queue.pop()
-            facts = self.version.facts(step.node)
-            tag = facts.tag if not (ignore_own_tag and step.node is node) else None
+            record = self.version.record(step.node)
+            tag = record.tag if not (ignore_own_tag and step.node is node) else None
             if tag is not None and tag.role in RESULT_ROLES[kind] and step.claim is None:
-                step = step._replace(claim=tag.params, numel=numel(facts.value))
-            if is_collective(facts.target):
+                step = step._replace(claim=tag.params, numel=numel(record.value))
+            if is_collective(record.target):
                 if tag is not None and tag.role == kind:
-                    yield step.node, _narrowed(tag.params, facts.value, step)
-            elif facts.op == "placeholder":
-                whole = kind == "gather" and numel(facts.value) == step.numel
+                    yield step.node, _narrowed(tag.params, record.value, step)
+            elif record.op == "placeholder":
+                whole = kind == "gather" and numel(record.value) == step.numel
                 if tag is not None and (tag.role in RESULT_ROLES[kind] or whole):
                     yield step.node, tag.params
             elif step.numel == 0 and step.claim is not None:
                 yield step.node, step.claim
-            elif self.passes_on(step.node, kind):
-                item = facts.args[1] if facts.target is GETITEM else None
+            elif self.follows_through(step.node, kind):
+                item = record.args[1] if record.target is GETITEM else None
                 for each in self.version.inputs(step.node):
                     after = step._replace(node=each, item=item if isinstance(item, int) else None)
                     if after not in seen:
                         seen.add(after)
                         queue.append(after)
 
-    def members(self, node: fx.Node, params: tuple[str, ...]) -> list[fx.Node]:
+    def inputs_by_param(self, node: fx.Node, params: tuple[str, ...]) -> list[fx.Node]:
         """The input of a collective for each of its parameters, or one input for all of them; empty
         where that is unclear.
         """
-        facts = self.version.facts(node)
-        given = facts.arguments()[facts.target._schema.arguments[0].name]
+        record = self.version.record(node)
+        given = record.arguments()[record.target._schema.arguments[0].name]
         if isinstance(given, fx.Node) and len(params) > 1:
             at = given
-            while self.passes_on(at, "gather") and len(self.version.inputs(at)) == 1:
+            while self.follows_through(at, "gather") and len(self.version.inputs(at)) == 1:
                 at = self.version.inputs(at)[0]
-            packed = next(iter(self.version.facts(at).args), None)
+            packed = next(iter(self.version.record(at).args), None)
             given = packed if isinstance(packed, (list, tuple)) else given
         members = list(given) if isinstance(given, (list, tuple)) else [given]
         known = len(members) in (1, len(params))
         return members if known and all(isinstance(each, fx.Node) for each in members) else []
 
-    def reads(self, node: fx.Node, param: str) -> bool | None:
+    def reads_shard(self, node: fx.Node, param: str) -> bool | None:
         """Whether the gather of a parameter reads its shard; None if the node is no such gather."""
-        facts = self.version.facts(node)
-        tag = facts.tag
-        if not (tag and tag.role == "gather" and is_collective(facts.target)):
+        record = self.version.record(node)
+        tag = record.tag
+        if not (tag and tag.role == "gather" and is_collective(record.target)):
             return None
         if param not in tag.params:
             return None
-        ends = [end for each in self.members(node, tag.params) for end in self.ends(each)]
-        return any(param in names_of(self.version.facts(end).tag) for end in ends)
+        ends = [
+            end
+            for each in self.inputs_by_param(node, tag.params)
+            for end in self.source_placeholders(each)
+        ]
+        return any(param in names_of(self.version.record(end).tag) for end in ends)
 
-    def root(self, node: fx.Node) -> fx.Node:
+    def skip_links(self, node: fx.Node) -> fx.Node:
         """The value that a chain of links passes on."""
         while True:
             inputs = self.version.inputs(node)
-            if not is_link(self.version.facts(node).target, "gather") or len(inputs) != 1:
+            if not is_link(self.version.record(node).target, "gather") or len(inputs) != 1:
                 return node
-            if is_collective(self.version.facts(inputs[0]).target):
+            if is_collective(self.version.record(inputs[0]).target):
                 return node
             node = inputs[0]
 
-    def ends(self, node: fx.Node) -> set[fx.Node]:
+    def source_placeholders(self, node: fx.Node) -> set[fx.Node]:
         """The graph inputs that a value comes from."""
         found, queue, seen = set[fx.Node](), [node], set[fx.Node]()
         while queue:
@@ -125,9 +129,9 @@ class Flow:
             if at in seen:
                 continue
             seen.add(at)
-            if self.version.facts(at).op == "placeholder":
+            if self.version.record(at).op == "placeholder":
                 found.add(at)
-            elif self.passes_on(at, "gather"):
+            elif self.follows_through(at, "gather"):
                 queue += self.version.inputs(at)
         return found
 
@@ -136,9 +140,9 @@ class Flow:
         if self._shards is None:
             self._shards = {}
             for node in self.version.nodes:
-                facts = self.version.facts(node)
-                if facts.op == "placeholder" and facts.tag and facts.tag.role == "shard":
-                    for name in facts.tag.params:
+                record = self.version.record(node)
+                if record.op == "placeholder" and record.tag and record.tag.role == "shard":
+                    for name in record.tag.params:
                         self._shards.setdefault(name, []).append(node)
         return self._shards.get(param, [])
 

@@ -16,9 +16,9 @@ from torch import fx
 from zpasses import compat
 from zpasses.errors import PassError
 from zpasses.graph.tags import Tag
-from zpasses.graph.verifier.flow import RESULT_ROLES, Flow, names_of, numel
 from zpasses.graph.verifier.operators import Kind, is_collective, is_link
-from zpasses.graph.verifier.snapshot import CurrentGraph, GraphVersion, Snapshot
+from zpasses.graph.verifier.provenance import RESULT_ROLES, Provenance, names_of, numel
+from zpasses.graph.verifier.versions import CurrentGraph, GraphVersion, PreviousGraph
 
 __all__ = ["affected_by", "check_params"]
 
@@ -45,16 +45,16 @@ def affected_by(changed: Sequence[fx.Node], now: CurrentGraph) -> list[fx.Node]:
 def check_params(
     affected: Sequence[fx.Node],
     now: CurrentGraph,
-    before: Snapshot,
+    before: PreviousGraph,
     pass_name: str,
     *,
     changes_outputs: bool,
 ) -> None:
     """Check the affected collectives, and the readers of gathered and reduced values."""
-    new, old = Flow(now, before.is_new), Flow(before, lambda node: False)
+    new, old = Provenance(now, before.is_new), Provenance(before, lambda node: False)
     erased = [node for node in before.nodes if node not in now]
     for node in affected:
-        tag = now.facts(node).tag
+        tag = now.record(node).tag
         if tag is None or node.op == "placeholder":
             continue
         if tag.role == "gather" and is_collective(node.target):
@@ -68,15 +68,17 @@ def check_params(
 
 
 # --- gathers --------------------------------------------------------------------------------------
-def _check_gather_input(node: fx.Node, tag: Tag, new: Flow, old: Flow, pass_name: str) -> None:
-    members = new.members(node, tag.params)
+def _check_gather_input(
+    node: fx.Node, tag: Tag, new: Provenance, old: Provenance, pass_name: str
+) -> None:
+    members = new.inputs_by_param(node, tag.params)
     packed = len(members) > 1
     pairs = zip(members if packed else members * len(tag.params), tag.params, strict=True)
     for member, param in pairs if members else ():
-        shards, ends = new.shards(param), new.ends(member)
-        known = {name for end in ends for name in names_of(new.version.facts(end).tag)}
+        shards, ends = new.shards(param), new.source_placeholders(member)
+        known = {name for end in ends for name in names_of(new.version.record(end).tag)}
         expected = {param} if packed else set(tag.params)
-        if known & expected or not shards or _did_not_read_it(old, param):
+        if known & expected or not shards or _shard_unread_before(old, param):
             continue
         found = ", ".join(sorted(end.name for end in ends)) or member.name
         raise PassError(
@@ -85,42 +87,50 @@ def _check_gather_input(node: fx.Node, tag: Tag, new: Flow, old: Flow, pass_name
         )
 
 
-def _did_not_read_it(old: Flow, param: str) -> bool:
+def _shard_unread_before(old: Provenance, param: str) -> bool:
     """Whether no gather of a parameter came from its shard before the pass, as far as known."""
-    found = [reads for node in old.version.nodes if (reads := old.reads(node, param)) is not None]
+    found = [
+        reads for node in old.version.nodes if (reads := old.reads_shard(node, param)) is not None
+    ]
     return bool(found) and not any(found)
 
 
-def _check_result_tag(node: fx.Node, tag: Tag, new: Flow, old: Flow, pass_name: str) -> None:
+def _check_result_tag(
+    node: fx.Node, tag: Tag, new: Provenance, old: Provenance, pass_name: str
+) -> None:
     """The tag of a result names a parameter of the collective that the result comes from."""
     for kind in _KINDS:
         if tag.role not in RESULT_ROLES[kind]:
             continue
-        held = _held(new, node, kind)
-        if held and not held & set(tag.params) and not _said_so(node, tag, kind, old):
+        held = _source_params(new, node, kind)
+        if (
+            held
+            and not held & set(tag.params)
+            and not _was_mislabelled_before(node, tag, kind, old)
+        ):
             raise PassError(
                 f"pass {pass_name!r}: {node.format_node()} is tagged as {tag.role} of "
                 f"{', '.join(map(repr, tag.params))}, but holds {', '.join(sorted(held))}."
             )
 
 
-def _held(flow: Flow, node: fx.Node, kind: Kind) -> set[str]:
-    """The parameters that a value holds, whatever its own tag says."""
-    starts = flow.starts(node, kind, ignore_own_tag=True)
+def _source_params(provenance: Provenance, node: fx.Node, kind: Kind) -> set[str]:
+    """Returns the parameters that a value comes from. The tag of the value itself is ignored."""
+    starts = provenance.source_collectives(node, kind, ignore_own_tag=True)
     return {name for _, names in starts for name in names}
 
 
-def _said_so(node: fx.Node, tag: Tag, kind: Kind, old: Flow) -> bool:
+def _was_mislabelled_before(node: fx.Node, tag: Tag, kind: Kind, old: Provenance) -> bool:
     if node not in old.version:
         return False
-    was = old.version.facts(node).tag
-    held = _held(old, node, kind)
+    was = old.version.record(node).tag
+    held = _source_params(old, node, kind)
     return was == tag and bool(held) and not held & set(tag.params)
 
 
 # --- readers --------------------------------------------------------------------------------------
 def _check_reader(
-    node: fx.Node, touched: set[fx.Node], new: Flow, old: Flow, pass_name: str
+    node: fx.Node, touched: set[fx.Node], new: Provenance, old: Provenance, pass_name: str
 ) -> None:
     """A node that read a gathered parameter, or returned a reduced gradient, still does."""
     if node.op == "output":
@@ -157,22 +167,22 @@ def _check_reader(
                     raise PassError(
                         f"pass {pass_name!r}: {where} must come from the {what} {param!r} "
                         f"({source.name} before the pass), but comes from {reads or 'nothing'}"
-                        f"{_holding(after)}."
+                        f"{_describe_held(after)}."
                     )
 
 
-def _holding(names: set[str]) -> str:
+def _describe_held(names: set[str]) -> str:
     return f", which holds {', '.join(map(repr, sorted(names)))}" if names else ""
 
 
-def _is_trivial(flow: Flow, node: fx.Node, kind: Kind) -> bool:
+def _is_trivial(provenance: Provenance, node: fx.Node, kind: Kind) -> bool:
     """Whether a value needs no communication: it is empty, or its groups have one rank."""
-    if numel(flow.version.facts(node).value) == 0:
+    if numel(provenance.version.record(node).value) == 0:
         return True
     groups = [
-        flow.version.facts(start).arguments().get("group_name")
-        for start, _ in flow.starts(node, kind)
-        if is_collective(flow.version.facts(start).target)
+        provenance.version.record(start).arguments().get("group_name")
+        for start, _ in provenance.source_collectives(node, kind)
+        if is_collective(provenance.version.record(start).target)
     ]
     return bool(groups) and all(_has_one_rank(group) for group in groups)
 
@@ -188,8 +198,8 @@ def _has_one_rank(group: object) -> bool:
 def _check_reduction_inputs(
     affected: Sequence[fx.Node],
     erased: Sequence[fx.Node],
-    new: Flow,
-    old: Flow,
+    new: Provenance,
+    old: Provenance,
     pass_name: str,
 ) -> None:
     """A reduction does not read the gradient that the reduction of another parameter read."""
@@ -218,24 +228,26 @@ def _check_reduction_inputs(
                 )
 
 
-def _reduced_roots(flow: Flow, node: fx.Node) -> Iterator[tuple[str, fx.Node]]:
-    facts = flow.version.facts(node)
-    if not is_collective(facts.target) or facts.tag is None or facts.tag.role != "reduce":
+def _reduced_roots(provenance: Provenance, node: fx.Node) -> Iterator[tuple[str, fx.Node]]:
+    record = provenance.version.record(node)
+    if not is_collective(record.target) or record.tag is None or record.tag.role != "reduce":
         return
-    members, params = flow.members(node, facts.tag.params), facts.tag.params
+    members, params = provenance.inputs_by_param(node, record.tag.params), record.tag.params
     if members:
         members = members * len(params) if len(members) == 1 else members
-        yield from zip(params, map(flow.root, members), strict=True)
+        yield from zip(params, map(provenance.skip_links, members), strict=True)
 
 
-def _reduced_from(flow: Flow, root: fx.Node) -> set[str]:
+def _reduced_from(provenance: Provenance, root: fx.Node) -> set[str]:
     """The parameters whose reductions read a value through links."""
     found, queue, seen = set[str](), [root], set[fx.Node]()
     while queue:
         at = queue.pop()
-        for user in flow.version.users(at):
-            found.update(param for param, start in _reduced_roots(flow, user) if start is root)
-            if user not in seen and is_link(flow.version.facts(user).target, "gather"):
+        for user in provenance.version.users(at):
+            found.update(
+                param for param, start in _reduced_roots(provenance, user) if start is root
+            )
+            if user not in seen and is_link(provenance.version.record(user).target, "gather"):
                 seen.add(user)
                 queue.append(user)
     return found
@@ -249,7 +261,7 @@ def _computes_the_same(version: GraphVersion, a: fx.Node, b: fx.Node) -> bool:
         if pair[0] is pair[1] or pair in seen:
             continue
         seen.add(pair)
-        ours, theirs = version.facts(pair[0]), version.facts(pair[1])
+        ours, theirs = version.record(pair[0]), version.record(pair[1])
         inputs = version.inputs(pair[0]), version.inputs(pair[1])
         if (
             ours.op == "placeholder"
@@ -262,5 +274,5 @@ def _computes_the_same(version: GraphVersion, a: fx.Node, b: fx.Node) -> bool:
     return True
 
 
-def _constants(facts: Any) -> str:
-    return repr(torch.fx.node.map_arg((facts.args, facts.kwargs), lambda _: None))
+def _constants(record: Any) -> str:
+    return repr(torch.fx.node.map_arg((record.args, record.kwargs), lambda _: None))

@@ -1,7 +1,7 @@
 """Two versions of one graph: before a pass and after it.
 
-A `Snapshot` keeps references to what the nodes were, so that questions about the old graph can be
-answered later, and only when a check asks them.
+A `PreviousGraph` keeps a record per node, so that questions about the old graph can be answered
+later, and only when a check asks them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from zpasses import compat
 from zpasses.graph.nodes import value_of
 from zpasses.graph.tags import Tag, tag_of
 
-__all__ = ["CurrentGraph", "Facts", "GraphVersion", "Snapshot"]
+__all__ = ["CurrentGraph", "GraphVersion", "NodeRecord", "PreviousGraph"]
 
 
-class Facts(NamedTuple):
+class NodeRecord(NamedTuple):
     """What a node is in one version of a graph."""
 
     op: str
@@ -40,8 +40,8 @@ class Facts(NamedTuple):
         return found
 
 
-def _facts(node: fx.Node) -> Facts:
-    return Facts(
+def _record(node: fx.Node) -> NodeRecord:
+    return NodeRecord(
         node.op,
         node.target,
         node.args,
@@ -60,7 +60,7 @@ class GraphVersion:
     def __contains__(self, node: fx.Node) -> bool:
         raise NotImplementedError
 
-    def facts(self, node: fx.Node) -> Facts:
+    def record(self, node: fx.Node) -> NodeRecord:
         raise NotImplementedError
 
     def users(self, node: fx.Node) -> Sequence[fx.Node]:
@@ -68,15 +68,15 @@ class GraphVersion:
 
     def inputs(self, node: fx.Node) -> list[fx.Node]:
         """The nodes that a node reads, each once, in the order of its arguments."""
-        facts = self.facts(node)
-        return nodes_in((facts.args, facts.kwargs))
+        record = self.record(node)
+        return nodes_in((record.args, record.kwargs))
 
     def returned(self) -> list[Any]:
         """The values that the graph returns, flattened; empty without an output node."""
         last = self.nodes[-1] if self.nodes else None
-        if last is None or self.facts(last).op != "output":
+        if last is None or self.record(last).op != "output":
             return []
-        return compat.pytree.tree_leaves(self.facts(last).args)
+        return compat.pytree.tree_leaves(self.record(last).args)
 
 
 class CurrentGraph(GraphVersion):
@@ -89,22 +89,22 @@ class CurrentGraph(GraphVersion):
     def __contains__(self, node: fx.Node) -> bool:
         return node.graph is self._graph and not compat.is_erased(node)
 
-    def facts(self, node: fx.Node) -> Facts:
-        return _facts(node)
+    def record(self, node: fx.Node) -> NodeRecord:
+        return _record(node)
 
     def users(self, node: fx.Node) -> Sequence[fx.Node]:
         return list(node.users)
 
 
-class Snapshot(GraphVersion):
+class PreviousGraph(GraphVersion):
     """A graph as it was, for finding out later what changed."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._seen = {node: _facts(node) for node in graph.nodes}
+        self._seen = {node: _record(node) for node in graph.nodes}
         self.nodes = tuple(self._seen)
         self._users: dict[fx.Node, list[fx.Node]] | None = None
 
-    def facts(self, node: fx.Node) -> Facts:
+    def record(self, node: fx.Node) -> NodeRecord:
         return self._seen[node]
 
     def __contains__(self, node: fx.Node) -> bool:
