@@ -111,8 +111,10 @@ class FlattenOnDevice(Pass):
     """Device type whose flat buffers are rewritten. `accelerator` means any type except the host,
     and `cpu` treats the host as a device.
     """
-    timeout_s: float = 300.0
-    """Seconds to wait for the votes of the other ranks."""
+    timeout_s: float | None = None
+    """Seconds to wait for the votes of the other ranks. `none` takes the option
+    `agreement_timeout_s` of the compile.
+    """
 
     def __post_init__(self) -> None:
         if not 0 <= self.headroom < 1:
@@ -120,7 +122,7 @@ class FlattenOnDevice(Pass):
                 f"{self.name}: headroom={self.headroom}; expected a fraction of the free memory, "
                 "at least 0 and below 1."
             )
-        if self.align_bytes < 1 or self.timeout_s <= 0:
+        if self.align_bytes < 1 or (self.timeout_s is not None and self.timeout_s <= 0):
             raise OptionError(
                 f"{self.name}: align_bytes={self.align_bytes}, timeout_s={self.timeout_s}; "
                 "expected numbers above 0."

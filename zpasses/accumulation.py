@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.ranks.vote import is_reported, reported_failure, store_barrier
 from zpasses.runtime.flush import flush, groups_of
-from zpasses.runtime.run_checks import barriers_enabled
+from zpasses.runtime.run_checks import barriers_enabled, timeout_of
 from zpasses.runtime.windows import EngineRun, Window, grad_state_of, install_step_guard
 from zpasses.sharding.module import sharded_parameters
 
@@ -67,7 +67,8 @@ class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like t
             takes the compile option of the same name; if that is None too, gradients accumulate in
             the dtype in which they are computed.
         timeout_s: seconds to wait for other ranks before each compiled graph that communicates, in
-            collectives, and on exit.
+            collectives, and on exit. None takes the option `agreement_timeout_s` of the compiled
+            model.
 
     Raises:
         ZpassesError: if the model has no sharded parameters; if the window is entered inside
@@ -84,7 +85,7 @@ class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like t
         backwards: int | None = None,
         *,
         grad_accum_dtype: torch.dtype | None = None,
-        timeout_s: float = 300.0,
+        timeout_s: float | None = None,
     ) -> None:
         if backwards is not None and (
             isinstance(backwards, bool) or not isinstance(backwards, int) or backwards < 1
@@ -101,8 +102,8 @@ class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like t
                 f"grad_accum_dtype={grad_accum_dtype!r}; expected a floating-point torch.dtype "
                 "such as torch.float32, or None."
             )
-        if timeout_s <= 0:
-            raise OptionError(f"timeout_s={timeout_s}; expected seconds > 0.")
+        if timeout_s is not None and timeout_s <= 0:
+            raise OptionError(f"timeout_s={timeout_s}; expected seconds > 0, or None.")
         self._params = _require_sharded_parameters(model)
         self._backwards, self._dtype, self._timeout_s = backwards, grad_accum_dtype, timeout_s
         self._window: GradientWindow | None = None
@@ -145,7 +146,7 @@ class GradientWindow(Window):
         params: Sequence[Any],
         backwards: int | None,
         accum_dtype: torch.dtype | None,
-        timeout_s: float,
+        timeout_s: float | None,
     ) -> None:
         super().__init__(lambda: list(params), accum_dtype)
         self._backwards, self._timeout_s = backwards, timeout_s
@@ -189,7 +190,8 @@ class GradientWindow(Window):
             return False
         for group in groups_of(self):
             # Reductions follow, and a rank that has failed would never join them.
-            store_barrier(group, "the last backward of a window", self._timeout_s)
+            limit = timeout_of([group], self._timeout_s)
+            store_barrier(group, "the last backward of a window", limit)
         self._reduced = True
         return True
 
@@ -201,7 +203,7 @@ class GradientWindow(Window):
             error: the exception with which the `with` block ends, if any.
         """
         if error is None:
-            flush(self, self._timeout_s, self.failure)
+            flush(self, timeout_of(groups_of(self), self._timeout_s), self.failure)
             if self.failure is not None:
                 raise ZpassesError(
                     f"{self.failure}; pending gradients are dropped on all ranks. Let the original "
@@ -215,7 +217,7 @@ class GradientWindow(Window):
                     )
             flush(
                 self,
-                self._timeout_s,
+                timeout_of(groups_of(self), self._timeout_s),
                 f"left a window with {type(error).__name__}: {str(error)[:500]}",
             )
 

@@ -17,6 +17,7 @@ from zpasses.graph.flatten_patterns import find_flattenings
 from zpasses.graph.nodes import collectives
 from zpasses.passes import FlattenOnDevice
 from zpasses.passes.flatten_on_device import TIER_DECISION_KEY
+from zpasses.ranks.vote import vote_timeout
 from zpasses.testing import assert_deterministic, fake_world, listing
 
 PLAIN = FlattenOnDevice(tier="plain")
@@ -529,8 +530,9 @@ def _votes():
     dist.barrier()
     if rank == 1:
         dist.barrier()  # rank 0 has given up by then, and rank 1 gets an error
-    with pytest.raises(AgreementError, match=r"rank 1 of group '0' did not reach .* within 1 s"):
-        FlattenOnDevice(group="0", timeout_s=1.0)(copy_graph(gm).graph)
+    missing = r"rank 1 of group '0' did not reach .* within 1 s"
+    with pytest.raises(AgreementError, match=missing), vote_timeout(1.0):
+        FlattenOnDevice(group="0")(copy_graph(gm).graph)
     if rank == 0:
         dist.barrier()
     return [(made.tier, made.reason) for made in seen]

@@ -15,6 +15,7 @@ from zpasses.cost.target import Target
 from zpasses.errors import OptionError, suggestion
 from zpasses.option_values import build_dataclass
 from zpasses.pipeline.pipeline import Pipeline
+from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 
 __all__ = ["Options"]
 
@@ -46,7 +47,7 @@ class Options:
     """Before its first run, compare a graph's collectives between ranks; before each later run,
     check that all ranks run the same graph; `"first"` only does the former, `False` neither. Passes
     whose choices must be equal on all ranks still vote."""
-    agreement_timeout_s: float = 300.0
+    agreement_timeout_s: float = DEFAULT_TIMEOUT_S
     """Seconds to wait for the other ranks, in every vote of a compile and in the collectives of a
     graph whose runs are compared."""
     backwards_per_step: int = 1

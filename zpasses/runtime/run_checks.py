@@ -20,37 +20,62 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
 from zpasses.ranks.run_order import RunEvent, check_run_event, forget_events
-from zpasses.ranks.vote import has_other_ranks, rejoin_after_failure, reported_failure
+from zpasses.ranks.vote import (
+    current_timeout_s,
+    has_other_ranks,
+    rejoin_after_failure,
+    reported_failure,
+    vote_timeout,
+)
 from zpasses.runtime.codegen import boxed
 
-__all__ = ["barriers_enabled", "check_optimizer_step", "in_window", "with_run_check"]
+__all__ = [
+    "barriers_enabled",
+    "check_optimizer_step",
+    "in_window",
+    "timeout_of",
+    "with_run_check",
+]
 
-# Group name -> timeouts of its open windows, in seconds. State is per process, because windows
-# belong to parameters and several graphs may read a parameter.
-_window_timeouts: dict[str, list[float]] = {}
+# Group name -> timeouts of its open windows, in seconds; None where a window has none of its own.
+# State is per process, because windows belong to parameters and several graphs may read one.
+_window_timeouts: dict[str, list[float | None]] = {}
 
 # Group name -> time limit of the votes of the last graph that ran on it, in seconds.
 _run_check_timeouts: dict[str, float] = {}
 
 
 @contextlib.contextmanager
-def barriers_enabled(groups: Sequence[str], timeout_s: float) -> Iterator[None]:
+def barriers_enabled(groups: Sequence[str], timeout_s: float | None) -> Iterator[None]:
     """Inside, the ranks vote before each graph that communicates over these groups.
 
     A vote cannot see a rank that fails inside a graph. Collectives that start inside therefore give
     up after `timeout_s`.
+
+    Args:
+        timeout_s: seconds to wait for the other ranks; None takes the limit of the graph that runs.
     """
     asked = [group for group in groups if has_other_ranks(group)]
     for group in asked:
         _window_timeouts.setdefault(group, []).append(timeout_s)
     try:
-        with compat.limited_timeouts(asked, timeout_s):
+        with compat.limited_timeouts(asked, timeout_of(asked, timeout_s)):
             yield
     finally:
         for group in asked:
             _window_timeouts[group].remove(timeout_s)
             if not _window_timeouts[group]:
                 del _window_timeouts[group]
+
+
+def timeout_of(groups: Sequence[str], timeout_s: float | None = None) -> float:
+    """Returns `timeout_s`. If it is None: the longest limit of the graphs that ran on the groups,
+    or the limit of the compile before any graph ran, in seconds.
+    """
+    if timeout_s is not None:
+        return timeout_s
+    known = [_run_check_timeouts[group] for group in groups if group in _run_check_timeouts]
+    return max(known, default=current_timeout_s())
 
 
 def in_window(groups: Sequence[str]) -> bool:
@@ -89,18 +114,21 @@ def with_run_check(
         if not asked:
             return code(args)
         for group in asked:
-            if group in _window_timeouts:
-                check_run_event(
-                    group, events[group], max(_window_timeouts[group]), always_vote=True
-                )
-            elif every_run:
+            if every_run:
                 _run_check_timeouts[group] = timeout_s
+            if group in _window_timeouts:
+                asked_for = [each for each in _window_timeouts[group] if each is not None]
+                limit = max(asked_for, default=timeout_s)
+                check_run_event(group, events[group], limit, always_vote=True)
+            elif every_run:
                 check_run_event(group, events[group], timeout_s)
         if not every_run:
             rejoin_after_failure(asked)
-            return code(args)
+            with vote_timeout(timeout_s):
+                return code(args)
         heartbeat.set_activity(activity)
-        with compat.limited_timeouts(asked, timeout_s):
+        # Code that runs for the first time may vote, too: about the route of its collectives.
+        with compat.limited_timeouts(asked, timeout_s), vote_timeout(timeout_s):
             try:
                 return code(args)
             except RuntimeError as error:

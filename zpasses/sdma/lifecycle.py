@@ -21,7 +21,7 @@ import torch.distributed as dist
 from zpasses import compat
 from zpasses.cost.routes import MAX_CHUNK_BYTES
 from zpasses.pipeline.recorder import runtime_note
-from zpasses.ranks.vote import exchange
+from zpasses.ranks.vote import current_timeout_s, exchange
 from zpasses.sdma import mori_route, symm_route
 from zpasses.sdma.platform import Platform, platform_of
 from zpasses.sdma.routes import C10dRoute, Route, raise_if_capturing
@@ -42,8 +42,6 @@ CAPACITY_MIB = MAX_CHUNK_BYTES >> 20
 """Default for the most MiB per rank in one call of mori. Larger gathers are split. The buffers take
 18 times this size on 8 ranks.
 """
-TIMEOUT_S = 300.0
-
 _CANDIDATES: dict[str, Any] = {"mori": mori_route, "symm_mem": symm_route}
 """Copy-engine routes, the preferred one first."""
 
@@ -77,7 +75,7 @@ def init(
     group: dist.ProcessGroup | str | None = None,
     *,
     capacity_mib: int = CAPACITY_MIB,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float | None = None,
 ) -> RouteChoice:
     """Choose the route of a group now instead of at its first collective. All ranks of the group
     must call it with the same arguments.
@@ -89,16 +87,18 @@ def init(
         group: the process group or its name; None is the default group.
         capacity_mib: most MiB per rank in one call of mori. Its buffers take 2 * (ranks + 1) times
             this size.
-        timeout_s: seconds to wait for the other ranks at each stage.
+        timeout_s: seconds to wait for the other ranks at each stage. None is 300 s, the default of
+            the option `agreement_timeout_s`.
 
     Raises:
         ValueError: if the capacity or the time limit is not positive.
         RuntimeError: if torch.distributed has not been initialised.
         AgreementError: on every rank, if one of them does not arrive in time.
     """
-    if capacity_mib <= 0 or timeout_s <= 0:
+    limit = current_timeout_s() if timeout_s is None else timeout_s
+    if capacity_mib <= 0 or limit <= 0:
         raise ValueError(
-            f"sdma.init: got capacity_mib={capacity_mib}, timeout_s={timeout_s}; expected both to "
+            f"sdma.init: got capacity_mib={capacity_mib}, timeout_s={limit:g}; expected both to "
             "be greater than 0."
         )
     if not dist.is_initialized():
@@ -108,14 +108,14 @@ def init(
         )
     name = compat.group_name(group if group is not None else dist.group.WORLD)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return _get_or_choose_route(name, torch.device(device), capacity_mib << 20, timeout_s)[1]
+    return _get_or_choose_route(name, torch.device(device), capacity_mib << 20, limit)[1]
 
 
 def route_of(group: str, device: torch.device) -> Route:
     """Returns the route of a group for tensors of a device. Chooses it now if the group has none
     yet.
     """
-    return _get_or_choose_route(group, device, CAPACITY_MIB << 20, TIMEOUT_S)[0]
+    return _get_or_choose_route(group, device, CAPACITY_MIB << 20, current_timeout_s())[0]
 
 
 def route_choice(group: str) -> RouteChoice | None:
@@ -125,7 +125,7 @@ def route_choice(group: str) -> RouteChoice | None:
 
 
 def available_routes(
-    group: str, device: torch.device, timeout_s: float = TIMEOUT_S
+    group: str, device: torch.device, timeout_s: float | None = None
 ) -> dict[str, Route]:
     """Start every route that the group can take, the functional collective first, to measure them
     side by side.
@@ -137,8 +137,9 @@ def available_routes(
         route name -> started route.
     """
     routes: dict[str, Route] = {"c10d": C10dRoute()}
+    limit = current_timeout_s() if timeout_s is None else timeout_s
     for name in _CANDIDATES:
-        route, _ = _choose_route(group, device.type, CAPACITY_MIB << 20, timeout_s, (name,))
+        route, _ = _choose_route(group, device.type, CAPACITY_MIB << 20, limit, (name,))
         routes[route.name] = route
     return routes
 
@@ -148,20 +149,25 @@ def report() -> list[RouteChoice]:
     return [choice for known in _routes.values() for _, choice in known.values()]
 
 
-def shutdown(timeout_s: float = 30.0) -> str | None:
+def shutdown(timeout_s: float | None = None) -> str | None:
     """Leave the copy engines. Call it on every rank before `destroy_process_group`, when no
     collective is in flight.
 
     Later collectives run as functional collectives. A process can also end without this call;
     mori's memory is then released with the process.
 
+    Args:
+        timeout_s: seconds to wait for the other ranks at each stage. None is 300 s, the default of
+            the option `agreement_timeout_s`.
+
     Returns:
         None, or why the ranks could not leave together. In that case mori stays as it is until the
         process ends.
     """
+    limit = current_timeout_s() if timeout_s is None else timeout_s
     with _lock:
         platform = platform_of("cuda" if torch.cuda.is_available() else "cpu")
-        left = mori_route.shut_down(timeout_s, platform) if platform is not None else None
+        left = mori_route.shut_down(limit, platform) if platform is not None else None
         for known in _routes.values():
             for device, (_, choice) in known.items():
                 known[device] = (

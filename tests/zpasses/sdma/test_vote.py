@@ -378,7 +378,7 @@ def test_wrong_settings_raise_with_the_expected_values():
     import zpasses
 
     with pytest.raises(
-        ValueError, match=r"got capacity_mib=0, timeout_s=300.0; expected both to be greater than 0"
+        ValueError, match=r"got capacity_mib=0, timeout_s=300; expected both to be greater than 0"
     ):
         zpasses.sdma.init(capacity_mib=0)
     with pytest.raises(RuntimeError, match="there is no process group yet"):
