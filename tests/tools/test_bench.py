@@ -366,6 +366,20 @@ def test_help_names_the_suites():
     )
 
 
+# --- checks ---------------------------------------------------------------------------------------
+def test_checks_relate_the_cost_of_comparisons_to_the_step(measured):
+    size = TINY[: TINY.index("--steps")]
+    table, result = measured(
+        "checks", *size, "--steps", "3", "--warmup", "12", "--stages", "3", "--repeats", "100"
+    )
+    (three,) = result["results"]
+    assert three["stage"] == 3
+    assert three["compared"] == 3  # forward, backward and the optimizer step
+    assert three["votes"] == 0  # the history predicts them
+    assert 0 < three["predicted_us"] < three["vote_us"]
+    assert "part of the step" in table
+
+
 # --- coalesce -------------------------------------------------------------------------------------
 @pytest.mark.inductor
 def test_coalesce_measures_a_window_in_time_memory_and_traffic(measured):

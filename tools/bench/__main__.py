@@ -12,6 +12,7 @@ from zpasses.errors import OptionError, suggestion
 from zpasses.option_values import parse_budget
 from zpasses.tools.bench.buckets import FORMS as BUCKET_FORMS
 from zpasses.tools.bench.buckets import BucketsConfig, run_buckets
+from zpasses.tools.bench.checks import ChecksConfig, run_checks_suite
 from zpasses.tools.bench.coalesce import WAYS, CoalesceConfig, run_coalesce
 from zpasses.tools.bench.dumping import DumpConfig, run_dump
 from zpasses.tools.bench.flatten import FORMS, FlattenConfig, run_flatten
@@ -21,6 +22,7 @@ from zpasses.tools.bench.overhead import OverheadConfig, run_overhead
 from zpasses.tools.bench.peers import PEERS
 from zpasses.tools.bench.report import (
     buckets_table,
+    checks_table,
     coalesce_table,
     dump_table,
     flatten_table,
@@ -176,6 +178,53 @@ def _overhead(options: argparse.Namespace) -> int:
     print(overhead_table(report))
     if options.json:
         write_json(options.json, "overhead", report)
+    return 0
+
+
+# --- checks ---------------------------------------------------------------------------------------
+def _checks_options(parser: argparse.ArgumentParser) -> None:
+    default = ChecksConfig()
+    parser.add_argument("--ranks", type=_at_least(2), default=default.ranks, help="processes")
+    parser.add_argument("--steps", type=_at_least(1), default=default.steps, help="timed steps")
+    parser.add_argument(
+        "--warmup", type=_at_least(1), default=default.warmup, help="untimed steps before them"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=_at_least(1),
+        default=default.repeats,
+        help="timed comparisons without a graph",
+    )
+    parser.add_argument(
+        "--stages", type=_numbers(1), default="2,3", metavar="N,N", help="ZeRO stages"
+    )
+    for item in fields(ModelSize):
+        parser.add_argument(
+            f"--{item.name}", type=_at_least(1), default=item.default, help="of the model"
+        )
+
+
+def _checks(options: argparse.Namespace) -> int:
+    size = ModelSize(**{item.name: getattr(options, item.name) for item in fields(ModelSize)})
+    if problem := size.check():
+        options.parser.error(problem)
+    unknown = set(options.stages) - {1, 2, 3}
+    if unknown:
+        options.parser.error(f"--stages: got {min(unknown)}; expected 1, 2 or 3")
+    report = run_checks_suite(
+        ChecksConfig(
+            size,
+            options.ranks,
+            options.stages,
+            options.warmup,
+            options.steps,
+            options.repeats,
+            options.timeout,
+        )
+    )
+    print(checks_table(report))
+    if options.json:
+        write_json(options.json, "checks", report)
     return 0
 
 
@@ -520,6 +569,7 @@ _SUITES: dict[
         "many small parameters: single and bucketed collectives",
     ),
     "overhead": (_overhead_options, _overhead, "runtime overhead per parameter and step"),
+    "checks": (_checks_options, _checks, "the cost of comparing runs of graphs between ranks"),
     "scaling": (
         _scaling_options,
         _scaling,
