@@ -124,7 +124,7 @@ def test_shards_and_gradients_of_any_strides_give_contiguous_results(
         inputs = (shards[0], torch.zeros(6, 4), shards[1], turned(6, 4))
         gm = trace_joint(model, inputs, {0: "a", 2: "b"})
         bucket = Bucket(mode=mode, memory_budget="1GiB")
-        run_passes(gm.graph, [GatherParams(), ReduceGrads(form), bucket], simulate=True)
+        run_passes(gm.graph, [GatherParams(), ReduceGrads(form), bucket], verify="simulate")
     assert all(
         value_of(each).is_contiguous()
         for each in gm.graph.output_node().args[0][2:]

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -98,7 +99,7 @@ def run_checks_suite(config: ChecksConfig) -> ChecksReport:
 @contextmanager
 def _counted(counts: dict[str, int]) -> Iterator[None]:
     """Counts the comparisons and the votes among them."""
-    check, vote = run_checks.check_run_event, run_order._vote
+    check, vote = run_order.check_run_event, run_order._vote
 
     def counting(counter: str, fn: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any, **kwargs: Any) -> None:
@@ -107,12 +108,9 @@ def _counted(counts: dict[str, int]) -> Iterator[None]:
 
         return call
 
-    run_checks.check_run_event = counting("compared", check)
-    run_order._vote = counting("votes", vote)
-    try:
+    counted = mock.patch.multiple(run_checks, check_run_event=counting("compared", check))
+    with counted, mock.patch.object(run_order, "_vote", counting("votes", vote)):
         yield
-    finally:
-        run_checks.check_run_event, run_order._vote = check, vote
 
 
 def measure(job: dict[str, Any]) -> ChecksResult:

@@ -47,6 +47,7 @@ _Report = (
     | BucketsReport
     | StartupReport
     | DumpReport
+    | ChecksReport
 )
 
 

@@ -105,7 +105,7 @@ class _Layers(nn.Module):
         super().__init__()
         self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
         self.head = nn.Linear(4, 3)
-        self.order = ("a", "b", "c")
+        self.order: tuple[str, ...] = ("a", "b", "c")
         self.injector: _Injector | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class _Layers(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _between_graphs(model: _Layers, x: Tensor) -> Tensor:
     if model.injector is not None:
         model.injector.reach("between the graphs of forward")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tests.ranks import Outcome, run_in_fresh_ranks
+from zpasses.testing.ranks import Outcome, run_in_fresh_ranks
 from zpasses.tools.stress.cases import CaseResult, OutcomeKind, StressConfig
 from zpasses.tools.stress.fault_program import (
     COMPILE_PLACES,
@@ -54,7 +54,8 @@ def draw(seed: int, ranks: Iterable[int], limit_s: float, scratch: str = "") -> 
     family = chance.choices(("ending", "difference", "harmless"), (6, 4, 1))[0]
     kinds = {"ending": ENDINGS, "difference": _DIFFERENCES, "harmless": _HARMLESS}[family]
     kind = chance.choice(kinds)
-    stage, place = chance.choice((1, 2, 3)), chance.choice(PLACES)
+    stage = chance.choice((1, 2, 3))
+    place = "" if kind in (*_DIFFERENCES, "another batch size") else chance.choice(PLACES)
     return Program(
         ranks=world,
         stage=stage,
@@ -88,7 +89,7 @@ def _case(seed: int, program: Program) -> CaseResult:
     # Compiles on loaded cores come on top of the waiting.
     patience = 60 + 2 * (program.limit_s + SLACK_S)
     outcomes = run_in_fresh_ranks(
-        train, program, ranks=program.ranks, timeout=patience, answers=program.ranks - silent
+        train, program, ranks=program.ranks, timeout_s=patience, answers=program.ranks - silent
     )
     file = Path(program.scratch, "fault")
     at = float(file.read_text()) if file.exists() else None

@@ -141,7 +141,6 @@ class _GraphCompiler:
         self.target = Target.parse(options.target) if options.target else None
         self.recorder = Recorders()
         self._captured, self._options, self._pipeline = captured, options, pipeline
-        self._simulate = options.verify == "simulate"
         self._bound = BoundParameters()
         self._caches_params = False
 
@@ -371,7 +370,7 @@ class _GraphCompiler:
     def _lowering(self) -> Lowering:
         if self._options.codegen == "eager":
             return GraphLowering(
-                self._pipeline, eager_codegen, self.recorder, simulate=self._simulate
+                self._pipeline, eager_codegen, self.recorder, verify=self._options.verify
             )
         patches = compat.inductor_config_patches(
             _Partitioner(self._partition, self._pipeline.digest()), self._options.inductor
@@ -380,7 +379,7 @@ class _GraphCompiler:
             self._pipeline,
             functools.partial(compat.inductor_codegen_standalone, patches=patches),
             self.recorder,
-            simulate=self._simulate,
+            verify=self._options.verify,
         )
 
     def _run_level(self, gm: fx.GraphModule, level: Level, kind: str) -> None:
@@ -394,7 +393,7 @@ class _GraphCompiler:
                 level.value,
                 gm.graph,
                 self._pipeline.at(level),
-                simulate=self._simulate,
+                verify=self._options.verify,
             )
         gm.recompile()
         name = f"{self.name} {kind}"

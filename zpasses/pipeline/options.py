@@ -14,7 +14,7 @@ from zpasses import compat
 from zpasses.cost.target import Target
 from zpasses.errors import OptionError, suggestion
 from zpasses.option_values import build_dataclass
-from zpasses.pipeline.pipeline import Pipeline
+from zpasses.pipeline.pipeline import Pipeline, Verify
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 
 __all__ = ["Options"]
@@ -39,10 +39,10 @@ class Options:
     target: str | None = None
     """Hardware to plan for, such as `"h100"` or `"mi300x,ranks_per_node=4"`; `None` takes
     `ZPASSES_TARGET`, else the device of this process."""
-    verify: Literal["static", "simulate"] = "static"
+    verify: Verify = "static"
     """`"static"` checks the graph after each pass; `"simulate"` also runs it before and after on
-    simulated ranks. The simulation compares bit for bit, and takes seconds even for small models.
-    See docs/writing-passes.md."""
+    simulated ranks, compares bit for bit, and takes seconds even for small models; `"off"` checks
+    nothing. See docs/writing-passes.md."""
     agreement: bool | Literal["first"] = True
     """Before its first run, compare a graph's collectives between ranks; before each later run,
     check that all ranks run the same graph; `"first"` only does the former, `False` neither. Passes

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
 import torch
@@ -36,7 +36,7 @@ from zpasses.option_values import build_dataclass, format_value
 from zpasses.pipeline.simulation import load_simulation_check
 from zpasses.ranks.vote import has_other_ranks
 
-__all__ = ["Level", "Pass", "PassRecord", "Pipeline", "catalogue", "run_passes"]
+__all__ = ["Level", "Pass", "PassRecord", "Pipeline", "Verify", "catalogue", "run_passes"]
 
 log = logging.getLogger("zpasses")
 
@@ -227,18 +227,23 @@ class Pipeline(compat.CustomGraphPass):
 
 
 # --- running --------------------------------------------------------------------------------------
+Verify = Literal["off", "static", "simulate"]
+"""How graphs are checked after each pass."""
+
+
 def run_passes(
     graph: fx.Graph,
     passes: Iterable[Pass],
     *,
     observe: Callable[[PassRecord, fx.Graph], None] | None = None,
-    simulate: bool = False,
+    verify: Verify = "static",
 ) -> list[PassRecord]:
     """Run passes on a graph in place, and verify the graph after each.
 
     Args:
-        simulate: also run the graph before and after each pass on simulated ranks, and compare.
         observe: called after each pass with its record and the graph.
+        verify: "simulate" also runs the graph before and after each pass on simulated ranks, and
+            compares. "off" checks nothing.
 
     Raises:
         PassError: if a pass raises or leaves an invalid graph. The message names the pass, and the
@@ -249,12 +254,14 @@ def run_passes(
     before = _Totals.of(graph)
     snapshot: PreviousGraph | None = None
     for each in passes:
-        snapshot = snapshot or PreviousGraph(graph)
-        simulation = load_simulation_check(graph) if simulate and each.is_simulatable() else None
+        if verify != "off":
+            snapshot = snapshot or PreviousGraph(graph)
+        simulates = verify == "simulate" and each.is_simulatable()
+        simulation = load_simulation_check(graph) if simulates else None
         started = time.perf_counter()
         changes = _rewrite(each, graph)
         rewritten = time.perf_counter()
-        if changes:
+        if changes and snapshot is not None:
             check(
                 graph,
                 snapshot,
@@ -265,10 +272,10 @@ def run_passes(
             if simulation is not None:
                 simulation(graph, each.name, each.reorders_sums)
             snapshot = None
-        else:
+        elif snapshot is not None:
             check_unchanged(graph, snapshot, each.name)
-            if each.warn_if_unchanged:
-                log.warning("pass %s changed nothing", each)
+        if not changes and each.warn_if_unchanged:
+            log.warning("pass %s changed nothing", each)
         after = _Totals.of(graph) if changes else before
         records.append(
             PassRecord(

@@ -23,7 +23,7 @@ from torch import fx
 from zpasses.errors import AgreementError, PassError
 from zpasses.graph.nodes import collectives_by_group
 from zpasses.pipeline.bisect import Trial
-from zpasses.pipeline.pipeline import Pass, PassRecord, Pipeline, run_passes
+from zpasses.pipeline.pipeline import Pass, PassRecord, Pipeline, Verify, run_passes
 from zpasses.ranks.agreement import digest
 from zpasses.ranks.vote import has_other_ranks
 
@@ -203,17 +203,17 @@ def run_recorded_passes(
     graph: fx.Graph,
     passes: Sequence[Pass],
     *,
-    simulate: bool = False,
+    verify: Verify = "static",
 ) -> list[PassRecord]:
     """Run passes on a graph as `run_passes` does, and report each to the recorder.
 
     Args:
         graph_name: name of the graph in records, such as "forward".
         level: value of the `Level` of the passes.
-        simulate: as for `run_passes`.
+        verify: as for `run_passes`.
     """
     if not recorder:
-        return run_passes(graph, passes, simulate=simulate)
+        return run_passes(graph, passes, verify=verify)
     recorder.before(graph_name, level, graph)
     ran = 0
 
@@ -224,7 +224,7 @@ def run_recorded_passes(
 
     token = _notes.set([])
     try:
-        return run_passes(graph, passes, observe=observe, simulate=simulate)
+        return run_passes(graph, passes, observe=observe, verify=verify)
     except (PassError, AgreementError) as error:
         recorder.failed(graph_name, level, passes[ran], error, graph, _take_notes())
         raise

@@ -22,7 +22,7 @@ from zpasses.errors import AgreementError, OptionError, ZpassesError
 from zpasses.graph.nodes import nbytes
 from zpasses.graph.ops import REDUCE_GRAD
 from zpasses.graph.tags import Reduction, Tag, add_tag
-from zpasses.pipeline.pipeline import Level, Pipeline
+from zpasses.pipeline.pipeline import Level, Pipeline, Verify
 from zpasses.pipeline.recorder import Recorders, run_recorded_passes
 from zpasses.ranks.agreement import compare_collectives
 from zpasses.ranks.vote import is_reported, report_failure, vote
@@ -99,10 +99,10 @@ class GraphLowering:
         codegen: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
         recorder: Recorders | None = None,
         *,
-        simulate: bool = False,
+        verify: Verify = "static",
     ) -> None:
         self._pipeline, self._codegen, self._recorder = pipeline, codegen, recorder or Recorders()
-        self._simulate = simulate
+        self._verify: Verify = verify
         self._code: dict[Any, Callable[[list[Any]], Any]] = {}
         try:
             self.text = str(pipeline) if Pipeline.parse(str(pipeline)) == pipeline else ""
@@ -132,7 +132,7 @@ class GraphLowering:
                     level.value,
                     gm.graph,
                     self._pipeline.at(level),
-                    simulate=self._simulate,
+                    verify=self._verify,
                 )
             gm.recompile()
             code = self._codegen(gm, fakes)

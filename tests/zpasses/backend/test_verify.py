@@ -57,6 +57,16 @@ class Admits(Reassociates):
     reorders_sums: ClassVar[bool] = True
 
 
+@dataclass(frozen=True)
+class HidesItsChanges(Sums):
+    """Returns 0, which the static checks refuse."""
+
+    name: ClassVar[str] = "hides-its-changes"
+
+    def rewrite(self, graph):
+        return super().rewrite(graph) * 0
+
+
 class Model(nn.Module):
     def __init__(self, rows=5):
         super().__init__()
@@ -105,6 +115,14 @@ def test_option_changes_the_run():
             step(broken, mesh=mesh)
 
 
+def test_off_checks_nothing():
+    broken = pipeline("zero3", HidesItsChanges())
+    with fake_world(2) as mesh:
+        step(broken, mesh=mesh, verify="off")
+        with pytest.raises(Refused, match="'hides-its-changes'"):
+            step(broken, mesh=mesh, verify="static")
+
+
 def test_rounding_must_be_equal_unless_the_pass_reorders_sums():
     with fake_world(2) as mesh:
         step(pipeline("zero3", Admits()), mesh=mesh)
@@ -151,8 +169,9 @@ def test_graph_that_cannot_be_simulated_is_an_error_that_says_so():
             compiled(torch.eye(4))
 
 
-def test_verify_is_static_or_simulate():
-    with fake_world(1) as mesh, pytest.raises(Refused, match="expected 'static' or 'simulate'"):
+def test_other_values_are_refused():
+    expected = "expected 'off' or 'static' or 'simulate'"
+    with fake_world(1) as mesh, pytest.raises(Refused, match=expected):
         step("zero3", mesh=mesh, verify="never")
 
 

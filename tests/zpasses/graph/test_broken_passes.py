@@ -812,7 +812,7 @@ def test_only_simulation_finds(broken):
     graph = graphs.get(broken.__name__, lowered)
     run_passes(graph().graph, [Do(broken)])
     with pytest.raises(PassError, match=r"pass 'broken': on simulated ranks, .*elements differ"):
-        run_passes(graph().graph, [Do(broken)], simulate=True)
+        run_passes(graph().graph, [Do(broken)], verify="simulate")
 
 
 @pytest.mark.parametrize("graph", [dialect, lowered, coalesced, flat, in_place, out_of_place])
@@ -821,7 +821,7 @@ def test_harmless_pass_is_accepted_and_simulated(graph):
         first, *rest = outputs(graph)
         return_(graph, [before(graph.output_node()).call(aten.clone.default, first), *rest])
 
-    assert run_passes(graph().graph, [Do(copy_first_output)], simulate=True)[0].changes == 1
+    assert run_passes(graph().graph, [Do(copy_first_output)], verify="simulate")[0].changes == 1
 
 
 def test_table_holds_what_was_missed_and_more():
