@@ -85,12 +85,16 @@ class CurrentGraph(GraphVersion):
     def __init__(self, graph: fx.Graph) -> None:
         self.nodes = tuple(graph.nodes)
         self._graph = graph
+        self._records: dict[fx.Node, NodeRecord] = {}
 
     def __contains__(self, node: fx.Node) -> bool:
         return node.graph is self._graph and not compat.is_erased(node)
 
     def record(self, node: fx.Node) -> NodeRecord:
-        return _record(node)
+        found = self._records.get(node)
+        if found is None:
+            found = self._records[node] = _record(node)
+        return found
 
     def users(self, node: fx.Node) -> Sequence[fx.Node]:
         return list(node.users)
