@@ -25,4 +25,5 @@ class CaseResult:
 class StressConfig:
     ranks: tuple[int, ...] = (2, 3)
     limit_s: float = 5.0
+    jobs: int = 4
     scratch: Path | None = None

@@ -9,7 +9,9 @@ from __future__ import annotations
 import random
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from zpasses.testing.ranks import Outcome, run_in_fresh_ranks
@@ -76,14 +78,23 @@ def draw(seed: int, ranks: Iterable[int], limit_s: float, scratch: str = "") -> 
 
 
 def run(seeds: Iterable[int], config: StressConfig) -> Iterator[CaseResult]:
-    """Run one case per seed."""
-    for seed in seeds:
-        with tempfile.TemporaryDirectory(prefix="zpasses-fault-", dir=config.scratch) as scratch:
-            program = draw(seed, config.ranks, config.limit_s, scratch)
-            yield _case(seed, program)
+    """Run one case per seed. Most of a case is waiting, so several run at a time."""
+    with ThreadPoolExecutor(config.jobs) as pool:
+        running: deque[Future[CaseResult]] = deque()
+        for seed in seeds:
+            running.append(pool.submit(_case, seed, config))
+            if len(running) == config.jobs:
+                yield running.popleft().result()
+        for each in running:
+            yield each.result()
 
 
-def _case(seed: int, program: Program) -> CaseResult:
+def _case(seed: int, config: StressConfig) -> CaseResult:
+    with tempfile.TemporaryDirectory(prefix="zpasses-fault-", dir=config.scratch) as scratch:
+        return _run_program(seed, draw(seed, config.ranks, config.limit_s, scratch))
+
+
+def _run_program(seed: int, program: Program) -> CaseResult:
     started, fault = time.monotonic(), program.fault
     silent = fault.kind == "stop"
     # Compiles on loaded cores come on top of the waiting.

@@ -32,19 +32,19 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks.vote import exchange
 from zpasses.sdma.platform import Platform, SideStream, node_name
+from zpasses.sdma.refusals import (
+    Answer,
+    first_refusal,
+    placement_obstacle,
+    refusal_in,
+    run_with_timeout,
+)
 from zpasses.sdma.routes import (
     Route,
     SideStreamWork,
     gathered_shape,
     raise_if_capturing,
     resolve_contiguous,
-)
-from zpasses.sdma.vote import (
-    Answer,
-    first_refusal,
-    placement_obstacle,
-    refusal_in,
-    run_with_timeout,
 )
 
 __all__ = [

@@ -14,19 +14,19 @@ from torch import Tensor
 
 from zpasses import compat
 from zpasses.sdma.platform import Platform, node_name
+from zpasses.sdma.refusals import (
+    Answer,
+    first_refusal,
+    placement_obstacle,
+    refusal_in,
+    run_with_timeout,
+)
 from zpasses.sdma.routes import (
     Route,
     SideStreamWork,
     gathered_shape,
     raise_if_capturing,
     resolve_contiguous,
-)
-from zpasses.sdma.vote import (
-    Answer,
-    first_refusal,
-    placement_obstacle,
-    refusal_in,
-    run_with_timeout,
 )
 
 __all__ = ["SymmRoute", "probe", "start", "unavailable_reason"]

@@ -170,8 +170,8 @@ def on_one_device():
     import zpasses
     from zpasses.ranks.vote import exchange
     from zpasses.sdma.platform import platform_of
+    from zpasses.sdma.refusals import placement_obstacle
     from zpasses.sdma.symm_route import SymmRoute, probe
-    from zpasses.sdma.vote import placement_obstacle
 
     torch.cuda.set_device(0)
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
