@@ -1,4 +1,4 @@
-"""Run Python programs in processes that fork from the server of tests/ranks.py.
+"""Run Python programs in processes that fork from the server of `zpasses.testing.ranks`.
 
 A new interpreter imports torch and its compilers for seconds; a fork has them already. A test of
 what a program does runs forks. A test of how a user starts the program runs `subprocess`.
@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import spawner
+from zpasses.testing.ranks.pool import spawner
 
 __all__ = ["ForkedPython", "forked_or_started", "forked_subprocess", "run_program"]
 

@@ -25,11 +25,10 @@ from click.testing import CliRunner
 from torch import nn
 
 import zpasses
-from tests.ranks import run_on_ranks
 from tests.zpasses.inspect.real import real_dump
 from zpasses import Pass, Pipeline
 from zpasses.pipeline.pipeline import catalogue
-from zpasses.testing import capture_graphs, listing
+from zpasses.testing import capture_graphs, listing, run_on_ranks
 from zpasses.tools.cli.main import cli
 
 ROOT = Path(__file__).parents[1]

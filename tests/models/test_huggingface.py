@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import zpasses
-from tests.ranks import run_on_ranks, world_mesh
+from zpasses.testing import run_on_ranks, world_mesh
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.processes

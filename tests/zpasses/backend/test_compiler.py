@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import zpasses
-from tests.ranks import run_on_ranks, world_mesh
 from zpasses.graph.nodes import collectives
 from zpasses.pipeline.observers import observe_graphs
+from zpasses.testing import run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
 
@@ -139,7 +139,7 @@ def test_training_equals_the_unsharded_model(stage):
     ],
 )
 def test_training_through_inductor_equals_the_unsharded_model_on_three_ranks(stage):
-    run_on_ranks(_trains, {"zero_stage": stage}, depth=1, fullgraph=True, ranks=3, timeout=240)
+    run_on_ranks(_trains, {"zero_stage": stage}, depth=1, fullgraph=True, ranks=3, timeout_s=240)
 
 
 def test_the_unlowered_dialect_trains_as_well():
@@ -165,7 +165,7 @@ def test_dynamic_batch_and_sequence_need_one_graph():
 @pytest.mark.inductor
 def test_dynamic_shapes_through_inductor():
     shapes = ((2, 5), (4, 7), (3, 9))
-    joints = run_on_ranks(_trains, {}, depth=1, dynamic=True, shapes=shapes, timeout=240)[0]
+    joints = run_on_ranks(_trains, {}, depth=1, dynamic=True, shapes=shapes, timeout_s=240)[0]
     assert len(joints) == 1
 
 

@@ -5,8 +5,8 @@ ranks.
 import pytest
 import torch
 
-from tests.ranks import run_on_ranks
 from zpasses import compat
+from zpasses.testing import run_on_ranks
 from zpasses.testing.fake_mori import Settings, installed
 
 DTYPES = [

@@ -7,10 +7,9 @@ import contextlib
 import pytest
 import torch
 
-from tests.ranks import run_on_ranks
 from zpasses import compat
 from zpasses.sdma import symm_route
-from zpasses.testing import fake_world
+from zpasses.testing import fake_world, run_on_ranks
 
 wait = torch.ops._c10d_functional.wait_tensor
 

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import zpasses
-from tests.ranks import run_on_ranks, world_mesh
 from tests.zpasses.models import (
     Odd,
     assert_same,
@@ -21,6 +20,7 @@ from tests.zpasses.models import (
     with_integer_weights,
 )
 from zpasses.sharding.module import GatheredCopy
+from zpasses.testing import run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
 

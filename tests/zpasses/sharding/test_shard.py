@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zpasses
-from tests.ranks import run_on_ranks, world_mesh
 from tests.zpasses.models import (
     Odd,
     Tied,
@@ -30,6 +29,7 @@ from tests.zpasses.models import (
     reference_gradients,
     with_integer_weights,
 )
+from zpasses.testing import run_on_ranks, world_mesh
 
 
 @pytest.fixture
