@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from zpasses.graph.ops import rows_per_rank
+from zpasses.pipeline.pipeline import Pass, Pipeline
 from zpasses.testing.capture import trace_joint
+from zpasses.testing.steps import run_pipeline
 from zpasses.testing.worlds import fake_world
 
 __all__ = ["JointRecipe", "ParamSpec", "joint_graph"]
@@ -120,3 +122,23 @@ class JointRecipe:
             with fake_world(self.world_size, rank):
                 graphs.append(joint_graph(self.params, interleaved=self.interleaved))
         return graphs
+
+    def run_pipeline(
+        self, pipeline: Pipeline | Pass | str
+    ) -> tuple[list[fx.GraphModule], list[fx.GraphModule]]:
+        """Trace the graph of each rank, and run a pipeline on a copy of it, as that rank. Call it
+        outside of any world.
+
+        Returns:
+            The graphs before and after, for `assert_equal_bits`.
+
+        Raises:
+            PassError: if a pass raises or leaves an invalid graph.
+            OptionError: if the text is not a pipeline.
+        """
+        before, after = [], []
+        for rank in range(self.world_size):
+            with fake_world(self.world_size, rank):
+                before.append(joint_graph(self.params, interleaved=self.interleaved))
+                after.append(run_pipeline(before[-1], pipeline).graph)
+        return before, after

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import shlex
 import sys
@@ -106,8 +107,8 @@ def capture_step() -> Iterator[Callable[..., Any]]:
     the captured, joint, forward and backward graphs before and after the passes.
     """
     testing = importlib.import_module("zpasses.testing")
-    yield testing.capture_graphs
-    _reset_compiler()
+    with _compiler():
+        yield testing.capture_graphs
 
 
 @pytest.fixture
@@ -139,13 +140,22 @@ def simulate_ranks() -> Iterator[Callable[..., Any]]:
         testing.assert_step_equals_reference(captures, seed=seed)
         return captures
 
-    yield simulate
-    _reset_compiler()
+    with _compiler():
+        yield simulate
 
 
-def _reset_compiler() -> None:
-    """Compiled code of this test must not serve the next."""
-    importlib.import_module("torch").compiler.reset()
+@contextlib.contextmanager
+def _compiler() -> Iterator[None]:
+    """Keep torch's structured trace, which has thousands of lines, out of the logs that pytest
+    shows for a failed test. Afterwards forget what was compiled.
+    """
+    trace = logging.getLogger("torch.__trace")
+    propagated, trace.propagate = trace.propagate, False
+    try:
+        yield
+    finally:
+        trace.propagate = propagated
+        importlib.import_module("torch").compiler.reset()
 
 
 # --- listings -------------------------------------------------------------------------------------

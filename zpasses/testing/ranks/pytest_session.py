@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,8 @@ def run_below_pytest(host: PytestHost, calls: Callable[[], None]) -> None:
     for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
         os.environ.pop(name, None)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    # Markers are registered in the project's session, which warns about unknown ones.
+    warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)
     session = _Session(host, calls)
     code = pytest.main(arguments, plugins=[session])
     if not session.ran:
