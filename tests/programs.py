@@ -1,4 +1,4 @@
-"""Run Python programs in processes that fork from the server of tests/ranks.py.
+"""Run Python programs in processes that fork from the server of `zpasses.testing.ranks`.
 
 A new interpreter imports torch and its compilers for seconds; a fork has them already. A test of
 what a program does runs forks. A test of how a user starts the program runs `subprocess`.
@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import spawner
+from zpasses.testing.ranks.pool import spawner
 
 __all__ = ["ForkedPython", "forked_or_started", "forked_subprocess", "run_program"]
 
@@ -51,6 +51,7 @@ class ForkedPython:
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
         start_new_session: bool = True,
+        daemon: bool = True,
     ) -> None:
         executable, *words = map(str, command)
         assert executable == sys.executable
@@ -59,7 +60,9 @@ class ForkedPython:
         assert start_new_session
         environment = dict(os.environ if env is None else env)
         self._process = spawner.Process(
-            target=_run, args=(words, environment, str(cwd or Path.cwd()), stdout.name), daemon=True
+            target=_run,
+            args=(words, environment, str(cwd or Path.cwd()), stdout.name),
+            daemon=daemon,
         )
         self._process.start()
         self.pid = self._process.pid
@@ -91,10 +94,14 @@ class forked_subprocess:
 
 
 def run_program(
-    *command: object, ranks: int | None = None, timeout: float = 200
+    *command: object,
+    ranks: int | None = None,
+    timeout: float = 200,
+    cwd: Path | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run `python COMMAND...` in one process, or in `ranks` processes with the environment
-    variables of torchrun.
+    variables of torchrun. `variables` are added to the environment.
 
     Returns the result of each process. `stdout` holds standard output and standard error.
     """
@@ -104,7 +111,7 @@ def run_program(
     with tempfile.TemporaryDirectory(prefix="programs-") as folder:
         started = []
         for rank in range(ranks or 1):
-            variables = ranks and {
+            of_rank = ranks and {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(ranks),
@@ -115,7 +122,13 @@ def run_program(
             }
             with open(Path(folder, f"{rank}.log"), "w") as log:
                 started.append(
-                    ForkedPython(arguments, stdout=log, env={**os.environ, **(variables or {})})
+                    ForkedPython(
+                        arguments,
+                        stdout=log,
+                        env={**os.environ, **(variables or {}), **(of_rank or {})},
+                        cwd=cwd,
+                        daemon=False,  # it may start processes; it is killed below
+                    )
                 )
         try:
             for each in started:
@@ -142,6 +155,7 @@ def _run(words: list[str], environment: dict[str, str], cwd: str, log: str) -> N
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
+    sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
     if words[0] == "-m":
         sys.argv = words[1:]

@@ -7,6 +7,7 @@ resolved, and of other commands only `--help` is run, which must know the docume
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import io
 import itertools
@@ -25,11 +26,10 @@ from click.testing import CliRunner
 from torch import nn
 
 import zpasses
-from tests.ranks import run_on_ranks
 from tests.zpasses.inspect.real import real_dump
 from zpasses import Pass, Pipeline
 from zpasses.pipeline.pipeline import catalogue
-from zpasses.testing import capture_graphs, listing
+from zpasses.testing import capture_graphs, listing, run_on_ranks
 from zpasses.tools.cli.main import cli
 
 ROOT = Path(__file__).parents[1]
@@ -206,7 +206,7 @@ def commands():
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules.*:RuntimeWarning")
 @pytest.mark.parametrize("command", commands())
-def test_documented_commands_exist(command):
+def test_documented_commands_exist(command, pytestconfig):
     program, *words = shlex.split(command)
     for option, value in itertools.pairwise(words):
         if option == "--pipeline":
@@ -219,8 +219,12 @@ def test_documented_commands_exist(command):
     elif program == "pip":
         assert words[0] == "install"
         assert "." in words, "the documentation installs only this project"
-    elif program in ("sh", "pytest"):
+    elif program == "sh":
         assert (ROOT / words[0]).exists()
+    elif program == "pytest":
+        for word in words:
+            option = word.startswith("--") and word[2:].replace("-", "_")
+            assert option in vars(pytestconfig.option) if option else (ROOT / word).exists(), word
     elif program == "zpasses":
         _check_zpasses(words)
     else:
@@ -257,14 +261,22 @@ def _check_python(words):
 
 def _help_of(program, subcommand):
     """Its help text. It runs in this process, because a new one would import torch first."""
-    run = runpy.run_path if program.endswith(".py") else runpy.run_module
+    path = program if program.endswith(".py") else _file_of(program)
     argv = [program, *subcommand, "--help"]
     output = io.StringIO()
     quiet = contextlib.redirect_stdout(output)
     with mock.patch.object(sys, "argv", argv), quiet, pytest.raises(SystemExit) as end:
-        run(program, run_name="__main__")
+        runpy.run_path(path, run_name="__main__")
     assert not end.value.code
     return output.getvalue()
+
+
+def _file_of(module):
+    """The file that `python -m` runs. runpy.run_module cannot run what pytest's hook imports."""
+    spec = importlib.util.find_spec(module)
+    if spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{module}.__main__")
+    return spec.origin
 
 
 # --- links and names ------------------------------------------------------------------------------

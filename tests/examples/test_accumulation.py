@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_on_ranks
+from zpasses.testing import run_on_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.processes
@@ -34,5 +34,5 @@ def _grad_cache():
 
 def test_cached_loss_of_sentence_transformers_trains_like_the_unsharded_model():
     pytest.importorskip("sentence_transformers")
-    for ours, plain in run_on_ranks(_grad_cache, timeout=240):
+    for ours, plain in run_on_ranks(_grad_cache, timeout_s=240):
         assert ours == pytest.approx(plain, rel=1e-4)

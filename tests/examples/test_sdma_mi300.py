@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.programs import run_program
-from tests.ranks import run_on_ranks
+from zpasses.testing import run_on_ranks
 from zpasses.testing.fake_mori import installed
 
 FOLDER = Path(__file__).parents[2] / "examples" / "sdma_mi300"

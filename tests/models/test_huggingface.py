@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import zpasses
-from tests.ranks import run_on_ranks, world_mesh
+from zpasses.testing import run_on_ranks, world_mesh
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.processes
@@ -133,16 +133,6 @@ def _compare_gradients(model, plain):
         )
 
 
-def _trains_compiled(name, stage):
-    plain = _build(name)
-    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
-    _train(
-        plain,
-        torch.compile(model, backend="zpasses", options={"zero_stage": stage, "codegen": "eager"}),
-        model,
-    )
-
-
 other_stage = pytest.mark.slow(quick="the other stage of the same model")
 
 
@@ -158,19 +148,23 @@ other_stage = pytest.mark.slow(quick="the other stage of the same model")
         ("mixtral", 3),
     ],
 )
+@pytest.mark.ranks(2, timeout_s=120)
 def test_training_equals_the_unsharded_one(name, stage):
-    run_on_ranks(_trains_compiled, name, stage)
-
-
-def _trains_eagerly(name):
     plain = _build(name)
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
-    _train(plain, model, model, steps=2)
+    _train(
+        plain,
+        torch.compile(model, backend="zpasses", options={"zero_stage": stage, "codegen": "eager"}),
+        model,
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.ranks(2, timeout_s=120)
 def test_eager_training_equals_the_unsharded_one(name):
-    run_on_ranks(_trains_eagerly, name)
+    plain = _build(name)
+    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+    _train(plain, model, model, steps=2)
 
 
 def _captured_graphs():
@@ -190,7 +184,9 @@ def test_llama_is_captured_as_one_graph_and_compiled_once():
     assert run_on_ranks(_captured_graphs) == [["captured", "joint", "forward", "backward"]] * 2
 
 
-def _checkpoints(compiled):
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.ranks(2, timeout_s=120)
+def test_llama_with_gradient_checkpointing_equals_the_one_without(compiled):
     plain = _build("llama")
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -202,23 +198,15 @@ def _checkpoints(compiled):
     _train(plain, run, model, steps=2)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_llama_with_gradient_checkpointing_equals_the_one_without(compiled):
-    run_on_ranks(_checkpoints, compiled)
-
-
-def _generates(name):
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.ranks(2, timeout_s=120)
+def test_sharded_model_generates_the_same_text(name):
     plain = _build(name).eval()
     prompt = _tokens(0, 0)[:, :4]
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     expected = plain.generate(prompt, **options)
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
     assert torch.equal(model.generate(prompt, **options), expected)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_sharded_model_generates_the_same_text(name):
-    run_on_ranks(_generates, name)
 
 
 def _saves_and_loads(name, folder):

@@ -6,16 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.foreign import already_sharded, simple_fsdp
-from tests.graphs import (
-    Param,
-    assert_step_equals_reference,
-    expect_listing,
-    few_examples,
-    for_each_world_size,
-    joint,
-    param_lists,
-    rewritten,
-)
+from tests.graphs import Param, expect_listing, few_examples, for_each_world_size, joint, rewritten
 from zpasses import OptionError, Pipeline
 from zpasses.cost.collective_moves import MemoryCurve, movable_gathers, movable_reductions
 from zpasses.cost.target import TARGETS, Target, use_target
@@ -29,12 +20,14 @@ from zpasses.runtime.forward_variants import gather_ids, param_slots
 from zpasses.testing import (
     assert_deterministic,
     assert_equal_bits,
+    assert_step_equals_reference,
     capture_graphs,
     fake_world,
     listing,
     random_inputs,
     trace_joint,
 )
+from zpasses.testing.strategies import param_lists
 
 MODES = ("coalesced", "flat")
 FORMS = ("reduce_scatter", "all_reduce")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import zpasses
-from tests.ranks import run_in_fresh_ranks, run_on_ranks, world_mesh
+from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 
 LAYERS = 4
 UNMERGED = {
@@ -100,7 +100,7 @@ def all_cases():
 @pytest.mark.processes
 @pytest.mark.inductor
 def test_stages_train_like_the_unsharded_model_with_fewer_collectives():
-    outcomes = run_in_fresh_ranks(all_cases, timeout=280, env={"TORCH_FR_BUFFER_SIZE": "20000"})
+    outcomes = run_in_fresh_ranks(all_cases, timeout_s=280, env={"TORCH_FR_BUFFER_SIZE": "20000"})
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     first, second = (outcome.result for outcome in outcomes)
     assert first == second

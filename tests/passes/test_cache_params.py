@@ -2,14 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.graphs import (
-    Param,
-    assert_step_equals_reference,
-    expect_listing,
-    for_each_world_size,
-    joint,
-    rewritten,
-)
+from tests.graphs import Param, expect_listing, for_each_world_size, joint, rewritten
 from zpasses import Level, Pipeline
 from zpasses.graph.nodes import collectives
 from zpasses.graph.tags import tagged
@@ -17,6 +10,7 @@ from zpasses.passes import ZERO2, CacheParams, GatherParams, MergeReads, ReduceG
 from zpasses.runtime.forward_variants import ForwardVariant, build_forward_variant, param_slots
 from zpasses.testing import (
     assert_equal_bits,
+    assert_step_equals_reference,
     capture_graphs,
     capture_ranks,
     fake_world,

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from tests.flattening import CUDA, assert_same_flat, flatten, move, rewritten, trace
 from tests.graphs import WORLD_SIZES, expect_listing, few_examples
-from tests.ranks import run_on_ranks
 from zpasses import AgreementError, OptionError, PassError
 from zpasses.cost import device_memory
 from zpasses.graph.flatten_patterns import find_flattenings
@@ -18,7 +17,7 @@ from zpasses.graph.nodes import collectives
 from zpasses.passes import FlattenOnDevice
 from zpasses.passes.flatten_on_device import TIER_DECISION_KEY
 from zpasses.ranks.vote import vote_timeout
-from zpasses.testing import assert_deterministic, fake_world, listing
+from zpasses.testing import assert_deterministic, fake_world, listing, run_on_ranks
 
 PLAIN = FlattenOnDevice(tier="plain")
 DISTRIBUTED = FlattenOnDevice(tier="distributed", group="0", replicated=True)

@@ -10,12 +10,12 @@ from tests.graphs import (
     few_examples,
     for_each_world_size,
     joint,
-    param_lists,
 )
 from zpasses.graph.nodes import collectives
 from zpasses.graph.tags import tagged
 from zpasses.passes import GatherParams
 from zpasses.testing import assert_deterministic, fake_world, listing, trace_joint
+from zpasses.testing.strategies import param_lists
 
 BF16 = torch.bfloat16
 

@@ -12,8 +12,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.foreign import already_sharded, simple_fsdp
-from tests.graphs import assert_step_equals_reference
-from tests.ranks import run_on_ranks
 from zpasses import Level, Pass, Pipeline
 from zpasses.graph.nodes import collectives
 from zpasses.passes import (
@@ -24,7 +22,13 @@ from zpasses.passes import (
     ReshardAfterForward,
     Sdma,
 )
-from zpasses.testing import capture_graphs, copy_graph, fake_world
+from zpasses.testing import (
+    assert_step_equals_reference,
+    capture_graphs,
+    copy_graph,
+    fake_world,
+    run_on_ranks,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated", "ignore:dynamo_pgo")
 

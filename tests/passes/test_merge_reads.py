@@ -10,7 +10,6 @@ from tests.graphs import (
     few_examples,
     for_each_world_size,
     joint,
-    param_lists,
     rewritten,
 )
 from zpasses.graph.nodes import calls
@@ -18,6 +17,7 @@ from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
 from zpasses.graph.tags import tag_of
 from zpasses.passes import MergeReads
 from zpasses.testing import assert_deterministic, capture_graphs, fake_world, listing, trace_joint
+from zpasses.testing.strategies import param_lists
 
 
 def counts(gm):

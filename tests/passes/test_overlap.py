@@ -4,14 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.foreign import already_sharded, simple_fsdp
-from tests.graphs import (
-    Param,
-    assert_step_equals_reference,
-    few_examples,
-    joint,
-    param_lists,
-    rewritten,
-)
+from tests.graphs import Param, few_examples, joint, rewritten
 from zpasses import OptionError, Pipeline
 from zpasses.graph.nodes import collective_of, collectives, is_wait
 from zpasses.graph.tags import tag_of
@@ -21,6 +14,7 @@ from zpasses.passes.overlap import Overlap
 from zpasses.testing import (
     assert_deterministic,
     assert_equal_bits,
+    assert_step_equals_reference,
     capture_graphs,
     capture_ranks,
     fake_world,
@@ -28,6 +22,7 @@ from zpasses.testing import (
     random_inputs,
     trace_joint,
 )
+from zpasses.testing.strategies import param_lists
 
 ROOMY = "1GiB"
 PARAMS = [Param((4, 2)), Param((6, 2)), Param((8, 2))]

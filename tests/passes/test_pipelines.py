@@ -2,17 +2,19 @@ import pytest
 import torch
 from torch import nn
 
-from tests.graphs import (
-    assert_step_equals_reference,
-    for_each_world_size,
-    saved_for_backward,
-)
+from tests.graphs import for_each_world_size, saved_for_backward
 from zpasses import Pipeline
 from zpasses.graph.nodes import collectives, nbytes, value_of
 from zpasses.graph.tags import tagged
 from zpasses.passes import ZERO1, ZERO2, ZERO3, Bucket, GatherParams, ReduceGrads
 from zpasses.pipeline.pipeline import catalogue, run_passes
-from zpasses.testing import capture_graphs, capture_ranks, fake_world, trace_joint
+from zpasses.testing import (
+    assert_step_equals_reference,
+    capture_graphs,
+    capture_ranks,
+    fake_world,
+    trace_joint,
+)
 
 X = torch.zeros(2, 6)
 

@@ -12,13 +12,13 @@ from tests.graphs import (
     few_examples,
     for_each_world_size,
     joint,
-    param_lists,
 )
 from zpasses import OptionError, Pipeline
 from zpasses.graph.nodes import collectives
 from zpasses.graph.tags import tagged
 from zpasses.passes import GatherParams, ReduceGrads
 from zpasses.testing import assert_deterministic, fake_world, listing, trace_joint
+from zpasses.testing.strategies import param_lists
 
 FORMS = ("reduce_scatter", "all_reduce")
 

@@ -7,12 +7,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.graphs import (
     Param,
-    assert_step_equals_reference,
     expect_listing,
     few_examples,
     for_each_world_size,
     joint,
-    param_lists,
     rewritten,
     saved_for_backward,
 )
@@ -24,6 +22,7 @@ from zpasses.pipeline.pipeline import Pipeline
 from zpasses.testing import (
     assert_deterministic,
     assert_equal_bits,
+    assert_step_equals_reference,
     capture_graphs,
     capture_ranks,
     fake_world,
@@ -31,6 +30,7 @@ from zpasses.testing import (
     random_inputs,
     trace_joint,
 )
+from zpasses.testing.strategies import param_lists
 
 X = torch.zeros(2, 6)
 LOWER = (GatherParams(), ReduceGrads("reduce_scatter"))

@@ -7,15 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.foreign import already_sharded, simple_fsdp
-from tests.graphs import (
-    Param,
-    assert_step_equals_reference,
-    drawn_examples,
-    few_examples,
-    joint,
-    param_lists,
-    rewritten,
-)
+from tests.graphs import Param, drawn_examples, few_examples, joint, rewritten
 from zpasses import OptionError, Pipeline, compat
 from zpasses.cost.step_time import step_time
 from zpasses.cost.target import Target, use_target
@@ -26,12 +18,14 @@ from zpasses.sdma.ops import SDMA_ALL_GATHER_OUT
 from zpasses.testing import (
     assert_deterministic,
     assert_equal_bits,
+    assert_step_equals_reference,
     capture_graphs,
     capture_ranks,
     fake_world,
     listing,
     random_inputs,
 )
+from zpasses.testing.strategies import param_lists
 
 ALL = Sdma(min_mb=0.0, min_hidden=0.0)
 LOWER = (GatherParams(), ReduceGrads("reduce_scatter"), Overlap())

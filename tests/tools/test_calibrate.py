@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.programs import forked_or_started, run_program
-from tests.ranks import run_on_ranks
 from zpasses.cost.routes import calibrated_figures, route_figures
 from zpasses.cost.target import TARGETS
+from zpasses.testing import run_on_ranks
 from zpasses.testing.fake_mori import Settings, installed
 from zpasses.tools.calibrate import Sample, fit, main, write
 

@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed.checkpoint import load, save
 
 import zpasses
-from tests.ranks import run_in_fresh_ranks, run_on_ranks, world_mesh
 from tests.zpasses.models import assert_same, full_gradients, integers
 from zpasses import AgreementError, Level, Pass, Pipeline, compat
 from zpasses.runtime.windows import grad_state_of
+from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
 
@@ -193,7 +193,7 @@ QUICK_MATRIX = [
 )
 def test_every_window_gives_the_gradients_of_single_backwards_with_one_reduction(cells):
     outcomes = run_in_fresh_ranks(
-        _matrix, cells, env={"TORCH_FR_BUFFER_SIZE": "100000"}, timeout=280
+        _matrix, cells, env={"TORCH_FR_BUFFER_SIZE": "100000"}, timeout_s=280
     )
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     counts = outcomes[0].result
@@ -211,7 +211,7 @@ def test_every_window_gives_the_gradients_of_single_backwards_with_one_reduction
 
 @pytest.mark.inductor
 def test_windows_through_inductor():
-    run_on_ranks(_inductor, timeout=240)
+    run_on_ranks(_inductor, timeout_s=240)
 
 
 def _inductor():
@@ -416,7 +416,7 @@ def _fails_inside():
 
 def test_a_rank_that_fails_inside_a_graph_is_waited_for_a_limited_time():
     (seconds, _, lines), (_, raised, _) = (
-        outcome.result for outcome in run_in_fresh_ranks(_fails_inside, timeout=100)
+        outcome.result for outcome in run_in_fresh_ranks(_fails_inside, timeout_s=100)
     )
     assert raised == "inside"
     assert 2 < seconds < 15
@@ -494,7 +494,7 @@ def _late():
 
 
 def test_a_rank_that_never_comes_is_waited_for_a_limited_time():
-    said = run_in_fresh_ranks(_late, timeout=60)[0].result
+    said = run_in_fresh_ranks(_late, timeout_s=60)[0].result
     assert "rank 1 of group '0' did not reach the end of a window within 1 s" in said
 
 

@@ -83,6 +83,7 @@ from zpasses.compat.dynamo import (
     parameter_name,
     placeholder_source,
     trace_artifact,
+    warm_up_compilers,
 )
 from zpasses.compat.fake import (
     FakeTensor,
@@ -210,6 +211,7 @@ __all__ = [
     "trace_aten",
     "undonate_saved",
     "user_outputs",
+    "warm_up_compilers",
     "will_accumulate",
     "wrap_local",
 ]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from torch import fx
 from torch._dynamo import disable as _dynamo_disable
+from torch._dynamo.utils import counters
 from torch._guards import CompileContext
 
 __all__ = [
@@ -21,6 +24,7 @@ __all__ = [
     "parameter_name",
     "placeholder_source",
     "trace_artifact",
+    "warm_up_compilers",
 ]
 
 
@@ -108,3 +112,15 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
     )
+
+
+def warm_up_compilers() -> None:
+    """Imports the compilers and lets them prepare their patterns, so that forks of this process
+    compile at once. A machine without a C++ compiler is no error.
+    """
+    with contextlib.suppress(Exception), torch.no_grad():
+        # Forward only: autograd does not work in forks of a process that ran a backward.
+        torch.compile(torch.cos, backend="aot_eager")(torch.ones(2))
+        torch.compile(torch.sin)(torch.ones(2))
+    torch.compiler.reset()
+    counters.clear()

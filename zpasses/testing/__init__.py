@@ -9,40 +9,122 @@ A test of a pass:
             MyPass()(rewritten[-1].graph)  # verified by the runner
     assert_equal_bits(graphs, rewritten, random_inputs(graphs))  # real collectives on real tensors
 
+Or with the fixtures of the pytest plugin `zpasses.testing.plugin`, which every project that has
+zpasses installed can use. `run_on_ranks` and the marker `ranks` run code on real gloo ranks.
+
 `listing(graph)` prints a graph as short text for inline expectations. `trace_joint` makes a joint
 graph of a plain function in milliseconds. `simulate` raises if real ranks would hang, race or
 disagree.
+
+Public names are imported on first use, because pytest loads the plugin in every project, and an
+import of torch takes seconds.
 """
 
-from zpasses.graph.printer import listing
-from zpasses.testing.capture import (
-    StepCapture,
-    StepGraphs,
-    capture_graphs,
-    capture_ranks,
-    copy_graph,
-    trace_joint,
-)
-from zpasses.testing.compare import assert_deterministic, assert_equal_bits, random_inputs
-from zpasses.testing.semantics import SEMANTICS, Semantics
-from zpasses.testing.simulate import RankRun, SimulationError, simulate
-from zpasses.testing.worlds import fake_world
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zpasses.graph.printer import listing
+    from zpasses.testing.capture import (
+        StepCapture,
+        StepGraphs,
+        capture_graphs,
+        capture_ranks,
+        copy_graph,
+        trace_joint,
+    )
+    from zpasses.testing.compare import assert_deterministic, assert_equal_bits, random_inputs
+    from zpasses.testing.graphs import JointRecipe, ParamSpec, joint_graph
+    from zpasses.testing.ranks import (
+        Outcome,
+        RanksError,
+        run_in_fresh_ranks,
+        run_on_ranks,
+    )
+    from zpasses.testing.semantics import SEMANTICS, Semantics
+    from zpasses.testing.simulator import RankRun, SimulationError, simulate
+    from zpasses.testing.steps import (
+        PipelineRun,
+        StepRun,
+        assert_step_equals_reference,
+        run_pipeline,
+        simulate_step,
+    )
+    from zpasses.testing.worlds import fake_world, world_mesh
 
 __all__ = [
     "SEMANTICS",
+    "JointRecipe",
+    "Outcome",
+    "ParamSpec",
+    "PipelineRun",
     "RankRun",
+    "RanksError",
     "Semantics",
     "SimulationError",
     "StepCapture",
     "StepGraphs",
+    "StepRun",
     "assert_deterministic",
     "assert_equal_bits",
+    "assert_step_equals_reference",
     "capture_graphs",
     "capture_ranks",
     "copy_graph",
     "fake_world",
+    "joint_graph",
     "listing",
     "random_inputs",
+    "run_in_fresh_ranks",
+    "run_on_ranks",
+    "run_pipeline",
     "simulate",
+    "simulate_step",
     "trace_joint",
+    "world_mesh",
 ]
+
+_HOMES = {
+    "JointRecipe": "zpasses.testing.graphs",
+    "Outcome": "zpasses.testing.ranks",
+    "ParamSpec": "zpasses.testing.graphs",
+    "PipelineRun": "zpasses.testing.steps",
+    "RankRun": "zpasses.testing.simulator",
+    "RanksError": "zpasses.testing.ranks",
+    "SEMANTICS": "zpasses.testing.semantics",
+    "Semantics": "zpasses.testing.semantics",
+    "SimulationError": "zpasses.testing.simulator",
+    "StepCapture": "zpasses.testing.capture",
+    "StepGraphs": "zpasses.testing.capture",
+    "StepRun": "zpasses.testing.steps",
+    "assert_deterministic": "zpasses.testing.compare",
+    "assert_equal_bits": "zpasses.testing.compare",
+    "assert_step_equals_reference": "zpasses.testing.steps",
+    "capture_graphs": "zpasses.testing.capture",
+    "capture_ranks": "zpasses.testing.capture",
+    "copy_graph": "zpasses.testing.capture",
+    "fake_world": "zpasses.testing.worlds",
+    "joint_graph": "zpasses.testing.graphs",
+    "listing": "zpasses.graph.printer",
+    "random_inputs": "zpasses.testing.compare",
+    "run_in_fresh_ranks": "zpasses.testing.ranks",
+    "run_on_ranks": "zpasses.testing.ranks",
+    "run_pipeline": "zpasses.testing.steps",
+    "simulate": "zpasses.testing.simulator",
+    "simulate_step": "zpasses.testing.steps",
+    "trace_joint": "zpasses.testing.capture",
+    "world_mesh": "zpasses.testing.worlds",
+}
+"""The module of each name."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from zpasses.graph.nodes import collectives, value_of
 from zpasses.testing.capture import copy_graph
 from zpasses.testing.semantics import Semantics
-from zpasses.testing.simulate import RankRun, simulate
+from zpasses.testing.simulator import RankRun, simulate
 
 __all__ = ["assert_deterministic", "assert_equal_bits", "check_equal", "random_inputs"]
 

@@ -25,7 +25,7 @@ from zpasses.pipeline.simulation import PassCheck
 from zpasses.testing.capture import copy_graph
 from zpasses.testing.compare import check_equal, random_inputs
 from zpasses.testing.semantics import Semantics, reduce
-from zpasses.testing.simulate import simulate
+from zpasses.testing.simulator import simulate
 
 __all__ = ["start_simulation"]
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zpasses import compat
 
-__all__ = ["fake_world"]
+__all__ = ["fake_world", "world_mesh"]
 
 
 @contextlib.contextmanager
@@ -45,3 +45,12 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[DeviceMesh]:
         if dist.is_initialized():
             dist.destroy_process_group()
         compat.clear_sharding_prop_cache()
+
+
+def world_mesh() -> DeviceMesh:
+    """The one-dimensional CPU mesh over all ranks of this process's group. Call it on a rank.
+
+    Raises:
+        ValueError: if there is no process group.
+    """
+    return init_device_mesh("cpu", (dist.get_world_size(),))

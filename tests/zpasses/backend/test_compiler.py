@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import zpasses
-from tests.ranks import run_on_ranks, world_mesh
 from zpasses.graph.nodes import collectives
 from zpasses.pipeline.observers import observe_graphs
+from zpasses.testing import run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
 
@@ -139,7 +139,7 @@ def test_training_equals_the_unsharded_model(stage):
     ],
 )
 def test_training_through_inductor_equals_the_unsharded_model_on_three_ranks(stage):
-    run_on_ranks(_trains, {"zero_stage": stage}, depth=1, fullgraph=True, ranks=3, timeout=240)
+    run_on_ranks(_trains, {"zero_stage": stage}, depth=1, fullgraph=True, ranks=3, timeout_s=240)
 
 
 def test_the_unlowered_dialect_trains_as_well():
@@ -165,19 +165,16 @@ def test_dynamic_batch_and_sequence_need_one_graph():
 @pytest.mark.inductor
 def test_dynamic_shapes_through_inductor():
     shapes = ((2, 5), (4, 7), (3, 9))
-    joints = run_on_ranks(_trains, {}, depth=1, dynamic=True, shapes=shapes, timeout=240)[0]
+    joints = run_on_ranks(_trains, {}, depth=1, dynamic=True, shapes=shapes, timeout_s=240)[0]
     assert len(joints) == 1
 
 
-def _ranks_with_their_own_shapes():
+@pytest.mark.ranks(2, timeout_s=120)
+def test_a_single_rank_may_recompile_for_a_new_shape():
     reference, model = pair()
     step = torch.compile(model, backend="zpasses", options={**EAGER, "agreement_timeout_s": 20})
     rows = (2, 3, 2, 4) if dist.get_rank() == 0 else (2, 2, 2, 5)
     train_both(step, model, reference, [batches(1, (n, 5))[0] for n in rows])
-
-
-def test_a_single_rank_may_recompile_for_a_new_shape():
-    run_on_ranks(_ranks_with_their_own_shapes)
 
 
 def _inference(stage, codegen):
@@ -198,7 +195,8 @@ def test_inference_sees_the_current_weights(stage):
     run_on_ranks(_inference, stage, "eager")
 
 
-def _two_models():
+@pytest.mark.ranks(2, timeout_s=120)
+def test_several_sharded_models_in_one_process():
     first, second = pair(), pair(width=4)
     steps = [torch.compile(model, backend="zpasses", options=EAGER) for _, model in (first, second)]
     for step, (reference, model) in zip(steps, (first, second), strict=True):
@@ -214,10 +212,6 @@ def _two_models():
     torch.testing.assert_close(
         compiled(tokens), first[0](tokens) + second[0](tokens), rtol=1e-4, atol=1e-5
     )
-
-
-def test_several_sharded_models_in_one_process():
-    run_on_ranks(_two_models)
 
 
 def _two_groups():
@@ -270,7 +264,8 @@ class WritesToView(Writes):
         return x * self.weight
 
 
-def _writes():
+@pytest.mark.ranks(2, timeout_s=120)
+def test_a_model_that_writes_to_its_parameters_is_refused():
     model = torch.compile(
         zpasses.shard(Writes(), mesh=world_mesh()), backend="zpasses", options=EAGER
     )
@@ -281,10 +276,6 @@ def _writes():
     )
     with pytest.raises(Exception, match=r"writes to parameter weight \(zero_\).*would be lost"):
         model(torch.ones(4))
-
-
-def test_a_model_that_writes_to_its_parameters_is_refused():
-    run_on_ranks(_writes)
 
 
 def _gathers_run(stage):
@@ -335,31 +326,6 @@ def test_stage_3_gathers_in_every_forward():
     assert min(counts) > 0
 
 
-def _equal_after(edit):
-    reference, model = pair()
-    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
-    tokens = batches(1)[0]
-    loss_of(step, tokens)
-    other = Net()
-    if edit == "load_state_dict":
-        model.load_state_dict(other.state_dict())
-        reference.load_state_dict(other.state_dict())
-    elif edit == "assign":
-        model.scale = nn.Parameter(torch.tensor(7.0))
-        reference.scale = nn.Parameter(torch.tensor(7.0))
-    elif edit == "swap":  # what model.to does: the same parameters, other local tensors
-        model._apply(lambda tensor: tensor * 2)
-        reference._apply(lambda tensor: tensor * 2)
-    else:
-        with torch.no_grad():
-            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-                ours.mul_(0.5)
-                theirs.mul_(0.5)
-    torch.testing.assert_close(
-        loss_of(step, tokens), loss_of(reference, tokens), rtol=1e-4, atol=1e-5
-    )
-
-
 def _stepped_after_evaluation(optimizer, inference):
     """Run the model between backward and step. The parameters that this run gathers must not be
     used after the step.
@@ -389,7 +355,8 @@ def test_a_foreach_optimizer_step_invalidates_the_cache(inference):
     run_on_ranks(_stepped_after_evaluation, torch.optim.AdamW, inference)
 
 
-def _averaged_weights():
+@pytest.mark.ranks(2, timeout_s=120)
+def test_runs_without_gradients_follow_averages_of_weights():
     """Train a model only by weight averaging with foreach operations, which change no version
     counter.
     """
@@ -401,10 +368,6 @@ def _averaged_weights():
             torch.testing.assert_close(step(tokens), reference(tokens), rtol=1e-4, atol=1e-5)
             for net in (model, reference):
                 torch._foreach_mul_(list(net.parameters()), 0.5)
-
-
-def test_runs_without_gradients_follow_averages_of_weights():
-    run_on_ranks(_averaged_weights)
 
 
 def _evaluation_caches():
@@ -431,11 +394,34 @@ def test_evaluation_caches_parameters_that_an_optimizer_steps():
 
 
 @pytest.mark.parametrize("edit", ["load_state_dict", "assign", "swap", "in place"])
+@pytest.mark.ranks(2, timeout_s=120)
 def test_cached_parameters_follow_every_change_of_their_shards(edit):
-    run_on_ranks(_equal_after, edit)
+    reference, model = pair()
+    step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
+    tokens = batches(1)[0]
+    loss_of(step, tokens)
+    other = Net()
+    if edit == "load_state_dict":
+        model.load_state_dict(other.state_dict())
+        reference.load_state_dict(other.state_dict())
+    elif edit == "assign":
+        model.scale = nn.Parameter(torch.tensor(7.0))
+        reference.scale = nn.Parameter(torch.tensor(7.0))
+    elif edit == "swap":  # what model.to does: the same parameters, other local tensors
+        model._apply(lambda tensor: tensor * 2)
+        reference._apply(lambda tensor: tensor * 2)
+    else:
+        with torch.no_grad():
+            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                ours.mul_(0.5)
+                theirs.mul_(0.5)
+    torch.testing.assert_close(
+        loss_of(step, tokens), loss_of(reference, tokens), rtol=1e-4, atol=1e-5
+    )
 
 
-def _empty_shard():
+@pytest.mark.ranks(3, timeout_s=120)
+def test_a_rank_with_an_empty_shard_gathers_when_the_others_do():
     """Rank 2 of 3 holds no rows of a parameter with two rows, and must still gather when the others
     do.
     """
@@ -456,10 +442,6 @@ def _empty_shard():
             optimizer.zero_grad()
 
 
-def test_a_rank_with_an_empty_shard_gathers_when_the_others_do():
-    run_on_ranks(_empty_shard, ranks=3)
-
-
 class Gain(nn.Module):
     """Its backward needs only the gain, whose memory Inductor would reuse for the gradient."""
 
@@ -477,7 +459,8 @@ def _sharded_copy(reference, **options):
     return model, torch.compile(model, backend="zpasses", options={"zero_stage": 2, **options})
 
 
-def _cached_through_backward():
+@pytest.mark.ranks(2, timeout_s=120)
+def test_backward_does_not_overwrite_cached_parameters():
     for reference in (Gain(), Gain(frozen=True)):
         model, step = _sharded_copy(reference)
         x = torch.randn(8, 8)
@@ -491,11 +474,8 @@ def _cached_through_backward():
             assert_same_gradients(model, reference)
 
 
-def test_backward_does_not_overwrite_cached_parameters():
-    run_on_ranks(_cached_through_backward)
-
-
-def _convolutions():
+@pytest.mark.ranks(2, timeout_s=120)
+def test_variants_have_equal_strides_although_inductor_changes_them_for_convolutions():
     reference = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten()
     )
@@ -507,11 +487,8 @@ def _convolutions():
         assert_same_gradients(model, reference)
 
 
-def test_variants_have_equal_strides_although_inductor_changes_them_for_convolutions():
-    run_on_ranks(_convolutions)
-
-
-def _trains_after_inference_mode():
+@pytest.mark.ranks(2, timeout_s=120)
+def test_training_goes_on_after_inference_mode():
     model, step = _sharded_copy(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **EAGER)
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 4)
     for _ in range(2):
@@ -521,11 +498,8 @@ def _trains_after_inference_mode():
             step(x)
 
 
-def test_training_goes_on_after_inference_mode():
-    run_on_ranks(_trains_after_inference_mode)
-
-
-def _average_of_a_trained_model():
+@pytest.mark.ranks(2, timeout_s=120)
+def test_a_copied_model_has_an_empty_cache():
     """Copy a trained model. No optimizer steps the copy; only foreach operations write to it."""
     reference = nn.Linear(4, 4)
     model, step = _sharded_copy(reference, **EAGER)
@@ -541,10 +515,6 @@ def _average_of_a_trained_model():
                 torch._foreach_mul_(list(net.parameters()), 0.5)
 
 
-def test_a_copied_model_has_an_empty_cache():
-    run_on_ranks(_average_of_a_trained_model)
-
-
 class TwoDtypes(nn.Module):
     def __init__(self):
         super().__init__()
@@ -555,7 +525,8 @@ class TwoDtypes(nn.Module):
         return self.high(self.low(x.bfloat16()).float())
 
 
-def _tied_in_two_dtypes():
+@pytest.mark.ranks(2, timeout_s=120)
+def test_tied_parameters_may_be_read_in_two_dtypes():
     reference = TwoDtypes()
     model = copy.deepcopy(reference)
     zpasses.shard(model.low, mesh=world_mesh(), param_dtype=torch.bfloat16)
@@ -569,10 +540,6 @@ def _tied_in_two_dtypes():
     torch.testing.assert_close(step(x), first)
 
 
-def test_tied_parameters_may_be_read_in_two_dtypes():
-    run_on_ranks(_tied_in_two_dtypes)
-
-
 class Returns(nn.Module):
     def __init__(self):
         super().__init__()
@@ -582,7 +549,9 @@ class Returns(nn.Module):
         return x @ self.weight + self.bias, self.weight, self.bias.view(2, 2)
 
 
-def _returned_parameters(codegen):
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.ranks(2, timeout_s=120)
+def test_writing_to_a_returned_parameter_does_not_change_the_model(codegen):
     reference = Returns()
     _, step = _sharded_copy(reference, codegen=codegen)
     x = torch.ones(2, 4)
@@ -594,12 +563,9 @@ def _returned_parameters(codegen):
             bias.detach().zero_()
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
-def test_writing_to_a_returned_parameter_does_not_change_the_model(codegen):
-    run_on_ranks(_returned_parameters, codegen)
-
-
-def _forgets(stage):
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.ranks(2, timeout_s=120)
+def test_compiled_code_does_not_hold_the_parameters_of_a_dead_model(stage):
     model = zpasses.shard(nn.Linear(4, 4), mesh=world_mesh())
     step = torch.compile(model, backend="zpasses", options={"zero_stage": stage, **EAGER})
     step(torch.ones(2, 4)).sum().backward()
@@ -607,8 +573,3 @@ def _forgets(stage):
     del model, step
     gc.collect()
     assert param() is None
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_compiled_code_does_not_hold_the_parameters_of_a_dead_model(stage):
-    run_on_ranks(_forgets, stage)

@@ -11,10 +11,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
-from tests.ranks import run_on_ranks
 from zpasses import Level, Pass, PassError, Pipeline
 from zpasses.graph.nodes import Editor, calls
-from zpasses.testing import fake_world
+from zpasses.testing import fake_world, run_on_ranks
 
 Refused = (BackendCompilerFailed, PassError)
 """Torch wraps what a backend raises in forward."""

@@ -9,8 +9,8 @@ import torch
 import torch.nn as nn
 
 import zpasses
-from tests.ranks import run_in_fresh_ranks, world_mesh
 from zpasses.dumps import read
+from zpasses.testing import run_in_fresh_ranks, world_mesh
 
 pytestmark = [pytest.mark.processes, pytest.mark.inductor]
 
@@ -50,7 +50,7 @@ def _train(options):
 
 def run(options, cache):
     outcomes = run_in_fresh_ranks(
-        _train, options, env={"TORCHINDUCTOR_CACHE_DIR": str(cache)}, timeout=200
+        _train, options, env={"TORCHINDUCTOR_CACHE_DIR": str(cache)}, timeout_s=200
     )
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     return outcomes[0].result

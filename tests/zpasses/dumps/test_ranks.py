@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import zpasses
-from tests.ranks import run_on_ranks, world_mesh
 from zpasses.dumps import read
+from zpasses.testing import run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
 

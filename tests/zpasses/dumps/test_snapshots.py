@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from tests.graphs import Param, few_examples, joint, param_lists
+from tests.graphs import Param, few_examples, joint
 from tests.roundtrip import round_trip, write_snapshot
 from zpasses.cost.step_time import Timeline
 from zpasses.cost.target import TARGETS, use_target
@@ -20,6 +20,7 @@ from zpasses.dumps.snapshots import SnapshotFiles
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.testing import capture_graphs, fake_world
+from zpasses.testing.strategies import param_lists
 
 ZERO3 = Pipeline.parse("merge-reads,gather-params,reduce-grads,reshard-after-forward")
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import zpasses
-from tests.ranks import run_in_fresh_ranks, run_on_ranks, world_mesh
 from zpasses.graph.nodes import Collective
 from zpasses.ranks.agreement import digest
+from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
 
@@ -52,7 +52,7 @@ def _another_branch(branch):
 
 def test_one_rank_on_another_branch_raises_on_all_and_names_the_first_difference():
     for seconds, message in (
-        outcome.result for outcome in run_in_fresh_ranks(_another_branch, "third", timeout=100)
+        outcome.result for outcome in run_in_fresh_ranks(_another_branch, "third", timeout_s=100)
     ):
         assert seconds < LIMIT_S + 60
         assert "AgreementError" in message
@@ -65,7 +65,7 @@ def test_one_rank_on_another_branch_raises_on_all_and_names_the_first_difference
 
 def test_a_shorter_sequence_is_named_too():
     for _, message in (
-        outcome.result for outcome in run_in_fresh_ranks(_another_branch, "none", timeout=100)
+        outcome.result for outcome in run_in_fresh_ranks(_another_branch, "none", timeout_s=100)
     ):
         assert "nothing more on rank 1 (graph 0/0, 2 collectives)" in message
 
@@ -93,7 +93,7 @@ def _dies_while_compiling():
 
 
 def test_a_rank_that_dies_while_compiling_makes_the_others_raise():
-    survivor, dead = run_in_fresh_ranks(_dies_while_compiling, timeout=100)
+    survivor, dead = run_in_fresh_ranks(_dies_while_compiling, timeout_s=100)
     assert dead.exit_code == 3
     assert survivor.ok, survivor
     assert survivor.result < LIMIT_S + 60
@@ -120,7 +120,7 @@ def _fails_while_compiling(failing):
 def test_a_rank_whose_compile_fails_tells_the_others_why_at_once(failing):
     outcomes = [
         outcome.result
-        for outcome in run_in_fresh_ranks(_fails_while_compiling, failing, timeout=95)
+        for outcome in run_in_fresh_ranks(_fails_while_compiling, failing, timeout_s=95)
     ]
     assert "told to fail" in outcomes[failing][1]
     seconds, message = outcomes[1 - failing]
@@ -176,7 +176,7 @@ def _joins_twice():
 
 
 def test_a_new_group_of_the_same_name_starts_afresh():
-    outcomes = run_in_fresh_ranks(_joins_twice, timeout=100)
+    outcomes = run_in_fresh_ranks(_joins_twice, timeout_s=100)
     assert all(outcome.result for outcome in outcomes), outcomes
 
 

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import fx, nn
 
 import zpasses
-from tests.ranks import run_in_fresh_ranks, run_on_ranks, world_mesh
 from zpasses import AgreementError, Level, Pass, Pipeline
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.ranks import heartbeat
 from zpasses.ranks.run_order import RunEvent, check_run_event
 from zpasses.ranks.vote import group_state
+from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
 
@@ -271,7 +271,7 @@ def _killed_before_compiling(pipeline):
     "pipeline", ["zero3", pytest.param("zero3-sdma", marks=pytest.mark.slow(quick="zero3"))]
 )
 def test_votes_of_passes_wait_no_longer_than_the_limit(pipeline):
-    survivor, _ = run_in_fresh_ranks(_killed_before_compiling, pipeline, timeout=90)
+    survivor, _ = run_in_fresh_ranks(_killed_before_compiling, pipeline, timeout_s=90)
     assert survivor.result is not None, survivor
     seconds, error = survivor.result
     assert seconds < LIMIT_S + SLACK_S
@@ -298,7 +298,7 @@ def _stopped_in_the_optimizer():
 
 
 def test_a_stopped_rank_is_named_with_where_it_was_last_seen():
-    survivor, _ = run_in_fresh_ranks(_stopped_in_the_optimizer, timeout=90, answers=1)
+    survivor, _ = run_in_fresh_ranks(_stopped_in_the_optimizer, timeout_s=90, answers=1)
     assert survivor.result is not None, survivor
     seconds, error = survivor.result
     assert seconds < LIMIT_S + SLACK_S

@@ -11,8 +11,8 @@ from torch import nn
 
 import zpasses
 import zpasses.runtime.gloo  # the operators
-from tests.ranks import run_in_fresh_ranks, run_on_ranks, world_mesh
 from zpasses import compat
+from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
 
@@ -93,7 +93,7 @@ def _concurrent_reductions():
 
 
 def test_gloo_all_gathers_run_concurrently_with_reductions():
-    outcomes = run_in_fresh_ranks(_concurrent_reductions, timeout=120)
+    outcomes = run_in_fresh_ranks(_concurrent_reductions, timeout_s=120)
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
 
 

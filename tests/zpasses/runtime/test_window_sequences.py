@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
 from tests.graphs import drawn_examples
-from tests.ranks import run_on_ranks
 from tests.zpasses.models import integers
 from zpasses import ZpassesError
 from zpasses.runtime.windows import grad_state_of
+from zpasses.testing import run_on_ranks
 
 
 class Net(nn.Module):
@@ -270,4 +270,4 @@ def test_any_program_gives_the_gradients_of_a_plain_model():
 @pytest.mark.processes
 @pytest.mark.parametrize("stage", [2, 3])
 def test_any_program_gives_the_mean_of_the_gradients_on_two_ranks(stage):
-    run_on_ranks(run_programs, drawn_examples(20), zero_stage=stage, timeout=240)
+    run_on_ranks(run_programs, drawn_examples(20), zero_stage=stage, timeout_s=240)

@@ -5,8 +5,8 @@ ranks.
 import pytest
 import torch
 
-from tests.ranks import run_on_ranks
 from zpasses import compat
+from zpasses.testing import run_on_ranks
 from zpasses.testing.fake_mori import Settings, installed
 
 DTYPES = [
@@ -145,7 +145,9 @@ def test_tensor_that_does_not_fit_is_padded_cloned_or_split():
         }
 
 
-def gathered_into_given_memory():
+@pytest.mark.processes
+@pytest.mark.ranks(2)
+def test_outputs_may_contain_their_inputs_and_several_tensors_share_a_call():
     import zpasses
 
     rank, size, group = world()
@@ -179,11 +181,6 @@ def gathered_into_given_memory():
                 group,
                 out=torch.zeros(3, dtype=torch.uint8),
             )
-
-
-@pytest.mark.processes
-def test_outputs_may_contain_their_inputs_and_several_tensors_share_a_call():
-    run_on_ranks(gathered_into_given_memory)
 
 
 def gathered_back_to_back(handles, calls=8):

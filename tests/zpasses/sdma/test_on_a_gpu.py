@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
 
-from tests.ranks import run_in_fresh_ranks
 from zpasses import compat
 from zpasses.sdma.routes import C10dRoute, SideStreamWork, raise_if_capturing
+from zpasses.testing import run_in_fresh_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -217,7 +217,7 @@ def on_one_device():
 def found():
     """Returns the results of two processes on one device, by rank."""
     outcomes = run_in_fresh_ranks(
-        on_one_device, env={"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}, timeout=240
+        on_one_device, env={"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}, timeout_s=240
     )
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     return [outcome.result for outcome in outcomes]

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from tests.ranks import run_in_fresh_ranks, run_on_ranks
+from zpasses.testing import run_in_fresh_ranks, run_on_ranks
 from zpasses.testing.fake_mori import Settings, installed
 
 sdma = torch.ops.zpasses
@@ -330,7 +330,7 @@ def late_and_dying_ranks():
 @pytest.mark.processes
 def test_a_missing_rank_raises_within_the_time_limit():
     """One rank leaves late, and then one dies in init."""
-    first, second = run_in_fresh_ranks(late_and_dying_ranks, timeout=60)
+    first, second = run_in_fresh_ranks(late_and_dying_ranks, timeout_s=60)
     assert first.ok, first
     shutdown_error, lost = first.result
     assert "did not reach sdma: leaving mori within 1 s" in shutdown_error

@@ -7,7 +7,6 @@ import contextlib
 import pytest
 import torch
 
-from tests.ranks import run_on_ranks
 from zpasses import compat
 from zpasses.sdma import symm_route
 from zpasses.testing import fake_world
@@ -52,7 +51,9 @@ def without_device(monkeypatch, kept):
         yield
 
 
-def gathered():
+@pytest.mark.processes
+@pytest.mark.ranks(2)
+def test_tensors_of_every_kind_are_gathered_as_bytes():
     import torch.distributed as dist
 
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
@@ -81,11 +82,6 @@ def gathered():
             route.reduce_scatter(grads, "max", size, group)
         )  # not what torch's operator can do
         assert torch.equal(largest, torch.arange(4.0).reshape(4, 1)[2 * rank : 2 * rank + 2] * 2)
-
-
-@pytest.mark.processes
-def test_tensors_of_every_kind_are_gathered_as_bytes():
-    run_on_ranks(gathered)
 
 
 def test_unmet_conditions_are_reported(monkeypatch):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import run_on_ranks, world_mesh
 from zpasses.dumps import read
 from zpasses.inspect.views import list_view
+from zpasses.testing import run_on_ranks, world_mesh
 from zpasses.testing.fake_mori import Settings, installed
 
 PLAIN = "merge-reads,gather-params,reduce-grads,reshard-after-forward"
@@ -83,7 +83,7 @@ def differing():
 @pytest.mark.processes
 @pytest.mark.inductor
 def test_swapped_training_equals_the_functional_one_bit_for_bit():
-    first, second = run_on_ranks(differing, timeout=280)
+    first, second = run_on_ranks(differing, timeout_s=280)
     assert first == second
     wrong, calls = first
     assert wrong == []

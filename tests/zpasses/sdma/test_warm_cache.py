@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._inductor import config
 
-from tests.ranks import run_in_fresh_ranks, world_mesh
+from zpasses.testing import run_in_fresh_ranks, world_mesh
 from zpasses.testing.fake_mori import Settings, installed
 
 pytestmark = [pytest.mark.processes, pytest.mark.inductor]
@@ -119,7 +119,7 @@ def process(cases):
 
 def in_new_processes(cache, *cases):
     outcomes = run_in_fresh_ranks(
-        process, cases, env={"TORCHINDUCTOR_CACHE_DIR": str(cache)}, timeout=200
+        process, cases, env={"TORCHINDUCTOR_CACHE_DIR": str(cache)}, timeout_s=200
     )
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     first, second = (outcome.result for outcome in outcomes)

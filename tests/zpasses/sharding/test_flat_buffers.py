@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
 from tests.graphs import few_examples
-from tests.ranks import run_on_ranks, world_mesh
 from tests.zpasses.models import (
     Odd,
     Tied,
@@ -34,7 +33,7 @@ from zpasses import compat
 from zpasses.cost import device_memory
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.sharding.flat_buffers import pack_parameters
-from zpasses.testing import fake_world, listing
+from zpasses.testing import fake_world, listing, run_on_ranks, world_mesh
 
 MIB = 1 << 20
 HOST_AS_DEVICE = {"device": "cpu"}

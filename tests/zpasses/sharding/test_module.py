@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import zpasses
-from tests.ranks import run_on_ranks, world_mesh
 from tests.zpasses.models import (
     Odd,
     assert_same,
@@ -21,6 +20,7 @@ from tests.zpasses.models import (
     with_integer_weights,
 )
 from zpasses.sharding.module import GatheredCopy
+from zpasses.testing import run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
 
@@ -76,7 +76,9 @@ WRITES = {
 }
 
 
-def _write(how):
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.ranks(2)
+def test_write_to_a_gathered_copy_raises(how):
     model = _linear()
     before = model.weight.clone()
     with (
@@ -90,12 +92,8 @@ def _write(how):
     assert torch.equal(model.weight, before)
 
 
-@pytest.mark.parametrize("how", WRITES)
-def test_write_to_a_gathered_copy_raises(how):
-    run_on_ranks(_write, how)
-
-
-def _read_only_uses():
+@pytest.mark.ranks(2)
+def test_reads_of_a_gathered_copy_do_not_raise():
     model = _linear()
     weight = model.weight
     assert isinstance(weight, GatheredCopy)
@@ -113,10 +111,6 @@ def _read_only_uses():
     assert "requires_grad" in repr(weight) or "grad_fn" in repr(weight)
     assert torch.equal(torch.stack([weight, weight])[0], weight)
     assert weight.numpy(force=True).shape == (5, 4)
-
-
-def test_reads_of_a_gathered_copy_do_not_raise():
-    run_on_ranks(_read_only_uses)
 
 
 # --- modules and transforms that read parameters in unusual ways ----------------------------------
@@ -205,7 +199,10 @@ MODELS = {
 }
 
 
-def _matches_reference(kind, compiled):
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.ranks(2)
+def test_gradients_equal_the_unsharded_ones(kind, compiled):
     torch.manual_seed(0)
     model = MODELS[kind]()
     if kind != "Attends":  # softmax makes no integers
@@ -225,13 +222,8 @@ def _matches_reference(kind, compiled):
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("kind", MODELS)
-def test_gradients_equal_the_unsharded_ones(kind, compiled):
-    run_on_ranks(_matches_reference, kind, compiled)
-
-
-def _functional_call():
+@pytest.mark.ranks(2)
+def test_functional_call_swaps_full_tensors_and_shards():
     model = _linear()
     weight, bias, x = integers(5, 4, seed=8), integers(5, seed=9), integers(2, 4)
     out = torch.func.functional_call(model, {"weight": weight, "bias": bias}, (x,))
@@ -241,11 +233,8 @@ def _functional_call():
     assert isinstance(model._parameters["weight"], DTensor)
 
 
-def test_functional_call_swaps_full_tensors_and_shards():
-    run_on_ranks(_functional_call)
-
-
-def _weight_norm():
+@pytest.mark.ranks(2)
+def test_parametrized_module_can_be_sharded():
     model, x = (
         nn.utils.parametrizations.weight_norm(with_integer_weights(nn.Linear(4, 5))),
         integers(2, 4),
@@ -261,12 +250,11 @@ def _weight_norm():
     )
 
 
-def test_parametrized_module_can_be_sharded():
-    run_on_ranks(_weight_norm)
-
-
 # --- the class ------------------------------------------------------------------------------------
-def _classes():
+
+
+@pytest.mark.ranks(2)
+def test_sharded_module_is_an_instance_of_its_old_class():
     model = zpasses.shard(
         nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2, bias=False), nn.ReLU()),
         mesh=world_mesh(),
@@ -284,11 +272,8 @@ def _classes():
     assert repr(model[0]) == repr(nn.Linear(2, 2))
 
 
-def test_sharded_module_is_an_instance_of_its_old_class():
-    run_on_ranks(_classes)
-
-
-def _local_shards_context():
+@pytest.mark.ranks(2)
+def test_local_shards_gives_dtensors_inside_and_full_parameters_after():
     model = nn.Sequential(_linear(), nn.Sequential(_linear()))
     with zpasses.local_shards(model) as inside:
         assert inside is model
@@ -304,10 +289,6 @@ def _local_shards_context():
     with zpasses.local_shards(torch.compile(model)):
         assert isinstance(model[0].weight, DTensor)
     assert not isinstance(model[0].weight, DTensor)
-
-
-def test_local_shards_gives_dtensors_inside_and_full_parameters_after():
-    run_on_ranks(_local_shards_context)
 
 
 # --- edits of the shards --------------------------------------------------------------------------
@@ -338,7 +319,9 @@ INITS = {
 }
 
 
-def _edit(how):
+@pytest.mark.parametrize("how", INITS)
+@pytest.mark.ranks(2)
+def test_edit_of_the_shards_does_what_it_does_to_a_full_parameter(how):
     plain = with_integer_weights(nn.Linear(4, 7))
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
     with torch.no_grad():
@@ -358,16 +341,8 @@ def _edit(how):
     )
 
 
-@pytest.mark.parametrize("how", INITS)
-def test_edit_of_the_shards_does_what_it_does_to_a_full_parameter(how):
-    run_on_ranks(_edit, how)
-
-
+@pytest.mark.ranks(3)
 def test_edits_are_correct_on_ranks_without_rows():
-    run_on_ranks(_edit_two_rows, ranks=3)
-
-
-def _edit_two_rows():
     plain = nn.Embedding(2, 4, padding_idx=1)
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
     torch.manual_seed(3)
@@ -378,7 +353,9 @@ def _edit_two_rows():
     assert torch.equal(model.weight[1], torch.zeros(4))
 
 
-def _initialise(how):
+@pytest.mark.parametrize("how", ["apply", "reset_parameters", "local_shards"])
+@pytest.mark.ranks(2)
+def test_meta_model_is_initialised_on_the_shards_as_an_unsharded_one(how):
     def init(module):
         if isinstance(module, nn.Linear):
             nn.init.trunc_normal_(module.weight, std=0.02)
@@ -419,13 +396,11 @@ def _initialise(how):
     assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
-@pytest.mark.parametrize("how", ["apply", "reset_parameters", "local_shards"])
-def test_meta_model_is_initialised_on_the_shards_as_an_unsharded_one(how):
-    run_on_ranks(_initialise, how)
-
-
 # --- assignment and loading -----------------------------------------------------------------------
-def _assign():
+
+
+@pytest.mark.ranks(2)
+def test_assigned_full_parameter_is_sharded():
     model = _linear()
     full = integers(5, 4, seed=7)
     model.weight = nn.Parameter(full)
@@ -441,11 +416,8 @@ def _assign():
     assert model(integers(2, 4)).shape == (2, 5)
 
 
-def test_assigned_full_parameter_is_sharded():
-    run_on_ranks(_assign)
-
-
-def _assign_wrong():
+@pytest.mark.ranks(2)
+def test_assigned_dtensor_must_have_the_same_placement():
     model = _linear()
     wrong = nn.Parameter(distribute_tensor(integers(5, 4), world_mesh(), [Shard(1)]))
     with pytest.raises(
@@ -456,11 +428,10 @@ def _assign_wrong():
         model.weight = integers(5, 4)
 
 
-def test_assigned_dtensor_must_have_the_same_placement():
-    run_on_ranks(_assign_wrong)
-
-
-def _load(kind, assign):
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.ranks(2)
+def test_state_dict_loads_into_the_shards(kind, assign):
     model = zpasses.shard(Odd(), mesh=world_mesh())
     source = Odd()
     with torch.no_grad():
@@ -485,23 +456,15 @@ def _load(kind, assign):
     assert torch.equal(model(x), source(x))
 
 
-@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_state_dict_loads_into_the_shards(kind, assign):
-    run_on_ranks(_load, kind, assign)
-
-
-def _load_wrong_shape():
+@pytest.mark.ranks(2)
+def test_loading_a_wrong_shape_raises():
     model = _linear()
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
         model.load_state_dict({"weight": torch.zeros(6, 4), "bias": torch.zeros(5)})
 
 
-def test_loading_a_wrong_shape_raises():
-    run_on_ranks(_load_wrong_shape)
-
-
-def _deepcopy():
+@pytest.mark.ranks(2)
+def test_deepcopy_is_a_sharded_model_of_its_own():
     model = zpasses.shard(Odd(), mesh=world_mesh())
     twin = copy.deepcopy(model)
     x = integers(2, 7)
@@ -515,27 +478,17 @@ def _deepcopy():
     assert isinstance(twin._parameters["wide"], DTensor)
 
 
-def test_deepcopy_is_a_sharded_model_of_its_own():
-    run_on_ranks(_deepcopy)
-
-
+@pytest.mark.ranks(2)
 def test_deleted_parameter_is_a_missing_attribute():
-    run_on_ranks(_deleted)
-
-
-def _deleted():
     model = _linear()
     del model.weight
     assert not hasattr(model, "weight")
 
 
-def _reads_attribute(attribute):
+@pytest.mark.parametrize("attribute", ["grad", "data"])
+@pytest.mark.ranks(2)
+def test_reading_grad_or_data_of_a_gathered_copy_raises(attribute):
     with pytest.raises(
         zpasses.ShardingError, match=rf"\.{attribute} would write to parameter 'weight' of a Linear"
     ):
         getattr(_linear().weight, attribute)
-
-
-@pytest.mark.parametrize("attribute", ["grad", "data"])
-def test_reading_grad_or_data_of_a_gathered_copy_raises(attribute):
-    run_on_ranks(_reads_attribute, attribute)

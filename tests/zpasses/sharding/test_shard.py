@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zpasses
-from tests.ranks import run_on_ranks, world_mesh
 from tests.zpasses.models import (
     Odd,
     Tied,
@@ -30,6 +29,7 @@ from tests.zpasses.models import (
     reference_gradients,
     with_integer_weights,
 )
+from zpasses.testing import run_on_ranks, world_mesh
 
 
 @pytest.fixture
@@ -373,7 +373,10 @@ def test_gradients_of_odd_parameters_equal_the_unsharded_ones(stage, ranks):
     run_on_ranks(_odd_gradients, stage, ranks=ranks)
 
 
-def _tied_gradients(stage):
+@pytest.mark.processes
+@pytest.mark.parametrize("stage", [None, 2, 3], ids=["eager", "stage2", "stage3"])
+@pytest.mark.ranks(2)
+def test_tied_parameters_get_one_gradient(stage):
     model, batches = (
         with_integer_weights(Tied()),
         [integers(6, seed=rank).long().abs() for rank in range(2)],
@@ -382,12 +385,6 @@ def _tied_gradients(stage):
     zpasses.shard(model, mesh=world_mesh())
     _run(model, stage)(batches[dist.get_rank()]).sum().backward()
     assert_same(full_gradients(model), expected)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("stage", [None, 2, 3], ids=["eager", "stage2", "stage3"])
-def test_tied_parameters_get_one_gradient(stage):
-    run_on_ranks(_tied_gradients, stage)
 
 
 def _frozen_is_not_reduced():
@@ -406,7 +403,10 @@ def test_frozen_parameters_are_gathered_but_not_reduced():
     assert names == ["all_gather_into_tensor", "all_gather_into_tensor", "reduce_scatter_tensor"]
 
 
-def _mixed_meshes(stage):
+@pytest.mark.processes
+@pytest.mark.parametrize("stage", [None, 3], ids=["eager", "stage3"])
+@pytest.mark.ranks(2)
+def test_submodules_may_differ_in_mesh_and_dtype(stage):
     model = with_integer_weights(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
     batches = [integers(2, 4, seed=rank) for rank in range(2)]
     expected = reference_gradients(model, batches)
@@ -420,12 +420,8 @@ def _mixed_meshes(stage):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("stage", [None, 3], ids=["eager", "stage3"])
-def test_submodules_may_differ_in_mesh_and_dtype(stage):
-    run_on_ranks(_mixed_meshes, stage)
-
-
-def _accumulates():
+@pytest.mark.ranks(2)
+def test_gradients_of_two_backwards_add_up():
     model, batches = (
         with_integer_weights(nn.Linear(4, 4)),
         [integers(2, 4, seed=rank) for rank in range(2)],
@@ -435,11 +431,6 @@ def _accumulates():
     for _ in range(2):
         model(batches[dist.get_rank()]).sum().backward()
     assert_same(full_gradients(model), expected)
-
-
-@pytest.mark.processes
-def test_gradients_of_two_backwards_add_up():
-    run_on_ranks(_accumulates)
 
 
 # --- mixed precision ------------------------------------------------------------------------------
@@ -506,7 +497,9 @@ def test_compiled_gathers_move_half_the_bytes_in_bfloat16():
     assert half["backward"] == full["backward"], "reduced in float32"
 
 
-def _bfloat16_gradients():
+@pytest.mark.processes
+@pytest.mark.ranks(2)
+def test_gradients_under_mixed_precision_are_averaged_over_ranks():
     model, batches = (
         with_integer_weights(nn.Linear(4, 4)),
         [integers(2, 4, seed=rank) for rank in range(2)],
@@ -515,11 +508,6 @@ def _bfloat16_gradients():
     zpasses.shard(model, mesh=world_mesh(), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model(batches[dist.get_rank()].bfloat16()).sum().backward()
     assert_same(full_gradients(model), expected)  # small integers are exact in bfloat16 too
-
-
-@pytest.mark.processes
-def test_gradients_under_mixed_precision_are_averaged_over_ranks():
-    run_on_ranks(_bfloat16_gradients)
 
 
 # --- optimizers -----------------------------------------------------------------------------------
@@ -588,7 +576,9 @@ def test_clipped_steps_equal_the_unsharded_ones(foreach):
     run_on_ranks(_trains, "sgd", foreach, None)
 
 
-def _clips_empty_and_scalar():
+@pytest.mark.processes
+@pytest.mark.ranks(3)
+def test_norm_counts_scalars_once_and_empty_shards_not_at_all():
     model, batches = Odd(), [integers(2, 7, seed=rank) for rank in range(dist.get_world_size())]
     grads = reference_gradients(model, batches)
     expected = torch.linalg.vector_norm(
@@ -600,13 +590,12 @@ def _clips_empty_and_scalar():
     torch.testing.assert_close(norm.full_tensor() if isinstance(norm, DTensor) else norm, expected)
 
 
-@pytest.mark.processes
-def test_norm_counts_scalars_once_and_empty_shards_not_at_all():
-    run_on_ranks(_clips_empty_and_scalar, ranks=3)
-
-
 # --- state dicts and checkpoints ------------------------------------------------------------------
-def _state_dicts():
+
+
+@pytest.mark.processes
+@pytest.mark.ranks(2)
+def test_state_dict_holds_the_shards_under_the_old_names():
     plain = Odd()
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
     with CountCollectives() as counted:
@@ -630,11 +619,9 @@ def _state_dicts():
 
 
 @pytest.mark.processes
-def test_state_dict_holds_the_shards_under_the_old_names():
-    run_on_ranks(_state_dicts)
-
-
-def _full_state_dict(cls):
+@pytest.mark.parametrize("cls", [Odd, Tied])
+@pytest.mark.ranks(2)
+def test_full_state_dict_equals_the_unsharded_one(cls):
     plain = cls()
     model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
     with CountCollectives() as counted:
@@ -647,12 +634,9 @@ def _full_state_dict(cls):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("cls", [Odd, Tied])
-def test_full_state_dict_equals_the_unsharded_one(cls):
-    run_on_ranks(_full_state_dict, cls)
-
-
-def _set_state_dict(full):
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+@pytest.mark.ranks(2)
+def test_set_model_state_dict_loads_into_the_shards(full):
     plain = Odd()
     model = zpasses.shard(Odd(), mesh=world_mesh())
     with torch.no_grad():
@@ -664,12 +648,6 @@ def _set_state_dict(full):
         {name: param.full_tensor() for name, param in model.named_parameters()},
         {n: p.detach() for n, p in plain.named_parameters()},
     )
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
-def test_set_model_state_dict_loads_into_the_shards(full):
-    run_on_ranks(_set_state_dict, full)
 
 
 def _trained(seed):

@@ -5,9 +5,15 @@ import torch
 from torch import nn
 
 import zpasses
-from tests.ranks import run_on_ranks, world_mesh
 from zpasses.pipeline.observers import observe_graphs
-from zpasses.testing import capture_ranks, copy_graph, random_inputs, simulate
+from zpasses.testing import (
+    capture_ranks,
+    copy_graph,
+    random_inputs,
+    run_on_ranks,
+    simulate,
+    world_mesh,
+)
 
 pytestmark = pytest.mark.processes
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RanksError, run_in_fresh_ranks, run_on_ranks
+from zpasses.testing import RanksError, run_in_fresh_ranks, run_on_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -59,11 +59,11 @@ def test_failing_rank_is_shown_and_waiting_ranks_are_killed():
 
 def test_hanging_rank_is_killed_and_its_stack_shown():
     with pytest.raises(RanksError, match=r"rank 1: did not finish\n(.*\n)*.*in _sleep_on"):
-        run_on_ranks(_sleep_on, 1, timeout=2)
+        run_on_ranks(_sleep_on, 1, timeout_s=2)
 
 
 def test_fresh_ranks_report_exit_codes_and_output():
-    survivor, dead = run_in_fresh_ranks(_die_on, 1, timeout=30)
+    survivor, dead = run_in_fresh_ranks(_die_on, 1, timeout_s=30)
     assert (survivor.ok, survivor.result, survivor.exit_code is not None) == (True, "alive", True)
     assert (dead.reported, dead.exit_code, dead.output) == (False, 7, "last words\n")
 

@@ -1,0 +1,144 @@
+"""Small joint graphs to test passes on, made from descriptions of parameters.
+
+Every parameter is multiplied with an input of its own shape, so that any shape works and all values
+stay small integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from zpasses.graph.ops import rows_per_rank
+from zpasses.pipeline.pipeline import Pass, Pipeline
+from zpasses.testing.capture import trace_joint
+from zpasses.testing.steps import run_pipeline
+from zpasses.testing.worlds import fake_world
+
+__all__ = ["JointRecipe", "ParamSpec", "joint_graph"]
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A sharded parameter, and how a graph reads it."""
+
+    shape: tuple[int, ...]
+    """The shape of the full parameter. Dimension 0 is split over the ranks."""
+    dtype: torch.dtype = torch.float32
+    """The dtype of the shard."""
+    param_dtype: torch.dtype | None = None
+    """The dtype of the gathered parameter; None for that of the shard."""
+    reduce_dtype: torch.dtype | None = None
+    """The dtype in which its gradient is reduced; None for that of the gradient."""
+    frozen: bool = False
+    """Whether it gets no gradient."""
+    reads: int = 1
+    """How many times the graph reads it."""
+    group: str = "0"
+    """The process group over which it is sharded."""
+
+    def shard(self, rank: int, world_size: int) -> Tensor:
+        """The zeros that stand for one rank's shard when a graph is traced."""
+        if not self.shape:
+            return torch.zeros((), dtype=self.dtype, requires_grad=not self.frozen)
+        block = rows_per_rank(self.shape[0], world_size)
+        rows = max(0, min(block, self.shape[0] - rank * block))
+        return torch.zeros((rows, *self.shape[1:]), dtype=self.dtype, requires_grad=not self.frozen)
+
+    def read(self, shard: Tensor) -> Tensor:
+        """The full parameter, in the dialect."""
+        rows = self.shape[0] if self.shape else 0
+        full: Tensor = torch.ops.zpasses.unshard(
+            shard, rows, self.param_dtype, self.reduce_dtype, self.group
+        )
+        return full
+
+
+def joint_graph(
+    params: Sequence[ParamSpec],
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    interleaved: bool = False,
+) -> fx.GraphModule:
+    """Trace the joint graph of one rank, in the form that the joint passes see. It takes some ten
+    milliseconds. Call it inside `fake_world`.
+
+    The graph's inputs are, for each parameter, the shard and an input of the full shape. Its
+    outputs are their products, one per read. Parameter i is called "p{i}".
+
+    Args:
+        params: the parameters.
+        rank: the rank that the graph is for; None for that of the world.
+        world_size: the number of ranks; None for that of the world.
+        interleaved: whether the reads of one parameter alternate with those of the others. By
+            default they follow each other.
+
+    Raises:
+        ValueError: if there is no world, or all parameters and inputs are frozen.
+    """
+    own = dist.get_rank() if rank is None else rank
+    size = dist.get_world_size() if world_size is None else world_size
+    inputs: list[Tensor] = []
+    shards = {}
+    for i, param in enumerate(params):
+        shards[2 * i] = f"p{i}"
+        dtype = param.param_dtype or param.dtype
+        inputs += [
+            param.shard(own, size),
+            torch.zeros(param.shape, dtype=dtype, requires_grad=param.frozen),
+        ]
+
+    def fn(*values: Tensor) -> tuple[Tensor, ...]:
+        order = [(i, turn) for i, param in enumerate(params) for turn in range(param.reads)]
+        if interleaved:
+            order.sort(key=lambda pair: pair[1])
+        outputs = []
+        for i, turn in order:
+            output = params[i].read(values[2 * i]) * values[2 * i + 1]
+            outputs.append(output * (turn + 1) if turn else output)
+        return tuple(outputs)
+
+    return trace_joint(fn, inputs, shards)
+
+
+@dataclass(frozen=True)
+class JointRecipe:
+    """Describes the joint graphs of all ranks of a world. Its `repr` makes them again."""
+
+    params: tuple[ParamSpec, ...]
+    world_size: int
+    interleaved: bool = False
+    """As for `joint_graph`."""
+
+    def graphs(self) -> list[fx.GraphModule]:
+        """Trace the graph of each rank. Call it outside of any world."""
+        graphs = []
+        for rank in range(self.world_size):
+            with fake_world(self.world_size, rank):
+                graphs.append(joint_graph(self.params, interleaved=self.interleaved))
+        return graphs
+
+    def run_pipeline(
+        self, pipeline: Pipeline | Pass | str
+    ) -> tuple[list[fx.GraphModule], list[fx.GraphModule]]:
+        """Trace the graph of each rank, and run a pipeline on a copy of it, as that rank. Call it
+        outside of any world.
+
+        Returns:
+            The graphs before and after, for `assert_equal_bits`.
+
+        Raises:
+            PassError: if a pass raises or leaves an invalid graph.
+            OptionError: if the text is not a pipeline.
+        """
+        before, after = [], []
+        for rank in range(self.world_size):
+            with fake_world(self.world_size, rank):
+                before.append(joint_graph(self.params, interleaved=self.interleaved))
+                after.append(run_pipeline(before[-1], pipeline).graph)
+        return before, after

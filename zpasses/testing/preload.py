@@ -1,0 +1,14 @@
+"""Imported by the server that rank processes fork from.
+
+A compile imports some hundred modules and prepares patterns of graphs. The forks inherit that.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No pool of compile workers, each of which would import torch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+from zpasses import compat
+
+compat.warm_up_compilers()

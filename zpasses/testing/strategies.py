@@ -1,0 +1,151 @@
+"""Hypothesis strategies for graphs and pipelines.
+
+They need hypothesis (`pip install 'zpasses[testing]'`). Tracing a graph takes tens of milliseconds
+per rank, so tests set `@settings(max_examples=20, deadline=None)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import torch
+
+try:
+    from hypothesis import strategies as st
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "zpasses.testing.strategies needs hypothesis, which is not installed. Run: "
+        "pip install 'zpasses[testing]', or pip install hypothesis.",
+        name="hypothesis",
+    ) from error
+
+from zpasses.option_values import field_types
+from zpasses.pipeline.pipeline import Level, Pass
+from zpasses.testing.drawing import WORLD_SIZES, draw_joint_recipe, draw_pipeline
+from zpasses.testing.graphs import JointRecipe, ParamSpec
+
+__all__ = ["joint_recipes", "param_lists", "param_specs", "passes", "pipelines", "world_sizes"]
+
+P = TypeVar("P", bound=Pass)
+
+
+def world_sizes(max_size: int = 8) -> st.SearchStrategy[int]:
+    """Numbers of ranks, from 1 to `max_size`."""
+    return st.integers(1, max_size)
+
+
+def param_specs(**fixed: Any) -> st.SearchStrategy[ParamSpec]:
+    """Parameters, some of unusual shapes: scalars, no rows, fewer rows than ranks, and up to three
+    dimensions.
+
+    Args:
+        fixed: fields of `ParamSpec` that are not drawn, such as `reads=1`.
+    """
+    shape = st.one_of(
+        st.just(()),
+        st.tuples(st.integers(0, 9)),
+        st.tuples(st.integers(0, 9), st.integers(0, 3)),
+        st.tuples(st.integers(1, 5), st.just(2), st.just(2)),
+    )
+    drawn: dict[str, st.SearchStrategy[Any]] = {
+        "shape": shape,
+        "param_dtype": st.sampled_from([None, torch.bfloat16, torch.float64]),
+        "reduce_dtype": st.sampled_from([None, torch.float32, torch.float64]),
+        "frozen": st.booleans(),
+        "reads": st.integers(1, 3),
+    }
+    drawn |= {name: st.just(value) for name, value in fixed.items()}
+    return st.builds(ParamSpec, **drawn)
+
+
+def param_lists(max_size: int = 4, **fixed: Any) -> st.SearchStrategy[list[ParamSpec]]:
+    """Lists of one to `max_size` parameters. `fixed` is as in `param_specs`."""
+    return st.lists(param_specs(**fixed), min_size=1, max_size=max_size)
+
+
+@st.composite
+def joint_recipes(
+    draw: Callable[[st.SearchStrategy[Any]], Any],
+    *,
+    max_params: int = 4,
+    world_sizes: Sequence[int] = WORLD_SIZES,
+) -> JointRecipe:
+    """Joint graphs for all ranks of a world: `recipe.graphs()` traces them.
+
+    Args:
+        max_params: largest number of parameters.
+        world_sizes: the numbers of ranks to draw from.
+    """
+    return draw_joint_recipe(
+        lambda values: draw(st.sampled_from(values)), max_params=max_params, world_sizes=world_sizes
+    )
+
+
+@st.composite
+def pipelines(
+    draw: Callable[[st.SearchStrategy[Any]], Any],
+    *,
+    levels: Collection[Level] = tuple(Level),
+    lowered: bool = True,
+) -> str:
+    """Texts of valid pipelines of zpasses's own passes, with options.
+
+    Args:
+        levels: the levels whose passes are drawn. A joint graph needs `[Level.JOINT]`.
+        lowered: whether every gather and reduction is lowered, as in a pipeline that trains.
+    """
+    return draw_pipeline(
+        lambda values: draw(st.sampled_from(values)), levels=levels, lowered=lowered
+    )
+
+
+def passes(cls: type[P], **options: st.SearchStrategy[Any]) -> st.SearchStrategy[P]:
+    """Passes of one class, with drawn options.
+
+    Args:
+        cls: the class of the pass.
+        options: strategies of options. Other options are drawn by their types: bool, Literal, None
+            and dtypes any value, int and float numbers from 0 to a million. An option of another
+            type keeps its default.
+
+    Raises:
+        TypeError: for an option that the pass does not have, and for one of another type that has
+            no default.
+    """
+    kinds = field_types(cls)
+    unknown = sorted(set(options) - set(kinds))
+    if unknown:
+        raise TypeError(f"passes: {cls.__name__} has no option {unknown[0]!r}; it has {[*kinds]}.")
+    drawn = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        strategy = options.get(field.name) or _by_type(kinds.get(field.name))
+        if strategy is not None:
+            drawn[field.name] = strategy
+        elif field.init and field.default is field.default_factory is dataclasses.MISSING:
+            raise TypeError(
+                f"passes: no strategy for the option {field.name!r} of {cls.__name__}; give one: "
+                f"passes({cls.__name__}, {field.name}=st.just(...))."
+            )
+    return st.builds(cls, **drawn)
+
+
+def _by_type(kind: Any) -> st.SearchStrategy[Any] | None:
+    """A strategy for an option's type; None if there is none."""
+    if get_origin(kind) in (Union, types.UnionType):
+        found = [each for each in map(_by_type, get_args(kind)) if each is not None]
+        return st.one_of(found) if found else None
+    if get_origin(kind) is Literal:
+        return st.sampled_from(get_args(kind))
+    return _STRATEGIES.get(kind)
+
+
+_STRATEGIES: Mapping[Any, st.SearchStrategy[Any]] = {
+    bool: st.booleans(),
+    int: st.integers(0, 10**6),
+    float: st.floats(0, 1e6),
+    type(None): st.none(),
+    torch.dtype: st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+}
