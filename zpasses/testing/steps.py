@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from zpasses.pipeline.pipeline import Pass, PassRecord, Pipeline, run_passes
+from zpasses.pipeline.pipeline import Pass, PassRecord, Pipeline, Verify, run_passes
 from zpasses.testing.capture import StepCapture, copy_graph
 from zpasses.testing.compare import check_equal, random_inputs
 from zpasses.testing.simulator import RankRun, simulate
@@ -33,7 +33,7 @@ class PipelineRun:
 
 
 def run_pipeline(
-    graph: fx.Graph | fx.GraphModule, pipeline: Pipeline | Pass | str, *, simulate: bool = False
+    graph: fx.Graph | fx.GraphModule, pipeline: Pipeline | Pass | str, *, verify: Verify = "static"
 ) -> PipelineRun:
     """Run all passes of a pipeline on a copy of one graph, whatever their level, and verify the
     graph after each. Call it inside `fake_world` if a pass asks for the rank or the world size.
@@ -41,8 +41,7 @@ def run_pipeline(
     Args:
         graph: the graph, which stays as it is.
         pipeline: a pipeline, one pass, or pipeline text.
-        simulate: also compare the graph before and after each pass on simulated ranks, as
-            `options={"verify": "simulate"}` does.
+        verify: how the graph is checked after each pass, as the option `verify` of a compile.
 
     Raises:
         PassError: if a pass raises or leaves an invalid graph.
@@ -52,7 +51,7 @@ def run_pipeline(
         pipeline = Pipeline.parse(pipeline)
     passes = [pipeline] if isinstance(pipeline, Pass) else list(pipeline)
     copied = copy_graph(graph)
-    records = run_passes(copied.graph, passes, simulate=simulate)
+    records = run_passes(copied.graph, passes, verify=verify)
     copied.recompile()
     return PipelineRun(copied, tuple(records))
 

@@ -111,7 +111,7 @@ def test_run_pipeline_rewrites_a_copy(fake_world, run_pipeline):
     graph = joint_graph([ParamSpec((4, 2))])
     ops = lambda gm: {each.op for _, each in collectives(gm.graph)}  # noqa: E731
     for pipeline in ("gather-params,reduce-grads", GatherParams()):
-        run = run_pipeline(graph, pipeline, simulate=True)
+        run = run_pipeline(graph, pipeline, verify="simulate")
         assert "all_gather_into_tensor" in ops(run.graph)
         assert run.records[0].changes == 1
         assert ops(graph) == {"unshard", "reduce_grad"}
