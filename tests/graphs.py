@@ -4,23 +4,37 @@ Every parameter is multiplied with an input of its own shape, so that any shape 
 stay small integers.
 """
 
-from dataclasses import dataclass
-
 import expecttest
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
 
-from zpasses.graph.ops import rows_per_rank
 from zpasses.testing import (
     assert_equal_bits,
     copy_graph,
     fake_world,
     random_inputs,
     simulate,
-    trace_joint,
 )
+from zpasses.testing.drawing import Param, joint
+from zpasses.testing.strategies import param_lists
+
+__all__ = [
+    "WORLD_SIZES",
+    "Param",
+    "assert_passes_preserve_results",
+    "assert_step_equals_reference",
+    "before_and_after",
+    "drawn_examples",
+    "expect_listing",
+    "few_examples",
+    "for_each_world_size",
+    "joint",
+    "param_lists",
+    "rewritten",
+    "saved_for_backward",
+    "simulate_step",
+]
 
 WORLD_SIZES = (1, 2, 3, 4, 7)
 
@@ -47,59 +61,6 @@ few_examples = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 """Tracing takes tens of milliseconds per rank, so property tests draw few examples."""
-
-
-@dataclass(frozen=True)
-class Param:
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    frozen: bool = False
-    reads: int = 1
-    group: str = "0"
-
-    def shard(self, rank, world_size):
-        if not self.shape:
-            return torch.zeros((), dtype=self.dtype, requires_grad=not self.frozen)
-        block = rows_per_rank(self.shape[0], world_size)
-        rows = max(0, min(block, self.shape[0] - rank * block))
-        return torch.zeros((rows, *self.shape[1:]), dtype=self.dtype, requires_grad=not self.frozen)
-
-    def read(self, shard):
-        rows = self.shape[0] if self.shape else 0
-        return torch.ops.zpasses.unshard(
-            shard, rows, self.param_dtype, self.reduce_dtype, self.group
-        )
-
-
-def joint(params, rank, world_size, *, interleaved=False):
-    """Returns the joint graph of one rank.
-
-    Its inputs are, for each parameter, the shard and an input of the full shape. All reads of one
-    parameter follow each other, unless they are interleaved with those of the other parameters.
-    """
-    inputs, shards = [], {}
-    for i, param in enumerate(params):
-        shards[2 * i] = f"p{i}"
-        inputs += [
-            param.shard(rank, world_size),
-            torch.zeros(
-                param.shape, dtype=param.param_dtype or param.dtype, requires_grad=param.frozen
-            ),
-        ]
-
-    def fn(*values):
-        order = [(i, turn) for i, param in enumerate(params) for turn in range(param.reads)]
-        if interleaved:
-            order.sort(key=lambda pair: pair[1])
-        outputs = []
-        for i, turn in order:
-            output = params[i].read(values[2 * i]) * values[2 * i + 1]
-            outputs.append(output * (turn + 1) if turn else output)
-        return tuple(outputs)
-
-    return trace_joint(fn, inputs, shards)
 
 
 def before_and_after(world_size, params, *passes, interleaved=False):
@@ -130,27 +91,6 @@ def assert_passes_preserve_results(world_size, params, *passes, interleaved=Fals
 def expect_listing(actual, expected):
     """Compares with an inline listing. EXPECTTEST_ACCEPT=1 rewrites the listing."""
     expecttest.assert_expected_inline(actual + "\n", expected, skip=1)
-
-
-def param_lists(max_size=4, **fixed):
-    """Draws lists of parameters, some of unusual shapes.
-
-    These are scalars, no rows, fewer rows than ranks, and up to three dimensions.
-    """
-    shape = st.one_of(
-        st.just(()),
-        st.tuples(st.integers(0, 9)),
-        st.tuples(st.integers(0, 9), st.integers(0, 3)),
-        st.tuples(st.integers(1, 5), st.just(2), st.just(2)),
-    )
-    options = {
-        "param_dtype": st.sampled_from([None, torch.bfloat16, torch.float64]),
-        "reduce_dtype": st.sampled_from([None, torch.float32, torch.float64]),
-        "frozen": st.booleans(),
-        "reads": st.integers(1, 3),
-        **{name: st.just(value) for name, value in fixed.items()},
-    }
-    return st.lists(st.builds(Param, shape, **options), min_size=1, max_size=max_size)
 
 
 def saved_for_backward(capture):
