@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from zpasses.testing.ranks import Outcome, run_in_fresh_ranks
+from zpasses.testing.ranks import Outcome as RankOutcome
+from zpasses.testing.ranks import run_in_fresh_ranks
 from zpasses.tools.stress.cache_program import CacheResult, train
-from zpasses.tools.stress.cases import CaseResult, OutcomeKind, StressConfig
+from zpasses.tools.stress.cases import CaseResult, Outcome, StressConfig
 
 __all__ = ["OPTIONS", "run"]
 
@@ -52,7 +53,7 @@ def run(seeds: Iterable[int], config: StressConfig) -> Iterator[CaseResult]:
 
 def _case(
     chance: random.Random, folder: Path, cold: dict[int, list[CacheResult]], limit_s: float
-) -> tuple[str, OutcomeKind, str]:
+) -> tuple[str, Outcome, str]:
     one_empty = chance.random() < 0.4
     kind = "one rank's cache is empty" if one_empty else "a warm cache"
     history = []
@@ -78,7 +79,7 @@ def _case(
 def _train(choice: int, caches: Path, limit_s: float) -> list[CacheResult] | str:
     """The results of all ranks, each with a cache of its own, or what went wrong."""
     options = {**OPTIONS[choice], "agreement_timeout_s": _START_S}
-    outcomes: list[Outcome] = run_in_fresh_ranks(
+    outcomes: list[RankOutcome] = run_in_fresh_ranks(
         train,
         options,
         str(caches),

@@ -1,29 +1,60 @@
-"""What the suites share."""
+"""What the suites share: their configuration, and the result of one case."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-__all__ = ["CaseResult", "OutcomeKind", "StressConfig"]
+__all__ = ["BAD", "OUTCOMES", "CaseResult", "Outcome", "StressConfig", "Suite"]
 
-OutcomeKind = Literal["equal", "refused", "wrong", "hang", "crash"]
-
-
-@dataclass(frozen=True)
-class CaseResult:
-    suite: str
-    kind: str
-    seed: int
-    outcome: OutcomeKind
-    detail: str
-    seconds: float
+Outcome = Literal["equal", "refused", "wrong", "hang", "crash"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+BAD: tuple[Outcome, ...] = ("wrong", "hang", "crash")
+"""Outcomes that are bugs."""
 
 
 @dataclass(frozen=True)
 class StressConfig:
+    """What all cases of a run have in common."""
+
+    scratch: Path
+    """Folder for the files of cases. It exists, and is deleted after the run."""
     ranks: tuple[int, ...] = (2, 3)
-    limit_s: float = 5.0
+    """Numbers of real ranks that the suites with processes draw from."""
+    limit_s: float = 60.0
+    """Seconds after which a case counts as hanging."""
+    vote_limit_s: float = 5.0
+    """Option `agreement_timeout_s` of the runs in the suite `faults`."""
     jobs: int = 4
-    scratch: Path | None = None
+    """Cases of the suite `faults` that run at a time."""
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """The outcome of one case."""
+
+    suite: str
+    kind: str
+    """What was tried, for the table at the end: "truncated file", "joint graph"."""
+    seed: int
+    """The case is determined by its suite and this number."""
+    outcome: Outcome
+    """"equal": the result was right. "refused": an error of zpasses said what is wrong. "wrong":
+    another result without an error. "hang": it exceeded its limit. "crash": any other exception,
+    or a signal.
+    """
+    detail: str
+    """What was drawn and what happened, in one or a few lines."""
+    seconds: float
+
+    @property
+    def is_bad(self) -> bool:
+        return self.outcome in BAD
+
+
+Suite = Callable[[Iterable[int], StressConfig], Iterator[CaseResult]]
+"""(seeds, configuration) -> the result of one case or more for each seed, in order. A suite draws a
+seed only when it starts that case, so that a time limit ends the run.
+"""

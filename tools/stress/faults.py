@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from zpasses.testing.ranks import Outcome, run_in_fresh_ranks
-from zpasses.tools.stress.cases import CaseResult, OutcomeKind, StressConfig
+from zpasses.testing.ranks import Outcome as RankOutcome
+from zpasses.testing.ranks import run_in_fresh_ranks
+from zpasses.tools.stress.cases import CaseResult, Outcome, StressConfig
 from zpasses.tools.stress.fault_program import (
     COMPILE_PLACES,
     ENDINGS,
@@ -91,7 +92,7 @@ def run(seeds: Iterable[int], config: StressConfig) -> Iterator[CaseResult]:
 
 def _case(seed: int, config: StressConfig) -> CaseResult:
     with tempfile.TemporaryDirectory(prefix="zpasses-fault-", dir=config.scratch) as scratch:
-        return _run_program(seed, draw(seed, config.ranks, config.limit_s, scratch))
+        return _run_program(seed, draw(seed, config.ranks, config.vote_limit_s, scratch))
 
 
 def _run_program(seed: int, program: Program) -> CaseResult:
@@ -129,7 +130,7 @@ def _is_gone(fault: Fault) -> bool:
     return fault.kind in ("raise and exit", "exit", "kill", "stop")
 
 
-def _judge(program: Program, outcome: Outcome, fault_at: float | None) -> tuple[OutcomeKind, str]:
+def _judge(program: Program, outcome: RankOutcome, fault_at: float | None) -> tuple[Outcome, str]:
     """What came of one rank."""
     me, fault = f"rank {outcome.rank}", program.fault
     if outcome.timed_out:

@@ -26,10 +26,12 @@ from zpasses.testing.worlds import fake_world
 __all__ = [
     "StepCapture",
     "StepGraphs",
+    "TracedJoint",
     "capture_graphs",
     "capture_ranks",
     "copy_graph",
     "trace_joint",
+    "trace_partitionable",
 ]
 
 
@@ -178,22 +180,52 @@ def trace_joint(
     Raises:
         ValueError: if no output depends on an input that requires gradients.
     """
-    captured: list[fx.GraphModule] = []
+    return trace_partitionable(fn, inputs, shards).joint
 
-    def partition(gm: fx.GraphModule, joint_inputs: Sequence[Any], **_: Any) -> Any:
-        captured.append(gm)
+
+@dataclass(frozen=True)
+class TracedJoint:
+    """A traced joint graph, and what the partitioner needs to split it."""
+
+    joint: fx.GraphModule
+    inputs: Sequence[Any] = field(repr=False)
+    """Fake tensors like the graph's inputs."""
+    options: Mapping[str, Any] = field(repr=False)
+    """AOTAutograd's arguments of the partitioner."""
+
+    @property
+    def outputs(self) -> int:
+        """Number of the outputs of the function that was traced."""
+        return int(self.options["num_fwd_outputs"])
+
+    def partition(self, joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The forward and the backward graph of the joint graph, or of a rewritten copy of it,
+        which is changed. The forward graph returns its own outputs and then what backward needs.
+        """
+        return compat.partition(joint, self.inputs, **self.options)
+
+
+def trace_partitionable(
+    fn: Callable[..., Any], inputs: Sequence[Any], shards: Mapping[int, str] | None = None
+) -> TracedJoint:
+    """As `trace_joint`, for graphs that are then partitioned."""
+    traced: list[TracedJoint] = []
+
+    def partition(gm: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
+        traced.append(TracedJoint(gm, joint_inputs, options))
         raise _Traced
 
     with contextlib.suppress(_Traced):
         compat.aot_compile(_AsModule(fn), list(inputs), None, None, _no_gradients, partition)  # type: ignore[arg-type]
-    (gm,) = captured
+    (found,) = traced
+    gm = found.joint
     compat.eliminate_common_subexpressions(
         gm,
         [node for node in gm.graph.nodes if node.op == "call_function" and node.target is UNSHARD],
     )
     tag_joint(gm.graph, dict(shards or {}))
     gm.recompile()
-    return gm
+    return found
 
 
 def copy_graph(graph: fx.Graph | fx.GraphModule) -> fx.GraphModule:

@@ -117,8 +117,8 @@ def run_pipeline() -> Callable[..., Any]:
     `run = run_pipeline(graph, "merge-reads,gather-params")`.
 
     The arguments are those of `zpasses.testing.run_pipeline`: a pipeline as text or object, or one
-    pass; `verify="simulate"` also compares on simulated ranks. `run.graph` is the rewritten graph, and
-    `run.records` says what each pass changed.
+    pass; `verify="simulate"` also compares on simulated ranks. `run.graph` is the rewritten graph,
+    and `run.records` says what each pass changed.
     """
     run: Callable[..., Any] = importlib.import_module("zpasses.testing").run_pipeline
     return run
