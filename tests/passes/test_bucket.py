@@ -116,74 +116,12 @@ return [mul, mul_1, wait_tensor_3, None, wait_tensor_2, None]
     )
 
 
-def test_coalesced_collectives_over_several_tensors():
-    expect_listing(
-        short(bucketed(Param((4, 2)), Param((6, 2)), world_size=2, mode="coalesced")),
-        """\
-primals_1: f32[2, 2]  # shard: p0
-primals_2: f32[4, 2]
-primals_3: f32[3, 2]  # shard: p1
-primals_4: f32[6, 2]
-tangents_1: f32[4, 2]
-tangents_2: f32[6, 2]
-all_gather_coalesced = all_gather_coalesced([primals_1, primals_3], 2, '0')  # (f32[4, 2], f32[6, 2]); gather: p0, p1 in bucket 0
-getitem = getitem(all_gather_coalesced, 0)  # f32[4, 2]; gathered: p0 in bucket 0
-getitem_1 = getitem(all_gather_coalesced, 1)  # f32[6, 2]; gathered: p1 in bucket 0
-wait_tensor = wait_tensor(getitem)  # f32[4, 2]; full: p0 in bucket 0
-wait_tensor_1 = wait_tensor(getitem_1)  # f32[6, 2]; full: p1 in bucket 0
-mul = mul(wait_tensor, primals_2)  # f32[4, 2]
-mul_1 = mul(wait_tensor_1, primals_4)  # f32[6, 2]
-mul_2 = mul(tangents_2, primals_4)  # f32[6, 2]
-mul_3 = mul(tangents_1, primals_2)  # f32[4, 2]
-reduce_scatter_coalesced = reduce_scatter_coalesced([mul_2, mul_3], 'avg', 2, '0')  # (f32[3, 2], f32[2, 2]); reduce: p1, p0 in bucket 1
-getitem_2 = getitem(reduce_scatter_coalesced, 0)  # f32[3, 2]; reduced: p1 in bucket 1
-getitem_3 = getitem(reduce_scatter_coalesced, 1)  # f32[2, 2]; reduced: p0 in bucket 1
-wait_tensor_2 = wait_tensor(getitem_2)  # f32[3, 2]; shard_grad: p1 in bucket 1
-wait_tensor_3 = wait_tensor(getitem_3)  # f32[2, 2]; shard_grad: p0 in bucket 1
-return [mul, mul_1, wait_tensor_3, None, wait_tensor_2, None]
-""",  # noqa: E501
-    )
+def test_coalesced_collectives_over_several_tensors(listing_snapshot):
+    listing_snapshot(short(bucketed(Param((4, 2)), Param((6, 2)), world_size=2, mode="coalesced")))
 
 
-def test_flat_collectives_over_one_tensor():
-    expect_listing(
-        short(bucketed(Param((4, 2)), Param((6, 2)), world_size=2, mode="flat")),
-        """\
-primals_1: f32[2, 2]  # shard: p0
-primals_2: f32[4, 2]
-primals_3: f32[3, 2]  # shard: p1
-primals_4: f32[6, 2]
-tangents_1: f32[4, 2]
-tangents_2: f32[6, 2]
-reshape = reshape(primals_1, [-1])  # f32[4]
-reshape_1 = reshape(primals_3, [-1])  # f32[6]
-cat = cat([reshape, reshape_1])  # f32[10]; gather_input: p0, p1 in bucket 0
-all_gather_2 = all_gather(cat, 2, '0')  # f32[20]; gather: p0, p1 in bucket 0
-wait_tensor_4 = wait_tensor(all_gather_2)  # f32[20]; gathered: p0, p1 in bucket 0
-view = view(wait_tensor_4, [2, -1])  # f32[2, 10]
-slice_tensor = slice(view, 1, 0, 4)  # f32[2, 4]
-clone = clone(slice_tensor, memory_format=contiguous_format)  # f32[2, 4]
-view_1 = view(clone, [4, 2])  # f32[4, 2]; full: p0 in bucket 0
-slice_tensor_1 = slice(view, 1, 4, 10)  # f32[2, 6]
-clone_1 = clone(slice_tensor_1, memory_format=contiguous_format)  # f32[2, 6]
-view_2 = view(clone_1, [6, 2])  # f32[6, 2]; full: p1 in bucket 0
-mul = mul(view_1, primals_2)  # f32[4, 2]
-mul_1 = mul(view_2, primals_4)  # f32[6, 2]
-mul_2 = mul(tangents_2, primals_4)  # f32[6, 2]
-mul_3 = mul(tangents_1, primals_2)  # f32[4, 2]
-reshape_2 = reshape(mul_2, [2, -1])  # f32[2, 6]; reduce_input: p1 in bucket 1
-reshape_3 = reshape(mul_3, [2, -1])  # f32[2, 4]; reduce_input: p0 in bucket 1
-cat_1 = cat([reshape_2, reshape_3], 1)  # f32[2, 10]; reduce_input: p1, p0 in bucket 1
-view_3 = view(cat_1, [-1])  # f32[20]; reduce_input: p1, p0 in bucket 1
-reduce_scatter_2 = reduce_scatter(view_3, 'avg', 2, '0')  # f32[10]; reduce: p1, p0 in bucket 1
-wait_tensor_5 = wait_tensor(reduce_scatter_2)  # f32[10]; reduced: p1, p0 in bucket 1
-slice_tensor_2 = slice(wait_tensor_5, 0, 0, 6)  # f32[6]
-view_4 = view(slice_tensor_2, [3, 2])  # f32[3, 2]; shard_grad: p1 in bucket 1
-slice_tensor_3 = slice(wait_tensor_5, 0, 6, 10)  # f32[4]
-view_5 = view(slice_tensor_3, [2, 2])  # f32[2, 2]; shard_grad: p0 in bucket 1
-return [mul, mul_1, view_5, None, view_4, None]
-""",
-    )
+def test_flat_collectives_over_one_tensor(listing_snapshot):
+    listing_snapshot(short(bucketed(Param((4, 2)), Param((6, 2)), world_size=2, mode="flat")))
 
 
 def test_coalesced_all_reduces_are_cut_after_the_last_wait():

@@ -3,6 +3,8 @@
 A compile imports some hundred modules and prepares patterns of graphs. The forks inherit that.
 """
 
+import contextlib
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,4 +13,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 from zpasses import compat
 
+with contextlib.suppress(ImportError):
+    import pytest  # noqa: F401
+
 compat.warm_up_compilers()
+gc.freeze()  # collections in the forks leave the shared memory alone

@@ -121,7 +121,8 @@ def passes(cls: type[P], **options: st.SearchStrategy[Any]) -> st.SearchStrategy
         raise TypeError(f"passes: {cls.__name__} has no option {unknown[0]!r}; it has {[*kinds]}.")
     drawn = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        strategy = options.get(field.name) or _by_type(kinds.get(field.name))
+        known = field.name in options
+        strategy = options[field.name] if known else _by_type(kinds.get(field.name))
         if strategy is not None:
             drawn[field.name] = strategy
         elif field.init and field.default is field.default_factory is dataclasses.MISSING:

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -83,6 +83,7 @@ def serve(settings: RankSettings, connection: Connection) -> None:
     )
 
     def run_calls() -> None:
+        _reset_state()  # the first time takes long
         connection.send_bytes(pickle.dumps((True, None)))  # ready
         while (job := _next(connection)) is not None:
             connection.send_bytes(_run(job))
@@ -125,8 +126,8 @@ def _run(job: bytes) -> bytes:
     try:
         call: Call = pickle.loads(job)
         os.chdir(call.cwd)
-        with _clean_state():
-            return pickle.dumps((True, call.fn(*call.args, **call.kwargs)))
+        _reset_state()
+        return pickle.dumps((True, call.fn(*call.args, **call.kwargs)))
     except ReportedFailureError as failure:
         return pickle.dumps((False, str(failure)))
     except BaseException:  # whatever a test raises, pytest's outcomes included
@@ -136,10 +137,8 @@ def _run(job: bytes) -> bytes:
         sys.stderr.flush()
 
 
-@contextlib.contextmanager
-def _clean_state() -> Iterator[None]:
+def _reset_state() -> None:
     torch.compiler.reset()
     gc.collect()
     torch.manual_seed(0)
     random.seed(0)
-    yield
