@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zpasses.errors import OptionError, suggestion
-from zpasses.inspect.view import Code, Table, View, table
+from zpasses.inspect.view import Code, Table, Text, View, table
 from zpasses.option_values import format_value
 from zpasses.pipeline.pipeline import Level, Pass, Pipeline, catalogue
 from zpasses.testing import capture_graphs, listing
@@ -37,7 +37,9 @@ def all_passes_view() -> View:
         if isinstance(entry, type):
             options = _options(entry)
             shown = ", ".join(f"{option['name']}={option['default']}" for option in options)
-            rows.append((name, entry.level.value, _first_sentence(entry), textwrap.fill(shown, 60)))
+            rows.append(
+                (name, entry.level.value, _first_sentence(entry), tuple(textwrap.wrap(shown, 60)))
+            )
             data.append(
                 {
                     "name": name,
@@ -69,10 +71,15 @@ def pass_view(name: str) -> View:
         return View(name, (f"This is a named pipeline: {entry}",), {"name": name, "passes": passes})
     options = _options(entry)
     document = inspect.getdoc(inspect.getmodule(entry)) or inspect.getdoc(entry) or ""
-    parts: list[Table | Code | str] = [document]
+    parts: list[Table | Code | Text] = [Text(tuple(document.splitlines()))]
     if options:
         rows = [
-            (option["name"], option["type"], option["default"], textwrap.fill(option["doc"], 80))
+            (
+                option["name"],
+                option["type"],
+                option["default"],
+                tuple(textwrap.wrap(option["doc"], 80)),
+            )
             for option in options
         ]
         parts.append(table(("option", "type", "default", ""), rows))

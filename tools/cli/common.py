@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from zpasses.errors import OptionError, ZpassesError, suggestion
-from zpasses.inspect.view import View, printable
+from zpasses.inspect import Limits
+from zpasses.inspect.escape import printable
+from zpasses.inspect.json_text import batched, json_pieces
+from zpasses.inspect.view import View
 
 __all__ = [
     "CommandError",
@@ -24,6 +26,7 @@ __all__ = [
     "graph_argument",
     "print_view",
     "rank_and_compile_options",
+    "trusted_option",
     "write_output",
 ]
 
@@ -63,7 +66,8 @@ def errors_as_messages(command: Command) -> Command:
         try:
             return command(*args, **kwargs)
         except (ZpassesError, OptionError) as error:
-            raise CommandError(printable(str(error))) from error
+            lines = printable(str(error)).split("\n")
+            raise CommandError("\n    ".join(lines)) from error
         except BrokenPipeError:
             os.dup2(
                 os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
@@ -78,6 +82,17 @@ graph_argument = click.argument("graph", metavar="[GRAPH]", required=False)
 as_json = click.option(
     "--json", "as_json", is_flag=True, help="Print plain values instead of text."
 )
+
+
+def trusted_option(command: Command) -> Command:
+    """Decorator: add --trusted, which becomes the argument `limits`."""
+    return click.option(
+        "--trusted",
+        "limits",
+        is_flag=True,
+        callback=lambda ctx, param, given: Limits.trusted() if given else None,
+        help="The dump is your own: read it, however much time and memory it takes.",
+    )(command)
 
 
 def rank_and_compile_options(command: Command) -> Command:
@@ -101,10 +116,14 @@ def rank_and_compile_options(command: Command) -> Command:
 
 def print_view(view: View, as_json: bool) -> None:
     """Print a page as text, or its values as JSON."""
-    if as_json:
-        click.echo(json.dumps(view.data, indent=1))
-    else:
-        click.echo(view.text(color=_colored()), color=True)
+    pieces = json_pieces(view.data, _JSON_LEVELS, 1) if as_json else view.pieces(_colored())
+    for text in batched(pieces):
+        click.echo(text, color=True, nl=False)
+    click.echo()
+
+
+_JSON_LEVELS = 3
+"""Nesting depth of lines in JSON output: a node is one line."""
 
 
 def _colored() -> bool:
@@ -116,17 +135,20 @@ def _colored() -> bool:
     )
 
 
-def write_output(path: Path, text: str) -> None:
-    """Write text to a file, or to standard output for "-".
+def write_output(path: Path, pieces: Iterable[str]) -> None:
+    """Write pieces of text to a file, or to standard output for "-".
 
     Raises:
         CommandError: if the file cannot be written.
     """
     if str(path) == "-":
-        click.echo(text)
+        for text in pieces:
+            click.echo(text, nl=False)
+        click.echo()
         return
     try:
-        path.write_text(text, encoding="utf-8")
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(pieces)
     except OSError as error:
         raise CommandError(
             f"cannot write {path}: {error.strerror}; name a file in a folder that exists with -o."

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import click
 
-from zpasses.inspect import Inspection, NodeFilter
+from zpasses.inspect import Inspection, Limits, NodeFilter
 from zpasses.inspect import open as open_dump
+from zpasses.inspect.json_text import batched, json_pieces
 from zpasses.tools.cli.common import (
     CommandError,
     as_json,
@@ -18,6 +18,7 @@ from zpasses.tools.cli.common import (
     graph_argument,
     print_view,
     rank_and_compile_options,
+    trusted_option,
     write_output,
 )
 
@@ -37,8 +38,10 @@ _limit = click.option(
 )
 
 
-def _open(path: Path, rank: int | None, compile_name: str | None) -> Inspection:
-    return open_dump(path, rank=rank, compile_name=compile_name)
+def _open(
+    path: Path, rank: int | None, compile_name: str | None, limits: Limits | None
+) -> Inspection:
+    return open_dump(path, rank=rank, compile_name=compile_name, limits=limits)
 
 
 @click.command("list")
@@ -48,11 +51,12 @@ def _open(path: Path, rank: int | None, compile_name: str | None) -> Inspection:
     type=click.IntRange(min=0),
     help="Rank to show. Default: the lowest rank in the dump.",
 )
+@trusted_option
 @as_json
 @errors_as_messages
-def list_(dump: Path, rank: int | None, as_json: bool) -> None:
+def list_(dump: Path, rank: int | None, limits: Limits | None, as_json: bool) -> None:
     """List compiles, graphs and passes of a dump: the changes, time and failure of each pass."""
-    print_view(_open(dump, rank, None).overview(), as_json)
+    print_view(_open(dump, rank, None, limits).overview(), as_json)
 
 
 @click.command("show")
@@ -79,6 +83,7 @@ def list_(dump: Path, rank: int | None, as_json: bool) -> None:
 )
 @click.option("--full", is_flag=True, help="Show long lists completely.")
 @rank_and_compile_options
+@trusted_option
 @as_json
 @errors_as_messages
 def show(
@@ -92,6 +97,7 @@ def show(
     full: bool,
     rank: int | None,
     compile_name: str | None,
+    limits: Limits | None,
     as_json: bool,
 ) -> None:
     """Show a graph as text, one line per node, with shapes, bytes and parameters.
@@ -99,7 +105,7 @@ def show(
     Without GRAPH, all graphs are shown. Without --after, each graph is shown after its last pass.
     """
     print_view(
-        _open(dump, rank, compile_name).show(
+        _open(dump, rank, compile_name, limits).show(
             graph, after, NodeFilter(collectives, params, ops, names), full=full
         ),
         as_json,
@@ -129,6 +135,7 @@ def show(
 )
 @_limit
 @rank_and_compile_options
+@trusted_option
 @as_json
 @errors_as_messages
 @click.pass_context
@@ -143,6 +150,7 @@ def diff(
     limit: int,
     rank: int | None,
     compile_name: str | None,
+    limits: Limits | None,
     as_json: bool,
 ) -> None:
     """Show changes by node: inserted, removed, moved, rewired, retagged, recompute-changed,
@@ -171,15 +179,16 @@ def diff(
     if second is None and ranks is None and after is not None:
         raise CommandError("--after needs two dumps or ranks; --pass shows the changes of a pass.")
     if ranks is not None:
-        view = _open(dump, ranks[0], compile_name).diff_to(
-            _open(dump, ranks[1], compile_name), name, after, limit=limit
+        first = _open(dump, ranks[0], compile_name, limits)
+        view = first.diff_to(
+            Inspection(first.dump, ranks[1], compile_name), name, after, limit=limit
         )
     elif second is not None:
-        view = _open(dump, rank, compile_name).diff_to(
-            _open(second, rank, compile_name), name, after, limit=limit
+        view = _open(dump, rank, compile_name, limits).diff_to(
+            _open(second, rank, compile_name, limits), name, after, limit=limit
         )
     else:
-        view = _open(dump, rank, compile_name).diff(name, pass_name, limit=limit)
+        view = _open(dump, rank, compile_name, limits).diff(name, pass_name, limit=limit)
     print_view(view, as_json)
     ctx.exit(0 if view.data["same"] else 1)
 
@@ -189,6 +198,7 @@ def diff(
 @graph_argument
 @_after
 @rank_and_compile_options
+@trusted_option
 @as_json
 @errors_as_messages
 def collectives(
@@ -197,6 +207,7 @@ def collectives(
     after: str | None,
     rank: int | None,
     compile_name: str | None,
+    limits: Limits | None,
     as_json: bool,
 ) -> None:
     """List every collective: its size, the distance to its wait, its time, and how much of it is
@@ -206,7 +217,7 @@ def collectives(
     compute waits for it. The model has one stream for compute and one for each process group, and
     issues every node as early as the graph's order allows.
     """
-    print_view(_open(dump, rank, compile_name).collectives(graph, after), as_json)
+    print_view(_open(dump, rank, compile_name, limits).collectives(graph, after), as_json)
 
 
 @click.command()
@@ -226,6 +237,7 @@ def collectives(
     help="Maximum number of buffers and parameters; 0 for all.",
 )
 @rank_and_compile_options
+@trusted_option
 @as_json
 @errors_as_messages
 def memory(
@@ -236,6 +248,7 @@ def memory(
     limit: int,
     rank: int | None,
     compile_name: str | None,
+    limits: Limits | None,
     as_json: bool,
 ) -> None:
     """Show the peak before and after each pass, the memory curve, and the buffers alive at the
@@ -243,7 +256,8 @@ def memory(
 
     Sizes follow the liveness model. They exclude what the caller holds (shards and inputs).
     """
-    print_view(_open(dump, rank, compile_name).memory(graph, after, at, limit=limit), as_json)
+    inspection = _open(dump, rank, compile_name, limits)
+    print_view(inspection.memory(graph, after, at, limit=limit), as_json)
 
 
 @click.command()
@@ -258,6 +272,7 @@ def memory(
     help='File to write; "-" for standard output.',
 )
 @rank_and_compile_options
+@trusted_option
 @errors_as_messages
 def timeline(
     dump: Path,
@@ -266,11 +281,13 @@ def timeline(
     output: Path,
     rank: int | None,
     compile_name: str | None,
+    limits: Limits | None,
 ) -> None:
     """Write the estimated streams of compute and of each process group as a trace for Perfetto
     (ui.perfetto.dev).
     """
-    write_output(output, json.dumps(_open(dump, rank, compile_name).timeline(graph, after)))
+    trace = _open(dump, rank, compile_name, limits).timeline(graph, after)
+    write_output(output, batched(json_pieces(trace, 2)))
 
 
 @click.command()
@@ -283,9 +300,12 @@ def timeline(
     help='File to write; "-" for standard output.',
 )
 @rank_and_compile_options
+@trusted_option
 @errors_as_messages
-def html(dump: Path, output: Path, rank: int | None, compile_name: str | None) -> None:
+def html(
+    dump: Path, output: Path, rank: int | None, compile_name: str | None, limits: Limits | None
+) -> None:
     """Write the whole dump as one page that needs neither network nor server."""
-    write_output(output, _open(dump, rank, compile_name).html())
+    write_output(output, _open(dump, rank, compile_name, limits).html_pieces())
     if str(output) != "-":
         click.echo(f"wrote {output}; open it in a browser", err=True)

@@ -12,8 +12,8 @@ from zpasses.dumps.errors import (
     DumpVersionError,
     NotADumpError,
 )
-from zpasses.dumps.files import Limits
 from zpasses.dumps.format import VERSION, Compile, Dump, Graph, Node, Rank, Snapshot, Step
+from zpasses.dumps.limits import Limits
 from zpasses.dumps.reader import read
 
 __all__ = [

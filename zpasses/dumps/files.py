@@ -13,34 +13,18 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from zpasses.dumps.errors import DamagedDumpError, DumpPathError, DumpTooLargeError
+from zpasses.dumps.errors import DamagedDumpError, DumpPathError
+from zpasses.dumps.limits import Limits, Work
 
-__all__ = ["Limits", "Record", "list_folder", "parse_object", "read_lines", "read_text"]
+__all__ = ["Record", "list_folder", "parse_object", "read_lines", "read_text"]
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Upper bounds for a reader. The defaults are enough for graphs of several hundred thousand
-    nodes.
-    """
-
-    file_bytes: int = 512 << 20
-    """Size of one file."""
-    line_bytes: int = 32 << 20
-    """Size of one line."""
-    nodes: int = 1_000_000
-    """Nodes of one graph."""
-    depth: int = 64
-    """Nesting depth of lists and objects."""
-    entries: int = 20_000
-    """Entries of a folder, and records of events.jsonl."""
+_ADDRESSABLE = (1 << 62) - 1
+"""Bytes that one read may ask for."""
 
 
-def list_folder(folder: Path, limits: Limits) -> list[str]:
+def list_folder(folder: Path, work: Work) -> list[str]:
     """Names of the entries of a folder, sorted.
 
     Raises:
@@ -61,18 +45,16 @@ def list_folder(folder: Path, limits: Limits) -> list[str]:
         with os.scandir(folder) as entries:
             for entry in entries:
                 names.append(entry.name)
-                if len(names) > limits.entries:
-                    raise DumpTooLargeError(
-                        f"{folder} has more than {limits.entries} entries; Limits(entries=...) "
-                        "allows more."
-                    )
+                if len(names) > work.limits.entries:
+                    raise work.limits.exceeded(folder, "has more entries", "entries")
     except OSError as error:
         raise DamagedDumpError(f"{folder}: cannot be read: {error.strerror or error}.") from error
+    work.entries(folder, len(names))
     return sorted(names)
 
 
 @contextlib.contextmanager
-def _opened(path: Path, limits: Limits) -> Iterator[Any]:
+def _opened(path: Path, work: Work) -> Iterator[Any]:
     """Open a regular file. A link is not followed, and a pipe does not block."""
     flags = (
         os.O_RDONLY
@@ -101,11 +83,9 @@ def _opened(path: Path, limits: Limits) -> Iterator[Any]:
             raise DumpPathError(
                 f"{path} is {_kind(status.st_mode)}; a dump contains only regular files."
             )
-        if status.st_size > limits.file_bytes:
-            raise DumpTooLargeError(
-                f"{path} has {status.st_size} bytes, more than {limits.file_bytes}; "
-                "Limits(file_bytes=...) allows more."
-            )
+        if status.st_size > work.limits.file_bytes:
+            raise work.limits.exceeded(path, f"has {status.st_size:,} bytes, more", "file_bytes")
+        work.file(path)
         yield file
 
 
@@ -117,7 +97,7 @@ def _kind(mode: int) -> str:
     return "a file" if stat.S_ISREG(mode) else "a device, pipe or socket"
 
 
-def read_text(path: Path, limits: Limits) -> str:
+def read_text(path: Path, work: Work) -> str:
     """The text of one file.
 
     Raises:
@@ -125,32 +105,28 @@ def read_text(path: Path, limits: Limits) -> str:
         DumpPathError: if it is a link or no regular file.
         DumpTooLargeError: if it exceeds the limits.
     """
-    with _opened(path, limits) as file:
-        data = file.read(limits.file_bytes + 1)
-    if len(data) > limits.file_bytes:
-        raise DumpTooLargeError(
-            f"{path} has more than {limits.file_bytes} bytes; Limits(file_bytes=...) allows more."
-        )
+    with _opened(path, work) as file:
+        data = file.read(os.fstat(file.fileno()).st_size)  # the writer replaces whole files
     return _text(data, path, 0)
 
 
-def read_lines(path: Path, limits: Limits) -> Iterator[tuple[int, str]]:
+def read_lines(path: Path, work: Work) -> Iterator[tuple[int, str]]:
     """(number, text) of each line of one file. Raises as `read_text` does.
 
     Every line must end with a line break, because a truncated file ends within a line.
     """
-    left = limits.file_bytes
-    with _opened(path, limits) as file:
+    limits, left = work.limits, work.limits.file_bytes
+    with _opened(path, work) as file:
         number = 0
-        while data := file.readline(limits.line_bytes + 1):
+        while data := file.readline(min(limits.line_bytes, _ADDRESSABLE) + 1):
             number += 1
             left -= len(data)
-            if len(data) > limits.line_bytes or left < 0:
-                raise DumpTooLargeError(
-                    f"{path}, line {number}: the line has more than {limits.line_bytes} bytes, or "
-                    f"the file more than {limits.file_bytes}; Limits(line_bytes=..., "
-                    "file_bytes=...) allows more."
+            if len(data) > limits.line_bytes:
+                raise limits.exceeded(
+                    f"{path}, line {number}", "the line has more bytes", "line_bytes"
                 )
+            if left < 0:
+                raise limits.exceeded(path, "has grown to more bytes", "file_bytes")
             if not data.endswith(b"\n"):
                 raise DamagedDumpError(
                     f"{path}, line {number}: the line has no end: the file is truncated. "
@@ -168,13 +144,14 @@ def _text(data: bytes, path: Path, number: int) -> str:
         ) from error
 
 
-def parse_object(text: str, where: str, limits: Limits) -> Record:
+def parse_object(text: str, where: str, work: Work) -> Record:
     """A JSON object. `where` names its place in error messages.
 
     Raises:
         DamagedDumpError: if the text is not a JSON object.
-        DumpTooLargeError: if its nesting is too deep.
+        DumpTooLargeError: if its nesting is too deep, or the work exceeds its limit.
     """
+    values = work.text(where, text)
     try:
         loaded = json.loads(text, parse_constant=_no_constant)
         if "\\ud" in text.lower():
@@ -185,23 +162,21 @@ def parse_object(text: str, where: str, limits: Limits) -> Record:
         raise DamagedDumpError(
             f"{where}: is not JSON ({str(error) or type(error).__name__}). Dump or copy it again."
         ) from error
-    _check_depth(loaded, where, limits.depth)
+    _check_depth(loaded, where, work.limits)
     if not isinstance(loaded, dict):
         raise DamagedDumpError(f"{where}: is {_name(loaded)}; expected an object.")
-    return Record(loaded, where)
+    return Record(loaded, where, values)
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _check_depth(value: Any, where: str, left: int) -> None:
-    level = [value]
+def _check_depth(value: Any, where: str, limits: Limits) -> None:
+    level, left = [value], limits.depth
     while level:
         if left < 0:
-            raise DumpTooLargeError(
-                f"{where}: lists and objects are nested deeper than Limits(depth=...) allows."
-            )
+            raise limits.exceeded(where, "lists and objects are nested deeper", "depth")
         inner = []
         for item in level:
             if isinstance(item, dict):
@@ -236,6 +211,8 @@ class Record:
 
     data: Mapping[str, Any]
     where: str
+    values: int = 0
+    """Upper bound of the number of its values, if it is the whole of a text."""
 
     def fail(self, key: str, expected: str) -> DamagedDumpError:
         given = repr(self.data[key])[:80] if key in self.data else "nothing"
@@ -245,6 +222,15 @@ class Record:
         value = self.data.get(key, default)
         if not isinstance(value, str):
             raise self.fail(key, "text")
+        return value
+
+    def name(self, key: str, limits: Limits, default: str = _REQUIRED) -> str:
+        """A text of bounded length, which pages repeat."""
+        value = self.text(key, default)
+        if len(value) > limits.name_chars:
+            raise limits.exceeded(
+                self.where, f"{key!r} has {len(value):,} characters, more", "name_chars"
+            )
         return value
 
     def optional_text(self, key: str) -> str | None:

@@ -253,12 +253,13 @@ class Snapshot:
         """(allocating node, buffer) of each buffer that is alive while a node runs, largest first.
         Their bytes add up to `live_at`.
         """
+        return sorted(self.buffers_at(node), key=lambda pair: -pair[1].nbytes)
+
+    def buffers_at(self, node: Node | int) -> Iterator[tuple[Node, Buffer]]:
+        """As `alive_at`, in graph order."""
         position = self.position
         at = position[node if isinstance(node, int) else node.id]
-        alive = [
-            (each, buffer)
-            for each in self.nodes
-            for buffer in each.buffers
-            if position[buffer.first] <= at <= position[buffer.last]
-        ]
-        return sorted(alive, key=lambda pair: -pair[1].nbytes)
+        for each in self.nodes:
+            for buffer in each.buffers:
+                if position[buffer.first] <= at <= position[buffer.last]:
+                    yield each, buffer

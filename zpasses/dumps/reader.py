@@ -13,11 +13,10 @@ from typing import Any
 
 from zpasses.dumps.errors import (
     DamagedDumpError,
-    DumpTooLargeError,
     DumpVersionError,
     NotADumpError,
 )
-from zpasses.dumps.files import Limits, Record, list_folder, parse_object, read_lines, read_text
+from zpasses.dumps.files import Record, list_folder, parse_object, read_lines, read_text
 from zpasses.dumps.format import (
     FORMAT,
     VERSION,
@@ -35,6 +34,7 @@ from zpasses.dumps.format import (
     Snapshot,
     Step,
 )
+from zpasses.dumps.limits import Limits, Work
 from zpasses.dumps.snapshots import SnapshotFiles
 
 __all__ = ["HEADER", "read"]
@@ -59,18 +59,18 @@ def read(path: str | Path, limits: Limits | None = None) -> Dump:
         DumpTooLargeError: if the dump exceeds the limits.
         DumpPathError: if it contains a link or a device. All of these are DumpErrors.
     """
-    limits, root = limits or Limits(), Path(path)
-    meta = _meta(root, limits)
+    work, root = Work(limits or Limits()), Path(path)
+    meta = _meta(root, work)
     root = root.resolve()
     ranks = {}
-    for name in list_folder(root, limits):
+    for name in list_folder(root, work):
         match = _RANK.fullmatch(name)
         if match:
-            ranks[int(match[1])] = _rank(root / name, int(match[1]), limits)
+            ranks[int(match[1])] = _rank(root / name, int(match[1]), work)
     return Dump(root, VERSION, meta.data, dict(sorted(ranks.items())))
 
 
-def _meta(root: Path, limits: Limits) -> Record:
+def _meta(root: Path, work: Work) -> Record:
     if not root.exists():
         raise NotADumpError(
             f"{root} does not exist; expected the folder that options={{'dump': ...}} or "
@@ -87,7 +87,7 @@ def _meta(root: Path, limits: Limits) -> Record:
             f"options={{'dump': ...}} or ZPASSES_DUMP named"
             f"{_nearby_dump(root)}."
         )
-    meta = parse_object(read_text(root.resolve() / HEADER, limits), f"{root / HEADER}", limits)
+    meta = parse_object(read_text(root.resolve() / HEADER, work), f"{root / HEADER}", work)
     if meta.data.get("format") != FORMAT:
         raise NotADumpError(
             f"{root / HEADER}: 'format' is {str(meta.data.get('format'))[:80]!r}; expected "
@@ -127,14 +127,14 @@ def _nearby_dump(root: Path) -> str:
     )
 
 
-def _rank(folder: Path, rank: int, limits: Limits) -> Rank:
-    names = [name for name in list_folder(folder, limits) if _COMPILE.fullmatch(name)]
-    return Rank(rank, tuple(_compile(folder / name, limits) for name in names))
+def _rank(folder: Path, rank: int, work: Work) -> Rank:
+    names = [name for name in list_folder(folder, work) if _COMPILE.fullmatch(name)]
+    return Rank(rank, tuple(_compile(folder / name, work) for name in names))
 
 
-def _compile(folder: Path, limits: Limits) -> Compile:
+def _compile(folder: Path, work: Work) -> Compile:
     paths: dict[int, Path] = {}
-    for name in list_folder(folder, limits):
+    for name in list_folder(folder, work):
         match = _SNAPSHOT.fullmatch(name)
         if match:
             if int(match[1]) in paths:
@@ -144,44 +144,45 @@ def _compile(folder: Path, limits: Limits) -> Compile:
                 )
             paths[int(match[1])] = folder / name
     record = parse_object(
-        read_text(folder / "compile.json", limits), str(folder / "compile.json"), limits
+        read_text(folder / "compile.json", work), str(folder / "compile.json"), work
     )
-    files = SnapshotFiles(paths, limits)
-    events = _events(folder / "events.jsonl", limits)
+    files = SnapshotFiles(paths, work)
+    events = _events(folder / "events.jsonl", work)
     error = record.optional_record("error")
-    sources = _sources(folder / "sources.json", limits)
+    sources = _sources(folder / "sources.json", work)
     return Compile(
         folder=folder.name,
         path=folder,
-        info=_info(record),
+        info=_info(record, work.limits),
         events=tuple(Event(each.text("event"), each.data) for each in events),
-        graphs=_graphs(events, files),
+        graphs=_graphs(events, files, work.limits),
         error=None if error is None else _failure(error),
         sources=sources,
     )
 
 
-def _sources(path: Path, limits: Limits) -> Mapping[str, str]:
+def _sources(path: Path, work: Work) -> Mapping[str, str]:
     if not path.is_symlink() and not path.exists():
         return {}
-    record = parse_object(read_text(path, limits), str(path), limits)
-    return {name: record.text(name) for name in record.data}
+    record = parse_object(read_text(path, work), str(path), work)
+    texts = {name: record.text(name) for name in record.data}
+    work.source_lines(str(path), sum(text.count("\n") + 1 for text in texts.values()))
+    return texts
 
 
-def _events(path: Path, limits: Limits) -> list[Record]:
+def _events(path: Path, work: Work) -> list[Record]:
     if not path.is_symlink() and not path.exists():
         return []  # the process died before its first event
     found = []
-    for number, text in read_lines(path, limits):
-        if number > limits.entries:
-            raise DumpTooLargeError(
-                f"{path} has more than {limits.entries} records; Limits(entries=...) allows more."
-            )
-        found.append(parse_object(text, f"{path}, line {number}", limits))
+    for number, text in read_lines(path, work):
+        if number > work.limits.entries:
+            raise work.limits.exceeded(path, "has more records", "entries")
+        work.record(str(path))
+        found.append(parse_object(text, f"{path}, line {number}", work))
     return found
 
 
-def _info(record: Record) -> CompileInfo:
+def _info(record: Record, limits: Limits) -> CompileInfo:
     state = record.text("state")
     if state not in ("compiling", "done", "failed"):
         raise record.fail("state", "'compiling', 'done' or 'failed'")
@@ -189,7 +190,7 @@ def _info(record: Record) -> CompileInfo:
     params = Record(record.mapping("parameters"), f"{record.where}, 'parameters'")
     inputs: list[Mapping[str, Any]] = [each.data for each in record.records("inputs")]
     return CompileInfo(
-        name=record.text("name"),
+        name=record.name("name", limits),
         rank=record.integer("rank"),
         world=record.integer("world"),
         state=state,
@@ -228,19 +229,21 @@ class _GraphBuilder:
         self.kept: tuple[str, ...] = ()
 
 
-def _graphs(events: list[Record], files: SnapshotFiles) -> dict[str, Graph]:
+def _graphs(events: list[Record], files: SnapshotFiles, limits: Limits) -> dict[str, Graph]:
     growing: dict[str, _GraphBuilder] = {}
     for event in events:
         kind = event.text("event")
+        if kind == "note":
+            event.text("text", "")
         if kind not in ("snapshot", "pass", "variant", "agreement"):
             continue
-        graph = growing.setdefault(event.text("graph"), _GraphBuilder())
+        graph = growing.setdefault(event.name("graph", limits), _GraphBuilder())
         if kind == "agreement":
             graph.agreements.append(_agreement(event))
             continue
         if kind == "variant":
             graph.of, graph.given, graph.kept = (
-                event.text("of"),
+                event.name("of", limits),
                 event.texts("given"),
                 event.texts("kept"),
             )

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from zpasses.dumps.errors import DamagedDumpError, DumpTooLargeError
-from zpasses.dumps.files import Limits, Record, parse_object, read_lines
+from zpasses.dumps.errors import DamagedDumpError
+from zpasses.dumps.files import Record, parse_object, read_lines
 from zpasses.dumps.format import (
     Argument,
     Buffer,
@@ -24,22 +24,39 @@ from zpasses.dumps.format import (
     Value,
     references,
 )
+from zpasses.dumps.limits import Work
 
 __all__ = ["SnapshotFiles"]
+
+
+class _LineSize(NamedTuple):
+    """What a node's line holds, at most. It is counted without parsing the line."""
+
+    values: int
+    references: int
+    """Arguments that are other nodes."""
+    collectives: int
+
+
+class _Assembled(NamedTuple):
+    snapshot: Snapshot
+    sizes: Mapping[int, _LineSize]
+    """By the node's id."""
 
 
 class SnapshotFiles:
     """The snapshots of one compile. Each is read once, on first access."""
 
-    def __init__(self, paths: Mapping[int, Path], limits: Limits) -> None:
-        self._paths, self._limits = paths, limits
-        self._read: dict[int, Snapshot] = {}
+    def __init__(self, paths: Mapping[int, Path], work: Work) -> None:
+        self._paths, self._work = paths, work
+        self._read: dict[int, _Assembled] = {}
 
     def __contains__(self, number: int) -> bool:
         return number in self._paths
 
     def load(self, number: int) -> Snapshot:
-        """One snapshot. The snapshots that it is based on are read too.
+        """One snapshot. The snapshots that it is based on are read too. Each call counts as work,
+        because its caller shows the snapshot.
 
         Raises:
             DumpError: if a file is missing, damaged or too large.
@@ -55,10 +72,22 @@ class SnapshotFiles:
                     "one. Dump or copy it again."
                 )
             at = file.base
-        for file in reversed(chain):
-            base = None if file.base is None else self._read[file.base]
-            self._read[file.number] = file.snapshot(base)
-        return self._read[number]
+        while chain:
+            file = chain.pop()
+            self._read[file.number] = file.snapshot(
+                None if file.base is None else self._read[file.base]
+            )
+        found = self._read[number]
+        nodes, sizes = found.snapshot.nodes, found.sizes.values()
+        longest = max((len(node.name) for node in nodes), default=0)
+        self._work.use(
+            str(self._paths[number]),
+            nodes=len(nodes),
+            values=sum(size.values for size in sizes),
+            collectives=sum(size.collectives for size in sizes),
+            name_chars=sum(size.references for size in sizes) * longest,
+        )
+        return found.snapshot
 
     def _open(self, number: int) -> _SnapshotFile:
         if number not in self._paths:
@@ -66,53 +95,56 @@ class SnapshotFiles:
                 f"snapshot {number} is missing: the dump is truncated, or was copied incompletely. "
                 "Copy the whole folder."
             )
-        return _SnapshotFile(self._paths[number], number, self._limits)
+        return _SnapshotFile(self._paths[number], number, self._work)
 
 
 class _SnapshotFile:
     """One parsed file. Its nodes are not in graph order yet."""
 
-    def __init__(self, path: Path, number: int, limits: Limits) -> None:
-        self.where, self.number, self._limits = str(path), number, limits
-        rows = read_lines(path, limits)
+    def __init__(self, path: Path, number: int, work: Work) -> None:
+        self.where, self.number, self._work = str(path), number, work
+        rows = read_lines(path, work)
         first = next(rows, None)
         if first is None:
             raise DamagedDumpError(f"{path} is empty: it is truncated. Dump or copy it again.")
-        self._header = parse_object(first[1], f"{path}, line 1", limits)
+        self._header = parse_object(first[1], f"{path}, line 1", work)
         if self._header.integer("snapshot") != number:
             raise self._header.fail("snapshot", f"{number}, the number in the file's name")
         self.base = self._header.optional_integer("base")
         self._sources = [_source(record) for record in self._header.records("sources")]
         self.nodes: dict[int, Node] = {}
+        self._sizes: dict[int, _LineSize] = {}
         for line, text in rows:
-            if len(self.nodes) >= limits.nodes:
-                raise DumpTooLargeError(
-                    f"{path} has more than {limits.nodes} nodes; Limits(nodes=...) allows more."
-                )
-            node = self._node(parse_object(text, f"{path}, line {line}", limits))
+            if len(self.nodes) >= work.limits.nodes:
+                raise work.limits.exceeded(path, "has more nodes", "nodes")
+            work.node(self.where)
+            record = parse_object(text, f"{path}, line {line}", work)
+            node = self._node(record)
             if node.id in self.nodes:
                 raise DamagedDumpError(
                     f"{path}, line {line}: node {node.id} occurs twice; expected unique ids."
                 )
             self.nodes[node.id] = node
+            self._sizes[node.id] = _LineSize(
+                record.values, text.count('"node"'), text.count('"collective"')
+            )
         if len(self.nodes) != self._header.integer("written"):
             raise DamagedDumpError(
                 f"{path} has {len(self.nodes)} nodes; expected "
                 f"{self._header.data['written']}: it is truncated. Dump or copy it again."
             )
 
-    def snapshot(self, base: Snapshot | None) -> Snapshot:
-        known = self.nodes if base is None else {**base.by_id, **self.nodes}
+    def snapshot(self, base: _Assembled | None) -> _Assembled:
+        inherited: Mapping[int, Node] = {} if base is None else base.snapshot.by_id
         order: Sequence[int] = (
             self._header.integers("order")
             if "order" in self._header.data
-            else list(known if base is None else base.by_id)
+            else list(self.nodes if base is None else inherited)
         )
-        if len(order) > self._limits.nodes:
-            raise DumpTooLargeError(
-                f"{self.where} has more than {self._limits.nodes} nodes; Limits(nodes=...) allows "
-                "more."
-            )
+        if len(order) > self._work.limits.nodes:
+            raise self._work.limits.exceeded(self.where, f"has {len(order):,} nodes, more", "nodes")
+        self._work.place(self.where, len(order), 0)
+        known = {**inherited, **self.nodes}
         present = set(order)
         if (
             len(present) != len(order)
@@ -127,6 +159,9 @@ class _SnapshotFile:
                 f"{self.where}, line 1: 'live_bytes' has {len(live)} entries; expected one "
                 f"for each of {len(nodes)} nodes."
             )
+        sizes = self._sizes if base is None else {**base.sizes, **self._sizes}
+        sizes = {id: sizes[id] for id in order}
+        self._work.place(self.where, 0, sum(size.values for size in sizes.values()))
         for node in nodes:
             buffers = {at for buffer in node.buffers for at in (buffer.first, buffer.last)}
             waits = node.collective.waits if node.collective else ()
@@ -136,7 +171,7 @@ class _SnapshotFile:
                     f"{self.where}: node {node.id} ({node.name!r}) refers to node {missing[0]}, "
                     "which is not in the graph."
                 )
-        return Snapshot(self.number, nodes, live)
+        return _Assembled(Snapshot(self.number, nodes, live), sizes)
 
     def _node(self, record: Record) -> Node:
         id = record.integer("id")
@@ -155,7 +190,7 @@ class _SnapshotFile:
             raise record.fail("stream", "'compute', 'communication' or null")
         return Node(
             id=id,
-            name=record.text("name"),
+            name=record.name("name", self._work.limits),
             op=record.text("op"),
             target=record.text("target"),
             args=args,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +133,19 @@ class Inspection:
 
     def html(self) -> str:
         """The whole dump as one self-contained HTML page."""
-        from zpasses.inspect.report import render
+        return "".join(self.html_pieces())
 
-        return render(self.dump, **self._where)
+    def html_pieces(self) -> Iterator[str]:
+        """`html()` in pieces, which need less memory. All graphs are read before the first."""
+        from zpasses.inspect.report import render_pieces
+
+        return render_pieces(self.dump, **self._where)
 
     def write_html(self, path: str | Path) -> Path:
         """Write `html()` to a file."""
-        Path(path).write_text(self.html(), encoding="utf-8")
+        pieces = self.html_pieces()
+        with Path(path).open("w", encoding="utf-8") as file:
+            file.writelines(pieces)
         return Path(path)
 
     def write_timeline(self, path: str | Path, graph: str | None = None) -> Path:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zpasses.dumps.format import Buffer, Compile, Graph, Node, Snapshot
@@ -64,9 +64,7 @@ class Memory:
     @property
     def by_kind(self) -> dict[str, int]:
         """Kind -> bytes alive, without kinds of 0 bytes."""
-        found = _sums((each.kind, each.nbytes) for each in self.alive)
-        ordered = (*KINDS, *sorted(found.keys() - set(KINDS)))
-        return {kind: found[kind] for kind in ordered if found.get(kind)}
+        return _by_kind((each.kind, each.nbytes) for each in self.alive)
 
     @property
     def by_parameter(self) -> dict[str, int]:
@@ -124,7 +122,7 @@ def memory(
             None divides them equally.
     """
     if at is None:
-        at = snapshot.nodes[snapshot.live_bytes.index(snapshot.peak_bytes)]
+        at = _peak_node(snapshot)
     names = {node.id: node.name for node in snapshot.nodes}
     return Memory(
         snapshot,
@@ -136,14 +134,37 @@ def memory(
 
 def peaks(graph: Graph) -> list[StepPeak]:
     """The peak of every step that has a graph."""
-    found, seen = [], dict[int, Memory]()
+    found: list[StepPeak] = []
+    seen: dict[int, StepPeak] = {}
     for step in graph.steps:
         if step.snapshot is not None and step.number is not None and step.snapshot.nodes:
-            there = seen.get(step.number) or seen.setdefault(step.number, memory(step.snapshot))
-            found.append(
-                StepPeak(step.index, step.after, there.peak_bytes, there.at.name, there.by_kind)
-            )
+            if step.number not in seen:
+                seen[step.number] = _step_peak(step.snapshot)
+            found.append(replace(seen[step.number], step=step.index, after=step.after))
     return found
+
+
+def _step_peak(snapshot: Snapshot) -> StepPeak:
+    at = _peak_node(snapshot)
+    return StepPeak(
+        0,
+        None,
+        snapshot.peak_bytes,
+        at.name,
+        _by_kind((buffer.kind, buffer.nbytes) for _, buffer in snapshot.buffers_at(at)),
+    )
+
+
+def _peak_node(snapshot: Snapshot) -> Node:
+    """The first node at which the peak is reached."""
+    return snapshot.nodes[snapshot.live_bytes.index(snapshot.peak_bytes)]
+
+
+def _by_kind(buffers: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """(kind, bytes) of buffers -> kind -> bytes, in display order, without kinds of 0 bytes."""
+    found = _sums(buffers)
+    ordered = (*KINDS, *sorted(found.keys() - set(KINDS)))
+    return {kind: found[kind] for kind in ordered if found.get(kind)}
 
 
 def _alive(node: Node, buffer: Buffer, names: dict[int, str]) -> LiveBuffer:

@@ -3,7 +3,7 @@ compiles."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping
 
 from zpasses.dumps.format import Argument, Node, Ref, Repr, Snapshot
@@ -49,7 +49,8 @@ def _match(
     for same, nodes in left.items():
         candidates = {node.name: node for node in free.get(same, ())}
         named = [(node, candidates.pop(node.name)) for node in nodes if node.name in candidates]
-        rest = [node for node in nodes if node.name not in {each.name for each, _ in named}]
+        matched = {each.name for each, _ in named}
+        rest = [node for node in nodes if node.name not in matched]
         for one, other in (*named, *zip(rest, candidates.values(), strict=False)):
             pairs[one.id] = other.id
 
@@ -86,25 +87,21 @@ def _expression(argument: Argument, found: Mapping[int, int]) -> Hashable:
 
 def _match_by_inputs(before: Snapshot, after: Snapshot, pairs: dict[int, int]) -> None:
     taken = set(pairs.values())
+    free: dict[Hashable, deque[Node]] = defaultdict(deque)
+    """(id, place, op and target) -> unpaired nodes of `after` that read that node at that place."""
+    for node in after.nodes:
+        if node.id not in taken:
+            for place, read in enumerate(node.inputs):
+                free[read, place, node.op, node.target].append(node)
     for node in before.nodes:
         if node.id in pairs:
             continue
         for place, read in enumerate(node.inputs):
-            users = after.users.get(pairs.get(read, -1), ())
-            candidates = (after.by_id[user] for user in users if user not in taken)
-            found = next(
-                (
-                    each
-                    for each in candidates
-                    if _same_op(node, each) and each.inputs.index(pairs[read]) == place
-                ),
-                None,
-            )
-            if found is not None:
+            users = free.get((pairs.get(read, -1), place, node.op, node.target), deque())
+            while users and users[0].id in taken:
+                users.popleft()
+            if users:
+                found = users.popleft()
                 pairs[node.id] = found.id
                 taken.add(found.id)
                 break
-
-
-def _same_op(one: Node, other: Node) -> bool:
-    return (one.op, one.target) == (other.op, other.target)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zpasses.dumps.format import Snapshot
+from zpasses.inspect.escape import one_line, one_line_values
 from zpasses.inspect.listing import op_text
 from zpasses.inspect.schedule import CollectiveSpan, schedule
 
@@ -28,7 +29,7 @@ def chrome_trace(graphs: Sequence[tuple[str, Snapshot]]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     offset = 0.0
     for number, (title, snapshot) in enumerate(graphs, start=1):
-        plan = schedule(snapshot)
+        plan, title = schedule(snapshot), one_line(title)
         base = {"pid": number}
         events.append({**base, "ph": "M", "name": "process_name", "args": {"name": title}})
         events.append(
@@ -36,7 +37,9 @@ def chrome_trace(graphs: Sequence[tuple[str, Snapshot]]) -> dict[str, Any]:
         )
         tracks = {group: thread for thread, group in enumerate(plan.groups, start=_COMPUTE + 1)}
         named = {
-            thread: f"communication, group {group}" if len(tracks) > 1 else "communication"
+            thread: f"communication, group {one_line(group)}"
+            if len(tracks) > 1
+            else "communication"
             for group, thread in tracks.items()
         }
         for thread, name in {_COMPUTE: "compute", **named}.items():
@@ -133,13 +136,13 @@ def _slice(
     length: float,
     about: dict[str, Any],
 ) -> dict[str, Any]:
-    shown = {key: value for key, value in about.items() if value not in ("", None)}
+    shown = {key: one_line_values(value) for key, value in about.items() if value not in ("", None)}
     return {
         "pid": process,
         "tid": thread,
         "ph": "X",
-        "name": name,
-        "cat": category,
+        "name": one_line(name),
+        "cat": one_line(category),
         "ts": start,
         "dur": length,
         "args": shown,

@@ -5,62 +5,103 @@ plain values for programs.
 from __future__ import annotations
 
 import html
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ChangeLines", "Code", "Table", "View", "printable"]
+from zpasses.inspect.escape import one_line
 
-_UNPRINTABLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
-)
+__all__ = ["ChangeLines", "Code", "Table", "Text", "View", "text_of"]
+
+Cell = str | tuple[str, ...]
+"""A cell of a table: one line, or several."""
+
+_CELL_CHARS = 200
+_CELL_LINES = 20
+_TABLE_CHARS = 1 << 24
+"""Characters of a table, including its padding, beyond which its cells become narrow."""
+_NARROW_CHARS, _NARROW_LINES = 32, 4
+_HIGHLIGHTED_CHARS = 1 << 20
+"""Characters of a listing beyond which it has no colors: pygments takes a second for each of them.
+"""
 
 
-def printable(text: str) -> str:
-    """The text with control characters and characters that change the writing direction escaped. A
-    dump may come from an untrusted source.
+@dataclass(frozen=True)
+class Text:
+    """A paragraph of several lines."""
+
+    lines: tuple[str, ...]
+
+    def text(self, color: bool = False) -> str:
+        return "\n".join(map(one_line, self.lines))
+
+    def html(self) -> str:
+        return f"<p>{'<br>'.join(html.escape(one_line(line)) for line in self.lines)}</p>"
+
+
+def text_of(message: str) -> Text:
+    """A message that may have several lines. All but its first are indented, so that none looks
+    like a line of the page.
     """
-    return _UNPRINTABLE.sub(
-        lambda found: (
-            f"\\x{ord(found[0]):02x}" if ord(found[0]) < 256 else f"\\u{ord(found[0]):04x}"
-        ),
-        text,
-    )
+    first, *others = message.split("\n")
+    return Text((first, *(f"    {line}" for line in others)))
 
 
 @dataclass(frozen=True)
 class Table:
     headers: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    rows: tuple[tuple[Cell, ...], ...]
     right: frozenset[str] = frozenset()
     """Headers of right-aligned columns."""
     title: str = ""
 
     def text(self, color: bool = False) -> str:
-        from tabulate import tabulate
-
-        align = ["right" if header in self.right else "left" for header in self.headers]
-        rows = [[printable(cell) for cell in row] for row in self.rows]
-        body = tabulate(
-            rows, headers=self.headers, colalign=align if rows else None, disable_numparse=True
-        )
-        body = "\n".join(line.rstrip() for line in body.splitlines())
-        return f"{_bold(printable(self.title), color)}\n{body}" if self.title else body
+        body = "\n".join(line.rstrip() for line in self._render("simple").splitlines())
+        return f"{_bold(one_line(self.title), color)}\n{body}" if self.title else body
 
     def html(self) -> str:
+        title = f"<h4>{html.escape(one_line(self.title))}</h4>" if self.title else ""
+        return title + self._render("html")
+
+    def _render(self, style: str) -> str:
         from tabulate import tabulate
 
         align = ["right" if header in self.right else "left" for header in self.headers]
-        rows = [[printable(cell) for cell in row] for row in self.rows]
-        body = tabulate(
-            rows,
+        rows = _shown_cells(self.rows, _CELL_CHARS, _CELL_LINES)
+        if _table_chars(rows) > _TABLE_CHARS:
+            rows = _shown_cells(self.rows, _NARROW_CHARS, _NARROW_LINES)
+        return tabulate(
+            [["\n".join(cell) for cell in row] for row in rows],
             headers=self.headers,
             colalign=align if rows else None,
             disable_numparse=True,
-            tablefmt="html",
+            tablefmt=style,
         )
-        return (f"<h4>{html.escape(printable(self.title))}</h4>" if self.title else "") + body
+
+
+def _shown_cells(
+    rows: Iterable[Sequence[Cell]], chars: int, lines: int
+) -> list[list[tuple[str, ...]]]:
+    """Rows of cells of lines, escaped and cut."""
+
+    def shown(cell: Cell) -> tuple[str, ...]:
+        given = (cell,) if isinstance(cell, str) else cell
+        kept = given if len(given) <= lines else (*given[: lines - 1], "...")
+        return tuple(_cut(one_line(line[: chars + 1]), chars) for line in kept)
+
+    return [[shown(cell) for cell in row] for row in rows]
+
+
+def _table_chars(rows: Sequence[Sequence[tuple[str, ...]]]) -> int:
+    width = sum(
+        max((len(line) for cell in column for line in cell), default=0)
+        for column in zip(*rows, strict=True)
+    )
+    return width * sum(max((len(cell) for cell in row), default=0) for row in rows)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 @dataclass(frozen=True)
@@ -70,22 +111,33 @@ class Code:
     lines: tuple[str, ...]
 
     def text(self, color: bool = False) -> str:
-        body = "\n".join(printable(line) for line in self.lines)
-        if not color:
-            return body
+        return "".join(self.pieces(color))
+
+    def pieces(self, color: bool) -> Iterator[str]:
+        """The text in pieces."""
+        if not color or not self._is_short():
+            for at, line in enumerate(self.lines):
+                yield f"\n{one_line(line)}" if at else one_line(line)
+            return
         from pygments import highlight
         from pygments.formatters.terminal import TerminalFormatter
         from pygments.lexers.python import PythonLexer
 
         # TerminalFormatter uses the terminal's own palette, which its user has chosen.
-        return highlight(body, PythonLexer(stripnl=False), TerminalFormatter()).rstrip("\n")
+        body = "\n".join(map(one_line, self.lines))
+        yield highlight(body, PythonLexer(stripnl=False), TerminalFormatter()).rstrip("\n")
+
+    def _is_short(self) -> bool:
+        return sum(map(len, self.lines)) <= _HIGHLIGHTED_CHARS
 
     def html(self) -> str:
+        body = "\n".join(map(one_line, self.lines))
+        if not self._is_short():
+            return f"<pre>{html.escape(body)}</pre>"
         from pygments import highlight
         from pygments.formatters.html import HtmlFormatter
         from pygments.lexers.python import PythonLexer
 
-        body = "\n".join(printable(line) for line in self.lines)
         return highlight(
             body, PythonLexer(stripnl=False), HtmlFormatter(noclasses=True, nobackground=True)
         )
@@ -128,7 +180,7 @@ class ChangeLines:
     lines: tuple[tuple[str, str], ...]
 
     def text(self, color: bool = False) -> str:
-        return "\n".join(self._line(kind, printable(text), color) for kind, text in self.lines)
+        return "\n".join(self._line(kind, one_line(text), color) for kind, text in self.lines)
 
     def _line(self, kind: str, text: str, color: bool) -> str:
         if not kind:
@@ -138,7 +190,7 @@ class ChangeLines:
 
     def html(self) -> str:
         return (
-            f"<pre>{''.join(self._span(kind, printable(text)) for kind, text in self.lines)}</pre>"
+            f"<pre>{''.join(self._span(kind, one_line(text)) for kind, text in self.lines)}</pre>"
         )
 
     def _span(self, kind: str, text: str) -> str:
@@ -153,15 +205,32 @@ class View:
     """A page. `str(view)` is its text, notebooks show its HTML, and `view.data` has its values."""
 
     title: str
-    parts: tuple[Table | Code | ChangeLines | str, ...]
+    parts: tuple[Table | Code | ChangeLines | Text | str, ...]
+    """A part that is a str is one line."""
     data: Any
 
     def text(self, color: bool = False) -> str:
-        shown: list[str] = [_bold(printable(self.title), color)] if self.title else []
-        shown += [
-            printable(part) if isinstance(part, str) else part.text(color) for part in self.parts
-        ]
-        return "\n\n".join(each for each in shown if each)
+        return "".join(self.pieces(color))
+
+    def pieces(self, color: bool = False) -> Iterator[str]:
+        """The text in pieces. Empty parts are left out."""
+        started = False
+        for pieces in self._parts(color):
+            first = True
+            for piece in pieces:
+                if first and not piece:
+                    continue
+                yield f"\n\n{piece}" if first and started else piece
+                first, started = False, True
+
+    def _parts(self, color: bool) -> Iterator[Iterable[str]]:
+        if self.title:
+            yield [_bold(one_line(self.title), color)]
+        for part in self.parts:
+            if isinstance(part, Code):
+                yield part.pieces(color)
+            else:
+                yield [one_line(part) if isinstance(part, str) else part.text(color)]
 
     def __str__(self) -> str:
         return self.text()
@@ -171,10 +240,10 @@ class View:
 
     def _repr_html_(self) -> str:
         parts = [
-            f"<p>{html.escape(printable(part))}</p>" if isinstance(part, str) else part.html()
+            f"<p>{html.escape(one_line(part))}</p>" if isinstance(part, str) else part.html()
             for part in self.parts
         ]
-        return f"<h3>{html.escape(printable(self.title))}</h3>{''.join(parts)}"
+        return f"<h3>{html.escape(one_line(self.title))}</h3>{''.join(parts)}"
 
 
 def _bold(text: str, color: bool) -> str:
@@ -187,10 +256,18 @@ def table(
     right: Iterable[str] = (),
     title: str = "",
 ) -> Table:
-    """A table of values, which are converted by `str`; None becomes an empty cell."""
+    """A table of values, which are converted by `str`; None becomes an empty cell. A tuple of texts
+    is a cell of several lines.
+    """
     return Table(
         tuple(headers),
-        tuple(tuple("" if cell is None else str(cell) for cell in row) for row in rows),
+        tuple(tuple(_cell(cell) for cell in row) for row in rows),
         frozenset(right),
         title,
     )
+
+
+def _cell(value: object) -> Cell:
+    if isinstance(value, tuple):
+        return tuple(map(str, value))
+    return "" if value is None else str(value)

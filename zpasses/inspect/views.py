@@ -4,6 +4,7 @@ the pages about changes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import textwrap
@@ -12,7 +13,7 @@ from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from zpasses.dumps.errors import DumpError
-from zpasses.dumps.format import Compile, Counts, Dump, Graph, Ref, Repr, Snapshot, Step
+from zpasses.dumps.format import Compile, Counts, Dump, Graph, Node, Ref, Repr, Snapshot, Step
 from zpasses.inspect.communication import Communication, communication
 from zpasses.inspect.find import (
     SelectedGraph,
@@ -25,32 +26,51 @@ from zpasses.inspect.find import (
 from zpasses.inspect.listing import MAX_ITEMS, NodeFilter, lines
 from zpasses.inspect.memory import Memory, memory, parameter_sizes, peaks
 from zpasses.inspect.units import bytes_text, change_text, time_text
-from zpasses.inspect.view import Code, Table, View, table
+from zpasses.inspect.view import Code, Table, Text, View, table, text_of
 
 __all__ = ["collectives_view", "list_view", "memory_view", "show_view", "to_json_value"]
+
+_NOTE_CHARS = 320
 
 BARS = " ▁▂▃▄▅▆▇█"
 
 
 def to_json_value(value: Any) -> Any:
     """A dump's data as plain values for JSON."""
-    if isinstance(value, Ref):
+    kind: Any = type(value)
+    if value is None or kind in (str, int, bool):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else str(value)  # JSON has no infinity and no NaN
+    if kind is tuple or kind is list:
+        return [to_json_value(item) for item in value]
+    if kind is Ref:
         return {"node": value.node}
-    if isinstance(value, Repr):
+    if kind is Repr:
         return {"repr": value.text}
     if isinstance(value, Mapping):
         return {str(key): to_json_value(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_json_value(item) for item in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return {
-            field.name: to_json_value(getattr(value, field.name))
-            for field in fields(value)
-            if field.repr
-        }
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no infinity and no NaN
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    if is_dataclass(value):
+        return {name: to_json_value(getattr(value, name)) for name in _shown_fields(kind)}
+    return str(value)
+
+
+class _NodeValues:
+    """Nodes as plain values. Graphs share most of their nodes, and so do their values."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Node, dict[str, Any]]] = {}
+
+    def __call__(self, node: Node) -> dict[str, Any]:
+        if id(node) not in self._known:
+            # The node is kept, so that its id() is not reused.
+            self._known[id(node)] = (node, to_json_value(node))
+        return self._known[id(node)][1]
+
+
+@functools.cache
+def _shown_fields(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind) if field.repr)
 
 
 # --- list -----------------------------------------------------------------------------------------
@@ -84,7 +104,7 @@ def list_view(dump: Dump, rank: int | None = None) -> View:
     )
 
 
-def _compile_parts(each: Compile) -> list[Table | str]:
+def _compile_parts(each: Compile) -> list[Table | Text | str]:
     info = each.info
     head = (
         f"Compile {info.name} ({each.folder}): {info.state}, codegen {info.codegen or '?'}, "
@@ -106,7 +126,7 @@ def _compile_parts(each: Compile) -> list[Table | str]:
         "checks",
         "notes",
     )
-    shown: list[Table | str] = [f"{head}\npipeline: {info.pipeline or '(none)'}"]
+    shown: list[Table | Text | str] = [Text((head, f"pipeline: {info.pipeline or '(none)'}"))]
     if rows:
         shown.append(
             table(
@@ -117,10 +137,10 @@ def _compile_parts(each: Compile) -> list[Table | str]:
         )
     else:
         shown.append("This compile wrote no graphs.")
-    shown += [f"at runtime: {note}" for note in each.notes]
+    shown += [text_of(f"at runtime: {note}") for note in each.notes]
     if each.error is not None:
         shown.append(
-            f"FAILED in {each.error.where or '?'}: {each.error.type}: {each.error.message}"
+            text_of(f"FAILED in {each.error.where or '?'}: {each.error.type}: {each.error.message}")
         )
     return shown
 
@@ -142,8 +162,14 @@ def _step_row(graph: Graph, step: Step) -> tuple[Any, ...]:
         times[0],
         *figures,
         *times[1:],
-        textwrap.fill(message, 64),
+        _wrapped(message),
     )
+
+
+def _wrapped(message: str) -> tuple[str, ...]:
+    """The start of a message as lines of a cell. `--json` prints all of it."""
+    # The time of textwrap grows with the square of a word's length.
+    return tuple(textwrap.wrap(_cut(message, _NOTE_CHARS), 64))
 
 
 def _counts(graph: Graph, step: Step) -> dict[str, int] | None:
@@ -208,6 +234,7 @@ def show_view(
     """Listings of graphs: before their passes, after one of them, or (None) after the last."""
     parts: list[Code | str] = []
     data = []
+    values_of = _NodeValues()
     for each, step in steps_after(picked, after):
         snapshot = snapshot_of(each, step)
         found = lines(snapshot, where or NodeFilter(), most)
@@ -230,7 +257,7 @@ def show_view(
             {
                 **about,
                 "nodes": [
-                    {**to_json_value(line.node), "live_bytes": live[line.node.id]} for line in found
+                    {**values_of(line.node), "live_bytes": live[line.node.id]} for line in found
                 ],
             }
         )
@@ -262,7 +289,7 @@ _FIGURES = ("ranks", "bytes", "distance", "compute between", "time", "exposed")
 
 def collectives_view(picked: Sequence[SelectedGraph], after: str | int | None = None) -> View:
     """Tables of collectives, with totals."""
-    parts: list[Table | str] = []
+    parts: list[Table | Text | str] = []
     data = []
     for each, step in steps_after(picked, after):
         found = communication(snapshot_of(each, step))
@@ -354,7 +381,7 @@ def memory_view(
     """Peaks of all steps, the memory curve of one step, and the buffers that are alive at its peak
     or at the node `at`.
     """
-    parts: list[Table | str] = []
+    parts: list[Table | Text | str] = []
     data = []
     for each, step in steps_after(picked, after):
         snapshot = snapshot_of(each, step)
@@ -395,7 +422,7 @@ def memory_view(
     return View("", tuple(parts), data)
 
 
-def _alive_parts(found: Memory, title: str, limit: int) -> list[Table | str]:
+def _alive_parts(found: Memory, title: str, limit: int) -> list[Table | Text | str]:
     where = (
         "At the peak"
         if found.nbytes == found.peak_bytes
@@ -403,11 +430,13 @@ def _alive_parts(found: Memory, title: str, limit: int) -> list[Table | str]:
     )
     curve = f"{sparkline(found.live_bytes)}  {bytes_text(found.peak_bytes)}"
     alive = f"{bytes_text(found.nbytes)} are alive while {found.at.name} runs"
-    message = f"{title}:\n{curve}\n{where}, {alive}."
+    message = Text((f"{title}:", curve, f"{where}, {alive}."))
     whole = max(found.nbytes, 1)
+    by_kind = list(found.by_kind.items())
+    most = limit or None
     kinds = table(
         ("kind", "bytes", "share"),
-        [(kind, bytes_text(size), f"{size / whole:.0%}") for kind, size in found.by_kind.items()],
+        [(kind, bytes_text(size), f"{size / whole:.0%}") for kind, size in by_kind[:most]],
         ("bytes", "share"),
     )
     largest = [
@@ -422,13 +451,13 @@ def _alive_parts(found: Memory, title: str, limit: int) -> list[Table | str]:
     )
     buffers = table(
         ("allocated by", "kind", "bytes", "parameters", "last use"),
-        largest[: limit or None],
+        largest[:most],
         ("bytes",),
     )
     shared = list(found.by_parameter.items())
     by_param = table(
         ("parameter", "bytes"),
-        [(name, bytes_text(size)) for name, size in shared[: limit or None]],
+        [(name, bytes_text(size)) for name, size in shared[:most]],
         ("bytes",),
     )
     return [message, kinds, buffers, more, *([by_param] if shared else [])]

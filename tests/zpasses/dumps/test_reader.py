@@ -146,10 +146,12 @@ def test_a_truncated_file_is_named(dump):
 @pytest.mark.parametrize(
     ("limits", "text"),
     [
-        (Limits(file_bytes=100), "Limits"),
-        (Limits(line_bytes=200), "Limits"),
-        (Limits(nodes=3), "more than 3 nodes"),
-        (Limits(entries=4), "more than 4"),
+        (Limits(file_bytes=100), r"bytes, more than the limit of 100 \(Limits\(file_bytes=...\)"),
+        (Limits(line_bytes=200), r"line \d: the line has more bytes than the limit of 200 "),
+        (Limits(nodes=3), "has more nodes than the limit of 3 "),
+        (Limits(entries=4), "has more entries than the limit of 4 "),
+        (Limits(name_chars=4), "'graph' has .* characters, more than the limit of 4 "),
+        (Limits(work=20_000), r"units of work \(.* bytes, .*\), more than the limit of 20,000 "),
     ],
 )
 def test_content_beyond_the_limits_is_refused(dump, limits, text):

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
+import itertools
+import uuid
+from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
 from zpasses.dumps.format import Dump
+from zpasses.inspect.json_text import batched, json_pieces
 from zpasses.inspect.report.payload import payload
 
-__all__ = ["render"]
+__all__ = ["render", "render_pieces"]
 
 _SCRIPTS = (
     "dom",
@@ -38,7 +41,14 @@ _SCRIPTS = (
 
 
 def render(dump: Dump, rank: int | None = None, compile_name: str | None = None) -> str:
-    """One rank of a dump as a page.
+    """One rank of a dump as a page. See `render_pieces`."""
+    return "".join(render_pieces(dump, rank, compile_name))
+
+
+def render_pieces(
+    dump: Dump, rank: int | None = None, compile_name: str | None = None
+) -> Iterator[str]:
+    """One rank of a dump as a page, in pieces. All graphs are read before the first.
 
     Args:
         rank: None for the lowest rank that wrote.
@@ -56,20 +66,28 @@ def render(dump: Dump, rank: int | None = None, compile_name: str | None = None)
         _asset("page.html")
     )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return template.render(
+    page = template.render(
         title=data["title"],
         style=_asset("style.css"),
         script=script,
         digest=digest,
-        data=_inert(data),
+        data=_DATA,
     )
+    before, _, after = page.partition(_DATA)
+    return itertools.chain([before], _inert(data), [after])
 
 
 def _asset(name: str) -> str:
     return (files("zpasses.inspect.report") / name).read_text(encoding="utf-8")
 
 
-def _inert(data: dict[str, Any]) -> str:
+_DATA = f"data of the page, {uuid.uuid4()}"
+"""Marks the place of the data in the page."""
+_LEVELS = 4
+"""Nesting depth of the rows of nodes in the data."""
+
+
+def _inert(data: dict[str, Any]) -> Iterator[str]:
     """JSON text without characters that could end its HTML element or start another."""
-    text = json.dumps(data, separators=(",", ":"))  # json escapes non-ASCII characters by default
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    for text in batched(json_pieces(data, _LEVELS)):  # it escapes non-ASCII characters
+        yield text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

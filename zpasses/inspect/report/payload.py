@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from zpasses.dumps.format import Compile, Dump, Graph, Node, Snapshot, Step
+from zpasses.dumps.format import Compile, Dump, Failure, Node, PassRun, Snapshot, Step
 from zpasses.inspect.difference import Difference, compare
+from zpasses.inspect.escape import one_line, one_line_values, printable
 from zpasses.inspect.find import SelectedGraph, select_graphs, select_rank
 from zpasses.inspect.listing import call_text, note_text, op_text, value_text
 from zpasses.inspect.schedule import schedule
-from zpasses.inspect.view import printable
 from zpasses.inspect.views import to_json_value
 
 __all__ = ["payload"]
@@ -32,9 +32,9 @@ def payload(dump: Dump, rank: int | None, compile_name: str | None) -> dict[str,
         if each.folder in chosen or (compile_name is None and each.error is not None)
     ]
     return {
-        "title": f"zpasses report: {dump.path.name}",
-        "path": str(dump.path),
-        "meta": to_json_value(dump.meta),
+        "title": one_line(f"zpasses report: {dump.path.name}"),
+        "path": one_line(str(dump.path)),
+        "meta": one_line_values(dump.meta),
         "rank": rank,
         "ranks": sorted(dump.ranks),
         "compiles": [_compile(each, rank) for each in compiles],
@@ -46,22 +46,29 @@ def _compile(each: Compile, rank: int) -> dict[str, Any]:
     graphs = [_graph(SelectedGraph(rank, each, graph), pool) for graph in each.graphs.values()]
     info = each.info
     return {
-        "name": info.name,
-        "folder": each.folder,
-        "state": info.state,
-        "codegen": info.codegen,
-        "pipeline": info.pipeline,
-        "target": to_json_value(info.target),
-        "options": to_json_value(info.options),
-        "groups": to_json_value(info.groups),
+        "name": one_line(info.name),
+        "folder": one_line(each.folder),
+        "state": one_line(info.state),
+        "codegen": one_line(info.codegen),
+        "pipeline": one_line(info.pipeline),
+        "target": one_line_values(info.target),
+        "options": one_line_values(info.options),
+        "groups": one_line_values(info.groups),
         "parameters": {
-            name: [param.nbytes, param.shard_bytes, list(param.shape), param.dtype]
+            one_line(name): [
+                param.nbytes,
+                param.shard_bytes,
+                _plain(param.shape),
+                one_line(param.dtype),
+            ]
             for name, param in info.parameters.items()
         },
-        "error": to_json_value(each.error),
-        "notes": list(each.notes),
+        "error": _failure(each.error),
+        "notes": [printable(note) for note in each.notes],
         "sources": {
-            file: text.splitlines() for file, text in each.sources.items() if file in pool.files
+            one_line(file): [one_line(line.replace("\t", "    ")) for line in text.split("\n")]
+            for file, text in each.sources.items()
+            if file in pool.files
         },
         "strings": pool.strings,
         "nodes": pool.rows,
@@ -69,38 +76,62 @@ def _compile(each: Compile, rank: int) -> dict[str, Any]:
     }
 
 
+def _plain(value: Any) -> Any:
+    return one_line_values(to_json_value(value))
+
+
+def _failure(error: Failure | None) -> dict[str, str] | None:
+    """An error, whose message and traceback may have several lines."""
+    if error is None:
+        return None
+    blocks = {"message": printable(error.message), "traceback": printable(error.traceback)}
+    return {**_plain(error), **blocks}
+
+
+def _run(run: PassRun | None) -> dict[str, Any] | None:
+    if run is None:
+        return None
+    return {**_plain(run), "notes": [printable(note) for note in run.notes]}
+
+
 def _graph(picked: SelectedGraph, pool: _NodePool) -> dict[str, Any]:
     graph = picked.graph
+    seen: dict[int, int] = {}
+    steps = []
+    before: Snapshot | None = None
+    for step in graph.steps:
+        steps.append(_step(step, seen, before, pool))
+        before = step.snapshot or before
     return {
-        "name": graph.name,
-        "of": graph.of,
-        "error": to_json_value(graph.error),
-        "agreements": to_json_value(graph.agreements),
-        "steps": [_step(graph, step, pool) for step in graph.steps],
+        "name": one_line(graph.name),
+        "of": one_line(graph.of),
+        "error": _failure(graph.error),
+        "agreements": _plain(graph.agreements),
+        "steps": steps,
     }
 
 
-def _step(graph: Graph, step: Step, pool: _NodePool) -> dict[str, Any]:
+def _step(
+    step: Step, seen: dict[int, int], before: Snapshot | None, pool: _NodePool
+) -> dict[str, Any]:
+    """One step of a graph.
+
+    Args:
+        seen: number of each snapshot of earlier steps -> index of the first; this step's is added.
+        before: the last snapshot of earlier steps.
+    """
     about = {
         "index": step.index,
-        "level": step.level,
-        "after": step.after,
-        "run": to_json_value(step.run),
-        "error": to_json_value(step.error),
+        "level": one_line(step.level),
+        "after": None if step.after is None else one_line(step.after),
+        "run": _run(step.run),
+        "error": _failure(step.error),
     }
-    if step.snapshot is None:
+    if step.snapshot is None or step.number is None:
         return {**about, "number": None}
-    earlier = next((each for each in graph.steps[: step.index] if each.number == step.number), None)
-    if earlier is not None:
-        return {**about, "number": step.number, "same": earlier.index}
-    before = next(
-        (
-            each.snapshot
-            for each in reversed(graph.steps[: step.index])
-            if each.snapshot is not None
-        ),
-        None,
-    )
+    if step.number in seen:
+        return {**about, "number": step.number, "same": seen[step.number]}
+    seen[step.number] = step.index
     snapshot = step.snapshot
     peak = snapshot.live_bytes.index(snapshot.peak_bytes) if snapshot.nodes else 0
     return {
@@ -127,7 +158,7 @@ def _runs(rows: Iterable[int]) -> list[list[int]]:
 def _difference(difference: Difference) -> dict[str, list[list[Any]]]:
     """Kind -> [id, detail] of each change."""
     return {
-        kind: [[change.node.id, printable(change.detail)] for change in difference.of_kind(kind)]
+        kind: [[change.node.id, one_line(change.detail)] for change in difference.of_kind(kind)]
         for kind in difference.counts
     }
 
@@ -244,5 +275,5 @@ class _NodePool:
         number = self._numbers.get(text)
         if number is None:
             number = self._numbers[text] = len(self.strings)
-            self.strings.append(printable(text))
+            self.strings.append(one_line(text))
         return number
