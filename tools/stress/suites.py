@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zpasses.tools.stress import graphs
+from zpasses.tools.stress import dumps, graphs
 from zpasses.tools.stress.cases import Suite
 
 __all__ = ["SUITES"]
 
-SUITES: Mapping[str, Suite] = {"graphs": graphs.run}
+SUITES: Mapping[str, Suite] = {"graphs": graphs.run, "dumps": dumps.run}
 """Name -> suite, in the order in which they run."""

@@ -1,0 +1,241 @@
+"""Tests of `python -m zpasses.tools.stress`: it finds what is broken, and says how to repeat it."""
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import fx
+
+from tests.zpasses.inspect.real import real_dump
+from zpasses.pipeline import pipeline as pipelines
+from zpasses.pipeline.pipeline import Level, Pass
+from zpasses.tools.stress import damage, dumps
+from zpasses.tools.stress.__main__ import main
+from zpasses.tools.stress.cases import CaseResult, StressConfig
+from zpasses.tools.stress.read_dump import Readers
+from zpasses.tools.stress.run import run_suites
+from zpasses.tools.stress.suites import SUITES
+
+
+def stress(*arguments):
+    return CliRunner().invoke(main, arguments)
+
+
+# --- the command ----------------------------------------------------------------------------------
+@dataclass
+class Recorded:
+    """A suite that reports one outcome per seed."""
+
+    outcomes: tuple[str, ...] = ("equal",)
+    config: StressConfig | None = None
+
+    def __call__(self, seeds, config):
+        self.config = config
+        for seed in seeds:
+            outcome = self.outcomes[seed % len(self.outcomes)]
+            yield CaseResult("mine", f"kind {seed % 2}", seed, outcome, f"case {seed}", 0.5)
+
+
+@pytest.fixture
+def mine(monkeypatch):
+    suite = Recorded()
+    monkeypatch.setitem(SUITES, "mine", suite)
+    return suite
+
+
+def test_table_counts_outcomes_per_kind(mine):
+    mine.outcomes = ("equal", "refused")
+    done = stress("mine", "--count", "5", "--seed", "10")
+    assert done.exit_code == 0
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["mine", "kind", "0", "3", "3", "0.50", "s", "(10)"] in rows
+    assert ["mine", "kind", "1", "2", "2", "0.50", "s", "(11)"] in rows
+
+
+@pytest.mark.parametrize("outcome", ["wrong", "hang", "crash"])
+def test_bad_cases_fail_and_name_the_command_that_repeats_them(mine, outcome):
+    mine.outcomes = ("equal", outcome)
+    done = stress("mine", "--count", "2")
+    assert done.exit_code == 1
+    assert "repeat it: python -m zpasses.tools.stress --only mine:1" in done.stdout
+    assert "mine:0" not in done.stdout
+    assert stress("--only", "mine:1").exit_code == 1
+    assert stress("--only", "mine:0", "--only", "mine:2").exit_code == 0
+
+
+def test_options_reach_the_suite_and_the_file(mine, tmp_path):
+    path = tmp_path / "results.json"
+    done = stress("mine", "--count", "2", "--ranks", "4,5", "--limit", "7", "--json", str(path))
+    assert done.exit_code == 0
+    assert (mine.config.ranks, mine.config.limit_s) == ((4, 5), 7.0)
+    assert [each["seed"] for each in json.loads(path.read_text())["results"]] == [0, 1]
+
+
+def test_time_limit_ends_the_run_and_says_what_is_left(mine):
+    done = stress("mine", "--count", "1000000", "--time-limit", "0.3")
+    assert done.exit_code == 0
+    assert "the time limit left out" in done.stdout
+
+
+def test_time_limit_is_shared_by_the_suites(tmp_path):
+    suites = {"a": Recorded(), "b": Recorded()}
+    seeds = dict.fromkeys(suites, range(10**7))
+    report = run_suites(suites, seeds, StressConfig(tmp_path), 0.4)
+    assert set(report.unfinished) == {"a", "b"}  # the first leaves time for the second
+    assert {each < 10**7 for each in report.unfinished.values()} == {True}
+
+
+def test_a_suite_that_raises_is_reported(monkeypatch):
+    def broken(seeds, config):
+        for seed in seeds:
+            raise ValueError(f"no {seed}")
+        yield
+
+    monkeypatch.setitem(SUITES, "broken", broken)
+    done = stress("broken")
+    assert done.exit_code == 1
+    assert "ValueError: no 0" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["grafs"], 'Did you mean "graphs"?'),
+        (["--only", "graphs"], "expected SUITE:SEED"),
+        (["--only", "grafs:1"], 'Did you mean "graphs"?'),
+        (["graphs", "--only", "graphs:1"], "omit the SUITE arguments"),
+        (["--ranks", "two"], "expected numbers of ranks"),
+    ],
+)
+def test_wrong_arguments_are_explained(arguments, message):
+    done = stress(*arguments)
+    assert done.exit_code == 2
+    assert message in done.output
+
+
+# --- graphs ---------------------------------------------------------------------------------------
+def test_pipelines_keep_results():
+    done = stress("graphs", "--count", "4", "--seed", "8")
+    assert done.exit_code == 0, done.output
+
+
+def test_a_case_is_determined_by_its_seed():
+    def details(*arguments):
+        return [
+            each.detail
+            for each in SUITES["graphs"](arguments, StressConfig(None))  # it writes no files
+        ]
+
+    assert details(9, 17)[-1] == details(17)[0]
+
+
+@dataclass(frozen=True)
+class Negate(Pass):
+    """Negates the first output: a wrong pass that no static check can notice."""
+
+    name: ClassVar[str] = "negate"
+    level: ClassVar[Level] = Level.JOINT
+
+    def rewrite(self, graph: fx.Graph) -> int:
+        output = graph.output_node()
+        first = output.args[0][0]
+        with graph.inserting_before(output):
+            wrong = graph.call_function(torch.ops.aten.neg.default, (first,))
+        wrong.meta = dict(first.meta)
+        output.args = ([wrong, *output.args[0][1:]],)
+        return 1
+
+
+def test_a_wrong_pass_is_found_with_the_command_that_repeats_it(monkeypatch):
+    known = {**pipelines.catalogue(), "negate": Negate}
+    monkeypatch.setattr(pipelines, "catalogue", lambda: known)
+    done = stress("graphs", "--count", "8", "--seed", "8")
+    assert done.exit_code == 1
+    assert "'negate" in done.stdout or ",negate" in done.stdout
+    assert "but the reference gives" in done.stdout
+    assert "repeat it: python -m zpasses.tools.stress --only graphs:" in done.stdout
+    assert stress(
+        "--only", f"graphs:{done.stdout.partition('--only graphs:')[2].split()[0]}"
+    ).exit_code
+
+
+# --- dumps ----------------------------------------------------------------------------------------
+@pytest.fixture
+def dump_made_before(monkeypatch):
+    """Takes the dump that other tests share, which saves starting a process with torch."""
+    monkeypatch.setattr(dumps, "_make_dump", lambda folder: shutil.copytree(real_dump()[0], folder))
+
+
+@pytest.mark.slow(quick="test_damaged_dumps_are_shown_or_refused")
+def test_the_suite_makes_its_own_dump():
+    done = stress("dumps", "--count", "3")
+    assert done.exit_code == 0, done.output
+
+
+def test_damaged_dumps_are_shown_or_refused(dump_made_before, monkeypatch):
+    monkeypatch.setattr(dumps, "_HEAVY_SHARE", 0.0)  # tests/zpasses/inspect/test_work.py has these
+    done = stress("dumps", "--count", "12")
+    assert done.exit_code == 0, done.output
+
+
+def broken_readers(patch):
+    """The process that reads dumps, with a patch."""
+    code = f"{patch}\nfrom zpasses.tools.stress.read_dump import serve\nserve()"
+    return lambda: Readers((sys.executable, "-c", code))
+
+
+@pytest.mark.parametrize(
+    ("patch", "outcome", "detail"),
+    [
+        (
+            "from zpasses.dumps import files\n"
+            "files.Record.integer = lambda self, key, default=None: self.data[key] + 0",
+            "crash",
+            "Error",
+        ),
+        (
+            "from zpasses.inspect import view\nview.one_line = str",
+            "wrong",
+            "the output has",
+        ),
+    ],
+)
+def test_a_broken_reader_is_found(dump_made_before, monkeypatch, patch, outcome, detail):
+    monkeypatch.setattr(dumps, "start_readers", broken_readers(patch))
+    monkeypatch.setattr(dumps, "_HEAVY_SHARE", 0.0)
+    kind = "numbers" if outcome == "crash" else "hostile texts"
+    monkeypatch.setattr(damage, "DAMAGES", {kind: damage.DAMAGES[kind]})
+    done = stress("dumps", "--count", "15")
+    assert done.exit_code == 1
+    assert f"{outcome}: dumps:" in done.stdout
+    assert detail in done.stdout
+
+
+def test_a_reader_that_opens_other_files_is_found(dump_made_before, monkeypatch):
+    patch = (
+        "from zpasses.dumps import reader\nread = reader._meta\n"
+        "reader._meta = lambda *a: (open('/etc/passwd').close(), read(*a))[1]"
+    )
+    monkeypatch.setattr(dumps, "start_readers", broken_readers(patch))
+    done = stress("--only", "dumps:3")
+    assert done.exit_code == 1
+    assert "open of /etc/passwd" in done.stdout
+
+
+def test_a_reader_that_takes_too_long_is_found(dump_made_before, monkeypatch):
+    patch = (
+        "from zpasses.tools.stress import read_dump\nread_dump.CPU_LIMIT_S = 0.5\n"
+        "from zpasses.dumps import reader\n"
+        "def spin(*a):\n    while True: pass\n"
+        "reader._meta = spin"
+    )
+    code = f"{patch}\nread_dump.serve()"
+    monkeypatch.setattr(dumps, "start_readers", lambda: Readers((sys.executable, "-c", code)))
+    done = stress("--only", "dumps:3")
+    assert done.exit_code == 1
+    assert "hang: dumps:3" in done.stdout
