@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.zpasses.inspect.real import real_dump
+from zpasses.inspect import Limits
 from zpasses.tools.cli.main import cli
 
 
@@ -280,3 +281,17 @@ def test_page_of_a_pipeline_names_its_passes_and_unknown_names_are_refused():
     done = run("passes", "buckets")
     assert done.exit_code == 2
     assert 'Did you mean "bucket"?' in done.output
+
+
+@pytest.mark.parametrize(
+    "command", ["list", "show", "diff", "collectives", "memory", "timeline", "html"]
+)
+def test_trusted_lifts_the_limits_of_every_reading_command(dump, monkeypatch, command, tmp_path):
+    monkeypatch.setattr(Limits.__init__, "__defaults__", (1000, *Limits.__init__.__defaults__[1:]))
+    output = ("-o", str(tmp_path / "out")) if command in ("timeline", "html") else ()
+    refused = run(command, dump, *output)
+    assert refused.exit_code == 2
+    assert (
+        "than the limit of 1,000 (Limits(work=...)). To read a dump of your own" in refused.output
+    )
+    assert run(command, dump, "--trusted", *output).exit_code in (0, 1)

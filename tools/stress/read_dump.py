@@ -8,6 +8,7 @@ an element of the page, and open a file that is neither in the dump nor a part o
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -177,6 +178,8 @@ def _read_all(job: dict[str, Any], progress: Path) -> Reading:
             (output / f"{command}.txt").write_bytes(done.stdout_bytes + done.stderr_bytes)
             if done.exit_code == 2:
                 refusals.append(f"{command}: {done.output.strip()[-400:]}")
+            del done
+            gc.collect()  # a real command has a process of its own
     if refusals:
         return Reading("refused", refusals[0], slowest, 0)
     return Reading("equal", "every command shows it", slowest, 0)
@@ -218,9 +221,9 @@ def _forbidden(text: str) -> str:
 
 def _forbidden_data(text: str) -> str:
     """As `_forbidden`, for the texts in the data of a page or of a trace."""
-    if _ENDS_ELEMENT.search(text):
-        return "the page has a forged element"
     match = _DATA.search(text)
+    if match and _ENDS_ELEMENT.search(text):
+        return "the page has a forged element"
     source = match[1] if match else text if text.startswith("{") else ""
     queue = [json.loads(source)] if source else []
     while queue:

@@ -4,11 +4,15 @@ Bounds are on CPU time and resident memory, and twice those that are promised, b
 run at the same time.
 """
 
+import time
+
 import pytest
 
+from tests.zpasses.inspect.graphs import node, snapshot
 from tests.zpasses.inspect.real import real_dump
 from zpasses.dumps import DumpTooLargeError, Limits
-from zpasses.inspect import Inspection
+from zpasses.dumps.format import Ref
+from zpasses.inspect import Inspection, pair_nodes
 from zpasses.inspect import open as open_dump
 from zpasses.tools.stress.heavy import HEAVY, write_heavy
 from zpasses.tools.stress.read_dump import CPU_LIMIT_S, MEMORY_LIMIT_MB, Readers
@@ -92,3 +96,18 @@ def test_work_is_shared_by_all_files_of_a_dump(tmp_path):
 def test_a_real_dump_is_far_below_the_default_limit():
     folder, _ = real_dump()
     Inspection(open_dump(folder, limits=Limits(work=Limits().work // 10)).dump).html()
+
+
+def test_pairing_of_two_dumps_takes_no_square_of_the_nodes():
+    def hub(prefix, count=20_000):
+        users = (
+            node(at, f"{prefix}{at}", f"t{prefix}{at % 7}", (Ref(0), prefix))
+            for at in range(1, count)
+        )
+        return snapshot(node(0, "x", "x", op="placeholder"), *users)
+
+    before, after = hub("a"), hub("b")
+    started = time.process_time()
+    assert pair_nodes(before, after) == {0: 0}  # other ops
+    assert len(pair_nodes(before, hub("a"))) == 20_000
+    assert time.process_time() - started < 20
