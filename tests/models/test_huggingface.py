@@ -134,6 +134,7 @@ def _compare_gradients(model, plain):
 
 
 other_stage = pytest.mark.slow(quick="the other stage of the same model")
+other_model = pytest.mark.slow(quick="llama and mixtral, and test_eager_training_... of gpt2")
 
 
 @pytest.mark.parametrize(
@@ -141,9 +142,9 @@ other_stage = pytest.mark.slow(quick="the other stage of the same model")
     [
         ("llama", 2),
         pytest.param("llama", 3, marks=other_stage),
-        pytest.param("gpt2", 1, marks=other_stage),
-        pytest.param("gpt2", 2, marks=other_stage),
-        ("gpt2", 3),
+        pytest.param("gpt2", 1, marks=other_model),
+        pytest.param("gpt2", 2, marks=other_model),
+        pytest.param("gpt2", 3, marks=other_model),
         pytest.param("mixtral", 2, marks=other_stage),
         ("mixtral", 3),
     ],

@@ -193,6 +193,7 @@ def test_data_differ_between_ranks_and_are_reproducible():
 
 
 # --- overhead -------------------------------------------------------------------------------------
+@pytest.mark.slow(quick="test_checks_relate_the_cost_of_comparisons_to_the_step")
 def test_overhead_reports_microseconds_per_parameter(tmp_path):
     """Started as a user does, with new processes as ranks."""
     size = ["--params", "8", "--steps", "5", "--blocks", "2", "--codegens", "eager"]
@@ -231,6 +232,7 @@ NARROW = [
 ]
 
 
+@pytest.mark.slow(quick="test_train_measures_each_peer_and_compares_it_to_the_baseline")
 def test_scaling_splits_the_time_of_a_compile_and_grows_with_the_layers(measured):
     pytest.importorskip("transformers")
     table, result = measured("scaling", *NARROW, "--layers", "1,2")
@@ -381,6 +383,7 @@ def test_checks_relate_the_cost_of_comparisons_to_the_step(measured):
 
 
 # --- coalesce -------------------------------------------------------------------------------------
+@pytest.mark.slow(quick="test_train_..., and the tests of windows count collectives")
 @pytest.mark.inductor
 def test_coalesce_measures_a_window_in_time_memory_and_traffic(measured):
     size = [

@@ -1,5 +1,6 @@
 """Tests of `python -m zpasses.tools.stress`: it finds what is broken, and says how to repeat it."""
 
+import itertools
 import json
 import shutil
 import sys
@@ -82,7 +83,9 @@ def test_time_limit_ends_the_run_and_says_what_is_left(mine):
     assert "the time limit left out" in done.stdout
 
 
-def test_time_limit_is_shared_by_the_suites(tmp_path):
+def test_time_limit_is_shared_by_the_suites(tmp_path, monkeypatch):
+    clock = itertools.count(step=0.001)
+    monkeypatch.setattr("zpasses.tools.stress.run.time.monotonic", lambda: next(clock))
     suites = {"a": Recorded(), "b": Recorded()}
     seeds = dict.fromkeys(suites, range(10**7))
     report = run_suites(suites, seeds, StressConfig(tmp_path), 0.4)

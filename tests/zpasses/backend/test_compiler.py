@@ -130,14 +130,8 @@ def test_training_equals_the_unsharded_model(stage):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize(
-    "stage",
-    [
-        # test_buckets_on_ranks.py trains stage 2 through Inductor, on two ranks
-        pytest.param(2, marks=pytest.mark.slow(quick="stage 3, and test_buckets_on_ranks.py")),
-        3,
-    ],
-)
+@pytest.mark.slow(quick="test_train_gpt.py and test_buckets_on_ranks.py, on two ranks")
+@pytest.mark.parametrize("stage", [2, 3])
 def test_training_through_inductor_equals_the_unsharded_model_on_three_ranks(stage):
     run_on_ranks(_trains, {"zero_stage": stage}, depth=1, fullgraph=True, ranks=3, timeout_s=240)
 

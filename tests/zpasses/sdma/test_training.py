@@ -8,7 +8,7 @@ from torch import nn
 
 from zpasses.dumps import read
 from zpasses.inspect.views import list_view
-from zpasses.testing import run_on_ranks, world_mesh
+from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 from zpasses.testing.fake_mori import Settings, installed
 
 PLAIN = "merge-reads,gather-params,reduce-grads,reshard-after-forward"
@@ -119,7 +119,8 @@ def dumping(folder):
 
 
 def test_route_chosen_at_run_time_is_in_the_dump(tmp_path):
-    run_on_ranks(dumping, str(tmp_path))
+    # Ranks of the pool may have chosen a route in an earlier test.
+    assert all(each.ok for each in run_in_fresh_ranks(dumping, str(tmp_path)))
     replaced, plain = read(tmp_path).ranks[0].compiles
     (note,) = replaced.notes
     assert "on cpu gathers by c10d" in note
