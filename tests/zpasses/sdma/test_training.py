@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from zpasses.dumps import read
+from zpasses.inspect.view import Text
 from zpasses.inspect.views import list_view
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 from zpasses.testing.fake_mori import Settings, installed
@@ -127,8 +128,8 @@ def test_route_chosen_at_run_time_is_in_the_dump(tmp_path):
     assert "gfx90a" in note
     assert plain.notes == ()  # it has no gather by copy engines
     (shown,) = [
-        part
+        part.text()
         for part in list_view(read(tmp_path)).parts
-        if isinstance(part, str) and part.startswith("at runtime")
+        if isinstance(part, Text) and part.text().startswith("at runtime")
     ]
     assert note in shown
