@@ -1,0 +1,123 @@
+"""Search the fastest schedule of a graph's collectives within a memory limit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zpasses.cost.bound import Bound, schedule_bound
+from zpasses.cost.list_scheduler import Policy, list_schedule
+from zpasses.cost.schedule_evaluation import (
+    Evaluation,
+    Plan,
+    evaluate,
+    one_ahead_plan,
+    single_plan,
+)
+from zpasses.cost.schedule_problem import ScheduleProblem
+
+__all__ = ["Planned", "memory_limit", "plan_schedule"]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The chosen plan, and what is known about it."""
+
+    plan: Plan
+    cost: Evaluation
+    bound: Bound
+    limit_bytes: int
+    tried: int
+    """How many plans were compared."""
+
+
+def memory_limit(problem: ScheduleProblem, budget: float | int) -> int:
+    """Returns the largest allowed peak in bytes.
+
+    Args:
+        problem: the graph.
+        budget: a fraction by which the peak may rise (float), or the peak in bytes (int). It counts
+            from the peak with one gather and one reduction in flight besides those that are
+            awaited, the least with which collectives overlap with kernels. A peak in bytes is
+            raised to that of the graph in which every collective is awaited where it starts.
+    """
+    if isinstance(budget, float):
+        return int(evaluate(problem, one_ahead_plan(problem)).peak_bytes * (1 + budget))
+    return max(budget, evaluate(problem, single_plan(problem)).peak_bytes)
+
+
+def plan_schedule(problem: ScheduleProblem, limit_bytes: int) -> Planned:
+    """Returns the fastest plan found whose peak is at most `limit_bytes`.
+
+    A graph that exceeds the limit without any overlap keeps the plan with the lowest peak.
+    """
+    return _Search(problem, limit_bytes).run()
+
+
+_CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("gather_latencies", (8.0, 2.0, 32.0, 128.0)),
+    ("reduction_latencies", (8.0, 1.0, 32.0, 128.0)),
+    ("end_us", (1.0, 1.03, 1.07, 1.15, 1.3)),
+    ("horizon", (1.5, 4.0, math.inf)),
+    ("collect_reductions", (False, True)),
+    ("reserved_bytes", (0, 1, 2)),
+)
+"""Values of the fields of `Policy`. `end_us` is given in bounds, and `reserved_bytes` in bytes of
+the largest gradient."""
+_MOST_WORK = 400_000
+"""Segments and collectives that all compared plans have together, for graphs with many."""
+_FEWEST_PLANS, _ROUNDS = 12, 2
+
+
+class _Search:
+    def __init__(self, problem: ScheduleProblem, limit_bytes: int) -> None:
+        self._problem, self._limit = problem, limit_bytes
+        self._bound = schedule_bound(problem)
+        self._largest = max((j.full_bytes for j in problem.jobs if not j.is_gather), default=0)
+        self._best: tuple[tuple[Any, ...], Plan, Evaluation] | None = None
+        self._tried = 0
+        size = len(problem.slots) + 8 * len(problem.jobs)
+        self._most = max(_FEWEST_PLANS, _MOST_WORK // max(1, size))
+
+    def run(self) -> Planned:
+        self._offer(single_plan(self._problem))
+        self._offer(one_ahead_plan(self._problem))
+        values = {name: choices[0] for name, choices in _CHOICES}
+        best = self._try(values)
+        for _ in range(_ROUNDS):
+            before = best
+            for name, choices in _CHOICES:
+                for choice in choices:
+                    if choice == values[name] or self._tried >= self._most:
+                        continue
+                    cost = self._try({**values, name: choice})
+                    if cost < best:
+                        best, values = cost, {**values, name: choice}
+            if best == before:
+                break
+        assert self._best is not None
+        _, plan, cost = self._best
+        return Planned(plan, cost, self._bound, self._limit, self._tried)
+
+    def _try(self, values: dict[str, Any]) -> tuple[Any, ...]:
+        policy = Policy(
+            **{
+                **values,
+                "end_us": values["end_us"] * self._bound.total_us,
+                "reserved_bytes": values["reserved_bytes"] * self._largest,
+            }
+        )
+        return self._offer(list_schedule(self._problem, self._limit, policy))
+
+    def _offer(self, plan: Plan) -> tuple[Any, ...]:
+        """Keeps the plan if it is the best so far. Returns its rank; lower is better."""
+        self._tried += 1
+        cost = evaluate(self._problem, plan)
+        excess = max(0, cost.peak_bytes - self._limit)
+        rank = (excess, round(cost.total_us, 3), len(plan.launches), cost.peak_bytes)
+        if self._best is None or rank < self._best[0]:
+            self._best = rank, plan, cost
+        return rank
