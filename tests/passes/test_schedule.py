@@ -106,7 +106,9 @@ def test_random_graphs_stay_equal_within_the_budget_and_never_get_slower(
             assert ours <= step_time([plain.graph], current_target()).total_us + 1e-3
             if problem.jobs:
                 predicted = option.plan(problem).cost
-                assert ours == pytest.approx(predicted.total_us)
+                # Flat buckets are predicted with at least the copies that they make.
+                assert ours <= predicted.total_us + 1e-3
+                assert mode == "flat" or ours == pytest.approx(predicted.total_us)
                 assert peak_of(after[-1]) <= predicted.peak_bytes
             orders.append([(each.op, each.shapes) for _, each in collectives(after[-1].graph)])
     assert all(order == orders[0] for order in orders)

@@ -19,6 +19,7 @@ from zpasses.tools.bench.dumping import DumpReport
 from zpasses.tools.bench.flatten import FlattenReport
 from zpasses.tools.bench.overhead import OverheadReport
 from zpasses.tools.bench.scaling import ScalingReport
+from zpasses.tools.bench.schedule import ScheduleReport, ScheduleRow
 from zpasses.tools.bench.startup import StartupReport
 from zpasses.tools.bench.train import PeerResult, TrainReport
 
@@ -29,6 +30,7 @@ __all__ = [
     "flatten_table",
     "overhead_table",
     "scaling_table",
+    "schedule_table",
     "startup_table",
     "train_table",
     "write_json",
@@ -42,6 +44,7 @@ _Report = (
     | CoalesceReport
     | OverheadReport
     | ScalingReport
+    | ScheduleReport
     | FlattenReport
     | BucketsReport
     | StartupReport
@@ -165,6 +168,61 @@ def scaling_table(report: ScalingReport) -> str:
     )
     lines += [f"FAILED {layers} layers: {reason}" for layers, reason in report.failed.items()]
     return "\n".join(lines)
+
+
+# --- schedule -------------------------------------------------------------------------------------
+def schedule_table(report: ScheduleReport) -> str:
+    """One line per step: milliseconds and GiB of each scheduler, then the ratios of the targets."""
+    lines = []
+    if report.rows:
+        rows = [_schedule_row(row) for row in report.rows]
+        lines.append(tabulate(rows, headers="keys", disable_numparse=True, stralign="right"))
+        lines.append("")
+        lines.append("The same, by Inductor's own estimates, in milliseconds:")
+        rows = [
+            _schedule_step(row)
+            | {point.scheduler: f"{point.inductor_ms:.1f}" for point in row.points}
+            for row in report.rows
+        ]
+        lines.append(tabulate(rows, headers="keys", disable_numparse=True, stralign="right"))
+    for row in report.rows:
+        step = ", ".join(_schedule_step(row).values())
+        lines += [f"FAILED {name} ({step}): {reason}" for name, reason in row.failed.items()]
+    lines += [f"FAILED {step}: {reason}" for step, reason in report.failed.items()]
+    return "\n".join(lines)
+
+
+def _schedule_step(row: ScheduleRow) -> dict[str, str]:
+    return {
+        "model": row.model,
+        "ranks": str(row.ranks),
+        "tokens": str(row.tokens),
+        "target": row.target,
+    }
+
+
+def _schedule_row(row: ScheduleRow) -> dict[str, str]:
+    gib = float(1 << 30)
+    bound = sum(row.bound_ms)
+    by_name = {point.scheduler: point for point in row.points}
+    ours = by_name["zero3"]
+    peers = [
+        point
+        for point in row.points
+        if not point.scheduler.startswith("zero3") and point.peak_bytes >= ours.peak_bytes
+    ]
+    best = min(point.total_ms for point in peers) if peers else float("nan")
+    return {
+        **_schedule_step(row),
+        **{
+            point.scheduler: f"{point.total_ms:.1f}, {point.peak_bytes / gib:.1f}"
+            for point in row.points
+        },
+        "bound": f"{bound:.1f}",
+        "zero3 / best peer": f"{ours.total_ms / best:.2f}",
+        "zero3 / bound": f"{ours.total_ms / bound:.3f}",
+        "+10% / bound": f"{by_name['zero3 +10%'].total_ms / bound:.3f}",
+    }
 
 
 # --- flatten --------------------------------------------------------------------------------------

@@ -40,10 +40,11 @@ MODELS: Mapping[str, ModelShape] = MappingProxyType(
     {
         "llama-8b": ModelShape("llama", 4096, 14336, 32, 8, 128256, 8),
         "llama-70b": ModelShape("llama", 8192, 28672, 64, 8, 128256, 4),
-        "mixture": ModelShape("mixtral", 4096, 14336, 32, 8, 32000, 2, 8),
+        "mixture": ModelShape("mixtral", 2048, 512, 16, 2, 151936, 4, 512),
     }
 )
-"""Widths of Llama 3 8B and 70B, and of Mixtral 8x7B."""
+"""Widths of Llama 3 8B and 70B, and of Qwen3-Next 80B-A3B with plain attention. Its experts are
+stacked, and as many as the ranks of the largest world, so none is padded."""
 
 
 @dataclass

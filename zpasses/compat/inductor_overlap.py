@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 from unittest.mock import patch
 
+import torch
+import torch.distributed as dist
 from torch import fx
 
-__all__ = ["schedule_blocks_by_inductor", "schedule_by_inductor"]
+__all__ = ["inductor_node_ms", "schedule_blocks_by_inductor", "schedule_by_inductor"]
 
 
 def schedule_by_inductor(
@@ -64,3 +66,45 @@ def schedule_blocks_by_inductor(
                 gm, list(blocks), insert_overlap_deps=False
             ),
         )
+
+
+def inductor_node_ms(node: fx.Node, tflops: float, memory_gb_s: float) -> float:
+    """Estimates a node's duration in milliseconds as Inductor's scheduler does by default.
+
+    Args:
+        node: a call of an ATen operator or of a functional collective.
+        tflops: what Inductor would read from the device, in 10^12 operations per second.
+        memory_gb_s: bandwidth of the device's memory, in GB/s.
+    """
+    from torch._inductor import comm_analysis
+    from torch._inductor.fx_passes import overlap_scheduling
+    from torch._inductor.fx_passes.bucketing import _resolve_group_name
+    from torch.utils import _runtime_estimation
+
+    target: Any = node.target
+    if getattr(target, "namespace", "") == "_c10d_functional":
+        arguments = {each.name: at for at, each in enumerate(target._schema.arguments)}
+        if "group_name" not in arguments:
+            return 0.0
+        group = _resolve_group_name(node.args[arguments["group_name"]])
+        return float(
+            comm_analysis.estimate_nccl_collective_runtime_impl(
+                _tensor_bytes(node) + sum(map(_tensor_bytes, node.all_input_nodes)),
+                dist.distributed_c10d._get_group_size_by_name(group),
+                comm_analysis.get_collective_type_from_kernel_name(target.name()),
+            )
+        )
+    with (
+        patch.object(_runtime_estimation, "get_device_tflops", lambda dtype: tflops),
+        patch.object(_runtime_estimation, "get_gpu_dram_gbps", lambda: memory_gb_s),
+    ):
+        return float(overlap_scheduling.estimate_roofline_runtime_ms(node))
+
+
+def _tensor_bytes(node: fx.Node) -> int:
+    values = node.meta.get("val")
+    return sum(
+        each.numel() * each.element_size()
+        for each in (values if isinstance(values, (list, tuple)) else [values])
+        if isinstance(each, torch.Tensor)
+    )

@@ -21,9 +21,10 @@ from zpasses.cost.schedule_evaluation import (
     Plan,
     bucket_duration_us,
     launch_bytes,
-    packing_us,
     run_fixed_events,
+    start_work_us,
     unpacked_bytes,
+    wait_work_us,
 )
 from zpasses.cost.schedule_problem import Job, ScheduleProblem
 
@@ -45,6 +46,10 @@ class Policy:
     gathers and reductions until there need."""
     collect_reductions: bool = False
     """Let ready gradients wait until a launch of full size is together."""
+    cover: float = 1.25
+    """How much longer than the next kernels a channel should have to do. More than 1, since kernels
+    beside collectives take longer; much more tolerates collectives that take longer than predicted.
+    """
     reserved_bytes: int = 0
     """Memory that gathers leave to gradients which are ready later."""
 
@@ -95,6 +100,7 @@ class _ListScheduler:
             while used < len(self._gathers) and self._gathers[used].latest == slot:
                 used += 1
             waits = self._gathers[uses:used]
+            self._free_for(slot)
             for job in waits:
                 if job.number not in self._launch_of:
                     self._start_gathers(self._bucket_of(job, forced=True))
@@ -123,7 +129,7 @@ class _ListScheduler:
             before: launches that are awaited before the segment.
         """
         for channel in (0, 1):
-            while self._left_after(channel, before) < _COVER * work or (
+            while self._left_after(channel, before) < self._policy.cover * work or (
                 work == 0 and not self._clock.queues[channel]
             ):
                 if not self._start_next(channel):
@@ -311,7 +317,7 @@ class _ListScheduler:
             self._launch_of[job.number] = number
             self._live[self._slot : max(self._slot, job.latest)] += job.full_bytes
         wait = min(job.latest for job in members)
-        self._live[self._slot : max(self._slot + 1, wait)] += launch_bytes(members)
+        self._live[self._slot : wait + 1] += launch_bytes(members)
         self._live[wait : wait + 1] += unpacked_bytes(members)
 
     def _start_reductions(self, members: list[Job]) -> None:
@@ -323,7 +329,7 @@ class _ListScheduler:
         number = len(self._launches)
         self._launches.append(tuple(job.number for job in members))
         self._actions.append(Action(self._slot, "start", number))
-        self._clock.work(sum(job.start_us for job in members) + packing_us(members))
+        self._clock.work(start_work_us(members))
         self._clock.start(number, bucket_duration_us(members), members[0])
         return number
 
@@ -334,13 +340,10 @@ class _ListScheduler:
         self._actions.append(Action(self._slot, "wait", number))
         self._clock.wait(number)
         members = [self._problem.jobs[each] for each in self._launches[number]]
-        self._clock.work(sum(job.wait_us for job in members))
+        self._clock.work(wait_work_us(members))
         self._flying = [each for each in self._flying if each.launch != number]
 
 
-_COVER = 1.25
-"""How much longer than the next segment a channel should have to do, since kernels beside
-collectives take longer."""
 _MOST_MEMBERS = 256
 
 

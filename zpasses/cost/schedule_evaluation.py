@@ -131,6 +131,17 @@ _EPSILON_US = 1e-9
 
 def evaluate(problem: ScheduleProblem, plan: Plan) -> Evaluation:
     """Returns what a plan costs."""
+    clock = _run(problem, plan, 1.0)
+    live = _live_bytes(problem, plan)
+    return Evaluation(clock.now_us, clock.waited_us, int(live.max(initial=0)))
+
+
+def duration_us(problem: ScheduleProblem, plan: Plan, factor: float) -> float:
+    """Returns the duration of a plan if its collectives take `factor` times as long as predicted."""
+    return _run(problem, plan, factor).now_us
+
+
+def _run(problem: ScheduleProblem, plan: Plan, factor: float) -> Clock:
     clock = Clock()
     jobs = problem.jobs
     at, fixed = 0, 0
@@ -140,15 +151,14 @@ def evaluate(problem: ScheduleProblem, plan: Plan) -> Evaluation:
             at += 1
             members = [jobs[number] for number in plan.launches[action.launch]]
             if action.kind == "start":
-                clock.work(sum(job.start_us for job in members) + packing_us(members))
-                clock.start(action.launch, bucket_duration_us(members), members[0])
+                clock.work(start_work_us(members))
+                clock.start(action.launch, factor * bucket_duration_us(members), members[0])
             else:
                 clock.wait(action.launch)
-                clock.work(sum(job.wait_us for job in members))
+                clock.work(wait_work_us(members))
         fixed = run_fixed_events(clock, problem, slot, fixed)
         clock.work(work)
-    live = _live_bytes(problem, plan)
-    return Evaluation(clock.now_us, clock.waited_us, int(live.max(initial=0)))
+    return clock
 
 
 def run_fixed_events(clock: Clock, problem: ScheduleProblem, slot: int, at: int) -> int:
@@ -172,9 +182,16 @@ def run_fixed_events(clock: Clock, problem: ScheduleProblem, slot: int, at: int)
     return at
 
 
-def packing_us(members: Sequence[Job]) -> float:
-    """Duration of the copies that sharing a launch costs."""
-    return sum(job.packing_us for job in members) if len(members) > 1 else 0.0
+def start_work_us(members: Sequence[Job]) -> float:
+    """Duration of the kernels at the start of a launch."""
+    packing = sum(job.packing_us[0] for job in members) if len(members) > 1 else 0.0
+    return packing + sum(job.start_us for job in members)
+
+
+def wait_work_us(members: Sequence[Job]) -> float:
+    """Duration of the kernels at the wait of a launch."""
+    packing = sum(job.packing_us[1] for job in members) if len(members) > 1 else 0.0
+    return packing + sum(job.wait_us for job in members)
 
 
 def launch_bytes(members: Sequence[Job]) -> int:
@@ -191,28 +208,40 @@ def unpacked_bytes(members: Sequence[Job]) -> int:
 
 def _live_bytes(problem: ScheduleProblem, plan: Plan) -> np.ndarray:
     changes = np.zeros(len(problem.slots) + 1, dtype=np.int64)
-    spans: dict[int, list[int]] = {}
+    starts: dict[int, int] = {}
+    last_start = -1
     for action in plan.actions:
-        spans.setdefault(action.launch, []).append(action.slot)
-    for number, (start, wait) in spans.items():
-        members = [problem.jobs[each] for each in plan.launches[number]]
-        for first, end, held in held_spans(members, start, wait):
+        if action.kind == "start":
+            starts[action.launch] = last_start = action.slot
+            continue
+        # What starts in the same slot before the wait exists beside what the wait frees.
+        end = action.slot + int(last_start == action.slot != starts[action.launch])
+        members = [problem.jobs[each] for each in plan.launches[action.launch]]
+        for first, after, held in held_spans(members, starts[action.launch], end, action.slot):
             changes[first] += held
-            changes[end] -= held
+            changes[after] -= held
     return np.asarray(problem.live_bytes + np.cumsum(changes[:-1]))
 
 
-def held_spans(members: Sequence[Job], start: int, wait: int) -> Iterable[tuple[int, int, int]]:
+def held_spans(
+    members: Sequence[Job], start: int, end: int, wait: int
+) -> Iterable[tuple[int, int, int]]:
     """Yields (first segment, segment after the last, bytes) of what a launch holds besides
     `ScheduleProblem.live_bytes`.
+
+    Args:
+        members: of the launch.
+        start: its slot.
+        end: the segment after the last in which a reduction's input is held.
+        wait: the slot of its wait.
     """
-    yield start, max(start + 1, wait), launch_bytes(members)
+    yield start, wait + 1, launch_bytes(members)
     yield wait, wait + 1, unpacked_bytes(members)
     for job in members:
         if job.is_gather:
             yield start, max(start, job.latest), job.full_bytes
-        elif wait > job.held_from:
-            yield job.held_from, wait, job.full_bytes
+        elif end > job.held_from:
+            yield job.held_from, end, job.full_bytes
 
 
 def single_plan(problem: ScheduleProblem) -> Plan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from zpasses.cost.list_scheduler import Policy, list_schedule
 from zpasses.cost.schedule_evaluation import (
     Evaluation,
     Plan,
+    duration_us,
     evaluate,
     one_ahead_plan,
     single_plan,
@@ -64,9 +64,11 @@ _CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("horizon", (1.5, 4.0, math.inf)),
     ("collect_reductions", (False, True)),
     ("reserved_bytes", (0, 1, 2)),
+    ("memory_share", (1.0, 0.5, 0.1)),
 )
 """Values of the fields of `Policy`. `end_us` is given in bounds, and `reserved_bytes` in bytes of
-the largest gradient."""
+the largest gradient. `memory_share` is no field: it is the share of the memory above that of one
+gather and one reduction in flight, since more in flight is not always faster."""
 _MOST_WORK = 400_000
 """Segments and collectives that all compared plans have together, for graphs with many."""
 _FEWEST_PLANS, _ROUNDS = 12, 2
@@ -77,47 +79,69 @@ class _Search:
         self._problem, self._limit = problem, limit_bytes
         self._bound = schedule_bound(problem)
         self._largest = max((j.full_bytes for j in problem.jobs if not j.is_gather), default=0)
-        self._best: tuple[tuple[Any, ...], Plan, Evaluation] | None = None
-        self._tried = 0
+        self._found: list[tuple[_Rank, Plan, Evaluation]] = []
         size = len(problem.slots) + 8 * len(problem.jobs)
         self._most = max(_FEWEST_PLANS, _MOST_WORK // max(1, size))
 
     def run(self) -> Planned:
-        self._offer(single_plan(self._problem))
-        self._offer(one_ahead_plan(self._problem))
+        one_ahead = one_ahead_plan(self._problem)
+        self._simple = [self._offer(single_plan(self._problem)), self._offer(one_ahead)]
+        self._least = min(self._limit, evaluate(self._problem, one_ahead).peak_bytes)
         values = {name: choices[0] for name, choices in _CHOICES}
         best = self._try(values)
         for _ in range(_ROUNDS):
             before = best
             for name, choices in _CHOICES:
                 for choice in choices:
-                    if choice == values[name] or self._tried >= self._most:
+                    if choice == values[name] or len(self._found) >= self._most:
                         continue
-                    cost = self._try({**values, name: choice})
-                    if cost < best:
-                        best, values = cost, {**values, name: choice}
+                    rank = self._try({**values, name: choice})
+                    if rank < best:
+                        best, values = rank, {**values, name: choice}
             if best == before:
                 break
-        assert self._best is not None
-        _, plan, cost = self._best
-        return Planned(plan, cost, self._bound, self._limit, self._tried)
+        plan, cost = self._most_tolerant(values)
+        return Planned(plan, cost, self._bound, self._limit, len(self._found))
 
-    def _try(self, values: dict[str, Any]) -> tuple[Any, ...]:
-        policy = Policy(
-            **{
-                **values,
-                "end_us": values["end_us"] * self._bound.total_us,
-                "reserved_bytes": values["reserved_bytes"] * self._largest,
-            }
-        )
-        return self._offer(list_schedule(self._problem, self._limit, policy))
+    def _try(self, values: dict[str, Any]) -> _Rank:
+        fields = dict(values)
+        share = fields.pop("memory_share")
+        limit = self._least + int(share * (self._limit - self._least))
+        fields["end_us"] *= self._bound.total_us
+        fields["reserved_bytes"] *= self._largest
+        return self._offer(list_schedule(self._problem, limit, Policy(**fields)))
 
-    def _offer(self, plan: Plan) -> tuple[Any, ...]:
-        """Keeps the plan if it is the best so far. Returns its rank; lower is better."""
-        self._tried += 1
+    def _offer(self, plan: Plan) -> _Rank:
         cost = evaluate(self._problem, plan)
         excess = max(0, cost.peak_bytes - self._limit)
-        rank = (excess, round(cost.total_us, 3), len(plan.launches), cost.peak_bytes)
-        if self._best is None or rank < self._best[0]:
-            self._best = rank, plan, cost
+        rank = excess, round(cost.total_us, 3), len(plan.launches), cost.peak_bytes
+        self._found.append((rank, plan, cost))
         return rank
+
+    def _most_tolerant(self, values: dict[str, Any]) -> tuple[Plan, Evaluation]:
+        """Returns the plan that loses least if collectives take longer than predicted, of those
+        that are nearly as fast as the fastest.
+        """
+        for cover in _COVERS:
+            self._try({**values, "cover": cover})
+            self._try({**values, "cover": cover, "horizon": math.inf})
+        self._found.sort(key=lambda found: found[0])
+        (excess, total, *_), *_ = (rank for rank, _, _ in self._found)
+        simple = min(
+            (rank[1] for rank in self._simple if rank[0] <= excess), default=float("inf")
+        )
+        most = min(total * (1 + _TOLERANCE), max(total, simple))
+        near = [found for found in self._found if found[0][0] == excess and found[0][1] <= most]
+
+        def late_us(found: tuple[_Rank, Plan, Evaluation]) -> tuple[Any, ...]:
+            late = duration_us(self._problem, found[1], _SLOWER)
+            return round(late * 200 / max(total, 1e-9)), found[0]
+
+        _, plan, cost = min(near[:_MOST_NEAR], key=late_us)
+        return plan, cost
+
+
+_Rank = tuple[int, float, int, int]
+"""Bytes above the limit, microseconds, launches, peak; lower is better."""
+_COVERS = (2.5, 6.0)
+_SLOWER, _TOLERANCE, _MOST_NEAR = 1.5, 0.004, 12

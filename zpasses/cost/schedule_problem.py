@@ -25,7 +25,7 @@ from zpasses.cost.memory import (
 from zpasses.cost.roofline import compute_us, copy_us
 from zpasses.cost.step_time import CollectiveTiming, collective_timing, started_by
 from zpasses.cost.target import Target
-from zpasses.graph.nodes import collective_of, is_dialect, is_wait
+from zpasses.graph.nodes import collective_of, is_dialect, is_wait, nbytes, value_of
 from zpasses.graph.tags import tag_of
 
 __all__ = ["FixedEvent", "Job", "ScheduleProblem", "schedule_problem"]
@@ -61,8 +61,9 @@ class Job:
     """Duration of the kernels that prepare its input and move with its start."""
     wait_us: float
     """Duration of the kernels that complete its result and move with its wait."""
-    packing_us: float
-    """Duration of the copies that it costs in a bucket."""
+    packing_us: tuple[float, float]
+    """Duration of the copies that it costs in a bucket, at its start and at its wait. At least that
+    in the graph."""
 
     @property
     def transfer_us(self) -> float:
@@ -250,7 +251,7 @@ class _Reader:
                         item.started, collective, self._target, full_bytes=0
                     ).duration_us,
                     full_bytes=item.full_bytes,
-                    launch_bytes=inputs + scratch_bytes(item.started),
+                    launch_bytes=inputs + scratch_bytes(item.started) + self._result_bytes(item),
                     packed_bytes=(item.tag.nbytes if gather else item.full_bytes) if packed else 0,
                     held_from=held,
                     start_us=sum(compute_us(node, self._target) for node in item.inputs),
@@ -259,6 +260,12 @@ class _Reader:
                 )
             )
         return tuple(jobs)
+
+    def _result_bytes(self, item: SchedulableCollective) -> int:
+        """Bytes of a reduction's result that are freed where its last steps have read it."""
+        if _is_gather(item) or not item.results or item.started in self._in_place:
+            return 0
+        return nbytes(value_of(item.started))
 
     def _natural_last(self, item: SchedulableCollective) -> int:
         """Index of the last node that needs a reduction's input for something else."""
@@ -283,8 +290,10 @@ class _Reader:
             first_of[item.started] = self._kept[at]
         last_of: dict[fx.Node, int] = {}
         for item, at in ready.items():
-            first_of[item.started] = self._kept[at]
-            first_of.update(dict.fromkeys(item.results, self._kept[at]))
+            # Results exist beside the gradient, which is counted until the node before the slot.
+            before = self._kept[max(0, at - 1)]
+            first_of[item.started] = before
+            first_of.update(dict.fromkeys(item.results, before))
             last_of[memory_base(item.source)] = self._natural_last(item)
         for buffer in self._curve.base.buffers:
             if buffer.scratch and buffer.node in self._moving:
@@ -319,10 +328,9 @@ def _is_gather(item: SchedulableCollective) -> bool:
 
 def _packing_us(
     item: SchedulableCollective, key: BucketKey, gather: bool, target: Target
-) -> float:
-    if key.mode == "flat":
-        return copy_us(item.full_bytes, target) + (
-            copy_us(item.tag.nbytes, target) if gather else 0.0
-        )
-    # gloo copies on the threads of its collectives, which the cost of a bucket counts here.
-    return 2 * copy_us(item.full_bytes, target) if key.gloo and not gather else 0.0
+) -> tuple[float, float]:
+    if key.mode != "flat":
+        return 0.0, 0.0
+    packed = item.tag.nbytes if gather else item.full_bytes
+    # One copy makes the tensor flat, and the next one concatenates.
+    return 2 * copy_us(packed, target), copy_us(item.full_bytes, target)
