@@ -148,14 +148,12 @@ def measure(job: dict[str, Any]) -> Iterator[ScheduleRow]:
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)
     shape = MODELS[job["model"]]
     shape = replace(shape, layers=job["layers"] or shape.layers)
-    for name in job["targets"]:
-        target = Target.parse(name)
-        joint = Pipeline(tuple(each for each in ZERO3 if each.level is Level.JOINT))
-        with (
-            captured_step(shape, job["ranks"], job["tokens"], str(joint), name) as step,
-            use_target(target),
-        ):
-            yield _compare(step, target, shape.layers, job)
+    joint = Pipeline(tuple(each for each in ZERO3 if each.level is Level.JOINT))
+    with captured_step(shape, job["ranks"], job["tokens"], str(joint)) as step:
+        for name in job["targets"]:
+            target = Target.parse(name)
+            with use_target(target):
+                yield _compare(step, target, shape.layers, job)
 
 
 def _compare(step: Step, target: Target, layers: int, job: dict[str, Any]) -> ScheduleRow:

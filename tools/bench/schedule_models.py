@@ -64,9 +64,7 @@ class Step:
 
 
 @contextlib.contextmanager
-def captured_step(
-    shape: ModelShape, ranks: int, tokens: int, pipeline: str, target: str
-) -> Iterator[Step]:
+def captured_step(shape: ModelShape, ranks: int, tokens: int, pipeline: str) -> Iterator[Step]:
     """Captures a step of one sequence per rank in bfloat16. The fake world lasts for the block.
 
     Args:
@@ -74,7 +72,6 @@ def captured_step(
         ranks: size of the world.
         tokens: length of the sequence.
         pipeline: passes at the joint level, such as those of stage 3.
-        target: hardware to plan for, in case a joint pass asks.
     """
     seen: dict[str, fx.GraphModule] = {}
 
@@ -91,7 +88,6 @@ def captured_step(
                 "codegen": "eager",
                 "agreement": False,
                 "recompute_elementwise": True,
-                "target": target,
             }
             compiled = torch.compile(model, backend="zpasses", options=options, fullgraph=True)
             words = torch.zeros(1, tokens, dtype=torch.long)
