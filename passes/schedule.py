@@ -15,8 +15,7 @@ Before                                          After
 Contract: the order of all other nodes stays. Results stay equal bit for bit. The graph's peak
 memory stays within the budget, as modelled by `zpasses.cost.memory`. The plan is the fastest that
 `zpasses.cost.schedule_planner` finds for the target; it is never slower than the graph was. All
-ranks use the plan of the first rank. If their graphs differ in more than collectives can move,
-nothing is merged and nothing moves.
+ranks use the plan of the first rank, so the order of collectives is the same on all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from torch import fx
@@ -76,7 +75,11 @@ class Schedule(Pass):
         planned = self.plan(problem)
         adopted = _agree_on_plan(problem, planned.plan, str(self))
         if adopted is None:
-            note(f"{self.name}: graphs of the ranks differ, so nothing moves")
+            _log.warning(
+                "%s: the plan of the first rank does not fit this rank's graph, in which the "
+                "consumers of collectives have another order. Nothing moves.",
+                self.name,
+            )
             return 0
         note(f"{self.name}: {_summary(problem, planned, adopted)}")
         return _apply(graph, problem, adopted, self.name)
@@ -106,19 +109,18 @@ def _summary(problem: ScheduleProblem, planned: Planned, adopted: Plan) -> str:
 
 # --- agreement ------------------------------------------------------------------------------------
 def _agree_on_plan(problem: ScheduleProblem, plan: Plan, options: str) -> Plan | None:
-    """Returns the plan that all ranks adopt; None if their graphs differ.
+    """Returns the plan that all ranks adopt, with indices of kept nodes as slots.
 
     What fits the budget depends on shapes, and ranks may have different shapes. A rank may also
-    recompile when the other ranks do not. The same graph therefore always gets the same plan, as
-    long as the target is the same. Places are given by the nodes that do not move.
+    recompile when the other ranks do not. The same collectives therefore always get the same plan,
+    as long as the target is the same. Returns None if the plan does not fit this rank's graph.
     """
     keys = [compatibility_key(item) for item in problem.items]
     described = [
-        (*map(str, key), item.tag.params, item.full_bytes, problem.slots[job.latest])
-        for key, item, job in zip(keys, problem.items, problem.jobs, strict=True)
+        (*map(str, key), item.tag.params, item.full_bytes)
+        for key, item in zip(keys, problem.items, strict=True)
     ]
-    kept = [f"{node.op} {node.target}" for node in problem.nodes if node.op != "placeholder"]
-    signature = hashlib.sha256(repr((options, described, kept)).encode()).hexdigest()
+    signature = hashlib.sha256(repr((options, described)).encode()).hexdigest()
     mine: list[Any] = [
         [list(members) for members in plan.launches],
         [[problem.slots[each.slot], each.kind, each.launch] for each in plan.actions],
@@ -126,18 +128,48 @@ def _agree_on_plan(problem: ScheduleProblem, plan: Plan, options: str) -> Plan |
     # Ranks of several groups end with the plan of one rank, since each group passes it on.
     for group in dict.fromkeys(str(key[1]) for key in keys):
         answers = exchange(
-            group,
-            "the schedule",
-            [signature, mine],
-            remember=f"{signature} {current_target()!r}",
+            group, "the schedule", [signature, mine], remember=f"{signature} {current_target()!r}"
         )
-        if any(answer[0] != signature for answer in answers):
-            return None
-        mine = answers[0][1]
+        # If another rank has other collectives, the agreement check on collectives reports it
+        # later.
+        if all(answer[0] == signature for answer in answers):
+            mine = answers[0][1]
     launches, actions = mine
-    return Plan(
+    adopted = Plan(
         tuple(tuple(members) for members in launches),
         tuple(Action(at, kind, launch) for at, kind, launch in actions),
+    )
+    return _fitted(problem, adopted)
+
+
+def _fitted(problem: ScheduleProblem, plan: Plan) -> Plan | None:
+    """Returns the plan with places that are possible in this rank's graph, in the same order.
+
+    Another rank may have other nodes between the collectives, for example to add zeros for a
+    gradient that it does not have. Returns None if no places are possible in this order.
+    """
+    nodes, slots = len(problem.nodes), problem.slots
+    lower, upper = [], []
+    for action in plan.actions:
+        jobs = [problem.jobs[number] for number in plan.launches[action.launch]]
+        ready = [slots[job.earliest] for job in jobs if not job.is_gather]
+        used = [slots[job.latest] for job in jobs if job.is_gather]
+        lower.append(max([slots[0], *ready]))
+        upper.append(min([nodes - 1, *used]))
+    places = [action.slot for action in plan.actions]
+    latest = nodes - 1
+    for at in reversed(range(len(places))):
+        latest = min(latest, upper[at])
+        places[at] = min(places[at], latest)
+    earliest = 0
+    for at, (least, most) in enumerate(zip(lower, upper, strict=True)):
+        earliest = max(earliest, least, places[at])
+        if earliest > most:
+            return None
+        places[at] = earliest
+    return Plan(
+        plan.launches,
+        tuple(replace(each, slot=at) for each, at in zip(plan.actions, places, strict=True)),
     )
 
 

@@ -126,9 +126,9 @@ def pipeline(stage, form):
     """Return the named pipeline with single collectives, or with buckets of one form at any
     cost.
     """
-    changes = {"cap_mb": 0.0} if form == "single" else {"mode": form, "memory_budget": "1GiB"}
+    options = "cap_mb=0" if form == "single" else f"mode={form},memory_budget=1GiB"
     return ",".join(
-        str(replace(each, **changes) if each.name == "bucket" else each)
+        f"bucket{{{options}}},overlap" if each.name == "schedule" else str(each)
         for each in Pipeline.parse(f"zero{stage}")
     )
 

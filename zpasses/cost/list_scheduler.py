@@ -9,7 +9,9 @@ once, so a plan within the limit always exists if the graph itself is within it.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,8 +46,9 @@ class Policy:
     horizon: float = 1.5
     """Start a gather when the compute left before its consumer is at most this times the time that
     gathers and reductions until there need."""
-    collect_reductions: bool = False
-    """Let ready gradients wait until a launch of full size is together."""
+    collect_until: float = math.inf
+    """Ready gradients wait until a launch of full size is together, as long as the kernels left
+    take more than this many times as long as their reduction; infinity never waits."""
     cover: float = 1.25
     """How much longer than the next kernels a channel should have to do. More than 1, since kernels
     beside collectives take longer; much more tolerates collectives that take longer than predicted.
@@ -76,7 +79,10 @@ class _ListScheduler:
         self._launches: list[tuple[int, ...]] = []
         self._actions: list[Action] = []
         self._gathers = [job for job in problem.jobs if job.is_gather]
-        self._next_gather = 0
+        self._left = tuple(
+            deque(job for job in self._gathers if job.channel == channel) for channel in (0, 1)
+        )
+        """Per channel the gathers that have not started, in order, besides a few that have."""
         self._launch_of: dict[int, int] = {}
         """Job number of a gather that has started -> its launch."""
         self._awaited: set[int] = set()
@@ -165,15 +171,11 @@ class _ListScheduler:
         return False
 
     def _gather_on(self, channel: int) -> Job | None:
-        while (
-            self._next_gather < len(self._gathers)
-            and self._gathers[self._next_gather].number in self._launch_of
-        ):
-            self._next_gather += 1
-        for job in self._gathers[self._next_gather :]:
-            if job.channel == channel and job.number not in self._launch_of:
-                return job
-        return None
+        """Returns the first gather of a channel that has not started."""
+        left = self._left[channel]
+        while left and left[0].number in self._launch_of:
+            left.popleft()
+        return left[0] if left else None
 
     def _bucket_of(self, first: Job, *, forced: bool = False) -> list[Job]:
         """Returns the gathers that start together with `first`."""
@@ -186,7 +188,7 @@ class _ListScheduler:
         after = self._work_after(first.latest)
         enough = policy.gather_latencies * first.latency_us
         total, moving = bucket_duration_us(members), first.transfer_us
-        for job in self._gathers[first.number + 1 :]:
+        for job in itertools.islice(self._gathers, first.number + 1, None):
             if moving >= enough or len(members) >= _MOST_MEMBERS:
                 break
             if job.number in self._launch_of or not _can_share(first, job):
@@ -217,9 +219,10 @@ class _ListScheduler:
             if _can_share(first, job):
                 members.append(job)
                 moving += job.transfer_us
-        if self._policy.collect_reductions and moving < enough:
-            # Nothing hides what starts in the last part of the graph, so nothing waits there.
-            if self._work_after(self._slot) > 4 * bucket_duration_us(members):
+        patience = self._policy.collect_until
+        if moving < enough and patience < math.inf:
+            # Nothing hides what starts in the last part of the graph, so little waits there.
+            if self._work_after(self._slot) > patience * bucket_duration_us(members):
                 return []
         return members
 

@@ -62,9 +62,9 @@ _CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("reduction_latencies", (8.0, 1.0, 32.0, 128.0)),
     ("end_us", (1.0, 1.03, 1.07, 1.15, 1.3)),
     ("horizon", (1.5, 4.0, math.inf)),
-    ("collect_reductions", (False, True)),
+    ("collect_until", (math.inf, 4.0, 1.0, 0.0)),
     ("reserved_bytes", (0, 1, 2)),
-    ("memory_share", (1.0, 0.5, 0.1)),
+    ("memory_share", (1.0, 0.5, 0.1, 0.0)),
 )
 """Values of the fields of `Policy`. `end_us` is given in bounds, and `reserved_bytes` in bytes of
 the largest gradient. `memory_share` is no field: it is the share of the memory above that of one

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from torch import fx
+from torch import Tensor, fx
 
 from zpasses.cost.bucket_planner import BucketKey
 from zpasses.cost.collective_moves import MemoryCurve, SchedulableCollective
@@ -163,7 +164,7 @@ class _Reader:
         bounds = {first, len(self._nodes) - 1, *uses.values(), *ready.values()}
         fixed = self._fixed_events()
         bounds.update(at for at, _, _ in fixed)
-        work = [compute_us(node, self._target) for node in self._nodes]
+        work = self._work_us()
         slots = _segments(work, {max(first, each) for each in bounds}, first, len(self._items))
         slot_of = {at: slot for slot, at in enumerate(slots)}
         gathers = sorted(uses, key=lambda item: (uses[item], self._index[item.started]))
@@ -183,6 +184,19 @@ class _Reader:
             ordered,
             tuple(FixedEvent(slot_of[max(first, at)], *rest) for at, *rest in fixed),
         )
+
+    def _work_us(self) -> list[float]:
+        """Returns the duration of each kept node. Calls of equal shapes are computed once."""
+        known: dict[Any, float] = {}
+        found = []
+        for node in self._nodes:
+            values = [value_of(each) for each in (node, *node.all_input_nodes)]
+            constants = [each for each in node.args if not isinstance(each, fx.Node)]
+            key = node.target, repr(constants), *map(_shape, values)
+            if key not in known:
+                known[key] = compute_us(node, self._target)
+            found.append(known[key])
+        return found
 
     def _first_use(self, item: SchedulableCollective) -> int:
         """Index in the kept nodes of a gather's first consumer."""
@@ -320,6 +334,11 @@ def _segments(work: Sequence[float], bounds: set[int], first: int, jobs: int) ->
             slots.append(at)
             since = 0.0
     return slots
+
+
+def _shape(value: object) -> object:
+    """What a value's bytes and operations depend on."""
+    return (str(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value)
 
 
 def _is_gather(item: SchedulableCollective) -> bool:
