@@ -196,4 +196,3 @@ def _apply(graph: fx.Graph, problem: ScheduleProblem, plan: Plan, origin: str) -
             anchor.prepend(node)
     saved = len(problem.jobs) - len(plan.launches)
     return saved or int(before != list(graph.nodes))
-

@@ -9,7 +9,7 @@ import copy
 import itertools
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import ClassVar
 

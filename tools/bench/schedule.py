@@ -167,9 +167,7 @@ def _compare(step: Step, target: Target, layers: int, job: dict[str, Any]) -> Sc
             failed[name] = f"{type(error).__name__}: {error}"
             continue
         points.append(_judge(name, copied, target))
-    bounds = [
-        schedule_bound(Schedule().problem(graph)).total_us / 1e3 for graph in step.graphs
-    ]
+    bounds = [schedule_bound(Schedule().problem(graph)).total_us / 1e3 for graph in step.graphs]
     return ScheduleRow(
         job["model"],
         job["ranks"],

@@ -83,7 +83,7 @@ def captured_step(shape: ModelShape, ranks: int, tokens: int, pipeline: str) -> 
         with compat.FakeTensorMode(allow_non_fake_inputs=True), observe_graphs(observe):
             model = _model(shape, tokens)
             zpasses.shard(model, mesh=mesh)
-            options = {
+            options: dict[str, Any] = {
                 "pipeline": pipeline,
                 "codegen": "eager",
                 "agreement": False,
@@ -109,11 +109,15 @@ def _model(shape: ModelShape, tokens: int) -> torch.nn.Module:
         "max_position_embeddings": max(tokens, 8192),
         "use_cache": False,
     }
+    experts: dict[str, Any] = {
+        "num_local_experts": shape.experts,
+        "experts_implementation": "grouped_mm",
+    }
     config: Any = (
         transformers.LlamaConfig(**common)
         if shape.kind == "llama"
-        else transformers.MixtralConfig(
-            **common, num_local_experts=shape.experts, experts_implementation="grouped_mm"
-        )
+        else transformers.MixtralConfig(**common, **experts)
     )
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-any-return]
+    build: Any = transformers.AutoModelForCausalLM.from_config
+    model: torch.nn.Module = build(config, dtype=torch.bfloat16)
+    return model

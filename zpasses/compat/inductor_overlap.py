@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -33,7 +33,7 @@ def schedule_by_inductor(
 
     # Its own roofline asks triton for the device, which a machine without one cannot answer.
     with patch.object(overlap_scheduling, "estimate_roofline_runtime_ms", node_ms):
-        scheduled = overlap_scheduling.schedule_overlap_bucketing(
+        return overlap_scheduling.schedule_overlap_bucketing(
             gm,
             collective_bucketing=True,
             custom_runtime_estimation=estimate,
@@ -41,7 +41,6 @@ def schedule_by_inductor(
             max_memory_increase_gb=more_memory_gib,
             max_in_flight_gb=max(5.0, more_memory_gib),
         )
-    return cast(fx.GraphModule, scheduled)
 
 
 def schedule_blocks_by_inductor(
@@ -60,11 +59,8 @@ def schedule_blocks_by_inductor(
     from torch._inductor.fx_passes import overlap_manual_scheduling, overlap_scheduling
 
     with patch.object(overlap_scheduling, "estimate_roofline_runtime_ms", lambda node: 0.0):
-        return cast(
-            fx.GraphModule,
-            overlap_manual_scheduling.manual_overlap_bucketing(
-                gm, list(blocks), insert_overlap_deps=False
-            ),
+        return overlap_manual_scheduling.manual_overlap_bucketing(
+            gm, list(blocks), insert_overlap_deps=False
         )
 
 
@@ -87,9 +83,10 @@ def inductor_node_ms(node: fx.Node, tflops: float, memory_gb_s: float) -> float:
         if "group_name" not in arguments:
             return 0.0
         group = _resolve_group_name(node.args[arguments["group_name"]])
+        sent = [each for each in node.all_input_nodes if each is not node.kwargs.get("out")]
         return float(
             comm_analysis.estimate_nccl_collective_runtime_impl(
-                _tensor_bytes(node) + sum(map(_tensor_bytes, node.all_input_nodes)),
+                _tensor_bytes(node) + sum(map(_tensor_bytes, sent)),
                 dist.distributed_c10d._get_group_size_by_name(group),
                 comm_analysis.get_collective_type_from_kernel_name(target.name()),
             )

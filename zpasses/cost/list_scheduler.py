@@ -30,7 +30,7 @@ from zpasses.cost.schedule_evaluation import (
 )
 from zpasses.cost.schedule_problem import Job, ScheduleProblem
 
-__all__ = ["Policy", "list_schedule"]
+__all__ = ["Policy", "can_share", "list_schedule"]
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class _ListScheduler:
         for job in itertools.islice(self._gathers, first.number + 1, None):
             if moving >= enough or len(members) >= _MOST_MEMBERS:
                 break
-            if job.number in self._launch_of or not _can_share(first, job):
+            if job.number in self._launch_of or not can_share(first, job):
                 continue
             arrives = busy + total + job.transfer_us
             in_time = (
@@ -216,14 +216,14 @@ class _ListScheduler:
         for job in ready[1:]:
             if moving >= enough or len(members) >= _MOST_MEMBERS:
                 break
-            if _can_share(first, job):
+            if can_share(first, job):
                 members.append(job)
                 moving += job.transfer_us
         patience = self._policy.collect_until
-        if moving < enough and patience < math.inf:
-            # Nothing hides what starts in the last part of the graph, so little waits there.
-            if self._work_after(self._slot) > patience * bucket_duration_us(members):
-                return []
+        # Nothing hides what starts in the last part of the graph, so little waits there.
+        hidden = self._work_after(self._slot) > patience * bucket_duration_us(members)
+        if moving < enough and hidden:
+            return []
         return members
 
     def _finish(self) -> None:
@@ -232,7 +232,7 @@ class _ListScheduler:
             first = self._pending[0]
             members = [first]
             if first.key.mode != "single":
-                members += [job for job in self._pending[1:] if _can_share(first, job)]
+                members += [job for job in self._pending[1:] if can_share(first, job)]
             self._start_reductions(members[:_MOST_MEMBERS])
         while self._flying:
             self._await(self._flying[0].launch)
@@ -274,9 +274,10 @@ class _ListScheduler:
             if int(live[: until - start].max(initial=0)) + held + extra > self._limit:
                 return False
             beyond = live[until - start :]
-            if len(beyond) and int(beyond.max()) + job.full_bytes + (
-                more if first > until else 0
-            ) > room:
+            if (
+                len(beyond)
+                and int(beyond.max()) + job.full_bytes + (more if first > until else 0) > room
+            ):
                 return False
         return True
 
@@ -304,7 +305,7 @@ class _ListScheduler:
         first = self._pending[0]
         members = [first]
         if first.key.mode != "single":
-            members += [job for job in self._pending[1:] if _can_share(first, job)]
+            members += [job for job in self._pending[1:] if can_share(first, job)]
         return members[:_MOST_MEMBERS]
 
     def _await_arrived(self) -> None:
@@ -350,7 +351,8 @@ class _ListScheduler:
 _MOST_MEMBERS = 256
 
 
-def _can_share(first: Job, job: Job) -> bool:
+def can_share(first: Job, job: Job) -> bool:
+    """Whether one launch may contain two collectives whose mode is not "single"."""
     return (
         job.key.mode == first.key.mode
         and job.key.compatibility == first.key.compatibility

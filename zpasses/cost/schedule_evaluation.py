@@ -137,7 +137,7 @@ def evaluate(problem: ScheduleProblem, plan: Plan) -> Evaluation:
 
 
 def duration_us(problem: ScheduleProblem, plan: Plan, factor: float) -> float:
-    """Returns the duration of a plan if its collectives take `factor` times as long as predicted."""
+    """Returns the duration of a plan if collectives take `factor` times as long as predicted."""
     return _run(problem, plan, factor).now_us
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from zpasses.cost.schedule_evaluation import (
     one_ahead_plan,
     single_plan,
 )
+from zpasses.cost.schedule_merging import merge_launches
 from zpasses.cost.schedule_problem import ScheduleProblem
 
 __all__ = ["Planned", "memory_limit", "plan_schedule"]
@@ -100,6 +100,9 @@ class _Search:
                         best, values = rank, {**values, name: choice}
             if best == before:
                 break
+        self._found.sort(key=lambda found: found[0])
+        for start in (one_ahead, self._found[0][1]):
+            merge_launches(self._problem, start, self._offer, self._most)
         plan, cost = self._most_tolerant(values)
         return Planned(plan, cost, self._bound, self._limit, len(self._found))
 
@@ -127,9 +130,7 @@ class _Search:
             self._try({**values, "cover": cover, "horizon": math.inf})
         self._found.sort(key=lambda found: found[0])
         (excess, total, *_), *_ = (rank for rank, _, _ in self._found)
-        simple = min(
-            (rank[1] for rank in self._simple if rank[0] <= excess), default=float("inf")
-        )
+        simple = min((rank[1] for rank in self._simple if rank[0] <= excess), default=float("inf"))
         most = min(total * (1 + _TOLERANCE), max(total, simple))
         near = [found for found in self._found if found[0][0] == excess and found[0][1] <= most]
 

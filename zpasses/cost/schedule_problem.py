@@ -182,7 +182,7 @@ class _Reader:
             self._live_bytes(slots, uses, ready),
             self._jobs(ordered, places, slots),
             ordered,
-            tuple(FixedEvent(slot_of[max(first, at)], *rest) for at, *rest in fixed),
+            tuple(FixedEvent(slot_of[max(first, at)], key, timing) for at, key, timing in fixed),
         )
 
     def _work_us(self) -> list[float]:
@@ -284,9 +284,10 @@ class _Reader:
     def _natural_last(self, item: SchedulableCollective) -> int:
         """Index of the last node that needs a reduction's input for something else."""
         base = memory_base(item.source)
-        if any(node.op == "output" for node in buffer_readers(item.wait)):
-            if item.started in self._in_place:
-                return len(self._index)  # the gradient itself is the result
+        if item.started in self._in_place and any(
+            node.op == "output" for node in buffer_readers(item.wait)
+        ):
+            return len(self._index)  # the gradient itself is the result
         readers = [self._index[node] for node in buffer_readers(base) if node not in self._moving]
         return max([self._index[base], *readers])
 

@@ -1,5 +1,6 @@
 """Plans, bounds and evaluations of large and of hand-made graphs."""
 
+import itertools
 import time
 
 import pytest
@@ -42,9 +43,7 @@ def step(params, kernels):
         return node
 
     names = [f"p{number}" for number in range(params)]
-    shards = [
-        made(graph.placeholder(name), shard, role="shard", params=(name,)) for name in names
-    ]
+    shards = [made(graph.placeholder(name), shard, role="shard", params=(name,)) for name in names]
     value = made(graph.placeholder("tangents_1"), full)
     call, ops = graph.call_function, compat.functional
     results = []
@@ -95,7 +94,8 @@ def test_no_plan_beats_the_bound(target, kernels):
         for budget in (0.0, 0.2, 1 << 40):
             planned = plan_schedule(problem, memory_limit(problem, budget))
             assert bound <= planned.cost.total_us * (1 + 1e-9)
-            assert planned.cost.total_us <= evaluate(problem, one_ahead_plan(problem)).total_us
+            simple = evaluate(problem, one_ahead_plan(problem)).total_us
+            assert planned.cost.total_us <= simple * (1 + 1e-9)
             assert planned.cost.peak_bytes <= planned.limit_bytes
 
 
@@ -133,7 +133,5 @@ def test_more_memory_is_never_slower():
             plan_schedule(problem, least + extra * WIDTH * WIDTH * 2).cost.total_us
             for extra in (0, 1, 2, 4, 8)
         ]
-    assert all(
-        later <= earlier * 1.005 for earlier, later in zip(times, times[1:], strict=False)
-    ), times
+    assert all(later <= earlier * 1.005 for earlier, later in itertools.pairwise(times)), times
     assert times[-1] < times[0]
