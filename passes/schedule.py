@@ -1,8 +1,8 @@
 """Merge collectives, start all-gathers early and await reductions late, as fast as memory allows.
 
 Before                                          After
-  a = wait_tensor(all_gather(shard_a))            s = all_gather_coalesced([shard_b, shard_c])
-  y = mm(x, a)                                    started = all_gather(shard_a)
+  a = wait_tensor(all_gather(shard_a))            started = all_gather(shard_a)
+  y = mm(x, a)                                    s = all_gather_coalesced([shard_b, shard_c])
   b = wait_tensor(all_gather(shard_b))            a = wait_tensor(started)
   z = mm(y, b)                                    y = mm(x, a)
   c = wait_tensor(all_gather(shard_c))            b = wait_tensor(s[0]);  c = wait_tensor(s[1])
@@ -29,8 +29,8 @@ from typing import Any, ClassVar, Literal
 from torch import fx
 
 from zpasses.cost.bucket_keys import bucket_key, compatibility_key
-from zpasses.cost.collective_moves import movable_gathers, movable_reductions
-from zpasses.cost.schedule_evaluation import Action, Plan
+from zpasses.cost.collective_moves import MemoryCurve, movable_gathers, movable_reductions
+from zpasses.cost.schedule_evaluation import Action, Plan, one_ahead_plan
 from zpasses.cost.schedule_planner import Planned, memory_limit, plan_schedule
 from zpasses.cost.schedule_problem import ScheduleProblem, schedule_problem
 from zpasses.cost.target import current_target
@@ -41,7 +41,7 @@ from zpasses.pipeline.pipeline import Level, Pass
 from zpasses.pipeline.recorder import note
 from zpasses.ranks.vote import exchange
 
-_GIB = float(1 << 30)
+_MIB, _GIB = float(1 << 20), float(1 << 30)
 _log = logging.getLogger("zpasses")
 
 
@@ -72,6 +72,11 @@ class Schedule(Pass):
         problem = self.problem(graph)
         if not problem.jobs:
             return 0
+        gathers = sum(job.is_gather for job in problem.jobs)
+        if gathers < 2 and len(problem.jobs) - gathers < 2:
+            # As little as `overlap` would do is equal on all ranks without a vote. Ranks may
+            # compile such graphs without the others, inside windows of gradient accumulation.
+            return _apply(graph, problem, _by_node(problem, one_ahead_plan(problem)), self.name)
         planned = self.plan(problem)
         adopted = _agree_on_plan(problem, planned.plan, str(self))
         if adopted is None:
@@ -82,7 +87,9 @@ class Schedule(Pass):
             )
             return 0
         note(f"{self.name}: {_summary(problem, planned, adopted)}")
-        return _apply(graph, problem, adopted, self.name)
+        changes = _apply(graph, problem, adopted, self.name)
+        self._warn_over_budget(graph, planned.limit_bytes)
+        return changes
 
     def problem(self, graph: fx.Graph) -> ScheduleProblem:
         """Returns the graph as the planner sees it."""
@@ -94,6 +101,22 @@ class Schedule(Pass):
         """Returns the plan that this rank would make."""
         budget = parse_budget(self.memory_budget, self.name)
         return plan_schedule(problem, memory_limit(problem, budget))
+
+    def _warn_over_budget(self, graph: fx.Graph, limit_bytes: int) -> None:
+        """Warn if the plan that all ranks share, made for other shapes, exceeds this rank's budget.
+        Ranks must still follow it.
+        """
+        peak = MemoryCurve(graph, 0.0).base.peak_bytes
+        if peak > limit_bytes:
+            _log.warning(
+                "%s: all ranks use the plan that the first rank made when these collectives were "
+                "first compiled, for other shapes. For this graph, it raises the peak to %.1f MiB, "
+                "%.1f MiB above the budget. Compile shapes with a small peak first, or set "
+                "memory_budget in bytes.",
+                self.name,
+                peak / _MIB,
+                (peak - limit_bytes) / _MIB,
+            )
 
 
 def _summary(problem: ScheduleProblem, planned: Planned, adopted: Plan) -> str:
@@ -123,7 +146,7 @@ def _agree_on_plan(problem: ScheduleProblem, plan: Plan, options: str) -> Plan |
     signature = hashlib.sha256(repr((options, described)).encode()).hexdigest()
     mine: list[Any] = [
         [list(members) for members in plan.launches],
-        [[problem.slots[each.slot], each.kind, each.launch] for each in plan.actions],
+        [[each.slot, each.kind, each.launch] for each in _by_node(problem, plan).actions],
     ]
     # Ranks of several groups end with the plan of one rank, since each group passes it on.
     for group in dict.fromkeys(str(key[1]) for key in keys):
@@ -140,6 +163,14 @@ def _agree_on_plan(problem: ScheduleProblem, plan: Plan, options: str) -> Plan |
         tuple(Action(at, kind, launch) for at, kind, launch in actions),
     )
     return _fitted(problem, adopted)
+
+
+def _by_node(problem: ScheduleProblem, plan: Plan) -> Plan:
+    """Returns the plan with indices of kept nodes as slots."""
+    return Plan(
+        plan.launches,
+        tuple(replace(each, slot=problem.slots[each.slot]) for each in plan.actions),
+    )
 
 
 def _fitted(problem: ScheduleProblem, plan: Plan) -> Plan | None:

@@ -16,7 +16,17 @@ import numpy as np
 
 from zpasses.cost.schedule_problem import Job, ScheduleProblem
 
-__all__ = ["Action", "Clock", "Evaluation", "Plan", "bucket_duration_us", "evaluate"]
+__all__ = [
+    "Action",
+    "Clock",
+    "Evaluation",
+    "Plan",
+    "bucket_duration_us",
+    "duration_us",
+    "evaluate",
+    "one_ahead_plan",
+    "single_plan",
+]
 
 
 @dataclass(frozen=True)
