@@ -36,7 +36,9 @@ ROOMY = "1GiB"
 FORMS = ("reduce_scatter", "all_reduce")
 MODES = ("auto", "coalesced", "flat")
 H100 = TARGETS["h100"]
-SLOW_LINKS = Target.parse("h100,link_gb_s=0.001,network_gb_s=0.001")
+SLOW_LINKS = Target.parse(
+    "h100,link_gb_s=0.001,network_gb_s=0.001,launch_us=0.001,hop_us=0.001,network_hop_us=0.001"
+)
 SLOW_LAUNCH = Target.parse("h100,launch_us=1000,hop_us=1000,network_hop_us=1000")
 
 
@@ -163,7 +165,7 @@ def test_ranks_that_pad_cast_or_hold_nothing_make_the_same_plan(mode):
     ]
     plans = []
     for rank in range(3):
-        with fake_world(3, rank), use_target(SLOW_LINKS):
+        with fake_world(3, rank), use_target(SLOW_LAUNCH):
             plain = rewritten(joint(params, rank, 3), *lower())
             plans.append([])
             for budget in ("0%", "10%", "30%", ROOMY):

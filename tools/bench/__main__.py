@@ -32,7 +32,7 @@ from zpasses.tools.bench.report import (
     write_json,
 )
 from zpasses.tools.bench.scaling import ScalingConfig, run_scaling
-from zpasses.tools.bench.schedule import ScheduleConfig, run_schedule
+from zpasses.tools.bench.schedule import SCHEDULERS, ScheduleConfig, run_schedule
 from zpasses.tools.bench.schedule_models import MODELS
 from zpasses.tools.bench.startup import StartupConfig, run_startup
 from zpasses.tools.bench.train import TrainConfig, run_train
@@ -228,6 +228,7 @@ def _schedule_options(parser: argparse.ArgumentParser) -> None:
         ("models", _names(list(MODELS)), "models to capture"),
         ("worlds", _numbers(1), "fake ranks"),
         ("tokens", _numbers(1), "tokens of the one sequence per rank"),
+        ("schedulers", _names(SCHEDULERS), "schedulers to compare"),
         ("targets", lambda given: tuple(given.split(",")), "hardware to plan for"),
     ):
         parser.add_argument(
@@ -246,7 +247,7 @@ def _schedule_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _schedule(options: argparse.Namespace) -> int:
-    names = ("models", "worlds", "tokens", "targets", "layers")
+    names = ("models", "worlds", "tokens", "targets", "schedulers", "layers")
     report = run_schedule(
         ScheduleConfig(
             timeout_s=options.timeout, **{name: getattr(options, name) for name in names}

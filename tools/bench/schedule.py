@@ -69,6 +69,7 @@ class ScheduleConfig:
     tokens: tuple[int, ...] = (4096, 16384)
     """Tokens of the one sequence per rank."""
     targets: tuple[str, ...] = ("h100", "mi300x")
+    schedulers: tuple[str, ...] = SCHEDULERS
     layers: int = 0
     """Layers of every model; 0 takes the number of each model in `MODELS`."""
     timeout_s: float = 600.0
@@ -126,7 +127,8 @@ def run_schedule(config: ScheduleConfig) -> ScheduleReport:
         for tokens in config.tokens
     ]
     for job in tqdm(jobs):
-        given = {**job, "targets": config.targets, "layers": config.layers}
+        shared = ("targets", "layers", "schedulers")
+        given = {**job, **{name: getattr(config, name) for name in shared}}
         try:
             (rows,) = run_ranks(_WORKER, given, ranks=1, timeout_s=config.timeout_s)
             report.rows += [_row(**row) for row in rows]
@@ -159,6 +161,8 @@ def measure(job: dict[str, Any]) -> Iterator[ScheduleRow]:
 def _compare(step: Step, target: Target, layers: int, job: dict[str, Any]) -> ScheduleRow:
     points, failed = [], {}
     for name, run in _schedulers(target, layers).items():
+        if name not in job["schedulers"]:
+            continue
         copied = step.copied()
         try:
             copied.forward = run(copied.forward)
