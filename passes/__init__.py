@@ -10,6 +10,7 @@ from zpasses.passes.overlap import Overlap
 from zpasses.passes.pipelines import ZERO1, ZERO2, ZERO3, ZERO3_SDMA
 from zpasses.passes.reduce_grads import ReduceGrads
 from zpasses.passes.reshard_after_forward import ReshardAfterForward
+from zpasses.passes.schedule import Schedule
 from zpasses.passes.sdma import Sdma
 
 __all__ = [
@@ -26,5 +27,6 @@ __all__ = [
     "Overlap",
     "ReduceGrads",
     "ReshardAfterForward",
+    "Schedule",
     "Sdma",
 ]

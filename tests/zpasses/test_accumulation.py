@@ -9,7 +9,7 @@ import copy
 import itertools
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import ClassVar
 
@@ -126,9 +126,9 @@ def pipeline(stage, form):
     """Return the named pipeline with single collectives, or with buckets of one form at any
     cost.
     """
-    changes = {"cap_mb": 0.0} if form == "single" else {"mode": form, "memory_budget": "1GiB"}
+    options = "cap_mb=0" if form == "single" else f"mode={form},memory_budget=1GiB"
     return ",".join(
-        str(replace(each, **changes) if each.name == "bucket" else each)
+        f"bucket{{{options}}},overlap" if each.name == "schedule" else str(each)
         for each in Pipeline.parse(f"zero{stage}")
     )
 

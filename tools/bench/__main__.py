@@ -28,11 +28,14 @@ from zpasses.tools.bench.report import (
     flatten_table,
     overhead_table,
     scaling_table,
+    schedule_table,
     startup_table,
     train_table,
     write_json,
 )
 from zpasses.tools.bench.scaling import ScalingConfig, run_scaling
+from zpasses.tools.bench.schedule import SCHEDULERS, ScheduleConfig, run_schedule
+from zpasses.tools.bench.schedule_models import MODELS
 from zpasses.tools.bench.startup import StartupConfig, run_startup
 from zpasses.tools.bench.train import TrainConfig, run_train
 
@@ -264,6 +267,44 @@ def _scaling(options: argparse.Namespace) -> int:
     print(scaling_table(report))
     if options.json:
         write_json(options.json, "scaling", report)
+    return 1 if report.failed else 0
+
+
+# --- schedule -------------------------------------------------------------------------------------
+def _schedule_options(parser: argparse.ArgumentParser) -> None:
+    default = ScheduleConfig()
+    for name, parse, text in (
+        ("models", _names(list(MODELS)), "models to capture"),
+        ("worlds", _numbers(1), "fake ranks"),
+        ("tokens", _numbers(1), "tokens of the one sequence per rank"),
+        ("schedulers", _names(SCHEDULERS), "schedulers to compare"),
+        ("targets", lambda given: tuple(given.split(",")), "hardware to plan for"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=parse,
+            default=",".join(map(str, getattr(default, name))),
+            metavar="A,B",
+            help=text,
+        )
+    parser.add_argument(
+        "--layers",
+        type=_at_least(0),
+        default=default.layers,
+        help="layers of every model; 0 takes each model's own number",
+    )
+
+
+def _schedule(options: argparse.Namespace) -> int:
+    names = ("models", "worlds", "tokens", "targets", "schedulers", "layers")
+    report = run_schedule(
+        ScheduleConfig(
+            timeout_s=options.timeout, **{name: getattr(options, name) for name in names}
+        )
+    )
+    print(schedule_table(report))
+    if options.json:
+        write_json(options.json, "schedule", report)
     return 1 if report.failed else 0
 
 
@@ -574,6 +615,11 @@ _SUITES: dict[
         _scaling_options,
         _scaling,
         "compile time over the number of layers, on fake ranks",
+    ),
+    "schedule": (
+        _schedule_options,
+        _schedule,
+        "schedulers of collectives by predicted time and memory, beside Inductor's",
     ),
     "startup": (_startup_options, _startup, "wall time of `zpasses` commands"),
     "dump": (_dump_options, _dump, "the cost of a dump in a cold compile"),

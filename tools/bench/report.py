@@ -20,6 +20,7 @@ from zpasses.tools.bench.dumping import DumpReport
 from zpasses.tools.bench.flatten import FlattenReport
 from zpasses.tools.bench.overhead import OverheadReport
 from zpasses.tools.bench.scaling import ScalingReport
+from zpasses.tools.bench.schedule import ScheduleReport, ScheduleRow
 from zpasses.tools.bench.startup import StartupReport
 from zpasses.tools.bench.train import PeerResult, TrainReport
 
@@ -30,6 +31,7 @@ __all__ = [
     "flatten_table",
     "overhead_table",
     "scaling_table",
+    "schedule_table",
     "startup_table",
     "train_table",
     "write_json",
@@ -43,6 +45,7 @@ _Report = (
     | CoalesceReport
     | OverheadReport
     | ScalingReport
+    | ScheduleReport
     | FlattenReport
     | BucketsReport
     | StartupReport
@@ -185,6 +188,65 @@ def scaling_table(report: ScalingReport) -> str:
     )
     lines += [f"FAILED {layers} layers: {reason}" for layers, reason in report.failed.items()]
     return "\n".join(lines)
+
+
+# --- schedule -------------------------------------------------------------------------------------
+def schedule_table(report: ScheduleReport) -> str:
+    """One line per step: milliseconds and GiB of each scheduler, then the ratios of the targets."""
+    lines = []
+    if report.rows:
+        rows = [_schedule_row(row) for row in report.rows]
+        lines.append(tabulate(rows, headers="keys", disable_numparse=True, stralign="right"))
+        lines.append("")
+        lines.append("The same, by Inductor's own estimates, in milliseconds:")
+        rows = [
+            _schedule_step(row)
+            | {point.scheduler: f"{point.inductor_ms:.1f}" for point in row.points}
+            for row in report.rows
+        ]
+        lines.append(tabulate(rows, headers="keys", disable_numparse=True, stralign="right"))
+    for row in report.rows:
+        step = ", ".join(_schedule_step(row).values())
+        lines += [f"FAILED {name} ({step}): {reason}" for name, reason in row.failed.items()]
+    lines += [f"FAILED {step}: {reason}" for step, reason in report.failed.items()]
+    return "\n".join(lines)
+
+
+def _schedule_step(row: ScheduleRow) -> dict[str, str]:
+    return {
+        "model": row.model,
+        "ranks": str(row.ranks),
+        "tokens": str(row.tokens),
+        "target": row.target,
+    }
+
+
+def _schedule_row(row: ScheduleRow) -> dict[str, str]:
+    gib = float(1 << 30)
+    bound = sum(row.bound_ms)
+    ratios = {}
+    for point in row.points:
+        if point.scheduler.startswith("zero3"):
+            ratios[f"{point.scheduler} / bound"] = f"{point.total_ms / bound:.3f}"
+    ours = next((point for point in row.points if point.scheduler == "zero3"), None)
+    peers = [
+        point.total_ms
+        for point in row.points
+        if not point.scheduler.startswith("zero3")
+        and ours is not None
+        and point.peak_bytes >= ours.peak_bytes
+    ]
+    if ours is not None and peers:
+        ratios["zero3 / best peer"] = f"{ours.total_ms / min(peers):.2f}"
+    return {
+        **_schedule_step(row),
+        **{
+            point.scheduler: f"{point.total_ms:.1f}, {point.peak_bytes / gib:.1f}"
+            for point in row.points
+        },
+        "bound": f"{bound:.1f}",
+        **ratios,
+    }
 
 
 # --- flatten --------------------------------------------------------------------------------------

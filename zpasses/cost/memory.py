@@ -24,7 +24,9 @@ from zpasses.graph.tags import tag_of
 __all__ = [
     "Buffer",
     "Liveness",
+    "buffer_readers",
     "liveness",
+    "memory_base",
     "reinplaceable_all_reduces",
     "saved_for_backward",
     "scratch_bytes",
@@ -136,7 +138,7 @@ def reinplaceable_all_reduces(graph: fx.Graph) -> set[fx.Node]:
     position = {node: index for index, node in enumerate(graph.nodes)}
     found = set()
     for node in reductions:
-        bases = [_base(item) for item in node.all_input_nodes]
+        bases = [memory_base(item) for item in node.all_input_nodes]
         whole = all(
             isinstance(value := value_of(item), Tensor) and value.is_contiguous()
             for item in node.all_input_nodes
@@ -147,7 +149,7 @@ def reinplaceable_all_reduces(graph: fx.Graph) -> set[fx.Node]:
             and all(base.op == "call_function" for base in bases)
         )
         if own and all(
-            position[reader] <= position[node] for base in bases for reader in _readers(base)
+            position[reader] <= position[node] for base in bases for reader in buffer_readers(base)
         ):
             found.add(node)
     return found
@@ -159,14 +161,14 @@ _ALL_REDUCES = (
 )
 
 
-def _base(node: fx.Node) -> fx.Node:
+def memory_base(node: fx.Node) -> fx.Node:
     """Returns the node that allocates the memory of this node's value."""
     while _is_alias(node):
         node = node.all_input_nodes[0]
     return node
 
 
-def _readers(base: fx.Node) -> Iterator[fx.Node]:
+def buffer_readers(base: fx.Node) -> Iterator[fx.Node]:
     """Yields the users of a value and of all its aliases."""
     queue, seen = [base], {base}
     while queue:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -37,10 +37,13 @@ from zpasses.graph.nodes import (
 )
 
 __all__ = [
+    "CollectiveTiming",
     "StepTime",
     "Timeline",
+    "collective_timing",
     "estimate_collective_us",
     "is_copy_engine_collective",
+    "started_by",
     "step_time",
 ]
 
@@ -147,8 +150,7 @@ class Timeline:
     def _add(self, node: fx.Node) -> None:
         collective = collective_of(node)
         if is_wait(node):
-            source = node.all_input_nodes[0]
-            started = source.all_input_nodes[0] if source.target is operator.getitem else source
+            started = started_by(node)
             if started in self._collectives:
                 self._events.append(_Event(awaits=started))
         elif collective is not None and not is_dialect(node):
@@ -161,9 +163,32 @@ class Timeline:
 
     def _measure(self, node: fx.Node, by_engine: bool) -> CollectiveTiming:
         collective = self._collectives[node]
-        return _collective_timing(
-            node, collective, len(compat.group_ranks(collective.group)), self._target, by_engine
-        )
+        ranks = len(compat.group_ranks(collective.group))
+        parts = _full_bytes(node, collective, ranks)
+        return _collective_timing(parts, collective, ranks, self._target, by_engine)
+
+
+def started_by(wait: fx.Node) -> fx.Node:
+    """Returns the node whose result a wait awaits: the collective, unless it awaits an input."""
+    source = wait.all_input_nodes[0]
+    return source.all_input_nodes[0] if source.target is operator.getitem else source
+
+
+def collective_timing(
+    node: fx.Node, collective: Collective, target: Target, full_bytes: int | None = None
+) -> CollectiveTiming:
+    """Returns the timing of a collective as the graph has it.
+
+    Args:
+        node: the collective's node.
+        collective: `collective_of(node)`, which must be no dialect op.
+        target: hardware that the graph runs on.
+        full_bytes: bytes of the full tensors, instead of those of the node.
+    """
+    ranks = len(compat.group_ranks(collective.group))
+    by_engine = is_copy_engine_collective(collective)
+    parts = _full_bytes(node, collective, ranks) if full_bytes is None else [full_bytes]
+    return _collective_timing(parts, collective, ranks, target, by_engine)
 
 
 def is_copy_engine_collective(collective: Collective) -> bool:
@@ -185,14 +210,17 @@ def estimate_collective_us(
         target: hardware that the graph runs on.
     """
     return _collective_timing(
-        node, collective, ranks, target, is_copy_engine_collective(collective)
+        _full_bytes(node, collective, ranks),
+        collective,
+        ranks,
+        target,
+        is_copy_engine_collective(collective),
     ).duration_us
 
 
 def _collective_timing(
-    node: fx.Node, collective: Collective, ranks: int, target: Target, by_engine: bool
+    parts: Sequence[int], collective: Collective, ranks: int, target: Target, by_engine: bool
 ) -> CollectiveTiming:
-    parts = _full_bytes(node, collective, ranks)
     figures = route_figures(target).get(target.routes[0] if by_engine and target.routes else "c10d")
     if figures is None or ranks > target.ranks_per_node:
         return CollectiveTiming(

@@ -1,0 +1,229 @@
+"""Merge collectives, start all-gathers early and await reductions late, as fast as memory allows.
+
+Before                                          After
+  a = wait_tensor(all_gather(shard_a))            started = all_gather(shard_a)
+  y = mm(x, a)                                    s = all_gather_coalesced([shard_b, shard_c])
+  b = wait_tensor(all_gather(shard_b))            a = wait_tensor(started)
+  z = mm(y, b)                                    y = mm(x, a)
+  c = wait_tensor(all_gather(shard_c))            b = wait_tensor(s[0]);  c = wait_tensor(s[1])
+  u = mm(z, c)                                    z = mm(y, b);  u = mm(z, c)
+  ...                                             ...
+  da = wait_tensor(reduce_scatter(ga))            started_a = reduce_scatter(ga)
+  gb = mm(..)                                     gb = mm(..)
+                                                  da = wait_tensor(started_a)
+
+Contract: the order of all other nodes stays. Results stay equal bit for bit. The graph's peak
+memory stays within the budget, as modelled by `zpasses.cost.memory`. The plan is the fastest that
+`zpasses.cost.schedule_planner` finds for the target; it is never slower than the graph was. All
+ranks use the plan of the first rank, so the order of collectives is the same on all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from torch import fx
+
+from zpasses.cost.bucket_keys import bucket_key, compatibility_key
+from zpasses.cost.collective_moves import MemoryCurve, movable_gathers, movable_reductions
+from zpasses.cost.schedule_evaluation import Action, Plan, one_ahead_plan
+from zpasses.cost.schedule_planner import Planned, memory_limit, plan_schedule
+from zpasses.cost.schedule_problem import ScheduleProblem, schedule_problem
+from zpasses.cost.target import current_target
+from zpasses.graph.patterns import tag_foreign_gathers
+from zpasses.option_values import parse_budget
+from zpasses.passes.bucket_writer import LaunchNodes, merge_collectives
+from zpasses.pipeline.pipeline import Level, Pass
+from zpasses.pipeline.recorder import note
+from zpasses.ranks.vote import exchange
+
+_MIB, _GIB = float(1 << 20), float(1 << 30)
+_log = logging.getLogger("zpasses")
+
+
+@dataclass(frozen=True)
+class Schedule(Pass):
+    """Merge and move collectives by a plan for the target and a memory budget."""
+
+    name: ClassVar[str] = "schedule"
+    level: ClassVar[Level] = Level.PARTITIONED
+
+    memory_budget: str = "0%"
+    """By how much the graph's peak memory may rise (`10%`), or the peak that it may reach
+    (`60GiB`). A percentage counts from the peak with one gather and one reduction in flight. A peak
+    below that of the graph without overlap counts as that of the graph."""
+    mode: Literal["auto", "coalesced", "flat"] = "auto"
+    """As in `bucket`: `coalesced` starts several tensors in one launch, and `flat` packs them into
+    one tensor. `auto` takes the cheapest choice by the cost model of the target."""
+
+    def __post_init__(self) -> None:
+        parse_budget(self.memory_budget, f"pass {self.name!r}, option 'memory_budget'")
+
+    def votes(self) -> bool:
+        return True
+
+    def rewrite(self, graph: fx.Graph) -> int:
+        """Returns the number of collectives saved, or 1 if nodes only moved."""
+        tag_foreign_gathers(graph, origin=self.name)
+        problem = self.problem(graph)
+        if not problem.jobs:
+            return 0
+        gathers = sum(job.is_gather for job in problem.jobs)
+        if gathers < 2 and len(problem.jobs) - gathers < 2:
+            # As little as `overlap` would do is equal on all ranks without a vote. Ranks may
+            # compile such graphs without the others, inside windows of gradient accumulation.
+            return _apply(graph, problem, _by_node(problem, one_ahead_plan(problem)), self.name)
+        planned = self.plan(problem)
+        adopted = _agree_on_plan(problem, planned.plan, str(self))
+        if adopted is None:
+            _log.warning(
+                "%s: the plan of the first rank does not fit this rank's graph, in which the "
+                "consumers of collectives have another order. Nothing moves.",
+                self.name,
+            )
+            return 0
+        note(f"{self.name}: {_summary(problem, planned, adopted)}")
+        changes = _apply(graph, problem, adopted, self.name)
+        self._warn_over_budget(graph, planned.limit_bytes)
+        return changes
+
+    def problem(self, graph: fx.Graph) -> ScheduleProblem:
+        """Returns the graph as the planner sees it."""
+        items = [*movable_gathers(graph), *movable_reductions(graph)]
+        key = functools.partial(bucket_key, wanted=self.mode)
+        return schedule_problem(graph, items, key, current_target())
+
+    def plan(self, problem: ScheduleProblem) -> Planned:
+        """Returns the plan that this rank would make."""
+        budget = parse_budget(self.memory_budget, self.name)
+        return plan_schedule(problem, memory_limit(problem, budget))
+
+    def _warn_over_budget(self, graph: fx.Graph, limit_bytes: int) -> None:
+        """Warn if the plan that all ranks share, made for other shapes, exceeds this rank's budget.
+        Ranks must still follow it.
+        """
+        peak = MemoryCurve(graph, 0.0).base.peak_bytes
+        if peak > limit_bytes:
+            _log.warning(
+                "%s: all ranks use the plan that the first rank made when these collectives were "
+                "first compiled, for other shapes. For this graph, it raises the peak to %.1f MiB, "
+                "%.1f MiB above the budget. Compile shapes with a small peak first, or set "
+                "memory_budget in bytes.",
+                self.name,
+                peak / _MIB,
+                (peak - limit_bytes) / _MIB,
+            )
+
+
+def _summary(problem: ScheduleProblem, planned: Planned, adopted: Plan) -> str:
+    gathers = sum(problem.jobs[members[0]].is_gather for members in adopted.launches)
+    cost = planned.cost
+    return (
+        f"{len(problem.jobs)} collectives in {gathers} launches of gathers and "
+        f"{len(adopted.launches) - gathers} of reductions; predicted {cost.total_us / 1e3:.2f} ms, "
+        f"of which {cost.waited_us / 1e3:.2f} ms wait, bound {planned.bound.total_us / 1e3:.2f} "
+        f"ms; peak {cost.peak_bytes / _GIB:.2f} of {planned.limit_bytes / _GIB:.2f} GiB"
+    )
+
+
+# --- agreement ------------------------------------------------------------------------------------
+def _agree_on_plan(problem: ScheduleProblem, plan: Plan, options: str) -> Plan | None:
+    """Returns the plan that all ranks adopt, with indices of kept nodes as slots.
+
+    What fits the budget depends on shapes, and ranks may have different shapes. A rank may also
+    recompile when the other ranks do not. The same collectives therefore always get the same plan,
+    as long as the target is the same. Returns None if the plan does not fit this rank's graph.
+    """
+    keys = [compatibility_key(item) for item in problem.items]
+    described = [
+        (*map(str, key), item.tag.params, item.full_bytes)
+        for key, item in zip(keys, problem.items, strict=True)
+    ]
+    signature = hashlib.sha256(repr((options, described)).encode()).hexdigest()
+    mine: list[Any] = [
+        [list(members) for members in plan.launches],
+        [[each.slot, each.kind, each.launch] for each in _by_node(problem, plan).actions],
+    ]
+    # Ranks of several groups end with the plan of one rank, since each group passes it on.
+    for group in dict.fromkeys(str(key[1]) for key in keys):
+        answers = exchange(
+            group, "the schedule", [signature, mine], remember=f"{signature} {current_target()!r}"
+        )
+        # If another rank has other collectives, the agreement check on collectives reports it
+        # later.
+        if all(answer[0] == signature for answer in answers):
+            mine = answers[0][1]
+    launches, actions = mine
+    adopted = Plan(
+        tuple(tuple(members) for members in launches),
+        tuple(Action(at, kind, launch) for at, kind, launch in actions),
+    )
+    return _fitted(problem, adopted)
+
+
+def _by_node(problem: ScheduleProblem, plan: Plan) -> Plan:
+    """Returns the plan with indices of kept nodes as slots."""
+    return Plan(
+        plan.launches,
+        tuple(replace(each, slot=problem.slots[each.slot]) for each in plan.actions),
+    )
+
+
+def _fitted(problem: ScheduleProblem, plan: Plan) -> Plan | None:
+    """Returns the plan with places that are possible in this rank's graph, in the same order.
+
+    Another rank may have other nodes between the collectives, for example to add zeros for a
+    gradient that it does not have. Returns None if no places are possible in this order.
+    """
+    nodes, slots = len(problem.nodes), problem.slots
+    lower, upper = [], []
+    for action in plan.actions:
+        jobs = [problem.jobs[number] for number in plan.launches[action.launch]]
+        ready = [slots[job.earliest] for job in jobs if not job.is_gather]
+        used = [slots[job.latest] for job in jobs if job.is_gather]
+        lower.append(max([slots[0], *ready]))
+        upper.append(min([nodes - 1, *used]))
+    places = [action.slot for action in plan.actions]
+    latest = nodes - 1
+    for at in reversed(range(len(places))):
+        latest = min(latest, upper[at])
+        places[at] = min(places[at], latest)
+    earliest = 0
+    for at, (least, most) in enumerate(zip(lower, upper, strict=True)):
+        earliest = max(earliest, least, places[at])
+        if earliest > most:
+            return None
+        places[at] = earliest
+    return Plan(
+        plan.launches,
+        tuple(replace(each, slot=at) for each, at in zip(plan.actions, places, strict=True)),
+    )
+
+
+# --- rewriting ------------------------------------------------------------------------------------
+def _apply(graph: fx.Graph, problem: ScheduleProblem, plan: Plan, origin: str) -> int:
+    """Rewrites the graph. The slots of `plan` are indices of kept nodes.
+
+    Returns the number of collectives saved, or 1 if nodes only moved.
+    """
+    before = list(graph.nodes)
+    launches, number = [], 0
+    for members in plan.launches:
+        items = [problem.items[each] for each in members]
+        if len(items) == 1:
+            launches.append(LaunchNodes.of(items[0]))
+            continue
+        mode = problem.jobs[members[0]].key.mode
+        launches.append(merge_collectives(graph, items, mode, number, origin))
+        number += 1
+    for action in plan.actions:
+        anchor = problem.nodes[action.slot]
+        launch = launches[action.launch]
+        for node in launch.start if action.kind == "start" else launch.wait:
+            anchor.prepend(node)
+    saved = len(problem.jobs) - len(plan.launches)
+    return saved or int(before != list(graph.nodes))

@@ -1,0 +1,317 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.foreign import already_sharded, simple_fsdp
+from tests.graphs import (
+    Param,
+    assert_step_equals_reference,
+    few_examples,
+    joint,
+    param_lists,
+    rewritten,
+)
+from zpasses import OptionError, Pipeline
+from zpasses.cost.collective_moves import MemoryCurve
+from zpasses.cost.schedule_planner import memory_limit
+from zpasses.cost.step_time import step_time
+from zpasses.cost.target import TARGETS, Target, current_target, use_target
+from zpasses.graph.nodes import collective_of, collectives, is_wait
+from zpasses.graph.tags import tag_of
+from zpasses.option_values import parse_budget
+from zpasses.passes import Bucket, GatherParams, Overlap, ReduceGrads, Schedule
+from zpasses.testing import (
+    assert_deterministic,
+    assert_equal_bits,
+    capture_graphs,
+    capture_ranks,
+    fake_world,
+    listing,
+    random_inputs,
+    trace_joint,
+)
+
+ROOMY = "1GiB"
+FORMS = ("reduce_scatter", "all_reduce")
+MODES = ("auto", "coalesced", "flat")
+H100 = TARGETS["h100"]
+SLOW_LINKS = Target.parse(
+    "h100,link_gb_s=0.001,network_gb_s=0.001,launch_us=0.001,hop_us=0.001,network_hop_us=0.001"
+)
+SLOW_LAUNCH = Target.parse("h100,launch_us=1000,hop_us=1000,network_hop_us=1000")
+
+
+def lower(form="reduce_scatter"):
+    return GatherParams(), ReduceGrads(form)
+
+
+def scheduled(*params, world_size=2, rank=0, form="reduce_scatter", target=H100, **options):
+    """Returns the graph of one rank without and with a schedule."""
+    with fake_world(world_size, rank), use_target(target):
+        plain = rewritten(joint(params, rank, world_size), *lower(form))
+        return plain, rewritten(plain, Schedule(**options))
+
+
+def steps(gm):
+    """Returns what happens, in order: starts and waits of collectives by parameter, and kernels."""
+    found = []
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or "getitem" in node.name:
+            continue
+        collective = collective_of(node)
+        if is_wait(node):
+            tag = tag_of(node.all_input_nodes[0])
+            verb = "gather" if tag.role in ("gather", "gathered") else "reduce"
+            found.append(f"await {verb} {','.join(tag.params)}")
+        elif collective is not None:
+            found.append(f"start {tag_of(node).role} {','.join(tag_of(node).params)}")
+        else:
+            found.append(node.name)
+    return found
+
+
+def kept(gm):
+    """Returns the nodes that neither communicate nor move with a collective."""
+    return [
+        node.name
+        for node in gm.graph.nodes
+        if node.op == "call_function" and node.name.startswith("mul")
+    ]
+
+
+# --- equal results ------------------------------------------------------------------------------
+@few_examples
+@given(
+    param_lists(max_size=5),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from(FORMS),
+    st.sampled_from(MODES),
+    st.sampled_from(["0%", "30%", ROOMY]),
+    st.sampled_from([TARGETS["cpu"], H100, SLOW_LINKS, SLOW_LAUNCH]),
+)
+def test_random_graphs_stay_equal_within_the_budget_and_never_get_slower(
+    params, world_size, form, mode, budget, target
+):
+    before, after, orders = [], [], []
+    for rank in range(world_size):
+        with fake_world(world_size, rank), use_target(target):
+            before.append(joint(params, rank, world_size))
+            plain = rewritten(before[-1], *lower(form))
+            option = Schedule(memory_budget=budget, mode=mode)
+            problem = option.problem(plain.graph)
+            limit = memory_limit(problem, parse_budget(budget, "here"))
+            after.append(rewritten(plain, option))
+            assert peak_of(after[-1]) <= max(limit, peak_of(plain))
+            assert kept(after[-1]) == kept(plain)
+            ours = step_time([after[-1].graph], current_target()).total_us
+            assert ours <= step_time([plain.graph], current_target()).total_us + 1e-3
+            if problem.jobs:
+                predicted = option.plan(problem).cost
+                # Flat buckets are predicted with at least the copies that they make.
+                assert ours <= predicted.total_us + 1e-3
+                assert mode == "flat" or ours == pytest.approx(predicted.total_us)
+                assert peak_of(after[-1]) <= predicted.peak_bytes
+            orders.append([(each.op, each.shapes) for _, each in collectives(after[-1].graph)])
+    assert all(order == orders[0] for order in orders)
+    assert_equal_bits(before, after, random_inputs(before))
+
+
+def peak_of(gm):
+    return MemoryCurve(gm.graph, 0.0).base.peak_bytes
+
+
+@few_examples
+@given(
+    param_lists(max_size=5, reads=1),
+    st.sampled_from([2, 3]),
+    st.sampled_from(FORMS),
+    st.sampled_from([TARGETS["cpu"], H100, SLOW_LINKS, SLOW_LAUNCH]),
+)
+def test_plans_are_never_slower_than_buckets_and_overlap(params, world_size, form, target):
+    with fake_world(world_size), use_target(target):
+        plain = rewritten(joint(params, 0, world_size), *lower(form))
+        before = rewritten(plain, Bucket(cap_mb=12.0, plan_for_overlap=True), Overlap())
+        # The planner counts casts and padding longer than they live, which matters for tensors of
+        # a few bytes, where they are as large as parameters.
+        after = rewritten(plain, Schedule(memory_budget=f"{1.3 * peak_of(before) / 1024}KiB"))
+        times = [step_time([gm.graph], target).total_us for gm in (before, after)]
+    assert times[1] <= times[0] + 1e-3
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(3)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_step_of_a_model_equals_the_dialect(form):
+    pipeline = f"merge-reads,gather-params,reduce-grads{{form={form}}},reshard-after-forward,schedule{{memory_budget=1GiB}}"  # noqa: E501
+    captures = capture_ranks(Mlp(), (torch.zeros(2, 5),), world_size=3, pipeline=pipeline)
+    changed = [record.changes > 0 for record in captures[0].records if record.name == "schedule"]
+    assert changed == [True, True]
+    assert_step_equals_reference(captures)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_that_pad_cast_or_hold_nothing_make_the_same_plan(mode):
+    params = [
+        Param((rows, 8), param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
+        for rows in (7, 5, 2, 6)
+    ]
+    plans = []
+    for rank in range(3):
+        with fake_world(3, rank), use_target(SLOW_LAUNCH):
+            plain = rewritten(joint(params, rank, 3), *lower())
+            plans.append([])
+            for budget in ("0%", "10%", "30%", ROOMY):
+                option = Schedule(memory_budget=budget, mode=mode)
+                plans[-1].append(option.plan(option.problem(plain.graph)).plan)
+    assert plans[0] == plans[1] == plans[2]
+    assert len(set(plans[0])) > 1  # budgets matter
+
+
+# --- what the plan does -------------------------------------------------------------------------
+SQUARES = [Param((64, 64)) for _ in range(4)]
+"""Each takes 16 KiB; a kernel that reads it takes the 5 us of an empty one."""
+
+
+def test_links_stay_busy_while_a_kernel_waits_for_them():
+    _, moved = scheduled(*SQUARES, target=SLOW_LINKS, memory_budget=ROOMY)
+    order = steps(moved)
+    for before, after in (("p0", "p1"), ("p1", "p2"), ("p2", "p3")):
+        # The next gather starts before the kernel that the last one makes possible.
+        assert order.index(f"start gather {after}") < order.index(f"await gather {before}") + 2
+
+
+def test_without_memory_gathers_wait_for_room():
+    plain, moved = scheduled(*SQUARES, target=SLOW_LINKS, memory_budget="1KiB")
+    with fake_world(2):
+        assert peak_of(moved) <= peak_of(plain)
+
+
+def test_the_first_consumer_does_not_wait_for_gathers_that_others_need():
+    """The first gather is long. What is merged with it would delay all kernels."""
+    _, moved = scheduled(Param((4096, 64)), *SQUARES, target=SLOW_LINKS, memory_budget=ROOMY)
+    first = next(step for step in steps(moved) if step.startswith("start gather"))
+    assert first == "start gather p0"
+
+
+def test_launches_are_merged_where_latency_dominates():
+    _, moved = scheduled(*SQUARES, target=SLOW_LAUNCH, memory_budget=ROOMY)
+    gathers = [step for step in steps(moved) if step.startswith("start gather")]
+    assert gathers == ["start gather p0,p1,p2,p3"]
+    reductions = [step for step in steps(moved) if step.startswith("start reduce")]
+    assert reductions == ["start reduce p3,p2,p1,p0"]
+
+
+def test_ready_gradients_leave_before_the_last_one_if_links_are_slow():
+    """The links are busy for longer than the kernels, so waiting for the last gradient is lost."""
+    _, moved = scheduled(*SQUARES, target=SLOW_LINKS, memory_budget=ROOMY)
+    order = steps(moved)
+    first = next(at for at, step in enumerate(order) if step.startswith("start reduce"))
+    assert any(step.startswith("mul") for step in order[first:])
+    assert not any("reduce p3,p2,p1,p0" in step for step in order)
+
+
+def test_casts_and_padding_start_with_their_gather():
+    params = [Param((4, 2)), Param((7, 2), param_dtype=torch.bfloat16)]
+    _, moved = scheduled(*params, world_size=3, rank=2, target=SLOW_LINKS, memory_budget=ROOMY)
+    names = [node.name for node in moved.graph.nodes if node.op == "call_function"]
+    assert names.index("_to_copy_default") < names.index("constant_pad_nd_default_1")
+    assert names.index("constant_pad_nd_default_1") < names.index("mul")
+
+
+def test_gathers_of_other_libraries_are_scheduled():
+    captures = []
+    for rank in range(2):
+        with fake_world(2, rank) as mesh:
+            pipeline = Pipeline((Schedule(memory_budget=ROOMY),))
+            captures.append(
+                capture_graphs(
+                    simple_fsdp(mesh), (torch.ones(2, 6),), shard=already_sharded, pipeline=pipeline
+                )
+            )
+    assert any(record.changes for record in captures[0].records)
+    assert_step_equals_reference(captures)
+
+
+def test_graphs_without_collectives_are_unchanged():
+    with fake_world(2):
+        plain = trace_joint(lambda x: (x * 2).relu(), [torch.ones(3, requires_grad=True)])
+        for gm in (plain, joint([Param((4, 2)), Param((6, 2))], 0, 2)):
+            before = listing(gm)
+            assert Schedule().rewrite(gm.graph) == 0
+            assert listing(gm) == before
+
+
+def test_order_does_not_depend_on_addresses():
+    with fake_world(2), use_target(SLOW_LINKS):
+        assert_deterministic(Schedule(), rewritten(joint(SQUARES, 0, 2), *lower()))
+
+
+# --- agreement ----------------------------------------------------------------------------------
+def test_all_ranks_take_the_plan_of_the_first(monkeypatch):
+    """The second rank would plan otherwise, since other kernels take longer on it."""
+    told = []
+
+    def exchange(group, question, mine, *_, **__):
+        told.append(mine)
+        return [told[0], mine]
+
+    monkeypatch.setattr("zpasses.passes.schedule.exchange", exchange)
+    first = scheduled(*SQUARES, target=SLOW_LINKS, memory_budget=ROOMY)[1]
+    second = scheduled(*SQUARES, target=SLOW_LAUNCH, memory_budget=ROOMY)[1]
+    assert told[0][0] == told[1][0]
+    assert told[0][1] != told[1][1]
+    assert steps(second) == steps(first)
+
+
+def test_a_rank_with_other_kernels_runs_the_collectives_of_the_plan_in_order(monkeypatch):
+    """The second rank multiplies each gradient once more, so that its nodes are at other places."""
+
+    def graph(extra):
+        def fn(*values):
+            reads = [torch.ops.zpasses.unshard(p, 64, None, None, "0") for p in values[::2]]
+            outputs = [read * x for read, x in zip(reads, values[1::2], strict=True)]
+            return tuple(out * 3 * 5 if extra else out for out in outputs)
+
+        inputs = [
+            each
+            for _ in range(4)
+            for each in (torch.zeros(32, 64, requires_grad=True), torch.zeros(64, 64))
+        ]
+        return rewritten(trace_joint(fn, inputs, {2 * i: f"p{i}" for i in range(4)}), *lower())
+
+    told = []
+    monkeypatch.setattr(
+        "zpasses.passes.schedule.exchange",
+        lambda group, question, mine, *_, **__: [told.append(mine) or told[0], mine],
+    )
+    with fake_world(2), use_target(SLOW_LINKS):
+        first, second = (
+            rewritten(graph(extra), Schedule(memory_budget=ROOMY)) for extra in (False, True)
+        )
+    assert len(kept(second)) > len(kept(first))
+
+    def communication(gm):
+        return [step for step in steps(gm) if step.startswith(("start", "await"))]
+
+    assert communication(first) == communication(second)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("schedule{cap_mb=5}", r"pass 'schedule' has no option 'cap_mb'"),
+        ("schedule{memory_budget=lots}", r"pass 'schedule', option 'memory_budget': got 'lots'"),
+        ("schedule{mode=flatt}", r"option 'mode': got 'flatt' .*'auto' or 'coalesced' or 'flat'"),
+    ],
+)
+def test_wrong_options_say_what_is_expected(text, message):
+    with pytest.raises(OptionError, match=message):
+        Pipeline.parse(text)

@@ -1,0 +1,137 @@
+"""Plans, bounds and evaluations of large and of hand-made graphs."""
+
+import itertools
+import time
+
+import pytest
+import torch
+from torch import fx
+
+from zpasses import compat
+from zpasses.cost.bound import schedule_bound
+from zpasses.cost.bucket_keys import bucket_key
+from zpasses.cost.collective_moves import movable_gathers, movable_reductions
+from zpasses.cost.schedule_evaluation import evaluate, one_ahead_plan, single_plan
+from zpasses.cost.schedule_planner import memory_limit, plan_schedule
+from zpasses.cost.schedule_problem import schedule_problem
+from zpasses.cost.step_time import step_time
+from zpasses.cost.target import TARGETS, Target, use_target
+from zpasses.graph.tags import Tag, add_tag
+from zpasses.testing import fake_world
+
+H100 = TARGETS["h100"]
+RANKS = 8
+WIDTH = 2048
+
+
+def step(params, kernels):
+    """Returns a graph like that of a backward: per parameter a gather, kernels, and a reduction.
+
+    Args:
+        params: number of parameters of WIDTH x WIDTH elements.
+        kernels: matrix products per parameter.
+    """
+    graph = fx.Graph()
+    with compat.FakeTensorMode():
+        full = torch.empty(WIDTH, WIDTH, dtype=torch.bfloat16)
+        shard = torch.empty(WIDTH // RANKS, WIDTH, dtype=torch.bfloat16)
+
+    def made(node, value, **tag):
+        node.meta["val"] = value
+        if tag:
+            add_tag(node, Tag(**tag))
+        return node
+
+    names = [f"p{number}" for number in range(params)]
+    shards = [made(graph.placeholder(name), shard, role="shard", params=(name,)) for name in names]
+    value = made(graph.placeholder("tangents_1"), full)
+    call, ops = graph.call_function, compat.functional
+    results = []
+    for name, given in zip(names, shards, strict=True):
+        start = call(ops.all_gather_into_tensor.default, (given, RANKS, "0"))
+        made(start, full, role="gather", params=(name,), nbytes=1)
+        wait = made(call(ops.wait_tensor.default, (start,)), full, role="full", params=(name,))
+        for _ in range(kernels):
+            value = made(call(torch.ops.aten.mm.default, (value, wait)), full)
+        grad = made(call(torch.ops.aten.mm.default, (value, value)), full)
+        reduced = call(ops.reduce_scatter_tensor.default, (grad, "avg", RANKS, "0"))
+        made(reduced, shard, role="reduce", params=(name,), nbytes=1)
+        done = call(ops.wait_tensor.default, (reduced,))
+        results.append(made(done, shard, role="shard_grad", params=(name,)))
+    graph.output(tuple(results))
+    return graph
+
+
+def problem_of(graph, target=H100):
+    items = [*movable_gathers(graph), *movable_reductions(graph)]
+    return schedule_problem(graph, items, lambda item: bucket_key(item, "auto"), target)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        60,
+        pytest.param(700, marks=pytest.mark.slow(quick="the same with 3,000 nodes")),
+    ],
+)
+def test_large_graphs_are_planned_in_seconds(params):
+    with fake_world(RANKS), use_target(H100):
+        graph = step(params, kernels=45)
+        started = time.process_time()
+        problem = problem_of(graph)
+        planned = plan_schedule(problem, memory_limit(problem, 0.0))
+        assert time.process_time() - started < 10
+        assert len(graph.nodes) > 50 * params
+    assert planned.cost.total_us < 1.05 * planned.bound.total_us
+
+
+@pytest.mark.parametrize("target", [H100, TARGETS["mi300x"], TARGETS["cpu"]])
+@pytest.mark.parametrize("kernels", [0, 1, 4])
+def test_no_plan_beats_the_bound(target, kernels):
+    with fake_world(RANKS), use_target(target):
+        problem = problem_of(step(8, kernels), target)
+        bound = schedule_bound(problem).total_us
+        for budget in (0.0, 0.2, 1 << 40):
+            planned = plan_schedule(problem, memory_limit(problem, budget))
+            assert bound <= planned.cost.total_us * (1 + 1e-9)
+            simple = evaluate(problem, one_ahead_plan(problem)).total_us
+            assert planned.cost.total_us <= simple * (1 + 1e-9)
+            assert planned.cost.peak_bytes <= planned.limit_bytes
+
+
+def test_bound_is_that_of_the_kernels_or_of_the_links():
+    fast = Target.parse("h100,link_gb_s=1e9,launch_us=1e-6,hop_us=1e-6")
+    slow = Target.parse("h100,link_gb_s=0.1")
+    with fake_world(RANKS):
+        for target in (fast, slow):
+            with use_target(target):
+                problem = problem_of(step(4, 2), target)
+            bound = schedule_bound(problem)
+            if target is fast:
+                assert bound.total_us == pytest.approx(bound.compute_us, rel=1e-3)
+            else:
+                assert bound.total_us == pytest.approx(bound.channel_us, rel=0.02)
+                assert bound.channel_us > 10 * bound.compute_us
+
+
+def test_evaluation_of_the_graph_as_it_is_equals_the_timeline():
+    with fake_world(RANKS), use_target(H100):
+        graph = step(5, 3)
+        problem = problem_of(graph)
+        cost = evaluate(problem, single_plan(problem))
+        expected = step_time([graph], H100)
+    assert cost.total_us == pytest.approx(expected.total_us)
+    assert cost.waited_us == pytest.approx(expected.waited_us)
+
+
+def test_more_memory_is_never_slower():
+    slow = Target.parse("h100,link_gb_s=20")
+    with fake_world(RANKS), use_target(slow):
+        problem = problem_of(step(12, 2), slow)
+        least = evaluate(problem, single_plan(problem)).peak_bytes
+        times = [
+            plan_schedule(problem, least + extra * WIDTH * WIDTH * 2).cost.total_us
+            for extra in (0, 1, 2, 4, 8)
+        ]
+    assert all(later <= earlier * 1.005 for earlier, later in itertools.pairwise(times)), times
+    assert times[-1] < times[0]

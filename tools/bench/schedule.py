@@ -1,0 +1,262 @@
+"""The suite "schedule": predicted time and memory of one training step under several schedulers of
+collectives, for models, worlds and hardware that this machine does not have.
+
+Every scheduler gets the same graphs, and every result is judged by the same model of time and
+memory. Inductor's scheduler takes its durations from that model. All results are judged a second
+time by Inductor's own estimates.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+from tqdm import tqdm
+
+from zpasses import compat
+from zpasses.compat.inductor_overlap import (
+    inductor_node_ms,
+    schedule_blocks_by_inductor,
+    schedule_by_inductor,
+)
+from zpasses.cost.bound import schedule_bound
+from zpasses.cost.memory import liveness
+from zpasses.cost.roofline import compute_us
+from zpasses.cost.schedule_evaluation import Clock
+from zpasses.cost.step_time import estimate_collective_us, started_by, step_time
+from zpasses.cost.target import Target, use_target
+from zpasses.graph.nodes import collective_of, is_wait
+from zpasses.passes import ZERO3, Bucket, Overlap, Schedule
+from zpasses.pipeline.pipeline import Level, Pass, Pipeline
+from zpasses.tools.bench.launch import RankError, run_ranks
+from zpasses.tools.bench.schedule_models import MODELS, Step, captured_step
+
+__all__ = ["SCHEDULERS", "ScheduleConfig", "SchedulePoint", "ScheduleReport", "run_schedule"]
+
+_WORKER = "zpasses.tools.bench.schedule"
+_GIB = float(1 << 30)
+
+SCHEDULERS = (
+    "single",
+    "one ahead",
+    "bucket 512",
+    "inductor",
+    "inductor +4",
+    "blocks",
+    "zero3",
+    "zero3 +10%",
+)
+"""Names of the schedulers, in the order of the table:
+
+- single: every collective is awaited where it starts.
+- one ahead, bucket 512: `bucket{cap_mb=12},overlap` and `bucket{cap_mb=512},overlap`.
+- inductor: `schedule_overlap_bucketing`, with 1 GiB or 5 % more memory, its default; or 4 GiB.
+- blocks: `manual_overlap_bucketing` of one transformer block ahead, as in torchtitan.
+- zero3: the named pipeline, and the same with 10 % more memory.
+"""
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    models: tuple[str, ...] = tuple(MODELS)
+    worlds: tuple[int, ...] = (8, 64, 512)
+    tokens: tuple[int, ...] = (4096, 16384)
+    """Tokens of the one sequence per rank."""
+    targets: tuple[str, ...] = ("h100", "mi300x")
+    schedulers: tuple[str, ...] = SCHEDULERS
+    layers: int = 0
+    """Layers of every model; 0 takes the number of each model in `MODELS`."""
+    timeout_s: float = 600.0
+    """Time limit per model, world and number of tokens."""
+
+
+@dataclass(frozen=True)
+class SchedulePoint:
+    """One scheduler on one step."""
+
+    scheduler: str
+    forward_ms: float
+    backward_ms: float
+    peak_bytes: int
+    """The larger peak of the two graphs, above what rests between steps."""
+    collectives: int
+    inductor_ms: float
+    """Both graphs, by Inductor's own estimates."""
+
+    @property
+    def total_ms(self) -> float:
+        return self.forward_ms + self.backward_ms
+
+
+@dataclass(frozen=True)
+class ScheduleRow:
+    """All schedulers on one step."""
+
+    model: str
+    ranks: int
+    tokens: int
+    target: str
+    bound_ms: tuple[float, float]
+    """Least duration of forward and backward that any schedule can have."""
+    points: tuple[SchedulePoint, ...]
+    failed: dict[str, str]
+    """Scheduler -> its error."""
+
+
+@dataclass
+class ScheduleReport:
+    config: ScheduleConfig
+    rows: list[ScheduleRow] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Model, world and tokens -> the end of the log."""
+
+
+def run_schedule(config: ScheduleConfig) -> ScheduleReport:
+    """Capture every model, world and number of tokens in a new process, and compare schedulers."""
+    report = ScheduleReport(config)
+    jobs = [
+        {"model": model, "ranks": ranks, "tokens": tokens}
+        for model in config.models
+        for ranks in config.worlds
+        for tokens in config.tokens
+    ]
+    for job in tqdm(jobs):
+        shared = ("targets", "layers", "schedulers")
+        given = {**job, **{name: getattr(config, name) for name in shared}}
+        try:
+            (rows,) = run_ranks(_WORKER, given, ranks=1, timeout_s=config.timeout_s)
+            report.rows += [_row(**row) for row in rows]
+        except RankError as error:
+            report.failed[f"{job['model']}, {job['ranks']} ranks, {job['tokens']} tokens"] = str(
+                error
+            )
+    return report
+
+
+def _row(points: list[dict[str, Any]], bound_ms: list[float], **rest: Any) -> ScheduleRow:
+    made = tuple(SchedulePoint(**point) for point in points)
+    return ScheduleRow(points=made, bound_ms=(bound_ms[0], bound_ms[1]), **rest)
+
+
+# --- in the measured process ----------------------------------------------------------------------
+def measure(job: dict[str, Any]) -> Iterator[ScheduleRow]:
+    """Yields a row per target."""
+    logging.getLogger("torch._inductor").setLevel(logging.ERROR)
+    shape = MODELS[job["model"]]
+    shape = replace(shape, layers=job["layers"] or shape.layers)
+    joint = Pipeline(tuple(each for each in ZERO3 if each.level is Level.JOINT))
+    with captured_step(shape, job["ranks"], job["tokens"], str(joint)) as step:
+        for name in job["targets"]:
+            target = Target.parse(name)
+            with use_target(target):
+                yield _compare(step, target, shape.layers, job)
+
+
+def _compare(step: Step, target: Target, layers: int, job: dict[str, Any]) -> ScheduleRow:
+    points, failed = [], {}
+    for name, run in _schedulers(target, layers).items():
+        if name not in job["schedulers"]:
+            continue
+        copied = step.copied()
+        try:
+            copied.forward = run(copied.forward)
+            copied.backward = run(copied.backward)
+        except Exception as error:  # a peer may not support a graph
+            failed[name] = f"{type(error).__name__}: {error}"
+            continue
+        points.append(_judge(name, copied, target))
+    bounds = [schedule_bound(Schedule().problem(graph)).total_us / 1e3 for graph in step.graphs]
+    return ScheduleRow(
+        job["model"],
+        job["ranks"],
+        job["tokens"],
+        target.name,
+        (bounds[0], bounds[1]),
+        tuple(points),
+        failed,
+    )
+
+
+_Scheduler = Callable[[fx.GraphModule], fx.GraphModule]
+
+
+def _schedulers(target: Target, layers: int) -> dict[str, _Scheduler]:
+    def passes(*run: Pass) -> _Scheduler:
+        def rewrite(gm: fx.GraphModule) -> fx.GraphModule:
+            for each in run:
+                each.rewrite(gm.graph)
+            return gm
+
+        return rewrite
+
+    def node_ms(node: fx.Node) -> float:
+        return _node_us(node, target) / 1e3
+
+    blocks = [
+        ["model.embed_tokens"],
+        *([f"model.layers.{number}"] for number in range(layers)),
+        ["model.norm", "lm_head"],
+    ]
+    schedulers: tuple[_Scheduler, ...] = (
+        passes(),
+        passes(Bucket(cap_mb=12.0, plan_for_overlap=True), Overlap()),
+        passes(Bucket(cap_mb=512.0, plan_for_overlap=True), Overlap()),
+        lambda gm: schedule_by_inductor(gm, node_ms, 1.0),
+        lambda gm: schedule_by_inductor(gm, node_ms, 4.0),
+        lambda gm: schedule_blocks_by_inductor(gm, blocks),
+        passes(Schedule()),
+        passes(Schedule(memory_budget="10%")),
+    )
+    return dict(zip(SCHEDULERS, schedulers, strict=True))
+
+
+def _node_us(node: fx.Node, target: Target) -> float:
+    collective = collective_of(node)
+    if collective is None:
+        return compute_us(node, target)
+    ranks = len(compat.group_ranks(collective.group))
+    return estimate_collective_us(node, collective, ranks, target)
+
+
+def _judge(name: str, step: Step, target: Target) -> SchedulePoint:
+    forward, backward = (step_time([graph], target).total_us / 1e3 for graph in step.graphs)
+    return SchedulePoint(
+        name,
+        forward,
+        backward,
+        max(liveness(graph).peak_bytes for graph in step.graphs),
+        sum(collective_of(node) is not None for graph in step.graphs for node in graph.nodes),
+        sum(_by_inductor_ms(graph, target) for graph in step.graphs),
+    )
+
+
+def _by_inductor_ms(graph: fx.Graph, target: Target) -> float:
+    """Duration of a graph by Inductor's estimates of every node, without mutual slowdown."""
+    clock = Clock()
+    numbers: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if is_wait(node):
+            if (started := started_by(node)) in numbers:
+                clock.wait(numbers[started])
+            continue
+        took = inductor_node_ms(node, target.tflops, target.memory_gb_s)
+        if collective_of(node) is None:
+            clock.work(took)
+        else:
+            numbers[node] = len(numbers)
+            clock.enqueue(numbers[node], took, 1.0, 1.0, 0)
+    return clock.now_us
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(
+        json.dumps([asdict(row) for row in measure(json.loads(Path(sys.argv[1]).read_text()))])
+    )

@@ -1,0 +1,123 @@
+"""Training steps that the suite "schedule" captures: models of real width with few layers, on fake
+tensors and a fake process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+import zpasses
+from zpasses import compat
+from zpasses.pipeline.observers import ObservedGraph, observe_graphs
+from zpasses.testing import copy_graph, fake_world
+
+__all__ = ["MODELS", "ModelShape", "Step", "captured_step"]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder of Hugging Face's transformers, by its config."""
+
+    kind: str
+    """"llama" or "mixtral"."""
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    layers: int
+    experts: int = 0
+
+
+MODELS: Mapping[str, ModelShape] = MappingProxyType(
+    {
+        "llama-8b": ModelShape("llama", 4096, 14336, 32, 8, 128256, 8),
+        "llama-70b": ModelShape("llama", 8192, 28672, 64, 8, 128256, 4),
+        "mixture": ModelShape("mixtral", 2048, 512, 16, 2, 151936, 4, 512),
+    }
+)
+"""Widths of Llama 3 8B and 70B, and of Qwen3-Next 80B-A3B with plain attention. Its experts are
+stacked, and as many as the ranks of the largest world, so none is padded."""
+
+
+@dataclass
+class Step:
+    """Forward and backward of one training step, as partitioned, before any schedule."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+
+    def copied(self) -> Step:
+        """Returns a copy to rewrite. Fake values are shared."""
+        return Step(copy_graph(self.forward), copy_graph(self.backward))
+
+    @property
+    def graphs(self) -> tuple[fx.Graph, fx.Graph]:
+        return self.forward.graph, self.backward.graph
+
+
+@contextlib.contextmanager
+def captured_step(shape: ModelShape, ranks: int, tokens: int, pipeline: str) -> Iterator[Step]:
+    """Captures a step of one sequence per rank in bfloat16. The fake world lasts for the block.
+
+    Args:
+        shape: of the model.
+        ranks: size of the world.
+        tokens: length of the sequence.
+        pipeline: passes at the joint level, such as those of stage 3.
+    """
+    seen: dict[str, fx.GraphModule] = {}
+
+    def observe(log: ObservedGraph) -> None:
+        seen[log.kind] = copy_graph(log.graph)
+
+    with fake_world(ranks) as mesh:
+        torch.compiler.reset()
+        with compat.FakeTensorMode(allow_non_fake_inputs=True), observe_graphs(observe):
+            model = _model(shape, tokens)
+            zpasses.shard(model, mesh=mesh)
+            options: dict[str, Any] = {
+                "pipeline": pipeline,
+                "codegen": "eager",
+                "agreement": False,
+                "recompute_elementwise": True,
+            }
+            compiled = torch.compile(model, backend="zpasses", options=options, fullgraph=True)
+            words = torch.zeros(1, tokens, dtype=torch.long)
+            compiled(input_ids=words, labels=words).loss.backward()
+        torch.compiler.reset()
+        yield Step(seen["forward"], seen["backward"])
+
+
+def _model(shape: ModelShape, tokens: int) -> torch.nn.Module:
+    import transformers
+
+    common: dict[str, Any] = {
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "vocab_size": shape.vocab,
+        "num_hidden_layers": shape.layers,
+        "max_position_embeddings": max(tokens, 8192),
+        "use_cache": False,
+    }
+    experts: dict[str, Any] = {
+        "num_local_experts": shape.experts,
+        "experts_implementation": "grouped_mm",
+    }
+    config: Any = (
+        transformers.LlamaConfig(**common)
+        if shape.kind == "llama"
+        else transformers.MixtralConfig(**common, **experts)
+    )
+    build: Any = transformers.AutoModelForCausalLM.from_config
+    model: torch.nn.Module = build(config, dtype=torch.bfloat16)
+    return model

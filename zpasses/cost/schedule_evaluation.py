@@ -1,0 +1,289 @@
+"""Duration and peak memory of a planned schedule, without building its graph.
+
+Durations are those of `zpasses.cost.step_time.Timeline` on the graph that the plan leads to. Memory
+is at least that of `zpasses.cost.memory` there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from zpasses.cost.schedule_problem import Job, ScheduleProblem
+
+__all__ = [
+    "Action",
+    "Clock",
+    "Evaluation",
+    "Plan",
+    "bucket_duration_us",
+    "duration_us",
+    "evaluate",
+    "one_ahead_plan",
+    "single_plan",
+]
+
+
+@dataclass(frozen=True)
+class Action:
+    """The start or the wait of a launch."""
+
+    slot: int
+    kind: Literal["start", "wait"]
+    launch: int
+    """Index in `Plan.launches`."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which collectives share a launch, and where launches start and are awaited."""
+
+    launches: tuple[tuple[int, ...], ...]
+    """The job numbers of each launch."""
+    actions: tuple[Action, ...]
+    """In the order of the graph. Slots never decrease."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a plan costs."""
+
+    total_us: float
+    waited_us: float
+    """Time in which no kernel runs because a collective is awaited."""
+    peak_bytes: int
+
+
+def bucket_duration_us(jobs: Sequence[Job]) -> float:
+    """Duration of one launch of these collectives with nothing running beside it."""
+    return jobs[0].latency_us + sum(job.transfer_us for job in jobs)
+
+
+class Clock:
+    """Kernels one after another, and the collectives of two channels beside them, as in `Timeline`.
+
+    The collectives of a channel run in the order of their starts.
+    """
+
+    def __init__(self) -> None:
+        self.now_us = self.waited_us = 0.0
+        self.queues: tuple[deque[list[float]], deque[list[float]]] = (deque(), deque())
+        """Per channel: [remaining duration by itself, slowdown of kernels, slowdown beside kernels,
+        number]."""
+        self.done_us: dict[int, float] = {}
+        """Number of a collective -> the time at which it ended."""
+
+    def start(self, number: int, duration_us: float, job: Job) -> None:
+        """Starts a collective with the timing of `job` and another duration."""
+        timing = job.timing
+        self.enqueue(
+            number,
+            duration_us,
+            timing.compute_slowdown,
+            timing.collective_slowdown,
+            timing.between_nodes,
+        )
+
+    def enqueue(
+        self, number: int, duration_us: float, slows: float, slowed: float, channel: int
+    ) -> None:
+        self.queues[channel].append([duration_us, slows, slowed, number])
+
+    def left_us(self, channel: int) -> float:
+        """Time until a channel is idle, if nothing runs beside it."""
+        return sum(entry[0] for entry in self.queues[channel])
+
+    def work(self, left: float) -> None:
+        """Runs a kernel that takes `left` microseconds with nothing beside it."""
+        while left > _EPSILON_US:
+            heads = [queue[0] for queue in self.queues if queue]
+            if not heads:
+                self.now_us += left
+                return
+            slows = max(head[1] for head in heads)
+            spent = min(left * slows, *(head[0] * head[2] for head in heads))
+            left -= spent / slows
+            self._advance(spent, beside_compute=True)
+
+    def wait(self, number: int) -> None:
+        """Waits for a collective that has started."""
+        while number not in self.done_us:
+            queue = next(q for q in self.queues if any(entry[3] == number for entry in q))
+            late = queue[0][0]
+            self.waited_us += late
+            self._advance(late, beside_compute=False)
+
+    def _advance(self, spent: float, *, beside_compute: bool) -> None:
+        start = self.now_us
+        self.now_us += spent
+        for queue in self.queues:
+            left = spent
+            while queue and left >= 0:
+                head = queue[0]
+                slowed = head[2] if beside_compute else 1.0
+                moved = min(left, head[0] * slowed)
+                head[0] -= moved / slowed
+                if head[0] > _EPSILON_US:
+                    break
+                left -= moved
+                queue.popleft()
+                self.done_us[int(head[3])] = start + spent - left
+
+
+_EPSILON_US = 1e-9
+"""Shorter remaining durations are rounding errors."""
+
+
+def evaluate(problem: ScheduleProblem, plan: Plan) -> Evaluation:
+    """Returns what a plan costs."""
+    clock = _run(problem, plan, 1.0)
+    live = _live_bytes(problem, plan)
+    return Evaluation(clock.now_us, clock.waited_us, int(live.max(initial=0)))
+
+
+def duration_us(problem: ScheduleProblem, plan: Plan, factor: float) -> float:
+    """Returns the duration of a plan if collectives take `factor` times as long as predicted."""
+    return _run(problem, plan, factor).now_us
+
+
+def _run(problem: ScheduleProblem, plan: Plan, factor: float) -> Clock:
+    clock = Clock()
+    jobs = problem.jobs
+    at, fixed = 0, 0
+    actions: list[Action | None] = [*plan.actions, None]
+    for slot, work in enumerate(problem.work_us):
+        while (action := actions[at]) is not None and action.slot == slot:
+            at += 1
+            members = [jobs[number] for number in plan.launches[action.launch]]
+            if action.kind == "start":
+                clock.work(start_work_us(members))
+                clock.start(action.launch, factor * bucket_duration_us(members), members[0])
+            else:
+                clock.wait(action.launch)
+                clock.work(wait_work_us(members))
+        fixed = run_fixed_events(clock, problem, slot, fixed)
+        clock.work(work)
+    return clock
+
+
+def run_fixed_events(clock: Clock, problem: ScheduleProblem, slot: int, at: int) -> int:
+    """Runs the events of a slot that do not move, the first of which is `problem.fixed[at]`.
+
+    Returns the index of the first event of a later slot.
+    """
+    while at < len(problem.fixed) and problem.fixed[at].slot == slot:
+        event, at = problem.fixed[at], at + 1
+        if event.timing is None:
+            clock.wait(event.number)
+        else:
+            timing = event.timing
+            clock.enqueue(
+                event.number,
+                timing.duration_us,
+                timing.compute_slowdown,
+                timing.collective_slowdown,
+                timing.between_nodes,
+            )
+    return at
+
+
+def start_work_us(members: Sequence[Job]) -> float:
+    """Duration of the kernels at the start of a launch."""
+    packing = sum(job.packing_us[0] for job in members) if len(members) > 1 else 0.0
+    return packing + sum(job.start_us for job in members)
+
+
+def wait_work_us(members: Sequence[Job]) -> float:
+    """Duration of the kernels at the wait of a launch."""
+    packing = sum(job.packing_us[1] for job in members) if len(members) > 1 else 0.0
+    return packing + sum(job.wait_us for job in members)
+
+
+def launch_bytes(members: Sequence[Job]) -> int:
+    """Bytes that a launch holds from its start until its wait besides the full tensors."""
+    packed = sum(job.packed_bytes for job in members) if len(members) > 1 else 0
+    return packed + sum(job.launch_bytes for job in members)
+
+
+def unpacked_bytes(members: Sequence[Job]) -> int:
+    """Bytes of the packed tensors that exist beside the copies out of them at the wait."""
+    flat = len(members) > 1 and members[0].key.mode == "flat" and members[0].is_gather
+    return sum(job.full_bytes for job in members) if flat else 0
+
+
+def _live_bytes(problem: ScheduleProblem, plan: Plan) -> np.ndarray:
+    changes = np.zeros(len(problem.slots) + 1, dtype=np.int64)
+    starts: dict[int, int] = {}
+    last_start = -1
+    for action in plan.actions:
+        if action.kind == "start":
+            starts[action.launch] = last_start = action.slot
+            continue
+        # What starts in the same slot before the wait exists beside what the wait frees.
+        end = action.slot + int(last_start == action.slot != starts[action.launch])
+        members = [problem.jobs[each] for each in plan.launches[action.launch]]
+        for first, after, held in held_spans(members, starts[action.launch], end, action.slot):
+            changes[first] += held
+            changes[after] -= held
+    return np.asarray(problem.live_bytes + np.cumsum(changes[:-1]))
+
+
+def held_spans(
+    members: Sequence[Job], start: int, end: int, wait: int
+) -> Iterable[tuple[int, int, int]]:
+    """Yields (first segment, segment after the last, bytes) of what a launch holds besides
+    `ScheduleProblem.live_bytes`.
+
+    Args:
+        members: of the launch.
+        start: its slot.
+        end: the segment after the last in which a reduction's input is held.
+        wait: the slot of its wait.
+    """
+    yield start, wait + 1, launch_bytes(members)
+    yield wait, wait + 1, unpacked_bytes(members)
+    for job in members:
+        if job.is_gather:
+            yield start, max(start, job.latest), job.full_bytes
+        elif end > job.held_from:
+            yield job.held_from, end, job.full_bytes
+
+
+def single_plan(problem: ScheduleProblem) -> Plan:
+    """Returns the plan in which every collective is awaited where it starts."""
+    order = sorted(problem.jobs, key=lambda job: job.latest if job.is_gather else job.earliest)
+    launches = tuple((job.number,) for job in order)
+    actions = []
+    for number, job in enumerate(order):
+        slot = job.latest if job.is_gather else job.earliest
+        actions += [Action(slot, "start", number), Action(slot, "wait", number)]
+    return Plan(launches, tuple(actions))
+
+
+def one_ahead_plan(problem: ScheduleProblem) -> Plan:
+    """Returns the plan of the pass `overlap`: each gather starts where the previous one was
+    awaited, and each reduction is awaited where the next one has started.
+    """
+    gathers = [job for job in problem.jobs if job.is_gather]
+    reductions = [job for job in problem.jobs if not job.is_gather]
+    launches = tuple((job.number,) for job in (*gathers, *reductions))
+    events: list[tuple[int, int, Action]] = []
+    for number, (before, job) in enumerate(pairwise([None, *gathers])):
+        assert job is not None
+        start = before.latest if before is not None else 0
+        # A gather starts after the wait of the one before it.
+        events.append((start, 2 * number, Action(start, "start", number)))
+        events.append((job.latest, 2 * number + 1, Action(job.latest, "wait", number)))
+    for number, (job, after) in enumerate(pairwise([*reductions, None]), len(gathers)):
+        assert job is not None
+        wait = after.earliest if after is not None else problem.end
+        rank = 2 * len(launches)
+        events.append((job.earliest, rank + 2 * number, Action(job.earliest, "start", number)))
+        events.append((wait, rank + 2 * number + 3, Action(wait, "wait", number)))
+    events.sort(key=lambda event: event[:2])
+    return Plan(launches, tuple(event[2] for event in events))
