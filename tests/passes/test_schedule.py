@@ -6,10 +6,8 @@ from hypothesis import strategies as st
 from tests.foreign import already_sharded, simple_fsdp
 from tests.graphs import (
     Param,
-    assert_step_equals_reference,
     few_examples,
     joint,
-    param_lists,
     rewritten,
 )
 from zpasses import OptionError, Pipeline
@@ -24,6 +22,7 @@ from zpasses.passes import Bucket, GatherParams, Overlap, ReduceGrads, Schedule
 from zpasses.testing import (
     assert_deterministic,
     assert_equal_bits,
+    assert_step_equals_reference,
     capture_graphs,
     capture_ranks,
     fake_world,
@@ -31,6 +30,7 @@ from zpasses.testing import (
     random_inputs,
     trace_joint,
 )
+from zpasses.testing.strategies import param_lists
 
 ROOMY = "1GiB"
 FORMS = ("reduce_scatter", "all_reduce")

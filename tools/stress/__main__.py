@@ -48,7 +48,7 @@ _DETAIL_CHARS = 2000
 @click.option(
     "--limit",
     type=click.FloatRange(min=0, min_open=True),
-    default=60.0,
+    default=120.0,
     show_default=True,
     metavar="SECONDS",
     help="A case that takes longer counts as hanging.",

@@ -23,7 +23,7 @@ class StressConfig:
     """Folder for the files of cases. It exists, and is deleted after the run."""
     ranks: tuple[int, ...] = (2, 3)
     """Numbers of real ranks that the suites with processes draw from."""
-    limit_s: float = 60.0
+    limit_s: float = 120.0
     """Seconds after which a case counts as hanging."""
     vote_limit_s: float = 5.0
     """Option `agreement_timeout_s` of the runs in the suite `faults`."""
