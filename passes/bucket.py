@@ -42,6 +42,7 @@ from zpasses.cost.collective_moves import (
     movable_gathers,
     movable_reductions,
 )
+from zpasses.cost.memory import NOTABLE_BYTES
 from zpasses.cost.target import current_target
 from zpasses.errors import OptionError
 from zpasses.graph.patterns import tag_foreign_gathers
@@ -143,7 +144,7 @@ class Bucket(Pass):
         curve = MemoryCurve(graph, sys.maxsize)
         plan_buckets(items, choose, curve, math.inf, plan_for_overlap=self.plan_for_overlap)
         peak = max(curve.live_bytes)
-        if peak > limit_bytes:
+        if peak > limit_bytes + NOTABLE_BYTES:
             _log.warning(
                 "%s: all ranks use the bucket plan that the first rank made when these collectives "
                 "were first compiled, for other shapes. For this graph, the plan raises the peak "

@@ -30,6 +30,7 @@ from torch import fx
 
 from zpasses.cost.bucket_keys import bucket_key, compatibility_key
 from zpasses.cost.collective_moves import MemoryCurve, movable_gathers, movable_reductions
+from zpasses.cost.memory import NOTABLE_BYTES
 from zpasses.cost.schedule_evaluation import Action, Plan, one_ahead_plan
 from zpasses.cost.schedule_planner import Planned, memory_limit, plan_schedule
 from zpasses.cost.schedule_problem import ScheduleProblem, schedule_problem
@@ -107,7 +108,7 @@ class Schedule(Pass):
         Ranks must still follow it.
         """
         peak = MemoryCurve(graph, 0.0).base.peak_bytes
-        if peak > limit_bytes:
+        if peak > limit_bytes + NOTABLE_BYTES:
             _log.warning(
                 "%s: all ranks use the plan that the first rank made when these collectives were "
                 "first compiled, for other shapes. For this graph, it raises the peak to %.1f MiB, "

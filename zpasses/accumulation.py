@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zpasses.errors import OptionError, ZpassesError
-from zpasses.ranks.vote import is_reported, reported_failure, store_barrier
+from zpasses.ranks.vote import WINDOW_TIMEOUT, is_reported, reported_failure, store_barrier
 from zpasses.runtime.flush import flush, groups_of
 from zpasses.runtime.run_checks import barriers_enabled, timeout_of
 from zpasses.runtime.windows import EngineRun, Window, grad_state_of, install_step_guard
@@ -191,7 +191,9 @@ class GradientWindow(Window):
         for group in groups_of(self):
             # Reductions follow, and a rank that has failed would never join them.
             limit = timeout_of([group], self._timeout_s)
-            store_barrier(group, "the last backward of a window", limit)
+            store_barrier(
+                group, "the last backward of a window", limit, timeout_option=WINDOW_TIMEOUT
+            )
         self._reduced = True
         return True
 

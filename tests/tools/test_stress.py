@@ -71,7 +71,9 @@ def test_bad_cases_fail_and_name_the_command_that_repeats_them(mine, outcome):
 
 def test_options_reach_the_suite_and_the_file(mine, tmp_path):
     path = tmp_path / "results.json"
-    done = stress("mine", "--count", "2", "--ranks", "4,5", "--limit", "7", "--json", str(path))
+    done = stress(
+        "mine", "--count", "2", "--ranks", "4,5", "--case-limit", "7", "--json", str(path)
+    )
     assert done.exit_code == 0
     assert (mine.config.ranks, mine.config.limit_s) == ((4, 5), 7.0)
     assert [each["seed"] for each in json.loads(path.read_text())["results"]] == [0, 1]

@@ -46,7 +46,8 @@ _DETAIL_CHARS = 2000
     help="Start no case after this time.",
 )
 @click.option(
-    "--limit",
+    "--case-limit",
+    "limit",
     type=click.FloatRange(min=0, min_open=True),
     default=120.0,
     show_default=True,
@@ -97,7 +98,7 @@ def main(
 ) -> None:
     """Try to break zpasses with drawn cases.
 
-    SUITE is one of those in docs/writing-passes.md; without it, all run. Each case can be repeated
+    SUITE is graphs, dumps, faults or caches; without it, all run. Each case can be repeated
     with --only. The exit status is 1 if a case is wrong, hangs or crashes.
     """
     seeds = (

@@ -101,6 +101,10 @@ PASS_OPTIONS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "memory_budget": ("0%", "5%", "1000%", "1MiB"),
         "plan_for_overlap": ("true", "false"),
     },
+    "schedule": {
+        "memory_budget": ("0%", "10%", "1000%", "1MiB"),
+        "mode": ("auto", "coalesced", "flat"),
+    },
     "sdma": {"min_mb": ("0", "0.0001", "16"), "min_hidden": ("0", "0.5")},
     "flatten-on-device": {"tier": ("auto", "plain", "host"), "device": ("cpu",)},
 }
@@ -113,6 +117,7 @@ _ORDER = (
     "reshard-after-forward",
     "cache-params",
     "flatten-on-device",
+    "schedule",
     "bucket",
     "overlap",
     "defer-reduction",

@@ -264,18 +264,16 @@ def _check_unsharded(
         and not isinstance(value, DTensor)
         and "_parameters[" in compat.placeholder_source(node)  # not an argument of a function
     ]
-    names = ", ".join(name for name, _ in left[:5]) + (", ..." if len(left) > 5 else "")
-    if left and averages:
+    # A graph that averages others warns about ignored parameters too: nothing averages these.
+    named = left if averages else [each for each in left if not is_ignored(each[1])]
+    names = ", ".join(name for name, _ in named[:5]) + (", ..." if len(named) > 5 else "")
+    if named and averages:
         log.warning(
             "parameters %s are trained but not sharded: their gradients are not averaged over "
             "ranks. Call zpasses.shard on the module that holds them, or average them yourself.",
             names,
         )
-    elif (
-        any(not is_ignored(param) for _, param in left)
-        and not communicates
-        and _trains_on_several_ranks()
-    ):
+    elif named and not communicates and _trains_on_several_ranks():
         raise ShardingError(
             f"nothing in this compiled module is sharded, but it trains {names} on "
             f"{dist.get_world_size()} ranks: their gradients would not be averaged. Call "

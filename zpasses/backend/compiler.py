@@ -124,8 +124,9 @@ def _warn_about_remaining_votes(pipeline: Pipeline, groups: Sequence[str]) -> No
     voting = dict.fromkeys(each.name for each in pipeline if each.votes())
     if voting and any(map(has_other_ranks, groups)):
         log.warning(
-            "agreement=False: ranks still vote in %s, whose choices must be equal on all ranks. "
-            "They wait up to agreement_timeout_s for each other.",
+            "agreement=False: ranks still vote in %s, whose choices must be equal on all ranks, in "
+            "windows, and about routes of copy engines. They wait up to agreement_timeout_s for "
+            "each other.",
             ", ".join(voting),
         )
 

@@ -22,6 +22,7 @@ from zpasses.graph.nodes import collective_of, is_wait, nbytes, value_of
 from zpasses.graph.tags import tag_of
 
 __all__ = [
+    "NOTABLE_BYTES",
     "Buffer",
     "Liveness",
     "buffer_readers",
@@ -33,6 +34,10 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+
+NOTABLE_BYTES = 1 << 20
+"""The least excess over a memory budget that is worth a warning."""
+
 _ALIASES = {
     aten._unsafe_view.default,
     aten.lift_fresh_copy.default,

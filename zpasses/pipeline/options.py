@@ -45,11 +45,12 @@ class Options:
     nothing. See docs/writing-passes.md."""
     agreement: bool | Literal["first"] = True
     """Before its first run, compare a graph's collectives between ranks; before each later run,
-    check that all ranks run the same graph; `"first"` only does the former, `False` neither. Passes
-    whose choices must be equal on all ranks still vote."""
+    check that all ranks run the same graph; `"first"` only does the former, `False` neither. Votes
+    of passes whose choices must be equal on all ranks, of windows and of copy-engine routes remain.
+    """
     agreement_timeout_s: float = DEFAULT_TIMEOUT_S
-    """Seconds to wait for the other ranks, in every vote of a compile and in the collectives of a
-    graph whose runs are compared."""
+    """Seconds to wait for the other ranks, in every vote and in the collectives of a graph whose
+    runs are compared."""
     backwards_per_step: int = 1
     """Reduce gradients only in every Nth backward, to accumulate over N micro-batches. See
     `zpasses.coalesce_grad_reduction` for windows of other lengths."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from zpasses import compat
 from zpasses.errors import AgreementError
-from zpasses.ranks.vote import Ballot, GroupState, group_state, vote
+from zpasses.ranks.vote import COMPILE_TIMEOUT, Ballot, GroupState, group_state, vote
 
 __all__ = ["RunEvent", "check_run_event", "forget_events"]
 
@@ -50,20 +50,26 @@ class RunEvent:
 
 
 def check_run_event(
-    group: str, event: RunEvent, timeout_s: float, *, always_vote: bool = False
+    group: str,
+    event: RunEvent,
+    timeout_s: float,
+    *,
+    always_vote: bool = False,
+    timeout_option: str = COMPILE_TIMEOUT,
 ) -> None:
     """Check that every rank of a group, which has other ranks, comes to the same event.
 
     Args:
         timeout_s: seconds to wait for the other ranks.
         always_vote: vote also where the event was predicted. Windows do, to hear of failures.
+        timeout_option: what the user sets to wait longer, for the error.
 
     Raises:
         AgreementError: when a rank comes to another event, failed, or does not come in time.
     """
     state = group_state(group)
     if always_vote or state.successors.get(state.events) != event.digest:
-        _vote(group, state, event, timeout_s)
+        _vote(group, state, event, timeout_s, timeout_option)
     state.events = (*state.events, event.digest)[-_CONTEXT:]
 
 
@@ -72,7 +78,9 @@ def forget_events(group: str) -> None:
     group_state(group).events = ()
 
 
-def _vote(group: str, state: GroupState, event: RunEvent, timeout_s: float) -> None:
+def _vote(
+    group: str, state: GroupState, event: RunEvent, timeout_s: float, timeout_option: str
+) -> None:
     ranks = compat.group_ranks(group)
 
     def combine(ballots: Sequence[Ballot]) -> Ballot:
@@ -85,7 +93,13 @@ def _vote(group: str, state: GroupState, event: RunEvent, timeout_s: float) -> N
     ballot = {"digest": event.digest, "text": event.text}
     missed = f"come to {event.text}"
     error = vote(
-        group, "the next graph or optimizer step", ballot, combine, timeout_s, missed=missed
+        group,
+        "the next graph or optimizer step",
+        ballot,
+        combine,
+        timeout_s,
+        missed=missed,
+        timeout_option=timeout_option,
     )["error"]
     if error is not None:
         state.events = ()

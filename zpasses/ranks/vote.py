@@ -1,11 +1,12 @@
 """Votes: the ranks of a process group exchange what they know, and every rank gets the same result.
 
 A vote runs through the store, so no rank waits in a collective that another rank never starts. It
-never waits longer than its time limit. The group's first rank collects the ballots and combines
+ends within 10 seconds of its time limit. The group's first rank collects the ballots and combines
 them into one result.
 
 A rank that cannot go on reports its failure instead of voting. The vote then raises AgreementError
-on every other rank within a second. Each failure starts a new epoch of votes, in which all ranks
+on every other rank: within a second on a rank that waits, and within three on a rank that comes
+later. Each failure starts a new epoch of votes, in which all ranks
 count from zero. If the failed rank's program catches the error and continues, its next vote and
 the next vote of the other ranks therefore meet again.
 """
@@ -29,7 +30,9 @@ from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
 
 __all__ = [
+    "COMPILE_TIMEOUT",
     "DEFAULT_TIMEOUT_S",
+    "WINDOW_TIMEOUT",
     "Ballot",
     "GroupState",
     "current_timeout_s",
@@ -48,12 +51,17 @@ __all__ = [
 DEFAULT_TIMEOUT_S = 300.0
 """Seconds to wait for other ranks where the user sets no limit."""
 
+COMPILE_TIMEOUT = "options={'agreement_timeout_s': ...}"
+WINDOW_TIMEOUT = "coalesce_grad_reduction(..., timeout_s=...)"
+"""What the user sets to wait longer, for errors."""
+
 _RESULT_SLACK_S = 5.0
 """How much longer the others wait than the first rank of the group, which collects and combines."""
 
-_RECOVERY_S, _LATE_RECOVERY_S = 0.7, 3.0
-"""How long a rank that finds another rank's failure waits for that rank to continue: where it was
-waiting when the failure came, and where it found an earlier failure, perhaps of another graph."""
+_RECOVERY_S = 0.7
+"""How long a rank that was waiting when another rank failed waits for that rank to continue."""
+_LATE_RECOVERY_S = 3.0
+"""The same for a rank that finds an earlier failure, perhaps of another graph."""
 
 _FIRST_POLL_S, _LAST_POLL_S = 1e-4, 0.05
 
@@ -149,7 +157,7 @@ def vote(
     *,
     failure: str | None = None,
     missed: str | None = None,
-    timeout_option: str = "options={'agreement_timeout_s': ...}",
+    timeout_option: str = COMPILE_TIMEOUT,
 ) -> Ballot:
     """Exchange what the ranks of a group know.
 
@@ -201,7 +209,7 @@ def exchange(
     timeout_s: float | None = None,
     *,
     remember: str | None = None,
-    timeout_option: str = "options={'agreement_timeout_s': ...}",
+    timeout_option: str = COMPILE_TIMEOUT,
 ) -> list[Any]:
     """Every rank of a group tells the others its answer, so that all of them choose identically.
 

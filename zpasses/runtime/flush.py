@@ -25,7 +25,13 @@ from zpasses.graph.tags import Reduction, Tag, add_tag
 from zpasses.pipeline.pipeline import Level, Pipeline, Verify
 from zpasses.pipeline.recorder import Recorders, run_recorded_passes
 from zpasses.ranks.agreement import compare_collectives
-from zpasses.ranks.vote import is_reported, report_failure, vote
+from zpasses.ranks.vote import (
+    COMPILE_TIMEOUT,
+    WINDOW_TIMEOUT,
+    is_reported,
+    report_failure,
+    vote,
+)
 from zpasses.runtime.codegen import eager_codegen
 from zpasses.runtime.local_shards import wrap_local_grad
 from zpasses.runtime.param_cache import drop_cached
@@ -200,7 +206,15 @@ def _agree_on_entries(
         ballot = {"entries": list(mine), "texts": sorted(set(mine.values()))}
         try:
             why = failure or (str(error) if error else None)
-            decision = vote(group, "the end of a window", ballot, _union, timeout_s, failure=why)
+            decision = vote(
+                group,
+                "the end of a window",
+                ballot,
+                _union,
+                timeout_s,
+                failure=why,
+                timeout_option=f"{WINDOW_TIMEOUT} or {COMPILE_TIMEOUT}",
+            )
         except AgreementError as caught:
             error = error or caught
             continue

@@ -1,8 +1,8 @@
 """Ranks check, before each run of a compiled graph that communicates, that they run the same one.
 
-The check is `zpasses.ranks.run_order`: it votes where a rank comes to another graph than the
-history predicts, and inside windows always. A rank that has left a window with an exception would
-otherwise be waited for in the next gather.
+Outside windows, `zpasses.ranks.run_order` votes only where a rank comes to another graph than the
+history predicts. Inside windows, the ranks vote before every graph, because the others would wait
+in the next gather for a rank that left the window with an exception.
 
 Collectives of a checked graph give up after the time limit of the votes. The error then names the
 ranks that did not take part.
@@ -21,6 +21,8 @@ from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
 from zpasses.ranks.run_order import RunEvent, check_run_event, forget_events
 from zpasses.ranks.vote import (
+    COMPILE_TIMEOUT,
+    WINDOW_TIMEOUT,
     current_timeout_s,
     has_other_ranks,
     rejoin_after_failure,
@@ -113,13 +115,18 @@ def with_run_check(
         asked = [group for group in events if has_other_ranks(group)]
         if not asked:
             return code(args)
+        longest = timeout_s
         for group in asked:
             if every_run:
                 _run_check_timeouts[group] = timeout_s
             if group in _window_timeouts:
                 asked_for = [each for each in _window_timeouts[group] if each is not None]
                 limit = max(asked_for, default=timeout_s)
-                check_run_event(group, events[group], limit, always_vote=True)
+                longest = max(longest, limit)
+                option = WINDOW_TIMEOUT if asked_for else COMPILE_TIMEOUT
+                check_run_event(
+                    group, events[group], limit, always_vote=True, timeout_option=option
+                )
             elif every_run:
                 check_run_event(group, events[group], timeout_s)
         if not every_run:
@@ -128,13 +135,13 @@ def with_run_check(
                 return code(args)
         heartbeat.set_activity(activity)
         # Code that runs for the first time may vote, too: about the route of its collectives.
-        with compat.limited_timeouts(asked, timeout_s), vote_timeout(timeout_s):
+        with compat.limited_timeouts(asked, longest), vote_timeout(timeout_s):
             try:
                 return code(args)
             except RuntimeError as error:
                 if not compat.is_collective_timeout(error):
                     raise
-                raise _timeout_error(asked, activity, timeout_s, error) from error
+                raise _timeout_error(asked, activity, longest, error) from error
             finally:
                 heartbeat.set_activity(f"after {activity.removeprefix('running ')}")
 

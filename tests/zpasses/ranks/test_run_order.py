@@ -319,3 +319,20 @@ def _without_agreement():
 def test_agreement_false_says_which_votes_remain():
     (line,) = run_in_fresh_ranks(_without_agreement)[0].result
     assert "schedule" in line
+
+
+# --- unsharded modules ----------------------------------------------------------------------------
+def _trains_unsharded():
+    step = torch.compile(nn.Linear(4, 4), backend="zpasses", options={"codegen": "eager"})
+    trained = outcome_of(lambda: step(torch.ones(2, 4)))
+    with torch.no_grad():
+        evaluated = step(torch.ones(2, 4))
+    return trained[1], tuple(evaluated.shape)
+
+
+@pytest.mark.ranks(2)
+def test_module_without_sharded_parameters_is_refused_where_ranks_train():
+    error, evaluated = _trains_unsharded()
+    assert "ShardingError: nothing in this compiled module is sharded" in error
+    assert "trains weight, bias on 2 ranks" in error
+    assert evaluated == (2, 4)  # without gradients there is nothing to average
