@@ -216,7 +216,7 @@ class Model(nn.Module):
         return (y - x).square().mean()
 
 
-_CAPS = {3: {"cap_mb": 12.0}}
+_CAPS = {3: 12.0}
 """Stage -> size of its buckets where it is not the default of `bucket`. Parameters of stage 3 are
 gathered again in backward, so large buckets hold more memory.
 """
@@ -231,7 +231,9 @@ def pipeline(stage: int, form: str, cap_mb: float | None, memory_budget: str) ->
     )
     if cap_mb is not None:
         changes["cap_mb"] = cap_mb
-    bucket = replace(Bucket(plan_for_overlap=True, **_CAPS.get(stage, {})), **changes)
+    bucket = replace(
+        Bucket(cap_mb=_CAPS.get(stage, Bucket.cap_mb), plan_for_overlap=True), **changes
+    )
     return ",".join(
         f"{bucket},{Overlap()}" if isinstance(each, Schedule) else str(each)
         for each in Pipeline.parse(f"zero{stage}")
