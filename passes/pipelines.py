@@ -15,14 +15,22 @@ from zpasses.passes.merge_reads import MergeReads
 from zpasses.passes.overlap import Overlap
 from zpasses.passes.reduce_grads import ReduceGrads
 from zpasses.passes.reshard_after_forward import ReshardAfterForward
-from zpasses.passes.schedule import Schedule
 from zpasses.passes.sdma import Sdma
 from zpasses.pipeline.pipeline import Pipeline
 
 __all__ = ["ZERO1", "ZERO2", "ZERO3", "ZERO3_SDMA"]
 
+_LAST = (Overlap(), DeferReduction())
+
 ZERO2 = Pipeline(
-    (MergeReads(), GatherParams(), ReduceGrads(), CacheParams(), Schedule(), DeferReduction())
+    (
+        MergeReads(),
+        GatherParams(),
+        ReduceGrads(),
+        CacheParams(),
+        Bucket(plan_for_overlap=True),
+        *_LAST,
+    )
 )
 ZERO1 = ZERO2
 """The same passes as stage 2. The stages differ in windows (`backwards_per_step`), which determine
@@ -30,16 +38,8 @@ how long gradients stay full.
 """
 _STAGE3 = (MergeReads(max_hold_mb=1.0), GatherParams(), ReduceGrads(), ReshardAfterForward())
 
-ZERO3 = Pipeline((*_STAGE3, Schedule(), DeferReduction()))
-ZERO3_SDMA = Pipeline(
-    (
-        *_STAGE3,
-        Bucket(cap_mb=512.0, plan_for_overlap=True),
-        Overlap(),
-        DeferReduction(),
-        Sdma(),
-    )
-)
-"""Stage 3 for nodes with copy engines. Buckets have the size of a layer, because copy engines take
-longer to start. `schedule` does not know the durations of copy engines.
+ZERO3 = Pipeline((*_STAGE3, Bucket(cap_mb=12.0, plan_for_overlap=True), *_LAST))
+ZERO3_SDMA = Pipeline((*_STAGE3, Bucket(cap_mb=512.0, plan_for_overlap=True), *_LAST, Sdma()))
+"""Stage 3 for nodes with copy engines. Buckets have the size of a layer rather than a few MiB,
+because copy engines take longer to start.
 """

@@ -9,7 +9,7 @@ import copy
 import itertools
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import ClassVar
 
@@ -126,9 +126,9 @@ def pipeline(stage, form):
     """Return the named pipeline with single collectives, or with buckets of one form at any
     cost.
     """
-    options = "cap_mb=0" if form == "single" else f"mode={form},memory_budget=1GiB"
+    changes = {"cap_mb": 0.0} if form == "single" else {"mode": form, "memory_budget": "1GiB"}
     return ",".join(
-        f"bucket{{{options}}},overlap" if each.name == "schedule" else str(each)
+        str(replace(each, **changes) if each.name == "bucket" else each)
         for each in Pipeline.parse(f"zero{stage}")
     )
 

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 import zpasses
 from zpasses.cost.memory import liveness
-from zpasses.passes import Bucket, Overlap, Schedule
+from zpasses.passes import Bucket
 from zpasses.pipeline.observers import ObservedGraph, observe_graphs
 from zpasses.pipeline.pipeline import Pipeline
 from zpasses.tools.bench.launch import RankError, run_ranks
@@ -216,27 +216,16 @@ class Model(nn.Module):
         return (y - x).square().mean()
 
 
-_CAPS = {3: 12.0}
-"""Stage -> size of its buckets where it is not the default of `bucket`. Parameters of stage 3 are
-gathered again in backward, so large buckets hold more memory.
-"""
-
-
 def pipeline(stage: int, form: str, cap_mb: float | None, memory_budget: str) -> str:
-    """The named pipeline of a stage, as text, with `bucket,overlap` in the place of `schedule` and
-    with the options of `bucket` that a form needs.
-    """
+    """The named pipeline of a stage, as text, with the options of `bucket` that a form needs."""
     changes: dict[str, Any] = (
         {"cap_mb": 0.0} if form == "single" else {"mode": form, "memory_budget": memory_budget}
     )
     if cap_mb is not None:
         changes["cap_mb"] = cap_mb
-    bucket = replace(
-        Bucket(cap_mb=_CAPS.get(stage, Bucket.cap_mb), plan_for_overlap=True), **changes
-    )
+    named = Pipeline.parse(f"zero{stage}")
     return ",".join(
-        f"{bucket},{Overlap()}" if isinstance(each, Schedule) else str(each)
-        for each in Pipeline.parse(f"zero{stage}")
+        str(replace(each, **changes) if isinstance(each, Bucket) else each) for each in named
     )
 
 

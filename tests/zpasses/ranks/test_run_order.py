@@ -318,7 +318,7 @@ def _without_agreement():
 
 def test_agreement_false_says_which_votes_remain():
     (line,) = run_in_fresh_ranks(_without_agreement)[0].result
-    assert "schedule" in line
+    assert "bucket" in line
 
 
 # --- unsharded modules ----------------------------------------------------------------------------
