@@ -15,23 +15,25 @@ from zpasses.passes.merge_reads import MergeReads
 from zpasses.passes.overlap import Overlap
 from zpasses.passes.reduce_grads import ReduceGrads
 from zpasses.passes.reshard_after_forward import ReshardAfterForward
+from zpasses.passes.schedule import Schedule
 from zpasses.passes.sdma import Sdma
 from zpasses.pipeline.pipeline import Pipeline
 
-__all__ = ["ZERO1", "ZERO2", "ZERO3", "ZERO3_SDMA"]
+__all__ = [
+    "ZERO1",
+    "ZERO1_SCHEDULED",
+    "ZERO2",
+    "ZERO2_SCHEDULED",
+    "ZERO3",
+    "ZERO3_SCHEDULED",
+    "ZERO3_SDMA",
+]
 
 _LAST = (Overlap(), DeferReduction())
 
-ZERO2 = Pipeline(
-    (
-        MergeReads(),
-        GatherParams(),
-        ReduceGrads(),
-        CacheParams(),
-        Bucket(plan_for_overlap=True),
-        *_LAST,
-    )
-)
+_STAGE2 = (MergeReads(), GatherParams(), ReduceGrads(), CacheParams())
+
+ZERO2 = Pipeline((*_STAGE2, Bucket(plan_for_overlap=True), *_LAST))
 ZERO1 = ZERO2
 """The same passes as stage 2. The stages differ in windows (`backwards_per_step`), which determine
 how long gradients stay full.
@@ -39,6 +41,10 @@ how long gradients stay full.
 _STAGE3 = (MergeReads(max_hold_mb=1.0), GatherParams(), ReduceGrads(), ReshardAfterForward())
 
 ZERO3 = Pipeline((*_STAGE3, Bucket(cap_mb=12.0, plan_for_overlap=True), *_LAST))
+ZERO2_SCHEDULED = Pipeline((*_STAGE2, Schedule(), DeferReduction()))
+ZERO1_SCHEDULED = ZERO2_SCHEDULED
+ZERO3_SCHEDULED = Pipeline((*_STAGE3, Schedule(), DeferReduction()))
+"""The stages with a schedule that is planned for the target, for the option `memory_budget`."""
 ZERO3_SDMA = Pipeline((*_STAGE3, Bucket(cap_mb=512.0, plan_for_overlap=True), *_LAST, Sdma()))
 """Stage 3 for nodes with copy engines. Buckets have the size of a layer rather than a few MiB,
 because copy engines take longer to start.

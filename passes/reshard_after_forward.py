@@ -12,13 +12,14 @@ After partitioning
 Contract: marks nodes for recomputation, and the partitioner moves them. The marked nodes are the
 gathers, the nodes that prepare their inputs, and every forward value that is computed only from
 parameters (such as views, casts or a weight norm). Saving such a value would save a full parameter
-in another form.
+in another form. After a trial partition, the backend takes the marks off the parameters that `keep`
+selects (zpasses.backend.partition).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import fx
@@ -35,6 +36,11 @@ class ReshardAfterForward(Pass):
 
     name: ClassVar[str] = "reshard-after-forward"
     level: ClassVar[Level] = Level.JOINT
+
+    keep: Literal["fitting", "nothing"] = "fitting"
+    """Which parameters stay full until backward after all: those that do not raise the peak memory
+    of the step, such as the head, whose backward follows its forward at once; or none. With the
+    option `memory_budget` of the backend, those that save most time within it."""
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of nodes that backward recomputes."""

@@ -20,7 +20,6 @@ ranks use the plan of the first rank, so the order of collectives is the same on
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 from dataclasses import dataclass, replace
@@ -28,12 +27,12 @@ from typing import Any, ClassVar, Literal
 
 from torch import fx
 
-from zpasses.cost.bucket_keys import bucket_key, compatibility_key
-from zpasses.cost.collective_moves import MemoryCurve, movable_gathers, movable_reductions
+from zpasses.cost.bucket_keys import compatibility_key
+from zpasses.cost.collective_moves import MemoryCurve
 from zpasses.cost.memory import NOTABLE_BYTES
 from zpasses.cost.schedule_evaluation import Action, Plan, one_ahead_plan
 from zpasses.cost.schedule_planner import Planned, memory_limit, plan_schedule
-from zpasses.cost.schedule_problem import ScheduleProblem, schedule_problem
+from zpasses.cost.schedule_problem import ScheduleProblem, problem_of
 from zpasses.cost.target import current_target
 from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.option_values import parse_budget
@@ -67,6 +66,9 @@ class Schedule(Pass):
     def votes(self) -> bool:
         return True
 
+    def with_memory_budget(self, budget: str) -> Schedule:
+        return replace(self, memory_budget=budget)
+
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of collectives saved, or 1 if nodes only moved."""
         tag_foreign_gathers(graph, origin=self.name)
@@ -94,9 +96,7 @@ class Schedule(Pass):
 
     def problem(self, graph: fx.Graph) -> ScheduleProblem:
         """Returns the graph as the planner sees it."""
-        items = [*movable_gathers(graph), *movable_reductions(graph)]
-        key = functools.partial(bucket_key, wanted=self.mode)
-        return schedule_problem(graph, items, key, current_target())
+        return problem_of(graph, current_target(), self.mode)
 
     def plan(self, problem: ScheduleProblem) -> Planned:
         """Returns the plan that this rank would make."""

@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from zpasses import sdma
     from zpasses.accumulation import coalesce_grad_reduction
     from zpasses.cost.target import Target
-    from zpasses.errors import AgreementError, OptionError, PassError, ShardingError, ZpassesError
+    from zpasses.errors import (
+        AgreementError,
+        MemoryBudgetError,
+        OptionError,
+        PassError,
+        ShardingError,
+        ZpassesError,
+    )
     from zpasses.pipeline import Level, Options, Pass, PassRecord, Pipeline
     from zpasses.sharding.flat_buffers import pack_parameters
     from zpasses.sharding.module import local_shards
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AgreementError",
     "Level",
+    "MemoryBudgetError",
     "OptionError",
     "Options",
     "Pass",
@@ -48,6 +56,7 @@ _HOMES = {
     "OptionError": "errors",
     "Options": "pipeline",
     "Pass": "pipeline",
+    "MemoryBudgetError": "errors",
     "PassError": "errors",
     "PassRecord": "pipeline",
     "Pipeline": "pipeline",

@@ -24,6 +24,10 @@ class AgreementError(ZpassesError):
     """Ranks are about to run different collectives, or a rank failed or did not respond in time."""
 
 
+class MemoryBudgetError(ZpassesError):
+    """A step does not fit the option `memory_budget`."""
+
+
 class OptionError(ValueError):
     """An option, pass or pipeline is unknown, or a value has the wrong type."""
 

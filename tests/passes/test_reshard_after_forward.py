@@ -82,6 +82,13 @@ class Derived(nn.Module):
 MODELS = [Mlp, Checkpointed, Autocast, CheckpointedAutocast, Derived]
 
 
+REGATHER = ReshardAfterForward(keep="nothing")
+REGATHERS = str(Pipeline.parse("zero3")).replace(
+    "reshard-after-forward", "reshard-after-forward{keep=nothing}"
+)
+"""Stage 3 without parameters that stay until backward."""
+
+
 def step(model, pipeline):
     return capture_graphs(model, (X,), world_size=2, pipeline=pipeline)
 
@@ -107,7 +114,7 @@ def saved_from_parameters_only(capture):
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_no_value_computed_only_from_parameters_is_saved_for_backward(model):
-    assert saved_from_parameters_only(step(model(), "zero3")) == []
+    assert saved_from_parameters_only(step(model(), REGATHERS)) == []
 
 
 @pytest.mark.parametrize("model", [Mlp, Autocast, Derived], ids=lambda model: model.__name__)
@@ -119,13 +126,13 @@ def test_without_the_pass_full_parameters_are_saved(model):
 def test_no_cast_parameter_is_saved_with_mixed_precision(model):
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     captured = capture_graphs(
-        model(), (X.bfloat16(),), world_size=2, pipeline="zero3", shard=dtypes
+        model(), (X.bfloat16(),), world_size=2, pipeline=REGATHERS, shard=dtypes
     )
     assert saved_from_parameters_only(captured) == []
 
 
 def test_backward_gathers_only_what_it_reads():
-    captured = step(Mlp(), Pipeline((*LOWER, ReshardAfterForward())))
+    captured = step(Mlp(), Pipeline((*LOWER, REGATHER)))
     forward = [tag.params for _, tag in tagged(captured.after.forward.graph, "gather")]
     backward = [tag.params for _, tag in tagged(captured.after.backward.graph, "gather")]
     assert forward == [("up.weight",), ("down.weight",)]
@@ -133,7 +140,7 @@ def test_backward_gathers_only_what_it_reads():
 
 
 def test_checkpointed_region_gathers_each_parameter_once_in_backward():
-    captured = step(Checkpointed(), Pipeline((MergeReads(), *LOWER, ReshardAfterForward())))
+    captured = step(Checkpointed(), Pipeline((MergeReads(), *LOWER, REGATHER)))
     gathered = [tag.params[0] for _, tag in tagged(captured.after.backward.graph, "gather")]
     assert len(gathered) == len(set(gathered)), gathered
 
@@ -143,7 +150,7 @@ def test_every_node_of_a_gather_and_its_views_is_marked(listing_snapshot):
         gm = rewritten(
             joint([Param((7, 2), param_dtype=torch.bfloat16)], 2, 3),
             GatherParams(),
-            ReshardAfterForward(),
+            REGATHER,
         )
     listing_snapshot(gm)
 
@@ -151,7 +158,7 @@ def test_every_node_of_a_gather_and_its_views_is_marked(listing_snapshot):
 @for_each_world_size
 def test_partitioned_step_equals_the_dialect_on_all_ranks(world_size):
     captures = capture_ranks(
-        Mlp(), (X,), world_size=world_size, pipeline=Pipeline((*LOWER, ReshardAfterForward()))
+        Mlp(), (X,), world_size=world_size, pipeline=Pipeline((*LOWER, REGATHER))
     )
     assert_step_equals_reference(captures)
 
@@ -159,9 +166,7 @@ def test_partitioned_step_equals_the_dialect_on_all_ranks(world_size):
 @pytest.mark.parametrize("model", [Checkpointed, Autocast], ids=lambda model: model.__name__)
 def test_special_models_equal_the_dialect_on_all_ranks(model):
     assert_step_equals_reference(
-        capture_ranks(
-            model(), (X,), world_size=3, pipeline=Pipeline((*LOWER, ReshardAfterForward()))
-        )
+        capture_ranks(model(), (X,), world_size=3, pipeline=Pipeline((*LOWER, REGATHER)))
     )
 
 
@@ -176,7 +181,7 @@ def test_random_values_are_not_recomputed():
                 noisy, [torch.zeros(2, 2, requires_grad=True), torch.zeros(4, 2)], {0: "w"}
             ),
             GatherParams(),
-            ReshardAfterForward(),
+            REGATHER,
         )
     (drawn,) = (node for node in gm.graph.nodes if "bernoulli" in node.name)
     assert not compat.is_marked_recompute(drawn)
@@ -185,7 +190,7 @@ def test_random_values_are_not_recomputed():
 
 def test_activations_are_not_marked():
     with fake_world(2):
-        gm = rewritten(joint([Param((4, 2))], 0, 2), GatherParams(), ReshardAfterForward())
+        gm = rewritten(joint([Param((4, 2))], 0, 2), GatherParams(), REGATHER)
     (first, *_) = (node for node in gm.graph.nodes if node.name == "mul")
     assert not compat.is_marked_recompute(first)
 
@@ -193,15 +198,15 @@ def test_activations_are_not_marked():
 def test_graph_without_parameters_is_unchanged():
     gm = trace_joint(lambda x: (x * 2).relu(), [torch.ones(3, requires_grad=True)])
     before = listing(gm)
-    assert ReshardAfterForward().rewrite(gm.graph) == 0
+    assert REGATHER.rewrite(gm.graph) == 0
     assert listing(gm) == before
 
 
 def test_marking_changes_no_collective():
     with fake_world(3, 1):
         gm = joint([Param((7, 2)), Param((4,))], 1, 3)
-        lowered, marked = rewritten(gm, *LOWER), rewritten(gm, *LOWER, ReshardAfterForward())
-        assert_deterministic(Pipeline((*LOWER, ReshardAfterForward())), gm)
+        lowered, marked = rewritten(gm, *LOWER), rewritten(gm, *LOWER, REGATHER)
+        assert_deterministic(Pipeline((*LOWER, REGATHER)), gm)
     assert [each for _, each in collectives(lowered.graph)] == [
         each for _, each in collectives(marked.graph)
     ]
@@ -217,7 +222,7 @@ def test_inference_graph_runs_unchanged():
 @given(param_lists(frozen=False, max_size=3), st.sampled_from([2, 3]))
 def test_no_full_parameter_of_random_graphs_is_saved(params, world_size):
     with fake_world(world_size):
-        gm = rewritten(joint(params, 0, world_size), *LOWER, ReshardAfterForward())
+        gm = rewritten(joint(params, 0, world_size), *LOWER, REGATHER)
         inputs = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
         primals = [
             value

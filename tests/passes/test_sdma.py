@@ -126,7 +126,7 @@ def test_random_graphs_stay_equal(params, world_size, mode):
 
 
 def test_step_of_a_model_equals_the_dialect():
-    pipeline = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{mode=coalesced},overlap,sdma{min_mb=0,min_hidden=0}"  # noqa: E501
+    pipeline = "merge-reads,gather-params,reduce-grads,reshard-after-forward{keep=nothing},bucket{mode=coalesced},overlap,sdma{min_mb=0,min_hidden=0}"  # noqa: E501
     model = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(3)))
     captures = capture_ranks(model, (torch.zeros(2, 5),), world_size=3, pipeline=pipeline)
     assert [record.changes > 0 for record in captures[0].records if record.name == "sdma"] == [

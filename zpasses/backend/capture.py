@@ -25,6 +25,7 @@ from zpasses.graph.nodes import nbytes, value_of
 from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
 from zpasses.graph.tags import Tag, add_tag, tag_of
 from zpasses.ranks.vote import has_other_ranks
+from zpasses.runtime.windows import grad_state_of
 from zpasses.sharding.module import is_ignored
 
 __all__ = ["Capture", "capture", "describe_inputs", "tag_joint"]
@@ -43,6 +44,9 @@ class Capture:
     """Position of each sharded input -> name of the parameter."""
     groups: tuple[str, ...]
     """Names of the process groups over which the dialect's ops communicate."""
+    share: float = 0.0
+    """Part of the bytes of the trained parameters that were sharded together with the graph's own,
+    that the graph reads; 0 if it is not known."""
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
@@ -77,7 +81,32 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
         placeholders, example_inputs, averages=bool(groups), communicates=_communicates(gm)
     )
     gm.recompile()
-    return Capture(gm, inputs, dict(zip(positions, names, strict=True)), groups)
+    share = _share([example_inputs[i] for i in positions])
+    return Capture(gm, inputs, dict(zip(positions, names, strict=True)), groups, share)
+
+
+def _share(params: Sequence[DTensor]) -> float:
+    """Return the part of the trained parameters of a model that these are, by bytes.
+
+    Returns 0 for inputs that are no parameters of a sharded model.
+    """
+    windows = {
+        grad_state_of(param).step_window for param in params if isinstance(param, nn.Parameter)
+    }
+    together = {
+        id(param): param
+        for window in windows
+        if window is not None
+        for param in window.params
+        if isinstance(param, DTensor) and param.requires_grad
+    }
+    read = {id(param) for param in params}
+    total = sum(map(_full_bytes, together.values()))
+    return sum(_full_bytes(param) for key, param in together.items() if key in read) / max(1, total)
+
+
+def _full_bytes(param: DTensor) -> int:
+    return param.numel() * param.element_size()
 
 
 def describe_inputs(captured: Capture, example_inputs: Sequence[Any]) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.backend.capture import Capture, capture, describe_inputs, tag_joint
+from zpasses.backend.free_memory import agreed_free_bytes
+from zpasses.backend.partition import PartitionPolicy, partition_step
 from zpasses.cost.target import Target, current_target, use_target
 from zpasses.dumps.recorders import recorders_for
 from zpasses.errors import AgreementError, OptionError
@@ -30,6 +32,7 @@ from zpasses.pipeline.recorder import (
     Recorders,
     ResultHook,
     apply_bisect_limits,
+    pass_options,
     run_recorded_passes,
 )
 from zpasses.ranks.agreement import compare_collectives, run_events
@@ -144,6 +147,8 @@ class _GraphCompiler:
         self._captured, self._options, self._pipeline = captured, options, pipeline
         self._bound = BoundParameters()
         self._caches_params = False
+        self._budget: str | None = None
+        """Option `memory_budget`, with the bytes of "auto"."""
 
     def open_recorders(self, example_inputs: Sequence[Any]) -> None:
         """Start the dump and the structured trace of this compile, if they are enabled."""
@@ -165,6 +170,7 @@ class _GraphCompiler:
 
     def compile(self) -> Callable[..., Any]:
         gm, inputs = self._captured.gm, self._captured.inputs
+        self._find_budget()
         self._run_level(gm, Level.CAPTURED, "captured")
         if self._options.codegen == "eager":
             backward = functools.partial(self._backward, eager_codegen)
@@ -194,6 +200,16 @@ class _GraphCompiler:
             self._accumulation(),
         )
 
+    def _find_budget(self) -> None:
+        self._budget = self._options.memory_budget
+        if self._budget == "auto":
+            device = torch.get_default_device()
+            for value in self._captured.inputs:
+                device = value.device if isinstance(value, torch.Tensor) else device
+            self._budget = f"{agreed_free_bytes(self._captured.groups, device)}B"
+        if self._budget is not None:
+            self._pipeline = self._pipeline.with_memory_budget(self._budget)
+
     def _accumulation(self) -> AccumulationOptions:
         options = self._options
         if options.backwards_per_step > 1 or options.agreement is True:
@@ -212,9 +228,22 @@ class _GraphCompiler:
         ]
         compat.eliminate_common_subexpressions(gm, reads)
         self._run_level(gm, Level.JOINT, "joint")
-        return compat.partition(
-            gm, joint_inputs, recompute_elementwise=self._options.recomputes_elementwise(), **kwargs
+        regathers = [each for each in self._pipeline if each.name == "reshard-after-forward"]
+        keeps = any(pass_options(each)["keep"] != "nothing" for each in regathers)
+        policy = PartitionPolicy(
+            self._budget,
+            self._captured.share if keeps else 0.0,
+            self._captured.groups,
+            self._options.recomputes_elementwise(),
         )
+        with use_target(self.target), vote_timeout(self._options.agreement_timeout_s):
+            partitioned = partition_step(gm, joint_inputs, policy, **kwargs)
+        if partitioned.limit_bytes is not None:
+            self._pipeline = self._pipeline.with_memory_budget(f"{partitioned.limit_bytes}B")
+        if partitioned.note:
+            log.info("graph %s: %s", self.name, partitioned.note)
+            self.recorder.runtime_note("reshard-after-forward", partitioned.note)
+        return partitioned.graphs
 
     def _forward(
         self,

@@ -24,9 +24,11 @@ from zpasses.compat.aot import (
     eliminate_common_subexpressions,
     is_marked_recompute,
     mark_recompute,
+    mark_saved,
     partition,
     recompute_policy,
     undonate_saved,
+    unmark_recompute,
     user_outputs,
 )
 from zpasses.compat.autograd import (
@@ -186,6 +188,7 @@ __all__ = [
     "low_contention_reduce_scatter",
     "make_dtensor",
     "mark_recompute",
+    "mark_saved",
     "no_dispatch_modes",
     "op_name",
     "parameter_name",
@@ -210,6 +213,7 @@ __all__ = [
     "trace_artifact",
     "trace_aten",
     "undonate_saved",
+    "unmark_recompute",
     "user_outputs",
     "warm_up_compilers",
     "will_accumulate",

@@ -22,9 +22,11 @@ __all__ = [
     "eliminate_common_subexpressions",
     "is_marked_recompute",
     "mark_recompute",
+    "mark_saved",
     "partition",
     "recompute_policy",
     "undonate_saved",
+    "unmark_recompute",
     "user_outputs",
 ]
 
@@ -58,6 +60,18 @@ def mark_recompute(node: fx.Node) -> None:
     """
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = _LAST_REGION
+
+
+def mark_saved(node: fx.Node) -> None:
+    """Makes the partitioner save this value for backward instead of recomputing it."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    node.meta["ac_graph_id"] = 0
+
+
+def unmark_recompute(node: fx.Node) -> None:
+    """Leaves it to the partitioner again whether this value is recomputed."""
+    node.meta.pop("recompute", None)
+    node.meta.pop("ac_graph_id", None)
 
 
 def is_marked_recompute(node: fx.Node) -> bool:
@@ -109,6 +123,7 @@ def partition(
     joint_inputs: Sequence[Any],
     *,
     recompute_elementwise: bool = False,
+    activation_budget: float = 1.0,
     **kwargs: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Runs the min-cut partitioner on a joint graph whose common subexpressions are already merged.
@@ -118,6 +133,8 @@ def partition(
         joint_inputs: its inputs.
         recompute_elementwise: also recompute a pointwise result that a matmul reads, although it
             must then be written to memory a second time.
+        activation_budget: fraction of the activations to save, of those that the partitioner saves
+            by default; it recomputes the rest. 1.0 leaves torch's own setting.
         kwargs: passed on to torch's partitioner.
 
     Returns:
@@ -127,7 +144,10 @@ def partition(
     materialized = (
         functorch_config.ban_recompute_materialized_backward and not recompute_elementwise
     )
-    with functorch_config.patch(cse=False, ban_recompute_materialized_backward=materialized):
+    settings: dict[str, Any] = {"ban_recompute_materialized_backward": materialized}
+    if activation_budget < 1.0:
+        settings["activation_memory_budget"] = activation_budget
+    with functorch_config.patch(cse=False, **settings):
         return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
 

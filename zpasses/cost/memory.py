@@ -89,8 +89,8 @@ class Liveness:
 
 
 def saved_for_backward(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the inputs of a backward graph that are freed at their last use: saved values and
-    incoming gradients.
+    """Returns the inputs of a backward graph that are freed at their last use: saved values, kept
+    parameters and incoming gradients.
 
     Other inputs, such as parameters and the batch, belong to the caller. Returns an empty set for
     graphs that are no backward.
@@ -98,7 +98,11 @@ def saved_for_backward(graph: fx.Graph) -> set[fx.Node]:
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     if not any(node.name.startswith("tangents") for node in inputs):
         return set()
-    return {node for node in inputs if tag_of(node) is None and not node.name.startswith("primals")}
+    return {
+        node
+        for node in inputs
+        if ((tag := tag_of(node)) is None or tag.kept) and not node.name.startswith("primals")
+    }
 
 
 def liveness(

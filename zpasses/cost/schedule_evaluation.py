@@ -24,6 +24,7 @@ __all__ = [
     "bucket_duration_us",
     "duration_us",
     "evaluate",
+    "live_bytes",
     "one_ahead_plan",
     "single_plan",
 ]
@@ -142,7 +143,7 @@ _EPSILON_US = 1e-9
 def evaluate(problem: ScheduleProblem, plan: Plan) -> Evaluation:
     """Returns what a plan costs."""
     clock = _run(problem, plan, 1.0)
-    live = _live_bytes(problem, plan)
+    live = live_bytes(problem, plan)
     return Evaluation(clock.now_us, clock.waited_us, int(live.max(initial=0)))
 
 
@@ -216,7 +217,7 @@ def unpacked_bytes(members: Sequence[Job]) -> int:
     return sum(job.full_bytes for job in members) if flat else 0
 
 
-def _live_bytes(problem: ScheduleProblem, plan: Plan) -> np.ndarray:
+def live_bytes(problem: ScheduleProblem, plan: Plan) -> np.ndarray:
     changes = np.zeros(len(problem.slots) + 1, dtype=np.int64)
     starts: dict[int, int] = {}
     last_start = -1

@@ -49,12 +49,20 @@ def memory_limit(problem: ScheduleProblem, budget: float | int) -> int:
     return max(budget, evaluate(problem, single_plan(problem)).peak_bytes)
 
 
-def plan_schedule(problem: ScheduleProblem, limit_bytes: int) -> Planned:
+def plan_schedule(
+    problem: ScheduleProblem, limit_bytes: int, *, most: int | None = None
+) -> Planned:
     """Returns the fastest plan found whose peak is at most `limit_bytes`.
 
     A graph that exceeds the limit without any overlap keeps the plan with the lowest peak.
+
+    Args:
+        problem: the graph.
+        limit_bytes: the largest allowed peak.
+        most: about how many plans to compare, for a quick estimate; None compares as many as the
+            size of the graph allows.
     """
-    return _Search(problem, limit_bytes).run()
+    return _Search(problem, limit_bytes, most).run()
 
 
 _CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
@@ -75,13 +83,13 @@ _FEWEST_PLANS, _ROUNDS = 12, 2
 
 
 class _Search:
-    def __init__(self, problem: ScheduleProblem, limit_bytes: int) -> None:
+    def __init__(self, problem: ScheduleProblem, limit_bytes: int, most: int | None) -> None:
         self._problem, self._limit = problem, limit_bytes
         self._bound = schedule_bound(problem)
         self._largest = max((j.full_bytes for j in problem.jobs if not j.is_gather), default=0)
         self._found: list[tuple[_Rank, Plan, Evaluation]] = []
         size = len(problem.slots) + 8 * len(problem.jobs)
-        self._most = max(_FEWEST_PLANS, _MOST_WORK // max(1, size))
+        self._most = max(_FEWEST_PLANS, _MOST_WORK // max(1, size)) if most is None else most
 
     def run(self) -> Planned:
         one_ahead = one_ahead_plan(self._problem)

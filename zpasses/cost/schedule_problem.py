@@ -10,13 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor, fx
 
+from zpasses.cost.bucket_keys import bucket_key
 from zpasses.cost.bucket_planner import BucketKey
-from zpasses.cost.collective_moves import MemoryCurve, SchedulableCollective
+from zpasses.cost.collective_moves import (
+    MemoryCurve,
+    SchedulableCollective,
+    movable_gathers,
+    movable_reductions,
+)
 from zpasses.cost.memory import (
     buffer_readers,
     memory_base,
@@ -29,7 +35,7 @@ from zpasses.cost.target import Target
 from zpasses.graph.nodes import collective_of, is_dialect, is_wait, nbytes, value_of
 from zpasses.graph.tags import tag_of
 
-__all__ = ["FixedEvent", "Job", "ScheduleProblem", "schedule_problem"]
+__all__ = ["FixedEvent", "Job", "ScheduleProblem", "problem_of", "schedule_problem"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +123,20 @@ class ScheduleProblem:
 
 _FEWEST_SEGMENTS = 4000
 _SEGMENTS_PER_JOB = 12
+
+
+def problem_of(
+    graph: fx.Graph, target: Target, mode: Literal["auto", "coalesced", "flat"] = "auto"
+) -> ScheduleProblem:
+    """Reads a graph whose parameter gathers and gradient reductions may all move.
+
+    Args:
+        graph: a graph with fake values, whose movable collectives have one tensor each.
+        target: hardware that the graph runs on.
+        mode: how collectives share a launch; see `zpasses.cost.bucket_keys.bucket_key`.
+    """
+    items = [*movable_gathers(graph), *movable_reductions(graph)]
+    return schedule_problem(graph, items, lambda item: bucket_key(item, mode), target)
 
 
 def schedule_problem(

@@ -331,6 +331,7 @@ def _tag(tag: Tag | None) -> data.Tag | None:
         tag.bucket,
         tag.origin,
         tag.cached,
+        tag.kept,
         tag.deferrable,
         tag.note,
     )

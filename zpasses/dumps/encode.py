@@ -126,6 +126,7 @@ def _tag(tag: Tag) -> dict[str, Any]:
         "bytes": tag.nbytes or None,
         "origin": tag.origin,
         "cached": tag.cached,
+        "kept": tag.kept,
         "deferrable": tag.deferrable,
         "note": tag.note,
     }
@@ -220,7 +221,11 @@ def _note(node: Node) -> str:
         notes.append(f"{node.tag.role}: {', '.join(node.tag.params)}{bucket}")
         notes += [
             word
-            for word, present in (("cached", node.tag.cached), (node.tag.note, bool(node.tag.note)))
+            for word, present in (
+                ("cached", node.tag.cached),
+                ("kept", node.tag.kept),
+                (node.tag.note, bool(node.tag.note)),
+            )
             if present
         ]
     notes += [node.mark.text] if node.mark is not None else []

@@ -84,6 +84,7 @@ class Tag:
     bucket: int | None = None
     origin: str = ""
     cached: bool = False
+    kept: bool = False
     deferrable: bool = False
     note: str = ""
 

@@ -249,6 +249,7 @@ def _tag(record: Record) -> Tag:
         bucket=record.optional_integer("bucket"),
         origin=record.text("origin", ""),
         cached=record.flag("cached"),
+        kept=record.flag("kept"),
         deferrable=record.flag("deferrable"),
         note=record.text("note", ""),
     )

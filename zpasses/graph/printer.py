@@ -108,6 +108,8 @@ def _notes(node: fx.Node) -> list[str]:
         notes.append(f"{tag.role}: {', '.join(tag.params)}{bucket}")
         if tag.cached:
             notes.append("cached")
+        if tag.kept:
+            notes.append("kept until backward")
         if tag.note:
             notes.append(tag.note)
     if compat.is_marked_recompute(node):

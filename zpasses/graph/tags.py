@@ -85,6 +85,8 @@ class Tag:
     """Name of the pass that created the node; "capture" for ops of the captured dialect."""
     cached: bool = False
     """The value outlives the call (stages 1 and 2)."""
+    kept: bool = False
+    """On a full parameter: it stays in memory until backward, which frees it."""
     block_bytes: int = 0
     """Bytes on a rank with a full block of rows, for values whose size differs between ranks.
 

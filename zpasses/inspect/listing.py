@@ -204,6 +204,7 @@ def note_text(node: Node, most: int | None = MAX_ITEMS) -> str:
             else f"{tag.role}{bucket}"
         )
         notes += ["cached"] if tag.cached else []
+        notes += ["kept"] if tag.kept else []
         notes += [tag.note] if tag.note else []
     elif node.params:
         notes.append(_joined(node.params, most))

@@ -13,7 +13,7 @@ import torch
 from zpasses import compat
 from zpasses.cost.target import Target
 from zpasses.errors import OptionError, suggestion
-from zpasses.option_values import build_dataclass
+from zpasses.option_values import build_dataclass, parse_budget
 from zpasses.pipeline.pipeline import Pipeline, Verify
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 
@@ -39,6 +39,12 @@ class Options:
     target: str | None = None
     """Hardware to plan for, such as `"h100"` or `"mi300x,ranks_per_node=4"`; `None` takes
     `ZPASSES_TARGET`, else the device of this process."""
+    memory_budget: str | None = None
+    """The most that a step may hold above what rests between steps, such as `"60GiB"`; a percentage
+    counts from the least peak with overlap, and `"auto"` takes 90 % of what is free when the first
+    graph is compiled, on the rank with the least. zpasses then chooses what to keep, recompute,
+    merge and prefetch. Needs a pipeline with `schedule`; stages get it. See docs/memory-budget.md.
+    """
     verify: Verify = "static"
     """`"static"` checks the graph after each pass; `"simulate"` also runs it before and after on
     simulated ranks, compares bit for bit, and takes seconds even for small models; `"off"` checks
@@ -104,10 +110,23 @@ class Options:
                     f"{name!r}.{suggestion(name, known).split(' Known')[0]}"
                 )
         options.passes()
+        options._check_memory_budget()
         options.dumping_ranks()
         if options.target is not None:
             Target.parse(options.target)
         return options
+
+    def _check_memory_budget(self) -> None:
+        if self.memory_budget is None:
+            return
+        if self.memory_budget != "auto":
+            parse_budget(self.memory_budget, "option 'memory_budget' ('auto' is possible, too)")
+        if not any(each.name == "schedule" for each in self.passes()):
+            raise OptionError(
+                f"memory_budget={self.memory_budget!r} needs the pass 'schedule', which keeps "
+                f"within it; the pipeline {str(self.pipeline)!r} has no such pass. Put it in the "
+                "place of 'bucket' and 'overlap', or give zero_stage instead of pipeline."
+            )
 
     def recomputes_elementwise(self) -> bool:
         """Whether this compile recomputes pointwise results.
@@ -160,6 +179,7 @@ class Options:
         """Return the pipeline that these options select."""
         if isinstance(self.pipeline, Pipeline):
             return self.pipeline
-        return Pipeline.parse(
-            f"zero{self.zero_stage or 3}" if self.pipeline is None else self.pipeline
-        )
+        stage = f"zero{self.zero_stage or 3}"
+        if self.memory_budget is not None:
+            stage += "-scheduled"
+        return Pipeline.parse(stage if self.pipeline is None else self.pipeline)

@@ -98,6 +98,12 @@ class Pass(compat.CustomGraphPass):
         """Whether the ranks vote on what the pass does to a graph."""
         return False
 
+    def with_memory_budget(self, budget: str) -> Pass:
+        """Return the pass for a memory budget of the step, such as "60GiB" or "10%": the option
+        `memory_budget` of the backend. Passes without such an option return themselves.
+        """
+        return self
+
     def uuid(self) -> str:
         """Return the pass's part of the key of Inductor's compile caches.
 
@@ -204,6 +210,10 @@ class Pipeline(compat.CustomGraphPass):
         """
         both = Level.PARTITIONED if level in (Level.FORWARD, Level.BACKWARD) else level
         return tuple(each for each in self.passes if each.level in (level, both))
+
+    def with_memory_budget(self, budget: str) -> Pipeline:
+        """Return the pipeline for a memory budget of the step; see `Pass.with_memory_budget`."""
+        return Pipeline(tuple(each.with_memory_budget(budget) for each in self.passes))
 
     def __call__(self, graph: fx.Graph) -> None:
         run_passes(graph, self.passes)

@@ -160,6 +160,10 @@ class Recorders(Recorder):
         for each in self._recorders:
             each.agreement(graph_name, group, digest, collectives, result)
 
+    def runtime_note(self, concerning: str, text: str) -> None:
+        for each in self._recorders:
+            each.runtime_note(concerning, text)
+
     def problem(self, where: str, error: BaseException) -> None:
         for each in self._recorders:
             each.problem(where, error)

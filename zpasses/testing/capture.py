@@ -81,6 +81,7 @@ def capture_graphs(
     shard: Callable[[Any, DeviceMesh], object] | Mapping[str, Any] | None = None,
     train: bool = True,
     dynamic: bool | None = False,
+    options: Mapping[str, Any] | None = None,
 ) -> StepCapture:
     """Compile a model as one rank of a fake world, and return its graphs before and after the
     passes.
@@ -100,6 +101,7 @@ def capture_graphs(
             with the model and the mesh of all ranks. None calls `zpasses.shard(model, mesh=mesh)`.
         train: whether to capture forward and backward. False captures under no_grad.
         dynamic: as in torch.compile.
+        options: further options of the backend, such as {"memory_budget": "10%"}.
 
     Raises:
         ValueError: if there is no world, or both `fake_world` and `world_size`.
@@ -123,13 +125,14 @@ def capture_graphs(
             records.extend(record for record in log.records if record.name != _Probe.name)
 
         torch.compiler.reset()
-        options: dict[str, Any] = {
+        given: dict[str, Any] = {
+            **(options or {}),
             "pipeline": Pipeline((*probes.values(), *parsed.passes)),
             "codegen": "eager",
             "agreement": False,
         }
         compiled = torch.compile(
-            step, backend="zpasses", fullgraph=True, dynamic=dynamic, options=options
+            step, backend="zpasses", fullgraph=True, dynamic=dynamic, options=given
         )
         with observe_graphs(observe), torch.set_grad_enabled(train):
             _run_step(compiled, inputs, train)

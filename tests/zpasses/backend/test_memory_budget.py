@@ -1,0 +1,219 @@
+"""The option `memory_budget`: what a step keeps, recomputes and moves within it."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zpasses
+from zpasses import MemoryBudgetError, OptionError
+from zpasses.backend import free_memory
+from zpasses.cost.memory import liveness
+from zpasses.graph.tags import tagged
+from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.options import Options
+from zpasses.testing import (
+    assert_step_equals_reference,
+    capture_graphs,
+    capture_ranks,
+    fake_world,
+    run_in_fresh_ranks,
+    world_mesh,
+)
+
+SCHEDULED = "zero3-scheduled"
+TARGET = {"target": "h100"}
+
+
+class Blocks(nn.Module):
+    def __init__(self, width=32, layers=4):
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
+        self.head = nn.Linear(width, 50)
+
+    def forward(self, x):
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(nn.functional.gelu(up(x)))
+        return self.head(x).logsumexp(-1).sum()
+
+
+X = torch.linspace(-1, 1, 48 * 32).reshape(48, 32)
+
+
+def captured(budget, **more):
+    options = {**TARGET, **more, **({"memory_budget": budget} if budget else {})}
+    return capture_graphs(Blocks(), (X,), world_size=2, pipeline=SCHEDULED, options=options)
+
+
+def peak(capture):
+    graphs = capture.after.forward.graph, capture.after.backward.graph
+    with fake_world(2):
+        return max(liveness(graph).peak_bytes for graph in graphs)
+
+
+def regathered(capture):
+    """Bytes that backward gathers."""
+    return sum(tag.nbytes for _, tag in tagged(capture.after.backward.graph, "gather"))
+
+
+@pytest.fixture(scope="module")
+def lean_peak():
+    return peak(captured(None))
+
+
+def test_peak_stays_within_every_budget_and_more_memory_gathers_less(lean_peak):
+    budgets = [int(lean_peak * factor) for factor in (0.8, 1.0, 1.15, 1.5, 3.0)]
+    found = [captured(f"{budget}B") for budget in budgets]
+    for budget, capture in zip(budgets, found, strict=True):
+        assert peak(capture) <= budget
+    gathered = [regathered(capture) for capture in found]
+    assert gathered == sorted(gathered, reverse=True)
+    assert gathered[0] > 0
+    assert gathered[-1] == 0
+
+
+def test_little_memory_recomputes_activations(lean_peak):
+    def operations(capture):
+        nodes = capture.after.backward.graph.nodes
+        return sum(node.target == torch.ops.aten.addmm.default for node in nodes)
+
+    assert operations(captured(f"{int(lean_peak * 0.75)}B")) > operations(captured("100MiB"))
+
+
+@pytest.mark.parametrize("factor", [0.75, 1.1, 4.0])
+def test_steps_equal_the_dialect_under_every_budget(lean_peak, factor):
+    captures = capture_ranks(
+        Blocks(),
+        (X,),
+        world_size=2,  # divides all rows, as decisions of uneven ranks need a vote
+        pipeline=SCHEDULED,
+        options={**TARGET, "memory_budget": f"{int(lean_peak * factor)}B"},
+    )
+    assert_step_equals_reference(captures)
+
+
+def test_percentage_counts_from_the_least_peak_with_overlap(lean_peak):
+    assert regathered(captured("0%")) > regathered(captured("60%"))
+
+
+def test_too_small_budget_says_what_is_missing_and_what_holds_the_memory():
+    with pytest.raises(Exception, match="MemoryBudgetError") as caught:
+        captured("40KiB")
+    text = str(caught.value)
+    assert "memory_budget='40KiB': the leanest plan" in text
+    assert "MiB more than the budget" in text
+    assert "the largest values are: " in text
+    assert MemoryBudgetError.__name__ in text
+
+
+def test_kept_parameters_are_noted_in_the_graph_and_the_log(caplog):
+    with caplog.at_level(logging.INFO, "zpasses"):
+        capture = captured("100MiB")
+    kept = [tag.params for _, tag in tagged(capture.after.forward.graph, "full") if tag.kept]
+    assert ("head.weight",) in kept
+    (line,) = [text for text in caplog.messages if "until backward" in text]
+    assert "predicted" in line
+    assert "bound" in line
+
+
+# --- graphs that are not a whole step ------------------------------------------------------------
+def test_a_part_of_the_model_keeps_nothing_by_itself():
+    """Other parts run between its forward and its backward, and their peaks are not known."""
+
+    def shard_all_but_compile_a_part(model, mesh):
+        zpasses.shard(model, mesh=mesh)
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part, self.rest = Blocks(), nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.part(x)
+
+    part = capture_graphs(
+        Whole(), (X,), world_size=2, pipeline="zero3", shard=shard_all_but_compile_a_part
+    )
+    whole = capture_graphs(Blocks(), (X,), world_size=2, pipeline="zero3")
+    assert regathered(part) > regathered(whole)
+
+
+def test_keep_nothing_gathers_everything_again():
+    pipeline = "merge-reads,gather-params,reduce-grads,reshard-after-forward{keep=%s}"
+    found = [
+        regathered(capture_graphs(Blocks(), (X,), world_size=2, pipeline=pipeline % keep))
+        for keep in ("fitting", "nothing")
+    ]
+    assert found[0] < found[1]
+
+
+# --- options -------------------------------------------------------------------------------------
+def test_budget_needs_a_pipeline_that_plans():
+    with pytest.raises(OptionError, match="needs the pass 'schedule'"):
+        Options.parse({"memory_budget": "1GiB", "pipeline": "gather-params,reduce-grads"})
+    with pytest.raises(OptionError, match="got 'much'; expected how far the peak"):
+        Options.parse({"memory_budget": "much"})
+    for stage in (1, 2, 3):
+        options = Options.parse({"memory_budget": "1GiB", "zero_stage": stage})
+        assert "schedule" in [each.name for each in options.passes()]
+
+
+# --- on ranks ------------------------------------------------------------------------------------
+def _trained(budget, rows):
+    torch.manual_seed(0)
+    model = Blocks()
+    zpasses.shard(model, mesh=world_mesh())
+    gathers = []
+
+    def observe(graph):
+        if graph.kind == "backward":
+            gathers.append([tag.params for _, tag in tagged(graph.graph, "gather")])
+
+    with observe_graphs(observe):
+        step = torch.compile(
+            model, backend="zpasses", options={"codegen": "eager", "memory_budget": budget}
+        )
+        step(X[: rows[dist.get_rank()]]).backward()
+    return gathers
+
+
+@pytest.mark.ranks(2)
+def test_all_ranks_adopt_the_decision_of_the_first():
+    """The second rank has a larger batch, and would not have the memory."""
+    gathers = _trained("200KiB", (8, 48))
+    found = [None, None]
+    dist.all_gather_object(found, gathers)
+    assert found[0] == found[1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("budget", ["150KiB", "20%"])
+def test_ranks_with_uneven_shards_and_batches_agree(budget):
+    """Their memory differs, so each would decide otherwise."""
+    outcomes = run_in_fresh_ranks(_trained, budget, (8, 48, 16), ranks=3, timeout_s=100)
+    assert all(each.ok for each in outcomes), "\n".join(map(str, outcomes))
+    assert outcomes[0].result == outcomes[1].result == outcomes[2].result
+
+
+@pytest.mark.ranks(2)
+def test_auto_takes_what_is_free_on_the_rank_with_the_least(monkeypatch):
+    free = (1 << 20, 1 << 30)[dist.get_rank()]
+    monkeypatch.setattr(free_memory, "free_bytes", lambda device: free)
+    assert free_memory.agreed_free_bytes(["0"], torch.device("cpu")) == int(0.9 * (1 << 20))
+
+
+@pytest.mark.ranks(2)
+def test_auto_trains():
+    (gathers,) = _trained("auto", (8, 8))
+    assert gathers == []  # there is memory for everything
+
+
+def test_free_memory_is_shared_by_the_ranks_of_a_host(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    alone = free_memory.free_bytes(torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    shared = free_memory.free_bytes(torch.device("cpu"))
+    assert 1 << 20 < shared < alone / 3
