@@ -291,6 +291,17 @@ def _loss(y: Tensor) -> Tensor:
     return y.square().mean()
 
 
+def _micro_batches(program: Program, rank: int, step: int) -> int:
+    """How many micro-batches a rank runs in a step, if the right parameters depend on it: a window
+    reduces once, after however many micro-batches each rank had.
+    """
+    fault, count = program.fault, program.micro_batches
+    if program.window and (rank, step) == (fault.rank, fault.step):
+        count += fault.kind == "one more micro-batch"
+        count -= fault.kind == "one micro-batch less"
+    return count
+
+
 def _reference(model: _Layers, program: Program) -> list[dict[str, Tensor]]:
     """Parameters of unsharded training on the data of all ranks, after 0, 1, ... steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
@@ -300,8 +311,8 @@ def _reference(model: _Layers, program: Program) -> list[dict[str, Tensor]]:
 
     found = [now()]
     for step in range(program.steps):
-        for micro in range(program.micro_batches):
-            for rank in range(program.ranks):
+        for rank in range(program.ranks):
+            for micro in range(_micro_batches(program, rank, step)):
                 (_loss(model(_data(program, rank, step, micro))) / program.ranks).backward()
         optimizer.step()
         optimizer.zero_grad()

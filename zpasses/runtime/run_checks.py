@@ -46,6 +46,9 @@ _window_timeouts: dict[str, list[float | None]] = {}
 # Group name -> time limit of the votes of the last graph that ran on it, in seconds.
 _run_check_timeouts: dict[str, float] = {}
 
+# Group name -> optimizer steps before a graph ran on it.
+_steps_before_graphs: dict[str, int] = {}
+
 
 @contextlib.contextmanager
 def barriers_enabled(groups: Sequence[str], timeout_s: float | None) -> Iterator[None]:
@@ -117,18 +120,18 @@ def with_run_check(
             return code(args)
         longest = timeout_s
         for group in asked:
+            event = events[group]
             if every_run:
+                event = _with_earlier_steps(group, event)
                 _run_check_timeouts[group] = timeout_s
             if group in _window_timeouts:
                 asked_for = [each for each in _window_timeouts[group] if each is not None]
                 limit = max(asked_for, default=timeout_s)
                 longest = max(longest, limit)
                 option = WINDOW_TIMEOUT if asked_for else COMPILE_TIMEOUT
-                check_run_event(
-                    group, events[group], limit, always_vote=True, timeout_option=option
-                )
+                check_run_event(group, event, limit, always_vote=True, timeout_option=option)
             elif every_run:
-                check_run_event(group, events[group], timeout_s)
+                check_run_event(group, event, timeout_s)
         if not every_run:
             rejoin_after_failure(asked)
             with vote_timeout(timeout_s):
@@ -151,13 +154,24 @@ def with_run_check(
 def check_optimizer_step(groups: Sequence[str], optimizer: str) -> None:
     """Check that every rank comes to a step of an optimizer of parameters of these groups.
 
-    Only groups whose graphs are checked on every run take part.
+    Only groups whose graphs are checked on every run take part. Steps before the first such graph
+    are counted, and its first run compares the counts.
     """
     event = RunEvent.of(f"{optimizer}.step()")
     for group in groups:
-        if group in _run_check_timeouts and has_other_ranks(group):
+        if group not in _run_check_timeouts:
+            _steps_before_graphs[group] = _steps_before_graphs.get(group, 0) + 1
+        elif has_other_ranks(group):
             check_run_event(group, event, _run_check_timeouts[group])
             heartbeat.set_activity(f"in {optimizer}.step()")
+
+
+def _with_earlier_steps(group: str, event: RunEvent) -> RunEvent:
+    """The event of a run; for the first run of a group, with the optimizer steps before it."""
+    steps = _steps_before_graphs.pop(group, 0)
+    if group in _run_check_timeouts or not steps:
+        return event
+    return RunEvent.of(f"{event.text} after {steps} optimizer step(s) without a graph")
 
 
 def _timeout_error(

@@ -291,7 +291,7 @@ def register_step_window(holders: Sequence[tuple[nn.Module, str]]) -> None:
     Parameters that have a step window already keep theirs.
 
     Args:
-        holders: module and name of each parameter.
+        holders: module and name of each parameter. Steps of their optimizers count from now on.
     """
     refs = [(weakref.ref(module), name) for module, name in holders]
 
@@ -302,6 +302,7 @@ def register_step_window(holders: Sequence[tuple[nn.Module, str]]) -> None:
         ]
 
     _join_step_window(find(), StepWindow(find))
+    install_step_guard()
 
 
 def _join_step_window(params: Sequence[Any], window: StepWindow) -> None:

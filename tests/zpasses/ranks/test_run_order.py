@@ -128,6 +128,24 @@ def test_another_number_of_micro_batches_is_an_error_in_later_steps():
     assert max(first[0], second[0]) < LIMIT_S + SLACK_S
 
 
+def _steps_before_the_first_graph():
+    """Rank 1 has no micro-batch in its first step."""
+    model = nn.Linear(4, 4)
+    step = compiled(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if dist.get_rank() == 1:
+        optimizer.step()
+    return outcome_of(lambda: step(torch.ones(2, 4)))
+
+
+def test_a_step_of_one_rank_before_the_first_graph_is_an_error():
+    """Otherwise its second step would meet the first of the others, and its learning rates too."""
+    for seconds, error in (each.result for each in run_in_fresh_ranks(_steps_before_the_first_graph)):
+        assert "rank 1 to graph 0/0 forward" in error
+        assert "after 1 optimizer step(s) without a graph" in error
+        assert seconds < LIMIT_S + SLACK_S
+
+
 def _as_a_plain_loop():
     """Training, evaluation, other shapes on one rank, and a shorter last step on all."""
     model = EitherLayer()
