@@ -19,6 +19,7 @@ from zpasses.cost.target import TARGETS, use_target
 from zpasses.errors import OptionError, PassError
 from zpasses.pipeline import pipeline as pipelines
 from zpasses.pipeline.pipeline import Level, Pipeline, run_passes
+from zpasses.ranks.vote import simulated_answers
 from zpasses.testing import RankRun, copy_graph, fake_world, random_inputs, simulate
 from zpasses.testing.capture import TracedJoint
 from zpasses.testing.compare import check_equal
@@ -114,7 +115,8 @@ class _Case:
     def run(self) -> tuple[Outcome, str]:
         try:
             pipeline = Pipeline.parse(self.text)
-            ranks = [self._rewrite(rank, pipeline) for rank in range(self.graphs.world)]
+            with simulated_answers():
+                ranks = [self._rewrite(rank, pipeline) for rank in range(self.graphs.world)]
         except (PassError, OptionError) as error:
             if _is_failure_inside(error):
                 return "crash", f"{error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -35,11 +36,19 @@ def free_bytes(device: torch.device) -> int | None:
     return int(free) + int(cached)
 
 
+_CGROUP = Path("/sys/fs/cgroup")
+
+
 def _host_bytes() -> int | None:
+    """Memory that new processes could use: that of the host, within the limit of the container."""
     try:
         with open("/proc/meminfo") as lines:
             fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+        limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
+        if limit.exists() and (text := limit.read_text().strip()) != "max":
+            free = min(free, max(0, int(text) - int(used.read_text())))
+        return free
     except (OSError, KeyError, ValueError):
         names = ("SC_AVPHYS_PAGES", "SC_PAGE_SIZE")
         return (

@@ -183,6 +183,7 @@ def run_fixed_events(clock: Clock, problem: ScheduleProblem, slot: int, at: int)
             clock.wait(event.number)
         else:
             timing = event.timing
+            clock.work(timing.issue_us)
             clock.enqueue(
                 event.number,
                 timing.duration_us,
@@ -196,7 +197,7 @@ def run_fixed_events(clock: Clock, problem: ScheduleProblem, slot: int, at: int)
 def start_work_us(members: Sequence[Job]) -> float:
     """Duration of the kernels at the start of a launch."""
     packing = sum(job.packing_us[0] for job in members) if len(members) > 1 else 0.0
-    return packing + sum(job.start_us for job in members)
+    return members[0].timing.issue_us + packing + sum(job.start_us for job in members)
 
 
 def wait_work_us(members: Sequence[Job]) -> float:

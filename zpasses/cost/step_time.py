@@ -54,7 +54,8 @@ class StepTime:
 
     total_us: float
     compute_us: float
-    """Sum of the kernels' durations with nothing running beside them."""
+    """Sum of the kernels' durations with nothing running beside them, and of the time that starting
+    collectives takes on the device that computes."""
     ring_collective_us: float
     """Sum of the collectives' durations with nothing running beside them."""
     waited_us: float
@@ -95,6 +96,8 @@ class CollectiveTiming:
     """Factor by which it takes longer beside kernels."""
     between_nodes: bool = False
     """Whether it uses the network; else it uses the links of one node."""
+    issue_us: float = 0.0
+    """Time for which its start keeps the device from computing."""
 
 
 class Timeline:
@@ -226,12 +229,15 @@ def _collective_timing(
         return CollectiveTiming(
             ring_collective_us(collective.op, sum(parts), ranks, target),
             between_nodes=ranks > target.ranks_per_node,
+            issue_us=target.issue_us,
         )
     if by_engine and target.routes:
         took = copy_engine_launch_us(figures, collective.op, parts, ranks, target)
     else:
         took = collective_on_route_us(figures, collective.op, sum(parts), ranks, target)
-    return CollectiveTiming(took, figures.compute_slowdown, figures.collective_slowdown)
+    return CollectiveTiming(
+        took, figures.compute_slowdown, figures.collective_slowdown, issue_us=target.issue_us
+    )
 
 
 @dataclass
@@ -257,6 +263,7 @@ class _Simulation:
         for event in events:
             if event.starts is not None:
                 timing = timings[event.starts]
+                self._work(timing.issue_us)
                 self._queues[timing.between_nodes].append(
                     _InFlight(event.starts, timing, timing.duration_us)
                 )

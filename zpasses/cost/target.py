@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -64,6 +65,9 @@ class Target:
     """The compiler's name of the device: "gfx942", "gfx950", "sm90", ..., "cpu"."""
     routes: tuple[str, ...] = ()
     """Copy-engine routes that this hardware has ("mori", "symm_mem"), the preferred one first."""
+    issue_us: float = 0.0
+    """Time for which the start of a collective keeps the device from computing: that of the host
+    on a CPU, 0 where the host runs ahead of the device."""
 
     @classmethod
     def parse(cls, text: str) -> Target:
@@ -92,7 +96,8 @@ class Target:
             values[key.strip()] = parse_value(
                 value.strip(), types[key.strip()], f"target {name!r}, {key.strip()!r}"
             )
-            if not values[key.strip()] > 0:
+            least = 0 if key.strip() == "issue_us" else math.ulp(0.0)
+            if not values[key.strip()] >= least:
                 raise OptionError(
                     f"target {text!r}: {key.strip()} must be greater than 0, got {value.strip()}."
                 )

@@ -43,6 +43,7 @@ __all__ = [
     "rejoin_after_failure",
     "report_failure",
     "reported_failure",
+    "simulated_answers",
     "store_barrier",
     "vote",
     "vote_timeout",
@@ -231,7 +232,10 @@ def exchange(
             answer in time.
     """
     if not has_other_ranks(group):
-        return [mine]
+        answers = _simulated_answers.get()
+        if answers is None or remember is None:
+            return [mine]
+        return [answers.setdefault((group, remember), mine)]
     state = group_state(group)
     if remember is not None and remember in state.answers:
         return state.answers[remember]
@@ -245,6 +249,23 @@ def exchange(
     if remember is not None:
         state.answers[remember] = answers
     return answers
+
+
+_simulated_answers: contextvars.ContextVar[dict[tuple[str, str], Any] | None] = (
+    contextvars.ContextVar("zpasses.simulated_answers", default=None)
+)
+
+
+@contextlib.contextmanager
+def simulated_answers() -> Iterator[None]:
+    """Inside, the ranks that one process plays in turn share the answers to remembered questions:
+    those of the rank that was asked first. Real ranks adopt the answer of their group's first rank.
+    """
+    token = _simulated_answers.set({})
+    try:
+        yield
+    finally:
+        _simulated_answers.reset(token)
 
 
 # --- one vote ------------------------------------------------------------------------------------

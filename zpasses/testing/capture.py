@@ -20,6 +20,7 @@ from zpasses.backend.capture import tag_joint
 from zpasses.graph.ops import UNSHARD
 from zpasses.pipeline.observers import ObservedGraph, observe_graphs
 from zpasses.pipeline.pipeline import Level, Pass, PassRecord, Pipeline
+from zpasses.ranks.vote import simulated_answers
 from zpasses.sharding.shard import shard as shard_model
 from zpasses.testing.worlds import fake_world
 
@@ -152,12 +153,14 @@ def capture_ranks(
 ) -> list[StepCapture]:
     """Run `capture_graphs` as each of `world_size` ranks in turn, with the same options.
 
-    For `simulate`: `[each.after.joint for each in capture_ranks(...)]`.
+    What ranks vote on is decided by rank 0. For `simulate`:
+    `[each.after.joint for each in capture_ranks(...)]`.
     """
-    return [
-        capture_graphs(model, inputs, world_size=world_size, rank=rank, **options)
-        for rank in range(world_size)
-    ]
+    with simulated_answers():
+        return [
+            capture_graphs(model, inputs, world_size=world_size, rank=rank, **options)
+            for rank in range(world_size)
+        ]
 
 
 def trace_joint(

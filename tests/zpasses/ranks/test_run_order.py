@@ -140,7 +140,9 @@ def _steps_before_the_first_graph():
 
 def test_a_step_of_one_rank_before_the_first_graph_is_an_error():
     """Otherwise its second step would meet the first of the others, and its learning rates too."""
-    for seconds, error in (each.result for each in run_in_fresh_ranks(_steps_before_the_first_graph)):
+    for seconds, error in (
+        each.result for each in run_in_fresh_ranks(_steps_before_the_first_graph)
+    ):
         assert "rank 1 to graph 0/0 forward" in error
         assert "after 1 optimizer step(s) without a graph" in error
         assert seconds < LIMIT_S + SLACK_S
