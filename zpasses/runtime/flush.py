@@ -31,10 +31,12 @@ from zpasses.ranks.vote import (
     is_reported,
     report_failure,
     vote,
+    vote_timeout,
 )
 from zpasses.runtime.codegen import eager_codegen
 from zpasses.runtime.local_shards import wrap_local_grad
 from zpasses.runtime.param_cache import drop_cached
+from zpasses.runtime.run_checks import timeout_of
 from zpasses.runtime.windows import Lowering, Window, grad_state_of
 
 __all__ = ["GraphLowering", "flush"]
@@ -283,15 +285,15 @@ def _reduce(
             for entry, rows in zip(entries, shard_rows, strict=True)
         ]
     else:
-        try:
-            code = lowering.code(entries, totals, shard_rows, timeout_s)
-        except Exception as error:
-            if timeout_s is not None and not is_reported(error):
-                report_failure(
-                    groups_of(window), "of the end of a window", error, recoverable=False
-                )
-            raise
-        grads = code(totals)
+        groups = groups_of(window)
+        with vote_timeout(timeout_of(groups, timeout_s)):  # passes vote, and routes are voted on
+            try:
+                code = lowering.code(entries, totals, shard_rows, timeout_s)
+            except Exception as error:
+                if timeout_s is not None and not is_reported(error):
+                    report_failure(groups, "of the end of a window", error, recoverable=False)
+                raise
+            grads = code(totals)
     _accumulate([params[entry.param_index] for entry in entries], grads)
 
 

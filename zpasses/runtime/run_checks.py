@@ -11,7 +11,7 @@ ranks that did not take part.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -37,6 +37,7 @@ __all__ = [
     "in_window",
     "timeout_of",
     "with_run_check",
+    "with_vote_limit",
 ]
 
 # Group name -> timeouts of its open windows, in seconds; None where a window has none of its own.
@@ -44,7 +45,10 @@ __all__ = [
 _window_timeouts: dict[str, list[float | None]] = {}
 
 # Group name -> time limit of the votes of the last graph that ran on it, in seconds.
-_run_check_timeouts: dict[str, float] = {}
+_vote_timeouts: dict[str, float] = {}
+
+# Names of groups on which a graph has run whose runs are all checked.
+_checked_groups: set[str] = set()
 
 
 @contextlib.contextmanager
@@ -76,7 +80,7 @@ def timeout_of(groups: Sequence[str], timeout_s: float | None = None) -> float:
     """
     if timeout_s is not None:
         return timeout_s
-    known = [_run_check_timeouts[group] for group in groups if group in _run_check_timeouts]
+    known = [_vote_timeouts[group] for group in groups if group in _vote_timeouts]
     return max(known, default=current_timeout_s())
 
 
@@ -117,8 +121,9 @@ def with_run_check(
             return code(args)
         longest = timeout_s
         for group in asked:
+            _vote_timeouts[group] = timeout_s
             if every_run:
-                _run_check_timeouts[group] = timeout_s
+                _checked_groups.add(group)
             if group in _window_timeouts:
                 asked_for = [each for each in _window_timeouts[group] if each is not None]
                 limit = max(asked_for, default=timeout_s)
@@ -148,6 +153,29 @@ def with_run_check(
     return boxed(run)
 
 
+def with_vote_limit(
+    code: Callable[[list[Any]], Any], groups: Iterable[str], timeout_s: float
+) -> Callable[[list[Any]], Any]:
+    """The code of a graph whose runs are not checked. It limits the votes that remain.
+
+    Args:
+        groups: the process groups that the graph communicates over.
+        timeout_s: seconds to wait for the other ranks, in votes about the route of collectives, and
+            at the end of windows that set no limit.
+    """
+    names = tuple(groups)
+    if not names:
+        return code
+
+    def run(args: list[Any]) -> Any:
+        for group in names:
+            _vote_timeouts[group] = timeout_s
+        with vote_timeout(timeout_s):
+            return code(args)
+
+    return boxed(run)
+
+
 def check_optimizer_step(groups: Sequence[str], optimizer: str) -> None:
     """Check that every rank comes to a step of an optimizer of parameters of these groups.
 
@@ -155,8 +183,8 @@ def check_optimizer_step(groups: Sequence[str], optimizer: str) -> None:
     """
     event = RunEvent.of(f"{optimizer}.step()")
     for group in groups:
-        if group in _run_check_timeouts and has_other_ranks(group):
-            check_run_event(group, event, _run_check_timeouts[group])
+        if group in _checked_groups and has_other_ranks(group):
+            check_run_event(group, event, _vote_timeouts[group])
             heartbeat.set_activity(f"in {optimizer}.step()")
 
 
