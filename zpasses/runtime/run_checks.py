@@ -35,6 +35,7 @@ __all__ = [
     "barriers_enabled",
     "check_optimizer_step",
     "in_window",
+    "limited_collectives",
     "timeout_of",
     "with_run_check",
     "with_vote_limit",
@@ -113,13 +114,13 @@ def with_run_check(
     code = codegen(gm, inputs)
     if not events:
         return code
-    activity = f"running graph {graph_name}"
+    name = f"graph {graph_name}"
 
     def run(args: list[Any]) -> Any:
         asked = [group for group in events if has_other_ranks(group)]
         if not asked:
             return code(args)
-        longest = timeout_s
+        longest, longest_option = timeout_s, COMPILE_TIMEOUT
         for group in asked:
             _vote_timeouts[group] = timeout_s
             if every_run:
@@ -127,8 +128,9 @@ def with_run_check(
             if group in _window_timeouts:
                 asked_for = [each for each in _window_timeouts[group] if each is not None]
                 limit = max(asked_for, default=timeout_s)
-                longest = max(longest, limit)
                 option = WINDOW_TIMEOUT if asked_for else COMPILE_TIMEOUT
+                if limit > longest:
+                    longest, longest_option = limit, option
                 check_run_event(
                     group, events[group], limit, always_vote=True, timeout_option=option
                 )
@@ -138,19 +140,37 @@ def with_run_check(
             rejoin_after_failure(asked)
             with vote_timeout(timeout_s):
                 return code(args)
-        heartbeat.set_activity(activity)
         # Code that runs for the first time may vote, too: about the route of its collectives.
-        with compat.limited_timeouts(asked, longest), vote_timeout(timeout_s):
-            try:
-                return code(args)
-            except RuntimeError as error:
-                if not compat.is_collective_timeout(error):
-                    raise
-                raise _timeout_error(asked, activity, longest, error) from error
-            finally:
-                heartbeat.set_activity(f"after {activity.removeprefix('running ')}")
+        with limited_collectives(asked, name, longest, longest_option), vote_timeout(timeout_s):
+            return code(args)
 
     return boxed(run)
+
+
+@contextlib.contextmanager
+def limited_collectives(
+    groups: Sequence[str], name: str, timeout_s: float, timeout_option: str
+) -> Iterator[None]:
+    """Inside, collectives of these groups give up after `timeout_s`.
+
+    Args:
+        name: what runs inside, for the error and the heartbeat.
+        timeout_option: what the user sets to wait longer, for the error.
+
+    Raises:
+        AgreementError: if a collective gave up. It names the ranks that did not take part.
+    """
+    heartbeat.set_activity(f"running {name}")
+    with compat.limited_timeouts(groups, timeout_s):
+        try:
+            yield
+        except RuntimeError as error:
+            if not compat.is_collective_timeout(error):
+                raise
+            activity = f"running {name}"
+            raise _timeout_error(groups, activity, timeout_s, timeout_option, error) from error
+        finally:
+            heartbeat.set_activity(f"after {name}")
 
 
 def with_vote_limit(
@@ -189,7 +209,11 @@ def check_optimizer_step(groups: Sequence[str], optimizer: str) -> None:
 
 
 def _timeout_error(
-    groups: Sequence[str], activity: str, timeout_s: float, error: BaseException
+    groups: Sequence[str],
+    activity: str,
+    timeout_s: float,
+    timeout_option: str,
+    error: BaseException,
 ) -> AgreementError:
     me = compat.global_rank()
     others = sorted({rank for group in groups for rank in compat.group_ranks(group)} - {me})
@@ -200,7 +224,7 @@ def _timeout_error(
         f"rank {me} waited in a collective while {activity}, for {timeout_s:g} s or until the "
         f"other end closed ({type(error).__name__}: {str(error)[:200]}). "
         f"{' '.join(f'{reason}.' for reason in reasons) or heartbeat.describe(others[:8])} "
-        "Look at the logs of these ranks; options={'agreement_timeout_s': ...} waits longer."
+        f"Look at the logs of these ranks; {timeout_option} waits longer."
     )
     found._zpasses_reported = False  # type: ignore[attr-defined]  # no vote told the other ranks
     return found

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import zpasses
 from zpasses.ranks import heartbeat
+from zpasses.runtime.flush import GraphLowering
 from zpasses.testing import run_in_fresh_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
@@ -83,7 +85,7 @@ def test_a_stopped_rank_is_named_with_where_it_was_last_seen():
     assert "Rank 1 is dead or stopped: it was in SGD.step()" in error
 
 
-def stop():
+def stop(*_):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -131,3 +133,28 @@ def test_a_rank_that_sleeps_between_forward_and_backward_is_named(steps_before):
     seconds, error = sleeper.result  # after it woke up
     assert seconds < LIMIT_S + SLACK_S
     assert error.startswith("AgreementError: rank 1 ")
+
+
+def _stops_in_the_reduction_of_a_window():
+    model = nn.Linear(4, 4)
+    step = compiled(model)
+
+    def train():
+        with zpasses.coalesce_grad_reduction(model):
+            step(torch.ones(2, 4)).sum().backward()
+
+    train()  # compiles the reduction
+    if dist.get_rank() == 1:
+        mock.patch.object(GraphLowering, "code", side_effect=stop).start()
+    return outcome_of(train)
+
+
+@pytest.mark.slow(quick="test_a_rank_that_stops_between_forward_and_backward_is_named")
+def test_a_rank_that_stops_in_the_reduction_of_a_window_is_named():
+    survivor, _ = run_in_fresh_ranks(_stops_in_the_reduction_of_a_window, timeout_s=90, answers=1)
+    assert survivor.result is not None, survivor
+    seconds, error = survivor.result
+    assert LIMIT_S - 1 < seconds < LIMIT_S + SLACK_S
+    assert "rank 0 waited in a collective while running the reduction of a window" in error
+    assert "Rank 1 is dead or stopped" in error
+    assert "coalesce_grad_reduction(..., timeout_s=...)" in error
