@@ -232,6 +232,25 @@ def test_another_form_of_a_reduction_is_accepted(correct):
     accepted(lowered(), Do(correct))
 
 
+def test_an_operator_that_changes_nothing_may_go():
+    graph = lowered()
+
+    def choose_between_equals(graph):
+        started = starts(graph)[0]
+        edit, gradient = Editor(graph, before=started), started.args[0]
+        mask = edit.call(aten.gt.Scalar, gradient.args[1], 0)
+        mask = edit.call(aten.slice_copy.Tensor, mask, 0, 0, 4)
+        started.args = (edit.call(aten.where.self, mask, gradient, gradient), *started.args[1:])
+
+    def choose_nothing(graph):
+        (choice,) = calls(graph, aten.where.self)
+        choice.replace_all_uses_with(choice.args[1])
+        erase_dead(graph, [choice])
+
+    accepted(graph, Do(choose_between_equals))
+    accepted(graph, Do(choose_nothing))
+
+
 def test_an_equal_gradient_may_take_the_place_of_another():
     graph = lowered()
 
@@ -256,7 +275,7 @@ def test_a_gradient_that_is_constant_needs_no_reduction():
     graph = lowered()
 
     def make_constant(graph):
-        started = starts(graph)[0]
+        started = starts(graph)[-1]
         started.args = (
             Editor(graph, before=started).call(aten.full.default, [4, 4], 1.0),
             *started.args[1:],
@@ -265,7 +284,7 @@ def test_a_gradient_that_is_constant_needs_no_reduction():
     run_passes(graph, [Do(make_constant)], verify="off")
 
     def skip(graph):
-        started = starts(graph)[0]
+        started = starts(graph)[-1]
         wait = wait_of(started)
         replace_node(wait, Editor(graph, before=wait).call(aten.full.default, [2, 4], 1.0))
         erase_dead(graph, [started])
