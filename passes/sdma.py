@@ -98,6 +98,7 @@ class Sdma(Pass):
 
     name: ClassVar[str] = "sdma"
     level: ClassVar[Level] = Level.PARTITIONED
+    votes_at_run_time: ClassVar[str] = "the routes of its gathers"
 
     min_mb: float = 16.0
     """Smallest size of one rank's part of a gather, in MiB. Smaller gathers stay, because copy

@@ -62,6 +62,41 @@ def sources() -> dict[str, Path]:
 MODULES = sources()
 
 
+COMPUTED = {
+    ("zpasses", "f'zpasses.{name}'"): "the submodules in _MODULES, which are attributes of zpasses",
+    ("zpasses.tools.capture.run", "place"): "the user's module, named on the command line",
+    ("zpasses.tools.stress.read_dump", "module"): (
+        "what the commands import when they run, so that forks inherit it"
+    ),
+}
+"""Calls of `import_module` whose argument is computed, by module and text, and what they import."""
+
+computed: set[tuple[str, str]] = set()
+"""Those that were found."""
+
+
+def imported_by_name(module: str, tree: ast.Module, call: ast.Call) -> list[str]:
+    """What a call of `import_module` imports: a constant, or the values of a table of constants."""
+    (argument,) = call.args
+    if isinstance(argument, ast.Constant):
+        return [argument.value]
+    text = ast.unparse(argument)
+    tables = {
+        ast.unparse(node.targets[0]): node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+    }
+    table = tables.get(text.partition("[")[0])
+    if isinstance(argument, ast.Subscript) and isinstance(table, ast.Dict):
+        return list(dict.fromkeys(ast.literal_eval(table).values()))
+    assert (module, text) in COMPUTED, (
+        f"{MODULES[module]}:{call.lineno}: import_module({text}) hides an import; name a constant, "
+        "a table of constants, or add it to COMPUTED with a reason."
+    )
+    computed.add((module, text))
+    return []
+
+
 def imports_of(module: str) -> Iterator[Import]:
     path = MODULES[module]
     text = path.read_text()
@@ -80,8 +115,7 @@ def imports_of(module: str) -> Iterator[Import]:
             assert node.module is not None
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            (argument,) = node.args
-            names = [argument.value] if isinstance(argument, ast.Constant) else []
+            names = imported_by_name(module, tree, node)
         for name in names:
             place = path.relative_to(ROOT).as_posix()
             yield Import(
@@ -106,6 +140,17 @@ def layer(module: str) -> int:
         f"{module} is in no room of LAYERS in {Path(__file__).name}: add its room, or move it into "
         "one."
     )
+
+
+def test_tables_of_public_names_are_read():
+    by_table = [each for each in ALL if "import_module(_HOMES[name])" in each.text]
+    assert {each.importer for each in by_table} == {"zpasses", "zpasses.testing"}
+    unknown = [str(each) for each in by_table if each.imported not in MODULES]
+    assert not unknown, "\n".join(["tables name modules that do not exist:", *unknown])
+
+
+def test_computed_imports_are_used():
+    assert computed == set(COMPUTED)
 
 
 def room(module: str) -> str:
@@ -190,6 +235,7 @@ LAZY = {
     "zpasses.pipeline.simulation": "a pipeline loads the simulator only if it is asked to simulate",
     "zpasses.dumps.recorders": "a compile without a dump does not load the writer",
     "zpasses.inspect.inspection": "the page's template engine, which listing a dump does not need",
+    "zpasses.testing": "public names; pytest loads the package with the plugin",
     "zpasses.testing.plugin": "pytest loads it in every project, and most of them need no torch",
     "zpasses.testing.ranks.server": "ranks of a program without pytest do not import pytest",
     "zpasses.testing.ranks_marker": "the plugin imports it, and the pool of ranks imports torch",
@@ -203,10 +249,7 @@ def test_imports_stand_at_the_top_unless_they_must_be_lazy():
     wrong = [
         str(each)
         for each, _ in OURS
-        if each.lazy and each.importer not in ABOVE_ALL
-        if not any(
-            each.importer == module or each.importer.startswith(f"{module}.") for module in LAZY
-        )
+        if each.lazy and each.importer not in ABOVE_ALL and each.importer not in LAZY
     ]
     assert not wrong, "\n".join(
         ["imports inside functions; move them up, or give the reason in LAZY:", *wrong]

@@ -51,30 +51,30 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AgreementError": "errors",
-    "Level": "pipeline",
-    "OptionError": "errors",
-    "Options": "pipeline",
-    "Pass": "pipeline",
-    "MemoryBudgetError": "errors",
-    "PassError": "errors",
-    "PassRecord": "pipeline",
-    "Pipeline": "pipeline",
-    "ShardingError": "errors",
-    "Target": "cost.target",
-    "ZpassesError": "errors",
-    "coalesce_grad_reduction": "accumulation",
-    "invalidate": "sharding.shard",
-    "pack_parameters": "sharding.flat_buffers",
-    "pack_shards": "sharding.shard",
-    "shard": "sharding.shard",
-    "local_shards": "sharding.module",
+    "AgreementError": "zpasses.errors",
+    "Level": "zpasses.pipeline",
+    "MemoryBudgetError": "zpasses.errors",
+    "OptionError": "zpasses.errors",
+    "Options": "zpasses.pipeline",
+    "Pass": "zpasses.pipeline",
+    "PassError": "zpasses.errors",
+    "PassRecord": "zpasses.pipeline",
+    "Pipeline": "zpasses.pipeline",
+    "ShardingError": "zpasses.errors",
+    "Target": "zpasses.cost.target",
+    "ZpassesError": "zpasses.errors",
+    "coalesce_grad_reduction": "zpasses.accumulation",
+    "invalidate": "zpasses.sharding.shard",
+    "pack_parameters": "zpasses.sharding.flat_buffers",
+    "pack_shards": "zpasses.sharding.shard",
+    "shard": "zpasses.sharding.shard",
+    "local_shards": "zpasses.sharding.module",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        value = getattr(importlib.import_module(f"zpasses.{_HOMES[name]}"), name)
+        value = getattr(importlib.import_module(_HOMES[name]), name)
     elif name in _MODULES:
         return importlib.import_module(f"zpasses.{name}")
     else:

@@ -24,7 +24,7 @@ from zpasses.testing import RankRun, copy_graph, fake_world, random_inputs, simu
 from zpasses.testing.capture import TracedJoint
 from zpasses.testing.compare import check_equal
 from zpasses.tools.stress.cases import CaseResult, Outcome, StressConfig
-from zpasses.tools.stress.drawing import DrawnModel, draw_model, draw_pipeline
+from zpasses.tools.stress.drawn_models import DrawnModel, draw_model, draw_pipeline
 
 __all__ = ["run"]
 

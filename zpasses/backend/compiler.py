@@ -64,7 +64,7 @@ from zpasses.runtime.forward_variants import (
 )
 from zpasses.runtime.gloo import replace_gloo_all_gathers
 from zpasses.runtime.grad_slots import GradSlot, always_reduced, grad_slots
-from zpasses.runtime.run_checks import in_window, with_run_check
+from zpasses.runtime.run_checks import in_window, with_run_check, with_vote_limit
 from zpasses.runtime.windows import Lowering, StepWindow, install_step_guard
 from zpasses.sharding.module import with_plain_inputs
 
@@ -104,7 +104,7 @@ def zpasses_backend(
     pipeline, result_hook = apply_bisect_limits(parsed.passes(), compat.current_compile_id())
     compiler = _GraphCompiler(captured, parsed, pipeline, result_hook)
     if not parsed.agreement:
-        _warn_about_remaining_votes(pipeline, captured.groups)
+        _log_remaining_votes(pipeline, captured.groups)
     try:
         if parsed.agreement:
             rejoin_after_failure(captured.groups)
@@ -123,15 +123,21 @@ def zpasses_backend(
         raise
 
 
-def _warn_about_remaining_votes(pipeline: Pipeline, groups: Sequence[str]) -> None:
-    voting = dict.fromkeys(each.name for each in pipeline if each.votes())
-    if voting and any(map(has_other_ranks, groups)):
-        log.warning(
-            "agreement=False: ranks still vote in %s, whose choices must be equal on all ranks, in "
-            "windows, and about routes of copy engines. They wait up to agreement_timeout_s for "
-            "each other.",
-            ", ".join(voting),
-        )
+def _log_remaining_votes(pipeline: Pipeline, groups: Sequence[str]) -> None:
+    if not any(map(has_other_ranks, groups)):
+        return
+    where = []
+    if voting := dict.fromkeys(each.name for each in pipeline if each.votes()):
+        where.append(f"in {', '.join(voting)}, whose choices must be equal on all ranks")
+    for what in dict.fromkeys(each.votes_at_run_time for each in pipeline):
+        where += [f"about {what} when they first run"] if what else []
+    level = logging.WARNING if where else logging.INFO
+    where.append("in coalesce_grad_reduction blocks")
+    log.log(
+        level,
+        "agreement=False: ranks still vote %s. They wait up to agreement_timeout_s for each other.",
+        ", and ".join(where),
+    )
 
 
 class _GraphCompiler:
@@ -384,17 +390,13 @@ class _GraphCompiler:
         self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any], kind: str
     ) -> Compiled:
         runnable = replace_gloo_all_gathers(gm)
+        name, timeout_s = f"{self.name} {kind}", self._options.agreement_timeout_s
+        events = run_events(gm.graph, name)
         if not self._options.agreement:
-            return codegen(runnable, inputs)
-        name = f"{self.name} {kind}"
+            return with_vote_limit(codegen(runnable, inputs), events, timeout_s)
+        every_run = self._options.agreement != "first"
         return with_run_check(
-            codegen,
-            runnable,
-            inputs,
-            run_events(gm.graph, name),
-            name,
-            self._options.agreement_timeout_s,
-            every_run=self._options.agreement != "first",
+            codegen, runnable, inputs, events, name, timeout_s, every_run=every_run
         )
 
     def _lowering(self) -> Lowering:

@@ -73,7 +73,8 @@ class Pass(compat.CustomGraphPass):
     """Whether the pass may add, remove, reorder or write to the graph's inputs."""
     changes_outputs: ClassVar[bool] = False
     """Whether the pass may change the number, order or kind of the graph's outputs."""
-
+    votes_at_run_time: ClassVar[str] = ""
+    """What the ranks vote on when collectives of the pass first run; "" if they do not vote."""
     reorders_sums: ClassVar[bool] = False
     """Whether floating-point sums may be added up in another order, which changes their rounding.
     `verify="simulate"` then compares with a tolerance."""

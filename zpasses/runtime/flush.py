@@ -8,6 +8,7 @@ with zeros from the other ranks.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,19 +29,24 @@ from zpasses.ranks.agreement import compare_collectives
 from zpasses.ranks.vote import (
     COMPILE_TIMEOUT,
     WINDOW_TIMEOUT,
+    has_other_ranks,
     is_reported,
     report_failure,
     vote,
+    vote_timeout,
 )
 from zpasses.runtime.codegen import eager_codegen
 from zpasses.runtime.local_shards import wrap_local_grad
 from zpasses.runtime.param_cache import drop_cached
+from zpasses.runtime.run_checks import limited_collectives, timeout_of
 from zpasses.runtime.windows import Lowering, Window, grad_state_of
 
 __all__ = ["GraphLowering", "flush"]
 
 _MAX_CACHED_GRAPHS = 8
 """Number of flush graphs whose code is cached, one per set of gradients."""
+
+_TIMEOUT_OPTION = f"{WINDOW_TIMEOUT} or {COMPILE_TIMEOUT}"
 
 
 @dataclass(frozen=True)
@@ -213,7 +219,7 @@ def _agree_on_entries(
                 _union,
                 timeout_s,
                 failure=why,
-                timeout_option=f"{WINDOW_TIMEOUT} or {COMPILE_TIMEOUT}",
+                timeout_option=_TIMEOUT_OPTION,
             )
         except AgreementError as caught:
             error = error or caught
@@ -277,22 +283,37 @@ def _reduce(
             else torch.zeros(entry.shape, dtype=entry.total_dtype, device=shard.device)
         )
         shard_rows.append(shard.shape[0] if shard.dim() else 0)
-    if lowering is None:
-        grads: Any = [
-            _reduce_with_dialect(entry, totals.pop(0), rows)
-            for entry, rows in zip(entries, shard_rows, strict=True)
-        ]
-    else:
-        try:
-            code = lowering.code(entries, totals, shard_rows, timeout_s)
-        except Exception as error:
-            if timeout_s is not None and not is_reported(error):
-                report_failure(
-                    groups_of(window), "of the end of a window", error, recoverable=False
-                )
-            raise
-        grads = code(totals)
+    groups = groups_of(window)
+    with vote_timeout(timeout_of(groups, timeout_s)):  # of passes, and about routes
+        code: Callable[[list[Any]], Any]
+        if lowering is None:
+            code = functools.partial(_reduce_with_dialect, entries, shard_rows)
+        else:
+            code = _lowered(lowering, groups, entries, totals, shard_rows, timeout_s)
+        if timeout_s is None:
+            grads = code(totals)
+        else:
+            asked = [group for group in groups if has_other_ranks(group)]
+            name = "the reduction of a window"
+            with limited_collectives(asked, name, timeout_s, _TIMEOUT_OPTION):
+                grads = code(totals)
     _accumulate([params[entry.param_index] for entry in entries], grads)
+
+
+def _lowered(
+    lowering: Lowering,
+    groups: Sequence[str],
+    entries: Sequence[FlushEntry],
+    totals: Sequence[Tensor],
+    shard_rows: Sequence[int],
+    timeout_s: float | None,
+) -> Callable[[list[Any]], Any]:
+    try:
+        return lowering.code(entries, totals, shard_rows, timeout_s)
+    except Exception as error:
+        if timeout_s is not None and not is_reported(error):
+            report_failure(groups, "of the end of a window", error, recoverable=False)
+        raise
 
 
 def _lowering(params: Sequence[Any], text: str) -> Lowering | None:
@@ -321,12 +342,15 @@ def _lowering(params: Sequence[Any], text: str) -> Lowering | None:
     return own or GraphLowering(Pipeline.parse(text), eager_codegen)
 
 
-def _reduce_with_dialect(entry: FlushEntry, total: Tensor, shard_rows: int) -> Tensor:
-    how = entry.reduction
-    reduced: Tensor = REDUCE_GRAD(
-        total, how.rows, shard_rows, how.dtype, entry.reduce_dtype, how.group
-    )
-    return reduced
+def _reduce_with_dialect(
+    entries: Sequence[FlushEntry], shard_rows: Sequence[int], totals: list[Tensor]
+) -> list[Tensor]:
+    grads = []
+    for entry, rows in zip(entries, shard_rows, strict=True):
+        how = entry.reduction
+        total = totals.pop(0)  # so that it is freed
+        grads.append(REDUCE_GRAD(total, how.rows, rows, how.dtype, entry.reduce_dtype, how.group))
+    return grads
 
 
 def _accumulate(params: Sequence[Any], grads: Sequence[Tensor]) -> None:

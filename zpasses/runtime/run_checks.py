@@ -11,7 +11,7 @@ ranks that did not take part.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -35,8 +35,10 @@ __all__ = [
     "barriers_enabled",
     "check_optimizer_step",
     "in_window",
+    "limited_collectives",
     "timeout_of",
     "with_run_check",
+    "with_vote_limit",
 ]
 
 # Group name -> timeouts of its open windows, in seconds; None where a window has none of its own.
@@ -44,7 +46,10 @@ __all__ = [
 _window_timeouts: dict[str, list[float | None]] = {}
 
 # Group name -> time limit of the votes of the last graph that ran on it, in seconds.
-_run_check_timeouts: dict[str, float] = {}
+_vote_timeouts: dict[str, float] = {}
+
+# Names of groups on which a graph has run whose runs are all checked.
+_checked_groups: set[str] = set()
 
 # Group name -> optimizer steps before a graph ran on it.
 _steps_before_graphs: dict[str, int] = {}
@@ -79,7 +84,7 @@ def timeout_of(groups: Sequence[str], timeout_s: float | None = None) -> float:
     """
     if timeout_s is not None:
         return timeout_s
-    known = [_run_check_timeouts[group] for group in groups if group in _run_check_timeouts]
+    known = [_vote_timeouts[group] for group in groups if group in _vote_timeouts]
     return max(known, default=current_timeout_s())
 
 
@@ -112,23 +117,25 @@ def with_run_check(
     code = codegen(gm, inputs)
     if not events:
         return code
-    activity = f"running graph {graph_name}"
+    name = f"graph {graph_name}"
 
     def run(args: list[Any]) -> Any:
         asked = [group for group in events if has_other_ranks(group)]
         if not asked:
             return code(args)
-        longest = timeout_s
+        longest, longest_option = timeout_s, COMPILE_TIMEOUT
         for group in asked:
             event = events[group]
+            _vote_timeouts[group] = timeout_s
             if every_run:
                 event = _with_earlier_steps(group, event)
-                _run_check_timeouts[group] = timeout_s
+                _checked_groups.add(group)
             if group in _window_timeouts:
                 asked_for = [each for each in _window_timeouts[group] if each is not None]
                 limit = max(asked_for, default=timeout_s)
-                longest = max(longest, limit)
                 option = WINDOW_TIMEOUT if asked_for else COMPILE_TIMEOUT
+                if limit > longest:
+                    longest, longest_option = limit, option
                 check_run_event(group, event, limit, always_vote=True, timeout_option=option)
             elif every_run:
                 check_run_event(group, event, timeout_s)
@@ -136,17 +143,58 @@ def with_run_check(
             rejoin_after_failure(asked)
             with vote_timeout(timeout_s):
                 return code(args)
-        heartbeat.set_activity(activity)
         # Code that runs for the first time may vote, too: about the route of its collectives.
-        with compat.limited_timeouts(asked, longest), vote_timeout(timeout_s):
-            try:
-                return code(args)
-            except RuntimeError as error:
-                if not compat.is_collective_timeout(error):
-                    raise
-                raise _timeout_error(asked, activity, longest, error) from error
-            finally:
-                heartbeat.set_activity(f"after {activity.removeprefix('running ')}")
+        with limited_collectives(asked, name, longest, longest_option), vote_timeout(timeout_s):
+            return code(args)
+
+    return boxed(run)
+
+
+@contextlib.contextmanager
+def limited_collectives(
+    groups: Sequence[str], name: str, timeout_s: float, timeout_option: str
+) -> Iterator[None]:
+    """Inside, collectives of these groups give up after `timeout_s`.
+
+    Args:
+        name: what runs inside, for the error and the heartbeat.
+        timeout_option: what the user sets to wait longer, for the error.
+
+    Raises:
+        AgreementError: if a collective gave up. It names the ranks that did not take part.
+    """
+    heartbeat.set_activity(f"running {name}")
+    with compat.limited_timeouts(groups, timeout_s):
+        try:
+            yield
+        except RuntimeError as error:
+            if not compat.is_collective_timeout(error):
+                raise
+            activity = f"running {name}"
+            raise _timeout_error(groups, activity, timeout_s, timeout_option, error) from error
+        finally:
+            heartbeat.set_activity(f"after {name}")
+
+
+def with_vote_limit(
+    code: Callable[[list[Any]], Any], groups: Iterable[str], timeout_s: float
+) -> Callable[[list[Any]], Any]:
+    """The code of a graph whose runs are not checked. It limits the votes that remain.
+
+    Args:
+        groups: the process groups that the graph communicates over.
+        timeout_s: seconds to wait for the other ranks, in votes about the route of collectives, and
+            at the end of windows that set no limit.
+    """
+    names = tuple(groups)
+    if not names:
+        return code
+
+    def run(args: list[Any]) -> Any:
+        for group in names:
+            _vote_timeouts[group] = timeout_s
+        with vote_timeout(timeout_s):
+            return code(args)
 
     return boxed(run)
 
@@ -159,23 +207,27 @@ def check_optimizer_step(groups: Sequence[str], optimizer: str) -> None:
     """
     event = RunEvent.of(f"{optimizer}.step()")
     for group in groups:
-        if group not in _run_check_timeouts:
+        if group not in _checked_groups:
             _steps_before_graphs[group] = _steps_before_graphs.get(group, 0) + 1
         elif has_other_ranks(group):
-            check_run_event(group, event, _run_check_timeouts[group])
+            check_run_event(group, event, _vote_timeouts[group])
             heartbeat.set_activity(f"in {optimizer}.step()")
 
 
 def _with_earlier_steps(group: str, event: RunEvent) -> RunEvent:
     """The event of a run; for the first run of a group, with the optimizer steps before it."""
     steps = _steps_before_graphs.pop(group, 0)
-    if group in _run_check_timeouts or not steps:
+    if group in _checked_groups or not steps:
         return event
     return RunEvent.of(f"{event.text} after {steps} optimizer step(s) without a graph")
 
 
 def _timeout_error(
-    groups: Sequence[str], activity: str, timeout_s: float, error: BaseException
+    groups: Sequence[str],
+    activity: str,
+    timeout_s: float,
+    timeout_option: str,
+    error: BaseException,
 ) -> AgreementError:
     me = compat.global_rank()
     others = sorted({rank for group in groups for rank in compat.group_ranks(group)} - {me})
@@ -186,7 +238,7 @@ def _timeout_error(
         f"rank {me} waited in a collective while {activity}, for {timeout_s:g} s or until the "
         f"other end closed ({type(error).__name__}: {str(error)[:200]}). "
         f"{' '.join(f'{reason}.' for reason in reasons) or heartbeat.describe(others[:8])} "
-        "Look at the logs of these ranks; options={'agreement_timeout_s': ...} waits longer."
+        f"Look at the logs of these ranks; {timeout_option} waits longer."
     )
     found._zpasses_reported = False  # type: ignore[attr-defined]  # no vote told the other ranks
     return found

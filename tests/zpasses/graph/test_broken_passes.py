@@ -54,6 +54,13 @@ def lowered():
     return gm
 
 
+def all_reduced():
+    gm = dialect()
+    GatherParams()(gm.graph)
+    ReduceGrads("all_reduce")(gm.graph)
+    return gm
+
+
 def _bucketed(mode):
     def make():
         gm = lowered()
@@ -593,6 +600,20 @@ def swap_reduced_outputs(graph):
     exchange(*[node for node, _ in tagged(graph, "reduced") if node.target is operator.getitem], 1)
 
 
+def swap_reduced_waits(graph):
+    first, second = [
+        node for node, _ in tagged(graph, "reduced", "shard_grad") if node.target is WAIT
+    ]
+    for each in [*(user for user in first.users if user.op != "output"), first]:
+        second.append(each)
+    exchange(first, second)
+
+
+def reduce_input_of_model(graph):
+    started = nodes(graph, SCATTER)[0]
+    replace_input(started, next(each for each in graph.nodes if value_of(each).shape == (4, 2)))
+
+
 # --- beyond a static check ------------------------------------------------------------------------
 def double(graph):
     mul = nodes(graph, aten.mul.Tensor)[0]
@@ -661,15 +682,7 @@ def round_gradient(graph):
     replace_input(started, edit.call(aten.mul.Tensor, coarse, 3))
 
 
-SHARED_REDUCTION = "parameters with equal gradients share a reduction: tags do not tell"
-
 BEYOND_STATIC: dict[Callable[[fx.Graph], object], str] = {
-    swap_copies_of_gradients: SHARED_REDUCTION,
-    replace_gradient_by_input: SHARED_REDUCTION,
-    skip_reduction: SHARED_REDUCTION,
-    skip_reduction_in_the_dialect: SHARED_REDUCTION,
-    zeros_for_a_gradient: SHARED_REDUCTION,
-    swap_reduced_outputs: SHARED_REDUCTION,
     double: "arithmetic on activations: only numbers show it",
     negate_shard: "a pass may prepare a gather's input by any computation, such as quantization",
     sum_for_average: "a pass may scale a sum itself",
@@ -759,6 +772,17 @@ STATIC = [
     (dialect, lower_gradients_of_each_other, r"tagged as the reduction of .*, but reads"),
     (dialect, reduce_other_gradient, r"tagged as the reduction of .*, but reads"),
     (coalesced, swap_coalesced_gradients, r"tagged as the reduction of .*, but reads"),
+    (lowered, swap_copies_of_gradients, r"output 2 must be reduced from the gradient mul"),
+    (coalesced, swap_copies_of_gradients, r"output 2 must be reduced from the gradient mul"),
+    (flat, swap_copies_of_gradients, r"output 2 must be reduced from the gradient reshape"),
+    (coalesced, swap_reduced_outputs, r"output 2 must be reduced from the gradient mul"),
+    (lowered, swap_reduced_waits, r"output 2 must be reduced from the gradient mul"),
+    (all_reduced, swap_reduced_waits, r"output 2 must be reduced from the gradient mul"),
+    (lowered, reduce_input_of_model, r"output \d must be reduced from the gradient mul"),
+    (lowered, replace_gradient_by_input, r"output 2 must be reduced over ranks"),
+    (lowered, skip_reduction, r"output \d must be reduced over ranks"),
+    (dialect, skip_reduction_in_the_dialect, r"output \d must be reduced over ranks"),
+    (dialect, zeros_for_a_gradient, r"output \d must be reduced over ranks"),
 ]
 
 ROW_7 = {
@@ -804,10 +828,7 @@ def test_static_check_finds(graph, broken, message):
 def test_only_simulation_finds(broken):
     graphs = {
         "return_other_activation": dialect,
-        "skip_reduction_in_the_dialect": dialect,
-        "zeros_for_a_gradient": dialect,
         "swap_slices": flat,
-        "swap_reduced_outputs": coalesced,
     }
     graph = graphs.get(broken.__name__, lowered)
     run_passes(graph().graph, [Do(broken)])

@@ -16,6 +16,8 @@ from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 pytestmark = pytest.mark.processes
 
 LIMIT_S = 8.0
+SLACK_S = 25.0
+"""How much longer than the limit an error may take on a loaded machine; 10 s on an idle one."""
 
 
 class Branches(nn.Module):
@@ -54,7 +56,7 @@ def test_one_rank_on_another_branch_raises_on_all_and_names_the_first_difference
     for seconds, message in (
         outcome.result for outcome in run_in_fresh_ranks(_another_branch, "third", timeout_s=100)
     ):
-        assert seconds < LIMIT_S + 60
+        assert seconds < LIMIT_S + SLACK_S
         assert "AgreementError" in message
         assert (
             "collective 2 is all_gather_into_tensor(float32[2, 4]) of second.weight at " in message
@@ -96,37 +98,7 @@ def test_a_rank_that_dies_while_compiling_makes_the_others_raise():
     survivor, dead = run_in_fresh_ranks(_dies_while_compiling, timeout_s=100)
     assert dead.exit_code == 3
     assert survivor.ok, survivor
-    assert survivor.result < LIMIT_S + 60
-
-
-def _fails_while_compiling(failing):
-    if dist.get_rank() == failing:
-
-        def fail(graph):
-            raise ValueError("told to fail")
-
-        from zpasses.pipeline.observers import observe_graphs
-
-        observe_graphs(fail).__enter__()
-    started = time.monotonic()
-    try:
-        compiled(Branches(), agreement_timeout_s=100)(torch.ones(2, 4))
-    except Exception as error:
-        return time.monotonic() - started, str(error)
-    return None
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_whose_compile_fails_tells_the_others_why_at_once(failing):
-    outcomes = [
-        outcome.result
-        for outcome in run_in_fresh_ranks(_fails_while_compiling, failing, timeout_s=95)
-    ]
-    assert "told to fail" in outcomes[failing][1]
-    seconds, message = outcomes[1 - failing]
-    assert f"rank {failing} failed while compiling graph 0/0" in message
-    assert "told to fail" in message
-    assert seconds < 60
+    assert survivor.result < LIMIT_S + SLACK_S
 
 
 def _votes_twice():

@@ -1,20 +1,15 @@
 """Ranks that run different graphs, or a different number of them, get an error."""
 
-import os
-import signal
 import time
-from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import nn
+from torch._dynamo.utils import counters
 
 import zpasses
-from zpasses import AgreementError, Level, Pass, Pipeline
-from zpasses.pipeline.observers import observe_graphs
-from zpasses.ranks import heartbeat
+from zpasses import AgreementError
 from zpasses.ranks.run_order import RunEvent, check_run_event
 from zpasses.ranks.vote import group_state
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
@@ -54,9 +49,9 @@ def outcome_of(fn):
 
 
 # --- branches ------------------------------------------------------------------------------------
-def _branch_by_rank(stage, agreed_before, agreement):
+def _branch_by_rank(stage, agreed_before, agreement, **options):
     model = EitherLayer()
-    step = compiled(model, zero_stage=stage, agreement=agreement)
+    step = compiled(model, zero_stage=stage, agreement=agreement, **options)
     ones = torch.ones(2, 4)
     if agreed_before:
         for x in (ones, -ones, ones, -ones):
@@ -75,14 +70,39 @@ def test_ranks_that_gather_other_parameters_of_equal_shape_get_an_error(stage):
         assert seconds < LIMIT_S + SLACK_S
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_ranks_that_choose_different_agreed_graphs_get_an_error(stage):
-    results = [each.result for each in run_in_fresh_ranks(_branch_by_rank, stage, True, True)]
+def assert_different_graphs(results):
     for seconds, error in results:
         assert "AgreementError: ranks of group '0' are about to do different things" in error
         assert "the first of a.weight" in error
         assert "the first of b.weight" in error
         assert seconds < LIMIT_S + SLACK_S
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow(quick="2")), 2, 3])
+def test_ranks_that_choose_different_agreed_graphs_get_an_error(stage):
+    outcomes = run_in_fresh_ranks(_branch_by_rank, stage, True, True)
+    assert_different_graphs(each.result for each in outcomes)
+
+
+def _branch_by_rank_from_the_cache():
+    seen = _branch_by_rank(3, True, True, codegen="inductor")
+    looked_up = counters["inductor"]
+    return seen, (looked_up["fxgraph_cache_hit"], looked_up["fxgraph_cache_miss"])
+
+
+@pytest.mark.inductor
+@pytest.mark.slow(quick="test_ranks_that_choose_different_agreed_graphs_get_an_error")
+def test_graphs_from_a_warm_cache_are_told_apart_too(tmp_path):
+    for run in ("cold", "warm"):
+        outcomes = run_in_fresh_ranks(
+            _branch_by_rank_from_the_cache,
+            env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+            timeout_s=200,
+        )
+        assert_different_graphs(each.result[0] for each in outcomes)
+        for hits, misses in (each.result[1] for each in outcomes):
+            assert hits + misses >= 4  # forward and backward of both branches
+            assert misses == 0 or run == "cold"
 
 
 def test_agreement_first_compares_first_runs_only():
@@ -220,125 +240,6 @@ def _mismatch_then_same():
         check_run_event("0", RunEvent.of("the same"), LIMIT_S)
     assert "rank 0 comes to rank 0, but rank 1 to rank 1" in str(caught.value)
     return "different things", group_state("0").votes
-
-
-# --- failures ------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class FailsInBackward(Pass):
-    name: ClassVar[str] = "fails-in-backward"
-    level: ClassVar[Level] = Level.BACKWARD
-    rank: int = 1
-
-    def rewrite(self, graph: fx.Graph) -> int:
-        if dist.get_rank() == self.rank:
-            raise ValueError("told to fail")
-        return 0
-
-
-def _backward_fails_on(rank):
-    pipeline = Pipeline((*Pipeline.parse("zero3"), FailsInBackward(rank)))
-    step = compiled(nn.Linear(4, 4), pipeline=pipeline, agreement_timeout_s=60.0)
-    loss = step(torch.ones(2, 4)).sum()
-    return outcome_of(loss.backward)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_backward_that_one_rank_cannot_compile_is_an_error_on_all_at_once(rank):
-    results = [each.result for each in run_in_fresh_ranks(_backward_fails_on, rank)]
-    assert "told to fail" in results[rank][1]
-    seconds, error = results[1 - rank]
-    assert f"rank {rank} failed while compiling graph 0/0" in error
-    assert "told to fail" in error
-    assert seconds < 20
-
-
-def _recovers_from_a_failed_recompile():
-    model = nn.Linear(4, 4)
-    step = compiled(model, agreement_timeout_s=30.0)
-    step(torch.ones(2, 4)).sum().backward()
-    if dist.get_rank() == 1:
-
-        def fail(graph):
-            raise ValueError("told to fail")
-
-        with observe_graphs(fail), pytest.raises(Exception, match="told to fail"):
-            step(torch.ones(2, 3, 4))
-    # Collectives that no rank has compiled yet, so that the ranks vote.
-    other = compiled(nn.Linear(4, 6), agreement_timeout_s=30.0)
-    started = time.monotonic()
-    other(torch.ones(2, 4)).sum().backward()
-    return time.monotonic() - started < 25
-
-
-def test_votes_meet_again_after_a_failure_that_one_rank_caught():
-    results = [
-        each.result or str(each) for each in run_in_fresh_ranks(_recovers_from_a_failed_recompile)
-    ]
-    assert results == [True, True]
-
-
-# --- time limits ---------------------------------------------------------------------------------
-def _killed_before_compiling(pipeline):
-    heartbeat.start()
-    time.sleep(1.5)  # so that the other rank has seen a heartbeat
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    step = compiled(nn.Linear(4, 4), pipeline=pipeline)
-    return outcome_of(lambda: step(torch.ones(2, 4)).sum().backward())
-
-
-@pytest.mark.parametrize(
-    "pipeline", ["zero3", pytest.param("zero3-sdma", marks=pytest.mark.slow(quick="zero3"))]
-)
-def test_votes_of_passes_wait_no_longer_than_the_limit(pipeline):
-    survivor, _ = run_in_fresh_ranks(_killed_before_compiling, pipeline, timeout_s=90)
-    assert survivor.result is not None, survivor
-    seconds, error = survivor.result
-    assert seconds < LIMIT_S + SLACK_S
-    assert "rank 1" in error
-    assert "dead or stopped" in error
-    assert "options={'agreement_timeout_s': ...}" in error
-
-
-def _stopped_in_the_optimizer():
-    model = nn.Linear(4, 4)
-    step = compiled(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def train():
-        step(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-
-    for _ in range(20):
-        train()
-    if dist.get_rank() == 1:
-        optimizer.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
-    train()
-    return outcome_of(train)
-
-
-def test_a_stopped_rank_is_named_with_where_it_was_last_seen():
-    survivor, _ = run_in_fresh_ranks(_stopped_in_the_optimizer, timeout_s=90, answers=1)
-    assert survivor.result is not None, survivor
-    seconds, error = survivor.result
-    assert seconds < LIMIT_S + SLACK_S
-    assert "Rank 1 is dead or stopped: it was in SGD.step()" in error
-
-
-def _without_agreement():
-    import logging
-
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("zpasses").addHandler(handler)
-    compiled(nn.Linear(4, 4), agreement=False)(torch.ones(2, 4)).sum().backward()
-    return [line for line in lines if "agreement=False" in line]
-
-
-def test_agreement_false_says_which_votes_remain():
-    (line,) = run_in_fresh_ranks(_without_agreement)[0].result
-    assert "bucket" in line
 
 
 # --- unsharded modules ----------------------------------------------------------------------------

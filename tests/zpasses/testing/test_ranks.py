@@ -1,7 +1,11 @@
 """Tests of the harness that runs tests on real ranks."""
 
 import os
+import subprocess
+import sys
 import time
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,3 +78,76 @@ def test_fresh_ranks_get_their_environment():
         for each in run_in_fresh_ranks(_environment, "SOME_SETTING", env={"SOME_SETTING": "on"})
     ] == ["on", "on"]
     assert run_on_ranks(_environment, "SOME_SETTING") == [None, None]
+
+
+def _deletes_its_log():
+    Path(os.readlink("/proc/self/fd/1")).unlink()
+    if dist.get_rank() == 1:
+        os._exit(3)
+    return "alive"
+
+
+def test_a_rank_without_a_log_has_no_output():
+    alive, dead = run_in_fresh_ranks(_deletes_its_log, timeout_s=30)
+    assert (alive.result, alive.output) == ("alive", "")
+    assert (dead.exit_code, dead.output) == (3, "")
+
+
+# --- programs ------------------------------------------------------------------------------------
+SCRIPT = """
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from zpasses.testing import run_in_fresh_ranks, run_on_ranks
+
+
+@dataclass
+class Answer:
+    rank: int
+
+
+def answer():
+    print("asked")
+    return Answer(dist.get_rank())
+
+
+{guard}
+    print(run_on_ranks(answer))
+    print([(each.result, each.output) for each in run_in_fresh_ranks(answer)])
+"""
+
+
+def _run_script(folder, guard):
+    script = folder / "script.py"
+    script.write_text(SCRIPT.format(guard=guard))
+    command = [sys.executable, str(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_script_runs_its_own_functions(tmp_path):
+    done = _run_script(tmp_path, 'if __name__ == "__main__":')
+    assert done.stdout.splitlines() == [
+        "[Answer(rank=0), Answer(rank=1)]",
+        "[(Answer(rank=0), 'asked\\n'), (Answer(rank=1), 'asked\\n')]",
+    ], done
+
+
+@pytest.mark.slow(quick="test_functions_of_a_program_without_a_file_are_refused")
+def test_a_script_that_the_ranks_cannot_import_is_told_why(tmp_path):
+    done = _run_script(tmp_path, "if True:")
+    assert done.returncode == 1
+    assert "RanksError: rank 0 of 2 died with exit code 1" in done.stderr
+    assert 'below `if __name__ == "__main__":`' in done.stderr
+
+
+@pytest.mark.parametrize("file", ["<stdin>", None])
+def test_functions_of_a_program_without_a_file_are_refused(monkeypatch, file):
+    main = types.ModuleType("__main__")
+    if file is not None:
+        main.__file__ = file
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(_sum_of_ranks, "__module__", "__main__")
+    for call in (run_on_ranks, run_in_fresh_ranks):
+        with pytest.raises(ValueError, match="the ranks cannot import"):
+            call(_sum_of_ranks, 0)

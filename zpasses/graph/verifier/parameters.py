@@ -8,23 +8,24 @@ that the pass inserted, and up to collectives, whose tags name parameters.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import torch
 from torch import fx
 
-from zpasses import compat
 from zpasses.errors import PassError
 from zpasses.graph.tags import Tag
-from zpasses.graph.verifier.operators import Kind, is_collective, is_link
-from zpasses.graph.verifier.provenance import RESULT_ROLES, Provenance, names_of, numel
-from zpasses.graph.verifier.versions import CurrentGraph, GraphVersion, PreviousGraph
+from zpasses.graph.verifier.operators import is_collective, is_link
+from zpasses.graph.verifier.provenance import (
+    RESULT_ROLES,
+    Provenance,
+    computes_the_same,
+    has_one_rank,
+    names_of,
+    numel,
+)
+from zpasses.graph.verifier.reductions import check_reduced_outputs
+from zpasses.graph.verifier.versions import CurrentGraph, PreviousGraph
 
 __all__ = ["affected_by", "check_params"]
-
-_KINDS: tuple[Kind, ...] = ("gather",)
-"""Results that are followed to their collectives. Those of reductions are not: parameters with
-equal gradients share a reduction, and a correct bucket would then be refused."""
 
 
 def affected_by(changed: Sequence[fx.Node], now: CurrentGraph) -> list[fx.Node]:
@@ -50,7 +51,7 @@ def check_params(
     *,
     changes_outputs: bool,
 ) -> None:
-    """Check the affected collectives, and the readers of gathered and reduced values."""
+    """Check the affected collectives, the readers of gathered values, and reduced outputs."""
     new, old = Provenance(now, before.is_new), Provenance(before, lambda node: False)
     erased = [node for node in before.nodes if node not in now]
     for node in affected:
@@ -65,6 +66,8 @@ def check_params(
     for node in affected:
         if node in before and not (changes_outputs and node.op == "output"):
             _check_reader(node, touched, new, old, pass_name)
+            if node.op == "output":
+                check_reduced_outputs(touched, new, old, pass_name)
 
 
 # --- gathers --------------------------------------------------------------------------------------
@@ -98,33 +101,28 @@ def _shard_unread_before(old: Provenance, param: str) -> bool:
 def _check_result_tag(
     node: fx.Node, tag: Tag, new: Provenance, old: Provenance, pass_name: str
 ) -> None:
-    """The tag of a result names a parameter of the collective that the result comes from."""
-    for kind in _KINDS:
-        if tag.role not in RESULT_ROLES[kind]:
-            continue
-        held = _source_params(new, node, kind)
-        if (
-            held
-            and not held & set(tag.params)
-            and not _was_mislabelled_before(node, tag, kind, old)
-        ):
-            raise PassError(
-                f"pass {pass_name!r}: {node.format_node()} is tagged as {tag.role} of "
-                f"{', '.join(map(repr, tag.params))}, but holds {', '.join(sorted(held))}."
-            )
+    """The tag of a gathered value names a parameter of the gather that the value comes from."""
+    if tag.role not in RESULT_ROLES["gather"]:
+        return
+    held = _source_params(new, node)
+    if held and not held & set(tag.params) and not _was_mislabelled_before(node, tag, old):
+        raise PassError(
+            f"pass {pass_name!r}: {node.format_node()} is tagged as {tag.role} of "
+            f"{', '.join(map(repr, tag.params))}, but holds {', '.join(sorted(held))}."
+        )
 
 
-def _source_params(provenance: Provenance, node: fx.Node, kind: Kind) -> set[str]:
+def _source_params(provenance: Provenance, node: fx.Node) -> set[str]:
     """Returns the parameters that a value comes from. The tag of the value itself is ignored."""
-    starts = provenance.source_collectives(node, kind, ignore_own_tag=True)
+    starts = provenance.source_gathers(node, ignore_own_tag=True)
     return {name for _, names in starts for name in names}
 
 
-def _was_mislabelled_before(node: fx.Node, tag: Tag, kind: Kind, old: Provenance) -> bool:
+def _was_mislabelled_before(node: fx.Node, tag: Tag, old: Provenance) -> bool:
     if node not in old.version:
         return False
     was = old.version.record(node).tag
-    held = _source_params(old, node, kind)
+    held = _source_params(old, node)
     return was == tag and bool(held) and not held & set(tag.params)
 
 
@@ -132,7 +130,7 @@ def _was_mislabelled_before(node: fx.Node, tag: Tag, kind: Kind, old: Provenance
 def _check_reader(
     node: fx.Node, touched: set[fx.Node], new: Provenance, old: Provenance, pass_name: str
 ) -> None:
-    """A node that read a gathered parameter, or returned a reduced gradient, still does."""
+    """A node that read or returned a gathered parameter still does."""
     if node.op == "output":
         ours, theirs = new.version.returned(), old.version.returned()
         pairs = [
@@ -144,54 +142,43 @@ def _check_reader(
         pairs = [
             (node.format_node() or node.name, new.version.inputs(node), old.version.inputs(node))
         ]
+    if node.op != "output" and (is_link(node.target, "gather") or is_collective(node.target)):
+        return
     for where, got, wanted in pairs:
-        for kind in _KINDS:
-            if node.op != "output" and (is_link(node.target, kind) or is_collective(node.target)):
-                continue
-            before = {
-                name: each
-                for each in wanted
-                if isinstance(each, fx.Node)
-                for name in old.params(each, kind)
-                if not _is_trivial(old, each, kind)
-            }
-            if not before:
-                continue
-            after = {
-                name for each in got if isinstance(each, fx.Node) for name in new.params(each, kind)
-            }
-            for param, source in before.items():
-                if param not in after:
-                    what = "gathered parameter" if kind == "gather" else "reduced gradient of"
-                    reads = ", ".join(each.name for each in got if isinstance(each, fx.Node))
-                    raise PassError(
-                        f"pass {pass_name!r}: {where} must come from the {what} {param!r} "
-                        f"({source.name} before the pass), but comes from {reads or 'nothing'}"
-                        f"{_describe_held(after)}."
-                    )
+        before = {
+            name: each
+            for each in wanted
+            if isinstance(each, fx.Node)
+            for name in old.params(each)
+            if not _is_trivial(old, each)
+        }
+        if not before:
+            continue
+        after = {name for each in got if isinstance(each, fx.Node) for name in new.params(each)}
+        for param, source in before.items():
+            if param not in after:
+                reads = ", ".join(each.name for each in got if isinstance(each, fx.Node))
+                raise PassError(
+                    f"pass {pass_name!r}: {where} must come from the gathered parameter {param!r} "
+                    f"({source.name} before the pass), but comes from {reads or 'nothing'}"
+                    f"{_describe_held(after)}."
+                )
 
 
 def _describe_held(names: set[str]) -> str:
     return f", which holds {', '.join(map(repr, sorted(names)))}" if names else ""
 
 
-def _is_trivial(provenance: Provenance, node: fx.Node, kind: Kind) -> bool:
+def _is_trivial(provenance: Provenance, node: fx.Node) -> bool:
     """Whether a value needs no communication: it is empty, or its groups have one rank."""
     if numel(provenance.version.record(node).value) == 0:
         return True
     groups = [
         provenance.version.record(start).arguments().get("group_name")
-        for start, _ in provenance.source_collectives(node, kind)
+        for start, _ in provenance.source_gathers(node)
         if is_collective(provenance.version.record(start).target)
     ]
-    return bool(groups) and all(_has_one_rank(group) for group in groups)
-
-
-def _has_one_rank(group: object) -> bool:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    name = compat.group_name(group)
-    return name in compat.group_names() and compat.process_group(name).size() == 1
+    return bool(groups) and all(has_one_rank(group) for group in groups)
 
 
 # --- reductions -----------------------------------------------------------------------------------
@@ -218,7 +205,7 @@ def _check_reduction_inputs(
                 continue
             owners = _reduced_from(old, root)
             if owners and param not in owners:
-                if any(_computes_the_same(old.version, root, each) for each in theirs[param]):
+                if any(computes_the_same(old.version, root, each) for each in theirs[param]):
                     continue
                 expected = ", ".join(sorted(each.name for each in theirs[param]))
                 raise PassError(
@@ -251,28 +238,3 @@ def _reduced_from(provenance: Provenance, root: fx.Node) -> set[str]:
                 seen.add(user)
                 queue.append(user)
     return found
-
-
-def _computes_the_same(version: GraphVersion, a: fx.Node, b: fx.Node) -> bool:
-    """Whether two nodes make the same calls on the same values, as merged subexpressions do."""
-    queue, seen = [(a, b)], set[tuple[fx.Node, fx.Node]]()
-    while queue:
-        pair = queue.pop()
-        if pair[0] is pair[1] or pair in seen:
-            continue
-        seen.add(pair)
-        ours, theirs = version.record(pair[0]), version.record(pair[1])
-        inputs = version.inputs(pair[0]), version.inputs(pair[1])
-        if (
-            ours.op == "placeholder"
-            or (ours.op, ours.target) != (theirs.op, theirs.target)
-            or len(inputs[0]) != len(inputs[1])
-            or _constants(ours) != _constants(theirs)
-        ):
-            return False
-        queue += zip(*inputs, strict=True)
-    return True
-
-
-def _constants(record: Any) -> str:
-    return repr(torch.fx.node.map_arg((record.args, record.kwargs), lambda _: None))

@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 
+from zpasses import compat
 from zpasses.graph.nodes import nbytes
 from zpasses.graph.tags import Role, Tag
 from zpasses.graph.verifier.operators import GETITEM, Kind, is_collective, is_link
 from zpasses.graph.verifier.versions import GraphVersion
 
-__all__ = ["RESULT_ROLES", "Provenance", "names_of", "numel"]
+__all__ = [
+    "RESULT_ROLES",
+    "Provenance",
+    "computes_the_same",
+    "has_one_rank",
+    "names_of",
+    "numel",
+]
 
 RESULT_ROLES: dict[Kind, tuple[Role, ...]] = {
     "gather": ("gathered", "full"),
@@ -30,30 +39,34 @@ class Provenance:
 
     def __init__(self, version: GraphVersion, through: Callable[[fx.Node], bool]) -> None:
         self.version, self._through = version, through
-        self._labels: dict[tuple[fx.Node, Kind], frozenset[str]] = {}
+        self._labels: dict[fx.Node, frozenset[str]] = {}
         self._shards: dict[str, list[fx.Node]] | None = None
+
+    def is_inserted(self, node: fx.Node) -> bool:
+        """Whether values are followed through the node whatever it computes."""
+        return self._through(node)
 
     def follows_through(self, node: fx.Node, kind: Kind) -> bool:
         target = self.version.record(node).target
         return not is_collective(target) and (
-            is_link(target, kind) or (self._through(node) and node.op.startswith("call_"))
+            is_link(target, kind) or (self.is_inserted(node) and node.op.startswith("call_"))
         )
 
-    def params(self, node: fx.Node, kind: Kind) -> frozenset[str]:
-        """Parameters whose gathered value, or reduced gradient, a value is made of."""
-        if (node, kind) not in self._labels:
-            self._labels[node, kind] = frozenset(
-                name for _, names in self.source_collectives(node, kind) for name in names
+    def params(self, node: fx.Node) -> frozenset[str]:
+        """Parameters whose gathered value a value is made of."""
+        if node not in self._labels:
+            self._labels[node] = frozenset(
+                name for _, names in self.source_gathers(node) for name in names
             )
-        return self._labels[node, kind]
+        return self._labels[node]
 
-    def source_collectives(
-        self, node: fx.Node, kind: Kind, *, ignore_own_tag: bool = False
+    def source_gathers(
+        self, node: fx.Node, *, ignore_own_tag: bool = False
     ) -> Iterator[tuple[fx.Node, tuple[str, ...]]]:
-        """The collectives that a value comes from, each with those of its parameters that the value
-        holds. A graph input or an empty tensor may take the place of a collective.
+        """The gathers that a value comes from, each with those of its parameters that the value
+        holds. A graph input or an empty tensor may take the place of a gather.
 
-        A result's tag narrows down the parameters of a collective of several.
+        A result's tag narrows down the parameters of a gather of several.
         """
         first = _Step(node, None, None, numel(self.version.record(node).value))
         queue, seen = [first], {first}
@@ -61,18 +74,18 @@ class Provenance:
             step = queue.pop()
             record = self.version.record(step.node)
             tag = record.tag if not (ignore_own_tag and step.node is node) else None
-            if tag is not None and tag.role in RESULT_ROLES[kind] and step.claim is None:
+            if tag is not None and tag.role in RESULT_ROLES["gather"] and step.claim is None:
                 step = step._replace(claim=tag.params, numel=numel(record.value))
             if is_collective(record.target):
-                if tag is not None and tag.role == kind:
+                if tag is not None and tag.role == "gather":
                     yield step.node, _narrowed(tag.params, record.value, step)
             elif record.op == "placeholder":
-                whole = kind == "gather" and numel(record.value) == step.numel
-                if tag is not None and (tag.role in RESULT_ROLES[kind] or whole):
+                whole = numel(record.value) == step.numel
+                if tag is not None and (tag.role in RESULT_ROLES["gather"] or whole):
                     yield step.node, tag.params
             elif step.numel == 0 and step.claim is not None:
                 yield step.node, step.claim
-            elif self.follows_through(step.node, kind):
+            elif self.follows_through(step.node, "gather"):
                 item = record.args[1] if record.target is GETITEM else None
                 for each in self.version.inputs(step.node):
                     after = step._replace(node=each, item=item if isinstance(item, int) else None)
@@ -173,3 +186,36 @@ def names_of(tag: Tag | None) -> tuple[str, ...]:
 
 def numel(value: Any) -> int:
     return nbytes(value) // value.element_size() if isinstance(value, Tensor) else 0
+
+
+def has_one_rank(group: object) -> bool:
+    """Whether a process group of this process has no other ranks."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    name = compat.group_name(group)
+    return name in compat.group_names() and compat.process_group(name).size() == 1
+
+
+def computes_the_same(version: GraphVersion, a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes make the same calls on the same values, as merged subexpressions do."""
+    queue, seen = [(a, b)], set[tuple[fx.Node, fx.Node]]()
+    while queue:
+        pair = queue.pop()
+        if pair[0] is pair[1] or pair in seen:
+            continue
+        seen.add(pair)
+        ours, theirs = version.record(pair[0]), version.record(pair[1])
+        inputs = version.inputs(pair[0]), version.inputs(pair[1])
+        if (
+            ours.op == "placeholder"
+            or (ours.op, ours.target) != (theirs.op, theirs.target)
+            or len(inputs[0]) != len(inputs[1])
+            or _constants(ours) != _constants(theirs)
+        ):
+            return False
+        queue += zip(*inputs, strict=True)
+    return True
+
+
+def _constants(record: Any) -> str:
+    return repr(torch.fx.node.map_arg((record.args, record.kwargs), lambda _: None))

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -55,6 +56,8 @@ def run_on_ranks(
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` on every rank of a gloo process group on this machine.
 
+    A script calls it below `if __name__ == "__main__":`, because the ranks import the script.
+
     The ranks are a pool that lives as long as this process, so a call takes milliseconds instead of
     an import of torch. Before each call, the compiler is reset and every rank gets the same seed.
     The pytest marker `ranks` runs whole tests in this way.
@@ -72,6 +75,7 @@ def run_on_ranks(
     Raises:
         RanksError: if a rank raised, died, or did not finish within the time limit. The next call
             gets new processes.
+        ValueError: if the ranks cannot import the function.
     """
     outcomes = call_on_ranks(fn, args, kwargs, ranks=ranks, timeout_s=timeout_s)
     if not all(outcome.ok for outcome in outcomes):
@@ -88,6 +92,7 @@ def call_on_ranks(
     timeout_s: float,
 ) -> list[Outcome]:
     """As `run_on_ranks`, but returns the outcome of each rank instead of raising."""
+    _check_that_ranks_can_import(fn)
     key = (ranks, current_host())
     pool = _pools.pop(key, None)
     if pool is not None and not pool.alive():
@@ -118,7 +123,8 @@ def run_in_fresh_ranks(
 ) -> list[Outcome]:
     """Call `fn(*args, **kwargs)` on every rank of a new gloo group of new processes.
 
-    It serves tests in which ranks fail, die, or must not have run anything before.
+    It serves tests in which ranks fail, die, or must not have run anything before. A script calls
+    it below `if __name__ == "__main__":`, because the ranks import the script.
 
     Args:
         fn: a function that the ranks can import by name.
@@ -130,8 +136,13 @@ def run_in_fresh_ranks(
         kwargs: picklable keyword arguments.
 
     Returns:
-        The outcome of each rank. A failure raises nothing.
+        The outcome of each rank, with what it printed. A failure of the function raises nothing.
+
+    Raises:
+        RanksError: if a rank died before it could call the function.
+        ValueError: if the ranks cannot import the function.
     """
+    _check_that_ranks_can_import(fn)
     job = _Ranks(ranks, env or {}, host=current_host())
     try:
         # There is no early deadline, because such a test is about what the other ranks do after one
@@ -140,6 +151,24 @@ def run_in_fresh_ranks(
         return job.finish(outcomes)
     finally:
         job.kill()
+
+
+def _check_that_ranks_can_import(fn: Callable[..., Any]) -> None:
+    """Raise ValueError if the running program is no file that the ranks can import."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if getattr(main, "__spec__", None) is not None:
+        return  # python -m
+    if file is not None and not os.path.exists(file):
+        raise ValueError(
+            f"the ranks cannot import the running program, {file}. Save it as a file, and run that."
+        )
+    if file is None and getattr(fn, "__module__", None) == "__main__":
+        name = getattr(fn, "__name__", repr(fn))
+        raise ValueError(
+            f"the ranks cannot import {name}, because the running program is no file (python -c, "
+            "an interactive session, or a notebook). Put the function into a module."
+        )
 
 
 class _Ranks:
@@ -184,6 +213,7 @@ class _Ranks:
             started = self._collect(_START_S, GRACE_S, len(self._processes))
             self._ready = all(started.get(rank) for rank in range(len(self._processes)))
             if not self._ready:
+                self._check_start()
                 return self._outcomes(started, [0] * len(self._logs))
         offsets = [log.stat().st_size if log.exists() else 0 for log in self._logs]
         for connection in self._connections:
@@ -191,6 +221,18 @@ class _Ranks:
                 connection.send_bytes(packed)
         replies = self._collect(timeout_s, grace_s, answers or len(self._processes))
         return self._outcomes(replies, offsets)
+
+    def _check_start(self) -> None:
+        """Raise RanksError if a rank died before its first line of code, which opens its log."""
+        for rank, (process, log) in enumerate(zip(self._processes, self._logs, strict=True)):
+            process.join(GRACE_S)
+            if process.exitcode is not None and not log.exists():
+                raise RanksError(
+                    f"rank {rank} of {len(self._processes)} died with exit code "
+                    f"{process.exitcode} before it could run anything; standard error has its "
+                    "traceback. Ranks import the script that starts them, so a script must call "
+                    'this below `if __name__ == "__main__":`.'
+                )
 
     def _outcomes(
         self, replies: dict[int, tuple[bool, Any] | None], offsets: Sequence[int]
@@ -243,6 +285,8 @@ class _Ranks:
         return Outcome(rank, error=value, output=self._output(rank, offset), reported=True)
 
     def _output(self, rank: int, offset: int) -> str:
+        if not self._logs[rank].exists():
+            return ""
         with open(self._logs[rank], "rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(offset, size - 4 * _SHOWN_OUTPUT))
