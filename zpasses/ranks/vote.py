@@ -232,10 +232,10 @@ def exchange(
             answer in time.
     """
     if not has_other_ranks(group):
-        answers = _simulated_answers.get()
-        if answers is None or remember is None:
+        shared = _simulated_answers.get()
+        if shared is None or remember is None:
             return [mine]
-        return [answers.setdefault((group, remember), mine)]
+        return [shared.setdefault((group, remember), mine)]
     state = group_state(group)
     if remember is not None and remember in state.answers:
         return state.answers[remember]
