@@ -77,6 +77,7 @@ def _stopped_in_the_optimizer():
     return outcome_of(train)
 
 
+@pytest.mark.slow(quick="test_a_rank_that_stops_between_forward_and_backward_is_named")
 def test_a_stopped_rank_is_named_with_where_it_was_last_seen():
     survivor, _ = run_in_fresh_ranks(_stopped_in_the_optimizer, timeout_s=90, answers=1)
     assert survivor.result is not None, survivor

@@ -125,6 +125,7 @@ def _run_script(folder, guard):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow(quick="test_every_rank_returns_its_result")
 def test_a_script_runs_its_own_functions(tmp_path):
     done = _run_script(tmp_path, 'if __name__ == "__main__":')
     assert done.stdout.splitlines() == [
