@@ -21,7 +21,6 @@ from zpasses.backend.step_trials import (
     StepPlan,
     StepTrials,
     full_params,
-    mark_kept,
     notify_step_observers,
 )
 from zpasses.cost.memory import liveness
@@ -113,9 +112,8 @@ class _Partitioner:
         if not kept and activations == plan.activations:
             graphs = plan.trial.graphs
         else:
-            for node in kept:
-                mark_kept(node)
-            graphs = self._trials.partition(gm, activations)
+            names = {node.name for node in kept}
+            graphs = self._trials.graphs(activations, names, copied=False)
         note = self._note(plan, activations, kept)
         return Partitioned(graphs, limit if budget is not None else None, note)
 

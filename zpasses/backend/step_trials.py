@@ -7,11 +7,11 @@ kept until backward. A trial is made once, and can be planned for several limits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.cost.bound import schedule_bound
@@ -29,7 +29,15 @@ from zpasses.graph.nodes import nbytes, value_of
 from zpasses.graph.tags import GATHER_ROLES, retag, tag_of, tagged
 from zpasses.option_values import parse_budget
 
-__all__ = ["Graphs", "StepPlan", "StepTrials", "Trial", "notify_step_observers", "observe_steps"]
+__all__ = [
+    "Graphs",
+    "StepPlan",
+    "StepTrials",
+    "Trial",
+    "full_params",
+    "notify_step_observers",
+    "observe_steps",
+]
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
 """Forward and backward."""
@@ -162,14 +170,21 @@ class StepTrials:
             for job in problem.jobs
         )
 
-    def graphs(self, plan: StepPlan) -> Graphs:
-        """Returns the graphs of a plan, before the passes of their levels, as new copies."""
-        copy = compat.clone_graph_module(self.gm)
-        wanted = {each.name for each in plan.kept}
-        for node, _ in tagged(copy.graph, "full"):
-            if node.name in wanted:
-                mark_kept(node)
-        return self.partition(copy, plan.activations)
+    def graphs(self, activations: float, kept: Collection[str], *, copied: bool = True) -> Graphs:
+        """Returns the graphs of a plan, before the passes of their levels.
+
+        Args:
+            activations: fraction of the activations to save, as in the trial.
+            kept: names of the nodes with the full parameters to keep.
+            copied: whether to leave the joint graph as it is.
+        """
+        gm = compat.clone_graph_module(self.gm) if copied else self.gm
+        if activations < 1.0:
+            _mark_as_partitioned(gm.graph, self.trial(activations).graphs)
+        for node, _ in tagged(gm.graph, "full"):
+            if node.name in kept:
+                _mark_kept(node)
+        return self.partition(gm, 1.0)
 
     def other(self, gm: fx.GraphModule, recompute_elementwise: bool) -> Graphs:
         """Partitions another form of the joint graph with the same inputs and outputs, such as that
@@ -201,7 +216,26 @@ def _bound_us(step: StepProblem) -> float:
     return sum(schedule_bound(problem).total_us for problem in (step.forward, step.backward))
 
 
-def mark_kept(full: fx.Node) -> None:
+def _mark_as_partitioned(joint: fx.Graph, graphs: Graphs) -> None:
+    """Have the partitioner save and recompute the same values as in a trial.
+
+    With an activation budget instead, it would count kept parameters as activations, and recompute
+    others in exchange.
+    """
+    forward, backward = (
+        {node.name: node for node in each.graph.nodes if node.op != "output"} for each in graphs
+    )
+    for node in joint.nodes:
+        if node.op != "call_function" or node.name not in forward or node.name not in backward:
+            continue
+        if backward[node.name].op == "placeholder":
+            if isinstance(value_of(node), Tensor):
+                compat.mark_saved(node)
+        elif compat.recompute_policy(node) is None:
+            compat.mark_recompute(node)
+
+
+def _mark_kept(full: fx.Node) -> None:
     """Have the partitioner save a full parameter instead of gathering it again."""
     compat.mark_saved(full)
     retag(full, kept=True)
