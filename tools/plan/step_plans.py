@@ -289,7 +289,7 @@ class _Planner:
         run_recorded_passes(
             Recorders((predictor,)), "step", "partitioned", gm.graph, passes, verify="off"
         )
-        found = predictor.prediction(gm.graph, scheduled=True)
+        found = predictor.predicted(gm.graph, scheduled=True)
         if found is None:
             raise CaptureError(
                 f"{self._request.function}: a graph has no collectives of parameters, so there is "

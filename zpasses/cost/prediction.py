@@ -18,6 +18,8 @@ from zpasses.graph.nodes import collective_of
 
 __all__ = ["Prediction", "predict"]
 
+_GIB = float(1 << 30)
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -38,6 +40,12 @@ class Prediction:
     collectives: int
     """Number of launches."""
 
+    def __str__(self) -> str:
+        return (
+            f"achieved {self.total_us / 1e3:.2f} ms, possible within {self.limit_bytes / _GIB:.3f} "
+            f"GiB {self.possible_us / 1e3:.2f} ms, bound {self.bound_us / 1e3:.2f} ms"
+        )
+
 
 def predict(
     graph: fx.Graph, target: Target, problem: ScheduleProblem, limit_bytes: int, *, planned: bool
@@ -55,9 +63,9 @@ def predict(
     time, peak = step_time([graph], target), liveness(graph).peak_bytes
     possible = time.total_us
     if not planned:
-        cost = plan_schedule(problem, limit_bytes).cost
-        fits = peak <= limit_bytes
-        possible = min(cost.total_us, time.total_us) if fits else cost.total_us
+        possible = plan_schedule(problem, limit_bytes).cost.total_us
+        if peak <= limit_bytes:
+            possible = min(possible, time.total_us)
     return Prediction(
         time.total_us,
         time.waited_us,

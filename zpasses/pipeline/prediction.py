@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from torch import fx
 
+from zpasses.cost.memory import liveness
 from zpasses.cost.prediction import Prediction, predict
 from zpasses.cost.schedule_planner import memory_limit
 from zpasses.cost.schedule_problem import ScheduleProblem, problem_of
@@ -15,6 +18,9 @@ from zpasses.pipeline.pipeline import Level, Pass, PassRecord
 from zpasses.pipeline.recorder import Recorder, pass_options
 
 __all__ = ["Predictor"]
+
+T = TypeVar("T")
+_log = logging.getLogger("zpasses")
 
 
 class Predictor(Recorder):
@@ -49,28 +55,41 @@ class Predictor(Recorder):
         if not moves and (
             self._ran == len(self._passes) or self._passes[self._ran].level is Level.PARTITIONED
         ):
-            self._problem = problem_of(graph, self._target)
+            self._problem = _guarded(lambda: problem_of(graph, self._target))
 
-    def prediction(self, graph: fx.Graph, *, scheduled: bool = False) -> Prediction | None:
+    def predicted(self, graph: fx.Graph, *, scheduled: bool = False) -> Prediction | None:
         """Returns the prediction for the graph after its passes.
 
-        The limit is that of the pass `schedule` if it ran, and else that which `schedule` has
-        without a budget: the peak with one gather and one reduction in flight.
+        The limit is that of the pass `schedule` if it ran, and else the memory that the graph takes
+        anyway, but at least the peak with one gather and one reduction in flight.
 
         Args:
             graph: the graph after its passes.
             scheduled: say that what is achieved is what is possible, without making a plan.
 
         Returns:
-            None if the graph has no collectives of parameters.
+            None if the graph has no collectives of parameters, or if its shapes cannot be modelled.
         """
         problem = self._problem
         if problem is None or not problem.jobs:
             return None
+        return _guarded(lambda: self._predict(graph, problem, scheduled))
+
+    def _predict(self, graph: fx.Graph, problem: ScheduleProblem, scheduled: bool) -> Prediction:
         planner = next((each for each in self._passes if each.name == "schedule"), None)
-        budget: float | int = 0.0
         if planner is not None:
             budget = parse_budget(str(pass_options(planner)["memory_budget"]), planner.name)
-        limit = memory_limit(problem, budget)
+            limit = memory_limit(problem, budget)
+        else:
+            limit = max(memory_limit(problem, 0.0), liveness(graph).peak_bytes)
         planned = scheduled or planner is not None
         return predict(graph, self._target, problem, limit, planned=planned)
+
+
+def _guarded(compute: Callable[[], T]) -> T | None:
+    """Returns None where the model fails: a prediction must not end a compile."""
+    try:
+        return compute()
+    except Exception as error:
+        _log.warning("no prediction for a graph: %s: %s", type(error).__name__, error)
+        return None
