@@ -26,7 +26,7 @@ from zpasses.tools.cli.common import (
     rank_and_compile_options,
 )
 
-__all__ = ["find_browser", "main", "take_picture"]
+__all__ = ["draw_page", "find_browser", "main", "take_picture"]
 
 VIEWS = ("overview", "diff", "memory", "timeline", "collectives", "listing", "source")
 
@@ -86,10 +86,21 @@ def take_picture(
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
         Inspection(opened, rank, picked.compile.folder).write_html(page)
-        _draw(page.as_uri() + address, out.absolute(), size, Path(folder))
+        draw_page(page.as_uri() + address, out.absolute(), size, Path(folder))
 
 
-def _draw(address: str, out: Path, size: tuple[int, int], folder: Path) -> None:
+def draw_page(address: str, out: Path, size: tuple[int, int], folder: Path) -> None:
+    """Write what a browser shows at an address to the PNG `out`.
+
+    Args:
+        address: of the page, such as `file:///report.html`.
+        out: the file to write.
+        size: width and height in pixels.
+        folder: an existing folder for the browser's own files.
+
+    Raises:
+        CommandError: when there is no Chromium, or it draws nothing.
+    """
     browser = find_browser()
     if browser is None:
         names = ", ".join(_BROWSERS)

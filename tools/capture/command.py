@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from zpasses.tools.cli.common import CommandError, errors_as_messages
 
-__all__ = ["capture"]
+__all__ = ["capture", "shard_arguments", "step_options"]
 
 
 def _arguments(
@@ -38,8 +39,63 @@ def _ranks(context: click.Context, option: click.Parameter, value: str) -> tuple
     return tuple(map(int, parts))
 
 
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def step_options(command: Command) -> Command:
+    """Decorator: add MODULE:FUNCTION, and the options that say how to capture its step."""
+    for option in (
+        click.option(
+            "--reduce-dtype", metavar="DTYPE", help="Reduce gradients in this dtype: float32."
+        ),
+        click.option(
+            "--param-dtype", metavar="DTYPE", help="Gather parameters in this dtype: bfloat16."
+        ),
+        click.option(
+            "--arg",
+            "arguments",
+            metavar="NAME=VALUE",
+            multiple=True,
+            callback=_arguments,
+            help="Keyword argument of the function. Can be repeated.",
+        ),
+        click.option(
+            "--target",
+            help='Hardware to plan for: "mi300x", "h100,ranks_per_node=4". Default: this machine.',
+        ),
+        click.option(
+            "--world",
+            type=click.IntRange(min=1),
+            default=8,
+            show_default=True,
+            help="Ranks of the fake process group.",
+        ),
+        click.argument("function", metavar="MODULE:FUNCTION"),
+    ):
+        command = option(command)
+    return command
+
+
+def shard_arguments(param_dtype: str | None, reduce_dtype: str | None) -> dict[str, Any]:
+    """The arguments of `zpasses.shard` that these options give.
+
+    Raises:
+        OptionError: for text that is no dtype.
+    """
+    import torch
+
+    from zpasses.option_values import parse_value
+
+    dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+    return {
+        key: parse_value(text, torch.dtype, f"--{key.replace('_', '-')}")
+        for key, text in dtypes.items()
+        if text is not None
+    }
+
+
 @click.command()
-@click.argument("function", metavar="MODULE:FUNCTION")
+@step_options
 @click.option(
     "-o",
     "--output",
@@ -50,23 +106,12 @@ def _ranks(context: click.Context, option: click.Parameter, value: str) -> tuple
     help="Folder of the dump.",
 )
 @click.option(
-    "--world",
-    type=click.IntRange(min=1),
-    default=8,
-    show_default=True,
-    help="Ranks of the fake process group.",
-)
-@click.option(
     "--ranks",
     metavar="N,N",
     default="0",
     show_default=True,
     callback=_ranks,
     help="Ranks to capture, one after another.",
-)
-@click.option(
-    "--target",
-    help='Hardware to plan for: "mi300x", "h100,ranks_per_node=4". Default: this machine.',
 )
 @click.option(
     "--zero-stage",
@@ -77,16 +122,6 @@ def _ranks(context: click.Context, option: click.Parameter, value: str) -> tuple
     "--pipeline",
     help='Passes to run instead, as text: "gather-params,reduce-grads,reshard-after-forward".',
 )
-@click.option(
-    "--arg",
-    "arguments",
-    metavar="NAME=VALUE",
-    multiple=True,
-    callback=_arguments,
-    help="Keyword argument of the function. Can be repeated.",
-)
-@click.option("--param-dtype", metavar="DTYPE", help="Gather parameters in this dtype: bfloat16.")
-@click.option("--reduce-dtype", metavar="DTYPE", help="Reduce gradients in this dtype: float32.")
 @click.option(
     "--train/--no-train",
     default=True,
@@ -114,20 +149,12 @@ def capture(
     called on fake tensors, so a model of any size can be built on this machine. The model is
     sharded, captured and rewritten by the passes. The dump contains every graph.
     """
-    import torch
-
-    from zpasses.option_values import parse_value
     from zpasses.tools.capture.run import CaptureRequest, run_capture
 
     given = {"zero_stage": zero_stage, "pipeline": pipeline, "target": target}
     if zero_stage is not None and pipeline is not None:
         raise CommandError("--zero-stage and --pipeline exclude each other; give only one of them.")
-    dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
-    shard = {
-        key: parse_value(text, torch.dtype, f"--{key.replace('_', '-')}")
-        for key, text in dtypes.items()
-        if text is not None
-    }
+    shard = shard_arguments(param_dtype, reduce_dtype)
     options = {key: value for key, value in given.items() if value is not None}
     report = run_capture(
         CaptureRequest(function, out, world, ranks, arguments, train, shard, options)

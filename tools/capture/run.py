@@ -49,8 +49,8 @@ class CaptureRequest:
 
     function: str
     """`MODULE:FUNCTION` or `FILE.py:FUNCTION`."""
-    out: Path
-    """Folder of the dump."""
+    out: Path | None
+    """Folder of the dump; None writes none."""
     world: int = 8
     """Number of ranks of the fake process group."""
     ranks: tuple[int, ...] = (0,)
@@ -78,7 +78,7 @@ class CaptureReport:
 
 
 def run_capture(request: CaptureRequest) -> CaptureReport:
-    """Capture, run the passes, and write the dump.
+    """Capture, run the passes, and write the dump, if there is a folder for it.
 
     Raises:
         CaptureError: if the function or the model fails. The original exception is its cause.
@@ -93,13 +93,9 @@ def run_capture(request: CaptureRequest) -> CaptureReport:
         )
     function = load(request.function)
     _check_arguments(request.function, function, request.arguments)
-    options = {
-        "codegen": "eager",
-        "agreement": False,
-        **request.options,
-        "dump": request.out,
-        "dump_ranks": "all",
-    }
+    options = {"codegen": "eager", "agreement": False, **request.options}
+    if request.out is not None:
+        options |= {"dump": request.out, "dump_ranks": "all"}
     zpasses.Options.parse(options)
     seconds = dict.fromkeys(("build", "shard", "step"), 0.0)
     for rank in request.ranks:

@@ -12,6 +12,7 @@ from zpasses.tools.cli.common import CommandGroup
 from zpasses.tools.cli.completion import completion
 from zpasses.tools.cli.reading import collectives, diff, html, list_, memory, show, timeline
 from zpasses.tools.cli.running import passes
+from zpasses.tools.plan.command import plan
 
 __all__ = ["cli", "main"]
 
@@ -40,6 +41,7 @@ for _command in (
     timeline,
     html,
     capture,
+    plan,
     bisect,
     completion,
 ):

@@ -27,7 +27,8 @@ from zpasses.errors import AgreementError, OptionError
 from zpasses.graph.ops import UNSHARD
 from zpasses.pipeline.observers import ObservedGraph, notify_observers
 from zpasses.pipeline.options import Options
-from zpasses.pipeline.pipeline import Level, Pipeline
+from zpasses.pipeline.pipeline import Level, Pass, Pipeline
+from zpasses.pipeline.prediction import Predictor
 from zpasses.pipeline.recorder import (
     Recorders,
     ResultHook,
@@ -419,20 +420,36 @@ class _GraphCompiler:
             tag_joint(gm.graph, self._captured.shards)
         # torch may compile a backward late, outside of the call of the backend
         with use_target(self.target), vote_timeout(self._options.agreement_timeout_s):
+            passes = self._pipeline.at(level)
+            predictor = self._predictor(level, passes)
             records = run_recorded_passes(
-                self.recorder,
+                self.recorder.with_recorder(predictor),
                 kind,
                 level.value,
                 gm.graph,
-                self._pipeline.at(level),
+                passes,
                 verify=self._options.verify,
             )
+            if predictor is not None:
+                self._record_prediction(predictor, kind, gm.graph)
         gm.recompile()
         name = f"{self.name} {kind}"
         for record in records:
             cost = f"{record.time_us:.0f} us, checks {record.check_us:.0f} us"
             log.debug("graph %s: %s changed %d, %s", name, record.text, record.changes, cost)
         notify_observers(ObservedGraph(name, kind, gm.graph, records))
+
+    def _predictor(self, level: Level, passes: Sequence[Pass]) -> Predictor | None:
+        """Predictions take time, so they are made only for a dump."""
+        if not self.recorder.take_predictions() or level not in (Level.FORWARD, Level.BACKWARD):
+            return None
+        return Predictor(passes, current_target())
+
+    def _record_prediction(self, predictor: Predictor, kind: str, graph: fx.Graph) -> None:
+        found = predictor.predicted(graph)
+        if found is not None:
+            log.info("graph %s %s: %s", self.name, kind, found)
+            self.recorder.prediction(kind, found)
 
     def _agree(self, gm: fx.GraphModule, kind: str) -> None:
         asks = self._options.agreement and torch.distributed.is_initialized()

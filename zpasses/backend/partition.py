@@ -16,34 +16,26 @@ from typing import Any
 
 from torch import fx
 
-from zpasses import compat
-from zpasses.cost.bound import schedule_bound
-from zpasses.cost.kept_params import (
-    KeptParam,
-    StepProblem,
-    choose_kept,
-    fitting_params,
-    keepable_params,
+from zpasses.backend.step_trials import (
+    Graphs,
+    StepPlan,
+    StepTrials,
+    full_params,
+    notify_step_observers,
 )
 from zpasses.cost.memory import liveness
-from zpasses.cost.schedule_evaluation import single_plan
-from zpasses.cost.schedule_problem import problem_of
 from zpasses.cost.target import current_target
 from zpasses.errors import MemoryBudgetError
 from zpasses.graph.nodes import nbytes, value_of
-from zpasses.graph.tags import GATHER_ROLES, retag, tag_of, tagged
-from zpasses.option_values import parse_budget
+from zpasses.graph.tags import tag_of
 from zpasses.ranks.vote import exchange
 
-__all__ = ["PartitionPolicy", "Partitioned", "partition_step"]
+__all__ = ["PartitionPolicy", "Partitioned", "partition_step", "too_little_memory"]
 
 log = logging.getLogger("zpasses")
 
 _GIB = float(1 << 30)
 _MIB = float(1 << 20)
-
-Graphs = tuple[fx.GraphModule, fx.GraphModule]
-"""Forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +63,6 @@ class Partitioned:
     """What was decided, for logs and dumps; "" if nothing was."""
 
 
-_ACTIVATIONS = (1.0, 0.7, 0.4, 0.2, 0.1)
-"""Fractions of the activations to save that are tried with a budget."""
-_NEAR = 1.02
-"""A step this close to its bound without a memory limit needs no more memory."""
 _WHOLE = 0.999
 """Least share of the parameters of a graph that is a whole step."""
 
@@ -96,45 +84,20 @@ def partition_step(
     Raises:
         MemoryBudgetError: if the step does not fit the budget however much is recomputed.
     """
-    return _Partitioner(gm, joint_inputs, policy, kwargs).run()
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """A partition that keeps nothing, and what it is best to keep."""
-
-    activations: float
-    graphs: Graphs
-    step: StepProblem
-    kept: tuple[KeptParam, ...]
-    total_us: float
-    peak_bytes: int
-    limit_bytes: int
-
-    @property
-    def fits(self) -> bool:
-        return self.peak_bytes <= self.limit_bytes
-
-    @property
-    def rank(self) -> tuple[int, float]:
-        """Bytes above the limit, microseconds; lower is better."""
-        return max(0, self.peak_bytes - self.limit_bytes), self.total_us
+    trials = StepTrials(gm, joint_inputs, policy.share, policy.recompute_elementwise, kwargs)
+    if policy.share > 0:
+        notify_step_observers(trials)
+    return _Partitioner(trials, policy).run()
 
 
 class _Partitioner:
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        joint_inputs: Sequence[Any],
-        policy: PartitionPolicy,
-        kwargs: dict[str, Any],
-    ) -> None:
-        self._gm, self._inputs, self._policy, self._kwargs = gm, joint_inputs, policy, kwargs
+    def __init__(self, trials: StepTrials, policy: PartitionPolicy) -> None:
+        self._trials, self._policy = trials, policy
 
     def run(self) -> Partitioned:
-        budget, share = self._policy.budget, self._policy.share
+        budget, share, gm = self._policy.budget, self._policy.share, self._trials.gm
         if budget is None and share < _WHOLE:
-            return Partitioned(self._partition(self._gm, 1.0), None, "")
+            return Partitioned(self._trials.partition(gm, 1.0), None, "")
         if budget is not None and share < _WHOLE:
             log.warning(
                 "memory_budget=%r bounds each graph by itself, and this graph reads %.0f %% of the "
@@ -144,76 +107,24 @@ class _Partitioner:
                 budget,
                 100 * share,
             )
-        trial = self._fastest(budget) if budget is not None else self._fitting()
-        activations, kept, limit = self._adopted(trial)
-        if not kept and activations == trial.activations:
-            graphs = trial.graphs
+        plan = self._trials.fitting() if budget is None else self._within(budget)
+        activations, kept, limit = self._adopted(plan)
+        if not kept and activations == plan.activations:
+            graphs = plan.trial.graphs
         else:
-            for node in kept:
-                _mark_kept(node)
-            graphs = self._partition(self._gm, activations)
-        note = self._note(trial, activations, kept)
+            names = {node.name for node in kept}
+            graphs = self._trials.graphs(activations, names, copied=False)
+        note = self._note(plan, activations, kept)
         return Partitioned(graphs, limit if budget is not None else None, note)
 
-    def _partition(self, gm: fx.GraphModule, activations: float) -> Graphs:
-        return compat.partition(
-            gm,
-            self._inputs,
-            recompute_elementwise=self._policy.recompute_elementwise,
-            activation_budget=activations,
-            **self._kwargs,
-        )
+    def _within(self, budget: str) -> StepPlan:
+        """With a budget: the fastest plan that fits."""
+        plan = self._trials.fastest(self._trials.limit_bytes(budget))
+        if not plan.fits:
+            raise MemoryBudgetError(too_little_memory(budget, plan))
+        return plan
 
-    def _trial(self, activations: float) -> tuple[Graphs, StepProblem]:
-        graphs = self._partition(compat.clone_graph_module(self._gm), activations)
-        target = current_target()
-        return graphs, StepProblem(*(problem_of(each.graph, target) for each in graphs))
-
-    def _fitting(self) -> _Trial:
-        """Without a budget: keep what does not raise the peak."""
-        graphs, step = self._trial(1.0)
-        lean = step.peak_bytes()
-        kept = fitting_params(step, keepable_params(step), lean)
-        return _Trial(1.0, graphs, step, tuple(kept), 0.0, lean, lean)
-
-    def _fastest(self, text: str) -> _Trial:
-        """With a budget: the fastest trial that fits."""
-        budget = parse_budget(text, "option 'memory_budget'")
-        best: _Trial | None = None
-        limit: int | None = None
-        for activations in _ACTIVATIONS:
-            graphs, step = self._trial(activations)
-            if limit is None:
-                limit = self._limit_bytes(step, budget)
-            choice = choose_kept(step, limit)
-            trial = _Trial(
-                activations,
-                graphs,
-                step,
-                choice.kept,
-                choice.total_us,
-                choice.peak_bytes,
-                limit,
-            )
-            if best is None or trial.rank < best.rank:
-                best = trial
-            elif best.fits:
-                break  # recomputing more is slower
-            if best.fits and best.total_us <= _NEAR * _unlimited_us(step):
-                break
-        assert best is not None
-        if not best.fits:
-            raise MemoryBudgetError(_too_little(text, best))
-        return best
-
-    def _limit_bytes(self, step: StepProblem, budget: float | int) -> int:
-        if isinstance(budget, float):
-            return int(step.peak_bytes() * (1 + budget))
-        least = step.peak_bytes(single_plan)
-        # The rest of the step needs its part of what this graph does not need.
-        return least + int(self._policy.share * (budget - least)) if budget > least else budget
-
-    def _adopted(self, trial: _Trial) -> tuple[float, list[fx.Node], int]:
+    def _adopted(self, plan: StepPlan) -> tuple[float, list[fx.Node], int]:
         """The decision of the first rank, which all ranks adopt: they must gather identically.
 
         Ranks may have other shapes, and may compile a graph again when the others do not. Equal
@@ -222,13 +133,13 @@ class _Partitioner:
         Returns the fraction of activations to save, the full parameters to keep (nodes of the joint
         graph), and the limit in bytes.
         """
-        full = [node for node, _ in tagged(self._gm.graph, "full")]
-        described = [(_params(node), nbytes(value_of(node))) for node in full]
-        wanted = {each.name for each in trial.kept}
+        full = full_params(self._trials.gm)
+        described = [(params, size) for _, params, size in full]
+        wanted = {each.name for each in plan.kept}
         mine: list[Any] = [
-            trial.activations,
-            [at for at, node in enumerate(full) if node.name in wanted],
-            trial.limit_bytes,
+            plan.activations,
+            [at for at, (node, *_) in enumerate(full) if node.name in wanted],
+            plan.limit_bytes,
         ]
         key = hashlib.sha256(repr((described, self._policy)).encode()).hexdigest()
         for group in self._policy.groups:
@@ -242,9 +153,9 @@ class _Partitioner:
             if all(answer[0] == key for answer in answers):
                 mine = answers[0][1]
         activations, kept, limit = mine
-        return activations, [full[at] for at in kept], limit
+        return activations, [full[at][0] for at in kept], limit
 
-    def _note(self, trial: _Trial, activations: float, kept: Sequence[fx.Node]) -> str:
+    def _note(self, plan: StepPlan, activations: float, kept: Sequence[fx.Node]) -> str:
         held = sum(nbytes(value_of(node)) for node in kept)
         parts = []
         if kept:
@@ -255,20 +166,10 @@ class _Partitioner:
             parts.append(f"saves {100 * activations:.0f} % of the activations")
         if self._policy.budget is not None:
             parts.append(
-                f"predicted {trial.total_us / 1e3:.2f} ms, bound "
-                f"{_bound_us(trial.step.keeping(trial.kept)) / 1e3:.2f} ms, peak "
-                f"{trial.peak_bytes / _GIB:.3f} of {trial.limit_bytes / _GIB:.3f} GiB"
+                f"predicted {plan.total_us / 1e3:.2f} ms, bound {plan.bound_us / 1e3:.2f} ms, peak "
+                f"{plan.peak_bytes / _GIB:.3f} of {plan.limit_bytes / _GIB:.3f} GiB"
             )
         return "; ".join(parts)
-
-
-def _bound_us(step: StepProblem) -> float:
-    return sum(schedule_bound(problem).total_us for problem in (step.forward, step.backward))
-
-
-def _unlimited_us(step: StepProblem) -> float:
-    """The bound of the step with as much memory as it can use."""
-    return _bound_us(step.keeping(keepable_params(step)))
 
 
 def _params(full: fx.Node) -> tuple[str, ...]:
@@ -276,26 +177,9 @@ def _params(full: fx.Node) -> tuple[str, ...]:
     return tag.params if tag is not None else ()
 
 
-def _mark_kept(full: fx.Node) -> None:
-    """Have the partitioner save a full parameter instead of gathering it again."""
-    compat.mark_saved(full)
-    retag(full, kept=True)
-    _unmark_inputs(full)
-
-
-def _unmark_inputs(full: fx.Node) -> None:
-    queue = list(full.all_input_nodes)
-    while queue:
-        node = queue.pop()
-        tag = tag_of(node)
-        if tag is not None and tag.role in GATHER_ROLES:
-            compat.unmark_recompute(node)
-            queue += node.all_input_nodes
-
-
-def _too_little(text: str, trial: _Trial) -> str:
-    """Why a step does not fit its budget."""
-    peaks = [liveness(gm.graph) for gm in trial.graphs]
+def too_little_memory(text: str, plan: StepPlan) -> str:
+    """Returns why the leanest plan of a step does not fit its budget."""
+    peaks = [liveness(gm.graph) for gm in plan.trial.graphs]
     largest = max(peaks, key=lambda each: each.peak_bytes)
     holders = ", ".join(
         f"{buffer.node.name} {list(value.shape) if hasattr(value, 'shape') else ''} "
@@ -303,11 +187,11 @@ def _too_little(text: str, trial: _Trial) -> str:
         for buffer in largest.alive_at(largest.peak_node)[:5]
         for value in [value_of(buffer.node)]
     )
-    missing = trial.peak_bytes - trial.limit_bytes
+    missing = plan.peak_bytes - plan.limit_bytes
     graph = "forward" if largest is peaks[0] else "backward"
     return (
-        f"memory_budget={text!r}: the leanest plan, which saves {100 * trial.activations:.0f} % of "
-        f"the activations and keeps no parameter, needs {trial.peak_bytes / _MIB:.1f} MiB above "
+        f"memory_budget={text!r}: the leanest plan, which saves {100 * plan.activations:.0f} % of "
+        f"the activations and keeps no parameter, needs {plan.peak_bytes / _MIB:.1f} MiB above "
         f"what rests between steps, {missing / _MIB:.1f} MiB more than the budget. At its peak, in "
         f"{graph}, the largest values are: {holders}. Raise the budget, take a smaller batch, or "
         "train on more ranks."

@@ -163,6 +163,27 @@ class Agreement:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What the cost model predicts for a graph after its last pass."""
+
+    total_us: float
+    """Duration of the graph as it is: what is achieved."""
+    waited_us: float
+    """Time in which no kernel runs because a collective is awaited."""
+    possible_us: float
+    """Duration with the plan that the pass `schedule` makes within `limit_bytes`."""
+    bound_us: float
+    """Duration that no schedule of the graph's collectives can beat."""
+    peak_bytes: int
+    limit_bytes: int
+    """The largest peak that the plan of `possible_us` may reach."""
+    collectives: int
+    """Number of launches."""
+    number: int | None = None
+    """Number of the snapshot that it is about; None if it is unknown."""
+
+
+@dataclass(frozen=True)
 class Graph:
     """One graph and its passes."""
 
@@ -179,6 +200,8 @@ class Graph:
     kept: tuple[str, ...] = ()
     """Parameters whose full values (or pending gradients) a variant returns."""
     agreements: tuple[Agreement, ...] = ()
+    prediction: Prediction | None = None
+    """None for graphs without collectives of parameters, and in older dumps."""
 
     @property
     def first(self) -> Step:
@@ -249,8 +272,8 @@ class Event:
     """One record of events.jsonl, unparsed."""
 
     kind: str
-    """ "snapshot", "pass", "variant", "agreement", "note" or "error". Readers ignore unknown kinds.
-    """
+    """ "snapshot", "pass", "variant", "agreement", "prediction", "note" or "error". Readers ignore
+    unknown kinds."""
     data: Mapping[str, Any]
 
 

@@ -30,6 +30,7 @@ from zpasses.dumps.format import (
     Graph,
     Param,
     PassRun,
+    Prediction,
     Rank,
     Snapshot,
     Step,
@@ -224,6 +225,7 @@ class _GraphBuilder:
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.agreements: list[Agreement] = []
+        self.prediction: Prediction | None = None
         self.of = ""
         self.given: tuple[str, ...] = ()
         self.kept: tuple[str, ...] = ()
@@ -235,11 +237,14 @@ def _graphs(events: list[Record], files: SnapshotFiles, limits: Limits) -> dict[
         kind = event.text("event")
         if kind == "note":
             event.text("text", "")
-        if kind not in ("snapshot", "pass", "variant", "agreement"):
+        if kind not in ("snapshot", "pass", "variant", "agreement", "prediction"):
             continue
         graph = growing.setdefault(event.name("graph", limits), _GraphBuilder())
         if kind == "agreement":
             graph.agreements.append(_agreement(event))
+            continue
+        if kind == "prediction":
+            graph.prediction = _prediction(event)
             continue
         if kind == "variant":
             graph.of, graph.given, graph.kept = (
@@ -249,7 +254,15 @@ def _graphs(events: list[Record], files: SnapshotFiles, limits: Limits) -> dict[
             )
         graph.steps.append(_step(event, len(graph.steps), files))
     return {
-        name: Graph(name, tuple(each.steps), each.of, each.given, each.kept, tuple(each.agreements))
+        name: Graph(
+            name,
+            tuple(each.steps),
+            each.of,
+            each.given,
+            each.kept,
+            tuple(each.agreements),
+            each.prediction,
+        )
         for name, each in growing.items()
         if each.steps
     }
@@ -306,6 +319,19 @@ def _failure(record: Record) -> Failure:
         record.text("message"),
         record.text("where", ""),
         record.text("traceback", ""),
+    )
+
+
+def _prediction(record: Record) -> Prediction:
+    return Prediction(
+        total_us=record.number("total_us"),
+        waited_us=record.number("waited_us"),
+        possible_us=record.number("possible_us"),
+        bound_us=record.number("bound_us"),
+        peak_bytes=record.integer("peak_bytes"),
+        limit_bytes=record.integer("limit_bytes"),
+        collectives=record.integer("collectives"),
+        number=record.optional_integer("snapshot"),
     )
 
 

@@ -19,11 +19,12 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, cast
+from typing import Any, ClassVar, ParamSpec, cast
 
 import torch
 from torch import fx
 
+from zpasses.cost.prediction import Prediction
 from zpasses.cost.target import Target
 from zpasses.dumps import format as data
 from zpasses.dumps.describe import Describer, GraphDescriber, counts, plain_argument
@@ -204,6 +205,8 @@ class CompileDump(Recorder):
                 f"dump: {folder} cannot be written to: {error.strerror}. Name another folder."
             ) from error
 
+    takes_predictions: ClassVar[bool] = True
+
     # --- events of the compile --------------------------------------------------------------------
     @_locked
     def before(self, graph_name: str, level: str, graph: fx.Graph) -> None:
@@ -270,6 +273,15 @@ class CompileDump(Recorder):
                 "snapshot", graph=name, level=level, after=str(each), snapshot=None, error=failure
             )
         self._fail(str(each), error)
+
+    @_locked
+    def prediction(self, graph_name: str, prediction: Prediction) -> None:
+        figures = {
+            key: round(value, 3) if isinstance(value, float) else value
+            for key, value in dataclasses.asdict(prediction).items()
+        }
+        name = self._name(graph_name, "")
+        self._event("prediction", graph=name, snapshot=self._last[name].number, **figures)
 
     @_locked
     def variant(

@@ -13,7 +13,18 @@ from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from zpasses.dumps.errors import DumpError
-from zpasses.dumps.format import Compile, Counts, Dump, Graph, Node, Ref, Repr, Snapshot, Step
+from zpasses.dumps.format import (
+    Compile,
+    Counts,
+    Dump,
+    Graph,
+    Node,
+    Prediction,
+    Ref,
+    Repr,
+    Snapshot,
+    Step,
+)
 from zpasses.inspect.communication import Communication, communication
 from zpasses.inspect.find import (
     SelectedGraph,
@@ -28,7 +39,14 @@ from zpasses.inspect.memory import Memory, memory, parameter_sizes, peaks
 from zpasses.inspect.units import bytes_text, change_text, time_text
 from zpasses.inspect.view import Code, Table, Text, View, table, text_of
 
-__all__ = ["collectives_view", "list_view", "memory_view", "show_view", "to_json_value"]
+__all__ = [
+    "collectives_view",
+    "list_view",
+    "memory_view",
+    "prediction_text",
+    "show_view",
+    "to_json_value",
+]
 
 _NOTE_CHARS = 320
 
@@ -137,12 +155,47 @@ def _compile_parts(each: Compile) -> list[Table | Text | str]:
         )
     else:
         shown.append("This compile wrote no graphs.")
+    if any(graph.prediction for graph in each.graphs.values()):
+        shown.append(_predictions(each))
     shown += [text_of(f"at runtime: {note}") for note in each.notes]
     if each.error is not None:
         shown.append(
             text_of(f"FAILED in {each.error.where or '?'}: {each.error.type}: {each.error.message}")
         )
     return shown
+
+
+def _predictions(each: Compile) -> Table:
+    rows = [
+        (
+            graph.name,
+            time_text(found.total_us),
+            time_text(found.waited_us),
+            time_text(found.possible_us),
+            time_text(found.bound_us),
+            bytes_text(found.peak_bytes),
+            bytes_text(found.limit_bytes),
+        )
+        for graph in each.graphs.values()
+        if (found := graph.prediction) is not None
+    ]
+    columns = ("graph", "achieved", "of it waiting", "possible", "bound", "peak", "budget")
+    return table(columns, rows, right=columns[1:], title="Predicted time")
+
+
+def prediction_text(found: Prediction) -> str:
+    """One sentence about a prediction."""
+    return (
+        f"Achieved {time_text(found.total_us)}, possible within the budget "
+        f"({bytes_text(found.limit_bytes)}) {time_text(found.possible_us)}, bound "
+        f"{time_text(found.bound_us)}."
+    )
+
+
+def _prediction_of(each: SelectedGraph, step: Step) -> Prediction | None:
+    """The prediction, if it is about the graph at this step."""
+    found = each.graph.prediction
+    return found if found is not None and found.number == step.number else None
 
 
 def _step_row(graph: Graph, step: Step) -> tuple[Any, ...]:
@@ -206,6 +259,7 @@ def _compile_data(each: Compile) -> dict[str, Any]:
             "given": list(graph.given),
             "kept": list(graph.kept),
         }
+        about["prediction"] = to_json_value(graph.prediction)
         graphs.append({**about, "agreements": to_json_value(graph.agreements), "steps": steps})
     return {
         "folder": each.folder,
@@ -300,10 +354,12 @@ def collectives_view(picked: Sequence[SelectedGraph], after: str | int | None = 
             "step": step.index,
             "after": step.after,
         }
-        data.append({**about, **found.to_json()})
+        prediction = _prediction_of(each, step)
+        data.append({**about, **found.to_json(), "prediction": to_json_value(prediction)})
         parts += _unmodelled(each, step) or [
             _collectives_table(f"{each.title}, {step_title(step)}", found),
             _totals(found),
+            *([prediction_text(prediction)] if prediction is not None else []),
         ]
     return View("", tuple(parts), data)
 

@@ -16,10 +16,11 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import fx
 
+from zpasses.cost.prediction import Prediction
 from zpasses.errors import AgreementError, PassError
 from zpasses.graph.nodes import collectives_by_group
 from zpasses.pipeline.bisect import Trial
@@ -44,6 +45,10 @@ log = logging.getLogger("zpasses")
 
 class Recorder:
     """Callbacks for the events of one compile. Implementations must not change their arguments."""
+
+    takes_predictions: ClassVar[bool] = False
+    """Whether `prediction` does anything. Predictions are made only for recorders that take them,
+    because they take time."""
 
     def before(self, graph_name: str, level: str, graph: fx.Graph) -> None:
         """A graph reaches a level. None of the level's passes has run."""
@@ -73,6 +78,11 @@ class Recorder:
         notes: Sequence[str],
     ) -> None:
         """A pass raised, or the verifier has rejected its graph."""
+
+    def prediction(self, graph_name: str, prediction: Prediction) -> None:
+        """All passes have run on a graph, and the cost model has compared it with what is
+        possible.
+        """
 
     def variant(
         self, graph_name: str, of: str, given: Sequence[str], kept: Sequence[str], graph: fx.Graph
@@ -120,6 +130,14 @@ class Recorders(Recorder):
     def __bool__(self) -> bool:
         return bool(self._recorders)
 
+    def take_predictions(self) -> bool:
+        """Whether one of the recorders takes predictions."""
+        return any(each.takes_predictions for each in self._recorders)
+
+    def with_recorder(self, other: Recorder | None) -> Recorders:
+        """Returns these recorders and another one."""
+        return self if other is None else Recorders((*self._recorders, other))
+
     def before(self, graph_name: str, level: str, graph: fx.Graph) -> None:
         for each in self._recorders:
             each.before(graph_name, level, graph)
@@ -147,6 +165,10 @@ class Recorders(Recorder):
     ) -> None:
         for recorder in self._recorders:
             recorder.failed(graph_name, level, each, error, graph, notes)
+
+    def prediction(self, graph_name: str, prediction: Prediction) -> None:
+        for each in self._recorders:
+            each.prediction(graph_name, prediction)
 
     def variant(
         self, graph_name: str, of: str, given: Sequence[str], kept: Sequence[str], graph: fx.Graph

@@ -12,7 +12,7 @@ from zpasses.cost.memory import liveness
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.testing import fake_world
 
-BUCKETS = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{memory_budget=1MiB},overlap"  # noqa: E501
+BUCKETS = "merge-reads,gather-params,reduce-grads,reshard-after-forward{keep=nothing},bucket{memory_budget=1MiB},overlap"  # noqa: E501
 
 
 class Layers(nn.Module):

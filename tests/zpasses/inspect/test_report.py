@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -22,7 +23,7 @@ from tests.zpasses.inspect.graphs import (
     two_groups,
 )
 from tests.zpasses.inspect.real import real_dump
-from zpasses.dumps.format import Buffer, Collective, Failure, Ref, Source, Tag
+from zpasses.dumps.format import Buffer, Collective, Failure, Prediction, Ref, Source, Tag
 from zpasses.inspect import Inspection
 from zpasses.inspect import open as open_dump
 
@@ -492,3 +493,23 @@ def test_only_visible_nodes_of_a_large_graph_are_on_the_page(page):
     assert "n19990 = " in wait_for(
         browser, "document.querySelector('main .row.active')?.textContent"
     )
+
+
+@needs_browser
+def test_overview_compares_a_graph_with_what_is_possible(page):
+    graph = graph_of("forward", (None, chain(3)))
+    predicted = Prediction(200.0, 50.0, 150.0, 100.0, 1 << 20, 2 << 20, 2, 0)
+    browser = page(Inspection(dump_of(replace(graph, prediction=predicted))))
+    rows = [
+        each.text.split("\n") for each in all_of(browser, ".predicted-row") if each.is_displayed()
+    ]
+    assert rows == [
+        ["achieved", "200 µs"],
+        ["possible within 2 MiB", "150 µs"],
+        ["bound", "100 µs"],
+    ]
+    widths = [
+        each.size["width"] for each in all_of(browser, ".predicted-bar") if each.is_displayed()
+    ]
+    assert widths[1] == pytest.approx(0.75 * widths[0], abs=2)
+    assert widths[2] == pytest.approx(0.5 * widths[0], abs=2)

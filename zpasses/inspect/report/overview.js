@@ -115,6 +115,7 @@ function graphCard(compile, graph) {
       ),
       last && last.nodes.length > 1 && isModelled(last.step) && sparkline(last),
     ),
+    graph.prediction && predicted(graph.prediction),
     (!compile.error || graph.error?.message !== compile.error.message) &&
       failure(graph.error, "A pass failed"),
     el(
@@ -148,6 +149,34 @@ function graphCard(compile, graph) {
         ),
       ),
     ),
+  );
+}
+
+// How far the graph is from what a schedule could achieve, and from what none can.
+function predicted(prediction) {
+  const { total_us, possible_us, bound_us, limit_bytes } = prediction;
+  const share = (us) => `${((100 * us) / Math.max(total_us, possible_us)).toFixed(1)}%`;
+  const bar = (kind, us, text, title) =>
+    el(
+      "div",
+      { class: "predicted-row", title },
+      el("span", { class: "muted" }, text),
+      el("span", { class: "predicted-track" }, [
+        el("span", { class: `predicted-bar ${kind}`, style: { width: share(us) } }),
+      ]),
+      el("span", { class: "right" }, timeText(us)),
+    );
+  return el(
+    "div",
+    { class: "predicted", role: "group", "aria-label": "Predicted time" },
+    bar("achieved", total_us, "achieved", "The graph after its last pass, by the timing model"),
+    bar(
+      "possible",
+      possible_us,
+      `possible within ${bytesText(limit_bytes)}`,
+      "With the plan of the pass schedule",
+    ),
+    bar("bound", bound_us, "bound", "No schedule of these collectives is faster"),
   );
 }
 

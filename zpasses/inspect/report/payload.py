@@ -107,6 +107,7 @@ def _graph(picked: SelectedGraph, pool: _NodePool) -> dict[str, Any]:
         "of": one_line(graph.of),
         "error": _failure(graph.error),
         "agreements": _plain(graph.agreements),
+        "prediction": _plain(graph.prediction),
         "steps": steps,
     }
 

@@ -1,0 +1,289 @@
+"""Plans of a step for every memory budget, from Python, as a command and as a page."""
+
+import itertools
+import json
+import re
+
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from zpasses.cost.memory import liveness
+from zpasses.cost.step_time import step_time
+from zpasses.cost.target import Target
+from zpasses.graph.nodes import collective_of
+from zpasses.inspect.escape import one_line
+from zpasses.testing import capture_graphs, fake_world
+from zpasses.tools.cli.main import cli
+from zpasses.tools.picture import draw_page, find_browser
+from zpasses.tools.plan.picture import HEIGHT, WIDTH, _Picture, plan_page
+from zpasses.tools.plan.step_plans import PlanRequest, plan_step
+from zpasses.tools.plan.table import (
+    GraphFigures,
+    PlanPoint,
+    PlanTable,
+    not_dominated,
+    plan_view,
+)
+
+HERE = "tests.tools.test_plan"
+WORLD = 4
+
+
+class Blocks(nn.Module):
+    """Activations and parameters are of similar size."""
+
+    def __init__(self, width=256, layers=4):
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
+        self.head = nn.Linear(width, 512)
+
+    def forward(self, x):
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(nn.functional.gelu(up(x)))
+        return self.head(x).logsumexp(-1).sum()
+
+
+def blocks(rows=1024, layers=4):
+    return Blocks(layers=layers), torch.ones(rows, 256)
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x.relu()
+
+
+def unused_parameters():
+    return Unused(), torch.ones(2, 3, requires_grad=True)
+
+
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def broken():
+    return Broken(), torch.ones(4, 8)
+
+
+@pytest.fixture(scope="module")
+def table():
+    return plan_step(PlanRequest(f"{HERE}:blocks", WORLD, "h100", points=5))
+
+
+# --- plans ---------------------------------------------------------------------------------------
+def test_plans_go_from_lean_to_fast(table):
+    assert 4 <= len(table.plans) <= 6
+    for lean, fast in itertools.pairwise(table.plans):
+        assert lean.peak_bytes < fast.peak_bytes
+        assert lean.total_us > fast.total_us
+    assert all(each.peak_bytes <= each.limit_bytes for each in table.plans)
+    assert all(each.bound_us <= each.total_us for each in (*table.plans, *table.stages))
+    assert table.plans[0].kept_bytes < table.plans[-1].kept_bytes
+    assert table.plans[0].activations < table.plans[-1].activations == 1.0
+    assert table.chosen is table.plans[-1]
+    assert table.reason == "It is the fastest, whatever its memory. More memory gains nothing."
+
+
+def figures(graph):
+    with fake_world(WORLD):
+        time = step_time([graph], Target.parse("h100"))
+        return (
+            time.total_us,
+            time.waited_us,
+            liveness(graph).peak_bytes,
+            sum(collective_of(node) is not None for node in graph.nodes),
+        )
+
+
+def figures_of(point):
+    return [
+        (each.total_us, each.exposed_us, each.peak_bytes, each.collectives)
+        for each in (point.forward, point.backward)
+    ]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, -1])
+def test_options_of_a_plan_lead_to_its_graphs(table, at):
+    """The launches, peaks and times of a compile with these options are those of the row."""
+    point = table.plans[at]
+    model, x = blocks()
+    after = capture_graphs(
+        model,
+        (x,),
+        world_size=WORLD,
+        pipeline="zero3-scheduled",
+        options=table.options_of(point),
+    ).after
+    assert [figures(each.graph) for each in (after.forward, after.backward)] == figures_of(point)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_stages_are_those_of_a_compile_without_a_budget(table, stage):
+    (point,) = [each for each in table.stages if each.name == f"zero{stage}"]
+    model, x = blocks()
+    after = capture_graphs(
+        model,
+        (x,),
+        world_size=WORLD,
+        pipeline=f"zero{stage}",
+        options={"target": "h100", "recompute_elementwise": stage == 3},
+    ).after
+    assert [figures(each.graph) for each in (after.forward, after.backward)] == figures_of(point)
+
+
+def test_dominated_points_are_left_out():
+    points = [point_of(*each) for each in [(5, 9), (1, 20), (3, 12), (3, 14), (6, 9), (4, 13)]]
+    assert [(each.peak_bytes, each.total_us) for each in not_dominated(points)] == [
+        (1, 20),
+        (3, 12),
+        (5, 9),
+    ]
+
+
+# --- the command ---------------------------------------------------------------------------------
+def run(*arguments):
+    return CliRunner().invoke(cli, ["plan", *map(str, arguments)])
+
+
+SMALL = ("--world", WORLD, "--target", "h100", "--points", 2, "--arg", "layers=2")
+
+
+def test_budget_chooses_the_fastest_plan_within_it(tmp_path):
+    page = tmp_path / "plans.html"
+    done = run(f"{HERE}:blocks", *SMALL, "--memory", "20MiB", "--html", page, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    (chosen,) = [each for each in found["plans"] if each["chosen"]]
+    assert chosen["memory_budget"] == "20MiB"
+    assert chosen["limit_bytes"] == 20 << 20 >= chosen["peak_bytes"]
+    assert found["options"] == {"memory_budget": "20MiB", "target": "h100"}
+    assert found["reason"].startswith("It is the fastest within 20MiB. ")
+    within = [each for each in found["plans"] if each["peak_bytes"] <= 20 << 20]
+    assert chosen["total_us"] == min(each["total_us"] for each in within)
+    assert "budget 20MiB" in page.read_text()
+
+
+def test_budget_that_nothing_fits_says_what_is_missing():
+    done = run(f"{HERE}:blocks", *SMALL, "--memory", "1MiB")
+    assert done.exit_code == 1
+    assert "No plan fits. memory_budget='1MiB': the leanest plan, which saves" in done.output
+    assert "MiB more than the budget" in done.output
+    assert "zero2 today" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.py:blocks"], "there is no file none.py; expected MODULE:FUNCTION"),
+        ([f"{HERE}:block"], "has no function 'block'. Did you mean \"blocks\"?"),
+        ([f"{HERE}:blocks", "--target", "h1000"], 'Did you mean "h100"'),
+        ([f"{HERE}:blocks", "--memory", "much"], "--memory: got 'much'; expected how far the peak"),
+        ([f"{HERE}:blocks", "--memory", "auto"], "expected a size such as '70GiB'"),
+        ([f"{HERE}:blocks", "--world", 1], "got 1; expected at least 2 ranks"),
+        ([f"{HERE}:unused_parameters"], "gathers no sharded parameters"),
+        ([f"{HERE}:broken"], "compiled as 2 graphs with sharded parameters; expected one"),
+    ],
+)
+def test_what_cannot_be_planned_is_an_error(arguments, message):
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_page_that_cannot_be_written_is_an_error(tmp_path):
+    page = tmp_path / "none" / "plans.html"
+    done = run(f"{HERE}:blocks", *SMALL, "--html", page)
+    assert done.exit_code == 2
+    assert f"cannot write {page}: there is no folder {page.parent}" in done.stderr
+
+
+# --- the page ------------------------------------------------------------------------------------
+def point_of(peak, total, name="plan", share=0.9):
+    figures = GraphFigures(total / 2, total / 8, share * total / 2, peak, 3)
+    return PlanPoint(name, f"{peak}B" if name == "plan" else None, peak, figures, figures, 0, 1.0)
+
+
+def table_of(points, stages, memory=None, function="train.py:step"):
+    plans = tuple(point_of(*each) for each in points)
+    return PlanTable(
+        function,
+        8,
+        "h100",
+        "h100",
+        plans,
+        tuple(point_of(*each, name) for each, name in zip(stages, ("zero2", "zero3"), strict=True)),
+        None if memory is None else f"{memory}B",
+        memory,
+        plans[-1],
+        None,
+        1.0,
+    )
+
+
+HOSTILE = "</title><script>alert(1)</script>\u202e\x1b[31m.py:step"
+
+
+def test_names_are_escaped():
+    found = table_of([(10, 5.0), (20, 3.0)], [(30, 4.0), (9, 6.0)], function=HOSTILE)
+    page = plan_page(found)
+    assert "<script" not in page
+    assert one_line(HOSTILE)[-20:] in page
+    assert "\u202e" not in page + plan_view(found).text()
+    assert "\x1b" not in plan_view(found).text()
+
+
+def overlap(one, other):
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+points_drawn = st.tuples(st.integers(1 << 10, 1 << 40), st.floats(0.5, 1e8))
+
+
+@given(
+    st.lists(points_drawn, min_size=1, max_size=12, unique_by=lambda each: each[0]),
+    st.tuples(points_drawn, points_drawn),
+    st.none() | st.integers(1, 1 << 41),
+)
+def test_labels_cover_neither_each_other_nor_points(points, stages, memory):
+    picture = _Picture(table_of(sorted(points), stages, memory))
+    boxes = [each.box for each in picture.labels]
+    assert not any(overlap(*pair) for pair in itertools.combinations(boxes, 2))
+    for mark, box in itertools.product(picture.marks, boxes[memory is not None :]):
+        assert not overlap((mark.x - 5, mark.y - 5, mark.x + 5, mark.y + 5), box)
+    assert all(x >= 0 and right <= WIDTH + 1 and bottom < HEIGHT for x, _, right, bottom in boxes)
+    for mark in picture.marks:
+        assert picture.left <= mark.x <= picture.right
+        assert picture.top <= mark.y <= picture.bottom
+    assert 2 <= len(picture.memory_ticks) <= 9
+    texts = [each.text for each in picture.memory_ticks]
+    assert len(set(texts)) == len(texts)
+
+
+def test_points_have_names_in_the_picture(table):
+    labels = {each.text for each in _Picture(table).labels}
+    assert {"zero2 today", "zero3 today", f"{len(table.plans)} chosen"} <= labels
+
+
+@pytest.mark.skipif(find_browser() is None, reason="needs Chromium (Debian: apt install chromium)")
+def test_page_is_drawn(table, tmp_path):
+    page = tmp_path / "plans.html"
+    page.write_text(plan_page(table))
+    draw_page(page.as_uri(), tmp_path / "plans.png", (1000, 900), tmp_path)
+    assert (tmp_path / "plans.png").stat().st_size > 20_000  # an empty page has 5 kB
+    assert len(re.findall(r"<circle class=\"plan\"", page.read_text())) == len(table.plans)

@@ -1,0 +1,90 @@
+"""Trial partitions: a plan's graphs save, keep and recompute what its trial and its choice say."""
+
+import contextlib
+
+import pytest
+
+from tests.zpasses.backend.test_memory_budget import SCHEDULED, Blocks, X
+from zpasses.backend.step_trials import observe_steps
+from zpasses.cost.kept_params import StepProblem, keepable_params
+from zpasses.cost.schedule_problem import problem_of
+from zpasses.cost.target import current_target
+from zpasses.testing import capture_graphs
+
+
+def within_compile(check):
+    """Runs `check` with the trials of a step, while the backend compiles it."""
+    done = []
+
+    def observe(trials):
+        check(trials)
+        done.append(trials)
+
+    with observe_steps(observe):
+        capture_graphs(Blocks(), (X,), world_size=2, pipeline=SCHEDULED, options={"target": "h100"})
+    assert len(done) == 1
+
+
+def names(graph):
+    return sorted(node.name for node in graph.nodes)
+
+
+@pytest.mark.parametrize("activations", [1.0, 0.4, 0.1])
+@pytest.mark.parametrize("count", [0, 2, 100])
+def test_kept_parameters_change_nothing_but_their_gathers(activations, count):
+    """torch's activation budget counts kept parameters, and would recompute more for them."""
+
+    def check(trials):
+        trial = trials.trial(activations)
+        kept = keepable_params(trial.step)[:count]
+        graphs = trials.graphs(activations, {each.name for each in kept})
+        step = StepProblem(*(problem_of(each.graph, current_target()) for each in graphs))
+        predicted = trial.step.keeping(kept)
+        for actual, expected in (
+            (step.forward, predicted.forward),
+            (step.backward, predicted.backward),
+        ):
+            assert len(actual.jobs) == len(expected.jobs)
+            assert sum(actual.work_us) == pytest.approx(sum(expected.work_us))
+        assert step.peak_bytes() == predicted.peak_bytes()
+
+    within_compile(check)
+
+
+def test_less_activations_recompute_more():
+    def check(trials):
+        work = [sum(trials.trial(each).step.backward.work_us) for each in (1.0, 0.4, 0.1)]
+        assert work == sorted(work)
+        assert work[0] < work[-1]
+
+    within_compile(check)
+
+
+def test_trials_are_made_once_and_leave_the_joint_graph_alone():
+    def check(trials):
+        before = names(trials.gm.graph), [dict(node.meta) for node in trials.gm.graph.nodes]
+        plans = [trials.fastest(limit) for limit in (1 << 30, 1 << 17, 1 << 16)]
+        assert trials.trial(1.0) is plans[0].trial
+        trials.graphs(plans[1].activations, {each.name for each in plans[0].kept})
+        after = names(trials.gm.graph), [dict(node.meta) for node in trials.gm.graph.nodes]
+        assert after == before
+
+    within_compile(check)
+
+
+def test_least_limit_fits_and_less_does_not():
+    def check(trials):
+        least = trials.least_bytes()
+        assert trials.fastest(least).fits
+        assert not trials.fastest(least - 1).fits
+        assert trials.fastest(trials.most_bytes()).peak_bytes <= trials.most_bytes()
+
+    within_compile(check)
+
+
+def test_observers_are_called_only_inside_the_block():
+    calls = []
+    with contextlib.suppress(ZeroDivisionError), observe_steps(calls.append):
+        raise ZeroDivisionError
+    capture_graphs(Blocks(), (X,), world_size=2, pipeline=SCHEDULED)
+    assert calls == []

@@ -1,0 +1,85 @@
+"""The command `zpasses plan`. It imports torch when it runs: `zpasses --help` stays quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from tqdm import tqdm
+
+from zpasses.tools.capture.command import shard_arguments, step_options
+from zpasses.tools.cli.common import (
+    CommandError,
+    as_json,
+    errors_as_messages,
+    print_view,
+    write_output,
+)
+from zpasses.tools.plan.picture import plan_page
+from zpasses.tools.plan.table import plan_view
+
+__all__ = ["plan"]
+
+
+@click.command()
+@step_options
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    help='Budget whose plan is chosen: "70GiB", "10%". Default: the fastest plan.',
+)
+@click.option(
+    "--points",
+    type=click.IntRange(2, 50),
+    default=8,
+    show_default=True,
+    help="About how many plans to make.",
+)
+@click.option(
+    "--html",
+    "picture",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Also write a page with time over memory.",
+)
+@as_json
+@errors_as_messages
+@click.pass_context
+def plan(
+    ctx: click.Context,
+    function: str,
+    world: int,
+    target: str | None,
+    memory: str | None,
+    points: int,
+    arguments: dict[str, Any],
+    param_dtype: str | None,
+    reduce_dtype: str | None,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    """Show what a training step costs under every memory budget, without running it.
+
+    MODULE:FUNCTION (or FILE.py:FUNCTION) is as for `zpasses capture`. The table has the plans from
+    the leanest to the fastest, and stages 2 and 3 without a budget. Times and memory are those of
+    the cost model. The last line but the legend has the options that reproduce the chosen plan.
+
+    The exit status is 0, 1 if no plan fits --memory, and 2 for an error.
+    """
+    from zpasses.tools.plan.step_plans import PlanRequest, plan_step
+
+    if picture is not None and not picture.parent.is_dir():
+        raise CommandError(
+            f"cannot write {picture}: there is no folder {picture.parent}; name a file in a folder "
+            "that exists with --html."
+        )
+    shard = shard_arguments(param_dtype, reduce_dtype)
+    request = PlanRequest(function, world, target, memory, points, arguments, shard)
+    with tqdm(desc="plans", unit="plan", disable=None, leave=False) as bar:
+        found = plan_step(request, lambda point: bar.update())
+    if picture is not None:
+        write_output(picture, [plan_page(found)])
+    print_view(plan_view(found), as_json)
+    if found.chosen is None:
+        ctx.exit(1)

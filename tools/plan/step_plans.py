@@ -1,0 +1,330 @@
+"""Plans of one training step: what the backend makes of it under several memory budgets.
+
+The step is captured once. Within its compile, the trial partitions of its joint graph are planned
+for limits from the least that a plan fits to where more memory gains nothing. Each plan's graphs
+are then made by the backend's own functions and passes, so its figures are those of a compile with
+that budget.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import fx
+
+from zpasses import compat
+from zpasses.backend.partition import too_little_memory
+from zpasses.backend.step_trials import (
+    Graphs,
+    StepPlan,
+    StepTrials,
+    full_params,
+    observe_steps,
+)
+from zpasses.cost.target import Target, current_target, use_target
+from zpasses.errors import OptionError
+from zpasses.option_values import parse_budget
+from zpasses.passes.pipelines import ZERO2, ZERO3, ZERO3_SCHEDULED
+from zpasses.pipeline.options import Options
+from zpasses.pipeline.pipeline import Level, Pass, Pipeline, run_passes
+from zpasses.pipeline.prediction import Predictor
+from zpasses.pipeline.recorder import Recorders, run_recorded_passes
+from zpasses.tools.capture.run import CaptureError, CaptureRequest, run_capture
+from zpasses.tools.plan.table import GraphFigures, PlanPoint, PlanTable, not_dominated
+
+__all__ = ["PlanRequest", "plan_step"]
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Which step to plan, and for which ranks and hardware."""
+
+    function: str
+    """`MODULE:FUNCTION` or `FILE.py:FUNCTION`, as for `zpasses capture`."""
+    world: int = 8
+    target: str | None = None
+    """None plans for this machine."""
+    memory: str | None = None
+    """Budget whose plan is chosen, such as "70GiB"; None chooses the fastest plan."""
+    points: int = 8
+    """About how many plans to make."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function."""
+    shard: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `zpasses.shard`: param_dtype, reduce_dtype."""
+
+
+def plan_step(
+    request: PlanRequest, progress: Callable[[PlanPoint], object] = lambda point: None
+) -> PlanTable:
+    """Capture a step, and make its plans.
+
+    Args:
+        request: what to plan.
+        progress: called with each plan that was made.
+
+    Raises:
+        CaptureError: if the function or the model fails, or the step is not one graph.
+        OptionError: for an unknown target or a budget that is no size.
+    """
+    _check(request)
+    target = Target.parse(request.target) if request.target else current_target()
+    joints: list[fx.GraphModule] = []
+    tables: list[PlanTable] = []
+    steps = 0
+
+    def observe(trials: StepTrials) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 1:
+            tables.append(_Planner(request, target, trials, joints[-1], progress).run())
+
+    joint = tuple(each for each in ZERO3_SCHEDULED if each.level is Level.JOINT)
+    options = {"pipeline": Pipeline((_CopyJoint(joints), *joint)), "target": request.target}
+    capture = CaptureRequest(
+        request.function,
+        None,
+        request.world,
+        arguments=request.arguments,
+        shard=request.shard,
+        options={key: value for key, value in options.items() if value is not None},
+    )
+    with observe_steps(observe):
+        run_capture(capture)
+    if steps != 1:
+        raise CaptureError(
+            f"{request.function}: the step was compiled as {steps} graphs with sharded parameters; "
+            "expected one. torch.compile(model, fullgraph=True) says what breaks the graph."
+            if steps
+            else f"{request.function}: the step gathers no sharded parameters in forward and "
+            "backward, so there is nothing to plan."
+        )
+    return tables[0]
+
+
+def _check(request: PlanRequest) -> None:
+    if request.memory is not None:
+        where = "--memory"
+        if request.memory == "auto":
+            raise OptionError(
+                f"{where}: got 'auto', which measures the device of a running job; expected a size "
+                "such as '70GiB'."
+            )
+        parse_budget(request.memory, where)
+    if request.world < 2:
+        raise OptionError(
+            f"--world: got {request.world}; expected at least 2 ranks, since one rank has no "
+            "collectives to plan."
+        )
+
+
+@dataclass(frozen=True)
+class _CopyJoint(Pass):
+    """Copies the joint graph before the passes."""
+
+    name: ClassVar[str] = "copy-joint"
+    level: ClassVar[Level] = Level.JOINT
+
+    copies: list[fx.GraphModule]
+
+    def rewrite(self, graph: fx.Graph) -> int:
+        module = graph.owning_module
+        assert module is not None
+        self.copies.append(compat.clone_graph_module(module, graph))
+        return 0
+
+
+class _Planner:
+    def __init__(
+        self,
+        request: PlanRequest,
+        target: Target,
+        trials: StepTrials,
+        joint: fx.GraphModule,
+        progress: Callable[[PlanPoint], object],
+    ) -> None:
+        self._request, self._target, self._trials, self._joint = request, target, trials, joint
+        self._progress = progress
+        self._graphs: dict[Any, Graphs] = {}
+        self._made: dict[str, PlanPoint] = {}
+
+    def run(self) -> PlanTable:
+        started, memory = time.perf_counter(), self._request.memory
+        with use_target(self._target):
+            stages = (self._zero2(), self._zero3())
+            self._sweep()
+            chosen, missing = self._chosen()
+            limit = self._trials.limit_bytes(memory) if memory is not None else None
+        plans = self._shown(chosen)
+        return PlanTable(
+            self._request.function,
+            self._request.world,
+            self._target.name,
+            self._request.target,
+            tuple(plans),
+            stages,
+            memory,
+            limit,
+            chosen if chosen is not None or missing is not None else plans[-1],
+            missing,
+            time.perf_counter() - started,
+        )
+
+    def _chosen(self) -> tuple[PlanPoint | None, str | None]:
+        """Returns the plan of the budget that was asked for, or why there is none."""
+        budget = self._request.memory
+        if budget is None:
+            return None, None
+        plan = self._trials.fastest(self._trials.limit_bytes(budget))
+        if not plan.fits:
+            return None, too_little_memory(budget, plan)
+        return self._point(budget), None
+
+    def _shown(self, chosen: PlanPoint | None) -> list[PlanPoint]:
+        """Returns the plans that are worth showing, and the chosen one in any case."""
+        others = [each for each in self._made.values() if each is not chosen]
+        points = not_dominated(each for each in others if not _same(each, chosen))
+        if chosen is not None:
+            points = [
+                each
+                for each in points
+                if each.peak_bytes < chosen.peak_bytes or each.total_us < chosen.total_us
+            ]
+            points.append(chosen)
+        return sorted(points, key=lambda each: (each.peak_bytes, -each.total_us))
+
+    # --- limits -----------------------------------------------------------------------------------
+    def _sweep(self) -> None:
+        """Makes plans from the leanest to the fastest, the more where more is to be gained."""
+        most = self._point(_size(self._trials.most_bytes()))
+        fastest = self._point(_size(most.peak_bytes))
+        leanest = self._point(_size(self._trials.least_bytes()))
+        made = [leanest, fastest]
+        for _ in range(2 * self._request.points):
+            if len(not_dominated(self._made.values())) >= self._request.points:
+                break
+            gaps = [
+                (self._gap(lean, fast, leanest, fastest), lean, fast)
+                for lean, fast in itertools.pairwise(made)
+            ]
+            gap, lean, fast = max(gaps, key=lambda each: each[0], default=(0.0, leanest, leanest))
+            if gap <= 0:
+                break
+            middle = self._point(_size((_limit(lean) + fast.peak_bytes) // 2))
+            made.insert(made.index(fast), middle)
+
+    @staticmethod
+    def _gap(lean: PlanPoint, fast: PlanPoint, leanest: PlanPoint, fastest: PlanPoint) -> float:
+        """Returns how much a plan between two others may tell: time times memory between them."""
+        time_share = (lean.total_us - fast.total_us) / fastest.total_us
+        between = fast.peak_bytes - _limit(lean)
+        memory_share = between / max(1, fastest.peak_bytes - _limit(leanest))
+        return time_share * memory_share if min(time_share, memory_share) > _LEAST_GAP else 0.0
+
+    # --- plans ------------------------------------------------------------------------------------
+    def _point(self, budget: str) -> PlanPoint:
+        """Returns the plan that the backend makes with this budget."""
+        if budget not in self._made:
+            limit = self._trials.limit_bytes(budget)
+            plan = self._trials.fastest(limit)
+            pipeline = ZERO3_SCHEDULED.with_memory_budget(f"{limit}B")
+            self._made[budget] = self._judged(
+                "plan",
+                budget,
+                limit,
+                pipeline,
+                self._graphs_of(plan),
+                _kept_bytes(plan),
+                plan.activations,
+            )
+        return self._made[budget]
+
+    def _zero3(self) -> PlanPoint:
+        plan = self._trials.fitting()
+        graphs = self._graphs_of(plan)
+        return self._judged("zero3", None, None, ZERO3, graphs, _kept_bytes(plan), 1.0)
+
+    def _zero2(self) -> PlanPoint:
+        run_passes(self._joint.graph, ZERO2.at(Level.JOINT), verify="off")
+        self._joint.recompile()
+        recomputes = Options(zero_stage=2).recomputes_elementwise()
+        kept = sum(size for *_, size in full_params(self._joint))
+        graphs = self._trials.other(self._joint, recomputes)
+        return self._judged("zero2", None, None, ZERO2, graphs, kept, 1.0)
+
+    def _graphs_of(self, plan: StepPlan) -> Graphs:
+        """Returns the graphs of a plan as copies, which are rewritten."""
+        key = plan.activations, frozenset(each.name for each in plan.kept)
+        if key not in self._graphs:
+            self._graphs[key] = self._trials.graphs(*key)
+        forward, backward = self._graphs[key]
+        return compat.clone_graph_module(forward), compat.clone_graph_module(backward)
+
+    def _judged(
+        self,
+        name: str,
+        budget: str | None,
+        limit: int | None,
+        pipeline: Pipeline,
+        graphs: Graphs,
+        kept_bytes: int,
+        activations: float,
+    ) -> PlanPoint:
+        """Runs the passes after partitioning, and measures the graphs by the cost model."""
+        forward, backward = (
+            self._figures(graph, pipeline.at(level))
+            for graph, level in zip(graphs, (Level.FORWARD, Level.BACKWARD), strict=True)
+        )
+        point = PlanPoint(name, budget, limit, forward, backward, kept_bytes, activations)
+        self._progress(point)
+        return point
+
+    def _figures(self, gm: fx.GraphModule, passes: tuple[Pass, ...]) -> GraphFigures:
+        predictor = Predictor(passes, self._target)
+        run_recorded_passes(
+            Recorders((predictor,)), "step", "partitioned", gm.graph, passes, verify="off"
+        )
+        found = predictor.predicted(gm.graph, scheduled=True)
+        if found is None:
+            raise CaptureError(
+                f"{self._request.function}: a graph has no collectives of parameters, so there is "
+                "nothing to plan."
+            )
+        return GraphFigures(
+            found.total_us, found.waited_us, found.bound_us, found.peak_bytes, found.collectives
+        )
+
+
+_LEAST_GAP = 0.003
+"""Smallest share of time and of memory between two plans for which a third is made."""
+
+
+def _kept_bytes(plan: StepPlan) -> int:
+    return sum(each.nbytes for each in plan.kept)
+
+
+def _limit(point: PlanPoint) -> int:
+    return point.limit_bytes or 0
+
+
+def _same(point: PlanPoint, other: PlanPoint | None) -> bool:
+    return other is not None and (point.forward, point.backward) == (other.forward, other.backward)
+
+
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
+
+
+def _size(nbytes: int) -> str:
+    """Returns a short text of a size that is at least `nbytes`, as the option `memory_budget` takes
+    it.
+    """
+    unit, scale = next((each for each in _UNITS if nbytes >= each[1]), _UNITS[-1])
+    size = nbytes / scale
+    decimals = 0 if unit == "B" else 3 if size < 10 else 2 if size < 100 else 1
+    factor = 10**decimals
+    return f"{math.ceil(size * factor) / factor:g}{unit}" if size < 1e4 else f"{nbytes}B"

@@ -1,0 +1,259 @@
+"""The table of plans of one training step. This file loads no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from zpasses.inspect.units import bytes_text, time_text
+from zpasses.inspect.view import Text, View, table, text_of
+
+__all__ = ["GraphFigures", "PlanPoint", "PlanTable", "not_dominated", "plan_view"]
+
+
+@dataclass(frozen=True)
+class GraphFigures:
+    """What the cost model says about forward or backward."""
+
+    total_us: float
+    exposed_us: float
+    """Time in which no kernel runs because a collective is awaited."""
+    bound_us: float
+    """Duration that no schedule of the graph's collectives can beat."""
+    peak_bytes: int
+    collectives: int
+    """Number of launches."""
+
+
+@dataclass(frozen=True)
+class PlanPoint:
+    """One plan of the step, or one of today's stages."""
+
+    name: str
+    """"plan", "zero2" or "zero3"."""
+    budget: str | None
+    """Text of the option `memory_budget`; None for a stage without a budget."""
+    limit_bytes: int | None
+    """The peak that the budget allows."""
+    forward: GraphFigures
+    backward: GraphFigures
+    kept_bytes: int
+    """Bytes of the full parameters that are kept until backward."""
+    activations: float
+    """Fraction of the activations that forward saves, of those that the partitioner saves by
+    default."""
+
+    @property
+    def total_us(self) -> float:
+        return self.forward.total_us + self.backward.total_us
+
+    @property
+    def exposed_us(self) -> float:
+        return self.forward.exposed_us + self.backward.exposed_us
+
+    @property
+    def bound_us(self) -> float:
+        return self.forward.bound_us + self.backward.bound_us
+
+    @property
+    def peak_bytes(self) -> int:
+        """The larger peak of the two graphs, above what rests between steps."""
+        return max(self.forward.peak_bytes, self.backward.peak_bytes)
+
+    @property
+    def collectives(self) -> int:
+        return self.forward.collectives + self.backward.collectives
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "name": self.name,
+            "memory_budget": self.budget,
+            "limit_bytes": self.limit_bytes,
+            "total_us": round(self.total_us, 3),
+            "exposed_us": round(self.exposed_us, 3),
+            "bound_us": round(self.bound_us, 3),
+            "peak_bytes": self.peak_bytes,
+            "collectives": self.collectives,
+            "kept_bytes": self.kept_bytes,
+            "activations": self.activations,
+            "forward": _rounded(self.forward),
+            "backward": _rounded(self.backward),
+        }
+
+
+def _rounded(figures: GraphFigures) -> dict[str, Any]:
+    return {
+        key: round(value, 3) if isinstance(value, float) else value
+        for key, value in vars(figures).items()
+    }
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """All plans of one step that are worth having, and which of them a budget chooses."""
+
+    function: str
+    world: int
+    target: str
+    """Name of the target."""
+    given_target: str | None
+    """The option `target`; None for this machine."""
+    plans: tuple[PlanPoint, ...]
+    """From the leanest to the fastest."""
+    stages: tuple[PlanPoint, ...]
+    """Today's stages without a budget."""
+    memory: str | None
+    """The budget that was asked for; None chooses the fastest plan."""
+    memory_bytes: int | None
+    """The peak that it allows."""
+    chosen: PlanPoint | None
+    """One of `plans`; None if none fits."""
+    missing: str | None
+    """Why no plan fits; None if one does."""
+    seconds: float
+    """Duration of the planning."""
+
+    @property
+    def options(self) -> dict[str, str] | None:
+        """The options of the backend that reproduce the chosen plan."""
+        return None if self.chosen is None else self.options_of(self.chosen)
+
+    def options_of(self, point: PlanPoint) -> dict[str, str]:
+        """The options of the backend that reproduce a plan."""
+        found = {} if point.budget is None else {"memory_budget": point.budget}
+        return found if self.given_target is None else {**found, "target": self.given_target}
+
+    @property
+    def reason(self) -> str:
+        """Why the chosen plan is chosen, or why there is none."""
+        if self.chosen is None:
+            return self.missing or ""
+        why = (
+            f"It is the fastest within {self.memory}."
+            if self.memory is not None
+            else "It is the fastest, whatever its memory."
+        )
+        return f"{why} {self._next()}"
+
+    def _next(self) -> str:
+        chosen = self.chosen
+        assert chosen is not None
+        limit = chosen.limit_bytes or 0
+        better = [
+            point
+            for point in self.plans
+            if point.total_us < _NOTABLY * chosen.total_us and point is not chosen
+        ]
+        lean = [point for point in better if point.peak_bytes <= limit]
+        if lean:
+            # The planner compares estimates, so a smaller budget may lead to a faster plan.
+            return f"memory_budget={lean[-1].budget!r} leads to a faster plan that fits, too."
+        if better:
+            first = better[0]
+            return (
+                f"The next faster plan takes {time_text(first.total_us)} and needs "
+                f"{bytes_text(first.peak_bytes)}."
+            )
+        return "More memory gains nothing."
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "function": self.function,
+            "world": self.world,
+            "target": self.target,
+            "memory": self.memory,
+            "plans": [{**each.to_json(), "chosen": each is self.chosen} for each in self.plans],
+            "stages": [each.to_json() for each in self.stages],
+            "options": self.options,
+            "reason": self.reason,
+            "seconds": round(self.seconds, 1),
+        }
+
+
+_NOTABLY = 0.999
+"""Durations that differ by less are equal."""
+
+
+def not_dominated(points: Iterable[PlanPoint]) -> list[PlanPoint]:
+    """Returns the points than which no smaller one is as fast, from the leanest to the fastest."""
+    found: list[PlanPoint] = []
+    for point in sorted(points, key=lambda each: (each.peak_bytes, each.total_us)):
+        if not found or point.total_us < _NOTABLY * found[-1].total_us:
+            found.append(point)
+    return found
+
+
+# --- text -----------------------------------------------------------------------------------------
+_COLUMNS = (
+    "plan",
+    "memory_budget",
+    "step",
+    "exposed",
+    "bound",
+    "peak",
+    "collectives",
+    "kept",
+    "activations",
+)
+
+
+def plan_view(found: PlanTable) -> View:
+    """The table as a page."""
+    rows = [
+        _row(f"{number}{' chosen' if each is found.chosen else ''}", each)
+        for number, each in enumerate(found.plans, 1)
+    ]
+    rows += [_row(f"{each.name} today", each) for each in found.stages]
+    parts: list[Any] = [table(_COLUMNS, rows, right=_COLUMNS[2:])]
+    if found.chosen is None:
+        parts.append(text_of(f"No plan fits. {found.reason}"))
+    else:
+        chosen = found.chosen
+        parts += [
+            f"Chosen: memory_budget={chosen.budget!r}. {found.reason}",
+            Text(tuple(_graph_line(name, each) for name, each in _graphs(chosen))),
+            f"options={json.dumps(found.options)}",
+        ]
+    parts.append(_LEGEND)
+    title = f"{found.function}, {found.world} ranks, target {found.target}"
+    return View(title, tuple(parts), found.to_json())
+
+
+_LEGEND = Text(
+    (
+        "step: predicted duration of forward and backward. exposed: its part in which only "
+        "collectives run.",
+        "bound: what no schedule of the same collectives can beat. peak: memory above what rests "
+        "between steps.",
+        "kept: full parameters that stay until backward. activations: share that forward saves.",
+    )
+)
+
+
+def _row(mark: str, point: PlanPoint) -> tuple[str, ...]:
+    return (
+        mark,
+        point.budget or "",
+        time_text(point.total_us),
+        time_text(point.exposed_us),
+        time_text(point.bound_us),
+        bytes_text(point.peak_bytes),
+        str(point.collectives),
+        f"{point.kept_bytes / (1 << 20):,.0f} MiB",
+        f"{point.activations:.0%}",
+    )
+
+
+def _graphs(point: PlanPoint) -> tuple[tuple[str, GraphFigures], ...]:
+    return ("forward", point.forward), ("backward", point.backward)
+
+
+def _graph_line(name: str, figures: GraphFigures) -> str:
+    return (
+        f"{name}: achieved {time_text(figures.total_us)}, of which {time_text(figures.exposed_us)} "
+        f"is exposed; bound {time_text(figures.bound_us)}; peak {bytes_text(figures.peak_bytes)}"
+    )

@@ -1,0 +1,281 @@
+"""Trial partitions of a joint graph, and what is best kept and recomputed within a memory limit.
+
+A trial partitions a copy of the joint graph so that it saves a fraction of the activations. By the
+cost model, peak memory and duration of the step are then known, also if some full parameters are
+kept until backward. A trial is made once, and can be planned for several limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from zpasses import compat
+from zpasses.cost.bound import schedule_bound
+from zpasses.cost.kept_params import (
+    KeptParam,
+    StepProblem,
+    choose_kept,
+    fitting_params,
+    keepable_params,
+)
+from zpasses.cost.schedule_evaluation import single_plan
+from zpasses.cost.schedule_problem import problem_of
+from zpasses.cost.target import current_target
+from zpasses.graph.nodes import nbytes, value_of
+from zpasses.graph.tags import GATHER_ROLES, retag, tag_of, tagged
+from zpasses.option_values import parse_budget
+
+__all__ = [
+    "Graphs",
+    "StepPlan",
+    "StepTrials",
+    "Trial",
+    "full_params",
+    "notify_step_observers",
+    "observe_steps",
+]
+
+Graphs = tuple[fx.GraphModule, fx.GraphModule]
+"""Forward and backward."""
+
+_ACTIVATIONS = (1.0, 0.7, 0.4, 0.2, 0.1)
+"""Fractions of the activations to save that are tried with a budget."""
+_NEAR = 1.02
+"""A step this close to its bound without a memory limit needs no more memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A partition that keeps no full parameter."""
+
+    activations: float
+    """Fraction of the activations that it saves, of those that the partitioner saves by default."""
+    graphs: Graphs
+    step: StepProblem
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """What a step saves and keeps within a memory limit, and an estimate of what it then costs."""
+
+    trial: Trial
+    kept: tuple[KeptParam, ...]
+    total_us: float
+    peak_bytes: int
+    limit_bytes: int
+
+    @property
+    def activations(self) -> float:
+        return self.trial.activations
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.limit_bytes
+
+    @property
+    def bound_us(self) -> float:
+        """The least duration of the step with these parameters kept."""
+        return _bound_us(self.trial.step.keeping(self.kept))
+
+    @property
+    def _rank(self) -> tuple[int, float]:
+        """Bytes above the limit, microseconds; lower is better."""
+        return max(0, self.peak_bytes - self.limit_bytes), self.total_us
+
+
+class StepTrials:
+    """The trials of one joint graph. Use it with the graph's target and process groups.
+
+    Args:
+        gm: the joint graph after all passes at its level, marked so that backward gathers
+            parameters again.
+        joint_inputs: its inputs.
+        share: part of the bytes of the step's sharded parameters that the graph reads, 0 to 1.
+        recompute_elementwise: as in `zpasses.compat.partition`.
+        options: further arguments of torch's partitioner.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[Any],
+        share: float,
+        recompute_elementwise: bool,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.gm, self.share = gm, share
+        self._inputs, self._recompute, self._options = joint_inputs, recompute_elementwise, options
+        self._made: dict[float, Trial] = {}
+
+    def trial(self, activations: float) -> Trial:
+        """Returns the trial that saves this fraction of the activations."""
+        if activations not in self._made:
+            graphs = self.partition(compat.clone_graph_module(self.gm), activations)
+            target = current_target()
+            step = StepProblem(*(problem_of(each.graph, target) for each in graphs))
+            self._made[activations] = Trial(activations, graphs, step)
+        return self._made[activations]
+
+    def fitting(self) -> StepPlan:
+        """Returns the plan without a budget: it keeps what does not raise the peak."""
+        trial = self.trial(1.0)
+        lean = trial.step.peak_bytes()
+        kept = fitting_params(trial.step, keepable_params(trial.step), lean)
+        return StepPlan(trial, tuple(kept), 0.0, lean, lean)
+
+    def fastest(self, limit_bytes: int) -> StepPlan:
+        """Returns the fastest plan within a limit, or that which exceeds it least if none fits."""
+        best: StepPlan | None = None
+        for activations in _ACTIVATIONS:
+            trial = self.trial(activations)
+            choice = choose_kept(trial.step, limit_bytes)
+            plan = StepPlan(trial, choice.kept, choice.total_us, choice.peak_bytes, limit_bytes)
+            if best is None or plan._rank < best._rank:
+                best = plan
+            elif best.fits:
+                break  # recomputing more is slower
+            if best.fits and best.total_us <= _NEAR * self._unlimited_us(trial):
+                break
+        assert best is not None
+        return best
+
+    def limit_bytes(self, budget: str) -> int:
+        """Returns the largest peak of this graph that the option `memory_budget` allows.
+
+        Raises:
+            OptionError: if the text is neither a size nor a percentage.
+        """
+        parsed = parse_budget(budget, "option 'memory_budget'")
+        step = self.trial(1.0).step
+        if isinstance(parsed, float):
+            return int(step.peak_bytes() * (1 + parsed))
+        least = step.peak_bytes(single_plan)
+        # The rest of the step needs its part of what this graph does not need.
+        return least + int(self.share * (parsed - least)) if parsed > least else parsed
+
+    def least_bytes(self) -> int:
+        """Returns the least limit that a plan fits."""
+        return min(self.trial(each).step.peak_bytes(single_plan) for each in _ACTIVATIONS)
+
+    def most_bytes(self) -> int:
+        """Returns a limit that is larger than the peak of any plan."""
+        step = self.trial(1.0).step
+        return step.keeping(keepable_params(step)).peak_bytes() + sum(
+            job.full_bytes + job.launch_bytes + job.packed_bytes
+            for problem in (step.forward, step.backward)
+            for job in problem.jobs
+        )
+
+    def graphs(self, activations: float, kept: Collection[str], *, copied: bool = True) -> Graphs:
+        """Returns the graphs of a plan, before the passes of their levels.
+
+        Args:
+            activations: fraction of the activations to save, as in the trial.
+            kept: names of the nodes with the full parameters to keep.
+            copied: whether to leave the joint graph as it is.
+        """
+        gm = compat.clone_graph_module(self.gm) if copied else self.gm
+        if activations < 1.0:
+            _mark_as_partitioned(gm.graph, self.trial(activations).graphs)
+        for node, _ in tagged(gm.graph, "full"):
+            if node.name in kept:
+                _mark_kept(node)
+        return self.partition(gm, 1.0)
+
+    def other(self, gm: fx.GraphModule, recompute_elementwise: bool) -> Graphs:
+        """Partitions another form of the joint graph with the same inputs and outputs, such as that
+        of another stage.
+        """
+        return self.partition(gm, 1.0, recompute_elementwise)
+
+    def partition(
+        self, gm: fx.GraphModule, activations: float, recompute_elementwise: bool | None = None
+    ) -> Graphs:
+        """Partitions the joint graph, or a copy of it, which is changed."""
+        if recompute_elementwise is None:
+            recompute_elementwise = self._recompute
+        return compat.partition(
+            gm,
+            self._inputs,
+            recompute_elementwise=recompute_elementwise,
+            activation_budget=activations,
+            **self._options,
+        )
+
+    @staticmethod
+    def _unlimited_us(trial: Trial) -> float:
+        """The bound of the step with as much memory as it can use."""
+        return _bound_us(trial.step.keeping(keepable_params(trial.step)))
+
+
+def _bound_us(step: StepProblem) -> float:
+    return sum(schedule_bound(problem).total_us for problem in (step.forward, step.backward))
+
+
+def _mark_as_partitioned(joint: fx.Graph, graphs: Graphs) -> None:
+    """Have the partitioner save and recompute the same values as in a trial.
+
+    With an activation budget instead, it would count kept parameters as activations, and recompute
+    others in exchange.
+    """
+    forward, backward = (
+        {node.name: node for node in each.graph.nodes if node.op != "output"} for each in graphs
+    )
+    for node in joint.nodes:
+        if node.op != "call_function" or node.name not in forward or node.name not in backward:
+            continue
+        if backward[node.name].op == "placeholder":
+            if isinstance(value_of(node), Tensor):
+                compat.mark_saved(node)
+        elif compat.recompute_policy(node) is None:
+            compat.mark_recompute(node)
+
+
+def _mark_kept(full: fx.Node) -> None:
+    """Have the partitioner save a full parameter instead of gathering it again."""
+    compat.mark_saved(full)
+    retag(full, kept=True)
+    queue = list(full.all_input_nodes)
+    while queue:
+        node = queue.pop()
+        tag = tag_of(node)
+        if tag is not None and tag.role in GATHER_ROLES:
+            compat.unmark_recompute(node)
+            queue += node.all_input_nodes
+
+
+def full_params(gm: fx.GraphModule) -> list[tuple[fx.Node, tuple[str, ...], int]]:
+    """Returns the full parameters of a joint graph: node, names and bytes."""
+    return [(node, tag.params, nbytes(value_of(node))) for node, tag in tagged(gm.graph, "full")]
+
+
+# --- observers ------------------------------------------------------------------------------------
+_observers: list[Callable[[StepTrials], None]] = []
+
+
+class observe_steps:  # noqa: N801 - used as a context manager, like torch.no_grad
+    """Context manager that calls `observer` with every joint graph that the backend partitions and
+    whose parameters it may keep, before it decides.
+
+    The observer runs within the compile, so the target and the process groups are those of the
+    graph. It must not change the graph.
+    """
+
+    def __init__(self, observer: Callable[[StepTrials], None]) -> None:
+        self._observer = observer
+
+    def __enter__(self) -> None:
+        _observers.append(self._observer)
+
+    def __exit__(self, *_: object) -> None:
+        _observers.remove(self._observer)
+
+
+def notify_step_observers(trials: StepTrials) -> None:
+    """Call every observer with the trials of a joint graph."""
+    for observer in tuple(_observers):
+        observer(trials)

@@ -1,0 +1,95 @@
+"""Predictions for the graphs of a compile: how far each is from what is possible."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from torch import fx
+
+from zpasses.cost.memory import liveness
+from zpasses.cost.prediction import Prediction, predict
+from zpasses.cost.schedule_planner import memory_limit
+from zpasses.cost.schedule_problem import ScheduleProblem, problem_of
+from zpasses.cost.target import Target
+from zpasses.option_values import parse_budget
+from zpasses.pipeline.pipeline import Level, Pass, PassRecord
+from zpasses.pipeline.recorder import Recorder, pass_options
+
+__all__ = ["Predictor"]
+
+T = TypeVar("T")
+_log = logging.getLogger("zpasses")
+
+
+class Predictor(Recorder):
+    """Reads a graph before the first pass that merges or moves its collectives.
+
+    Args:
+        passes: the passes that run on the graph, in order.
+        target: hardware that the graph runs on.
+    """
+
+    def __init__(self, passes: Sequence[Pass], target: Target) -> None:
+        self._passes, self._target, self._ran = passes, target, 0
+        self._problem: ScheduleProblem | None = None
+
+    def before(self, graph_name: str, level: str, graph: fx.Graph) -> None:
+        self._read(graph)
+
+    def after(
+        self,
+        graph_name: str,
+        level: str,
+        each: Pass,
+        record: PassRecord,
+        graph: fx.Graph,
+        notes: Sequence[str],
+    ) -> None:
+        self._ran += 1
+        self._read(graph)
+
+    def _read(self, graph: fx.Graph) -> None:
+        moves = any(each.level is Level.PARTITIONED for each in self._passes[: self._ran])
+        if not moves and (
+            self._ran == len(self._passes) or self._passes[self._ran].level is Level.PARTITIONED
+        ):
+            self._problem = _guarded(lambda: problem_of(graph, self._target))
+
+    def predicted(self, graph: fx.Graph, *, scheduled: bool = False) -> Prediction | None:
+        """Returns the prediction for the graph after its passes.
+
+        The limit is that of the pass `schedule` if it ran, and else the memory that the graph takes
+        anyway, but at least the peak with one gather and one reduction in flight.
+
+        Args:
+            graph: the graph after its passes.
+            scheduled: say that what is achieved is what is possible, without making a plan.
+
+        Returns:
+            None if the graph has no collectives of parameters, or if its shapes cannot be modelled.
+        """
+        problem = self._problem
+        if problem is None or not problem.jobs:
+            return None
+        return _guarded(lambda: self._predict(graph, problem, scheduled))
+
+    def _predict(self, graph: fx.Graph, problem: ScheduleProblem, scheduled: bool) -> Prediction:
+        planner = next((each for each in self._passes if each.name == "schedule"), None)
+        if planner is not None:
+            budget = parse_budget(str(pass_options(planner)["memory_budget"]), planner.name)
+            limit = memory_limit(problem, budget)
+        else:
+            limit = max(memory_limit(problem, 0.0), liveness(graph).peak_bytes)
+        planned = scheduled or planner is not None
+        return predict(graph, self._target, problem, limit, planned=planned)
+
+
+def _guarded(compute: Callable[[], T]) -> T | None:
+    """Returns None where the model fails: a prediction must not end a compile."""
+    try:
+        return compute()
+    except Exception as error:
+        _log.warning("no prediction for a graph: %s: %s", type(error).__name__, error)
+        return None
