@@ -126,6 +126,8 @@ class _Picture:
         ]
         names += [f"{each.name} today" for each in found.stages]
         taken = [(m.x - _RADIUS, m.y - _RADIUS, m.x + _RADIUS, m.y + _RADIUS) for m in self.marks]
+        if self.budget is not None:
+            taken.append((self.budget - 2, self.top, self.budget + 2, self.bottom))
         placed: list[Label] = []
         if budget is not None:
             text = f"budget {one_line(found.memory or '')}"

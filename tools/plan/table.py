@@ -181,7 +181,10 @@ _NOTABLY = 0.999
 def not_dominated(points: Iterable[PlanPoint]) -> list[PlanPoint]:
     """Returns the points than which no smaller one is as fast, from the leanest to the fastest."""
     found: list[PlanPoint] = []
-    for point in sorted(points, key=lambda each: (each.peak_bytes, each.total_us)):
+    ranked = sorted(
+        points, key=lambda each: (each.peak_bytes, each.total_us, each.limit_bytes or 0)
+    )
+    for point in ranked:
         if not found or point.total_us < _NOTABLY * found[-1].total_us:
             found.append(point)
     return found
