@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -34,6 +36,7 @@ from zpasses.cost.schedule_evaluation import Action, Plan, one_ahead_plan
 from zpasses.cost.schedule_planner import Planned, memory_limit, plan_schedule
 from zpasses.cost.schedule_problem import ScheduleProblem, problem_of
 from zpasses.cost.target import current_target
+from zpasses.graph.nodes import collective_of, is_dialect, is_wait
 from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.option_values import parse_budget
 from zpasses.passes.bucket_writer import LaunchNodes, merge_collectives
@@ -145,9 +148,14 @@ def _agree_on_plan(problem: ScheduleProblem, plan: Plan, options: str) -> Plan |
         for key, item in zip(keys, problem.items, strict=True)
     ]
     signature = hashlib.sha256(repr((options, described)).encode()).hexdigest()
+    fixed = _fixed_starts(problem)
     mine: list[Any] = [
         [list(members) for members in plan.launches],
-        [[each.slot, each.kind, each.launch] for each in _by_node(problem, plan).actions],
+        [
+            # With the number of collectives that stay and start before: all ranks must share it.
+            [each.slot, each.kind, each.launch, bisect_left(fixed, each.slot)]
+            for each in _by_node(problem, plan).actions
+        ],
     ]
     # Ranks of several groups end with the plan of one rank, since each group passes it on.
     for group in dict.fromkeys(str(key[1]) for key in keys):
@@ -161,9 +169,9 @@ def _agree_on_plan(problem: ScheduleProblem, plan: Plan, options: str) -> Plan |
     launches, actions = mine
     adopted = Plan(
         tuple(tuple(members) for members in launches),
-        tuple(Action(at, kind, launch) for at, kind, launch in actions),
+        tuple(Action(at, kind, launch) for at, kind, launch, _ in actions),
     )
-    return _fitted(problem, adopted)
+    return _fitted(problem, adopted, [before for *_, before in actions])
 
 
 def _by_node(problem: ScheduleProblem, plan: Plan) -> Plan:
@@ -174,20 +182,37 @@ def _by_node(problem: ScheduleProblem, plan: Plan) -> Plan:
     )
 
 
-def _fitted(problem: ScheduleProblem, plan: Plan) -> Plan | None:
+def _fixed_starts(problem: ScheduleProblem) -> list[int]:
+    """Returns the indices of the kept nodes that start a collective: they stay where they are."""
+    return [
+        index
+        for index, node in enumerate(problem.nodes)
+        if collective_of(node) is not None and not is_wait(node) and not is_dialect(node)
+    ]
+
+
+def _fitted(problem: ScheduleProblem, plan: Plan, fixed_before: Sequence[int]) -> Plan | None:
     """Returns the plan with places that are possible in this rank's graph, in the same order.
 
     Another rank may have other nodes between the collectives, for example to add zeros for a
     gradient that it does not have. Returns None if no places are possible in this order.
+
+    Args:
+        problem: this rank's graph.
+        plan: the plan of another rank, with indices of kept nodes as slots.
+        fixed_before: for each action, how many collectives that stay start before it.
     """
     nodes, slots = len(problem.nodes), problem.slots
+    fixed = [-1, *_fixed_starts(problem), nodes - 1]
     lower, upper = [], []
-    for action in plan.actions:
+    for action, before in zip(plan.actions, fixed_before, strict=True):
         jobs = [problem.jobs[number] for number in plan.launches[action.launch]]
         ready = [slots[job.earliest] for job in jobs if not job.is_gather]
         used = [slots[job.latest] for job in jobs if job.is_gather]
-        lower.append(max([slots[0], *ready]))
-        upper.append(min([nodes - 1, *used]))
+        if before > len(fixed) - 2:
+            return None
+        lower.append(max([slots[0], fixed[before] + 1, *ready]))
+        upper.append(min([fixed[before + 1], *used]))
     places = [action.slot for action in plan.actions]
     latest = nodes - 1
     for at in reversed(range(len(places))):

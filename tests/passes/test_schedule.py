@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +14,8 @@ from tests.graphs import (
 )
 from zpasses import OptionError, Pipeline
 from zpasses.cost.collective_moves import MemoryCurve
-from zpasses.cost.schedule_planner import memory_limit
+from zpasses.cost.schedule_evaluation import single_plan
+from zpasses.cost.schedule_planner import memory_limit, plan_schedule
 from zpasses.cost.step_time import step_time
 from zpasses.cost.target import TARGETS, Target, current_target, use_target
 from zpasses.graph.nodes import collective_of, collectives, is_wait
@@ -154,6 +157,47 @@ def test_step_of_a_model_equals_the_dialect(form):
     captures = capture_ranks(Mlp(), (torch.zeros(2, 5),), world_size=3, pipeline=pipeline)
     changed = [record.changes > 0 for record in captures[0].records if record.name == "schedule"]
     assert changed == [True, True]
+    assert_step_equals_reference(captures)
+
+
+class ReadTwice(torch.nn.Module):
+    """The reductions of `twice` are added up, so they stay. Others move past or up to them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.twice, self.last = (torch.nn.Linear(4, 5, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        y = torch.tanh(self.twice(x))
+        y = y + self.first(x).sin() + self.last(x).cos()
+        return y + torch.tanh(self.twice(2 * x))
+
+
+def after_the_last_that_stays(problem):
+    """A plan that starts every reduction right after the last collective that does not move."""
+    plan = single_plan(problem)
+    late = max((event.slot for event in problem.fixed if event.timing is not None), default=0) + 1
+    jobs = [problem.jobs[members[0]] for members in plan.launches]
+    actions = [
+        replace(each, slot=each.slot if jobs[each.launch].is_gather else max(each.slot, late))
+        for each in plan.actions
+    ]
+    return replace(plan, actions=tuple(sorted(actions, key=lambda each: each.slot)))
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_collectives_that_stay_keep_their_place_among_those_that_move(monkeypatch, world_size):
+    """Of 8 ranks, three have no row. Their graphs have more nodes between the collectives."""
+
+    def plan(self, problem):
+        found = plan_schedule(problem, 1 << 40)
+        return replace(found, plan=after_the_last_that_stays(problem))
+
+    monkeypatch.setattr(Schedule, "plan", plan)
+    pipeline = "gather-params,reduce-grads{form=reduce_scatter},schedule{memory_budget=1000%}"
+    captures = capture_ranks(
+        ReadTwice(), (torch.zeros(2, 4),), world_size=world_size, pipeline=pipeline
+    )
     assert_step_equals_reference(captures)
 
 

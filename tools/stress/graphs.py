@@ -31,6 +31,8 @@ __all__ = ["run"]
 _SEEDS_PER_GRAPH = 8
 _TARGETS = ("cpu", "h100", "mi300x")
 _WORLDS = range(1, 9)
+_EXACT = 1 << 20
+"""Sums of a few results below this are exact in float32."""
 
 
 def run(seeds: Iterable[int], config: StressConfig) -> Iterator[CaseResult]:
@@ -65,7 +67,12 @@ class _Graphs:
         while True:
             model = draw_model(draw)
             if any(value.requires_grad for value in model.inputs(0, world)):
-                break
+                drawn = cls._of(number, model, world)
+                if drawn.is_exact():
+                    return drawn
+
+    @classmethod
+    def _of(cls, number: int, model: DrawnModel, world: int) -> _Graphs:
         traced = []
         for rank in range(world):
             with fake_world(world, rank):
@@ -73,6 +80,11 @@ class _Graphs:
         joints = [each.joint for each in traced]
         inputs = random_inputs(joints, seed=number, bound=1)
         return cls(number, model, tuple(traced), inputs, simulate(joints, _cloned(inputs)))
+
+    def is_exact(self) -> bool:
+        """Whether the results are integers that float32 adds without rounding, in any order."""
+        values = [value for run in self.expected for value in run.outputs if value is not None]
+        return all(bool((value.abs() < _EXACT).all()) for value in values)
 
     @property
     def world(self) -> int:
