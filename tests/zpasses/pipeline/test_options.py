@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
 from zpasses import OptionError, Options, Pipeline
+from zpasses.graph.tags import tagged
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.testing import fake_world
 
@@ -104,17 +105,14 @@ def test_modes_are_refused():
         torch.compile(Net(), backend="zpasses", mode="max-autotune")(torch.ones(3, 8))
 
 
-def test_zero_stage_decides_whether_backward_gathers_again():
-    gathers = {
-        stage: count(
-            graphs_with({"zero_stage": stage, "codegen": "eager"})["backward"], "all_gather"
-        )
-        for stage in (2, 3)
-    }
-    assert gathers == {
-        2: 0,
-        3: 1,
-    }  # the first layer's weight is not needed in backward, biases neither
+def test_zero_stage_decides_how_long_full_parameters_live():
+    def lives(stage):
+        graph = graphs_with({"zero_stage": stage, "codegen": "eager"})["forward"]
+        tags = [tag for _, tag in tagged(graph, "full")]
+        return any(tag.cached for tag in tags), any(tag.kept for tag in tags)
+
+    assert lives(2) == (True, False)  # from call to call
+    assert lives(3) == (False, True)  # at most until backward
 
 
 def test_pipeline_decides_what_is_lowered():

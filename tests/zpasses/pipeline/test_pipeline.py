@@ -206,6 +206,7 @@ CHANGED = {
     "cap_mb": 7.0,
     "mode": "flat",
     "memory_budget": "7MiB",
+    "keep": "nothing",
     "plan_for_overlap": True,
     "min_mb": 7.0,
     "min_hidden": 0.7,
