@@ -112,7 +112,8 @@ def _check_traffic(result, fsdp2, zpasses):
     )
     for peer in (fsdp2, zpasses):
         assert peer["sent_bytes"]["all_reduce"] == nbytes  # 2 (n - 1) / n of the bytes, with n = 2
-        assert nbytes / 2 < peer["sent_bytes"]["all_gather"] <= nbytes
+        # Stage 3 gathers this small model only once, because keeping it does not raise the peak.
+        assert nbytes / 2 <= peer["sent_bytes"]["all_gather"] <= nbytes
     assert set(result["bounds"]["time_s"]) == {"all_gather", "reduce_scatter", "all_reduce"}
 
 

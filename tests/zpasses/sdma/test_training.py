@@ -12,7 +12,7 @@ from zpasses.inspect.views import list_view
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 from zpasses.testing.fake_mori import Settings, installed
 
-PLAIN = "merge-reads,gather-params,reduce-grads,reshard-after-forward"
+PLAIN = "merge-reads,gather-params,reduce-grads,reshard-after-forward{keep=nothing}"
 SINGLE = f"{PLAIN},overlap"
 COALESCED = f"{PLAIN},bucket{{mode=coalesced,memory_budget=1GiB}},overlap,defer-reduction"
 FLAT = f"{PLAIN},bucket{{mode=flat,memory_budget=1GiB}},overlap"
