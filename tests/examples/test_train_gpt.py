@@ -54,7 +54,7 @@ def train(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow(quick="stage 2")), 2, 3])
 def test_sharded_training_equals_unsharded(tmp_path: Path, stage: int) -> None:
     options = ("--zero-stage", stage, "--steps", 4)
     done, result = train(tmp_path / "out.json", *options, forked=stage != 3)

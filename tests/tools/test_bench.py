@@ -292,6 +292,7 @@ def test_startup_times_commands_with_and_without_a_dump(measured, tmp_path):
 
 
 # --- dump -----------------------------------------------------------------------------------------
+@pytest.mark.slow(quick="test_startup_times_commands_with_and_without_a_dump")
 def test_dump_compares_compiles_with_and_without_a_dump(measured):
     size = [
         "--width",
@@ -370,6 +371,7 @@ def test_help_names_the_suites():
 
 
 # --- checks ---------------------------------------------------------------------------------------
+@pytest.mark.slow(quick="tests/zpasses/ranks/test_run_order.py::test_a_steady_loop_needs_no_votes")
 def test_checks_relate_the_cost_of_comparisons_to_the_step(measured):
     size = TINY[: TINY.index("--steps")]
     table, result = measured(
@@ -422,6 +424,7 @@ def test_coalesce_measures_a_window_in_time_memory_and_traffic(measured):
 
 
 # --- buckets --------------------------------------------------------------------------------------
+@pytest.mark.slow(quick="tests/passes/test_buckets_on_ranks.py, tests/passes/test_bucket.py")
 def test_buckets_are_fewer_collectives_of_the_same_bytes_within_the_budget(measured):
     size = [
         "--params",
