@@ -236,10 +236,10 @@ class _GraphCompiler:
         compat.eliminate_common_subexpressions(gm, reads)
         self._run_level(gm, Level.JOINT, "joint")
         regathers = [each for each in self._pipeline if each.name == "reshard-after-forward"]
-        keeps = any(pass_options(each)["keep"] != "nothing" for each in regathers)
         policy = PartitionPolicy(
             self._budget,
-            self._captured.share if keeps else 0.0,
+            self._captured.share,
+            any(pass_options(each)["keep"] != "nothing" for each in regathers),
             self._captured.groups,
             self._options.recomputes_elementwise(),
         )

@@ -47,6 +47,8 @@ class PartitionPolicy:
     peak, and recomputes nothing more."""
     share: float
     """Part of the bytes of the step's sharded parameters that this graph reads, from 0 to 1."""
+    keeps: bool
+    """Whether full parameters may be kept where backward would gather them again."""
     groups: tuple[str, ...]
     """Process groups whose ranks must partition identically."""
     recompute_elementwise: bool
@@ -73,7 +75,7 @@ def partition_step(
     policy: PartitionPolicy,
     **kwargs: Any,
 ) -> Partitioned:
-    """Partition a joint graph that is marked so that backward gathers parameters again.
+    """Partition a joint graph.
 
     Args:
         gm: the joint graph, after all passes at its level.
@@ -84,8 +86,10 @@ def partition_step(
     Raises:
         MemoryBudgetError: if the step does not fit the budget however much is recomputed.
     """
-    trials = StepTrials(gm, joint_inputs, policy.share, policy.recompute_elementwise, kwargs)
-    if policy.share > 0:
+    trials = StepTrials(
+        gm, joint_inputs, policy.share, policy.keeps, policy.recompute_elementwise, kwargs
+    )
+    if policy.keeps and policy.share > 0:
         notify_step_observers(trials)
     return _Partitioner(trials, policy).run()
 
@@ -96,7 +100,7 @@ class _Partitioner:
 
     def run(self) -> Partitioned:
         budget, share, gm = self._policy.budget, self._policy.share, self._trials.gm
-        if budget is None and share < _WHOLE:
+        if budget is None and (share < _WHOLE or not self._policy.keeps):
             return Partitioned(self._trials.partition(gm, 1.0), None, "")
         if budget is not None and share < _WHOLE:
             log.warning(

@@ -91,10 +91,10 @@ class StepTrials:
     """The trials of one joint graph. Use it with the graph's target and process groups.
 
     Args:
-        gm: the joint graph after all passes at its level, marked so that backward gathers
-            parameters again.
+        gm: the joint graph after all passes at its level.
         joint_inputs: its inputs.
         share: part of the bytes of the step's sharded parameters that the graph reads, 0 to 1.
+        keeps: whether parameters that backward gathers again may be kept instead.
         recompute_elementwise: as in `zpasses.compat.partition`.
         options: further arguments of torch's partitioner.
     """
@@ -104,10 +104,11 @@ class StepTrials:
         gm: fx.GraphModule,
         joint_inputs: Sequence[Any],
         share: float,
+        keeps: bool,
         recompute_elementwise: bool,
         options: Mapping[str, Any],
     ) -> None:
-        self.gm, self.share = gm, share
+        self.gm, self.share, self._keeps = gm, share, keeps
         self._inputs, self._recompute, self._options = joint_inputs, recompute_elementwise, options
         self._made: dict[float, Trial] = {}
 
@@ -124,7 +125,7 @@ class StepTrials:
         """Returns the plan without a budget: it keeps what does not raise the peak."""
         trial = self.trial(1.0)
         lean = trial.step.peak_bytes()
-        kept = fitting_params(trial.step, keepable_params(trial.step), lean)
+        kept = fitting_params(trial.step, self._keepable(trial), lean)
         return StepPlan(trial, tuple(kept), 0.0, lean, lean)
 
     def fastest(self, limit_bytes: int) -> StepPlan:
@@ -132,7 +133,7 @@ class StepTrials:
         best: StepPlan | None = None
         for activations in _ACTIVATIONS:
             trial = self.trial(activations)
-            choice = choose_kept(trial.step, limit_bytes)
+            choice = choose_kept(trial.step, self._keepable(trial), limit_bytes)
             plan = StepPlan(trial, choice.kept, choice.total_us, choice.peak_bytes, limit_bytes)
             if best is None or plan._rank < best._rank:
                 best = plan
@@ -163,8 +164,9 @@ class StepTrials:
 
     def most_bytes(self) -> int:
         """Returns a limit that is larger than the peak of any plan."""
-        step = self.trial(1.0).step
-        return step.keeping(keepable_params(step)).peak_bytes() + sum(
+        trial = self.trial(1.0)
+        step = trial.step
+        return step.keeping(self._keepable(trial)).peak_bytes() + sum(
             job.full_bytes + job.launch_bytes + job.packed_bytes
             for problem in (step.forward, step.backward)
             for job in problem.jobs
@@ -206,10 +208,12 @@ class StepTrials:
             **self._options,
         )
 
-    @staticmethod
-    def _unlimited_us(trial: Trial) -> float:
+    def _keepable(self, trial: Trial) -> Sequence[KeptParam]:
+        return keepable_params(trial.step) if self._keeps else ()
+
+    def _unlimited_us(self, trial: Trial) -> float:
         """The bound of the step with as much memory as it can use."""
-        return _bound_us(trial.step.keeping(keepable_params(trial.step)))
+        return _bound_us(trial.step.keeping(self._keepable(trial)))
 
 
 def _bound_us(step: StepProblem) -> float:

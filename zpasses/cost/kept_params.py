@@ -155,16 +155,19 @@ class KeptChoice:
     peak_bytes: int
 
 
-def choose_kept(step: StepProblem, limit_bytes: int) -> KeptChoice:
+def choose_kept(
+    step: StepProblem, candidates: Sequence[KeptParam], limit_bytes: int
+) -> KeptChoice:
     """Returns the parameters to keep with which the step is fastest within a memory limit.
 
     Memory is shared between kept parameters and collectives in flight; several shares are compared.
 
     Args:
         step: the step in which nothing is kept.
+        candidates: in the order of preference.
         limit_bytes: the largest allowed peak of either graph.
     """
-    candidates, lean = keepable_params(step), step.peak_bytes()
+    lean = step.peak_bytes()
     choices: dict[tuple[KeptParam, ...], KeptChoice] = {}
     for share in _SHARES if limit_bytes > lean else _SHARES[:1]:
         limit = min(lean, limit_bytes) + int(share * max(0, limit_bytes - lean))

@@ -6,6 +6,7 @@ that is slow or somewhere else from one whose process is gone or stopped.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -74,7 +75,9 @@ class _HeartbeatThread(threading.Thread):
             self._main_store.set(_key("activity", self._rank), value)
 
     def end(self) -> None:
+        """Stop beating. Waits for the beat under way, though not for a store that hangs."""
         self._stopped.set()
+        self.join(_MISSED * INTERVAL_S)
 
 
 _hearts: list[_HeartbeatThread] = []
@@ -91,6 +94,9 @@ def start() -> None:
     heart.publish(_activity)
 
 
+# Python ends daemon threads when the interpreter exits. One that is inside the store at that moment
+# would abort the process: C++ does not let a thread end in the middle of such a call.
+@atexit.register
 def stop() -> None:
     """End the heartbeat of this process."""
     while _hearts:

@@ -12,6 +12,7 @@ from zpasses import MemoryBudgetError, OptionError
 from zpasses.backend.free_memory import agreed_free_bytes
 from zpasses.cost import device_memory
 from zpasses.cost.memory import liveness
+from zpasses.graph.nodes import collectives
 from zpasses.graph.tags import tagged
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.pipeline.options import Options
@@ -152,6 +153,34 @@ def test_keep_nothing_gathers_everything_again():
         for keep in ("fitting", "nothing")
     ]
     assert found[0] < found[1]
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        "zero2-scheduled",
+        "gather-params,reduce-grads,reshard-after-forward{keep=nothing},schedule,defer-reduction",
+    ],
+    ids=["stage 2", "keep=nothing"],
+)
+def test_budget_bounds_pipelines_that_keep_nothing_themselves(pipeline, caplog):
+    """They merge and start early within it, and recompute activations only if they must."""
+
+    def captured(budget):
+        options = {**TARGET, "memory_budget": budget}
+        return capture_graphs(Blocks(), (X,), world_size=2, pipeline=pipeline, options=options)
+
+    def launches(capture):
+        graphs = capture.after.forward.graph, capture.after.backward.graph
+        return sum(len(list(collectives(graph))) for graph in graphs)
+
+    rich, poor = captured("100MiB"), captured("0%")
+    assert launches(rich) <= launches(poor)
+    assert (launches(rich), peak(poor)) < (launches(poor), peak(rich))
+    least = int(peak(poor) * 0.9)
+    assert peak(captured(f"{least}B")) <= least
+    assert "bounds each graph by itself" not in caplog.text
+    assert regathered(rich) == regathered(poor)
 
 
 # --- options -------------------------------------------------------------------------------------

@@ -92,7 +92,11 @@ def test_more_memory_keeps_more_and_is_never_slower():
     with use_target(Target.parse("h100")):
         step = step_of(captured([512] * 8, 1024, 64, 4, "nothing"), 4)
         lean = step.peak_bytes()
-        choices = [choose_kept(step, int(lean * factor)) for factor in (0.5, 1.0, 1.2, 1.5, 3.0)]
+        candidates = keepable_params(step)
+        choices = [
+            choose_kept(step, candidates, int(lean * factor))
+            for factor in (0.5, 1.0, 1.2, 1.5, 3.0)
+        ]
     sizes = [sum(each.nbytes for each in choice.kept) for choice in choices]
     assert sizes[0] == 0
     assert sizes == sorted(sizes)

@@ -1,0 +1,21 @@
+"""The heartbeat of a process ends with it."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import torch.distributed as dist
+from zpasses.ranks import heartbeat
+
+heartbeat.INTERVAL_S, heartbeat._MISSED = 1e-4, 1e5  # almost always inside the store
+store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+heartbeat.start()
+heartbeat._hearts[0]._stopped.wait(0.05)
+"""
+
+
+def test_process_that_exits_during_a_heartbeat_ends_normally():
+    """An interpreter that exits kills its daemon threads, for which C++ would abort the process."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
