@@ -155,9 +155,7 @@ class KeptChoice:
     peak_bytes: int
 
 
-def choose_kept(
-    step: StepProblem, candidates: Sequence[KeptParam], limit_bytes: int
-) -> KeptChoice:
+def choose_kept(step: StepProblem, candidates: Sequence[KeptParam], limit_bytes: int) -> KeptChoice:
     """Returns the parameters to keep with which the step is fastest within a memory limit.
 
     Memory is shared between kept parameters and collectives in flight; several shares are compared.
