@@ -125,12 +125,10 @@ def _fsdp2(compiled: bool) -> Callable[[GPT, DeviceMesh], Trainer]:
     return build
 
 
-def _zpasses(stage: int) -> Callable[[GPT, DeviceMesh], Trainer]:
+def _zpasses(**options: Any) -> Callable[[GPT, DeviceMesh], Trainer]:
     def build(model: GPT, mesh: DeviceMesh) -> Trainer:
         zpasses.shard(model, mesh=mesh)
-        return Trainer(
-            model, torch.compile(model, backend="zpasses", options={"zero_stage": stage})
-        )
+        return Trainer(model, torch.compile(model, backend="zpasses", options=options))
 
     return build
 
@@ -202,9 +200,14 @@ PEERS: dict[str, Peer] = {
         Peer("ddp", "DistributedDataParallel, compiled", _ddp),
         Peer("fsdp2-eager", "fully_shard per block and root", _fsdp2(compiled=False)),
         Peer("fsdp2-compiled", "the same, blocks compiled", _fsdp2(compiled=True)),
-        Peer("zpasses-1", "zpasses, ZeRO stage 1", _zpasses(1)),
-        Peer("zpasses-2", "zpasses, ZeRO stage 2", _zpasses(2)),
-        Peer("zpasses-3", "zpasses, ZeRO stage 3", _zpasses(3)),
+        Peer("zpasses-1", "zpasses, ZeRO stage 1", _zpasses(zero_stage=1)),
+        Peer("zpasses-2", "zpasses, ZeRO stage 2", _zpasses(zero_stage=2)),
+        Peer("zpasses-3", "zpasses, ZeRO stage 3", _zpasses(zero_stage=3)),
+        Peer(
+            "zpasses-3-scheduled",
+            "the same with a planned schedule",
+            _zpasses(pipeline="zero3-scheduled"),
+        ),
         *(
             Peer(
                 f"deepspeed-{n}",

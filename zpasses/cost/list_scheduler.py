@@ -46,6 +46,9 @@ class Policy:
     horizon: float = 1.5
     """Start a gather when the compute left before its consumer is at most this times the time that
     gathers and reductions until there need."""
+    smallest_launch: float = 0.0
+    """Part of a full launch of gathers below which gathers that are not urgent wait, such as for
+    memory to become free."""
     collect_until: float = math.inf
     """Ready gradients wait until a launch of full size is together, as long as the kernels left
     take more than this many times as long as their reduction; infinity never waits."""
@@ -163,8 +166,10 @@ class _ListScheduler:
             urgent = lead <= (busy + after + own) * slowed
             soon = lead <= self._policy.horizon * self._lead_us[job.number]
             if (urgent or (soon and not bucket)) and self._fits(job, []):
-                self._start_gathers(self._bucket_of(job))
-                return True
+                members = self._bucket_of(job)
+                if urgent or self._is_large(members):
+                    self._start_gathers(members)
+                    return True
         if bucket:
             self._start_reductions(bucket)
             return True
@@ -186,7 +191,7 @@ class _ListScheduler:
         busy = clock.left_us(first.channel)
         until = self._time_until(first.latest)
         after = self._work_after(first.latest)
-        enough = policy.gather_latencies * first.latency_us
+        enough = policy.gather_latencies * first.per_launch_us
         total, moving = bucket_duration_us(members), first.transfer_us
         for job in itertools.islice(self._gathers, first.number + 1, None):
             if moving >= enough or len(members) >= _MOST_MEMBERS:
@@ -197,6 +202,7 @@ class _ListScheduler:
             in_time = (
                 arrives * first.timing.collective_slowdown <= until
                 or clock.now_us + arrives + after <= policy.end_us
+                or job.transfer_us <= first.timing.issue_us  # a launch of its own costs more
             )
             if not in_time or not self._fits(job, members):
                 break
@@ -205,13 +211,23 @@ class _ListScheduler:
             moving += job.transfer_us
         return members
 
+    def _is_large(self, members: Sequence[Job]) -> bool:
+        """Whether a launch of gathers may start though it is not urgent."""
+        full = self._policy.gather_latencies * members[0].per_launch_us
+        moving = sum(job.transfer_us for job in members)
+        return (
+            moving >= self._policy.smallest_launch * full
+            or members[0].key.mode == "single"
+            or members[-1].latest == self._gathers[-1].latest
+        )
+
     def _reduction_bucket(self, ready: Sequence[Job]) -> list[Job]:
         """Returns the reductions that start together now; none if more should come first."""
         first = ready[0]
         members = [first]
         if first.key.mode == "single":
             return members
-        enough = self._policy.reduction_latencies * first.latency_us
+        enough = self._policy.reduction_latencies * first.per_launch_us
         moving = first.transfer_us
         for job in ready[1:]:
             if moving >= enough or len(members) >= _MOST_MEMBERS:

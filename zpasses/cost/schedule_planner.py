@@ -68,8 +68,9 @@ def plan_schedule(
 _CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("gather_latencies", (8.0, 2.0, 32.0, 128.0)),
     ("reduction_latencies", (8.0, 1.0, 32.0, 128.0)),
-    ("end_us", (1.0, 1.03, 1.07, 1.15, 1.3)),
+    ("end_us", (1.0, 1.03, 1.07, 1.15, 1.3, math.inf)),
     ("horizon", (1.5, 4.0, math.inf)),
+    ("smallest_launch", (0.0, 0.25, 0.7)),
     ("collect_until", (math.inf, 4.0, 1.0, 0.0)),
     ("reserved_bytes", (0, 1, 2)),
     ("memory_share", (1.0, 0.5, 0.1, 0.0)),

@@ -73,6 +73,11 @@ class Job:
     in the graph."""
 
     @property
+    def per_launch_us(self) -> float:
+        """What a launch costs besides its bytes."""
+        return self.latency_us + self.timing.issue_us
+
+    @property
     def transfer_us(self) -> float:
         """The part of its duration that depends on its bytes."""
         return max(0.0, self.timing.duration_us - self.latency_us)

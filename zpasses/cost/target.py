@@ -96,10 +96,11 @@ class Target:
             values[key.strip()] = parse_value(
                 value.strip(), types[key.strip()], f"target {name!r}, {key.strip()!r}"
             )
-            least = 0 if key.strip() == "issue_us" else math.ulp(0.0)
-            if not values[key.strip()] >= least:
+            may_be_zero = key.strip() == "issue_us"
+            if not values[key.strip()] >= (0 if may_be_zero else math.ulp(0.0)):
                 raise OptionError(
-                    f"target {text!r}: {key.strip()} must be greater than 0, got {value.strip()}."
+                    f"target {text!r}: {key.strip()} must be "
+                    f"{'at least' if may_be_zero else 'greater than'} 0, got {value.strip()}."
                 )
         return dataclasses.replace(TARGETS[name], **values)
 
