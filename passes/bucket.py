@@ -46,7 +46,7 @@ from zpasses.cost.memory import NOTABLE_BYTES
 from zpasses.cost.target import current_target
 from zpasses.errors import OptionError
 from zpasses.graph.patterns import tag_foreign_gathers
-from zpasses.option_values import parse_budget
+from zpasses.option_values import MemoryBudget, parse_budget
 from zpasses.passes.bucket_writer import merge_collectives
 from zpasses.pipeline.pipeline import Level, Pass
 from zpasses.pipeline.recorder import note
@@ -141,7 +141,7 @@ class Bucket(Pass):
             mode, number = taken.get(item, ("single", -1))
             return BucketKey(mode, number, compat.is_gloo(str(compatibility_key(item)[1])))
 
-        curve = MemoryCurve(graph, sys.maxsize)
+        curve = MemoryCurve(graph, MemoryBudget(most_bytes=sys.maxsize))
         plan_buckets(items, choose, curve, math.inf, plan_for_overlap=self.plan_for_overlap)
         peak = max(curve.live_bytes)
         if peak > limit_bytes + NOTABLE_BYTES:

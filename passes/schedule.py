@@ -55,9 +55,9 @@ class Schedule(Pass):
     name: ClassVar[str] = "schedule"
     level: ClassVar[Level] = Level.PARTITIONED
 
-    memory_budget: str = "0%"
-    """By how much the graph's peak memory may rise (`10%`), or the peak that it may reach
-    (`60GiB`). A percentage counts from the peak with one gather and one reduction in flight. A peak
+    memory_budget: str = "+16MiB"
+    """By how much the graph's peak memory may rise (`10%` or `+16MiB`), or the peak that it may
+    reach (`60GiB`). A rise counts from the peak with one gather and one reduction in flight. A peak
     below that of the graph without overlap counts as that of the graph."""
     mode: Literal["auto", "coalesced", "flat"] = "auto"
     """As in `bucket`: `coalesced` starts several tensors in one launch, and `flat` packs them into
@@ -110,7 +110,7 @@ class Schedule(Pass):
         """Warn if the plan that all ranks share, made for other shapes, exceeds this rank's budget.
         Ranks must still follow it.
         """
-        peak = MemoryCurve(graph, 0.0).base.peak_bytes
+        peak = MemoryCurve(graph).base.peak_bytes
         if peak > limit_bytes + NOTABLE_BYTES:
             _log.warning(
                 "%s: all ranks use the plan that the first rank made when these collectives were "

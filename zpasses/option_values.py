@@ -136,15 +136,30 @@ def describe_type(kind: Any) -> str:
 
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|B|KiB|MiB|GiB)\s*")
+_BUDGET = re.compile(r"\s*(\+?)(\d+(?:\.\d+)?)\s*(%|B|KiB|MiB|GiB)\s*")
 
 
-def parse_budget(text: str, where: str) -> float | int:
-    """Parse a memory budget.
+@dataclasses.dataclass(frozen=True)
+class MemoryBudget:
+    """How far the peak memory of a graph may rise, or the peak that it may reach."""
 
-    Returns:
-        For "5%", the float 0.05: the fraction by which the peak may rise. For "300MiB", an int: the
-        allowed peak in bytes.
+    most_bytes: int | None = None
+    """The allowed peak; None if the budget counts from the peak of the graph."""
+    rise: float = 0.0
+    """Fraction of its peak by which a graph may exceed it."""
+    rise_bytes: int = 0
+    """Bytes by which a graph may exceed its peak."""
+
+    def limit_bytes(self, peak_bytes: int) -> int:
+        """Returns the allowed peak of a graph that has this peak."""
+        if self.most_bytes is not None:
+            return self.most_bytes
+        return int(peak_bytes * (1 + self.rise)) + self.rise_bytes
+
+
+def parse_budget(text: str, where: str) -> MemoryBudget:
+    """Parse a memory budget: "5%" and "+300MiB" say how far the peak may rise, and "60GiB" is the
+    allowed peak.
 
     Raises:
         OptionError: for anything else.
@@ -152,7 +167,11 @@ def parse_budget(text: str, where: str) -> float | int:
     match = _BUDGET.fullmatch(text)
     if match is None:
         raise OptionError(
-            f"{where}: got {text!r}; expected how far the peak may rise ('5%') or the allowed peak "
-            "('300MiB'; units B, KiB, MiB, GiB)."
+            f"{where}: got {text!r}; expected how far the peak may rise ('5%' or '+300MiB') or the "
+            "allowed peak ('60GiB'; units B, KiB, MiB, GiB)."
         )
-    return float(match[1]) / 100 if match[2] == "%" else int(float(match[1]) * _UNITS[match[2]])
+    sign, number, unit = match.groups()
+    if unit == "%":
+        return MemoryBudget(rise=float(number) / 100)
+    size = int(float(number) * _UNITS[unit])
+    return MemoryBudget(rise_bytes=size) if sign else MemoryBudget(most_bytes=size)

@@ -406,7 +406,7 @@ def planned(params, budget, mode, form, plan_for_overlap=False, gloo=False):
 
 
 def peak_of(gm):
-    return MemoryCurve(gm.graph, 0.0).base.peak_bytes
+    return MemoryCurve(gm.graph).base.peak_bytes
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -547,8 +547,5 @@ def test_shared_plan_that_exceeds_the_budget_is_warned_about(monkeypatch, caplog
     assert "the plan raises the peak" in caplog.text
     unbucketed = bucketed(*params, cap_mb=0)
     with fake_world(3):
-        assert (
-            max(MemoryCurve(above.graph, 0.0).live_bytes)
-            > MemoryCurve(unbucketed.graph, 0.0).limit_bytes
-        )
+        assert max(MemoryCurve(above.graph).live_bytes) > MemoryCurve(unbucketed.graph).limit_bytes
     assert counts(above) == (1, 1) != counts(within)

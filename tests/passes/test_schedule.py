@@ -121,7 +121,7 @@ def test_random_graphs_stay_equal_within_the_budget_and_never_get_slower(
 
 
 def peak_of(gm):
-    return MemoryCurve(gm.graph, 0.0).base.peak_bytes
+    return MemoryCurve(gm.graph).base.peak_bytes
 
 
 @few_examples
@@ -251,6 +251,26 @@ def test_launches_are_merged_where_latency_dominates():
     assert gathers == ["start gather p0,p1,p2,p3"]
     reductions = [step for step in steps(moved) if step.startswith("start reduce")]
     assert reductions == ["start reduce p3,p2,p1,p0"]
+
+
+@pytest.mark.parametrize("budget", [ROOMY, "0%"])
+def test_launches_are_merged_where_their_start_keeps_kernels_waiting(budget):
+    """Little memory must not lead to more launches than a channel needs."""
+    cheap, dear = (
+        scheduled(*SQUARES, *SQUARES, target=target, memory_budget=budget)[1]
+        for target in (SLOW_LINKS, replace(SLOW_LINKS, issue_us=500.0))
+    )
+    assert launches(dear) < launches(cheap)
+
+
+def launches(gm):
+    return sum(step.startswith("start") for step in steps(gm))
+
+
+def test_small_launches_may_raise_the_peak_by_a_few_mib_by_default():
+    _, lean = scheduled(*SQUARES, target=SLOW_LAUNCH, memory_budget="0%")
+    _, default = scheduled(*SQUARES, target=SLOW_LAUNCH)
+    assert launches(default) < launches(lean)
 
 
 def test_ready_gradients_leave_before_the_last_one_if_links_are_slow():

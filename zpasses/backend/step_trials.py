@@ -148,15 +148,15 @@ class StepTrials:
         """Returns the largest peak of this graph that the option `memory_budget` allows.
 
         Raises:
-            OptionError: if the text is neither a size nor a percentage.
+            OptionError: if the text is no memory budget.
         """
         parsed = parse_budget(budget, "option 'memory_budget'")
         step = self.trial(1.0).step
-        if isinstance(parsed, float):
-            return int(step.peak_bytes() * (1 + parsed))
-        least = step.peak_bytes(single_plan)
+        most, least = parsed.most_bytes, step.peak_bytes(single_plan)
+        if most is None:
+            return parsed.limit_bytes(step.peak_bytes())
         # The rest of the step needs its part of what this graph does not need.
-        return least + int(self.share * (parsed - least)) if parsed > least else parsed
+        return least + int(self.share * (most - least)) if most > least else most
 
     def least_bytes(self) -> int:
         """Returns the least limit that a plan fits."""

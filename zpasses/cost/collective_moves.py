@@ -18,6 +18,7 @@ from zpasses import compat
 from zpasses.cost.memory import Liveness, liveness, scratch_bytes
 from zpasses.graph.nodes import collective_of, is_wait, nbytes, value_of
 from zpasses.graph.tags import Tag, tag_of
+from zpasses.option_values import MemoryBudget
 
 __all__ = [
     "Launch",
@@ -242,6 +243,9 @@ def _outputs_and_waits(started: fx.Node) -> tuple[tuple[fx.Node, ...], tuple[fx.
     return parts, tuple(ends)
 
 
+_NO_RISE = MemoryBudget()
+
+
 class MemoryCurve:
     """Live bytes at each node of a graph while moves are planned, and their limit.
 
@@ -249,11 +253,10 @@ class MemoryCurve:
 
     Args:
         graph: the graph to plan for.
-        budget: how far the peak may rise, as a fraction of it (float), or the peak in bytes (int).
-            The limit is never below the current peak.
+        budget: how far the peak may rise. The limit is never below the current peak.
     """
 
-    def __init__(self, graph: fx.Graph, budget: float | int) -> None:
+    def __init__(self, graph: fx.Graph, budget: MemoryBudget = _NO_RISE) -> None:
         self.base: Liveness = liveness(
             graph, bytes_of=_rank_independent_bytes, is_view=_drops_padding
         )
@@ -264,10 +267,8 @@ class MemoryCurve:
 
     def reset_limit(self) -> None:
         """Computes the limit from the budget and the current curve."""
-        peak, budget = max(self.live_bytes, default=0), self._budget
-        self.limit_bytes = (
-            int(peak * (1 + budget)) if isinstance(budget, float) else max(budget, peak)
-        )
+        peak = max(self.live_bytes, default=0)
+        self.limit_bytes = max(peak, self._budget.limit_bytes(peak))
 
     def add(self, start: int, end: int, added_bytes: int) -> None:
         """Adds bytes from position `start` until before `end`."""

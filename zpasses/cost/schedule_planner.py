@@ -18,6 +18,7 @@ from zpasses.cost.schedule_evaluation import (
 )
 from zpasses.cost.schedule_merging import merge_launches
 from zpasses.cost.schedule_problem import ScheduleProblem
+from zpasses.option_values import MemoryBudget
 
 __all__ = ["Planned", "memory_limit", "plan_schedule"]
 
@@ -34,19 +35,19 @@ class Planned:
     """How many plans were compared."""
 
 
-def memory_limit(problem: ScheduleProblem, budget: float | int) -> int:
+def memory_limit(problem: ScheduleProblem, budget: MemoryBudget) -> int:
     """Returns the largest allowed peak in bytes.
 
     Args:
         problem: the graph.
-        budget: a fraction by which the peak may rise (float), or the peak in bytes (int). It counts
-            from the peak with one gather and one reduction in flight besides those that are
-            awaited, the least with which collectives overlap with kernels. A peak in bytes is
-            raised to that of the graph in which every collective is awaited where it starts.
+        budget: how far the peak may rise above that with one gather and one reduction in flight
+            besides those that are awaited, the least with which collectives overlap with kernels;
+            or the peak in bytes, which is raised to that of the graph in which every collective is
+            awaited where it starts.
     """
-    if isinstance(budget, float):
-        return int(evaluate(problem, one_ahead_plan(problem)).peak_bytes * (1 + budget))
-    return max(budget, evaluate(problem, single_plan(problem)).peak_bytes)
+    if budget.most_bytes is None:
+        return budget.limit_bytes(evaluate(problem, one_ahead_plan(problem)).peak_bytes)
+    return max(budget.most_bytes, evaluate(problem, single_plan(problem)).peak_bytes)
 
 
 def plan_schedule(

@@ -170,7 +170,7 @@ class _Reader:
         target: Target,
     ) -> None:
         self._items, self._bucket_key, self._target = items, bucket_key, target
-        self._curve = MemoryCurve(graph, 0.0)
+        self._curve = MemoryCurve(graph)
         self._index = self._curve.position
         self._in_place = reinplaceable_all_reduces(graph)
         self._moving: set[fx.Node] = set()

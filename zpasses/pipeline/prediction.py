@@ -13,7 +13,7 @@ from zpasses.cost.prediction import Prediction, predict
 from zpasses.cost.schedule_planner import memory_limit
 from zpasses.cost.schedule_problem import ScheduleProblem, problem_of
 from zpasses.cost.target import Target
-from zpasses.option_values import parse_budget
+from zpasses.option_values import MemoryBudget, parse_budget
 from zpasses.pipeline.pipeline import Level, Pass, PassRecord
 from zpasses.pipeline.recorder import Recorder, pass_options
 
@@ -81,7 +81,7 @@ class Predictor(Recorder):
             budget = parse_budget(str(pass_options(planner)["memory_budget"]), planner.name)
             limit = memory_limit(problem, budget)
         else:
-            limit = max(memory_limit(problem, 0.0), liveness(graph).peak_bytes)
+            limit = max(memory_limit(problem, MemoryBudget()), liveness(graph).peak_bytes)
         planned = scheduled or planner is not None
         return predict(graph, self._target, problem, limit, planned=planned)
 

@@ -10,7 +10,7 @@ from zpasses.cost.collective_moves import (
     movable_reductions,
     reduction_launches,
 )
-from zpasses.option_values import parse_budget
+from zpasses.option_values import MemoryBudget, parse_budget
 from zpasses.passes import GatherParams, ReduceGrads
 from zpasses.passes.bucket import Bucket
 from zpasses.testing import fake_world
@@ -39,25 +39,27 @@ def names(nodes):
 @pytest.mark.parametrize(
     ("text", "budget"),
     [
-        ("5%", 0.05),
-        ("0%", 0.0),
-        ("2.5 %", 0.025),
-        ("300MiB", 300 << 20),
-        ("1.5KiB", 1536),
-        (" 7 B ", 7),
-        ("2GiB", 2 << 30),
+        ("5%", MemoryBudget(rise=0.05)),
+        ("0%", MemoryBudget()),
+        ("2.5 %", MemoryBudget(rise=0.025)),
+        ("300MiB", MemoryBudget(300 << 20)),
+        ("1.5KiB", MemoryBudget(1536)),
+        (" 7 B ", MemoryBudget(7)),
+        ("2GiB", MemoryBudget(2 << 30)),
+        ("+16MiB", MemoryBudget(rise_bytes=16 << 20)),
     ],
 )
 def test_budget_is_a_share_or_bytes(text, budget):
-    read = parse_budget(text, "here")
-    assert (type(read), read) == (type(budget), pytest.approx(budget))
+    assert parse_budget(text, "here") == budget
 
 
-@pytest.mark.parametrize("text", ["", "5", "-5%", "5 percent", "300MB", "MiB", "1e3B", "none"])
+@pytest.mark.parametrize(
+    "text", ["", "5", "-5%", "++1B", "-1MiB", "5 percent", "300MB", "MiB", "1e3B", "none"]
+)
 def test_wrong_budget_says_where_and_what_is_expected(text):
     with pytest.raises(
         OptionError,
-        match=r"pass 'x': got .*; expected how far the peak may rise \('5%'\) or the allowed peak",
+        match=r"pass 'x': got .*; expected how far the peak may rise \('5%' or '\+300MiB'\) or the",
     ):
         parse_budget(text, "pass 'x'")
 
@@ -152,22 +154,22 @@ def test_a_moved_all_reduce_occupies_only_its_input():
 # --- the curve ------------------------------------------------------------------------------------
 def test_limit_is_a_share_above_the_peak_or_bytes_but_never_below_it():
     graph = lowered(Param((6, 2)))
-    peak = MemoryCurve(graph, 0.0).limit_bytes
-    assert peak == MemoryCurve(graph, 0.0).base.peak_bytes > 0
-    assert MemoryCurve(graph, 0.5).limit_bytes == int(1.5 * peak)
-    assert MemoryCurve(graph, 1 << 20).limit_bytes == 1 << 20
-    assert MemoryCurve(graph, 1).limit_bytes == peak
+    peak = MemoryCurve(graph).limit_bytes
+    assert peak == MemoryCurve(graph).base.peak_bytes > 0
+    assert MemoryCurve(graph, MemoryBudget(rise=0.5)).limit_bytes == int(1.5 * peak)
+    assert MemoryCurve(graph, MemoryBudget(1 << 20)).limit_bytes == 1 << 20
+    assert MemoryCurve(graph, MemoryBudget(1)).limit_bytes == peak
 
 
 def test_reset_limit_uses_the_current_curve():
-    curve = MemoryCurve(lowered(Param((6, 2))), 0.5)
+    curve = MemoryCurve(lowered(Param((6, 2))), MemoryBudget(rise=0.5))
     curve.live_bytes[:] = [4] * len(curve.live_bytes)
     curve.reset_limit()
     assert curve.limit_bytes == 6
 
 
 def test_added_bytes_span_start_until_before_end():
-    curve = MemoryCurve(lowered(Param((6, 2))), 0.0)
+    curve = MemoryCurve(lowered(Param((6, 2))))
     curve.live_bytes[:] = [1, 1, 1, 1]
     curve.add(1, 3, 4)
     assert curve.live_bytes == [1, 5, 5, 1]
@@ -186,7 +188,7 @@ def test_ranks_whose_rows_differ_plan_with_the_same_bytes():
         curves = []
         for rank in range(3):
             graph = lowered(*params, rank=rank, passes=(GatherParams(), ReduceGrads(form)))
-            curve = MemoryCurve(graph, 0.0)
+            curve = MemoryCurve(graph)
             collective = [*gather_launches(graph), *reduction_launches(graph)]
             curves.append(
                 (

@@ -17,6 +17,7 @@ from zpasses.cost.schedule_problem import schedule_problem
 from zpasses.cost.step_time import step_time
 from zpasses.cost.target import TARGETS, Target, use_target
 from zpasses.graph.tags import Tag, add_tag
+from zpasses.option_values import MemoryBudget
 from zpasses.testing import fake_world
 
 H100 = TARGETS["h100"]
@@ -79,7 +80,7 @@ def test_large_graphs_are_planned_in_seconds(params):
         graph = step(params, kernels=45)
         started = time.process_time()
         problem = problem_of(graph)
-        planned = plan_schedule(problem, memory_limit(problem, 0.0))
+        planned = plan_schedule(problem, memory_limit(problem, MemoryBudget()))
         assert time.process_time() - started < 10
         assert len(graph.nodes) > 50 * params
     assert planned.cost.total_us < 1.05 * planned.bound.total_us
@@ -91,7 +92,7 @@ def test_no_plan_beats_the_bound(target, kernels):
     with fake_world(RANKS), use_target(target):
         problem = problem_of(step(8, kernels), target)
         bound = schedule_bound(problem).total_us
-        for budget in (0.0, 0.2, 1 << 40):
+        for budget in (MemoryBudget(), MemoryBudget(rise=0.2), MemoryBudget(1 << 40)):
             planned = plan_schedule(problem, memory_limit(problem, budget))
             assert bound <= planned.cost.total_us * (1 + 1e-9)
             simple = evaluate(problem, one_ahead_plan(problem)).total_us
