@@ -241,6 +241,7 @@ LAZY = {
     "zpasses.testing.ranks_marker": "the plugin imports it, and the pool of ranks imports torch",
     "zpasses.tools.capture.command": "`zpasses --help` imports it, and a capture imports torch",
     "zpasses.tools.plan.command": "`zpasses --help` imports it, and planning imports torch",
+    "zpasses.tools.tune.command": "`zpasses --help` imports it, and tuning imports torch",
     "zpasses.tools.cli.running": "`zpasses --help` imports it, and the catalogue imports torch",
 }
 """Modules that may import others inside functions, and why."""

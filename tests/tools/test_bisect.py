@@ -19,6 +19,7 @@ from zpasses.testing import fake_world
 from zpasses.tools.bisect.compare import first_difference, read_journals
 from zpasses.tools.bisect.run import BisectError, BisectRequest, run_bisect
 from zpasses.tools.cli.main import cli
+from zpasses.tools.programs import ProgramError
 
 FAKE_PROGRAM = """
 import json, os, sys, time
@@ -135,7 +136,7 @@ def test_unusable_programs_and_folders_are_refused(tmp_path):
     (tmp_path / "other.py").write_text("print('hello')")
     with pytest.raises(BisectError, match=r'nothing with torch.compile\(..., backend="zpasses"\)'):
         run_bisect(BisectRequest((str(tmp_path / "other.py"),)))
-    with pytest.raises(BisectError, match="cannot be run: No such file"):
+    with pytest.raises(ProgramError, match="cannot be run: No such file"):
         run_bisect(BisectRequest((str(tmp_path / "nothing"),)))
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "old").write_text("")
@@ -278,7 +279,7 @@ def test_a_real_program_from_the_command_line(tmp_path, monkeypatch, forked):
     script.write_text(REAL)
     words = ["bisect", "-o", str(tmp_path / "kept"), str(script), "--ignored"]
     if forked:
-        monkeypatch.setattr("zpasses.tools.bisect.run.subprocess", forked_subprocess)
+        monkeypatch.setattr("zpasses.tools.programs.subprocess", forked_subprocess)
         done = CliRunner().invoke(cli, words)
         status, output = done.exit_code, done.output
     else:

@@ -7,21 +7,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from zpasses.errors import ZpassesError
 from zpasses.tools.bisect.compare import Journal, first_difference, read_journals
+from zpasses.tools.programs import program_command, run_limited
 
 __all__ = ["BisectError", "BisectReport", "BisectRequest", "TrialOutcome", "run_bisect"]
-
-_TAIL_LINES = 25
 
 
 class BisectError(ZpassesError):
@@ -179,8 +175,8 @@ class _Bisection:
         if self._request.out is not None:
             environment["ZPASSES_DUMP"] = str(folder / "dump")
         started = time.monotonic()
-        failure, tail = _execute(
-            _command(self._request.command),
+        failure, tail = run_limited(
+            program_command(self._request.command),
             environment,
             folder / "log.txt",
             self._request.timeout_s,
@@ -201,51 +197,3 @@ def _passes(journals: Mapping[str, Journal]) -> tuple[str, ...]:
         " / ".join(dict.fromkeys(each[at] for each in pipelines if at < len(each)))
         for at in range(longest)
     )
-
-
-def _command(command: Sequence[str]) -> list[str]:
-    if command[0].endswith(".py"):
-        return [sys.executable, *command]
-    if command[0] == "torchrun":  # the torchrun of this environment, which may not be on PATH
-        return [sys.executable, "-m", "torch.distributed.run", *command[1:]]
-    return list(command)
-
-
-def _execute(
-    command: list[str], environment: Mapping[str, str], log: Path, timeout_s: float
-) -> tuple[str | None, str]:
-    """(failure or None, the last lines of the output)."""
-    with log.open("wb") as output:
-        try:
-            process = subprocess.Popen(
-                command,
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise BisectError(
-                f"{command[0]} cannot be run: {error.strerror}; expected a Python file or a "
-                "command, "
-                "with its arguments."
-            ) from error
-        try:
-            status = process.wait(timeout_s)
-            failure = (
-                None
-                if status == 0
-                else f"ended with status {status}"
-                if status > 0
-                else f"died of {signal.Signals(-status).name}"
-            )
-        except subprocess.TimeoutExpired:
-            failure = f"did not end within {timeout_s:g} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                # the process group includes the ranks that it started
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    lines = log.read_text(errors="replace").splitlines()
-    return failure, "\n".join(lines[-_TAIL_LINES:])

@@ -13,6 +13,7 @@ from zpasses.tools.cli.completion import completion
 from zpasses.tools.cli.reading import collectives, diff, html, list_, memory, show, timeline
 from zpasses.tools.cli.running import passes
 from zpasses.tools.plan.command import plan
+from zpasses.tools.tune.command import tune
 
 __all__ = ["cli", "main"]
 
@@ -42,6 +43,7 @@ for _command in (
     html,
     capture,
     plan,
+    tune,
     bisect,
     completion,
 ):

@@ -21,6 +21,8 @@ from zpasses import compat
 from zpasses.backend.capture import Capture, capture, describe_inputs, tag_joint
 from zpasses.backend.free_memory import agreed_free_bytes
 from zpasses.backend.partition import PartitionPolicy, partition_step
+from zpasses.backend.tuned import with_tuned_options
+from zpasses.backend.tuning import with_tried_options
 from zpasses.cost.target import Target, current_target, use_target
 from zpasses.dumps.recorders import recorders_for
 from zpasses.errors import AgreementError, OptionError
@@ -102,13 +104,12 @@ def zpasses_backend(
         )
     parsed = Options.parse(options)
     captured = capture(gm, example_inputs)
+    parsed = _chosen_options(parsed, captured)
     pipeline, result_hook = apply_bisect_limits(parsed.passes(), compat.current_compile_id())
     compiler = _GraphCompiler(captured, parsed, pipeline, result_hook)
     if not parsed.agreement:
         _log_remaining_votes(pipeline, captured.groups)
     try:
-        if parsed.agreement:
-            rejoin_after_failure(captured.groups)
         with use_target(compiler.target), vote_timeout(parsed.agreement_timeout_s):
             compiler.open_recorders(example_inputs)
             return result_hook(with_plain_inputs(compiler.compile(), example_inputs), "outputs")
@@ -122,6 +123,14 @@ def zpasses_backend(
         compiler.recorder.problem("compile", error)
         compiler.report(error)
         raise
+
+
+def _chosen_options(options: Options, captured: Capture) -> Options:
+    """Return the options with what `zpasses tune` tries now, or found before."""
+    with vote_timeout(options.agreement_timeout_s):
+        if options.agreement:
+            rejoin_after_failure(captured.groups)
+        return with_tuned_options(with_tried_options(options, captured), captured)
 
 
 def _log_remaining_votes(pipeline: Pipeline, groups: Sequence[str]) -> None:

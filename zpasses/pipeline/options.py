@@ -45,6 +45,10 @@ class Options:
     graph is compiled, on the rank with the least. zpasses then chooses what to keep, recompute,
     merge and prefetch. Needs a pipeline with `schedule`; stages get it. See docs/memory-budget.md.
     """
+    tuned: str | Path | None = None
+    """File that `zpasses tune` wrote. Its entry for this graph, world, stage, target and versions
+    chooses `pipeline` or `memory_budget`. If it has none, a warning says why, and all ranks compile
+    without it. See docs/memory-budget.md."""
     verify: Verify = "static"
     """`"static"` checks the graph after each pass; `"simulate"` also runs it before and after on
     simulated ranks, compares bit for bit, and takes seconds even for small models; `"off"` checks
@@ -87,6 +91,12 @@ class Options:
                 "choose the passes; give one of them. "
                 f"A stage can start a pipeline: pipeline='zero{options.zero_stage},...'."
             )
+        for name in ("pipeline", "memory_budget"):
+            if options.tuned is not None and getattr(options, name) is not None:
+                raise OptionError(
+                    f"tuned={str(options.tuned)!r} chooses {name}, and "
+                    f"{name}={str(getattr(options, name))!r} is given, too; give one of them."
+                )
         if options.agreement_timeout_s <= 0:
             raise OptionError(
                 f"agreement_timeout_s={options.agreement_timeout_s}; expected seconds > 0. "

@@ -1,0 +1,149 @@
+"""Tests of `zpasses tune`, with programs that only write reports and with a real one."""
+
+import json
+import textwrap
+
+import pytest
+from click.testing import CliRunner
+
+from zpasses.tools.cli.main import cli
+
+FAKE_PROGRAM = """
+import json, os, sys, time
+folder = os.environ["ZPASSES_TUNE"]
+request = json.load(open(folder + "/request.json"))
+options = request["options"]
+speeds = json.loads(sys.argv[1])
+took = speeds[next(iter(options.values())) if options else "given"]
+if took is None:
+    raise MemoryError("out of memory")
+if took == "hang":
+    time.sleep(600)
+candidates = [
+    {"budget": f"{size}MiB", "total_us": 1000.0 / size, "peak_bytes": size << 20}
+    for size in (1, 2, 3)
+]
+for rank in range(2):
+    report = {
+        "rank": rank, "world": 2, "graphs": ["g"], "place": {"world": 2, "stage": 3}, "stage": 3,
+        "step_us": took + rank, "spread_us": [took, took + 2],
+        "peak_bytes": None, "candidates": candidates if request["budgets"] else [],
+    }
+    with open(f"{folder}/.rank{rank}", "w") as file:
+        json.dump(report, file)
+    os.rename(f"{folder}/.rank{rank}", f"{folder}/rank{rank}.json")
+time.sleep(600)  # `zpasses tune` ends the program
+"""
+
+SPEEDS = {"given": 100.0, "zero3-scheduled": 90.0, "2MiB": 80.0, "3MiB": 85.0, "1MiB": 10.0}
+
+
+@pytest.fixture
+def tune(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(FAKE_PROGRAM)
+
+    def run(speeds, *arguments, plans=2):
+        out = tmp_path / "tuned.json"
+        command = ["tune", "-o", out, "--plans", plans, *arguments, "--json", program]
+        result = CliRunner().invoke(cli, [*map(str, command), json.dumps({**SPEEDS, **speeds})])
+        entries = json.loads(out.read_text())["entries"] if out.exists() else None
+        return result, entries
+
+    return run
+
+
+def names(result):
+    content = json.loads(result.stdout)
+    return [next(iter((each["options"] or {"": "given"}).values())) for each in content["plans"]]
+
+
+def test_the_best_budgets_are_run_and_the_fastest_plan_is_remembered(tune):
+    result, entries = tune({})
+    assert result.exit_code == 0, result.output
+    assert names(result) == ["given", "zero3-scheduled", "3MiB", "2MiB"]
+    assert entries == [
+        {
+            "graph": "g",
+            "place": {"world": 2, "stage": 3},
+            "options": {"memory_budget": "2MiB"},
+        }
+    ]
+    plans = json.loads(result.stdout)["plans"]
+    assert [each["step_us"] for each in plans] == [101.0, 91.0, 86.0, 81.0]  # the slowest rank
+
+
+def test_given_options_stay_if_nothing_is_notably_faster(tune):
+    result, entries = tune({"given": 81.0})
+    assert "no other plan is at least 2% faster" in json.loads(result.stdout)["reason"]
+    assert entries[0]["options"] == {}
+
+
+def test_plans_that_fail_or_do_not_fit_are_not_chosen(tune):
+    result, entries = tune({"2MiB": None, "zero3-scheduled": "hang"}, "--timeout", "5")
+    failures = [each["failure"] for each in json.loads(result.stdout)["plans"]]
+    assert failures == [None, "did not end within 5 s", None, "ended with status 1"]
+    assert entries[0]["options"] == {"memory_budget": "3MiB"}
+    result, entries = tune({"given": 300.0, "zero3-scheduled": 200.0}, "--memory", "2MiB")
+    assert names(result) == ["given", "zero3-scheduled", "2MiB", "1MiB"]
+    assert entries[-1]["options"] == {"memory_budget": "1MiB"}
+
+
+@pytest.mark.parametrize(
+    ("speeds", "arguments", "message"),
+    [
+        ({"given": None}, (), "The program ended with status 1. The end of its output:"),
+        ({}, ("--memory", "10%"), "--memory: got '10%'; expected a size such as '60GiB'"),
+        ({}, ("-o", "no/such/folder/a.json"), "there is no folder"),
+    ],
+)
+def test_what_cannot_be_tuned_is_an_error(tune, speeds, arguments, message):
+    result, entries = tune(speeds, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert entries is None
+
+
+def test_program_that_does_not_train_with_zpasses_is_named(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("print('done')")
+    result = CliRunner().invoke(cli, ["tune", "-o", str(tmp_path / "t.json"), str(program)])
+    assert result.exit_code == 2
+    assert "ended before 13 optimizer steps of graphs that zpasses compiles" in result.stderr
+    assert "done" in result.stderr
+
+
+PROGRAM = """
+import sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+import zpasses
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+model = zpasses.shard(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)), mesh=mesh)
+options = {"codegen": "eager", "tuned": sys.argv[1]}
+step = torch.compile(model, backend="zpasses", options=options)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(8):
+    step(torch.ones(4, 32)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("ended")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow(quick="test_tune_measures_a_run_and_all_ranks_follow_the_first_reading")
+def test_two_ranks_are_tuned_and_then_use_the_result(tmp_path):
+    program, out = tmp_path / "train.py", tmp_path / "tuned.json"
+    program.write_text(textwrap.dedent(PROGRAM))
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node=2", str(program), str(out)]
+    arguments = ["--plans", "1", "--steps", "3", "--warmup", "1"]
+    result = CliRunner().invoke(cli, ["tune", "-o", str(out), *arguments, *torchrun])
+    assert result.exit_code == 0, result.output
+    assert "as given" in result.stdout
+    assert f'options={{"tuned": "{out}"}}' in result.stdout
+    assert len(json.loads(out.read_text())["entries"]) == 1

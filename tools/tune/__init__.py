@@ -1,0 +1,1 @@
+"""`zpasses tune`: runs a program with several plans, and remembers the fastest."""
