@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -87,10 +88,10 @@ class Options:
                 "choose the passes; give one of them. "
                 f"A stage can start a pipeline: pipeline='zero{options.zero_stage},...'."
             )
-        if options.agreement_timeout_s <= 0:
+        if not 0 < options.agreement_timeout_s < math.inf:
             raise OptionError(
-                f"agreement_timeout_s={options.agreement_timeout_s}; expected seconds > 0. "
-                "agreement=False turns it off."
+                f"agreement_timeout_s={options.agreement_timeout_s}; expected seconds > 0, not "
+                "inf. agreement=False turns it off."
             )
         if options.backwards_per_step < 1:
             raise OptionError(
