@@ -5,6 +5,7 @@ backwards once.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -102,8 +103,8 @@ class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like t
                 f"grad_accum_dtype={grad_accum_dtype!r}; expected a floating-point torch.dtype "
                 "such as torch.float32, or None."
             )
-        if timeout_s is not None and timeout_s <= 0:
-            raise OptionError(f"timeout_s={timeout_s}; expected seconds > 0, or None.")
+        if timeout_s is not None and not 0 < timeout_s < math.inf:
+            raise OptionError(f"timeout_s={timeout_s}; expected seconds > 0, not inf, or None.")
         self._params = _require_sharded_parameters(model)
         self._backwards, self._dtype, self._timeout_s = backwards, grad_accum_dtype, timeout_s
         self._window: GradientWindow | None = None

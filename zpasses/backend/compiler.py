@@ -346,8 +346,10 @@ class _GraphCompiler:
 
         def run(args: list[Any]) -> Any:
             if not compiled:
+                # A compile that failed may run again, and must not find its own changes.
+                copied = compat.clone_graph_module(gm)
                 with state.restored(), self._reporting():
-                    compiled.append(self._compile_backward(codegen, gm, inputs))
+                    compiled.append(self._compile_backward(codegen, copied, inputs))
             return compiled[0](args)
 
         return boxed(run)

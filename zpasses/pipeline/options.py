@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -97,10 +98,10 @@ class Options:
                     f"tuned={str(options.tuned)!r} chooses {name}, and "
                     f"{name}={str(getattr(options, name))!r} is given, too; give one of them."
                 )
-        if options.agreement_timeout_s <= 0:
+        if not 0 < options.agreement_timeout_s < math.inf:
             raise OptionError(
-                f"agreement_timeout_s={options.agreement_timeout_s}; expected seconds > 0. "
-                "agreement=False turns it off."
+                f"agreement_timeout_s={options.agreement_timeout_s}; expected seconds > 0, not "
+                "inf. agreement=False turns it off."
             )
         if options.backwards_per_step < 1:
             raise OptionError(

@@ -270,7 +270,10 @@ def simulated_answers() -> Iterator[None]:
 
 # --- one vote ------------------------------------------------------------------------------------
 class _SupersededError(Exception):
-    """The vote ended in a failure whose rank continues: vote again in the next epoch."""
+    """The vote ended in a failure whose rank continues: vote again in the next epoch.
+
+    The message is that failure.
+    """
 
 
 @dataclass
@@ -285,11 +288,20 @@ class _VoteRound:
 
     def run(self, ballot: Ballot, combine: Combine) -> Ballot:
         started = time.monotonic()
+        before = ""
         while True:
             try:
-                return self._once(ballot, combine, started)
-            except _SupersededError:
+                combined = self._once(ballot, combine, started)
+            except _SupersededError as failure:
+                before = f" Before that, {failure}."
                 continue
+            except AgreementError as error:
+                if before:
+                    raise AgreementError(f"{error}{before}") from error
+                raise
+            if before and combined.get("error"):
+                combined = {**combined, "error": f"{combined['error']}{before}"}
+            return combined
 
     def _once(self, ballot: Ballot, combine: Combine, started: float) -> Ballot:
         process_group, store = compat.process_group(self.group), compat.default_store()
@@ -308,7 +320,7 @@ class _VoteRound:
                 result = self._await_result(store, key, started)
         if "superseded" in result:
             state.next_epoch(resumed=True)
-            raise _SupersededError
+            raise _SupersededError(result["superseded"])
         if result["error"]:
             state.next_epoch(resumed=True)
             if result.get("diverged"):
@@ -374,7 +386,7 @@ class _VoteRound:
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             if store.check(resumed):
-                return {"superseded": True}
+                return {"superseded": str(failure["reason"])}
             time.sleep(_LAST_POLL_S)
         return error
 

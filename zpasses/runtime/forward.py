@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.runtime.forward_variants import ForwardVariant, ParamSlot
-from zpasses.runtime.local_shards import to_local_shards
+from zpasses.runtime.local_shards import CallParams, bound_call, to_local_shards
 from zpasses.runtime.param_cache import ParamCache, install_step_invalidation, param_cache_of
 from zpasses.runtime.windows import StepWindow, grad_state_of, step_windows
 
@@ -146,6 +146,29 @@ class ForwardDispatch:
         return ForwardVariant(frozenset(given), frozenset(kept))
 
 
+class _KnownCalls:
+    """The parameters of the calls of one graph, which are most often those of an earlier call."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], tuple[str, CallParams | None]] = {}
+
+    def of(self, params: Sequence[Any]) -> CallParams | None:
+        key = tuple(map(id, params))
+        # An object that is gone may have had the same id.
+        first = grad_state_of(params[0]).identity
+        found = self._known.get(key)
+        if found is None or found[0] != first:
+            if len(self._known) >= _MAX_CALLS:
+                self._known.clear()
+            call = CallParams.of([grad_state_of(param).identity for param in params])
+            found = self._known[key] = first, call
+        return found[1]
+
+
+_MAX_CALLS = 1 << 10
+"""Parameter lists of one graph that are remembered."""
+
+
 def with_local_shards(
     compiled: Callable[..., Any],
     positions: Sequence[int],
@@ -163,23 +186,26 @@ def with_local_shards(
     if not positions:
         return compiled
 
+    calls = _KnownCalls()
+
     def run(*args: Any) -> Any:
         values = list(args)
         params = [values[i] for i in positions]
         if bound is not None:
             bound.bind(params, names)
-        if torch.is_grad_enabled():
-            accumulation.apply(params)
-            shards: Sequence[Tensor] = to_local_shards(params)
-        else:
-            shards = [compat.local_of(param) for param in params]
-        for i, shard in zip(positions, shards, strict=True):
-            values[i] = shard
-        if bound is None:
-            return compiled(*values)
-        try:
-            return compiled(*values)
-        finally:
-            bound.release()
+        with bound_call(calls.of(params)):
+            if torch.is_grad_enabled():
+                accumulation.apply(params)
+                shards: Sequence[Tensor] = to_local_shards(params)
+            else:
+                shards = [compat.local_of(param) for param in params]
+            for i, shard in zip(positions, shards, strict=True):
+                values[i] = shard
+            if bound is None:
+                return compiled(*values)
+            try:
+                return compiled(*values)
+            finally:
+                bound.release()
 
     return compat.dynamo_disable(run)

@@ -6,7 +6,11 @@ a call, and wraps the gradients of their shards as DTensors in backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -17,12 +21,66 @@ from zpasses import compat
 from zpasses.runtime.param_cache import drop_cached
 
 __all__ = [
+    "CallParams",
     "StealableGrad",
+    "bound_call",
+    "current_call",
     "local_shards_node",
     "to_local_shard",
     "to_local_shards",
     "wrap_local_grad",
 ]
+
+
+@dataclass(frozen=True)
+class CallParams:
+    """Which parameters a call of compiled code has, equally on all ranks.
+
+    Modules of one class share compiled code, so a graph does not say whose parameters it gathers.
+    """
+
+    digest: str
+    """Equal for calls with the same parameters."""
+    text: str
+    """For errors: "parameters 'layers.0.weight' to 'layers.0.bias', sharded in call 1 of
+    zpasses.shard"."""
+
+    @classmethod
+    def of(cls, identities: Sequence[str]) -> CallParams | None:
+        """Returns what parameters with these identities are; None if one has none."""
+        if not identities or not all(identities):
+            return None
+        digest = hashlib.sha256("\n".join(identities).encode()).hexdigest()[:16]
+        number, _, first = identities[0].partition(":")
+        last = identities[-1].partition(":")[2]
+        names = repr(first) if first == last else f"{first!r} to {last!r}"
+        return cls(digest, f"parameters {names}, sharded in call {number} of zpasses.shard")
+
+
+class _Calls(threading.local):
+    current: CallParams | None = None
+
+
+_calls = _Calls()
+
+
+@contextmanager
+def bound_call(params: CallParams | None) -> Iterator[None]:
+    """Inside, compiled code runs with these parameters, and so does its backward later."""
+    before, _calls.current = _calls.current, params
+    try:
+        yield
+    finally:
+        _calls.current = before
+
+
+def current_call() -> CallParams | None:
+    """Returns the parameters of the call whose forward or backward runs; None if not known."""
+    if _calls.current is not None:
+        return _calls.current
+    node = local_shards_node()
+    found: CallParams | None = getattr(node, "zpasses_call", None)
+    return found
 
 
 class _LocalShards(torch.autograd.Function):
@@ -32,6 +90,7 @@ class _LocalShards(torch.autograd.Function):
     def forward(ctx: Any, *params: DTensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # a missing gradient must stay None
         ctx.zpasses_params = params  # backward graphs find their parameters here
+        ctx.zpasses_call = _calls.current
         # Views, because autograd would mark a returned tensor as this node's output, and that must
         # not happen to the parameter's own tensor.
         return tuple([compat.local_of(param).view_as(compat.local_of(param)) for param in params])

@@ -11,6 +11,7 @@ ranks that did not take part.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from zpasses.ranks.vote import (
     vote_timeout,
 )
 from zpasses.runtime.codegen import boxed
+from zpasses.runtime.local_shards import CallParams, current_call
 
 __all__ = [
     "barriers_enabled",
@@ -124,8 +126,9 @@ def with_run_check(
         if not asked:
             return code(args)
         longest, longest_option = timeout_s, COMPILE_TIMEOUT
+        call = current_call()
         for group in asked:
-            event = events[group]
+            event = events[group] if call is None else _with_params(events[group], call)
             _vote_timeouts[group] = timeout_s
             if every_run:
                 event = _with_earlier_steps(group, event)
@@ -214,12 +217,19 @@ def check_optimizer_step(groups: Sequence[str], optimizer: str) -> None:
             heartbeat.set_activity(f"in {optimizer}.step()")
 
 
+@functools.lru_cache(maxsize=1 << 14)
+def _with_params(event: RunEvent, call: CallParams) -> RunEvent:
+    """The event of a run with these parameters: modules of one class share graphs."""
+    return RunEvent.of(f"{event.text} with {call.text}", (event.digest, call.digest))
+
+
 def _with_earlier_steps(group: str, event: RunEvent) -> RunEvent:
     """The event of a run; for the first run of a group, with the optimizer steps before it."""
     steps = _steps_before_graphs.pop(group, 0)
     if group in _checked_groups or not steps:
         return event
-    return RunEvent.of(f"{event.text} after {steps} optimizer step(s) without a graph")
+    text = f"{event.text} after {steps} optimizer step(s) without a graph"
+    return RunEvent.of(text, (event.digest, str(steps)))
 
 
 def _timeout_error(

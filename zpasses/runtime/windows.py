@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -79,7 +80,7 @@ class PendingGrad:
 class ParamGradState:
     """The pending gradients of one parameter, and its windows."""
 
-    __slots__ = ("explicit_window", "pending", "step_window")
+    __slots__ = ("explicit_window", "identity", "pending", "step_window")
 
     def __init__(self) -> None:
         self.pending: dict[torch.dtype, PendingGrad] = {}
@@ -88,6 +89,9 @@ class ParamGradState:
         """The open window of a `coalesce_grad_reduction` block."""
         self.step_window: StepWindow | None = None
         """The window of the option `backwards_per_step`."""
+        self.identity = ""
+        """Says which parameter it is, equally on all ranks: "2:layers.0.weight" was sharded in the
+        second call of `zpasses.shard` for its mesh. Empty for copied parameters."""
 
     def __reduce__(self) -> tuple[type[ParamGradState], tuple[()]]:
         return ParamGradState, ()  # a copied parameter has no pending gradients and no windows
@@ -285,13 +289,20 @@ def windows_of(params: Sequence[Any]) -> list[Window]:
     return list(found)
 
 
-def register_step_window(holders: Sequence[tuple[nn.Module, str]]) -> None:
-    """Give parameters a common step window.
+_registered: Counter[tuple[int, ...]] = Counter()
+"""Ranks of a mesh -> calls of `zpasses.shard` for it that sharded parameters."""
+
+
+def register_step_window(
+    holders: Sequence[tuple[nn.Module, str]], paths: Mapping[nn.Module, str]
+) -> None:
+    """Give parameters a common step window, and identities.
 
     Parameters that have a step window already keep theirs.
 
     Args:
         holders: module and name of each parameter. Steps of their optimizers count from now on.
+        paths: names of the modules in the model.
     """
     refs = [(weakref.ref(module), name) for module, name in holders]
 
@@ -301,7 +312,15 @@ def register_step_window(holders: Sequence[tuple[nn.Module, str]]) -> None:
             for ref, name in refs
         ]
 
-    _join_step_window(find(), StepWindow(find))
+    params = find()
+    _join_step_window(params, StepWindow(find))
+    for mesh in dict.fromkeys(param.device_mesh for param in params):
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        _registered[ranks] += 1
+        for (module, name), param in zip(holders, params, strict=True):
+            if param.device_mesh is mesh:
+                path = f"{paths[module]}.{name}".lstrip(".")
+                grad_state_of(param).identity = f"{_registered[ranks]}:{path}"
     install_step_guard()
 
 

@@ -107,7 +107,10 @@ def shard(
         batch.clear()  # frees the full parameters
     for module, own in specs.items():
         _swap_class(module, own)
-    register_step_window([(module, spec.name) for module, own in specs.items() for spec in own])
+    register_step_window(
+        [(module, spec.name) for module, own in specs.items() for spec in own],
+        {module: path for path, module in model.named_modules()},
+    )
     return model
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import zpasses
 from zpasses.graph.nodes import collectives
 from zpasses.pipeline.observers import observe_graphs
-from zpasses.testing import run_on_ranks, world_mesh
+from zpasses.testing import listing, run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
 
@@ -169,6 +169,26 @@ def test_a_single_rank_may_recompile_for_a_new_shape():
     step = torch.compile(model, backend="zpasses", options={**EAGER, "agreement_timeout_s": 20})
     rows = (2, 3, 2, 4) if dist.get_rank() == 0 else (2, 2, 2, 5)
     train_both(step, model, reference, [batches(1, (n, 5))[0] for n in rows])
+
+
+@pytest.mark.ranks(2, timeout_s=120)
+def test_a_backward_that_failed_to_compile_compiles_again_to_the_same_graph():
+    model = zpasses.shard(nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]), mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options={"codegen": "eager"}, dynamic=True)
+    found = []
+
+    def fail_once(graph):
+        if graph.kind == "backward":
+            changes = [(record.text, record.changes) for record in graph.records]
+            found.append((changes, listing(graph.graph)))
+            if len(found) == 1:
+                raise ValueError("told to fail")
+
+    with observe_graphs(fail_once):
+        with pytest.raises(ValueError, match="told to fail"):
+            step(torch.ones(2, 4)).sum().backward()
+        step(torch.ones(2, 4)).sum().backward()
+    assert found[0] == found[1]
 
 
 def _inference(stage, codegen):

@@ -47,6 +47,8 @@ def test_a_pipeline_may_be_text_or_an_object():
         ({"codegen": "triton"}, "expected 'inductor' or 'eager'"),
         ({"agreement": "perhaps"}, "expected bool"),
         ({"agreement_timeout_s": 0}, "expected seconds > 0"),
+        ({"agreement_timeout_s": float("inf")}, "expected seconds > 0"),
+        ({"agreement_timeout_s": float("nan")}, "expected seconds > 0"),
         ({"agreement_timeout_s": "soon"}, "expected float"),
         ({"backwards_per_step": 0}, "expected the number of backwards per optimizer step"),
         ({"backwards_per_step": 2.5}, "expected int"),

@@ -263,3 +263,25 @@ def test_votes_meet_again_after_a_failure_that_one_rank_caught():
         each.result or str(each) for each in run_in_fresh_ranks(_recovers_from_a_failed_recompile)
     ]
     assert results == [True, True]
+
+
+def _goes_on_after_a_failed_backward():
+    """The failed rank is in the next forward when the other rank votes about the backward."""
+    _, step = compiled(4)
+    losses = [step(batch()).sum()]
+    if dist.get_rank() == 1:
+        with FAULTS["observer"](), pytest.raises(ValueError, match="told to fail"):
+            losses[0].backward()
+    try:
+        losses[0].backward() if dist.get_rank() == 0 else step(batch())
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_meets_another_one_after_its_failure_hears_the_cause():
+    waiting, failed = run_in_fresh_ranks(_goes_on_after_a_failed_backward)
+    assert "rank 0 is at compiling a graph, but rank 1 at the next graph" in waiting.result
+    cause = "Before that, rank 1 failed while compiling graph 0/0: ValueError: told to fail."
+    assert cause in waiting.result
+    assert "rank 0 is at compiling a graph, but rank 1 at the next graph" in failed.result

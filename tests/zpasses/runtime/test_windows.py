@@ -408,7 +408,14 @@ def test_an_unsharded_model_is_refused(mesh):
 
 @pytest.mark.parametrize(
     "given",
-    [{"backwards": 0}, {"backwards": True}, {"grad_accum_dtype": torch.int32}, {"timeout_s": 0}],
+    [
+        {"backwards": 0},
+        {"backwards": True},
+        {"grad_accum_dtype": torch.int32},
+        {"timeout_s": 0},
+        {"timeout_s": float("nan")},
+        {"timeout_s": float("inf")},
+    ],
 )
 def test_bad_arguments_are_refused(mesh, given):
     model, _, _ = linear(mesh)
