@@ -315,7 +315,7 @@ def register_step_window(
     params = find()
     _join_step_window(params, StepWindow(find))
     for mesh in dict.fromkeys(param.device_mesh for param in params):
-        ranks = tuple(mesh.mesh.flatten().tolist())
+        ranks = tuple(compat.group_ranks(mesh.get_group().group_name))
         _registered[ranks] += 1
         for (module, name), param in zip(holders, params, strict=True):
             if param.device_mesh is mesh:

@@ -82,7 +82,7 @@ def test_little_memory_recomputes_activations(lean_peak):
         nodes = capture.after.backward.graph.nodes
         return sum(node.target == torch.ops.aten.addmm.default for node in nodes)
 
-    assert operations(captured(f"{int(lean_peak * 0.75)}B")) > operations(captured("100MiB"))
+    assert operations(captured(f"{int(lean_peak * 0.85)}B")) > operations(captured("100MiB"))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import zpasses
 from zpasses import AgreementError
 from zpasses.ranks.run_order import RunEvent, check_run_event
 from zpasses.ranks.vote import group_state
+from zpasses.runtime.local_shards import CallParams
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
@@ -92,6 +93,78 @@ def _branch_by_rank_from_the_cache():
 
 @pytest.mark.inductor
 @pytest.mark.slow(quick="test_ranks_that_choose_different_agreed_graphs_get_an_error")
+# --- modules that share a graph -------------------------------------------------------------------
+class Blocks(nn.Module):
+    """A graph break after each block, so that all blocks share one graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x, order):
+        for number in order:
+            x = self.layers[number](x)
+            torch._dynamo.graph_break()
+        return x
+
+
+def _drop_a_layer(one_by_one, agreed_before):
+    model = Blocks()
+    if one_by_one:
+        compiled(model)
+        blocks = [compiled_part(layer) for layer in model.layers]
+
+        def step(x, order):
+            for number in order:
+                x = blocks[number](x)
+            return x
+    else:
+        step = compiled(model)
+    x = torch.ones(2, 4)
+    for _ in range(4 if agreed_before else 0):
+        step(x, [0, 1, 2]).sum().backward()
+    orders = [0, 1], [2, 1]
+    return outcome_of(lambda: step(x, orders[dist.get_rank()]).sum().backward())
+
+
+def compiled_part(module):
+    options = {"codegen": "eager", "agreement_timeout_s": LIMIT_S}
+    return torch.compile(module, backend="zpasses", options=options)
+
+
+@pytest.mark.parametrize("one_by_one", [True, False])
+@pytest.mark.parametrize("agreed_before", [False, True])
+def test_ranks_that_run_different_blocks_of_one_graph_get_an_error(one_by_one, agreed_before):
+    results = [
+        each.result for each in run_in_fresh_ranks(_drop_a_layer, one_by_one, agreed_before)
+    ]
+    for seconds, error in results:
+        assert "AgreementError" in error
+        assert seconds < LIMIT_S + SLACK_S
+    both = " ".join(error for _, error in results)
+    assert "'layers.2.weight', sharded in call 1 of zpasses.shard" in both
+
+
+def _two_models_in_another_order():
+    steps = [compiled(nn.Linear(4, 4)) for _ in range(2)]
+    x = torch.ones(2, 4)
+    ordered = steps if dist.get_rank() == 0 else steps[::-1]
+    return outcome_of(lambda: [step(x) for step in ordered])
+
+
+def test_ranks_that_run_equal_models_in_another_order_get_an_error():
+    for each in run_in_fresh_ranks(_two_models_in_another_order):
+        _, error = each.result
+        assert "'weight' to 'bias', sharded in call 1 of zpasses.shard" in error
+        assert "'weight' to 'bias', sharded in call 2 of zpasses.shard" in error
+
+
+def test_calls_without_known_parameters_are_not_compared():
+    assert CallParams.of([]) is None
+    assert CallParams.of(["1:weight", ""]) is None
+    assert CallParams.of(["1:weight"]) != CallParams.of(["2:weight"])
+
+
 def test_graphs_from_a_warm_cache_are_told_apart_too(tmp_path):
     for run in ("cold", "warm"):
         outcomes = run_in_fresh_ranks(
