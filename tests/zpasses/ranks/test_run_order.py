@@ -135,9 +135,7 @@ def compiled_part(module):
 @pytest.mark.parametrize("one_by_one", [True, False])
 @pytest.mark.parametrize("agreed_before", [False, True])
 def test_ranks_that_run_different_blocks_of_one_graph_get_an_error(one_by_one, agreed_before):
-    results = [
-        each.result for each in run_in_fresh_ranks(_drop_a_layer, one_by_one, agreed_before)
-    ]
+    results = [each.result for each in run_in_fresh_ranks(_drop_a_layer, one_by_one, agreed_before)]
     for seconds, error in results:
         assert "AgreementError" in error
         assert seconds < LIMIT_S + SLACK_S
