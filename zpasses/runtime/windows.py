@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -289,8 +289,8 @@ def windows_of(params: Sequence[Any]) -> list[Window]:
     return list(found)
 
 
-_registered: Counter[tuple[int, ...]] = Counter()
-"""Ranks of a mesh -> calls of `zpasses.shard` for it that sharded parameters."""
+_shard_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""Process group -> calls of `zpasses.shard` for it that sharded parameters."""
 
 
 def register_step_window(
@@ -315,12 +315,12 @@ def register_step_window(
     params = find()
     _join_step_window(params, StepWindow(find))
     for mesh in dict.fromkeys(param.device_mesh for param in params):
-        ranks = tuple(compat.group_ranks(mesh.get_group().group_name))
-        _registered[ranks] += 1
+        group = mesh.get_group()
+        number = _shard_calls[group] = _shard_calls.get(group, 0) + 1
         for (module, name), param in zip(holders, params, strict=True):
             if param.device_mesh is mesh:
                 path = f"{paths[module]}.{name}".lstrip(".")
-                grad_state_of(param).identity = f"{_registered[ranks]}:{path}"
+                grad_state_of(param).identity = f"{number}:{path}"
     install_step_guard()
 
 
