@@ -210,7 +210,7 @@ def _schedulers(target: Target, layers: int) -> dict[str, _Scheduler]:
         lambda gm: schedule_by_inductor(gm, node_ms, 1.0),
         lambda gm: schedule_by_inductor(gm, node_ms, 4.0),
         lambda gm: schedule_blocks_by_inductor(gm, blocks),
-        passes(Schedule()),
+        passes(Schedule(memory_budget="0%")),
         passes(Schedule(memory_budget="10%")),
     )
     return dict(zip(SCHEDULERS, schedulers, strict=True))

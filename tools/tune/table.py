@@ -61,12 +61,7 @@ def tune_view(found: Tuned) -> View:
     rows = [_row(each, found) for each in found.plans]
     parts = (
         table(_COLUMNS, rows, right=_COLUMNS[2:]),
-        Text(
-            (
-                f"Chosen: {found.chosen.name}; {found.reason}.",
-                f"options={json.dumps({'tuned': str(found.output)})}",
-            )
-        ),
+        Text((f"Chosen: {found.chosen.name}; {found.reason}.", _advice(found))),
         Text(
             (
                 "step, min, max: from one optimizer step to the next, on the slowest rank. peak: "
@@ -79,6 +74,12 @@ def tune_view(found: Tuned) -> View:
     place = found.place
     title = f"stage {place.get('stage')}, {place.get('world')} ranks, target {place.get('target')}"
     return View(title, parts, found.to_json())
+
+
+def _advice(found: Tuned) -> str:
+    if found.chosen is found.plans[0]:
+        return "Keep the options of the program."
+    return f"options={json.dumps({'tuned': str(found.output)})}"
 
 
 def _row(plan: TriedPlan, found: Tuned) -> tuple[str, ...]:
