@@ -102,13 +102,13 @@ def zpasses_backend(
             f"backend 'zpasses' has no modes (got {mode!r}); set Inductor's options with "
             f"options={{'inductor': {{...}}}}."
         )
-    parsed = Options.parse(options)
+    given = Options.parse(options)
     captured = capture(gm, example_inputs)
-    parsed = _chosen_options(parsed, captured)
+    parsed = _chosen_options(given, captured)
     pipeline, result_hook = apply_bisect_limits(parsed.passes(), compat.current_compile_id())
     compiler = _GraphCompiler(captured, parsed, pipeline, result_hook)
     if not parsed.agreement:
-        _log_remaining_votes(pipeline, captured.groups)
+        _log_remaining_votes(pipeline, captured.groups, tuned=given.tuned is not None)
     try:
         with use_target(compiler.target), vote_timeout(parsed.agreement_timeout_s):
             compiler.open_recorders(example_inputs)
@@ -133,10 +133,10 @@ def _chosen_options(options: Options, captured: Capture) -> Options:
         return with_tuned_options(with_tried_options(options, captured), captured)
 
 
-def _log_remaining_votes(pipeline: Pipeline, groups: Sequence[str]) -> None:
+def _log_remaining_votes(pipeline: Pipeline, groups: Sequence[str], *, tuned: bool) -> None:
     if not any(map(has_other_ranks, groups)):
         return
-    where = []
+    where = ["about the option 'tuned'"] if tuned else []
     if voting := dict.fromkeys(each.name for each in pipeline if each.votes()):
         where.append(f"in {', '.join(voting)}, whose choices must be equal on all ranks")
     for what in dict.fromkeys(each.votes_at_run_time for each in pipeline):
