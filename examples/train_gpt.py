@@ -358,12 +358,9 @@ def measure(
         trace = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
-    namespace = "_c10d_functional::"
-    names = (
-        event["name"].removeprefix(namespace)
-        for event in events
-        if event.get("name", "").startswith(namespace)
-    )
+    namespaces = ("_c10d_functional", "zpasses")
+    called = (event.get("name", "").partition("::") for event in events)
+    names = (name for namespace, _, name in called if namespace in namespaces)
     return Usage(
         resting_bytes=resting_bytes(model, optimizer),
         peak_bytes=torch.cuda.max_memory_allocated(device) - before

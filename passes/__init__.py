@@ -7,7 +7,14 @@ from zpasses.passes.flatten_on_device import FlattenOnDevice
 from zpasses.passes.gather_params import GatherParams
 from zpasses.passes.merge_reads import MergeReads
 from zpasses.passes.overlap import Overlap
-from zpasses.passes.pipelines import ZERO1, ZERO2, ZERO3, ZERO3_SDMA
+from zpasses.passes.pipelines import (
+    ZERO1,
+    ZERO2,
+    ZERO2_ONE_AHEAD,
+    ZERO3,
+    ZERO3_ONE_AHEAD,
+    ZERO3_SDMA,
+)
 from zpasses.passes.reduce_grads import ReduceGrads
 from zpasses.passes.reshard_after_forward import ReshardAfterForward
 from zpasses.passes.schedule import Schedule
@@ -16,7 +23,9 @@ from zpasses.passes.sdma import Sdma
 __all__ = [
     "ZERO1",
     "ZERO2",
+    "ZERO2_ONE_AHEAD",
     "ZERO3",
+    "ZERO3_ONE_AHEAD",
     "ZERO3_SDMA",
     "Bucket",
     "CacheParams",

@@ -33,8 +33,7 @@ from typing import ClassVar, Literal
 
 from torch import fx
 
-from zpasses import compat
-from zpasses.cost.bucket_keys import bucket_key, compatibility_key
+from zpasses.cost.bucket_keys import bucket_key, compatibility_key, gloo_ranks
 from zpasses.cost.bucket_planner import BucketKey, Mode, PlannedBucket, plan_buckets
 from zpasses.cost.collective_moves import (
     MemoryCurve,
@@ -139,7 +138,7 @@ class Bucket(Pass):
 
         def choose(item: SchedulableCollective) -> BucketKey:
             mode, number = taken.get(item, ("single", -1))
-            return BucketKey(mode, number, compat.is_gloo(str(compatibility_key(item)[1])))
+            return BucketKey(mode, number, gloo_ranks(str(compatibility_key(item)[1])))
 
         curve = MemoryCurve(graph, MemoryBudget(most_bytes=sys.maxsize))
         plan_buckets(items, choose, curve, math.inf, plan_for_overlap=self.plan_for_overlap)

@@ -21,31 +21,31 @@ from zpasses.pipeline.pipeline import Pipeline
 
 __all__ = [
     "ZERO1",
-    "ZERO1_SCHEDULED",
     "ZERO2",
-    "ZERO2_SCHEDULED",
+    "ZERO2_ONE_AHEAD",
     "ZERO3",
-    "ZERO3_SCHEDULED",
+    "ZERO3_ONE_AHEAD",
     "ZERO3_SDMA",
 ]
 
-_LAST = (Overlap(), DeferReduction())
-
 _STAGE2 = (MergeReads(), GatherParams(), ReduceGrads(), CacheParams())
+_STAGE3 = (MergeReads(max_hold_mb=1.0), GatherParams(), ReduceGrads(), ReshardAfterForward())
 
-ZERO2 = Pipeline((*_STAGE2, Bucket(plan_for_overlap=True), *_LAST))
+ZERO2 = Pipeline((*_STAGE2, Schedule(), DeferReduction()))
 ZERO1 = ZERO2
 """The same passes as stage 2. The stages differ in windows (`backwards_per_step`), which determine
 how long gradients stay full.
 """
-_STAGE3 = (MergeReads(max_hold_mb=1.0), GatherParams(), ReduceGrads(), ReshardAfterForward())
+ZERO3 = Pipeline((*_STAGE3, Schedule(), DeferReduction()))
 
-ZERO3 = Pipeline((*_STAGE3, Bucket(cap_mb=12.0, plan_for_overlap=True), *_LAST))
-ZERO2_SCHEDULED = Pipeline((*_STAGE2, Schedule(), DeferReduction()))
-ZERO1_SCHEDULED = ZERO2_SCHEDULED
-ZERO3_SCHEDULED = Pipeline((*_STAGE3, Schedule(), DeferReduction()))
-"""The stages with a schedule that is planned for the target, for the option `memory_budget`."""
-ZERO3_SDMA = Pipeline((*_STAGE3, Bucket(cap_mb=512.0, plan_for_overlap=True), *_LAST, Sdma()))
+_ONE_AHEAD = (Overlap(), DeferReduction())
+
+ZERO2_ONE_AHEAD = Pipeline((*_STAGE2, Bucket(plan_for_overlap=True), *_ONE_AHEAD))
+ZERO3_ONE_AHEAD = Pipeline((*_STAGE3, Bucket(cap_mb=12.0, plan_for_overlap=True), *_ONE_AHEAD))
+"""The stages with buckets of a fixed size, and one gather and one reduction in flight. They need no
+figures of the target, and plan large graphs sooner than `schedule`.
+"""
+ZERO3_SDMA = Pipeline((*_STAGE3, Bucket(cap_mb=512.0, plan_for_overlap=True), *_ONE_AHEAD, Sdma()))
 """Stage 3 for nodes with copy engines. Buckets have the size of a layer rather than a few MiB,
 because copy engines take longer to start.
 """

@@ -25,10 +25,13 @@ def model():
 
 def collectives():
     """Returns the numbers of gathers and reductions that process groups have run so far."""
-    from zpasses import compat
+    from zpasses.tools.bench.measure import traffic
 
-    names = [entry["profiling_name"] for entry in compat.flight_recorder_entries()]
-    return sum("gather" in name for name in names), sum("reduce" in name for name in names)
+    counts = traffic().counts
+    return tuple(
+        sum(count for kind, count in counts.items() if word in kind)
+        for word in ("gather", "reduce")
+    )
 
 
 def train(options):

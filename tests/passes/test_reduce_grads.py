@@ -169,17 +169,6 @@ def test_one_rank_does_not_communicate():
     assert reductions(lowered(1, 0, Param((4, 2)), Param((3,), reduce_dtype=torch.float64))) == []
 
 
-def test_auto_reduces_through_all_reduce_on_gloo_only(monkeypatch):
-    with fake_world(2):
-        gm = joint([Param((4, 2))], 0, 2)
-        other = joint([Param((4, 2))], 0, 2)
-        ReduceGrads()(gm.graph)
-        monkeypatch.setattr("zpasses.compat.group_backend", lambda name: "gloo")
-        ReduceGrads()(other.graph)
-    assert [each.op for each in reductions(gm)] == ["reduce_scatter_tensor"]
-    assert [each.op for each in reductions(other)] == ["all_reduce"]
-
-
 def test_unknown_form_names_the_known_ones():
     with pytest.raises(OptionError, match=r"'reduce_scatter' or 'all_reduce'"):
         Pipeline.parse("reduce-grads{form=scatter}")

@@ -183,8 +183,7 @@ def test_a_trial_runs_only_the_first_passes_and_records_results(tmp_path, start_
         "gather-params",
         "reduce-grads",
         "reshard-after-forward",
-        "bucket",
-        "overlap",
+        "schedule",
         "defer-reduction",
     ]
     assert [call["call"] for call in journal.calls] == [

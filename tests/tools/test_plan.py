@@ -126,7 +126,7 @@ def test_options_of_a_plan_lead_to_its_graphs(table, at):
         model,
         (x,),
         world_size=WORLD,
-        pipeline="zero3-scheduled",
+        pipeline="zero3",
         options=table.options_of(point),
     ).after
     assert [figures(each.graph) for each in (after.forward, after.backward)] == figures_of(point)

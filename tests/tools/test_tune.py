@@ -35,7 +35,7 @@ for rank in range(2):
 time.sleep(600)  # `zpasses tune` ends the program
 """
 
-SPEEDS = {"given": 100.0, "zero3-scheduled": 90.0, "2MiB": 80.0, "3MiB": 85.0, "1MiB": 10.0}
+SPEEDS = {"given": 100.0, "zero3-one-ahead": 90.0, "2MiB": 80.0, "3MiB": 85.0, "1MiB": 10.0}
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def names(result):
 def test_the_best_budgets_are_run_and_the_fastest_plan_is_remembered(tune):
     result, entries = tune({})
     assert result.exit_code == 0, result.output
-    assert names(result) == ["given", "zero3-scheduled", "3MiB", "2MiB"]
+    assert names(result) == ["given", "zero3-one-ahead", "3MiB", "2MiB"]
     assert entries == [
         {
             "graph": "g",
@@ -94,12 +94,12 @@ def test_the_table_says_which_options_to_use(tune, given_ms, advice):
 
 
 def test_plans_that_fail_or_do_not_fit_are_not_chosen(tune):
-    result, entries = tune({"2MiB": None, "zero3-scheduled": "hang"}, "--timeout", "5")
+    result, entries = tune({"2MiB": None, "zero3-one-ahead": "hang"}, "--timeout", "5")
     failures = [each["failure"] for each in json.loads(result.stdout)["plans"]]
     assert failures == [None, "did not end within 5 s", None, "ended with status 1"]
     assert entries[0]["options"] == {"memory_budget": "3MiB"}
-    result, entries = tune({"given": 300.0, "zero3-scheduled": 200.0}, "--memory", "2MiB")
-    assert names(result) == ["given", "zero3-scheduled", "2MiB", "1MiB"]
+    result, entries = tune({"given": 300.0, "zero3-one-ahead": 200.0}, "--memory", "2MiB")
+    assert names(result) == ["given", "zero3-one-ahead", "2MiB", "1MiB"]
     assert entries[-1]["options"] == {"memory_budget": "1MiB"}
 
 

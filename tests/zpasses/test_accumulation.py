@@ -24,6 +24,7 @@ from tests.zpasses.models import assert_same, full_gradients, integers
 from zpasses import AgreementError, Level, Pass, Pipeline, compat
 from zpasses.runtime.windows import grad_state_of
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
+from zpasses.tools.bench.measure import traffic
 
 pytestmark = pytest.mark.processes
 
@@ -78,8 +79,8 @@ def unsharded(model, dtype):
 
 
 def reductions():
-    """Count the reductions that the process groups have run so far, from their flight record."""
-    return sum("reduce" in entry["profiling_name"] for entry in compat.flight_recorder_entries())
+    """Count the reductions that have run so far."""
+    return sum(count for kind, count in traffic().counts.items() if "reduce" in kind)
 
 
 def per_backward(step, batches, **options):
@@ -129,7 +130,7 @@ def pipeline(stage, form):
     changes = {"cap_mb": 0.0} if form == "single" else {"mode": form, "memory_budget": "1GiB"}
     return ",".join(
         str(replace(each, **changes) if each.name == "bucket" else each)
-        for each in Pipeline.parse(f"zero{stage}")
+        for each in Pipeline.parse(f"zero{stage}-one-ahead")
     )
 
 

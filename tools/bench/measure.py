@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from zpasses import compat
 from zpasses.pipeline.observers import ObservedGraph, observe_graphs
+from zpasses.runtime.gloo import STARTED
 
 __all__ = [
     "MemoryProfile",
@@ -164,14 +165,14 @@ class Traffic:
 
 
 def traffic() -> Traffic:
-    """All collectives since the process started, as the process groups recorded them.
+    """All collectives since the process started, as the process groups and zpasses recorded them.
 
-    The flight recorder covers every way to start a collective, from Python or C++. gloo runs a
-    reduce-scatter as an all-reduce, and it is recorded as one. TORCH_FR_BUFFER_SIZE must be set
-    before the first group is made.
+    The flight recorder covers every way to start a collective, from Python or C++, but not the
+    exchanges of zpasses over gloo. gloo runs a reduce-scatter as an all-reduce, and it is recorded
+    as one. TORCH_FR_BUFFER_SIZE must be set before the first group is made.
     """
-    counts: dict[str, float] = {}
-    sent: dict[str, float] = {}
+    counts: dict[str, float] = dict(STARTED.calls)
+    sent: dict[str, float] = dict(STARTED.sent_bytes)
     for entry in compat.flight_recorder_entries():
         kind = entry["profiling_name"].partition(":")[2].strip("_").removesuffix("_base")
         if kind != "barrier":

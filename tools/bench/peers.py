@@ -204,9 +204,9 @@ PEERS: dict[str, Peer] = {
         Peer("zpasses-2", "zpasses, ZeRO stage 2", _zpasses(zero_stage=2)),
         Peer("zpasses-3", "zpasses, ZeRO stage 3", _zpasses(zero_stage=3)),
         Peer(
-            "zpasses-3-scheduled",
-            "the same with a planned schedule",
-            _zpasses(pipeline="zero3-scheduled"),
+            "zpasses-3-one-ahead",
+            "the same with fixed buckets, one in flight",
+            _zpasses(pipeline="zero3-one-ahead"),
         ),
         *(
             Peer(

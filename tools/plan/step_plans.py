@@ -29,7 +29,7 @@ from zpasses.backend.step_trials import (
 from zpasses.cost.target import Target, current_target, use_target
 from zpasses.errors import OptionError
 from zpasses.option_values import parse_budget
-from zpasses.passes.pipelines import ZERO2, ZERO3, ZERO3_SCHEDULED
+from zpasses.passes.pipelines import ZERO2, ZERO3
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Level, Pass, Pipeline, run_passes
 from zpasses.pipeline.prediction import Predictor
@@ -84,7 +84,7 @@ def plan_step(
         if steps == 1:
             tables.append(_Planner(request, target, trials, joints[-1], progress).run())
 
-    joint = tuple(each for each in ZERO3_SCHEDULED if each.level is Level.JOINT)
+    joint = tuple(each for each in ZERO3 if each.level is Level.JOINT)
     options = {"pipeline": Pipeline((_CopyJoint(joints), *joint)), "target": request.target}
     capture = CaptureRequest(
         request.function,
@@ -232,7 +232,7 @@ class _Planner:
         if budget not in self._made:
             limit = self._trials.limit_bytes(budget)
             plan = self._trials.fastest(limit)
-            pipeline = ZERO3_SCHEDULED.with_memory_budget(f"{limit}B")
+            pipeline = ZERO3.with_memory_budget(f"{limit}B")
             self._made[budget] = self._judged(
                 "plan",
                 budget,

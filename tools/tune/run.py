@@ -102,8 +102,8 @@ class _Tuner:
         return Tuned(tuple(plans), chosen, reason, self._request.output, first.place)
 
     def _candidates(self, first: StepReport) -> list[TriedPlan]:
-        """Returns the plans to try: the stage with a planned schedule, and the best budgets."""
-        scheduled = {"pipeline": f"zero{first.stage}-scheduled"}
+        """Returns the plans to try: the stage with fixed buckets, and the best budgets."""
+        fixed = {"pipeline": f"zero{max(first.stage, 2)}-one-ahead"}
         fitting = [
             each
             for each in first.candidates
@@ -111,7 +111,7 @@ class _Tuner:
         ]
         best = sorted(fitting, key=lambda each: (each.total_us, each.peak_bytes))
         return [
-            TriedPlan("scheduled", scheduled),
+            TriedPlan("one ahead", fixed),
             *(
                 TriedPlan("budget", {"memory_budget": each.budget}, each.total_us, each.peak_bytes)
                 for each in best[: self._request.plans]

@@ -65,7 +65,7 @@ from zpasses.runtime.forward_variants import (
     param_slots,
     unmark_returned,
 )
-from zpasses.runtime.gloo import replace_gloo_all_gathers
+from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.runtime.grad_slots import GradSlot, always_reduced, grad_slots
 from zpasses.runtime.run_checks import in_window, with_run_check, with_vote_limit
 from zpasses.runtime.windows import Lowering, StepWindow, install_step_guard
@@ -401,7 +401,7 @@ class _GraphCompiler:
     def _generate(
         self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any], kind: str
     ) -> Compiled:
-        runnable = replace_gloo_all_gathers(gm)
+        runnable = replace_gloo_collectives(gm)
         name, timeout_s = f"{self.name} {kind}", self._options.agreement_timeout_s
         events = run_events(gm.graph, name)
         if not self._options.agreement:

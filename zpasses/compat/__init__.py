@@ -42,6 +42,7 @@ from zpasses.compat.autograd import (
 )
 from zpasses.compat.c10d import (
     Work,
+    collective_timeout,
     default_store,
     fake_store,
     flight_recorder_entries,
@@ -146,6 +147,7 @@ __all__ = [
     "as_fake",
     "clear_sharding_prop_cache",
     "clone_graph_module",
+    "collective_timeout",
     "current_autograd_node",
     "current_compile_id",
     "current_graph_task_id",

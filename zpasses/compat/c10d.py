@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 __all__ = [
     "Work",
+    "collective_timeout",
     "default_store",
     "fake_store",
     "flight_recorder_entries",
@@ -129,6 +130,13 @@ def limited_timeouts(names: Sequence[str], seconds: float) -> Iterator[None]:
     finally:
         for backend, usual in before:
             backend._set_default_timeout(usual)
+
+
+def collective_timeout(group: dist.ProcessGroup) -> timedelta:
+    """Returns the time limit of collectives of CPU tensors that start now in this group."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    usual = getattr(getattr(backend, "options", None), "_timeout", None)
+    return usual if usual is not None else dist.default_pg_timeout
 
 
 def is_collective_timeout(error: BaseException) -> bool:

@@ -11,7 +11,7 @@ from zpasses.cost.roofline import copy_us, latency_us
 from zpasses.cost.target import current_target
 from zpasses.graph.nodes import collective_of, value_of
 
-__all__ = ["bucket_key", "compatibility_key", "row_shape"]
+__all__ = ["bucket_key", "compatibility_key", "gloo_ranks", "row_shape"]
 
 
 def bucket_key(
@@ -24,12 +24,17 @@ def bucket_key(
         wanted: the form of a bucket; "auto" takes the one that costs the collective least, which
             may be no bucket.
     """
-    gathers, key = item.tag.role == "gather", compatibility_key(item)
-    mode: Mode = wanted if wanted != "auto" else _cheapest_mode(item, gathers)
+    key = compatibility_key(item)
+    mode: Mode = wanted if wanted != "auto" else _cheapest_mode(item)
     if value_of(item.source).dim() == 0:
         mode = "single"  # scalars are few, and have no rows to be cut by
     width = row_shape(item) if mode == "flat" and "all_reduce" in key else None
-    return BucketKey(mode, (*key, width), compat.is_gloo(key[1]))
+    return BucketKey(mode, (*key, width), gloo_ranks(key[1]))
+
+
+def gloo_ranks(group: str) -> int:
+    """Returns the size of a group of gloo, and 0 for groups of other backends."""
+    return len(compat.group_ranks(group)) if compat.is_gloo(group) else 0
 
 
 def compatibility_key(item: SchedulableCollective) -> tuple[Any, ...]:
@@ -59,7 +64,7 @@ def row_shape(item: SchedulableCollective) -> tuple[int, ...] | None:
     )
 
 
-def _cheapest_mode(item: SchedulableCollective, gathers: bool) -> Mode:
+def _cheapest_mode(item: SchedulableCollective) -> Mode:
     """The mode that costs a member least: a launch of its own, or the copies that sharing a launch
     needs.
     """
@@ -67,9 +72,8 @@ def _cheapest_mode(item: SchedulableCollective, gathers: bool) -> Mode:
     assert collective is not None
     ranks = len(compat.group_ranks(collective.group))
     costs: dict[Mode, float] = {"single": latency_us(collective.op, ranks, target)}
-    gloo_copies = 2 * copy_us(item.full_bytes, target) if compat.is_gloo(collective.group) else 0.0
-    # gloo copies everything it gathers, and copies what it reduces in a coalesced call. Other
-    # backends launch a coalesced call without copies.
-    costs["coalesced"] = 0.0 if gathers else gloo_copies
+    # A coalesced call starts without copies, except that gloo packs what it all-reduces.
+    packs = "all_reduce" in collective.op and compat.is_gloo(collective.group)
+    costs["coalesced"] = 2 * copy_us(item.full_bytes, target) if packs else 0.0
     costs["flat"] = copy_us(item.full_bytes, target) + copy_us(item.full_bytes // ranks, target)
     return min(costs, key=lambda mode: costs[mode])

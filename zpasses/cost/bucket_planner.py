@@ -18,10 +18,10 @@ from typing import Literal
 from torch import fx
 
 from zpasses.cost.collective_moves import MemoryCurve, SchedulableCollective
-from zpasses.cost.memory import scratch_bytes
+from zpasses.cost.memory import gloo_packing_bytes, scratch_bytes
 from zpasses.graph.tags import tag_of
 
-__all__ = ["BucketKey", "Mode", "PlannedBucket", "plan_buckets"]
+__all__ = ["BucketKey", "Mode", "PlannedBucket", "member_packing_bytes", "plan_buckets"]
 
 Mode = Literal["single", "coalesced", "flat"]
 
@@ -35,8 +35,9 @@ class BucketKey:
     """
     compatibility: Hashable
     """Equal for collectives that one bucket may contain."""
-    gloo: bool
-    """Whether gloo runs the collective. gloo copies the tensors of one launch into one buffer."""
+    gloo_ranks: int = 0
+    """Size of the group if gloo runs the collective, else 0. Over gloo, the small tensors of one
+    launch are packed."""
 
 
 @dataclass(eq=False)
@@ -279,10 +280,22 @@ def _extra_bytes(item: SchedulableCollective) -> int:
 
 
 def _packing_bytes(bucket: PlannedBucket, items: Sequence[SchedulableCollective]) -> int:
-    """Memory of the buffer that the graph or gloo packs the members into."""
-    if len(items) < 2 or not (bucket.mode == "flat" or bucket.key.gloo):
-        return 0
-    return sum(item.tag.nbytes if bucket.is_gather else item.full_bytes for item in items)
+    """Memory of the buffers that the members are packed into."""
+    return sum(member_packing_bytes(item, bucket.key) for item in items) if len(items) > 1 else 0
+
+
+def member_packing_bytes(item: SchedulableCollective, key: BucketKey) -> int:
+    """Returns the bytes that a member of a merged collective adds to the buffers of packed tensors.
+
+    The graph packs the members of a flat bucket. gloo packs what it all-reduces, and small tensors.
+    """
+    if key.mode == "flat":
+        return item.tag.nbytes if item.tag.role == "gather" else item.full_bytes
+    if key.mode == "coalesced" and key.gloo_ranks:
+        if "all_reduce" in str(item.started.target):
+            return item.full_bytes
+        return gloo_packing_bytes(item.full_bytes // key.gloo_ranks, key.gloo_ranks)
+    return 0
 
 
 def _unpacking_bytes(items: Sequence[SchedulableCollective]) -> int:

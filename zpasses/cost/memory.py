@@ -10,7 +10,7 @@ the call.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ __all__ = [
     "Buffer",
     "Liveness",
     "buffer_readers",
+    "gloo_packing_bytes",
+    "gloo_packs",
     "liveness",
     "memory_base",
     "reinplaceable_all_reduces",
@@ -296,19 +298,54 @@ def _aliases_argument(node: fx.Node) -> bool:
     return call.is_view or (len(returned) == 1 and returned[0] is not None)
 
 
+GLOO_PACKED_BYTES = 64 << 10
+"""Largest message over gloo that is packed with others. The copies of a larger one take longer than
+the message that they save."""
+
+
+def gloo_packs(message_bytes: Sequence[int]) -> list[int]:
+    """Returns which tensors of one collective over gloo share a message, by their indices.
+
+    Args:
+        message_bytes: for each tensor, the bytes that each other rank receives.
+    """
+    small = [number for number, size in enumerate(message_bytes) if size <= GLOO_PACKED_BYTES]
+    return small if len(small) > 1 else []
+
+
+def gloo_packing_bytes(message_bytes: int, ranks: int) -> int:
+    """Returns the bytes of the buffers that one tensor of a merged collective over gloo adds.
+
+    Args:
+        message_bytes: bytes that each other rank receives.
+        ranks: size of the group.
+    """
+    return (1 + ranks) * message_bytes if message_bytes <= GLOO_PACKED_BYTES else 0
+
+
 def scratch_bytes(node: fx.Node) -> int:
     """Returns the bytes that a collective needs besides its inputs and outputs.
 
-    gloo packs several tensors into one buffer, and gathers into a flat buffer that it then copies
-    out of. A copy engine that gathers several tensors in one call does both.
+    Over gloo, small tensors are packed, and a reduce-scatter receives a part from every other rank,
+    one of them in its output. gloo itself packs the tensors of an all-reduce. A copy engine that
+    gathers several tensors in one call packs them, and copies them out of a flat tensor.
     """
     collective: Any = collective_of(node)
     call: Any = node.target
-    by_engine = collective.op.startswith("sdma_")
-    if by_engine and len(collective.shapes) > 1:
-        return int(collective.nbytes) + nbytes(value_of(node))
-    may_run_on_gloo = by_engine or call.namespace == "_c10d_functional"
-    if not may_run_on_gloo or not compat.is_gloo(collective.group):
+    if collective.op.startswith("sdma_"):
+        several = len(collective.shapes) > 1
+        return int(collective.nbytes) + nbytes(value_of(node)) if several else 0
+    if call.namespace != "_c10d_functional" or not compat.is_gloo(collective.group):
         return 0
-    packed = collective.nbytes if len(collective.shapes) > 1 else 0
-    return packed + (nbytes(value_of(node)) if "gather" in collective.op else 0)
+    if "all_reduce" in collective.op:
+        return int(collective.nbytes) if len(collective.shapes) > 1 else 0
+    ranks = len(compat.group_ranks(collective.group))
+    given: Any = node.args[0]
+    sizes = [nbytes(value_of(each)) for each in (given if isinstance(given, list) else [given])]
+    if "gather" in collective.op:
+        return sum(gloo_packing_bytes(sizes[number], ranks) for number in gloo_packs(sizes))
+    if "reduce_scatter" not in collective.op:
+        return 0
+    parts = [size // ranks for size in sizes]
+    packing = sum(gloo_packing_bytes(parts[number], ranks) for number in gloo_packs(parts))
+    return packing + max(ranks - 2, 0) * sum(parts)

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor, fx
 
 from zpasses.cost.bucket_keys import bucket_key
-from zpasses.cost.bucket_planner import BucketKey
+from zpasses.cost.bucket_planner import BucketKey, member_packing_bytes
 from zpasses.cost.collective_moves import (
     MemoryCurve,
     SchedulableCollective,
@@ -269,7 +269,6 @@ class _Reader:
             collective, key = collective_of(item.started), self._bucket_key(item)
             assert collective is not None
             timing = collective_timing(item.started, collective, self._target)
-            packed = key.mode == "flat" or (key.gloo and key.mode != "single")
             inputs = sum(
                 tag.block_bytes for node in item.inputs if (tag := tag_of(node)) is not None
             )
@@ -291,7 +290,7 @@ class _Reader:
                     ).duration_us,
                     full_bytes=item.full_bytes,
                     launch_bytes=inputs + scratch_bytes(item.started) + self._result_bytes(item),
-                    packed_bytes=(item.tag.nbytes if gather else item.full_bytes) if packed else 0,
+                    packed_bytes=member_packing_bytes(item, key),
                     held_from=held,
                     start_us=sum(compute_us(node, self._target) for node in item.inputs),
                     wait_us=sum(compute_us(node, self._target) for node in item.results),

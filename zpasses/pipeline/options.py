@@ -191,6 +191,4 @@ class Options:
         if isinstance(self.pipeline, Pipeline):
             return self.pipeline
         stage = f"zero{self.zero_stage or 3}"
-        if self.memory_budget is not None:
-            stage += "-scheduled"
         return Pipeline.parse(stage if self.pipeline is None else self.pipeline)

@@ -36,6 +36,7 @@ from zpasses.ranks.vote import (
     vote_timeout,
 )
 from zpasses.runtime.codegen import eager_codegen
+from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.runtime.local_shards import wrap_local_grad
 from zpasses.runtime.param_cache import drop_cached
 from zpasses.runtime.run_checks import limited_collectives, timeout_of
@@ -147,7 +148,7 @@ class GraphLowering:
                     verify=self._verify,
                 )
             gm.recompile()
-            code = self._codegen(gm, fakes)
+            code = self._codegen(replace_gloo_collectives(gm), fakes)
             if timeout_s is not None:
                 compare_collectives(gm.graph, "of the end of a window", timeout_s)
             self._recorder.record_agreement("flush", gm.graph, timeout_s is not None)

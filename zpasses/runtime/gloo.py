@@ -1,70 +1,99 @@
-"""All-gathers over gloo that avoid a bug of torch 2.13.
+"""All-gathers and reduce-scatters over gloo: every rank exchanges its part with each other rank.
 
-torch's functional all-gathers, also those of a single tensor, run
-`ProcessGroupGloo::allgather_coalesced`. It corrupts the heap if another collective is in flight at
-the same time: two ranks that keep one such all-gather and one all-reduce in flight abort within a
-few thousand of them ("malloc(): unaligned tcache chunk detected", or a segmentation fault). zpasses
-is not needed to reproduce this. `_allgather_base` does not have the bug, and neither do concurrent
-all-reduces. So code that runs over gloo calls these ops instead:
+gloo's own algorithms cost more than the bytes they move. On two ranks, its all-gather takes twice
+the time of an exchange of the same bytes by send and receive, and torch runs a reduce-scatter as an
+all-reduce, which moves twice the bytes. torch's functional all-gathers are also unsafe: they run
+`ProcessGroupGloo::allgather_coalesced`, which corrupts the heap if another collective is in flight
+(torch 2.13; docs/measurements.md, "A fault of gloo"). So code that runs over gloo calls these ops
+instead:
 
     zpasses::gloo_all_gather(input, group_size, group)
-        -> what all_gather_into_tensor returns
     zpasses::gloo_all_gather_coalesced(inputs, group_size, group)
-        -> one output per input
+    zpasses::gloo_reduce_scatter(input, reduce_op, group_size, group)
+    zpasses::gloo_reduce_scatter_coalesced(inputs, reduce_op, group_size, group)
 
+They return what the functional ops of the same names return. Sums are formed in the order of ranks.
 The replacement happens right before code generation. Passes, dumps and the agreement of ranks see
-all_gather_into_tensor.
+the functional ops.
+
+The messages of one pair of ranks arrive in the order in which they were sent. All ranks start the
+same exchanges in the same order, so a message needs no number of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from zpasses import compat
+from zpasses.cost.memory import gloo_packs
 from zpasses.graph.nodes import collective_of, value_of
 
-__all__ = ["all_gather", "replace_gloo_all_gathers"]
+__all__ = ["STARTED", "Started", "all_gather", "replace_gloo_collectives"]
 
 _library = torch.library.Library("zpasses", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides)
-_library.define(
-    "gloo_all_gather(Tensor input, int group_size, str group_name) -> Tensor", tags=_TAGS
-)
-_library.define(
-    "gloo_all_gather_coalesced(Tensor[] inputs, int group_size, str group_name) -> Tensor[]",
-    tags=_TAGS,
-)
+_GROUP = "int group_size, str group_name"
+for _schema in (
+    f"gloo_all_gather(Tensor input, {_GROUP}) -> Tensor",
+    f"gloo_all_gather_coalesced(Tensor[] inputs, {_GROUP}) -> Tensor[]",
+    f"gloo_reduce_scatter(Tensor input, str reduce_op, {_GROUP}) -> Tensor",
+    f"gloo_reduce_scatter_coalesced(Tensor[] inputs, str reduce_op, {_GROUP}) -> Tensor[]",
+):
+    _library.define(_schema, tags=_TAGS)
 
 _functional, _ours = compat.functional, torch.ops.zpasses
 _REPLACEMENTS: dict[Any, compat.OpOverload] = {
     _functional.all_gather_into_tensor.default: _ours.gloo_all_gather.default,
     _functional.all_gather_into_tensor_coalesced.default: _ours.gloo_all_gather_coalesced.default,
+    _functional.reduce_scatter_tensor.default: _ours.gloo_reduce_scatter.default,
+    _functional.reduce_scatter_tensor_coalesced.default: (
+        _ours.gloo_reduce_scatter_coalesced.default
+    ),
 }
+_TAG = 0x7A70
+"""Tag of the messages. Other senders of the group should not use it."""
 
 
-def replace_gloo_all_gathers(gm: fx.GraphModule) -> fx.GraphModule:
-    """Replace the all-gathers that run over gloo.
+@dataclass
+class Started:
+    """What this process has exchanged over gloo, which torch's flight recorder does not see."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    """ "all_gather" or "reduce_scatter" -> number of calls."""
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+    """The same -> bytes that this rank sent."""
+
+
+STARTED = Started()
+
+
+# --- the graph ------------------------------------------------------------------------------------
+def replace_gloo_collectives(gm: fx.GraphModule) -> fx.GraphModule:
+    """Replace the all-gathers and reduce-scatters that run over gloo.
 
     Returns:
-        The graph to generate code from: a changed copy of `gm`, or `gm` itself if nothing in it
-        gathers over gloo.
+        The graph to generate code from: a changed copy of `gm`, or `gm` itself if there is none.
     """
-    if not _gathers(gm.graph):
+    if not _replaceable(gm.graph):
         return gm
     gm = compat.clone_graph_module(gm)  # observers and variants use the original graph
-    for node in _gathers(gm.graph):
+    for node in _replaceable(gm.graph):
         node.target = _REPLACEMENTS[node.target]
-        inputs, group_size, group = node.args
-        node.args = (inputs, group_size, compat.group_name(group))
+        *arguments, group = node.args
+        node.args = (*arguments, compat.group_name(group))
     gm.recompile()
     return gm
 
 
-def _gathers(graph: fx.Graph) -> list[fx.Node]:
+def _replaceable(graph: fx.Graph) -> list[fx.Node]:
     nodes = [
         node
         for target in _REPLACEMENTS
@@ -78,6 +107,11 @@ def _is_over_gloo(node: fx.Node) -> bool:
     return (
         found is not None
         and isinstance(value, Tensor)
+        and (
+            found.reduce_op is None
+            or found.reduce_op == "sum"
+            or (found.reduce_op == "avg" and value.is_floating_point())
+        )
         and compat.is_gloo(found.group, value.device)
     )
 
@@ -96,71 +130,225 @@ def all_gather(inputs: Sequence[Tensor], group_size: int, group_name: str) -> li
     return list(torch.ops.zpasses.gloo_all_gather_coalesced(inputs, group_size, group_name))
 
 
-def _empty(source: Tensor, group_size: int) -> Tensor:
-    return source.new_empty(
-        (source.shape[0] * group_size, *source.shape[1:]) if source.dim() else (group_size,)
-    )
+# --- exchanges ------------------------------------------------------------------------------------
+class _Exchange(compat.Work):  # type: ignore[misc]  # Work is Any to mypy
+    """The messages of one collective, and what is left to do when they have arrived."""
+
+    def __init__(self, group_name: str) -> None:
+        super().__init__()
+        self._group = compat.process_group(group_name)
+        self._timeout = compat.collective_timeout(self._group)
+        self.rank, self.size = self._group.rank(), self._group.size()
+        self._messages: list[Any] = []
+        self._finish: list[Callable[[], object]] = []
+        self._held: list[Tensor] = []
+        self._error: BaseException | None = None
+        self.sent_bytes = 0
+
+    def peers(self) -> list[int]:
+        """Returns the ranks to send to, beginning after this one, so that no rank is everybody's
+        first.
+        """
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def send(self, tensor: Tensor, peer: int) -> None:
+        """Starts to send a contiguous tensor, whose memory must not change until the wait."""
+        if tensor.numel():
+            self._held.append(tensor)
+            self._messages.append(self._group.send([tensor], peer, _TAG))
+            self.sent_bytes += tensor.nbytes
+
+    def receive(self, tensor: Tensor, peer: int) -> None:
+        """Starts to receive into a contiguous tensor."""
+        if tensor.numel():
+            self._held.append(tensor)
+            self._messages.append(self._group.recv([tensor], peer, _TAG))
+
+    def at_end(self, action: Callable[[], object]) -> None:
+        """Adds what the first wait does after all messages have arrived."""
+        self._finish.append(action)
+
+    def started(self, kind: str, outputs: Sequence[Tensor]) -> None:
+        """Counts the collective, and makes `wait_tensor` of an output wait for it."""
+        STARTED.calls[kind] += 1
+        STARTED.sent_bytes[kind] += self.sent_bytes
+        for output in outputs:
+            compat.register_work(output, self)
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self._error is not None:
+            raise self._error
+        messages, self._messages = self._messages, []
+        finish, self._finish = self._finish, []
+        try:
+            deadline = time.monotonic() + self._timeout.total_seconds()
+            for message in messages:
+                left = max(deadline - time.monotonic(), 0.001)
+                message.wait(timedelta(seconds=left))
+        except BaseException as error:
+            self._error = error
+            raise
+        for action in finish:
+            action()
+        self._held.clear()
+        return True
 
 
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _gathered_shape(source: Tensor, group_size: int) -> tuple[int, ...]:
+    return (source.shape[0] * group_size, *source.shape[1:]) if source.dim() else (group_size,)
+
+
+def _scattered_shape(source: Tensor, group_size: int) -> tuple[int, ...]:
+    return (source.shape[0] // group_size, *source.shape[1:])
+
+
+def _gather_into(exchange: _Exchange, source: Tensor, output: Tensor) -> None:
+    """Exchanges one contiguous tensor. `output` has one row per rank."""
+    for peer in exchange.peers():
+        exchange.send(source, peer)
+    for peer in reversed(exchange.peers()):
+        exchange.receive(output[peer], peer)
+    output[exchange.rank].copy_(source)
+
+
+def _gather_all(inputs: Sequence[Tensor], size: int, group_name: str) -> list[Tensor]:
+    exchange = _Exchange(group_name)
+    sources = [source.contiguous() for source in inputs]
+    outputs = [source.new_empty(_gathered_shape(source, size)) for source in sources]
+    packed = gloo_packs([source.nbytes for source in sources])
+    for number, (source, output) in enumerate(zip(sources, outputs, strict=True)):
+        if number not in packed:
+            _gather_into(exchange, source.reshape(-1), output.view(size, -1))
+    if packed:
+        mine = torch.cat([_bytes(sources[number]) for number in packed])
+        arrived = mine.new_empty(size, mine.numel())
+        _gather_into(exchange, mine, arrived)
+
+        def unpack() -> None:
+            parts = arrived.split([sources[number].nbytes for number in packed], dim=1)
+            for number, part in zip(packed, parts, strict=True):
+                _bytes(outputs[number]).view(size, -1).copy_(part)
+
+        exchange.at_end(unpack)
+    exchange.started("all_gather", outputs)
+    return outputs
+
+
+def _reduce_into(exchange: _Exchange, rows: Tensor, output: Tensor, *, average: bool) -> None:
+    """Exchanges and sums rows. `rows` has one row per rank, which that rank needs."""
+    rank, size = exchange.rank, exchange.size
+    others = [peer for peer in range(size) if peer != rank]
+    # The lowest rank's part arrives in the output. It is the first summand, or the second after
+    # this rank's own, and the order of two summands does not change their sum.
+    arrived = {
+        peer: output if number == 0 else torch.empty_like(output)
+        for number, peer in enumerate(others)
+    }
+    for peer in exchange.peers():
+        exchange.send(rows[peer], peer)
+    for peer in reversed(exchange.peers()):
+        exchange.receive(arrived[peer], peer)
+
+    def add() -> None:
+        if not others:
+            output.copy_(rows[rank])
+        for peer in range(size):
+            if others and peer != others[0]:
+                output.add_(rows[rank] if peer == rank else arrived[peer])
+        if average:
+            output.div_(size)
+
+    exchange.at_end(add)
+
+
+def _reduce_all(
+    inputs: Sequence[Tensor], reduce_op: str, size: int, group_name: str
+) -> list[Tensor]:
+    if reduce_op not in ("sum", "avg"):
+        raise ValueError(f"gloo_reduce_scatter: got {reduce_op!r}; expected 'sum' or 'avg'.")
+    exchange, average = _Exchange(group_name), reduce_op == "avg"
+    sources = [source.contiguous() for source in inputs]
+    outputs = [source.new_empty(_scattered_shape(source, size)) for source in sources]
+    packed = gloo_packs([source.nbytes // size for source in sources])
+    for number, (source, output) in enumerate(zip(sources, outputs, strict=True)):
+        if number not in packed:
+            _reduce_into(exchange, source.view(size, -1), output.view(-1), average=average)
+    for dtype in dict.fromkeys(sources[number].dtype for number in packed):
+        _reduce_packed(
+            exchange,
+            [sources[number] for number in packed if sources[number].dtype == dtype],
+            [outputs[number] for number in packed if sources[number].dtype == dtype],
+            average=average,
+        )
+    exchange.started("reduce_scatter", outputs)
+    return outputs
+
+
+def _reduce_packed(
+    exchange: _Exchange, sources: Sequence[Tensor], outputs: Sequence[Tensor], *, average: bool
+) -> None:
+    rows = torch.cat([source.view(exchange.size, -1) for source in sources], dim=1)
+    total = rows.new_empty(rows.shape[1])
+    _reduce_into(exchange, rows, total, average=average)
+
+    def unpack() -> None:
+        parts = total.split([output.numel() for output in outputs])
+        for output, part in zip(outputs, parts, strict=True):
+            output.view(-1).copy_(part)
+
+    exchange.at_end(unpack)
+
+
+# --- operators ------------------------------------------------------------------------------------
 def _all_gather(input: Tensor, group_size: int, group_name: str) -> Tensor:
-    output: Tensor = compat.functional.all_gather_into_tensor_out(
-        input.contiguous(), group_size, group_name, out=_empty(input, group_size)
-    )
-    return output
+    return _gather_all([input], group_size, group_name)[0]
 
 
 def _all_gather_coalesced(
     inputs: Sequence[Tensor], group_size: int, group_name: str
 ) -> list[Tensor]:
-    if len({source.dtype for source in inputs}) != 1:
-        return [_all_gather(source, group_size, group_name) for source in inputs]
-    packed = torch.cat([source.reshape(-1) for source in inputs])
-    gathered = packed.new_empty(group_size, packed.numel())
-    compat.functional.all_gather_into_tensor_out(
-        packed, group_size, group_name, out=gathered.view(-1)
-    )
-    outputs = [_empty(source, group_size) for source in inputs]
-    work = _UnpackWork(gathered, outputs)
-    for output in outputs:
-        compat.register_work(output, work)
-    return outputs
+    return _gather_all(inputs, group_size, group_name)
 
 
-class _UnpackWork(compat.Work):  # type: ignore[misc]  # Work is Any to mypy
-    """The work of an all-gather of several tensors packed into one.
+def _reduce_scatter(input: Tensor, reduce_op: str, group_size: int, group_name: str) -> Tensor:
+    return _reduce_all([input], reduce_op, group_size, group_name)[0]
 
-    The first wait copies the result to the outputs.
-    """
 
-    def __init__(self, gathered: Tensor, outputs: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._gathered, self._outputs = gathered, tuple(outputs)
-
-    def wait(self, timeout: Any = None) -> bool:
-        outputs, self._outputs = self._outputs, ()
-        if outputs:
-            compat.functional.wait_tensor(self._gathered)
-            ranks = self._gathered.shape[0]
-            parts = self._gathered.split([output.numel() // ranks for output in outputs], dim=1)
-            for output, part in zip(outputs, parts, strict=True):
-                output.view(ranks, -1).copy_(part) if output.numel() else None
-            del self._gathered
-        return True
+def _reduce_scatter_coalesced(
+    inputs: Sequence[Tensor], reduce_op: str, group_size: int, group_name: str
+) -> list[Tensor]:
+    return _reduce_all(inputs, reduce_op, group_size, group_name)
 
 
 def _all_gather_fake(input: Tensor, group_size: int, group_name: str) -> Tensor:
-    return _empty(input, group_size)
+    return input.new_empty(_gathered_shape(input, group_size))
 
 
 def _all_gather_coalesced_fake(
     inputs: Sequence[Tensor], group_size: int, group_name: str
 ) -> list[Tensor]:
-    return [_empty(source, group_size) for source in inputs]
+    return [source.new_empty(_gathered_shape(source, group_size)) for source in inputs]
+
+
+def _reduce_scatter_fake(input: Tensor, reduce_op: str, group_size: int, group_name: str) -> Tensor:
+    return input.new_empty(_scattered_shape(input, group_size))
+
+
+def _reduce_scatter_coalesced_fake(
+    inputs: Sequence[Tensor], reduce_op: str, group_size: int, group_name: str
+) -> list[Tensor]:
+    return [source.new_empty(_scattered_shape(source, group_size)) for source in inputs]
 
 
 for _name, _impl, _fake in (
     ("gloo_all_gather", _all_gather, _all_gather_fake),
     ("gloo_all_gather_coalesced", _all_gather_coalesced, _all_gather_coalesced_fake),
+    ("gloo_reduce_scatter", _reduce_scatter, _reduce_scatter_fake),
+    ("gloo_reduce_scatter_coalesced", _reduce_scatter_coalesced, _reduce_scatter_coalesced_fake),
 ):
     _library.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"zpasses::{_name}", _fake, lib=_library)

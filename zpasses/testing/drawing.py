@@ -25,7 +25,7 @@ WORLD_SIZES = (1, 2, 3, 4, 7)
 OPTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "merge-reads": {"max_hold_mb": (None, 0.0, 1.0)},
     "gather-params": {},
-    "reduce-grads": {"form": ("auto", "reduce_scatter", "all_reduce")},
+    "reduce-grads": {"form": ("reduce_scatter", "all_reduce")},
     "reshard-after-forward": {},
     "cache-params": {},
     "bucket": {

@@ -25,7 +25,7 @@ from zpasses.testing import (
     world_mesh,
 )
 
-SCHEDULED = "zero3-scheduled"
+SCHEDULED = "zero3"
 TARGET = {"target": "h100"}
 
 
@@ -158,7 +158,7 @@ def test_keep_nothing_gathers_everything_again():
 @pytest.mark.parametrize(
     "pipeline",
     [
-        "zero2-scheduled",
+        "zero2",
         "gather-params,reduce-grads,reshard-after-forward{keep=nothing},schedule,defer-reduction",
     ],
     ids=["stage 2", "keep=nothing"],

@@ -72,13 +72,13 @@ def test_a_dump_holds_every_graph_before_and_after_every_pass(tmp_path):
         assert step.run.after.nodes == len(step.snapshot.nodes)
         assert step.run.checks == (CHECKS if step.run.changes else ("unchanged",))
     assert joint.steps[1].run.options == {"max_hold_mb": 1.0}
-    bucketed = next(
+    scheduled = next(
         step.run
         for step in found.graphs["backward"].steps
-        if step.run and step.run.name == "bucket"
+        if step.run and step.run.name == "schedule"
     )
-    assert bucketed.notes[0].startswith("bucket: ")
-    assert "of 4 reductions in" in bucketed.notes[0]
+    assert scheduled.notes[0].startswith("schedule: ")
+    assert "4 collectives in 0 launches of gathers and 1 of reductions" in scheduled.notes[0]
     gathers = [
         node
         for node in joint.last.snapshot.nodes

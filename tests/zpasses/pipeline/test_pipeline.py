@@ -120,7 +120,7 @@ def test_wrong_text_says_what_is_wrong(text, message):
 PASSES = st.one_of(
     st.builds(MergeReads, st.one_of(st.none(), st.floats(0, 1e6, allow_nan=False))),
     st.just(GatherParams()),
-    st.builds(ReduceGrads, st.sampled_from(["auto", "reduce_scatter", "all_reduce"])),
+    st.builds(ReduceGrads, st.sampled_from(["reduce_scatter", "all_reduce"])),
     st.just(ReshardAfterForward()),
     st.just(CacheParams()),
     st.builds(

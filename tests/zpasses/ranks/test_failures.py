@@ -13,7 +13,7 @@ from torch import nn
 
 import zpasses
 from zpasses.dumps import writer
-from zpasses.passes.overlap import Overlap
+from zpasses.passes.schedule import Schedule
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.ranks import heartbeat
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
@@ -62,7 +62,7 @@ def fail_to_create_a_folder(root, rank, world, create=writer.create_rank_folder)
 
 
 FAULTS = {
-    "pass": lambda: mock.patch.object(Overlap, "rewrite", fail),
+    "pass": lambda: mock.patch.object(Schedule, "rewrite", fail),
     "observer": lambda: observe_graphs(fail),
     "dump": lambda: mock.patch.object(writer, "create_rank_folder", fail_to_create_a_folder),
     # Code generation of a graph calls these functions.

@@ -1,8 +1,8 @@
-"""All-gathers over gloo that may run concurrently with other collectives, unlike torch's functional
-ones.
-"""
+"""Collectives over gloo by exchange: their bits, and what may run at the same time."""
 
+import time
 from collections import deque
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 import zpasses
 import zpasses.runtime.gloo  # the operators
 from zpasses import compat
-from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
+from zpasses.testing import fake_world, run_in_fresh_ranks, run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
 
@@ -72,6 +72,100 @@ def test_gloo_all_gathers_give_the_bits_of_the_functional_ones():
     )
 
 
+def _reduced(dtypes):
+    ours, torchs, name = torch.ops.zpasses, compat.functional, dist.group.WORLD.group_name
+    ranks, wait = dist.get_world_size(), compat.functional.wait_tensor
+    shapes = ((0, 3), (ranks,), (3 * ranks, 2), (ranks, 4, 2), (20000 * ranks,), (ranks, 17000))
+    for dtype, op in dtypes:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        sources = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+        sources.append(sources[2].t().contiguous().t())  # not contiguous
+        expected = [
+            _sum_in_order([part[dist.get_rank()] for part in _on_all_ranks(source, ranks)])
+            for source in sources
+        ]
+        if op == "avg":
+            expected = [total.div_(ranks) for total in expected]
+        merged = ours.gloo_reduce_scatter_coalesced(sources, op, ranks, name)
+        single = [ours.gloo_reduce_scatter(source, op, ranks, name) for source in sources]
+        for source, total, *found in zip(sources, expected, merged, single, strict=True):
+            for result in map(wait, found):
+                assert result.shape == (source.shape[0] // ranks, *source.shape[1:])
+                assert torch.equal(result.reshape(-1), total)
+        if ranks == 2:  # the order of two summands does not matter
+            torchs_sum = wait(torchs.reduce_scatter_tensor(sources[4], op, ranks, name))
+            assert torch.equal(torchs_sum, wait(single[4]))
+    mixed = [torch.ones(ranks, 2), torch.ones(ranks, dtype=torch.int64), torch.ones(ranks, 3)]
+    found = [wait(each) for each in ours.gloo_reduce_scatter_coalesced(mixed, "sum", ranks, name)]
+    assert [each.dtype for each in found] == [torch.float32, torch.int64, torch.float32]
+    assert all((each == ranks).all() for each in found)
+
+
+def _on_all_ranks(source, ranks):
+    """Returns the tensor of each rank, with one row per rank."""
+    rows = source.contiguous().view(ranks, source.numel() // ranks)
+    parts = [torch.empty_like(rows) for _ in range(ranks)]
+    if rows.numel():
+        dist.all_gather(parts, rows)
+    return parts
+
+
+def _sum_in_order(parts):
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gloo_reduce_scatters_sum_in_the_order_of_ranks(ranks):
+    dtypes = [(torch.float32, "avg"), (torch.bfloat16, "sum"), (torch.float64, "avg")]
+    run_on_ranks(_reduced, dtypes, ranks=ranks)
+
+
+def test_reductions_that_gloo_cannot_exchange_stay_as_they_are():
+    with fake_world(2):
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+        with compat.FakeTensorMode():
+            x.meta["val"] = torch.ones(4, 2)
+        for op in ("max", "sum"):
+            graph.call_function(
+                compat.functional.reduce_scatter_tensor.default, (x, op, 2, compat.group_names()[0])
+            )
+        graph.output(())
+        gm = torch.fx.GraphModule({}, graph)
+        with mock.patch("zpasses.compat.is_gloo", return_value=True):
+            replaced = zpasses.runtime.gloo.replace_gloo_collectives(gm)
+    names = [str(node.target) for node in replaced.graph.nodes if node.op == "call_function"]
+    assert names == [
+        "_c10d_functional.reduce_scatter_tensor.default",
+        "zpasses.gloo_reduce_scatter.default",
+    ]
+
+
+def _late():
+    name = dist.group.WORLD.group_name
+    if dist.get_rank() == 1:
+        time.sleep(6)
+        return None
+    with compat.limited_timeouts([name], 1.0):
+        parts = [torch.ones(4), torch.ones(5)]
+        started = torch.ops.zpasses.gloo_all_gather_coalesced(parts, 2, name)
+    began = time.monotonic()
+    for output in started:
+        with pytest.raises(RuntimeError) as error:
+            compat.functional.wait_tensor(output)
+        assert compat.is_collective_timeout(error.value)
+    return time.monotonic() - began
+
+
+def test_an_exchange_gives_up_after_the_time_limit():
+    first, _ = run_in_fresh_ranks(_late)
+    assert first.ok, first
+    assert 0.9 < first.result < 4
+
+
 def _concurrent_reductions():
     ours, name, rank = torch.ops.zpasses, dist.group.WORLD.group_name, dist.get_rank()
     gathers, reductions = deque(), deque()
@@ -87,7 +181,12 @@ def _concurrent_reductions():
         arrive(gathers, 1.0, 2.0)
         gathers.append(ours.gloo_all_gather_coalesced([source, source], 2, name))
         arrive(reductions, 3.0, 3.0)
-        reductions.append([compat.functional.all_reduce(source, "sum", name)])
+        both = source.repeat(2)
+        reductions.append(
+            [compat.functional.all_reduce(source, "sum", name)]
+            if number % 2
+            else ours.gloo_reduce_scatter_coalesced([both, both], "sum", 2, name)
+        )
     arrive(gathers, 1.0, 2.0)
     arrive(reductions, 3.0, 3.0)
 
