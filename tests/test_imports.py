@@ -24,7 +24,13 @@ LAYERS = (
     ("zpasses.dumps",),
     ("zpasses.runtime",),
     ("zpasses.sharding", "zpasses.sdma"),
-    ("zpasses.backend", "zpasses.accumulation", "zpasses.passes", "zpasses.inspect"),
+    (
+        "zpasses.backend",
+        "zpasses.accumulation",
+        "zpasses.checkpoint",
+        "zpasses.passes",
+        "zpasses.inspect",
+    ),
     ("zpasses.testing",),
     ("zpasses.tools",),
 )
