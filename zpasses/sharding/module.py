@@ -26,6 +26,7 @@ from zpasses.graph.ops import rows_per_rank
 from zpasses.runtime.local_shards import to_local_shard
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE, grad_state_of
 from zpasses.sharding.inplace import DTensorInplaceMode
+from zpasses.sharding.saved_shards import StateShard, as_state_shard, check_owner, plain_dtensor
 
 __all__ = [
     "GatheredCopy",
@@ -251,18 +252,32 @@ class ShardedModule(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Shard full tensors in the state dict before they are loaded."""
+        """Shard full tensors in the state dict before they are loaded.
+
+        Raises:
+            ShardingError: for shards of another rank.
+        """
         for name, spec in self._zpasses_specs.items():
             value = state_dict.get(prefix + name)
             current = self._parameters.get(name)
-            if (
-                isinstance(value, Tensor)
-                and not isinstance(value, DTensor)
-                and current is not None
-                and value.shape == current.shape
-            ):
+            if not isinstance(value, Tensor) or not isinstance(current, DTensor):
+                continue
+            if isinstance(value, DTensor):
+                check_owner(value, current, f"{prefix}{name} in the state dict")
+                if isinstance(value, StateShard):
+                    state_dict[prefix + name] = plain_dtensor(value)
+            elif value.shape == current.shape:
                 state_dict[prefix + name] = shard_tensor(value, spec.mesh)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._zpasses_specs if not keep_vars else ():
+            value = destination.get(prefix + name)
+            if isinstance(value, DTensor):
+                destination[prefix + name] = as_state_shard(value)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedModule:
         """Keep the gradient state of parameters, because moves and casts replace their

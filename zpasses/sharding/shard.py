@@ -30,6 +30,12 @@ from zpasses.sharding.module import (
     sharded_parameters,
 )
 from zpasses.sharding.packing import check_pack_mb, next_batch, pack_local_rows
+from zpasses.sharding.saved_shards import install_optimizer_state_check
+from zpasses.sharding.wrappers import (
+    accept_compiled_names,
+    check_no_ddp_inside,
+    install_wrapper_hooks,
+)
 
 __all__ = ["invalidate", "pack_shards", "shard"]
 
@@ -83,6 +89,7 @@ def shard(
     places, params = _find(model, ignored)
     if not params:
         raise ShardingError(_nothing_to_do(model))
+    check_no_ddp_inside(model)
     for path, module in model.named_modules():
         _check_module(path, module, ignored)
     _check_parameters(places, params, mesh, pack_mb)
@@ -111,6 +118,9 @@ def shard(
         [(module, spec.name) for module, own in specs.items() for spec in own],
         {module: path for path, module in model.named_modules()},
     )
+    install_optimizer_state_check()
+    install_wrapper_hooks()
+    accept_compiled_names(model)
     return model
 
 
