@@ -25,7 +25,7 @@ from zpasses.errors import ShardingError
 from zpasses.graph.ops import rows_per_rank
 from zpasses.runtime.local_shards import to_local_shard
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE, grad_state_of
-from zpasses.sharding.inplace import DTensorInplaceMode
+from zpasses.sharding.inplace import DTensorDataMode, DTensorInplaceMode
 from zpasses.sharding.saved_shards import StateShard, as_state_shard, check_owner, plain_dtensor
 
 __all__ = [
@@ -113,13 +113,20 @@ class GatheredCopy(Tensor):
             # The copy is an input of the graph. The captured graph is checked for writes later.
             with compat.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func == _GET_GRAD and not compat.is_tracing():
+            raise ShardingError(
+                f"{args[0]._label} is sharded: the gradient is stored with the shards, and this "
+                "is a gathered copy, which has none. Read it from the parameter itself: "
+                "model.parameters() and named_parameters() yield DTensors, and their .grad is a "
+                "DTensor; .grad.full_tensor(), on every rank, gathers it."
+            )
         target = _written_copy(func, args, kwargs)
         if target is not None and not compat.is_tracing():
             raise ShardingError(
                 f"{_name(func)} would write to {target._label}, which is sharded. A read returns a "
-                "gathered copy, so the write would be lost; the gradient is also stored with the "
-                "shards. Write to the shards instead: inside `with zpasses.local_shards(model):` "
-                "every parameter read returns its DTensor, and model.parameters() always does. "
+                "gathered copy, so the write would be lost. Write to the shards instead: inside "
+                "`with zpasses.local_shards(model):` every parameter read returns its DTensor, and "
+                "model.parameters() always does. "
                 "(model.apply and reset_parameters use the shards already.)"
             )
         with compat.DisableTorchFunctionSubclass():
@@ -130,7 +137,7 @@ class GatheredCopy(Tensor):
             return _guard_views(result, source)
 
 
-_HANDLES: tuple[Any, ...] = tuple(getattr(Tensor, name).__get__ for name in ("data", "grad"))
+_GET_GRAD: Any = getattr(Tensor, "grad").__get__  # noqa: B009
 _BASE: Any = getattr(Tensor, "_base").__get__  # noqa: B009
 _ITEM_WRITES = frozenset({"__setitem__", "__set__", "__delete__"})
 
@@ -139,8 +146,7 @@ def _writes(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         in_place = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
-        # Writes through `.data` and `.grad` cannot be detected later.
-        return in_place or name in _ITEM_WRITES or func in _HANDLES
+        return in_place or name in _ITEM_WRITES
     return name.endswith("_")
 
 
@@ -408,7 +414,9 @@ def local_shards(model: nn.Module, *, recurse: bool = True) -> Iterator[nn.Modul
             if isinstance(module, ShardedModule):
                 exposed.append((module, type(module)))
                 module.__class__ = type(module)._zpasses_unsharded_class  # type: ignore[assignment]
-        with DTensorInplaceMode() if exposed else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            for mode in (DTensorInplaceMode, DTensorDataMode) if exposed else ():
+                stack.enter_context(mode())
             yield model
     finally:
         for module, cls in exposed:

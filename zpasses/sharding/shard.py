@@ -19,6 +19,7 @@ from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.runtime.param_cache import drop_cached_params
 from zpasses.runtime.windows import register_step_window
+from zpasses.sharding.adapters import edit_adapters_as_shards
 from zpasses.sharding.module import (
     ParamShardSpec,
     ShardedModule,
@@ -114,6 +115,7 @@ def shard(
         batch.clear()  # frees the full parameters
     for module, own in specs.items():
         _swap_class(module, own)
+    edit_adapters_as_shards(model)
     register_step_window(
         [(module, spec.name) for module, own in specs.items() for spec in own],
         {module: path for path, module in model.named_modules()},

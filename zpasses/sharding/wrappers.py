@@ -1,5 +1,5 @@
-"""Wrappers around sharded models: `torch.compile`, whose names differ, and DistributedDataParallel,
-which cannot be right.
+"""Wrappers around sharded models: `torch.compile`, whose names differ, adapters that come late, and
+DistributedDataParallel, which cannot be right.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zpasses import compat
 from zpasses.errors import ShardingError
+from zpasses.sharding.adapters import watch_late_adapter
 from zpasses.sharding.module import ShardedModule
 
 __all__ = ["accept_compiled_names", "check_no_ddp_inside", "install_wrapper_hooks"]
@@ -31,6 +32,8 @@ def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> N
         return
     if name == "module" and isinstance(parent, DistributedDataParallel):
         _refuse_ddp(parent, child)
+    elif name == "base_layer":
+        watch_late_adapter(parent, name, child)
     elif name == "_orig_mod" and compat.is_optimized_module(parent):
         parent.register_load_state_dict_pre_hook(_add_wrapper_names)
 
