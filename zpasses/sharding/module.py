@@ -130,7 +130,13 @@ class GatheredCopy(Tensor):
                 "(model.apply and reset_parameters use the shards already.)"
             )
         with compat.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+            try:
+                result = func(*args, **kwargs)
+            except RuntimeError as error:
+                hint = _dtype_hint(args, kwargs)
+                if hint:
+                    raise ShardingError(f"{_name(func)}: {error}. {hint}") from error
+                raise
             source = next((arg for arg in args if isinstance(arg, GatheredCopy)), None)
             if source is None or func is _BASE or compat.is_tracing():
                 return result
@@ -170,6 +176,26 @@ def _written_copy(
         for item in (value if isinstance(value, (list, tuple)) else [value])
     ]
     return next((item for item in flat if isinstance(item, GatheredCopy)), None)
+
+
+def _dtype_hint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why an operation failed that mixes a gathered copy with another dtype; "" if it does not."""
+    values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    copy = next((each for each in values if isinstance(each, GatheredCopy)), None)
+    if copy is None:
+        return ""
+    other = next((each for each in values if _is_other_float(each, copy.dtype)), None)
+    if other is None:
+        return ""
+    return (
+        f"{copy._label} is gathered in {copy.dtype}, and another argument is {other.dtype}: "
+        f"zpasses.shard(param_dtype=...) converts parameters only. Convert the inputs of the model, "
+        f"x.to({copy.dtype}), or run it under torch.autocast and leave param_dtype out."
+    )
+
+
+def _is_other_float(value: Tensor, dtype: torch.dtype) -> bool:
+    return value.is_floating_point() and value.dtype != dtype
 
 
 def _guard(full: Tensor, label: str) -> Tensor:

@@ -5,9 +5,12 @@ DistributedDataParallel, which cannot be right.
 from __future__ import annotations
 
 import functools
+import logging
+import sys
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +20,8 @@ from zpasses.sharding.adapters import watch_late_adapter
 from zpasses.sharding.module import ShardedModule
 
 __all__ = ["accept_compiled_names", "check_no_ddp_inside", "install_wrapper_hooks"]
+
+log = logging.getLogger("zpasses")
 
 _WRAPPER = "_orig_mod."
 
@@ -36,6 +41,8 @@ def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> N
         watch_late_adapter(parent, name, child)
     elif name == "_orig_mod" and compat.is_optimized_module(parent):
         parent.register_load_state_dict_pre_hook(_add_wrapper_names)
+        if _param_dtypes(child):
+            parent.register_forward_hook(_explain_dtypes, always_call=True, with_kwargs=True)
 
 
 # --- DistributedDataParallel ----------------------------------------------------------------------
@@ -76,6 +83,36 @@ def _add_wrapper_names(
         if name.startswith(prefix) and not name.startswith(prefix + _WRAPPER):
             value = state_dict.pop(name)
             state_dict[prefix + _WRAPPER + name[len(prefix) :]] = value
+
+
+def _param_dtypes(model: nn.Module) -> set[torch.dtype]:
+    return {
+        spec.param_dtype
+        for module in model.modules()
+        if isinstance(module, ShardedModule)
+        for spec in module._zpasses_specs.values()
+        if spec.param_dtype is not None
+    }
+
+
+def _explain_dtypes(
+    wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Log a hint if a compiled call fails whose inputs have another dtype than the parameters."""
+    error = sys.exc_info()[1]
+    if error is None or "dtype" not in str(error):
+        return
+    wanted = _param_dtypes(wrapper)
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in wanted:
+            log.error(
+                "the model failed on an input of %s. Its parameters are gathered in %s, because "
+                "zpasses.shard(param_dtype=...) converts parameters only. Convert the inputs, or "
+                "run the model under torch.autocast and leave param_dtype out.",
+                value.dtype,
+                ", ".join(sorted(map(str, wanted))),
+            )
+            return
 
 
 def accept_compiled_names(model: nn.Module) -> None:

@@ -1,5 +1,7 @@
 """Wrappers around sharded models: DistributedDataParallel, and the names of `torch.compile`."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -111,3 +113,30 @@ def test_plain_compiled_model_keeps_the_names_of_torch():
     sharded(_model())  # so that the hook is there
     with pytest.raises(RuntimeError, match=r"Missing key.*_orig_mod"):
         _compiled(_model()).load_state_dict(_model().state_dict())
+
+
+# --- inputs of another dtype ----------------------------------------------------------------------
+@pytest.mark.ranks(2)
+def test_inputs_of_another_dtype_get_a_hint():
+    model = zpasses.shard(_model(), mesh=world_mesh(), param_dtype=torch.bfloat16)
+    with pytest.raises(
+        zpasses.ShardingError,
+        match=r"linear: mat1.*'weight' of a Linear is gathered in torch.bfloat16, and another "
+        r"argument is torch.float32.*x.to\(torch.bfloat16\)",
+    ):
+        model(torch.ones(2, 4))
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("zpasses").addHandler(handler)
+    try:
+        with pytest.raises(Exception, match="dtype"):
+            _compiled(model)(torch.ones(2, 4))
+        assert "failed on an input of torch.float32. Its parameters are gathered in " in records[-1]
+        records.clear()
+        _compiled(model)(torch.ones(2, 4, dtype=torch.bfloat16))
+        with pytest.raises(Exception, match="shape|size"):
+            _compiled(model)(torch.ones(2, 3, dtype=torch.bfloat16))
+        assert not records
+    finally:
+        logging.getLogger("zpasses").removeHandler(handler)
