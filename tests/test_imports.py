@@ -31,7 +31,7 @@ LAYERS = (
         "zpasses.passes",
         "zpasses.inspect",
     ),
-    ("zpasses.testing",),
+    ("zpasses.testing", "zpasses.integrations"),
     ("zpasses.tools",),
 )
 """Rooms from the bottom up. A room imports rooms of lower layers, and its own files."""
