@@ -115,7 +115,7 @@ def measure(job: dict[str, Any]) -> ScalingPoint:
         built = time.perf_counter()
         zpasses.shard(model, mesh=mesh)
         sharded = time.perf_counter()
-        compiled = torch.compile(
+        compiled: Any = torch.compile(
             model,
             backend="zpasses",
             options={"zero_stage": job["stage"], "codegen": "eager"},
@@ -124,7 +124,7 @@ def measure(job: dict[str, Any]) -> ScalingPoint:
         tokens = torch.zeros(1, job["seq"], dtype=torch.long)
         clock = _Clock()
         with clock.running():
-            loss: Any = compiled(input_ids=tokens, labels=tokens).loss
+            loss = compiled(input_ids=tokens, labels=tokens).loss
             loss.backward()  # compiles the backward graph
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     ours_s = clock.passes_s + clock.checks_s
