@@ -156,14 +156,14 @@ class ShardingTrainer(Trainer):  # type: ignore[misc]
                 + " zpasses.integrations.transformers.last_checkpoint(folder) finds the newest "
                 "complete one."
             )
-        if _has_weights(resume_from_checkpoint):
+        if _has_weights(resume_from_checkpoint) and not hasattr(self.model, "peft_config"):
             load_safetensors(model or self.model, resume_from_checkpoint)
         else:  # adapters
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        if _has_weights(best):
+        if _has_weights(best) and not hasattr(self.model, "peft_config"):
             load_safetensors(self.model, best)
         else:  # adapters
             super()._load_best_model()
