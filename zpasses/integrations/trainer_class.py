@@ -83,6 +83,13 @@ class ShardingTrainer(Trainer):  # type: ignore[misc]
         super().create_accelerator_and_postprocess()
         shard_with(self.accelerator)
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        preparation = preparation_of(self.model)
+        assert preparation is not None
+        preparation.reduction.flush()  # of an earlier call that stopped between two backwards
+        self.model.zero_grad()
+        return super().train(*args, **kwargs)
+
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if preparation_of(model) is None:  # `to` would take the shards out of their flat buffers
             super()._move_model_to_device(model, device)

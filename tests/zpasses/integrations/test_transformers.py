@@ -1,13 +1,15 @@
 """Trainer trains a prepared model as it trains the plain model with DDP."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import zpasses
-from zpasses.testing import run_on_ranks
+from zpasses.testing import run_on_ranks, world_mesh
 
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from tests.zpasses.integrations import training  # noqa: E402
@@ -72,6 +74,38 @@ def test_compiled_by_inductor_it_trains_like_ddp(tmp_path):
     for plain, ours, _ in run_on_ranks(
         _both, tmp_path, training.llama, options={"codegen": "inductor"}, timeout_s=240
     ):
+        assert ours == pytest.approx(plain, rel=1e-6)
+
+
+class _StopBetweenBackwards(transformers.TrainerCallback):
+    def on_substep_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 1
+
+
+def _stopped(folder, prepared):
+    training.as_started_by_torchrun()
+    args = training.arguments(folder, gradient_accumulation_steps=4)
+    torch.manual_seed(0)
+    model = training.llama()
+    if prepared:
+        prepare(model, options=training.OPTIONS)
+    losses = []
+    for callbacks in ([_StopBetweenBackwards()], []):
+        trainer = transformers.Trainer(
+            model, args, train_dataset=training.Samples(training.llama), callbacks=callbacks
+        )
+        training.quiet(trainer).train()
+        losses += training.logged(trainer, "loss", "grad_norm")
+    return losses
+
+
+def _stopped_both(folder):
+    return [_stopped(folder, prepared) for prepared in (False, True)]
+
+
+@pytest.mark.slow(quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step")
+def test_training_that_stopped_between_two_backwards_starts_anew(tmp_path):
+    for plain, ours in run_on_ranks(_stopped_both, tmp_path):
         assert ours == pytest.approx(plain, rel=1e-6)
 
 
@@ -230,6 +264,24 @@ def _misused(folder):
 
 def test_wrong_uses_of_prepare_are_refused(tmp_path):
     run_on_ranks(_misused, tmp_path)
+
+
+def _sharded_only(folder, trainer):
+    training.as_started_by_torchrun()
+    args = training.arguments(folder)
+    model = zpasses.shard(training.llama(), mesh=world_mesh())
+    samples = training.Samples(training.llama)
+    if trainer:
+        run = transformers.Trainer(model, args, train_dataset=samples).train
+    else:
+        run = functools.partial(accelerate.Accelerator(cpu=True).prepare, model)
+    with pytest.raises(zpasses.ZpassesError, match=r"zpasses\."):
+        run()
+
+
+@pytest.mark.parametrize("trainer", [True, False])
+def test_sharded_model_that_was_not_prepared_is_refused(tmp_path, trainer):
+    run_on_ranks(_sharded_only, tmp_path, trainer)
 
 
 def test_prepare_needs_a_process_group():
