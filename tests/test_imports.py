@@ -24,8 +24,14 @@ LAYERS = (
     ("zpasses.dumps",),
     ("zpasses.runtime",),
     ("zpasses.sharding", "zpasses.sdma"),
-    ("zpasses.backend", "zpasses.accumulation", "zpasses.passes", "zpasses.inspect"),
-    ("zpasses.testing",),
+    (
+        "zpasses.backend",
+        "zpasses.accumulation",
+        "zpasses.checkpoint",
+        "zpasses.passes",
+        "zpasses.inspect",
+    ),
+    ("zpasses.testing", "zpasses.integrations"),
     ("zpasses.tools",),
 )
 """Rooms from the bottom up. A room imports rooms of lower layers, and its own files."""

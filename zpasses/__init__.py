@@ -13,6 +13,9 @@ from zpasses.version import __version__
 if TYPE_CHECKING:
     from zpasses import sdma
     from zpasses.accumulation import coalesce_grad_reduction
+    from zpasses.checkpoint.full import full_state_dict
+    from zpasses.checkpoint.safetensors_reader import load_safetensors
+    from zpasses.checkpoint.safetensors_writer import save_safetensors
     from zpasses.cost.target import Target
     from zpasses.errors import (
         AgreementError,
@@ -42,10 +45,13 @@ __all__ = [
     "ZpassesError",
     "__version__",
     "coalesce_grad_reduction",
+    "full_state_dict",
     "invalidate",
+    "load_safetensors",
     "local_shards",
     "pack_parameters",
     "pack_shards",
+    "save_safetensors",
     "sdma",
     "shard",
 ]
@@ -64,9 +70,12 @@ _HOMES = {
     "Target": "zpasses.cost.target",
     "ZpassesError": "zpasses.errors",
     "coalesce_grad_reduction": "zpasses.accumulation",
+    "full_state_dict": "zpasses.checkpoint.full",
     "invalidate": "zpasses.sharding.shard",
+    "load_safetensors": "zpasses.checkpoint.safetensors_reader",
     "pack_parameters": "zpasses.sharding.flat_buffers",
     "pack_shards": "zpasses.sharding.shard",
+    "save_safetensors": "zpasses.checkpoint.safetensors_writer",
     "shard": "zpasses.sharding.shard",
     "local_shards": "zpasses.sharding.module",
 }

@@ -115,7 +115,7 @@ def measure(job: dict[str, Any]) -> ScalingPoint:
         built = time.perf_counter()
         zpasses.shard(model, mesh=mesh)
         sharded = time.perf_counter()
-        compiled = torch.compile(
+        compiled: Any = torch.compile(
             model,
             backend="zpasses",
             options={"zero_stage": job["stage"], "codegen": "eager"},

@@ -276,14 +276,14 @@ def _check_unsharded(
     averages: bool,
     communicates: bool,
 ) -> None:
-    """Warn if some trained parameters are sharded and others are not.
+    """Check that trained parameters are sharded. Warn about those that the user left out.
 
     Args:
         averages: whether the graph reads parameters that zpasses sharded.
         communicates: whether it communicates at all. The graphs of other libraries do.
 
     Raises:
-        ShardingError: if no parameter is sharded, and several ranks would train independently.
+        ShardingError: if several ranks would train a parameter independently.
     """
     left = [
         (compat.parameter_name(node), value)
@@ -293,23 +293,32 @@ def _check_unsharded(
         and not isinstance(value, DTensor)
         and "_parameters[" in compat.placeholder_source(node)  # not an argument of a function
     ]
-    # A graph that averages others warns about ignored parameters too: nothing averages these.
-    named = left if averages else [each for each in left if not is_ignored(each[1])]
-    names = ", ".join(name for name, _ in named[:5]) + (", ..." if len(named) > 5 else "")
-    if named and averages:
+    named = [each for each in left if not is_ignored(each[1])]
+    if averages and named and _trains_on_several_ranks():
+        raise ShardingError(
+            f"parameters {_listed(named)} are trained but not sharded: their gradients would not "
+            "be averaged over ranks. If they were added after zpasses.shard, as adapters are, call "
+            "zpasses.shard(model, mesh=...) again and build the optimizer after that. To average "
+            "them yourself, pass them as its ignored_params."
+        )
+    if averages and left:
         log.warning(
-            "parameters %s are trained but not sharded: their gradients are not averaged over "
-            "ranks. Call zpasses.shard on the module that holds them, or average them yourself.",
-            names,
+            "parameters %s are trained but not sharded, because they are ignored_params: average "
+            "their gradients over ranks yourself.",
+            _listed(left),
         )
     elif named and not communicates and _trains_on_several_ranks():
         raise ShardingError(
-            f"nothing in this compiled module is sharded, but it trains {names} on "
+            f"nothing in this compiled module is sharded, but it trains {_listed(named)} on "
             f"{dist.get_world_size()} ranks: their gradients would not be averaged. Call "
             "zpasses.shard(model, mesh=...) before torch.compile, list parameters to leave "
             "unsharded as its ignored_params, or compile with backend='inductor' to train ranks "
             "independently."
         )
+
+
+def _listed(named: Sequence[tuple[str, Any]]) -> str:
+    return ", ".join(name for name, _ in named[:5]) + (", ..." if len(named) > 5 else "")
 
 
 def _communicates(gm: fx.GraphModule) -> bool:

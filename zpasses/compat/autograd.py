@@ -13,6 +13,7 @@ __all__ = [
     "current_autograd_node",
     "current_graph_task_id",
     "grad_consumers",
+    "has_tensor_hooks",
     "in_backward",
     "queue_engine_callback",
     "will_accumulate",
@@ -52,6 +53,11 @@ def current_autograd_node() -> Any:
 def grad_consumers(node: Any) -> list[Any]:
     """Returns, for each input of an autograd node, the node that receives its gradient, or None."""
     return [consumer for consumer, _ in node.next_functions]
+
+
+def has_tensor_hooks(tensor: Any) -> bool:
+    """Whether a tensor has hooks that receive its gradient (`register_hook`)."""
+    return bool(tensor._backward_hooks)
 
 
 def will_accumulate(consumer: Any) -> bool | None:

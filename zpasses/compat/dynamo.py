@@ -18,6 +18,7 @@ __all__ = [
     "dynamo_disable",
     "inner_exception",
     "is_dynamo_restart",
+    "is_optimized_module",
     "is_structured_trace_on",
     "is_to_local",
     "is_tracing",
@@ -78,6 +79,13 @@ def current_compile_id() -> str:
 def is_tracing() -> bool:
     """Whether Dynamo is tracing. It then reads attributes of the tensors that it receives."""
     return CompileContext.current_compile_id() is not None
+
+
+def is_optimized_module(module: object) -> bool:
+    """Whether a module is what `torch.compile(module)` returns."""
+    from torch._dynamo import OptimizedModule
+
+    return isinstance(module, OptimizedModule)
 
 
 def is_dynamo_restart(error: BaseException) -> bool:

@@ -412,16 +412,23 @@ def _mismatch_error(rank: int, occasion: str, other_rank: int, other: str) -> st
 
 # --- failures ------------------------------------------------------------------------------------
 def report_failure(
-    groups: Sequence[str], graph_name: str, error: BaseException, *, recoverable: bool = True
+    groups: Sequence[str],
+    graph_name: str,
+    error: BaseException,
+    *,
+    recoverable: bool = True,
+    doing: str = "",
 ) -> None:
     """Tell the other ranks of these groups that this rank will not vote: its compile failed.
 
     Args:
+        doing: what failed instead of the compile of a graph, for the error.
         recoverable: let votes meet again if this rank's program catches the error and continues.
             False makes the vote at hand an error on all ranks in any case.
     """
     reason = f"{type(error).__name__}: {str(error)[:500]}"
-    text = f"rank {dist.get_rank()} failed while compiling graph {graph_name}: {reason}"
+    doing = doing or f"compiling graph {graph_name}"
+    text = f"rank {dist.get_rank()} failed while {doing}: {reason}"
     for name in groups:
         _post_failure(name, text, recoverable=recoverable)
     error._zpasses_reported = True  # type: ignore[attr-defined]

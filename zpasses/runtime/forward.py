@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
+from zpasses.errors import ShardingError
 from zpasses.runtime.forward_variants import ForwardVariant, ParamSlot
 from zpasses.runtime.local_shards import CallParams, bound_call, to_local_shards
 from zpasses.runtime.param_cache import ParamCache, install_step_invalidation, param_cache_of
@@ -202,10 +203,34 @@ def with_local_shards(
             for i, shard in zip(positions, shards, strict=True):
                 values[i] = shard
             if bound is None:
-                return compiled(*values)
+                return _refuse_create_graph(compiled(*values))
             try:
-                return compiled(*values)
+                return _refuse_create_graph(compiled(*values))
             finally:
                 bound.release()
 
     return compat.dynamo_disable(run)
+
+
+def _refuse_create_graph(outputs: Any) -> Any:
+    """Make a backward that would be differentiated again raise, before it runs.
+
+    AOTAutograd cannot differentiate a compiled backward. Its own errors come later and name
+    options that do not help.
+    """
+    for value in outputs if isinstance(outputs, (list, tuple)) else (outputs,):
+        node = value.grad_fn if isinstance(value, Tensor) else None
+        if node is not None:
+            node.register_prehook(_check_no_create_graph)  # all outputs share the node
+            break
+    return outputs
+
+
+def _check_no_create_graph(grads: Any) -> None:
+    if torch.is_grad_enabled():
+        raise ShardingError(
+            "create_graph=True, as for gradient penalties, through a graph that zpasses compiled: "
+            "torch.compile cannot differentiate a backward again. Compute this loss with the "
+            "sharded model itself instead of its compiled form; gradients of gradients are exact "
+            "there, and both may be used in one step."
+        )

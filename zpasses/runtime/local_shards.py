@@ -98,13 +98,16 @@ class _LocalShards(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
         result: list[DTensor | None] = []
-        for param, grad in zip(ctx.zpasses_params, grads, strict=True):
+        consumers = compat.grad_consumers(ctx)
+        for param, grad, consumer in zip(ctx.zpasses_params, grads, consumers, strict=True):
             if grad is None:
                 result.append(None)
                 continue
             # An optimizer step is expected, on every rank, so the cached copy becomes stale.
             drop_cached(param)
-            result.append(wrap_local_grad(grad, compat.spec_of(param)))
+            # Any other gradient goes to the caller of torch.autograd.grad, or first to a hook.
+            stored = compat.will_accumulate(consumer) is True and not compat.has_tensor_hooks(param)
+            result.append(wrap_local_grad(grad, compat.spec_of(param), stored=stored))
         return tuple(result)
 
 
@@ -158,16 +161,21 @@ class StealableGrad(DTensor):
 _DETACH = torch.ops.aten.detach.default
 
 
-def wrap_local_grad(local: Tensor, spec: compat.DTensorSpec) -> DTensor:
+def wrap_local_grad(local: Tensor, spec: compat.DTensorSpec, *, stored: bool = True) -> DTensor:
     """Wrap a local gradient as a DTensor of `spec`.
 
     Nothing else may reference `local`. If it requires grad (create_graph), the result stays in the
     autograd graph.
+
+    Args:
+        stored: whether autograd adds the gradient to `param.grad`. False returns a plain DTensor.
     """
     if local.requires_grad:
         meta = cast(Any, spec.tensor_meta)
         return DTensor.from_local(
             local, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
         )
+    if not stored:
+        return compat.wrap_local(local, spec)
     build = cast(Callable[..., DTensor], StealableGrad)
     return build(local, spec, requires_grad=False)

@@ -8,10 +8,14 @@ Some in-place operations give wrong results on torch's DTensor, most of them wit
   each rank keeps its rows. With equal seeds the result equals the unsharded one.
   - `weight[padding_idx].fill_(0)`: a view across the sharded dimension is a copy, and DTensor loses
   the write. The mode writes the copy back.
+  - `weight += a @ b`: DTensor refuses to add a sum over ranks in place. The mode takes the sum
+  first.
   - `weight[0] = 1.0` and `weight.copy_(full)`: DTensor refuses to mix plain tensors with DTensors.
   The mode treats the plain tensor as a full one.
   - `torch.eye(..., out=weight)`, as in `nn.init.eye_`: DTensor writes the whole result into one
   shard. With the mode, each rank keeps its rows.
+
+`DTensorDataMode` corrects `weight.data = value`, which DTensor loses.
 """
 
 from __future__ import annotations
@@ -23,12 +27,14 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.overrides import TorchFunctionMode
 
 from zpasses import compat
+from zpasses.errors import ShardingError
 from zpasses.graph.ops import rows_per_rank
 
-__all__ = ["DTensorInplaceMode"]
+__all__ = ["DTensorDataMode", "DTensorInplaceMode"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,8 @@ class DTensorInplaceMode(compat.TorchDispatchMode):
             full = target.full_tensor().contiguous()
             func(full, *args[1:], **kwargs)
             result = _copy_local_rows(target, full)
+        elif _mutates(func):
+            result = func(target, *(_placed_like(target, arg) for arg in args[1:]), **kwargs)
         else:
             result = func(*args, **kwargs)
         if _mutates(func):
@@ -104,6 +112,41 @@ class DTensorInplaceMode(compat.TorchDispatchMode):
             self._write_back(copy.source)
 
 
+class DTensorDataMode(TorchFunctionMode):
+    """Function mode in which `weight.data = value` writes to the shard of a sharded `weight`.
+
+    The value is a DTensor or a full tensor. DTensor would change the wrapper only, without an
+    error, and its shard would keep the old values.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func != _SET_DATA or not _is_sharded(args[0]) or not isinstance(args[1], Tensor):
+            return func(*args, **(kwargs or {}))
+        target, value = args
+        if value.shape != target.shape or value.dtype != target.dtype:
+            raise ShardingError(
+                f"assigned {value.dtype}{list(value.shape)} to `.data` of a sharded parameter, "
+                f"which is {target.dtype}{list(target.shape)}. Assign a tensor of the same shape "
+                "and dtype, or convert the model with model.to(dtype)."
+            )
+        with torch.no_grad():
+            if isinstance(value, DTensor):
+                value = value.redistribute(target.device_mesh, target.placements)
+                compat.local_of(target).copy_(compat.local_of(value))
+            else:
+                _copy_local_rows(target, value)
+        return None
+
+
+_SET_DATA: Any = getattr(Tensor, "data").__set__  # noqa: B009
+
+
 def _is_random(func: Any) -> bool:
     name = func.overloadpacket.__name__
     return torch.Tag.nondeterministic_seeded in func.tags and name.endswith(("_", "_like"))
@@ -125,6 +168,17 @@ def _any_plain_tensor(values: tuple[Any, ...]) -> bool:
         for item in (value if isinstance(value, (list, tuple)) else [value])
     ]
     return any(isinstance(item, Tensor) for item in flat) and not _any_dtensor(tuple(flat))
+
+
+def _placed_like(target: DTensor, value: Any) -> Any:
+    """Redistribute a DTensor so that an in-place operation can add it to the rows of `target`."""
+    if not isinstance(value, DTensor) or value.placements == target.placements:
+        return value
+    if value.shape == target.shape:
+        return value.redistribute(value.device_mesh, target.placements)
+    if any(each.is_partial() for each in value.placements):
+        return value.redistribute(value.device_mesh, [Replicate()] * len(value.placements))
+    return value
 
 
 def _is_sharded(value: object) -> TypeGuard[DTensor]:

@@ -25,7 +25,8 @@ from zpasses.errors import ShardingError
 from zpasses.graph.ops import rows_per_rank
 from zpasses.runtime.local_shards import to_local_shard
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE, grad_state_of
-from zpasses.sharding.inplace import DTensorInplaceMode
+from zpasses.sharding.inplace import DTensorDataMode, DTensorInplaceMode
+from zpasses.sharding.saved_shards import StateShard, as_state_shard, check_owner, plain_dtensor
 
 __all__ = [
     "GatheredCopy",
@@ -112,24 +113,37 @@ class GatheredCopy(Tensor):
             # The copy is an input of the graph. The captured graph is checked for writes later.
             with compat.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func == _GET_GRAD and not compat.is_tracing():
+            raise ShardingError(
+                f"{args[0]._label} is sharded: the gradient is stored with the shards, and this "
+                "is a gathered copy, which has none. Read it from the parameter itself: "
+                "model.parameters() and named_parameters() yield DTensors, and their .grad is a "
+                "DTensor; .grad.full_tensor(), on every rank, gathers it."
+            )
         target = _written_copy(func, args, kwargs)
         if target is not None and not compat.is_tracing():
             raise ShardingError(
                 f"{_name(func)} would write to {target._label}, which is sharded. A read returns a "
-                "gathered copy, so the write would be lost; the gradient is also stored with the "
-                "shards. Write to the shards instead: inside `with zpasses.local_shards(model):` "
-                "every parameter read returns its DTensor, and model.parameters() always does. "
+                "gathered copy, so the write would be lost. Write to the shards instead: inside "
+                "`with zpasses.local_shards(model):` every parameter read returns its DTensor, and "
+                "model.parameters() always does. "
                 "(model.apply and reset_parameters use the shards already.)"
             )
         with compat.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+            try:
+                result = func(*args, **kwargs)
+            except RuntimeError as error:
+                hint = _dtype_hint(args, kwargs)
+                if hint:
+                    raise ShardingError(f"{_name(func)}: {error}. {hint}") from error
+                raise
             source = next((arg for arg in args if isinstance(arg, GatheredCopy)), None)
             if source is None or func is _BASE or compat.is_tracing():
                 return result
             return _guard_views(result, source)
 
 
-_HANDLES: tuple[Any, ...] = tuple(getattr(Tensor, name).__get__ for name in ("data", "grad"))
+_GET_GRAD: Any = getattr(Tensor, "grad").__get__  # noqa: B009
 _BASE: Any = getattr(Tensor, "_base").__get__  # noqa: B009
 _ITEM_WRITES = frozenset({"__setitem__", "__set__", "__delete__"})
 
@@ -138,8 +152,7 @@ def _writes(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         in_place = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
-        # Writes through `.data` and `.grad` cannot be detected later.
-        return in_place or name in _ITEM_WRITES or func in _HANDLES
+        return in_place or name in _ITEM_WRITES
     return name.endswith("_")
 
 
@@ -163,6 +176,26 @@ def _written_copy(
         for item in (value if isinstance(value, (list, tuple)) else [value])
     ]
     return next((item for item in flat if isinstance(item, GatheredCopy)), None)
+
+
+def _dtype_hint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why an operation failed that mixes a gathered copy with another dtype; "" if it does not."""
+    values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    copy = next((each for each in values if isinstance(each, GatheredCopy)), None)
+    if copy is None:
+        return ""
+    other = next((each for each in values if _is_other_float(each, copy.dtype)), None)
+    if other is None:
+        return ""
+    return (
+        f"{copy._label} is gathered in {copy.dtype}, and another argument is {other.dtype}: "
+        f"zpasses.shard(param_dtype=...) converts parameters only. Convert the inputs of the model, "
+        f"x.to({copy.dtype}), or run it under torch.autocast and leave param_dtype out."
+    )
+
+
+def _is_other_float(value: Tensor, dtype: torch.dtype) -> bool:
+    return value.is_floating_point() and value.dtype != dtype
 
 
 def _guard(full: Tensor, label: str) -> Tensor:
@@ -251,18 +284,32 @@ class ShardedModule(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Shard full tensors in the state dict before they are loaded."""
+        """Shard full tensors in the state dict before they are loaded.
+
+        Raises:
+            ShardingError: for shards of another rank.
+        """
         for name, spec in self._zpasses_specs.items():
             value = state_dict.get(prefix + name)
             current = self._parameters.get(name)
-            if (
-                isinstance(value, Tensor)
-                and not isinstance(value, DTensor)
-                and current is not None
-                and value.shape == current.shape
-            ):
+            if not isinstance(value, Tensor) or not isinstance(current, DTensor):
+                continue
+            if isinstance(value, DTensor):
+                check_owner(value, current, f"{prefix}{name} in the state dict")
+                if isinstance(value, StateShard):
+                    state_dict[prefix + name] = plain_dtensor(value)
+            elif value.shape == current.shape:
                 state_dict[prefix + name] = shard_tensor(value, spec.mesh)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._zpasses_specs if not keep_vars else ():
+            value = destination.get(prefix + name)
+            if isinstance(value, DTensor):
+                destination[prefix + name] = as_state_shard(value)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedModule:
         """Keep the gradient state of parameters, because moves and casts replace their
@@ -393,7 +440,9 @@ def local_shards(model: nn.Module, *, recurse: bool = True) -> Iterator[nn.Modul
             if isinstance(module, ShardedModule):
                 exposed.append((module, type(module)))
                 module.__class__ = type(module)._zpasses_unsharded_class  # type: ignore[assignment]
-        with DTensorInplaceMode() if exposed else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            for mode in (DTensorInplaceMode, DTensorDataMode) if exposed else ():
+                stack.enter_context(mode())
             yield model
     finally:
         for module, cls in exposed:

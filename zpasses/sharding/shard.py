@@ -19,6 +19,7 @@ from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.runtime.param_cache import drop_cached_params
 from zpasses.runtime.windows import register_step_window
+from zpasses.sharding.adapters import edit_adapters_as_shards
 from zpasses.sharding.module import (
     ParamShardSpec,
     ShardedModule,
@@ -30,6 +31,12 @@ from zpasses.sharding.module import (
     sharded_parameters,
 )
 from zpasses.sharding.packing import check_pack_mb, next_batch, pack_local_rows
+from zpasses.sharding.saved_shards import install_optimizer_state_check
+from zpasses.sharding.wrappers import (
+    accept_compiled_names,
+    check_no_ddp_inside,
+    install_wrapper_hooks,
+)
 
 __all__ = ["invalidate", "pack_shards", "shard"]
 
@@ -83,6 +90,7 @@ def shard(
     places, params = _find(model, ignored)
     if not params:
         raise ShardingError(_nothing_to_do(model))
+    check_no_ddp_inside(model)
     for path, module in model.named_modules():
         _check_module(path, module, ignored)
     _check_parameters(places, params, mesh, pack_mb)
@@ -107,10 +115,14 @@ def shard(
         batch.clear()  # frees the full parameters
     for module, own in specs.items():
         _swap_class(module, own)
+    edit_adapters_as_shards(model)
     register_step_window(
         [(module, spec.name) for module, own in specs.items() for spec in own],
         {module: path for path, module in model.named_modules()},
     )
+    install_optimizer_state_check()
+    install_wrapper_hooks()
+    accept_compiled_names(model)
     return model
 
 

@@ -63,7 +63,8 @@ WRITES = {
     "imul": lambda m: m.weight.__imul__(2),
     "torch.add out": lambda m: torch.add(torch.ones(5, 4), 1, out=m.weight),
     "data": lambda m: m.weight.data.zero_(),
-    "grad": lambda m: m.weight.grad,
+    "a row of data": lambda m: m.weight.data[0].zero_(),
+    "data +=": lambda m: m.weight.data.__iadd__(1.0),
     "set grad": lambda m: setattr(m.weight, "grad", None),
     "set data": lambda m: setattr(m.weight, "data", torch.zeros(5, 4)),
     "setitem": lambda m: m.weight.__setitem__(0, 1.0),
@@ -111,6 +112,22 @@ def test_reads_of_a_gathered_copy_do_not_raise():
     assert "requires_grad" in repr(weight) or "grad_fn" in repr(weight)
     assert torch.equal(torch.stack([weight, weight])[0], weight)
     assert weight.numpy(force=True).shape == (5, 4)
+    assert torch.equal(weight.data, weight)
+    assert not weight.data.requires_grad
+    assert type(weight.data + 1) is torch.Tensor
+
+
+@pytest.mark.ranks(2)
+def test_gradient_of_a_gathered_copy_says_where_it_is():
+    model = _linear()
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(
+        zpasses.ShardingError,
+        match=r"parameter 'weight' of a Linear is sharded: the gradient is stored with the shards"
+        r".*named_parameters\(\) yield DTensors.*full_tensor\(\)",
+    ):
+        model.weight.grad
+    assert dict(model.named_parameters())["weight"].grad.full_tensor().shape == (5, 4)
 
 
 # --- modules and transforms that read parameters in unusual ways ----------------------------------
@@ -483,12 +500,3 @@ def test_deleted_parameter_is_a_missing_attribute():
     model = _linear()
     del model.weight
     assert not hasattr(model, "weight")
-
-
-@pytest.mark.parametrize("attribute", ["grad", "data"])
-@pytest.mark.ranks(2)
-def test_reading_grad_or_data_of_a_gathered_copy_raises(attribute):
-    with pytest.raises(
-        zpasses.ShardingError, match=rf"\.{attribute} would write to parameter 'weight' of a Linear"
-    ):
-        getattr(_linear().weight, attribute)

@@ -730,9 +730,22 @@ def _warnings(ignored):
 
 
 @pytest.mark.processes
-def test_trained_but_unsharded_parameters_cause_a_warning():
-    assert "parameters bias are trained but not sharded" in run_on_ranks(_warnings, True)[0]
+def test_trained_parameters_that_are_ignored_cause_a_warning():
+    assert (
+        "parameters bias are trained but not sharded, because they are ignored"
+        in (run_on_ranks(_warnings, True)[0])
+    )
     assert run_on_ranks(_warnings, False)[0] == ""
+
+
+@pytest.mark.processes
+@pytest.mark.ranks(2)
+def test_trained_parameters_that_are_not_sharded_are_an_error():
+    model = nn.Sequential(zpasses.shard(nn.Linear(4, 4), mesh=world_mesh()), nn.Linear(4, 4))
+    with pytest.raises(Exception, match=r"parameters 1\.weight, 1\.bias are trained but not"):
+        _run(model, 3)(integers(2, 4))
+    model[1].requires_grad_(False)
+    _run(model, 3)(integers(2, 4)).sum().backward()
 
 
 def _distributed_edit():

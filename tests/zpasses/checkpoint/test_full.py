@@ -1,0 +1,76 @@
+"""`zpasses.full_state_dict`."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zpasses
+from tests.zpasses.checkpoint.checkpoint_models import Several, changed, sharded
+from tests.zpasses.models import Tied, assert_same
+from zpasses.testing import run_on_ranks
+
+pytestmark = pytest.mark.processes
+
+
+def _full_state():
+    plain = Several()
+    model = sharded(plain)
+    state = zpasses.full_state_dict(model)
+    assert_same(state, dict(plain.state_dict()))
+    assert_same(zpasses.full_state_dict(torch.compile(model)), state)
+    assert state["tied.embed.weight"] is state["tied.head.weight"]
+    for name, value in state.items():
+        assert type(value) is torch.Tensor, name
+        assert value.untyped_storage().nbytes() == value.nbytes, f"{name} drags padding along"
+        value.copy_(torch.zeros_like(value))
+    assert_same(zpasses.full_state_dict(model), dict(plain.state_dict()))  # they were copies
+    model.load_state_dict(dict(changed(plain).state_dict()))
+    plain.load_state_dict(zpasses.full_state_dict(model))
+    assert_same(dict(plain.state_dict()), dict(changed(Several()).state_dict()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_full_state_dict_is_the_one_of_the_plain_model(ranks):
+    run_on_ranks(_full_state, ranks=ranks)
+
+
+@pytest.mark.ranks(2)
+def test_only_the_first_rank_gets_the_tensors():
+    plain = Several()
+    state = zpasses.full_state_dict(sharded(plain), rank0_only=True, cpu_offload=True)
+    assert_same(state, {} if dist.get_rank() else dict(plain.state_dict()))
+
+
+@pytest.mark.ranks(2)
+def test_model_without_shards_is_copied():
+    plain = Tied()
+    state = zpasses.full_state_dict(plain)
+    assert_same(state, dict(plain.state_dict()))
+    assert state["head.weight"].data_ptr() != plain.head.weight.data_ptr()
+
+
+@pytest.mark.ranks(2)
+def test_extra_state_is_kept():
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"step": 3}
+
+    assert zpasses.full_state_dict(sharded(Extra(2, 2)))["_extra_state"] == {"step": 3}
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_different_models_are_told():
+    model = sharded(nn.Linear(4, 4 + dist.get_rank()))
+    with pytest.raises(zpasses.AgreementError, match="ranks differ in the model; rank 1"):
+        zpasses.full_state_dict(model)
+
+
+@pytest.mark.ranks(2)
+def test_a_call_on_one_rank_does_not_hang():
+    model = sharded(nn.Linear(4, 4))
+    time.sleep(dist.get_rank())  # when the first rank has given up, the second one is told too
+    with pytest.raises(zpasses.AgreementError, match=r"rank 1 .* did not .*full_state_dict"):
+        zpasses.full_state_dict(model, timeout_s=0.4)

@@ -1,0 +1,393 @@
+"""`zpasses.save_safetensors` and `zpasses.load_safetensors`."""
+
+import json
+import time
+import weakref
+from unittest import mock
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
+
+import zpasses
+from tests.zpasses.checkpoint.checkpoint_models import Several, changed, sharded
+from tests.zpasses.models import Tied, assert_same
+from zpasses.checkpoint import model_tensors, safetensors_reader, safetensors_writer
+from zpasses.testing import run_on_ranks
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Made in pytest's process, so it is the same one on all ranks."""
+    return tmp_path
+
+
+def full(model):
+    return zpasses.full_state_dict(model)
+
+
+# --- there and back -------------------------------------------------------------------------------
+def _saves(folder, size):
+    plain = Several()
+    model = torch.compile(sharded(plain))
+    names = zpasses.save_safetensors(model, folder, max_shard_size=size, metadata={"step": "3"})
+    return names, dict(plain.state_dict())
+
+
+def _loads(path):
+    model = sharded(changed(Several()))
+    assert zpasses.load_safetensors(model, path) == ([], [])
+    return full(model)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("size", ["5GB", 300, 1])
+def test_model_comes_back_on_another_number_of_ranks(ranks, size, tmp_path):
+    names, expected = run_on_ranks(_saves, str(tmp_path), size)[0]
+    index = tmp_path / "model.safetensors.index.json"
+    assert set(names) | ({index.name} if len(names) > 1 else set()) == {
+        path.name for path in tmp_path.iterdir()
+    }
+    assert (len(names) > 1) == (size != "5GB")
+    for state in run_on_ranks(_loads, str(tmp_path), ranks=ranks):
+        assert_same(state, expected)
+
+
+def test_files_are_those_of_save_pretrained(tmp_path):
+    names, expected = run_on_ranks(_saves, str(tmp_path), 300)[0]
+    assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    read = {}
+    for name in names:
+        part = safetensors.torch.load_file(tmp_path / name)
+        assert {index["weight_map"][each] for each in part} == {name}
+        assert sum(each.nbytes for each in part.values()) <= 300 or len(part) == 1
+        with safe_open(tmp_path / name, "pt") as opened:
+            metadata = opened.metadata()
+        assert (metadata["format"], metadata["step"]) == ("pt", "3")
+        assert metadata["tied.head.weight"] == "tied.embed.weight"
+        read |= part
+    assert index["metadata"]["total_size"] == sum(each.nbytes for each in read.values())
+    assert set(read) == set(expected) - {"tied.head.weight"}
+    assert_same(dict(sorted(read.items())), {name: expected[name] for name in sorted(read)})
+
+
+def test_plain_model_loads_the_file(tmp_path):
+    _, expected = run_on_ranks(_saves, str(tmp_path / "net.safetensors"), "1GiB")[0]
+    plain = changed(Several())
+    safetensors.torch.load_model(plain, tmp_path / "net.safetensors")
+    assert_same(dict(plain.state_dict()), expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["net.safetensors"]
+
+
+@pytest.mark.ranks(2)
+def test_later_save_replaces_all_files_of_the_earlier_one(folder):
+    model = sharded(Several())
+    zpasses.save_safetensors(model, folder, max_shard_size=200)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    for size in (300, "5GB"):
+        names = zpasses.save_safetensors(model, folder, max_shard_size=size)
+        dist.barrier()
+        left = {path.name for path in folder.iterdir()} - {"model.safetensors.index.json"}
+        assert left == set(names)
+        loaded = sharded(Several())
+        zpasses.load_safetensors(loaded, folder)
+        assert_same(full(loaded), full(model))
+
+
+@pytest.mark.ranks(2)
+def test_rank_holds_one_full_tensor_at_a_time(folder):
+    model = sharded(nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]))
+    gathered = []
+
+    def gather(tensor, destination=None):
+        assert all(ref() is None for ref in gathered), "the tensor before this one is still alive"
+        result = model_tensors.gather_full(tensor, destination)
+        assert (result is None) == (dist.get_rank() != 0)
+        if result is not None:
+            gathered.append(weakref.ref(result))
+        return result
+
+    with mock.patch.object(safetensors_writer, "gather_full", gather):
+        zpasses.save_safetensors(model, folder)
+    assert len(gathered) == (0 if dist.get_rank() else 16)
+
+
+@pytest.mark.ranks(2)
+def test_rank_reads_its_own_rows_only(folder):
+    model = sharded(nn.Linear(6, 5))
+    zpasses.save_safetensors(model, folder)
+    shapes = []
+
+    def watched(opened, name, tensor, _read=safetensors_reader._own_part):
+        part = _read(opened, name, tensor)
+        shapes.append(tuple(part.shape))
+        return part
+
+    with mock.patch.object(safetensors_reader, "_own_part", watched):
+        zpasses.load_safetensors(model, folder)
+    rows = 2 if dist.get_rank() else 3
+    assert sorted(shapes) == [(rows,), (rows, 6)]
+
+
+@pytest.mark.ranks(2)
+def test_values_are_converted_to_the_dtype_of_the_model(folder):
+    plain = nn.Linear(6, 5)
+    zpasses.save_safetensors(sharded(plain), folder)
+    model = sharded(changed(plain).bfloat16())
+    zpasses.load_safetensors(model, folder)
+    assert_same(full(model), dict(plain.bfloat16().state_dict()))
+
+
+@pytest.mark.ranks(2)
+def test_model_built_on_meta_is_loaded_after_to_empty(folder):
+    plain = nn.Linear(6, 5)
+    zpasses.save_safetensors(sharded(plain), folder)
+    with torch.device("meta"):
+        model = sharded(nn.Linear(6, 5))
+    with pytest.raises(zpasses.ShardingError, match=r"on meta.*Call to_empty"):
+        zpasses.load_safetensors(model, folder)
+    with pytest.raises(zpasses.ShardingError, match=r"on meta.*Call to_empty"):
+        zpasses.save_safetensors(model, folder)
+    model.to_empty(device="cpu")
+    zpasses.load_safetensors(model, folder)
+    assert_same(full(model), dict(plain.state_dict()))
+
+
+@pytest.mark.ranks(2)
+def test_cached_parameters_are_gathered_again_after_a_load(folder):
+    plain, x = nn.Linear(3, 1, bias=False), torch.ones(2, 3)  # rank 1 has no rows
+    zpasses.save_safetensors(sharded(plain), folder)
+    model = sharded(changed(plain))
+    run = torch.compile(model, backend="zpasses", options={"zero_stage": 2, "codegen": "eager"})
+    run(x)
+    zpasses.load_safetensors(model, folder)
+    torch.testing.assert_close(run(x), plain(x))
+
+
+# --- Hugging Face ---------------------------------------------------------------------------------
+def _config(**changes):
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 2}
+    options = {"vocab_size": 30, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    return LlamaConfig(**{**sizes, **options, "tie_word_embeddings": True, **changes})
+
+
+def _llama(seed=0, **changes):
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(_config(**changes))
+
+
+@pytest.mark.ranks(2)
+def test_save_pretrained_and_from_pretrained(folder):
+    plain = _llama()
+    if dist.get_rank() == 0:
+        plain.save_pretrained(folder / "theirs", max_shard_size="4KB")
+    dist.barrier()
+    model = sharded(_llama(seed=1))
+    zpasses.load_safetensors(model, folder / "theirs")
+    assert_same(full(model), dict(plain.state_dict()))
+    zpasses.save_safetensors(model, folder / "ours", max_shard_size="4KB")
+    model.config.save_pretrained(folder / "ours")
+    dist.barrier()
+    back = type(plain).from_pretrained(folder / "ours")
+    assert_same(dict(back.state_dict()), dict(plain.state_dict()))
+    assert back.lm_head.weight is back.model.embed_tokens.weight
+    assert {path.name for path in (folder / "ours").glob("model*")} == {
+        path.name for path in (folder / "theirs").glob("model*")
+    }
+
+
+@pytest.mark.ranks(2)
+def test_untied_checkpoint_for_a_tied_model_is_refused(folder):
+    zpasses.save_safetensors(sharded(_llama(tie_word_embeddings=False)), folder)
+    with pytest.raises(zpasses.ShardingError, match=r"are one tied weight here.*values differ"):
+        zpasses.load_safetensors(sharded(_llama()), folder)
+
+
+# --- what does not match --------------------------------------------------------------------------
+@pytest.mark.ranks(2)
+def test_names_that_differ_are_listed_and_nothing_is_changed(folder):
+    zpasses.save_safetensors(sharded(nn.ModuleDict({"a": nn.Linear(2, 2)})), folder)
+    model = sharded(nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2)}))
+    before = full(model)
+    with pytest.raises(
+        zpasses.ShardingError,
+        match=r"Missing in the checkpoint: b.weight, b.bias\. Unknown to the model: a.bias\..*"
+        "strict=False",
+    ):
+        zpasses.load_safetensors(model, folder)
+    assert_same(full(model), before)
+    result = zpasses.load_safetensors(model, folder, strict=False)
+    assert result == (["b.weight", "b.bias"], ["a.bias"])
+    assert torch.equal(full(model)["b.weight"], before["b.weight"])
+    assert not torch.equal(full(model)["a.weight"], before["a.weight"])
+
+
+WRONG = {
+    "shape": (nn.Linear(3, 2), r"weight is \[2, 2\] in the checkpoint and \[2, 3\] here"),
+    "kind": (
+        nn.ParameterDict({"weight": nn.Parameter(torch.ones(2, 2).long(), requires_grad=False)}),
+        r"weight is F32 in the checkpoint and torch.int64 here",
+    ),
+    "prefix of the model": (
+        nn.ModuleDict({"net": nn.Linear(2, 2)}),
+        r"begin with 'net\.': load into that submodule",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.ranks(2)
+def test_mismatches_are_refused(case, strict, folder):
+    model, message = WRONG[case]
+    zpasses.save_safetensors(sharded(nn.Linear(2, 2)), folder)
+    if case.startswith("prefix") and not strict:
+        missing, unexpected = zpasses.load_safetensors(sharded(model), folder, strict=False)
+        assert (missing, unexpected) == (["net.weight", "net.bias"], ["bias", "weight"])
+        return
+    with pytest.raises(zpasses.ShardingError, match=message):
+        zpasses.load_safetensors(sharded(model), folder, strict=strict)
+
+
+@pytest.mark.ranks(2)
+def test_prefix_in_the_checkpoint_is_named(folder):
+    zpasses.save_safetensors(sharded(nn.ModuleDict({"net": nn.Linear(2, 2)})), folder)
+    with pytest.raises(zpasses.ShardingError, match=r"checkpoint begin with 'net\.'"):
+        zpasses.load_safetensors(sharded(nn.Linear(2, 2)), folder)
+
+
+def _corrupt(folder):
+    (folder / "model.safetensors").write_bytes(b"x" * 100)
+
+
+def _bad_index(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weights": 3}')
+
+
+def _lost(folder):
+    weights = {"weight_map": {"weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(weights))
+
+
+def _two(folder):
+    for name in ("a", "b"):
+        safetensors.torch.save_file({}, folder / f"{name}.safetensors")
+
+
+def _pickled(folder):
+    (folder / "pytorch_model.bin").write_bytes(b"")
+
+
+def _foreign_index(folder):
+    safetensors.torch.save_file({}, folder / "part.safetensors")
+    weights = {"weight_map": {"weight": "part.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(weights))
+
+
+UNREADABLE = {
+    _corrupt: "not a complete safetensors file",
+    _bad_index: "expected a JSON object with 'weight_map'",
+    _lost: "names files that are not there: model-00001-of-00002.safetensors",
+    _two: "a.safetensors, b.safetensors, and none is called model.safetensors",
+    _pickled: "no safetensors files. It holds pytorch_model.bin",
+    _foreign_index: "lacks weight, which the index names",
+}
+
+
+@pytest.mark.parametrize("make", UNREADABLE, ids=lambda make: make.__name__)
+@pytest.mark.ranks(2)
+def test_unreadable_checkpoints_are_refused(make, folder):
+    if dist.get_rank() == 0:
+        make(folder)
+    dist.barrier()
+    with pytest.raises(zpasses.ShardingError, match=UNREADABLE[make]):
+        zpasses.load_safetensors(sharded(nn.Linear(2, 2)), folder)
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+@pytest.mark.ranks(2)
+def test_path_that_one_rank_does_not_see_is_an_error_on_all(folder):
+    model = sharded(nn.Linear(2, 2))
+    zpasses.save_safetensors(model, folder)
+    path = folder if dist.get_rank() == 0 else folder / "elsewhere"
+    with pytest.raises(zpasses.ShardingError, match=r"failed on rank 1: there is no .*elsewhere"):
+        zpasses.load_safetensors(model, path)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_different_checkpoints_are_told(folder):
+    for size in (4, 5):
+        zpasses.save_safetensors(sharded(nn.Linear(2, size)), folder / f"{size}")
+    model = sharded(nn.Linear(2, 4 + dist.get_rank()))
+    with pytest.raises(zpasses.AgreementError, match="ranks differ in the checkpoint"):
+        zpasses.load_safetensors(model, folder / f"{4 + dist.get_rank()}")
+
+
+@pytest.mark.ranks(2)
+def test_disk_that_fails_is_an_error_on_all_ranks_and_leaves_the_old_checkpoint(folder):
+    model = sharded(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    zpasses.save_safetensors(model, folder)
+    before = full(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    calls = []
+
+    def full_disk(tensor):
+        calls.append(tensor)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return memoryview(b"\0" * tensor.nbytes)
+
+    with (
+        mock.patch.object(safetensors_writer, "_bytes_of", full_disk),
+        pytest.raises(zpasses.ShardingError, match=r"on rank 0: .*No space left.*Free space"),
+    ):
+        zpasses.save_safetensors(model, folder)
+    dist.barrier()
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+    zpasses.load_safetensors(model, folder)
+    assert_same(full(model), before)
+
+
+@pytest.mark.ranks(2)
+def test_a_save_on_one_rank_does_not_hang(folder):
+    model = sharded(nn.Linear(4, 4))
+    time.sleep(dist.get_rank())
+    with pytest.raises(zpasses.AgreementError, match=r"rank 1 .* did not .*save_safetensors"):
+        zpasses.save_safetensors(model, folder, timeout_s=0.4)
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("size", [0, "5 apples", "GB", True, -1, "0GB"])
+def test_size_that_is_none_is_refused(size, tmp_path):
+    with pytest.raises(zpasses.OptionError, match="expected bytes above 0, or text such as '5GB'"):
+        zpasses.save_safetensors(nn.Linear(2, 2), tmp_path, max_shard_size=size)
+
+
+def test_extra_state_is_refused(tmp_path):
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"step": 3}
+
+    with pytest.raises(zpasses.ShardingError, match=r"'_extra_state' .* is a dict.*checkpoint"):
+        zpasses.save_safetensors(Extra(2, 2), tmp_path)
+
+
+def test_model_without_ranks(tmp_path):
+    plain, other = Tied(), Tied()
+    zpasses.save_safetensors(plain, tmp_path)
+    zpasses.load_safetensors(other, tmp_path)
+    assert_same(dict(other.state_dict()), dict(plain.state_dict()))

@@ -1,0 +1,123 @@
+"""A training loop with accelerate trains a prepared model as it trains the plain model with DDP."""
+
+import pytest
+import torch
+from torch import nn
+
+import zpasses
+from zpasses.testing import run_on_ranks
+
+accelerate = pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+from tests.zpasses.integrations import training  # noqa: E402
+from zpasses.integrations.accelerate import prepare  # noqa: E402
+
+pytestmark = pytest.mark.processes
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))
+
+
+def _train(prepared, accumulate=2, steps=4, load=None, save=None, batch=2):
+    training.as_started_by_torchrun()
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    model = _model()
+    if prepared:
+        prepare(accelerator, model, options=training.OPTIONS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    data = [torch.randn(5, generator=torch.Generator().manual_seed(i)) for i in range(64)]
+    loader = torch.utils.data.DataLoader(data, batch_size=batch)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    done = 0
+    if load is not None:
+        accelerator.load_state(str(load))
+        done = 2
+    norms, reductions = [], training.reductions()
+    for number, x in enumerate(loader):
+        if number < done * accumulate:
+            continue
+        if len(norms) == steps - done:
+            break
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.1).item())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if save is not None and len(norms) == 2:
+            accelerator.save_state(str(save))
+            save = None
+    return accelerator, model, norms, training.reductions() - reductions
+
+
+def _compare(folder):
+    _, plain, expected, _ = _train(False)
+    accelerator, model, norms, reductions = _train(True, save=folder / "state")
+    assert norms == pytest.approx(expected, rel=1e-6)
+    assert reductions == _train(True, accumulate=1)[3]
+    state = accelerator.get_state_dict(model)
+    assert list(state) == (list(_model().state_dict()) if accelerator.is_main_process else [])
+    for name, value in state.items():
+        torch.testing.assert_close(value, plain.module.state_dict()[name])
+    accelerator.save_model(model, folder / "model")
+    same = _train(True, load=folder / "state")[2]
+    assert same == norms[2:]
+
+
+def _resume_on_one_rank(folder):
+    return _train(True, load=folder / "state", batch=4)[2]
+
+
+def test_accumulation_clipping_and_checkpoints(tmp_path):
+    run_on_ranks(_compare, tmp_path)
+    assert set(training.weights_of(tmp_path / "model")) == set(_model().state_dict())
+    run_on_ranks(_resume_on_one_rank, tmp_path, ranks=1)
+
+
+def _no_sync():
+    training.as_started_by_torchrun()
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = prepare(accelerator, _model(), options=training.OPTIONS)
+    model = accelerator.prepare(model)
+    x = torch.ones(2, 5)
+    before = training.reductions()
+    with accelerator.no_sync(model):
+        accelerator.backward(model(x).sum())
+        assert training.reductions() == before
+        assert all(param.grad is None for param in model.parameters())
+    accelerator.backward(model(x).sum())
+    summed = [param.grad.full_tensor() for param in model.parameters()]
+    model.zero_grad()
+    accelerator.backward(model(x).sum())
+    for param, both in zip(model.parameters(), summed, strict=True):
+        torch.testing.assert_close(2 * param.grad.full_tensor(), both)
+    with pytest.raises(ValueError, match="mine"), accelerator.no_sync(model):
+        raise ValueError("mine")
+    accelerator.backward(model(x).sum())  # the window is closed
+
+
+def test_no_sync_defers_the_reduction():
+    run_on_ranks(_no_sync)
+
+
+def _refusals():
+    training.as_started_by_torchrun()
+    accelerator = accelerate.Accelerator(cpu=True, dynamo_backend="inductor")
+    with pytest.raises(zpasses.OptionError, match="Leave dynamo_backend"):
+        prepare(accelerator, _model())
+    training.as_started_by_torchrun()
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepare(accelerator, model, options=training.OPTIONS)
+    with pytest.raises(zpasses.ShardingError, match="Create the optimizer after prepare"):
+        accelerator.prepare(model, optimizer)
+
+
+def test_wrong_uses_are_refused():
+    run_on_ranks(_refusals)

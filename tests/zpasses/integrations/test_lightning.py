@@ -1,0 +1,164 @@
+"""Lightning trains a module with ZpassesStrategy as with DDP."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import zpasses
+from zpasses.testing import run_on_ranks
+
+lightning = pytest.importorskip("lightning")
+pytest.importorskip("transformers")
+
+from tests.zpasses.integrations import training  # noqa: E402
+from zpasses.integrations.lightning import ZpassesStrategy  # noqa: E402
+
+pytestmark = pytest.mark.processes
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))
+        self.scale = nn.Parameter(torch.ones(3))  # read outside of what is compiled
+        self.losses = []
+
+    def training_step(self, batch):
+        loss = (self.model(batch[0]) * self.scale).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch):
+        self.log("valid", (self.model(batch[0]) * self.scale).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class ManualModule(Module):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        with optimizer.toggle_model(sync_grad=index % 2 == 1):
+            loss = super().training_step(batch)
+            self.manual_backward(loss)
+        if index % 2 == 1:
+            self.clip_gradients(optimizer, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _trainer(strategy, ranks=2, steps=3, accumulate=1, **changes):
+    training.as_started_by_torchrun()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy,
+        max_steps=steps,
+        accumulate_grad_batches=accumulate,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"gradient_clip_val": 0.1, **changes},
+    )
+
+
+def _loader(batch=2):
+    data = [torch.randn(5, generator=torch.Generator().manual_seed(i)) for i in range(48)]
+    return torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.stack(data)), batch_size=batch
+    )
+
+
+def _zpasses():
+    return ZpassesStrategy(options=training.OPTIONS)
+
+
+def _fit(strategy, kind=Module, checkpoint=None, batch=2, **changes):
+    trainer, module = _trainer(strategy, **changes), kind()
+    before = training.reductions()
+    trainer.fit(module, _loader(batch), ckpt_path=checkpoint)
+    return trainer, module, training.reductions() - before
+
+
+def _compare(folder):
+    reductions = set()
+    for accumulate in (1, 4):
+        _, plain, _ = _fit("ddp", accumulate=accumulate)
+        trainer, ours, count = _fit(_zpasses(), accumulate=accumulate)
+        reductions.add(count)
+        assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
+        full = zpasses.full_state_dict(ours)
+        torch.testing.assert_close(full, dict(plain.state_dict()))
+    assert len(reductions) == 1  # one set per optimizer step
+    trainer.save_checkpoint(folder / "three.ckpt")
+    before = trainer.validate(ours, _loader(), verbose=False)
+    assert before == trainer.validate(
+        ours, _loader(), ckpt_path=folder / "three.ckpt", verbose=False
+    )
+    return _fit(_zpasses(), accumulate=4, checkpoint=folder / "three.ckpt", steps=5)[1].losses
+
+
+def _resume(folder):
+    module = _fit(
+        _zpasses(), checkpoint=folder / "three.ckpt", ranks=1, accumulate=4, steps=5, batch=4
+    )[1]
+    return module.losses
+
+
+def test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks(tmp_path):
+    pairs = run_on_ranks(_compare, tmp_path)
+    (alone,) = run_on_ranks(_resume, tmp_path, ranks=1)
+    assert len(alone) == len(pairs[0]) > 0
+    assert not (tmp_path / "three.ckpt.part").exists()
+    # A batch of one rank holds the samples of both ranks, in another order of micro-batches.
+    assert sum(alone) == pytest.approx(sum(map(sum, pairs)) / 2, rel=1e-5)
+
+
+def _manual():
+    _, plain, _ = _fit("ddp", ManualModule, gradient_clip_val=None)
+    _, ours, _ = _fit(_zpasses(), ManualModule, gradient_clip_val=None)
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert len(ours.losses) == 6
+
+
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
+def test_manual_optimization_accumulates():
+    run_on_ranks(_manual)
+
+
+def _precision():
+    _, plain, _ = _fit("ddp", precision="bf16-mixed")
+    _, ours, _ = _fit(_zpasses(), precision="bf16-mixed")
+    _, exact, _ = _fit(_zpasses())
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-3)
+    assert ours.losses != exact.losses
+
+
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
+def test_precision_of_the_trainer_is_autocast():
+    run_on_ranks(_precision)
+
+
+def _foreign(folder):
+    path = folder / "plain.ckpt"
+    torch.save({"state_dict": {}}, path)
+    with pytest.raises(zpasses.ZpassesError, match=r"not a checkpoint of ZpassesStrategy"):
+        _fit(_zpasses(), checkpoint=path)
+
+
+def test_checkpoints_of_other_strategies_are_refused(tmp_path):
+    run_on_ranks(_foreign, tmp_path)
+
+
+def test_wrong_options_are_refused_at_once():
+    with pytest.raises(zpasses.OptionError, match="zero_stag"):
+        ZpassesStrategy(options={"zero_stag": 3})

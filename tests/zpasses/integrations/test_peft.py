@@ -1,0 +1,125 @@
+"""Trainer and SFTTrainer train adapters of PEFT over a prepared model as with DDP."""
+
+import pytest
+import torch
+
+from zpasses.testing import run_on_ranks
+
+pytest.importorskip("accelerate")
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from tests.zpasses.integrations import training  # noqa: E402
+from zpasses.integrations.transformers import prepare  # noqa: E402
+
+pytestmark = pytest.mark.processes
+NAMES = ("loss", "grad_norm")
+
+
+def _config():
+    return peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["q_proj", "v_proj"])
+
+
+def _adapted(base_dtype):
+    torch.manual_seed(0)
+    model = peft.get_peft_model(training.llama().to(base_dtype), _config())
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param.data, std=0.1)
+    return model
+
+
+def _train(folder, prepared, base_dtype=torch.float32, resume=None, **changes):
+    training.as_started_by_torchrun()
+    args = training.arguments(folder, gradient_accumulation_steps=2, **changes)
+    model = _adapted(base_dtype)
+    if prepared:
+        prepare(model, options=training.OPTIONS)
+    samples = training.Samples(training.llama)
+    trainer = training.quiet(transformers.Trainer(model, args, train_dataset=samples))
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def _lora(folder):
+    plain = _train(folder, False, max_steps=4)
+    ours = _train(folder, True, save_strategy="steps", save_steps=2, max_steps=4)
+    resumed = _train(folder, True, resume=str(folder / "checkpoint-2"), max_steps=4)
+    ours.model.save_pretrained(folder / "adapter")
+    torch.manual_seed(0)
+    loaded = peft.PeftModel.from_pretrained(training.llama(), folder / "adapter").eval()
+    ids = torch.arange(3, 10)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            ours.model.eval()(input_ids=ids).logits, loaded(input_ids=ids).logits
+        )
+    return [training.logged(each, *NAMES) for each in (plain, ours, resumed)]
+
+
+@pytest.mark.slow(quick="test_checkpoints_resume_on_another_number_of_ranks")
+def test_lora_trains_saves_and_resumes(tmp_path):
+    for plain, ours, resumed in run_on_ranks(_lora, tmp_path):
+        assert ours == pytest.approx(plain, rel=1e-5)
+        assert resumed == ours
+    saved = tmp_path / "checkpoint-2" / "adapter_model.safetensors"
+    assert saved.stat().st_size < 3000  # the adapters, without the base
+
+
+def _frozen_bf16(folder):
+    both = [_train(folder, prepared, torch.bfloat16, bf16=True) for prepared in (False, True)]
+    return [training.logged(each, *NAMES) for each in both]
+
+
+@pytest.mark.slow(quick="test_lora_trains_saves_and_resumes")
+def test_frozen_base_in_bf16_as_with_qlora(tmp_path):
+    for plain, ours in run_on_ranks(_frozen_bf16, tmp_path, timeout_s=240):
+        assert ours == pytest.approx(plain, rel=3e-3)
+
+
+def _tokenizer():
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<pad>": 0, "<eos>": 1, **{chr(97 + i): i + 3 for i in range(26)}}
+    model = tokenizers.models.WordLevel(words, unk_token="<pad>")
+    fast = tokenizers.Tokenizer(model)
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=fast, pad_token="<pad>", eos_token="<eos>"
+    )
+
+
+def _fine_tune(folder, prepared, adapters):
+    import datasets
+    import trl
+
+    training.as_started_by_torchrun()
+    datasets.disable_progress_bars()
+    texts = [" ".join(chr(97 + (i * j) % 26) for j in range(8)) for i in range(32)]
+    args = training.arguments(
+        folder, kind=trl.SFTConfig, max_length=16, gradient_accumulation_steps=2, bf16=False
+    )
+    torch.manual_seed(0)
+    model = training.llama()
+    if prepared:
+        prepare(model, options=training.OPTIONS)
+    torch.manual_seed(5)
+    trainer = trl.SFTTrainer(
+        model,
+        args=args,
+        train_dataset=datasets.Dataset.from_dict({"text": texts}),
+        processing_class=_tokenizer(),
+        peft_config=_config() if adapters else None,  # added to a model that is sharded already
+    )
+    training.quiet(trainer).train()
+    return training.logged(trainer, *NAMES)
+
+
+def _fine_tunes(folder, adapters):
+    return [_fine_tune(folder, prepared, adapters) for prepared in (False, True)]
+
+
+@pytest.mark.slow(quick="test_lora_trains_saves_and_resumes")
+@pytest.mark.parametrize("adapters", [False, True])
+def test_sft_trainer_trains_like_ddp(tmp_path, adapters):
+    pytest.importorskip("trl")
+    for plain, ours in run_on_ranks(_fine_tunes, tmp_path, adapters, timeout_s=240):
+        assert ours == pytest.approx(plain, rel=1e-5)

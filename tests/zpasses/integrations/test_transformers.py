@@ -1,0 +1,289 @@
+"""Trainer trains a prepared model as it trains the plain model with DDP."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zpasses
+from zpasses.testing import run_on_ranks, world_mesh
+
+accelerate = pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from tests.zpasses.integrations import training  # noqa: E402
+from zpasses.integrations.transformers import last_checkpoint, prepare  # noqa: E402
+
+pytestmark = pytest.mark.processes
+
+
+def _train(folder, task, prepared, param_dtype=None, options=None, **changes):
+    training.as_started_by_torchrun()
+    args = training.arguments(folder, **changes)
+    torch.manual_seed(0)
+    model = task()
+    if prepared:
+        prepare(model, options={**training.OPTIONS, **(options or {})}, param_dtype=param_dtype)
+    samples = training.Samples(task)
+    trainer = training.quiet(
+        transformers.Trainer(model, args, train_dataset=samples, eval_dataset=samples)
+    )
+    before = training.reductions()
+    trainer.train()
+    return trainer, training.reductions() - before
+
+
+def _both(folder, task, **changes):
+    """Logged losses and norms with DDP, and with zpasses; reductions with zpasses."""
+    plain, _ = _train(folder, task, False, **changes)
+    ours, count = _train(folder, task, True, **changes)
+    names = ("loss", "grad_norm", "eval_loss")
+    return training.logged(plain, *names), training.logged(ours, *names), count
+
+
+TASKS = {"causal": training.llama, "seq2seq": training.t5, "image": training.vit}
+
+
+def _accumulations(folder, task):
+    return [_both(folder, task, gradient_accumulation_steps=steps) for steps in (1, 4)]
+
+
+def _check_accumulations(results):
+    for (plain, once, count), (accumulated, four, same_count) in results:
+        assert once == pytest.approx(plain, rel=1e-6)
+        assert four == pytest.approx(accumulated, rel=1e-6)
+        assert len(plain) == 6
+        assert plain != accumulated
+        assert same_count == count > 0  # one set of reductions per optimizer step
+
+
+def test_causal_language_model_trains_like_ddp_and_reduces_once_per_step(tmp_path):
+    _check_accumulations(run_on_ranks(_accumulations, tmp_path, training.llama))
+
+
+@pytest.mark.slow(quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step")
+@pytest.mark.parametrize("task", [training.t5, training.vit], ids=["seq2seq", "image"])
+def test_other_tasks_train_like_ddp_and_reduce_once_per_step(tmp_path, task):
+    _check_accumulations(run_on_ranks(_accumulations, tmp_path, task, timeout_s=240))
+
+
+@pytest.mark.inductor
+@pytest.mark.slow(quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step")
+def test_compiled_by_inductor_it_trains_like_ddp(tmp_path):
+    for plain, ours, _ in run_on_ranks(
+        _both, tmp_path, training.llama, options={"codegen": "inductor"}, timeout_s=240
+    ):
+        assert ours == pytest.approx(plain, rel=1e-6)
+
+
+class _StopBetweenBackwards(transformers.TrainerCallback):
+    def on_substep_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 1
+
+
+def _stopped(folder, prepared):
+    training.as_started_by_torchrun()
+    args = training.arguments(folder, gradient_accumulation_steps=4)
+    torch.manual_seed(0)
+    model = training.llama()
+    if prepared:
+        prepare(model, options=training.OPTIONS)
+    losses = []
+    for callbacks in ([_StopBetweenBackwards()], []):
+        trainer = transformers.Trainer(
+            model, args, train_dataset=training.Samples(training.llama), callbacks=callbacks
+        )
+        training.quiet(trainer).train()
+        losses += training.logged(trainer, "loss", "grad_norm")
+    return losses
+
+
+def _stopped_both(folder):
+    return [_stopped(folder, prepared) for prepared in (False, True)]
+
+
+@pytest.mark.slow(quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step")
+def test_training_that_stopped_between_two_backwards_starts_anew(tmp_path):
+    for plain, ours in run_on_ranks(_stopped_both, tmp_path):
+        assert ours == pytest.approx(plain, rel=1e-6)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+SAVES = {
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "max_steps": 4,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "load_best_model_at_end": True,
+}
+
+
+def _save(folder):
+    trainer, _ = _train(folder, training.llama, True, gradient_accumulation_steps=2, **SAVES)
+    trainer.save_model(str(folder / "best"))
+    return training.logged(trainer, "loss", "grad_norm")
+
+
+def _resume(folder, checkpoint, steps):
+    training.as_started_by_torchrun()
+    args = training.arguments(folder, gradient_accumulation_steps=steps, max_steps=4)
+    torch.manual_seed(7)  # the weights come from the checkpoint
+    model = prepare(training.llama(), options=training.OPTIONS)
+    samples = training.Samples(training.llama)
+    trainer = training.quiet(transformers.Trainer(model, args, train_dataset=samples))
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return training.logged(trainer, "loss", "grad_norm")
+
+
+def test_checkpoints_resume_on_another_number_of_ranks(tmp_path):
+    expected, same = run_on_ranks(_save, tmp_path)
+    assert same == expected
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+    (tmp_path / "checkpoint-4" / "trainer_state.json").write_text("{")  # killed while saving
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    (one_rank,) = run_on_ranks(_resume, tmp_path, tmp_path / "checkpoint-2", 4, ranks=1)
+    assert one_rank == pytest.approx(expected, rel=1e-6)
+    # The later checkpoint is the better one, and save_pretrained wrote it under its own names.
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "best")
+    saved = training.weights_of(tmp_path / "checkpoint-4")
+    assert saved.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(param, saved[name]) for name, param in model.named_parameters())
+
+
+@pytest.mark.slow(quick="test_checkpoints_resume_on_another_number_of_ranks")
+def test_checkpoints_resume_on_the_same_ranks(tmp_path):
+    expected, _ = run_on_ranks(_save, tmp_path)
+    for losses in run_on_ranks(_resume, tmp_path, tmp_path / "checkpoint-2", 2):
+        assert losses == expected
+
+
+def _resume_from_incomplete(folder):
+    (folder / "checkpoint-8").mkdir(exist_ok=True)
+    with pytest.raises(zpasses.ZpassesError, match=r"checkpoint-8 is incomplete.*last_checkpoint"):
+        _resume(folder, folder / "checkpoint-8", 2)
+
+
+def test_incomplete_checkpoint_is_refused(tmp_path):
+    run_on_ranks(_resume_from_incomplete, tmp_path)
+
+
+# --- methods of the model -------------------------------------------------------------------------
+def _generate(folder):
+    training.as_started_by_torchrun()
+    torch.manual_seed(0)
+    plain = training.llama(eos_token_id=None).eval()
+    torch.manual_seed(0)
+    model = prepare(training.llama(eos_token_id=None), options=training.OPTIONS).eval()
+    prompt = torch.arange(3, 8)[None]
+    length = 4 + 3 * dist.get_rank()  # ranks finish at different times
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    ours = model.generate(prompt, max_new_tokens=length, do_sample=False)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+    assert torch.equal(ours, plain.generate(prompt, max_new_tokens=length, do_sample=False))
+    model.save_pretrained(folder)
+    again = transformers.LlamaForCausalLM.from_pretrained(folder)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(plain.state_dict().values(), again.state_dict().values(), strict=True)
+    )
+
+
+def test_generate_keeps_ranks_in_step_and_save_pretrained_gathers(tmp_path):
+    run_on_ranks(_generate, tmp_path)
+
+
+# --- precision ------------------------------------------------------------------------------------
+def _precisions(folder):
+    changes = {"label_smoothing_factor": 0.1, "max_steps": 2}
+    names = ("loss", "grad_norm")
+    exact, _ = _train(folder, training.llama, True, **changes)
+    autocast, _ = _train(folder, training.llama, True, bf16=True, **changes)
+    plain, _ = _train(folder, training.llama, False, bf16=True, **changes)
+    gathered, _ = _train(folder, training.llama, True, param_dtype=torch.bfloat16, **changes)
+    return [training.logged(each, *names) for each in (exact, autocast, plain, gathered)]
+
+
+@pytest.mark.slow(
+    quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step",
+)
+def test_bf16_is_autocast_and_param_dtype_gathers(tmp_path):
+    for exact, autocast, plain, gathered in run_on_ranks(_precisions, tmp_path, timeout_s=240):
+        assert autocast == pytest.approx(plain, rel=2e-3)
+        for lower in (autocast, gathered):
+            assert lower != exact
+            assert lower == pytest.approx(exact, rel=2e-2)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+def _refused(folder, changes):
+    training.as_started_by_torchrun()
+    args = training.arguments(folder, **changes)
+    model = prepare(training.llama(), options=training.OPTIONS)
+    with pytest.raises(zpasses.OptionError) as caught:
+        transformers.Trainer(model, args)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"torch_compile": True}, ("torch_compile=True", "prepare(model, options={...})")),
+        ({"torch_compile_mode": "max-autotune"}, ("torch_compile_mode='max-autotune'", "inductor")),
+        ({"fsdp": True}, ("fsdp=", "Leave fsdp out")),
+    ],
+)
+def test_arguments_that_compile_or_shard_are_refused_by_name(tmp_path, changes, words):
+    for message in run_on_ranks(_refused, tmp_path, changes):
+        assert all(word in message for word in (*words, "zpasses"))
+
+
+def _misused(folder):
+    training.as_started_by_torchrun()
+    training.arguments(folder)
+    model = prepare(training.llama(), options=training.OPTIONS)
+    with pytest.raises(zpasses.ShardingError, match="prepared already"):
+        prepare(model)
+    with pytest.raises(zpasses.ShardingError, match="not compiled yet"):
+        prepare(torch.compile(training.llama()))
+    with pytest.raises(zpasses.OptionError, match="zero_stage"):
+        prepare(training.llama(), options={"zero_stag": 3})
+    torch.manual_seed(0)
+    late = training.llama()
+    params = list(late.parameters())
+    prepare(late, options=training.OPTIONS)
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    samples = training.Samples(training.llama)
+    trainer = transformers.Trainer(
+        late, training.arguments(folder), train_dataset=samples, optimizers=(optimizer, None)
+    )
+    with pytest.raises(zpasses.ShardingError, match="Create the optimizer after prepare"):
+        trainer.train()
+
+
+def test_wrong_uses_of_prepare_are_refused(tmp_path):
+    run_on_ranks(_misused, tmp_path)
+
+
+def _sharded_only(folder, trainer):
+    training.as_started_by_torchrun()
+    args = training.arguments(folder)
+    model = zpasses.shard(training.llama(), mesh=world_mesh())
+    samples = training.Samples(training.llama)
+    if trainer:
+        run = transformers.Trainer(model, args, train_dataset=samples).train
+    else:
+        run = functools.partial(accelerate.Accelerator(cpu=True).prepare, model)
+    with pytest.raises(zpasses.ZpassesError, match=r"zpasses\."):
+        run()
+
+
+@pytest.mark.parametrize("trainer", [True, False])
+def test_sharded_model_that_was_not_prepared_is_refused(tmp_path, trainer):
+    run_on_ranks(_sharded_only, tmp_path, trainer)
+
+
+def test_prepare_needs_a_process_group():
+    with pytest.raises(zpasses.ShardingError, match=r"no process group.*TrainingArguments"):
+        prepare(training.llama())

@@ -1,0 +1,86 @@
+"""Gradients that leave through torch.autograd.grad and hooks, and gradients of gradients."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import zpasses
+from zpasses.testing import world_mesh
+
+pytestmark = pytest.mark.processes
+
+
+def _pair():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+    return plain, zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+
+
+def _run(model, stage):
+    options = {"zero_stage": stage, "codegen": "eager"}
+    return torch.compile(model, backend="zpasses", options=options) if stage else model
+
+
+STAGES = pytest.mark.parametrize("stage", [None, 2, 3], ids=["eager", "stage2", "stage3"])
+
+
+@STAGES
+@pytest.mark.ranks(2)
+def test_autograd_grad_returns_plain_dtensors(stage):
+    plain, model = _pair()
+    x = torch.randn(3, 4)
+    found = torch.autograd.grad(_run(model, stage)(x).sum(), list(model.parameters()))
+    expected = torch.autograd.grad(plain(x).sum(), list(plain.parameters()))
+    for value, reference in zip(found, expected, strict=True):
+        assert type(value) is DTensor
+        torch.testing.assert_close(value.full_tensor(), reference)
+
+
+@STAGES
+@pytest.mark.ranks(2)
+def test_hooks_get_plain_dtensors(stage):
+    _, model = _pair()
+    seen = []
+    for param in model.parameters():
+        param.register_hook(lambda grad: seen.append(type(grad)))
+        param.register_post_accumulate_grad_hook(lambda param: seen.append(type(param.grad)))
+    _run(model, stage)(torch.randn(3, 4)).sum().backward()
+    assert seen == [DTensor] * 8
+    assert {type(param.grad) for param in model.parameters()} == {DTensor}
+
+
+def _penalty(run, x):
+    (grad,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
+    return (grad.norm(dim=1) - 1).square().mean()
+
+
+@pytest.mark.ranks(2)
+def test_gradient_penalty_of_the_uncompiled_model_is_exact():
+    plain, model = _pair()
+    x = torch.randn(3, 4, requires_grad=True)
+    _penalty(plain, x).backward()
+    _penalty(model, x).backward()
+    for param, reference in zip(model.parameters(), plain.parameters(), strict=True):
+        if reference.grad is None:
+            assert param.grad is None
+        else:
+            torch.testing.assert_close(param.grad.full_tensor(), reference.grad)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.ranks(2)
+def test_gradient_penalty_of_the_compiled_model_names_the_way_out(stage):
+    plain, model = _pair()
+    run, x = _run(model, stage), torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(
+        zpasses.ShardingError, match="cannot differentiate a backward again.*sharded model itself"
+    ):
+        _penalty(run, x)
+    # Both in one step.
+    (run(x).sum() + _penalty(model, x)).backward()
+    (plain(x).sum() + _penalty(plain, x)).backward()
+    for param, reference in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), reference.grad)

@@ -1,0 +1,142 @@
+"""Wrappers around sharded models: DistributedDataParallel, and the names of `torch.compile`."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zpasses
+from tests.zpasses.checkpoint.checkpoint_models import changed, sharded
+from tests.zpasses.models import assert_same
+from zpasses.testing import world_mesh
+
+pytestmark = pytest.mark.processes
+
+
+def _model():
+    return nn.Sequential(nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 3)))
+
+
+# --- DistributedDataParallel ----------------------------------------------------------------------
+WRAPPED = {
+    "the model": lambda model: DistributedDataParallel(model),
+    "a model around it": lambda model: DistributedDataParallel(
+        nn.Sequential(model, nn.Linear(3, 3))
+    ),
+    "its compiled form": lambda model: DistributedDataParallel(torch.compile(model)),
+}
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+@pytest.mark.ranks(2)
+def test_ddp_around_a_sharded_model_is_refused(how):
+    with pytest.raises(
+        zpasses.ShardingError,
+        match=r"DistributedDataParallel around \w+, whose parameter \S*0\.weight is sharded by "
+        r"zpasses.*Leave DistributedDataParallel out",
+    ):
+        WRAPPED[how](sharded(_model()))
+
+
+@pytest.mark.ranks(2)
+def test_sharding_inside_ddp_is_refused():
+    model = DistributedDataParallel(_model())
+    for each in (model, nn.Sequential(model)):
+        with pytest.raises(zpasses.ShardingError, match="Shard the plain model and leave"):
+            zpasses.shard(each, mesh=world_mesh())
+
+
+@pytest.mark.ranks(2)
+def test_ddp_that_ignores_the_shards_is_allowed():
+    model = nn.Sequential(sharded(nn.Linear(4, 5)), nn.Linear(5, 5))
+    model._ddp_params_and_buffers_to_ignore = {"0.weight", "0.bias"}
+    wrapped = DistributedDataParallel(model)
+    wrapped(torch.ones(2, 4)).sum().backward()
+    assert model[1].weight.grad is not None
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+def _compiled(model):
+    return torch.compile(model, backend="zpasses", options={"codegen": "eager"})
+
+
+NAMES = {
+    "plain": lambda state: state,
+    "of the wrapper": lambda state: {f"_orig_mod.{name}": value for name, value in state.items()},
+}
+TARGETS = {
+    "model": lambda: sharded(_model()),
+    "wrapper": lambda: _compiled(sharded(_model())),
+    "wrapper that was sharded": lambda: zpasses.shard(_compiled(_model()), mesh=world_mesh()),
+}
+
+
+@pytest.mark.parametrize("names", NAMES)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.ranks(2)
+def test_state_dict_loads_with_and_without_the_names_of_the_wrapper(names, target):
+    expected = dict(changed(_model()).state_dict())
+    model = TARGETS[target]()
+    result = model.load_state_dict(NAMES[names](expected))
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert_same(zpasses.full_state_dict(model), expected)
+    again = TARGETS[target]()
+    again.load_state_dict(model.state_dict())
+    assert_same(zpasses.full_state_dict(again), expected)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.ranks(2)
+def test_unknown_names_are_still_refused(target):
+    state = dict(_model().state_dict())
+    state["other.weight"] = torch.ones(2)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*other\.weight"):
+        TARGETS[target]().load_state_dict(state)
+    del state["other.weight"], state["0.bias"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*0\.bias"):
+        TARGETS[target]().load_state_dict(state)
+
+
+@pytest.mark.ranks(2)
+def test_compiled_submodule_loads_the_names_of_the_plain_model():
+    model = sharded(_model())
+    model[1] = _compiled(model[1])
+    expected = dict(changed(_model()).state_dict())
+    model.load_state_dict(expected)
+    assert_same(zpasses.full_state_dict(model), expected)
+
+
+@pytest.mark.ranks(2)
+def test_plain_compiled_model_keeps_the_names_of_torch():
+    sharded(_model())  # so that the hook is there
+    with pytest.raises(RuntimeError, match=r"Missing key.*_orig_mod"):
+        _compiled(_model()).load_state_dict(_model().state_dict())
+
+
+# --- inputs of another dtype ----------------------------------------------------------------------
+@pytest.mark.ranks(2)
+def test_inputs_of_another_dtype_get_a_hint():
+    model = zpasses.shard(_model(), mesh=world_mesh(), param_dtype=torch.bfloat16)
+    with pytest.raises(
+        zpasses.ShardingError,
+        match=r"linear: mat1.*'weight' of a Linear is gathered in torch.bfloat16, and another "
+        r"argument is torch.float32.*x.to\(torch.bfloat16\)",
+    ):
+        model(torch.ones(2, 4))
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("zpasses").addHandler(handler)
+    try:
+        with pytest.raises(Exception, match="dtype"):
+            _compiled(model)(torch.ones(2, 4))
+        assert "failed on an input of torch.float32. Its parameters are gathered in " in records[-1]
+        records.clear()
+        _compiled(model)(torch.ones(2, 4, dtype=torch.bfloat16))
+        with pytest.raises(Exception, match="shape|size"):
+            _compiled(model)(torch.ones(2, 3, dtype=torch.bfloat16))
+        assert not records
+    finally:
+        logging.getLogger("zpasses").removeHandler(handler)

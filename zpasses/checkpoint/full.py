@@ -1,0 +1,68 @@
+"""`zpasses.full_state_dict`: the state dict of the unsharded model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zpasses.checkpoint.model_tensors import (
+    agree,
+    gather_full,
+    sharding_groups,
+    state_names,
+    writing_rank,
+)
+from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
+
+__all__ = ["full_state_dict"]
+
+_OCCASION = "zpasses.full_state_dict"
+
+
+def full_state_dict(
+    model: nn.Module,
+    *,
+    cpu_offload: bool = False,
+    rank0_only: bool = False,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> dict[str, Any]:
+    """Return the state dict of the unsharded model. Call it on every rank.
+
+    Tensors are gathered one after the other. They are copies, detached, and in the dtype of the
+    shards. Tied names share one tensor. Names have no `_orig_mod.`, so the result loads into the
+    plain model, and `load_state_dict` of the sharded one takes it too.
+
+    Args:
+        model: a sharded module, a module that contains sharded ones, or `torch.compile` of one.
+        cpu_offload: move each tensor to the CPU before the next is gathered.
+        rank0_only: return the tensors only on the first rank of the mesh, and an empty dict on the
+            others.
+        timeout_s: seconds to wait for the other ranks before the first gather.
+
+    Raises:
+        AgreementError: on every rank, if another rank does not call it in time or passes another
+            model.
+    """
+    values = state_names(model)
+    described = [
+        [name, str(value.dtype), list(value.shape)] if isinstance(value, Tensor) else [name]
+        for name, value in values.items()
+    ]
+    agree(sharding_groups(model), _OCCASION, timeout_s, described=described, what="the model")
+    destination = writing_rank(model) if rank0_only else None
+    keeps = destination is None or not dist.is_initialized() or dist.get_rank() == destination
+    state: dict[str, Any] = {}
+    gathered: dict[int, Tensor | None] = {}
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            if keeps:
+                state[name] = value
+            continue
+        if id(value) not in gathered:
+            full = gather_full(value, destination)
+            gathered[id(value)] = full.cpu() if cpu_offload and full is not None else full
+        if keeps:
+            state[name] = gathered[id(value)]
+    return state

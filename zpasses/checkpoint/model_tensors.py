@@ -1,0 +1,239 @@
+"""The tensors of a model that a checkpoint holds: names, tied names, and gathers of one tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from zpasses import compat
+from zpasses.errors import AgreementError, ShardingError
+from zpasses.graph.ops import rows_per_rank
+from zpasses.ranks.vote import exchange
+from zpasses.sharding.module import ShardedModule
+
+__all__ = [
+    "ModelTensor",
+    "agree",
+    "gather_full",
+    "model_tensors",
+    "sharding_groups",
+    "state_names",
+    "writing_rank",
+]
+
+_WRAPPER = "_orig_mod."
+"""What `torch.compile(model)` adds to names."""
+
+TIMEOUT = "timeout_s=..."
+
+
+@dataclass(frozen=True)
+class ModelTensor:
+    """A parameter or buffer of a model's state dict."""
+
+    tensor: Tensor
+    """The tensor itself: a DTensor, or a plain tensor that every rank holds."""
+    names: tuple[str, ...]
+    """Its names without `_orig_mod.`, the one to save first. Several if it is tied."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def state_names(model: nn.Module) -> dict[str, Any]:
+    """Name without `_orig_mod.` -> value, of everything in the state dict of a model.
+
+    The values are the parameters and buffers themselves.
+
+    Raises:
+        ShardingError: if two names are equal without `_orig_mod.`.
+    """
+    found: dict[str, Any] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        plain = name.replace(_WRAPPER, "")
+        if plain in found:
+            raise ShardingError(
+                f"two tensors of {type(model).__name__} are named {plain!r} without "
+                f"{_WRAPPER!r}, which torch.compile adds. Rename one of them."
+            )
+        found[plain] = value
+    return found
+
+
+def model_tensors(model: nn.Module) -> list[ModelTensor]:
+    """Return the tensors of a model's state dict, each once, in its order.
+
+    Raises:
+        ShardingError: for an entry that is not a tensor, such as a module's extra state.
+    """
+    tied: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, value in state_names(model).items():
+        if not isinstance(value, Tensor):
+            raise ShardingError(
+                f"{name!r} in the state dict of {type(model).__name__} is a "
+                f"{type(value).__name__}, and safetensors files hold tensors only. Save the model "
+                "with torch.distributed.checkpoint instead."
+            )
+        tied.setdefault(id(value), []).append(name)
+        tensors[id(value)] = value
+    dropped = _names_that_transformers_ties(model)
+    # The order is stable, so the first name is kept that is not tied to another one.
+    return [
+        ModelTensor(tensors[key], tuple(sorted(names, key=lambda name: name in dropped)))
+        for key, names in tied.items()
+    ]
+
+
+def _names_that_transformers_ties(model: nn.Module) -> frozenset[str]:
+    """Names that `from_pretrained` ties to another one: `save_pretrained` leaves them out."""
+    original = getattr(model, "_orig_mod", model)
+    return frozenset(getattr(original, "all_tied_weights_keys", None) or ())
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+def sharding_groups(model: nn.Module) -> list[str]:
+    """Return the names of the process groups over which a model is sharded, sorted."""
+    return sorted(
+        {
+            spec.group_name
+            for module in model.modules()
+            if isinstance(module, ShardedModule)
+            for spec in module._zpasses_specs.values()
+        }
+    )
+
+
+def writing_rank(model: nn.Module) -> int:
+    """Return the global rank that keeps what only one rank keeps.
+
+    It is the first rank of the largest group over which the model is sharded.
+    """
+    groups = [compat.group_ranks(group) for group in sharding_groups(model)]
+    return max(groups, key=len)[0] if groups else compat.global_rank() if _ranks() else 0
+
+
+def _ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def agree(
+    groups: Iterable[str],
+    occasion: str,
+    timeout_s: float,
+    *,
+    described: Any = None,
+    failure: str | None = None,
+    what: str = "what they hold",
+) -> None:
+    """Raise on every rank if one of them failed, or describes another model or checkpoint.
+
+    Args:
+        groups: names of the process groups, in one order on all ranks.
+        occasion: what the ranks are doing.
+        timeout_s: seconds to wait for the other ranks.
+        described: what must be equal on all ranks: plain JSON values.
+        failure: why this rank cannot go on.
+        what: what `described` describes, for the error.
+
+    Raises:
+        ShardingError: if a rank failed.
+        AgreementError: if ranks differ, or if one does not come in time.
+    """
+    digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+    failures = {} if failure is None else {dist.get_rank() if _ranks() else 0: failure}
+    different: list[int] = []
+    # Every vote is held, also after a failure: ranks of another group wait in it.
+    for group in groups:
+        answers = exchange(
+            group,
+            occasion,
+            {"failure": failure, "digest": digest},
+            timeout_s,
+            timeout_option=TIMEOUT,
+        )
+        for rank, answer in zip(compat.group_ranks(group), answers, strict=False):
+            if answer["failure"] is not None:
+                failures[rank] = answer["failure"]
+            if answer["digest"] != answers[0]["digest"]:
+                different.append(rank)
+    if failures:
+        rank, text = min(failures.items())
+        raise ShardingError(f"{occasion} failed on rank {rank}: {text}")
+    if different:
+        raise AgreementError(
+            f"{occasion}: ranks differ in {what}; rank {different[0]} differs from the first rank "
+            "of its group. Every rank must pass the same model and the same checkpoint."
+        )
+
+
+# --- gathers --------------------------------------------------------------------------------------
+def gather_full(tensor: Tensor, destination: int | None = None) -> Tensor | None:
+    """Return a copy of the full tensor, detached, with memory of its own.
+
+    Call it on every rank of the tensor's mesh.
+
+    Args:
+        tensor: a DTensor, or a plain tensor, which every rank holds.
+        destination: global rank that gets the tensor. The others get None. None gives it to all.
+            If the mesh lacks that rank, no rank of it gets the tensor.
+    """
+    wanted = destination is None or not _ranks() or dist.get_rank() == destination
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return _own_copy(tensor) if wanted else None
+    local, mesh = compat.local_of(tensor), tensor.device_mesh
+    if mesh.ndim > 1 or not (tensor.placements[0].is_replicate() or _is_rows(tensor)):
+        full = tensor.full_tensor()  # sharded by something else
+        return _own_copy(full) if wanted else None
+    if tensor.placements[0].is_replicate() or mesh.size() == 1:
+        return _own_copy(local) if wanted else None
+    if tensor.numel() == 0:
+        return local.new_empty(tensor.shape) if wanted else None
+    return _gather_rows(tensor, local, destination)
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _is_rows(tensor: DTensor) -> bool:
+    placement = tensor.placements[0]
+    return type(placement) is Shard and placement.dim == 0
+
+
+def _gather_rows(tensor: DTensor, local: Tensor, destination: int | None) -> Tensor | None:
+    """Gather as bytes, because backends differ in the dtypes that they know."""
+    group, ranks = tensor.device_mesh.get_group(), tensor.device_mesh.size()
+    block = rows_per_rank(tensor.shape[0], ranks)
+    if local.shape[0] == block:
+        padded = local.contiguous()
+    else:
+        padded = local.new_zeros((block, *tensor.shape[1:]))
+        padded[: local.shape[0]] = local
+    sent = padded.view(-1).view(torch.uint8)
+    if destination is not None and destination not in dist.get_process_group_ranks(group):
+        return None
+    gathered = None
+    if destination is None or dist.get_rank() == destination:
+        gathered = torch.empty(ranks * sent.numel(), dtype=torch.uint8, device=sent.device)
+    if destination is None:
+        assert gathered is not None
+        dist.all_gather_into_tensor(gathered, sent, group=group)
+    else:
+        parts = None if gathered is None else list(gathered.chunk(ranks))
+        dist.gather(sent, parts, dst=destination, group=group)
+    if gathered is None:
+        return None
+    full = gathered.view(tensor.dtype).view(ranks * block, *tensor.shape[1:])
+    # A view would keep the padding alive, and files of its storage would contain it.
+    return full if full.shape == tensor.shape else full[: tensor.shape[0]].clone()

@@ -1,0 +1,288 @@
+"""`zpasses.save_safetensors`: safetensors files, written tensor by tensor.
+
+The format is a length (8 bytes, little-endian), a JSON header and the data of the tensors without
+gaps. All sizes are known before the first tensor is gathered, so the header comes first and each
+tensor follows as it arrives. One rank holds one full tensor at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zpasses.checkpoint.model_tensors import (
+    ModelTensor,
+    agree,
+    gather_full,
+    model_tensors,
+    sharding_groups,
+    writing_rank,
+)
+from zpasses.errors import OptionError, ShardingError
+from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
+
+__all__ = ["DTYPE_CODES", "save_safetensors"]
+
+_OCCASION = "zpasses.save_safetensors"
+
+_CODES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+}
+DTYPE_CODES: Mapping[torch.dtype, str] = {
+    getattr(torch, name): code for code, name in _CODES.items()
+}
+"""dtype -> its code in safetensors files."""
+
+_UNITS = {"B": 1}
+for _power, _letter in enumerate("KMGT", 1):
+    _UNITS |= {f"{_letter}B": 1000**_power, f"{_letter}iB": 1024**_power}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*")
+
+
+@dataclass(frozen=True)
+class _File:
+    """One file of the checkpoint."""
+
+    name: str
+    tensors: tuple[ModelTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.tensor.nbytes for each in self.tensors)
+
+
+def save_safetensors(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    metadata: Mapping[str, str] | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> list[str]:
+    """Write the full model as safetensors. Call it on every rank.
+
+    Parameters are gathered one after the other onto one rank, the first of the mesh, which writes
+    each one before the next arrives. So no rank ever holds more than one full parameter. The folder
+    looks as if transformers' `save_pretrained` had written it: `model.safetensors`, or
+    `model-00001-of-00002.safetensors` and so on with `model.safetensors.index.json`. Names have no
+    `_orig_mod.`. A tied weight is written once, under the name that `save_pretrained` keeps. Files
+    appear under their names when they are complete, and earlier files of the same checkpoint are
+    replaced.
+
+    Args:
+        model: a sharded module, a module that contains sharded ones, or `torch.compile` of one.
+        path: a folder, which is created; or a file `*.safetensors`, whose name takes the place of
+            `model`.
+        max_shard_size: size of a file's tensors, in bytes or as text such as "5GB" (10^9 bytes) or
+            "5GiB". A larger tensor gets a file of its own.
+        metadata: further text for the header of each file.
+        timeout_s: seconds to wait for the other ranks.
+
+    Returns:
+        The names of the files that hold tensors, on every rank.
+
+    Raises:
+        OptionError: for a size that is none.
+        ShardingError: on every rank, for a model with entries that are not tensors or are on meta,
+            and if the files cannot be written.
+        AgreementError: on every rank, if another rank does not call it in time or passes another
+            model.
+    """
+    most_bytes = _parse_size(max_shard_size)
+    groups, failure = sharding_groups(model), None
+    tensors: list[ModelTensor] = []
+    try:
+        tensors = model_tensors(model)
+        _check(tensors)
+    except ShardingError as error:
+        failure = str(error)
+    described = [[each.names, str(each.tensor.dtype), list(each.tensor.shape)] for each in tensors]
+    agree(groups, _OCCASION, timeout_s, described=described, failure=failure, what="the model")
+    folder, stem = _place(Path(path))
+    files = _split(tensors, stem, most_bytes)
+    header = {"format": "pt", **dict(metadata or {})}
+    header |= {alias: each.name for each in tensors for alias in each.names[1:]}
+    destination = writing_rank(model)
+    writes = not dist.is_initialized() or dist.get_rank() == destination
+    # A failed rank keeps on gathering, because the others wait in the gathers.
+    written: list[Path] = []
+    for file in files:
+        failure = _write(file, folder, header, destination, writes, failure)
+        written.append(folder / file.name)
+    if writes and failure is None:
+        failure = _finish(folder, stem, files, written)
+    elif writes:
+        for each in written:
+            _temporary(each).unlink(missing_ok=True)
+    agree(groups, f"the end of {_OCCASION}", timeout_s, failure=failure)
+    return [file.name for file in files]
+
+
+def _check(tensors: Sequence[ModelTensor]) -> None:
+    for each in tensors:
+        if each.tensor.is_meta:
+            raise ShardingError(
+                f"{each.name} is on meta and has no values. Call to_empty(device=...) and "
+                "initialise or load the model first."
+            )
+        if each.tensor.dtype not in DTYPE_CODES:
+            raise ShardingError(
+                f"{each.name} is {each.tensor.dtype}, which safetensors files cannot hold. Convert "
+                "it, or save the model with torch.distributed.checkpoint."
+            )
+
+
+def _parse_size(size: int | str) -> int:
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is None or float(match[1]) == 0:
+        raise OptionError(
+            f"max_shard_size is {size!r}; expected bytes above 0, or text such as '5GB' or "
+            "'500MiB'."
+        )
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _place(path: Path) -> tuple[Path, str]:
+    """Return the folder, and the stem of the files in it."""
+    if path.suffix == ".safetensors":
+        return path.parent, path.stem
+    return path, "model"
+
+
+def _split(tensors: Sequence[ModelTensor], stem: str, most_bytes: int) -> list[_File]:
+    parts: list[list[ModelTensor]] = [[]]
+    size = 0
+    for each in tensors:
+        if parts[-1] and size + each.tensor.nbytes > most_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(each)
+        size += each.tensor.nbytes
+    if len(parts) == 1:
+        return [_File(f"{stem}.safetensors", _aligned(parts[0]))]
+    return [
+        _File(f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors", _aligned(part))
+        for i, part in enumerate(parts, 1)
+    ]
+
+
+def _aligned(tensors: Sequence[ModelTensor]) -> tuple[ModelTensor, ...]:
+    """Wide dtypes first, as safetensors orders them, so that every tensor is aligned."""
+    return tuple(sorted(tensors, key=lambda each: -each.tensor.element_size()))
+
+
+# --- the files ------------------------------------------------------------------------------------
+def _header(file: _File, metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for each in file.tensors:
+        start, end = end, end + each.tensor.nbytes
+        entries[each.name] = {
+            "dtype": DTYPE_CODES[each.tensor.dtype],
+            "shape": list(each.tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write(
+    file: _File,
+    folder: Path,
+    metadata: Mapping[str, str],
+    destination: int,
+    writes: bool,
+    failure: str | None,
+) -> str | None:
+    """Gather a file's tensors, and write them on one rank. Return why that failed."""
+    with contextlib.ExitStack() as stack:
+        out: IO[bytes] | None = None
+        if writes and failure is None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                out = stack.enter_context(_temporary(folder / file.name).open("wb"))
+                out.write(_header(file, metadata))
+            except OSError as error:
+                out, failure = None, _told(folder / file.name, error)
+        for each in file.tensors:
+            full = gather_full(each.tensor, destination)
+            if out is not None and full is not None and failure is None:
+                try:
+                    out.write(_bytes_of(full))
+                except Exception as error:
+                    failure = _told(folder / file.name, error)
+            del full  # before the next one is gathered
+        if out is not None and failure is None:
+            try:
+                out.flush()
+                os.fsync(out.fileno())
+            except OSError as error:
+                failure = _told(folder / file.name, error)
+    return failure
+
+
+def _bytes_of(full: Tensor) -> memoryview:
+    flat = full.cpu().contiguous().view(-1)
+    return (flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)).numpy().data
+
+
+def _told(path: Path, error: Exception) -> str:
+    return f"{path} cannot be written: {error}. Free space or give another path."
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.incomplete-{os.getpid()}")
+
+
+def _finish(folder: Path, stem: str, files: Sequence[_File], written: Sequence[Path]) -> str | None:
+    """Give complete files their names, write the index, and remove files of an earlier save."""
+    index = folder / f"{stem}.safetensors.index.json"
+    try:
+        kept = {path.name for path in written}
+        for path in written:
+            _temporary(path).replace(path)
+        if len(files) > 1:
+            weight_map = {each.name: file.name for file in files for each in file.tensors}
+            total = sum(file.nbytes for file in files)
+            text = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            _temporary(index).write_text(json.dumps(text, indent=2, sort_keys=True) + "\n")
+            _temporary(index).replace(index)
+        else:
+            index.unlink(missing_ok=True)
+        pattern = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+        for path in folder.iterdir():
+            if pattern.fullmatch(path.name) and path.name not in kept:
+                path.unlink()
+    except OSError as error:
+        return _told(folder, error)
+    return None

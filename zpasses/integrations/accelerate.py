@@ -1,0 +1,253 @@
+"""Train with Hugging Face's accelerate.
+
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    prepare(accelerator, model)  # shards the model and compiles it in place
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+Everything else is written as for other models: see docs/trainers.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zpasses.checkpoint.full import full_state_dict
+from zpasses.checkpoint.safetensors_writer import save_safetensors
+from zpasses.errors import OptionError
+from zpasses.integrations.optimizer_state import load_states, save_states
+from zpasses.integrations.preparation import (
+    check_optimizer,
+    finish_preparation,
+    preparation_of,
+    prepare_model,
+)
+
+__all__ = ["ShardingAccelerator", "prepare", "shard_with"]
+
+M = TypeVar("M", bound=nn.Module)
+
+FOLDER = "sharded_state"
+"""Folder in a checkpoint of `save_state` that holds prepared models and their optimizers."""
+
+
+def prepare(
+    accelerator: Accelerator,
+    model: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    options: Mapping[str, Any] | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    ignored_params: Collection[nn.Parameter] = (),
+    pack_mb: float | None = None,
+) -> M:
+    """Shard `model`, compile it in place, and let `accelerator` train it. Returns `model`.
+
+    Call it before the optimizer is created and before `accelerator.prepare`. The accelerator then
+    also checkpoints the model in shards: see `ShardingAccelerator`.
+
+    Args:
+        accelerator: its class becomes `ShardingAccelerator`. It still prepares other models as
+            before.
+        mesh: one-dimensional; None takes all ranks.
+        options: options of the backend, such as {"zero_stage": 2}; None is stage 3.
+        param_dtype: gather and compute in this dtype. The shards keep theirs.
+        reduce_dtype: reduce gradients in this dtype.
+        ignored_params: parameters to leave unsharded. Their gradients are not reduced.
+        pack_mb: see `zpasses.shard`. None takes 64 if the model is on the host and the mesh on
+            accelerators, so that each rank moves its own shards only.
+
+    Raises:
+        OptionError: for wrong options, or an accelerator that compiles or shards models itself.
+        ShardingError: for a model that cannot be sharded, or without a process group.
+    """
+    shard_with(accelerator)
+    return prepare_model(
+        model,
+        mesh,
+        options,
+        param_dtype,
+        reduce_dtype,
+        ignored_params,
+        pack_mb,
+        caller="zpasses.integrations.accelerate.prepare",
+    )
+
+
+def shard_with(accelerator: Accelerator) -> None:
+    """Make `accelerator` a `ShardingAccelerator`, in place.
+
+    Raises:
+        OptionError: if it is configured to compile, shard or wrap models itself.
+    """
+    if isinstance(accelerator, ShardingAccelerator):
+        return
+    if type(accelerator) is not Accelerator:
+        raise OptionError(
+            f"got {type(accelerator).__name__}; expected an accelerate.Accelerator. For a "
+            "subclass, derive it from zpasses.integrations.accelerate.ShardingAccelerator instead."
+        )
+    plugin = accelerator.state.dynamo_plugin
+    if plugin is not None and str(getattr(plugin.backend, "value", plugin.backend)) != "NO":
+        raise OptionError(
+            f"the Accelerator compiles with dynamo_backend={plugin.backend.value!r}; prepare() has "
+            "compiled the model in place with zpasses. Leave dynamo_backend (in a Trainer: "
+            "torch_compile, torch_compile_backend and torch_compile_mode) out, and pass "
+            "options={...} to prepare()."
+        )
+    distributed = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if distributed in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
+        raise OptionError(
+            f"the Accelerator is configured for {distributed}, which shards models itself. Start "
+            "the script with plain torchrun and without that configuration; zpasses shards."
+        )
+    accelerator.__class__ = ShardingAccelerator
+
+
+class ShardingAccelerator(Accelerator):  # type: ignore[misc]
+    """An Accelerator that trains models that were prepared with zpasses.
+
+    - `prepare(model, ...)` leaves a prepared model unwrapped, applies autocast if `mixed_precision`
+      asks for it, and shards adapters that were added since.
+    - `no_sync` and `accumulate` defer the reduction of gradients; `backward` reduces them once.
+    - `clip_grad_norm_` clips by the norm over all ranks, and returns it as a plain tensor.
+    - `get_state_dict` gathers the full state on the main process. It is empty on other ranks.
+    - `save_model` writes safetensors, parameter by parameter.
+    - `save_state` and `load_state` use torch.distributed.checkpoint: each rank writes its own rows,
+      and the checkpoint loads on any number of ranks.
+
+    Call the saving methods on every rank.
+    """
+
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        if preparation_of(model) is None:
+            return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
+        finish_preparation(model)
+        # In evaluation mode, accelerate applies autocast and wraps the model in nothing.
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)  # type: ignore[no-any-return]
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> Any:
+        check_optimizer(optimizer)
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        preparation = preparation_of(model)
+        with preparation.reduction.defer() if preparation else super().no_sync(model):
+            yield
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            for model in self._prepared():
+                preparation = preparation_of(model)
+                assert preparation is not None
+                stack.enter_context(preparation.reduction.backward())
+            super().backward(loss, **kwargs)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> Any:
+        norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        if preparation_of(model) is None:
+            return super().get_state_dict(model, unwrap)
+        return full_state_dict(model, cpu_offload=True, rank0_only=True)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        if preparation_of(model) is None or not safe_serialization:
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+            return
+        save_safetensors(model, save_directory, max_shard_size=max_shard_size)
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> Any:
+        models, optimizers = self._prepared(), self._optimizers_of_prepared()
+        with self._hidden(models, optimizers):
+            folder = super().save_state(output_dir, safe_serialization, **kwargs)
+        if models:
+            save_states(
+                os.path.join(folder, FOLDER), _together(models), optimizers, with_model=True
+            )
+        return folder
+
+    def load_state(
+        self,
+        input_dir: str | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        models, optimizers = self._prepared(), self._optimizers_of_prepared()
+        folders: list[str] = []
+        found = self.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
+        try:
+            with self._hidden(models, optimizers):
+                super().load_state(input_dir, load_kwargs, **kwargs)
+        finally:
+            found.remove()
+        if models:
+            folder = os.path.join(folders[0], FOLDER)
+            if not os.path.isdir(folder):
+                raise OptionError(
+                    f"load_state: {folders[0]} has no folder {FOLDER!r}, which save_state writes "
+                    "for a prepared model. To load the weights of another checkpoint, use "
+                    "zpasses.load_safetensors(model, path)."
+                )
+            load_states(folder, _together(models), optimizers, with_model=True)
+
+    def _prepared(self) -> list[nn.Module]:
+        return [each for each in self._models if preparation_of(each) is not None]
+
+    def _optimizers_of_prepared(self) -> list[torch.optim.Optimizer]:
+        sharded = {id(param) for model in self._prepared() for param in model.parameters()}
+        return [
+            each.optimizer
+            for each in self._optimizers
+            if any(id(p) in sharded for group in each.param_groups for p in group["params"])
+        ]
+
+    @contextlib.contextmanager
+    def _hidden(
+        self, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]
+    ) -> Iterator[None]:
+        """accelerate saves and loads only what else it has prepared."""
+        both: tuple[list[nn.Module], list[Any]] = self._models, self._optimizers
+        self._models = [each for each in both[0] if each not in models]
+        self._optimizers = [each for each in both[1] if each.optimizer not in optimizers]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = both
+
+
+def _together(models: list[nn.Module]) -> nn.Module:
+    """One module of all models, for an optimizer of several models."""
+    return nn.ModuleDict({str(number): model for number, model in enumerate(models)})

@@ -1,0 +1,206 @@
+"""Train with Lightning.
+
+    trainer = lightning.Trainer(strategy=ZpassesStrategy(options={"zero_stage": 3}), ...)
+    trainer.fit(module, loader)
+
+See docs/trainers.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from zpasses.errors import ZpassesError
+from zpasses.integrations.optimizer_state import load_states, save_states
+from zpasses.integrations.preparation import (
+    DeferredReduction,
+    check_optimizer,
+    preparation_of,
+    prepare_model,
+)
+from zpasses.pipeline import Options
+
+__all__ = ["ZpassesStrategy"]
+
+STATES = "sharded_state"
+META = "meta.pt"
+
+
+class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
+    """A strategy of Lightning that shards the LightningModule and compiles what it is made of.
+
+    All parameters of the LightningModule are sharded before `configure_optimizers` runs. Its direct
+    submodules are compiled in place, so put the network into one submodule. Code of the
+    LightningModule itself, such as `training_step`, is not compiled. It may read parameters; each
+    read gathers.
+
+    Accumulation, clipping and precision are arguments of the Trainer, as always. Gradients are
+    reduced once per optimizer step. With automatic optimization, the closure runs before
+    `optimizer.step`, not inside it, so optimizers that call it several times are not supported.
+
+    A checkpoint is a folder into which each rank writes its own rows. It loads on any number of
+    ranks. Its name appears when it is complete.
+
+    Args:
+        options: options of the backend, such as {"zero_stage": 2}; None is stage 3.
+        param_dtype: gather and compute in this dtype; the shards keep theirs. The Trainer's
+            `precision="bf16-mixed"` is autocast instead.
+        reduce_dtype: reduce gradients in this dtype.
+        pack_mb: see `zpasses.shard`. None takes 64 if the model is on the host and the mesh on
+            accelerators.
+        kwargs: `process_group_backend`, `timeout` and other arguments of DDPStrategy that do not
+            concern DDP's wrapper.
+
+    Raises:
+        OptionError: for wrong options of the backend.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any] | None = None,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        pack_mb: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        Options.parse(options)
+        super().__init__(**kwargs)
+        self._options = options
+        self._sharding: dict[str, Any] = {
+            "param_dtype": param_dtype,
+            "reduce_dtype": reduce_dtype,
+            "pack_mb": pack_mb,
+        }
+
+    model: Any
+
+    # --- setup ------------------------------------------------------------------------------------
+    def setup(self, trainer: Any) -> None:
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        if preparation_of(self.model) is None:
+            prepare_model(
+                self.model,
+                init_device_mesh(self.root_device.type, (self.world_size,)),
+                self._options,
+                **self._sharding,
+                compiles=False,
+                caller="ZpassesStrategy",
+            )
+            for child in _callable_children(self.model):
+                child.compile(backend="zpasses", options=dict(self._options or {}))
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                check_optimizer(optimizer)
+        self.setup_precision_plugin()
+
+    def model_to_device(self) -> None:
+        """The model is on its device since `setup`."""
+
+    # --- gradients --------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with self._reduction().defer():
+            yield
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        with self._reduction().backward():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        # The last backward of the step is in the closure, and reduces the gradients of the step.
+        result = closure()
+        return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
+
+    def _reduction(self) -> DeferredReduction:
+        preparation = preparation_of(self.model)
+        assert preparation is not None
+        return preparation.reduction
+
+    # --- checkpoints ------------------------------------------------------------------------------
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return False  # `load_checkpoint` does
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {}  # `save_checkpoint` writes it
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return {}  # `save_checkpoint` writes it
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """`load_checkpoint` has loaded it."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """`load_checkpoint` has loaded it."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        if storage_options is not None:
+            raise ZpassesError(
+                f"ZpassesStrategy.save_checkpoint: got storage_options={storage_options!r}; it "
+                "writes folders with torch.distributed.checkpoint, which has none. Leave it out."
+            )
+        path = Path(self.broadcast(os.fspath(filepath)))
+        part = path.with_name(f"{path.name}.part")
+        if self.is_global_zero:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        self.barrier()
+        optimizers = self.optimizers if checkpoint.pop("optimizer_states", None) is not None else []
+        checkpoint.pop("state_dict", None)
+        save_states(part / STATES, self.lightning_module, optimizers, with_model=True)
+        if self.is_global_zero:
+            torch.save(checkpoint, part / META)
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+            part.rename(path)
+        self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        path = Path(self.broadcast(os.fspath(checkpoint_path)))
+        if not (path / META).exists():
+            raise ZpassesError(
+                f"{path} is not a checkpoint of ZpassesStrategy, which is a folder with {META}. To "
+                "start from the weights of another one, load them before fit: "
+                "module.load_state_dict(torch.load(path)['state_dict'])."
+            )
+        loaded = torch.load(path / META, map_location="cpu", weights_only=bool(weights_only))
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self.optimizers if fitting else []
+        load_states(path / STATES, self.lightning_module, optimizers, with_model=True)
+        return loaded
+
+
+def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
+    """Submodules with parameters that have a forward, and those inside of containers."""
+    for child in module.children():
+        if next(child.parameters(), None) is None:
+            continue
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _callable_children(child)
+        else:
+            yield child

@@ -1,0 +1,219 @@
+"""The Trainer of prepared models. Everything that depends on the version of transformers is here.
+
+Used from transformers 5.0 to 5.23: the methods of Trainer that `ShardingTrainer` overrides, and the
+attributes `accelerator`, `args`, `model`, `optimizer` and `lr_scheduler`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from zpasses.checkpoint.safetensors_reader import load_safetensors
+from zpasses.errors import OptionError, ZpassesError
+from zpasses.integrations.accelerate import shard_with
+from zpasses.integrations.full_states import CheckpointState, full_state
+from zpasses.integrations.optimizer_state import load_states, save_states
+from zpasses.integrations.preparation import finish_preparation, preparation_of
+
+__all__ = ["ShardingTrainer", "install", "last_checkpoint"]
+
+OPTIMIZER_FOLDER = "optimizer"
+SCHEDULER_FILE = "scheduler.pt"
+STATE_FILE = "trainer_state.json"
+
+
+def install(adopt: Callable[[nn.Module], None]) -> None:
+    """Wrap `Trainer.__init__`, once, so that a Trainer of a prepared model becomes a
+    `ShardingTrainer`.
+
+    Args:
+        adopt: called with the model that the Trainer gets, which may contain the prepared one.
+    """
+    original = Trainer.__init__
+    if hasattr(original, "_zpasses_wrapped"):
+        return
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        model: Any = given.get("model")
+        if not isinstance(self, ShardingTrainer) and preparation_of(model) is not None:
+            _check_arguments(given.get("args"))
+            finish_preparation(model)
+            adopt(model)
+            kind = type(self)
+            self.__class__ = type(
+                kind.__name__, (ShardingTrainer, kind), {"__module__": kind.__module__}
+            )
+        original(self, *args, **kwargs)
+
+    __init__._zpasses_wrapped = True  # type: ignore[attr-defined]
+    Trainer.__init__ = __init__
+
+
+def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+    """Return the newest complete checkpoint of a Trainer in a folder; None if there is none.
+
+    A run that is killed while it saves leaves an incomplete checkpoint. This function skips it,
+    unlike `transformers.trainer_utils.get_last_checkpoint`.
+    """
+    found = [
+        (int(match[1]), path)
+        for path in Path(output_dir).glob("checkpoint-*")
+        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and _is_complete(path)
+    ]
+    return str(max(found)[1]) if found else None
+
+
+class ShardingTrainer(Trainer):  # type: ignore[misc]
+    """A Trainer whose model was prepared. Its methods run on every rank."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        shard_with(self.accelerator)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        preparation = preparation_of(self.model)
+        assert preparation is not None
+        preparation.reduction.flush()  # of an earlier call that stopped between two backwards
+        self.model.zero_grad()
+        return super().train(*args, **kwargs)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if preparation_of(model) is None:  # `to` would take the shards out of their flat buffers
+            super()._move_model_to_device(model, device)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        # Some versions call `_save` on the main process only, so gather first.
+        state = full_state(self.model, every_rank=self.args.save_on_each_node)
+        self._full_state = CheckpointState(state) if _internal_call else state
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            del self._full_state
+        self.accelerator.wait_for_everyone()
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        state = state_dict if state_dict is not None else getattr(self, "_full_state", None)
+        super()._save(output_dir, state_dict=state)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+        if self.args.should_save:  # an older run's, which is about to be overwritten
+            Path(folder, STATE_FILE).unlink(missing_ok=True)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_states(
+            os.path.join(output_dir, OPTIMIZER_FOLDER),
+            self.model,
+            [_inner(self.optimizer)],
+            with_model=False,
+        )
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        # The state file comes next and says that the checkpoint is complete, on every rank.
+        self.accelerator.wait_for_everyone()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder, scheduler = (
+            os.path.join(checkpoint, OPTIMIZER_FOLDER),
+            os.path.join(checkpoint, SCHEDULER_FILE),
+        )
+        if not os.path.isdir(folder):
+            if os.path.exists(f"{folder}.pt") or os.path.exists(f"{folder}.bin"):
+                raise ZpassesError(
+                    f"{checkpoint} holds the optimizer of a model that was not sharded "
+                    f"({OPTIMIZER_FOLDER}.pt), which has no rows to load. Start from its weights "
+                    "instead: load the model with from_pretrained and train without "
+                    "resume_from_checkpoint."
+                )
+            return  # saved with save_only_model=True
+        load_states(folder, self.model, [_inner(self.optimizer)], with_model=False)
+        self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        if not os.path.exists(os.path.join(resume_from_checkpoint, STATE_FILE)):
+            complete = last_checkpoint(Path(resume_from_checkpoint).parent)
+            raise ZpassesError(
+                f"{resume_from_checkpoint} is incomplete: it has no {STATE_FILE}, which is written "
+                "last. "
+                + (f"Resume from {complete}." if complete else "None beside it is complete.")
+                + " zpasses.integrations.transformers.last_checkpoint(folder) finds the newest "
+                "complete one."
+            )
+        if _has_weights(resume_from_checkpoint) and not hasattr(self.model, "peft_config"):
+            load_safetensors(model or self.model, resume_from_checkpoint)
+        else:  # adapters
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if _has_weights(best) and not hasattr(self.model, "peft_config"):
+            load_safetensors(self.model, best)
+        else:  # adapters
+            super()._load_best_model()
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    try:
+        json.loads(Path(checkpoint, STATE_FILE).read_text())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _has_weights(checkpoint: str) -> bool:
+    names = ("model.safetensors", "model.safetensors.index.json")
+    return any(os.path.exists(os.path.join(checkpoint, name)) for name in names)
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside accelerate's wrapper."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+def _check_arguments(args: Any) -> None:
+    """Raise OptionError for TrainingArguments that compile or shard the model another way."""
+    if args is None:
+        return
+    compiles = [
+        f"{name}={value!r}"
+        for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+        if (value := getattr(args, name, None))
+    ]
+    if compiles:
+        raise OptionError(
+            f"TrainingArguments({', '.join(compiles)}): zpasses.integrations.transformers.prepare "
+            "has compiled the model in place, and Trainer would compile it again. Leave these "
+            "arguments out, and pass prepare(model, options={...}); Inductor's options go in "
+            "options={'inductor': {...}}."
+        )
+    for name in ("fsdp", "deepspeed"):
+        if value := getattr(args, name, None):
+            raise OptionError(
+                f"TrainingArguments({name}={value!r}): zpasses.integrations.transformers.prepare "
+                f"has sharded the model. Leave {name} out."
+            )

@@ -1,0 +1,168 @@
+"""State of one rank that must not be taken for the state of the model, or of another rank.
+
+`model.state_dict()` of a sharded model holds the shards. Distributed checkpoint saves them
+correctly. Code that writes tensors by their memory, such as safetensors, would write one rank's
+rows as if they were the model. So the values are `StateShard`s, whose memory is not accessible.
+
+`torch.save` of a state dict writes the shards of one rank, and a file of one rank must not be
+loaded on another. A pickled DTensor holds its device mesh, and that holds the rank that pickled it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from zpasses import compat
+from zpasses.errors import ShardingError
+from zpasses.ranks.vote import report_failure
+from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE
+
+__all__ = ["StateShard", "as_state_shard", "check_owner", "install_optimizer_state_check"]
+
+_SAVE_INSTEAD = (
+    "To write the whole model, call zpasses.save_safetensors(model, path) on every rank, or "
+    "state = zpasses.full_state_dict(model) on every rank and save that, for example by "
+    "save_pretrained(path, state_dict=state). To write shards, pass model.state_dict() to "
+    "torch.distributed.checkpoint.save."
+)
+
+
+class StateShard(DTensor):
+    """A value of a sharded model's state dict: a DTensor that shares the parameter's memory.
+
+    Copies are StateShards too. Results of other operations are plain DTensors, and so is what
+    `pickle` and `torch.save` write.
+    """
+
+    def untyped_storage(self) -> NoReturn:
+        raise ShardingError(_not_the_model(self))
+
+    def storage(self) -> NoReturn:
+        raise ShardingError(_not_the_model(self))
+
+    def detach(self) -> StateShard:
+        return as_state_shard(super().detach())
+
+    def clone(self, *args: Any, **kwargs: Any) -> StateShard:
+        return as_state_shard(super().clone(*args, **kwargs))
+
+    def cpu(self, *args: Any, **kwargs: Any) -> StateShard:
+        return as_state_shard(super().cpu(*args, **kwargs))
+
+    def to(self, *args: Any, **kwargs: Any) -> StateShard:
+        return as_state_shard(super().to(*args, **kwargs))
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> StateShard:
+        return as_state_shard(super().contiguous(*args, **kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateShard:
+        if id(self) not in memo:
+            memo[id(self)] = self.clone()
+        made: StateShard = memo[id(self)]
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain_dtensor(self).__reduce_ex__(protocol)
+
+
+def as_state_shard(value: Tensor) -> StateShard:
+    """Wrap a DTensor without autograd history. The memory is shared."""
+    assert isinstance(value, DTensor)
+    build = cast(Any, StateShard)
+    made: StateShard = build(compat.local_of(value), compat.spec_of(value), requires_grad=False)
+    return made
+
+
+def plain_dtensor(value: DTensor) -> DTensor:
+    """Return the DTensor that shares a value's memory."""
+    return compat.wrap_local(compat.local_of(value), compat.spec_of(value))
+
+
+def _not_the_model(value: DTensor) -> str:
+    rows, ranks = compat.local_of(value).shape[:1], value.device_mesh.size()
+    held = f"{rows[0]} of {value.shape[0]} rows" if value.dim() else "a copy"
+    return (
+        f"this value of a state dict is not a whole parameter: the model is sharded by zpasses "
+        f"over {ranks} ranks, and this rank holds {held}. Its memory alone would be saved as if it "
+        f"were the model. {_SAVE_INSTEAD}"
+    )
+
+
+# --- files of one rank that another rank loads ----------------------------------------------------
+def check_owner(value: DTensor, param: DTensor, what: str) -> None:
+    """Raise ShardingError if a value was saved by another rank, or over another mesh, than that of
+    the parameter that it belongs to.
+
+    Args:
+        value: a tensor that was loaded.
+        what: what it is, for the error, such as "exp_avg of the optimizer".
+    """
+    mesh = param.device_mesh
+    saved = value.device_mesh.get_coordinate()
+    if value.device_mesh != mesh:
+        cause = f"was saved over {value.device_mesh}, and the parameter is sharded over {mesh}"
+    elif saved != mesh.get_coordinate():
+        cause = f"was saved by rank {_told(saved)} of the mesh, and this is rank " + _told(
+            mesh.get_coordinate()
+        )
+    elif (
+        value.placements == param.placements
+        and value.shape == param.shape
+        and compat.local_of(value).shape != compat.local_of(param).shape
+    ):
+        cause = (
+            f"holds {list(compat.local_of(value).shape)} of {list(param.shape)}, and this rank "
+            f"{list(compat.local_of(param).shape)}"
+        )
+    else:
+        return
+    error = ShardingError(
+        f"{what} {cause}. A state dict of a model that zpasses sharded holds the shards of one "
+        "rank, so torch.save on one rank does not save those of the others. Save and load with "
+        "torch.distributed.checkpoint and get_state_dict, which works on any number of ranks; or "
+        "let each rank save and load a file of its own. For the model, zpasses.full_state_dict(...)"
+        " and zpasses.save_safetensors(...) give the whole parameters."
+    )
+    report_failure([compat.group_name(mesh.get_group())], "", error, doing="loading saved shards")
+    raise error
+
+
+def _told(coordinate: Any) -> str:
+    return "none" if coordinate is None else ", ".join(map(str, coordinate))
+
+
+@functools.cache
+def install_optimizer_state_check() -> None:
+    """Install a hook that checks loaded optimizer state before the step that would use it.
+
+    It applies to every torch optimizer of this process. Further calls do nothing.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+
+
+_CHECKED = "_zpasses_checked_state"
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    state = optimizer.state  # `load_state_dict` makes a new one
+    if getattr(optimizer, _CHECKED, None) is state:
+        return
+    for param, name, value in _sharded_state(optimizer):
+        check_owner(value, param, f"{name} of the optimizer's state")
+    setattr(optimizer, _CHECKED, state)
+
+
+def _sharded_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[DTensor, str, DTensor]]:
+    for param, entries in optimizer.state.items():
+        ours = isinstance(param, DTensor) and hasattr(param, GRAD_STATE_ATTRIBUTE)
+        if ours and isinstance(entries, dict):
+            for name, value in entries.items():
+                if isinstance(value, DTensor):
+                    yield cast(DTensor, param), str(name), value
