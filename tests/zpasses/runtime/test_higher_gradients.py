@@ -76,7 +76,7 @@ def test_gradient_penalty_of_the_compiled_model_names_the_way_out(stage):
     plain, model = _pair()
     run, x = _run(model, stage), torch.randn(3, 4, requires_grad=True)
     with pytest.raises(
-        zpasses.ShardingError, match="cannot differentiate a backward again.*sharded model itself"
+        zpasses.ShardingError, match=r"cannot differentiate a backward again.*sharded model itself"
     ):
         _penalty(run, x)
     # Both in one step.
