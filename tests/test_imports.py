@@ -30,6 +30,7 @@ LAYERS = (
         "zpasses.checkpoint",
         "zpasses.passes",
         "zpasses.inspect",
+        "zpasses.optim",
     ),
     ("zpasses.testing", "zpasses.integrations"),
     ("zpasses.tools",),

@@ -96,7 +96,17 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_MODULES = ("backend", "dumps", "errors", "graph", "inspect", "pipeline", "sdma", "testing")
+_MODULES = (
+    "backend",
+    "dumps",
+    "errors",
+    "graph",
+    "inspect",
+    "optim",
+    "pipeline",
+    "sdma",
+    "testing",
+)
 """Submodules that are available after `import zpasses`, without an import of their own."""
 
 if "torch" in sys.modules:

@@ -14,6 +14,7 @@ import compat`) and calls `compat.<name>`.
 | fake tensors, symbolic sizes | `fake.py` |
 | FX graphs, operators, pytrees | `fx_graph.py` |
 | Inductor | `inductor.py` |
+| optimizers | `optim.py` |
 """
 
 from zpasses.compat.aot import (
@@ -127,6 +128,7 @@ from zpasses.compat.inductor import (
     pin_output_strides,
     register_collective_lowerings,
 )
+from zpasses.compat.optim import adjusted_muon_lr, newton_schulz
 
 __all__ = [
     "BOXED_CODEGEN",
@@ -142,6 +144,7 @@ __all__ = [
     "OpOverloadPacket",
     "TorchDispatchMode",
     "Work",
+    "adjusted_muon_lr",
     "ambient_fake_mode",
     "aot_compile",
     "aot_gradient_index",
@@ -195,6 +198,7 @@ __all__ = [
     "make_dtensor",
     "mark_recompute",
     "mark_saved",
+    "newton_schulz",
     "no_dispatch_modes",
     "op_name",
     "parameter_name",

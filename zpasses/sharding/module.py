@@ -189,7 +189,7 @@ def _dtype_hint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         return ""
     return (
         f"{copy._label} is gathered in {copy.dtype}, and another argument is {other.dtype}: "
-        f"zpasses.shard(param_dtype=...) converts parameters only. Convert the inputs of the model, "
+        "zpasses.shard(param_dtype=...) converts parameters only. Convert the inputs of the model, "
         f"x.to({copy.dtype}), or run it under torch.autocast and leave param_dtype out."
     )
 

@@ -23,6 +23,7 @@ from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.ranks.vote import report_failure
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE
+from zpasses.sharding.refused_optimizers import check_optimizer
 
 __all__ = ["StateShard", "as_state_shard", "check_owner", "install_optimizer_state_check"]
 
@@ -140,7 +141,8 @@ def _told(coordinate: Any) -> str:
 
 @functools.cache
 def install_optimizer_state_check() -> None:
-    """Install a hook that checks loaded optimizer state before the step that would use it.
+    """Install a hook that checks an optimizer before its first step, and loaded state before the
+    step that would use it.
 
     It applies to every torch optimizer of this process. Further calls do nothing.
     """
@@ -154,15 +156,20 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
     state = optimizer.state  # `load_state_dict` makes a new one
     if getattr(optimizer, _CHECKED, None) is state:
         return
+    if any(_is_ours(param) for group in optimizer.param_groups for param in group["params"]):
+        check_optimizer(optimizer)
     for param, name, value in _sharded_state(optimizer):
         check_owner(value, param, f"{name} of the optimizer's state")
     setattr(optimizer, _CHECKED, state)
 
 
+def _is_ours(param: Tensor) -> bool:
+    return isinstance(param, DTensor) and hasattr(param, GRAD_STATE_ATTRIBUTE)
+
+
 def _sharded_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[DTensor, str, DTensor]]:
     for param, entries in optimizer.state.items():
-        ours = isinstance(param, DTensor) and hasattr(param, GRAD_STATE_ATTRIBUTE)
-        if ours and isinstance(entries, dict):
+        if _is_ours(param) and isinstance(entries, dict):
             for name, value in entries.items():
                 if isinstance(value, DTensor):
                     yield cast(DTensor, param), str(name), value

@@ -14,6 +14,7 @@ from zpasses.testing import run_on_ranks, world_mesh
 pytestmark = pytest.mark.processes
 
 STEPS = 4
+SLOW = pytest.mark.slow(quick="test_training_resumes_from_an_asynchronous_checkpoint")
 
 
 def _training(stage):
@@ -66,7 +67,7 @@ def _resumes(folder, stage):
     return zpasses.full_state_dict(model)
 
 
-@pytest.mark.parametrize("stage", [None, 2, 3], ids=["eager", "stage2", "stage3"])
+@pytest.mark.parametrize("stage", [pytest.param(None, marks=SLOW), pytest.param(2, marks=SLOW), 3])
 def test_training_resumes_from_an_asynchronous_checkpoint(stage, tmp_path):
     beside = stage is not None
     expected = run_on_ranks(_trains_and_saves, str(tmp_path), stage, beside)[0]

@@ -1,6 +1,7 @@
 """Adapters of PEFT on sharded models, compared with the same adapters on the unsharded model."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -30,6 +31,10 @@ class Net(nn.Module):
 
 
 TOKENS = torch.arange(7).view(1, 7)
+
+
+def _slow(name):
+    return pytest.mark.slow(quick=name)
 
 
 def _config(targets=("q", "v"), **options):
@@ -145,8 +150,18 @@ def _trained(model, run):
     return model
 
 
-@pytest.mark.parametrize("stage", [None, 2, 3], ids=["eager", "stage2", "stage3"])
-@pytest.mark.parametrize("which", ["LoRA", "DoRA", "several LoRA"])
+@pytest.mark.parametrize(
+    ("which", "stage"),
+    [
+        ("DoRA", 3),
+        ("several LoRA", None),
+        *(
+            pytest.param(which, stage, marks=_slow("test_training_equals_the_unsharded_model"))
+            for which, stage in itertools.product(ADAPTERS, (None, 2, 3))
+            if (which, stage) not in (("DoRA", 3), ("several LoRA", None))
+        ),
+    ],
+)
 @pytest.mark.ranks(2)
 def test_training_equals_the_unsharded_model(which, stage):
     plain, model = _pair(which)
@@ -205,8 +220,15 @@ def test_training_adapters_that_are_not_sharded_is_an_error(how):
         model(TOKENS)  # evaluation is correct
 
 
-@pytest.mark.parametrize("which", ["LoRA", "DoRA"])
-@pytest.mark.parametrize("stage", [None, 3], ids=["eager", "stage3"])
+@pytest.mark.parametrize(
+    ("which", "stage"),
+    [
+        ("DoRA", 3),
+        ("LoRA", None),
+        pytest.param("LoRA", 3, marks=_slow("test_second_call_of_shard_finds_late_adapters")),
+        pytest.param("DoRA", None, marks=_slow("test_second_call_of_shard_finds_late_adapters")),
+    ],
+)
 @pytest.mark.ranks(2)
 def test_second_call_of_shard_finds_late_adapters(which, stage):
     model = _late(which)

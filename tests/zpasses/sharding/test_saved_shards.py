@@ -81,6 +81,9 @@ def _step(model, optimizer):
     optimizer.step()
 
 
+SLOW = pytest.mark.slow(quick="test_state_of_one_rank_is_not_loaded_on_another")
+
+
 def _loaded_from_rank_0(folder, what, rows):
     model, optimizer = _trained(rows)
     source = model if what == "model" else optimizer
@@ -101,8 +104,15 @@ def _loaded_from_rank_0(folder, what, rows):
     return "nothing was said"
 
 
-@pytest.mark.parametrize("rows", [4, 5], ids=["even", "uneven"])
-@pytest.mark.parametrize("what", ["model", "optimizer"])
+@pytest.mark.parametrize(
+    ("what", "rows"),
+    [
+        ("model", 4),
+        ("optimizer", 5),
+        pytest.param("model", 5, marks=SLOW),
+        pytest.param("optimizer", 4, marks=SLOW),
+    ],
+)
 def test_state_of_one_rank_is_not_loaded_on_another(what, rows, tmp_path):
     outcomes = run_in_fresh_ranks(_loaded_from_rank_0, str(tmp_path), what, rows)
     first, second = [each.result for each in outcomes]

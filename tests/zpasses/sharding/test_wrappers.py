@@ -135,7 +135,7 @@ def test_inputs_of_another_dtype_get_a_hint():
         assert "failed on an input of torch.float32. Its parameters are gathered in " in records[-1]
         records.clear()
         _compiled(model)(torch.ones(2, 4, dtype=torch.bfloat16))
-        with pytest.raises(Exception, match="shape|size"):
+        with pytest.raises(Exception, match=r"shape|size"):
             _compiled(model)(torch.ones(2, 3, dtype=torch.bfloat16))
         assert not records
     finally:

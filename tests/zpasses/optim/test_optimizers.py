@@ -1,0 +1,223 @@
+"""The table of docs/optimizers.md: each optimizer on sharded parameters, compared with the
+unsharded model.
+"""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+import zpasses
+from zpasses.testing import run_on_ranks, world_mesh
+
+pytestmark = pytest.mark.processes
+
+EXACT = {
+    "SGD": (optim.SGD, [{}, {"foreach": True}, {"momentum": 0.9, "nesterov": True}]),
+    "Adam": (optim.Adam, [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True}]),
+    "AdamW": (optim.AdamW, [{}, {"foreach": True}, {"fused": True}]),
+    "NAdam": (optim.NAdam, [{}, {"foreach": True}]),
+    "RAdam": (optim.RAdam, [{}, {"foreach": True}]),
+    "Adamax": (optim.Adamax, [{}, {"foreach": True}]),
+    "Adadelta": (optim.Adadelta, [{}, {"foreach": True}]),
+    "Adagrad": (optim.Adagrad, [{}, {"foreach": True}]),
+    "RMSprop": (optim.RMSprop, [{}, {"foreach": True}, {"momentum": 0.9, "centered": True}]),
+    "ASGD": (optim.ASGD, [{}, {"foreach": True}]),
+}
+"""Optimizers of torch that work on DTensors -> their variants."""
+
+OURS = {
+    "Rprop": (zpasses.optim.Rprop, optim.Rprop, [{}, {"foreach": True}, {"maximize": True}]),
+    "Adafactor": (
+        zpasses.optim.Adafactor,
+        optim.Adafactor,
+        [{}, {"weight_decay": 0.1, "eps": (1e-5, 1e-2), "d": 1.2}, {"maximize": True}],
+    ),
+    "Muon": (
+        zpasses.optim.Muon,
+        optim.Muon,
+        [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.3}],
+    ),
+}
+"""Optimizers of zpasses, and those of torch that they replace."""
+
+
+class Net(nn.Module):
+    """Matrices of several shapes, rows that no world size divides, vectors, a scalar, a stack of
+    matrices, one row, and a parameter that is not used.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 7), nn.Linear(7, 5, bias=False), nn.Linear(5, 1)
+        self.wide = nn.Linear(1, 9, bias=False)
+        self.stack = nn.Parameter(torch.randn(3, 2, 5))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x):
+        y = torch.tanh(self.b(torch.tanh(self.a(x))))
+        return self.wide(self.c(y)) * self.scale + (self.stack @ y.t()).sum() * 0.1
+
+
+def _params(model, which):
+    return [p for p in model.parameters() if p.dim() == 2 or which != "Muon"]
+
+
+def _steps(model, optimizer, seeds):
+    for seed in seeds:
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _compare(which, ours, theirs, options, atol):
+    torch.manual_seed(0)
+    plain = Net()
+    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+    _steps(model, ours(_params(model, which), lr=0.05, **options), range(4))
+    _steps(plain, theirs(_params(plain, which), lr=0.05, **options), range(4))
+    torch.testing.assert_close(
+        zpasses.full_state_dict(model), dict(plain.state_dict()), rtol=0, atol=atol
+    )
+
+
+@pytest.mark.parametrize("which", EXACT)
+@pytest.mark.ranks(2)
+def test_optimizers_of_torch_are_exact(which):
+    cls, variants = EXACT[which]
+    for options in variants:
+        _compare(which, cls, cls, options, atol=1e-6)
+
+
+def _ours(which):
+    ours, theirs, variants = OURS[which]
+    for options in variants:
+        _compare(which, ours, theirs, options, atol={"Adafactor": 1e-5}.get(which, 1e-6))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("which", OURS)
+def test_optimizers_of_zpasses_are_exact(which, ranks):
+    run_on_ranks(_ours, which, ranks=ranks)
+
+
+@pytest.mark.parametrize("which", OURS)
+@pytest.mark.ranks(2)
+def test_parameters_that_are_not_sharded_may_be_in_the_same_optimizer(which):
+    torch.manual_seed(0)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    zpasses.shard(model, mesh=world_mesh(), ignored_params=list(model.a.parameters()))
+    ours, theirs, _ = OURS[which]
+    _steps(model, ours(_params(model, which), lr=0.05), range(3))
+    _steps(plain, theirs(_params(plain, which), lr=0.05), range(3))
+    torch.testing.assert_close(
+        zpasses.full_state_dict(model), dict(plain.state_dict()), rtol=0, atol=1e-5
+    )
+
+
+def _without_unused():
+    """Distributed checkpoint expects state of every parameter that requires a gradient."""
+    model = Net()
+    model.unused.requires_grad_(False)
+    return zpasses.shard(model, mesh=world_mesh())
+
+
+def _save(which, folder):
+    torch.manual_seed(0)
+    model = _without_unused()
+    optimizer = OURS[which][0](_params(model, which), lr=0.05)
+    _steps(model, optimizer, range(2))
+    sharded = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.dim()
+    ]
+    assert sharded
+    assert all(isinstance(value, DTensor) for value in sharded)
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    _steps(model, optimizer, range(2, 4))
+    return zpasses.full_state_dict(model)
+
+
+def _resume(which, folder):
+    model = _without_unused()
+    optimizer = OURS[which][0](_params(model, which), lr=0.05)
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    _steps(model, optimizer, range(2, 4))
+    return zpasses.full_state_dict(model)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("which", OURS)
+def test_training_resumes_from_a_checkpoint(which, ranks, tmp_path):
+    expected = run_on_ranks(_save, which, str(tmp_path))[0]
+    for state in run_on_ranks(_resume, which, str(tmp_path), ranks=ranks):
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-5)
+
+
+# --- refused --------------------------------------------------------------------------------------
+def _hugging_face(params):
+    from transformers.optimization import Adafactor
+
+    return Adafactor(params)
+
+
+REFUSED = {
+    "Muon": (lambda params: optim.Muon(params), r"zpasses\.optim\.Muon"),
+    "Adafactor": (lambda params: optim.Adafactor(params), r"zpasses\.optim\.Adafactor"),
+    "Hugging Face's Adafactor": (_hugging_face, r"zpasses\.optim\.Adafactor"),
+    "Rprop": (lambda params: optim.Rprop(params), r"zpasses\.optim\.Rprop"),
+    "LBFGS": (lambda params: optim.LBFGS(params), "Use another optimizer"),
+    "SGD fused": (lambda params: optim.SGD(params, fused=True), "Leave fused out"),
+    "Adagrad fused": (lambda params: optim.Adagrad(params, fused=True), "Leave fused out"),
+}
+
+
+@pytest.mark.parametrize("which", REFUSED)
+@pytest.mark.ranks(2)
+def test_refused_optimizers_name_the_way_out_and_change_nothing(which):
+    make, message = REFUSED[which]
+    model = zpasses.shard(nn.Linear(4, 5, bias=False), mesh=world_mesh())
+    before, optimizer = zpasses.full_state_dict(model), make(list(model.parameters()))
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(zpasses.ShardingError, match=rf"parameters that zpasses sharded.*{message}"):
+        optimizer.step()
+    assert torch.equal(zpasses.full_state_dict(model)["weight"], before["weight"])
+
+
+@pytest.mark.ranks(2)
+def test_refused_optimizers_step_plain_models():
+    assert dist.get_world_size() == 2
+    model = nn.Linear(4, 5, bias=False)
+    optimizer = optim.Rprop(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+# --- the page -------------------------------------------------------------------------------------
+def test_rows_of_the_page_are_tested():
+    page = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)
+    tested = {f"torch.optim.{name}" for name in EXACT} | {f"zpasses.optim.{name}" for name in OURS}
+    tested |= {"torch.optim.SGD(fused=True)", "torch.optim.Adagrad(fused=True)"}
+    tested |= {f"torch.optim.{name}" for name in ("Muon", "Adafactor", "Rprop", "LBFGS")}
+    tested |= {"transformers.Adafactor"}
+    assert set(rows) == tested
+    assert len(rows) == len(tested)

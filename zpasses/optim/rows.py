@@ -1,0 +1,85 @@
+"""Parameters as optimizers see them on one rank: local rows, and sums over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from zpasses import compat
+
+__all__ = ["Rows", "SumOverRanks", "run_in_rounds"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A parameter with a gradient. Every tensor is local."""
+
+    param: Tensor
+    grad: Tensor
+    shape: torch.Size
+    """Shape of the full parameter."""
+    mesh: DeviceMesh | None
+    """The mesh over which its rows are sharded; None if this rank holds all of them."""
+    source: Tensor
+    """The parameter in the optimizer."""
+
+    @classmethod
+    def of(cls, param: Tensor) -> Rows:
+        grad = param.grad
+        assert grad is not None
+        if not isinstance(param, DTensor):
+            return cls(param, grad, param.shape, None, param)
+        mesh = param.device_mesh if param.placements[0].is_shard() else None
+        return cls(compat.local_of(param), local(grad), param.shape, mesh, param)
+
+    def state(self, rows: Tensor, shape: Sequence[int], *, replicated: bool = False) -> Tensor:
+        """Wrap local state as a DTensor if the parameter is one.
+
+        Args:
+            shape: shape of the full state.
+            replicated: every rank holds it whole.
+        """
+        if not isinstance(self.source, DTensor):
+            return rows
+        placements = (Replicate(),) if replicated else self.source.placements
+        mesh = self.source.device_mesh
+        return compat.make_dtensor(rows, mesh, placements, torch.Size(shape))
+
+
+def local(tensor: Tensor) -> Tensor:
+    return compat.local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+SumOverRanks = Generator[Tensor, Tensor, None]
+"""The update of one parameter. It yields a flat tensor and gets its sum over the ranks."""
+
+
+def run_in_rounds(updates: Sequence[tuple[Rows, SumOverRanks]]) -> None:
+    """Run the updates of parameters together: one all-reduce per round, mesh and dtype."""
+    sent: dict[int, Tensor] = {}
+    running = dict(enumerate(updates))
+    for i, (_, update) in enumerate(updates):
+        sent[i] = next(update)
+    while running:
+        batches: dict[tuple[Any, ...], list[int]] = {}
+        for i, (rows, _) in running.items():
+            if rows.mesh is not None:
+                key = rows.mesh.get_group(), sent[i].dtype, sent[i].device
+                batches.setdefault(key, []).append(i)
+        for (group, *_), members in batches.items():
+            flat = torch.cat([sent[i] for i in members])
+            dist.all_reduce(flat, group=group)
+            parts = flat.split([sent[i].numel() for i in members])
+            sent.update(zip(members, parts, strict=True))
+        for i, (_, update) in list(running.items()):
+            try:
+                sent[i] = update.send(sent[i])
+            except StopIteration:
+                del running[i]

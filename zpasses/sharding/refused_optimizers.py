@@ -1,0 +1,54 @@
+"""Optimizers that are wrong on sharded parameters, or that DTensor refuses without a way out."""
+
+from __future__ import annotations
+
+import torch
+
+from zpasses.errors import ShardingError
+
+__all__ = ["check_optimizer"]
+
+_WAYS_OUT: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.Muon: (
+        "orthogonalises DTensors by sums over ranks that round differently, so it drifts from the "
+        "unsharded optimizer. Use zpasses.optim.Muon, which takes the same arguments and is exact"
+    ),
+    torch.optim.Adafactor: (
+        "needs means over rows and columns that DTensor cannot compute in place. Use "
+        "zpasses.optim.Adafactor, which takes the same arguments"
+    ),
+    torch.optim.Rprop: (
+        "assigns by masks, which DTensor refuses. Use zpasses.optim.Rprop, which takes the same "
+        "arguments and is exact"
+    ),
+    torch.optim.LBFGS: (
+        "flattens all parameters into one vector, which shards do not form. Use another optimizer, "
+        "or leave the parameters unsharded (ignored_params) and average their gradients"
+    ),
+}
+"""Class -> what it does, and what to use. Subclasses are not refused."""
+
+_OF_TRANSFORMERS = (
+    "mixes its own plain tensors with DTensors. Use zpasses.optim.Adafactor, which is torch's "
+    "variant: convert the arguments, lr is its largest relative step"
+)
+
+_FUSED = (torch.optim.SGD, torch.optim.Adagrad)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ShardingError for an optimizer that cannot step sharded parameters correctly."""
+    kind = type(optimizer)
+    why = _WAYS_OUT.get(kind)
+    if (kind.__module__, kind.__name__) == ("transformers.optimization", "Adafactor"):
+        why = _OF_TRANSFORMERS
+    elif kind in _FUSED and any(group.get("fused") for group in optimizer.param_groups):
+        why = (
+            "with fused=True calls an operator that DTensor lacks. Leave fused out, which gives "
+            "the same result"
+        )
+    if why is not None:
+        raise ShardingError(
+            f"{kind.__name__} on parameters that zpasses sharded: it {why}. "
+            "The page about optimizers in the documentation lists what is exact."
+        )
