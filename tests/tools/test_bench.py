@@ -74,7 +74,7 @@ def measured(tmp_path, monkeypatch, capsys):
 # --- train ----------------------------------------------------------------------------------------
 @pytest.mark.inductor
 def test_train_measures_each_peer_and_compares_it_to_the_baseline(measured):
-    peers = "fsdp2-eager,zpasses-3" + (",deepspeed-3" if not DEEPSPEED else "")
+    peers = "fsdp2-eager,zpasses:zero_stage=3" + (",deepspeed-3" if not DEEPSPEED else "")
     table, result = measured(*TINY, "--peers", peers)
     assert result["suite"] == "train"
     assert {"torch", "zpasses", "python", "cores"} == set(result["versions"])
@@ -320,7 +320,9 @@ def test_dump_compares_compiles_with_and_without_a_dump(measured):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--peers", "fsdp2"], "unknown name 'fsdp2'. Did you mean \"fsdp2-eager\"?"),
+        (["--peers", "fsdp2"], "got the peer 'fsdp2'"),
+        (["--peers", "zpasses:memory_budget"], "got the peer 'zpasses:memory_budget'"),
+        (["--peers", "zpasses:zero_stage=4"], "zero_stage"),
         (["--baseline", "zero"], "--baseline"),
         (["--width", "30", "--heads", "4"], "--width 30 is not divisible by --heads 4"),
         (["--vocab", "100"], "at least 256"),

@@ -19,7 +19,7 @@ from zpasses.tools.bench.flatten import FORMS, FlattenConfig, run_flatten
 from zpasses.tools.bench.launch import RankError
 from zpasses.tools.bench.model import ModelSize
 from zpasses.tools.bench.overhead import OverheadConfig, run_overhead
-from zpasses.tools.bench.peers import PEERS
+from zpasses.tools.bench.peers import PEERS, peer_of
 from zpasses.tools.bench.report import (
     buckets_table,
     checks_table,
@@ -103,14 +103,24 @@ def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     return names
 
 
+def _peers(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        try:
+            peer_of(name)
+        except OptionError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return names
+
+
 # --- train ----------------------------------------------------------------------------------------
 def _train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers",
-        type=_names(list(PEERS)),
+        type=_peers,
         default=",".join(PEERS),
         metavar="A,B",
-        help="what to run, in this order",
+        help="what to run, in this order; zpasses:OPTION=VALUE is zpasses with other options",
     )
     parser.add_argument(
         "--baseline",

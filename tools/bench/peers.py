@@ -19,9 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import zpasses
+from zpasses.errors import OptionError, suggestion
+from zpasses.pipeline import Options
 from zpasses.tools.bench.model import GPT
 
-__all__ = ["PEERS", "Peer", "Trainer"]
+__all__ = ["PEERS", "Peer", "Trainer", "peer_of"]
 
 LEARNING_RATE = 3e-4
 
@@ -228,3 +230,24 @@ PEERS: dict[str, Peer] = {
     )
 }
 """Every peer by name, in execution order."""
+
+
+def peer_of(name: str) -> Peer:
+    """Return the peer of a name: one of `PEERS`, or zpasses with other options, given as
+    "zpasses:OPTION=VALUE:OPTION=VALUE", such as "zpasses:memory_budget=+8MiB".
+
+    Raises:
+        OptionError: for an unknown name, or a wrong option.
+    """
+    if name in PEERS:
+        return PEERS[name]
+    kind, *texts = name.split(":")
+    given = dict(text.partition("=")[::2] for text in texts)
+    if kind != "zpasses" or not given or not all(given.values()):
+        raise OptionError(
+            f"got the peer {name!r}; expected zpasses:OPTION=VALUE, or one of "
+            f"{', '.join(PEERS)}.{suggestion(name, PEERS)}"
+        )
+    options = {key: int(value) if value.isdecimal() else value for key, value in given.items()}
+    Options.parse(options)
+    return Peer(name, "zpasses with these options", _zpasses(**options))

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from zpasses.tools.bench.launch import RankError, run_ranks
 from zpasses.tools.bench.measure import ResidentMemory
 from zpasses.tools.bench.model import ModelSize
-from zpasses.tools.bench.peers import PEERS, Peer
+from zpasses.tools.bench.peers import Peer, peer_of
 
 __all__ = [
     "LOSS_TOLERANCE",
@@ -124,7 +124,7 @@ def run_train(config: TrainConfig) -> TrainReport:
     """Measure every peer that is installed. A peer that fails is reported and does not stop the
     others.
     """
-    chosen = [PEERS[name] for name in config.peers]
+    chosen = [peer_of(name) for name in config.peers]
     skipped = {peer.name: reason for peer in chosen if (reason := peer.missing())}
     results = {
         peer.name: PeerResult(peer.name, peer.summary)
@@ -154,7 +154,7 @@ def run_train(config: TrainConfig) -> TrainReport:
 
 def _run_round(config: TrainConfig, result: PeerResult, number: int, caches: str) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(Path(caches, result.peer))}
-    ranks = _run(config, "time", PEERS[result.peer], env)
+    ranks = _run(config, "time", peer_of(result.peer), env)
     result.rounds_s.append(max(rank["step_s"] for rank in ranks))
     if number > 0:
         return
@@ -167,7 +167,7 @@ def _run_round(config: TrainConfig, result: PeerResult, number: int, caches: str
     result.losses = [
         statistics.fmean(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)
     ]
-    memory = _run(config, "memory", PEERS[result.peer], {**env, **ResidentMemory.ENVIRONMENT})
+    memory = _run(config, "memory", peer_of(result.peer), {**env, **ResidentMemory.ENVIRONMENT})
     for name in ("resting_bytes", "peak_bytes", "backward_peak_bytes"):
         setattr(result, name, max(rank[name] for rank in memory))
     result.gradient_norm = memory[0]["gradient_norm"]
@@ -209,12 +209,12 @@ def _relate(report: TrainReport) -> None:
             result.waste_s = result.step_s - compute.step_s - result.communication_s
     reference = (
         baseline
-        if baseline and PEERS[baseline.peer].reduces
-        else next((r for r in report.peers if PEERS[r.peer].reduces), None)
+        if baseline and peer_of(baseline.peer).reduces
+        else next((r for r in report.peers if peer_of(r.peer).reduces), None)
     )
     for result in report.peers if reference else ():
         assert reference is not None
-        difference = PEERS[result.peer].reduces and _difference(result, reference)
+        difference = peer_of(result.peer).reduces and _difference(result, reference)
         if difference:
             report.failed[result.peer] = difference
 

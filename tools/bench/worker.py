@@ -30,7 +30,7 @@ from zpasses.tools.bench.measure import (
     traffic,
 )
 from zpasses.tools.bench.model import ModelSize, batches, build_model
-from zpasses.tools.bench.peers import PEERS
+from zpasses.tools.bench.peers import peer_of
 
 _MEMORY_WARMUP = 3
 _SETTLE_S = 0.2
@@ -55,7 +55,7 @@ def _time(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str, A
     losses: list[Tensor] = []
     times = []
     with observe_pass_time() as work:
-        trainer = PEERS[job["peer"]].build(build_model(size), mesh)
+        trainer = peer_of(job["peer"]).build(build_model(size), mesh)
         for number, batch in enumerate(data):
             if number == warmup:
                 before = traffic()
@@ -80,7 +80,7 @@ def _time(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str, A
 def _memory(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str, Any]:
     """Bytes held between steps, the peak that a step adds, and the norm of its gradient."""
     data = batches(size, _MEMORY_WARMUP + 1, dist.get_rank())
-    trainer = PEERS[job["peer"]].build(build_model(size), mesh)
+    trainer = peer_of(job["peer"]).build(build_model(size), mesh)
     for batch in data[:-1]:
         trainer.backward(*batch)
         norm = trainer.gradient_norm()
