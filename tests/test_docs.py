@@ -234,7 +234,7 @@ def test_documented_commands_exist(command, pytestconfig):
         assert done.returncode == 0, done.stderr
     elif program == "pip":
         assert words[0] == "install"
-        assert any(each.split("[")[0] == "." for each in words), "the documentation installs only this project"
+        assert any(each.split("[")[0] == "." for each in words), "installs only this project"
     elif program == "sh":
         assert (ROOT / words[0]).exists()
     elif program == "pytest":
