@@ -110,7 +110,7 @@ def test_api_reference_has_every_public_name(site, pages):
     names = ("zpasses", *(f"zpasses.{each}" for each in API if each != "zpasses"))
     modules = [importlib.import_module(each) for each in names]
     for module in modules:
-        for name in module.__all__:
+        for name in getattr(module, "__all__", ()):
             value = getattr(module, name)
             if not name.startswith("_") and value not in modules:
                 assert any(value is each for each in documented), f"{module.__name__}.{name}"
@@ -119,7 +119,12 @@ def test_api_reference_has_every_public_name(site, pages):
 def named(anchor):
     """What an entry of the API reference describes; None for a member of a class."""
     module, _, name = anchor.rpartition(".")
-    if module.partition(".")[0] != "zpasses" or importlib.util.find_spec(module) is None:
+    if module.partition(".")[0] != "zpasses":
+        return None
+    try:
+        if importlib.util.find_spec(module) is None:
+            return None
+    except ModuleNotFoundError:  # its parent is a module that is not a package
         return None
     return getattr(importlib.import_module(module), name, None)
 

@@ -250,12 +250,12 @@ class _ReductionPlanner(_BucketPlanner):
     ) -> Iterator[_Change]:
         """Yields the memory changes of moving these reductions' waits from `old` to `new`.
 
-        Their inputs live longer, and their results are allocated later.
+        Their inputs, outputs and scratch memory live longer, and their results are allocated later.
         """
         if new <= old:
             return
         for item in items:
-            yield old, new, item.full_bytes + _extra_bytes(item)
+            yield old, new, item.full_bytes
             for _, end, made in self._allocated(item.started):
                 yield max(old, end), new, made
             for node in item.results:
