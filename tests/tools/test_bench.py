@@ -415,11 +415,10 @@ def test_coalesce_measures_a_window_in_time_memory_and_traffic(measured):
     for each in (fsdp2, ours):
         assert each["peak_bytes"] >= each["window_bytes"] >= full
         assert each["after_bytes"] >= full / 2
-        assert (
-            each["sent_bytes"] == full
-        )  # an all-reduce between two ranks, once for three backwards
         assert each["way"] in table
-    assert ours["collectives"] == 2
+    # Once for three backwards: gloo all-reduces, and zpasses exchanges halves.
+    assert (fsdp2["sent_bytes"], ours["sent_bytes"]) == (full, full / 2)
+    assert ours["collectives"] == 1
 
 
 # --- buckets --------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def pipeline(stage, form):
     changes = {"cap_mb": 0.0} if form == "single" else {"mode": form, "memory_budget": "1GiB"}
     return ",".join(
         str(replace(each, **changes) if each.name == "bucket" else each)
-        for each in Pipeline.parse(f"zero{stage}-one-ahead")
+        for each in Pipeline.parse(f"zero{max(stage, 2)}-one-ahead")
     )
 
 

@@ -217,13 +217,13 @@ class Model(nn.Module):
 
 
 def pipeline(stage: int, form: str, cap_mb: float | None, memory_budget: str) -> str:
-    """The named pipeline of a stage, as text, with the options of `bucket` that a form needs."""
+    """A stage with `bucket`, as text, with the options of `bucket` that a form needs."""
     changes: dict[str, Any] = (
         {"cap_mb": 0.0} if form == "single" else {"mode": form, "memory_budget": memory_budget}
     )
     if cap_mb is not None:
         changes["cap_mb"] = cap_mb
-    named = Pipeline.parse(f"zero{stage}")
+    named = Pipeline.parse(f"zero{max(stage, 2)}-one-ahead")
     return ",".join(
         str(replace(each, **changes) if isinstance(each, Bucket) else each) for each in named
     )
