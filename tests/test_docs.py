@@ -153,7 +153,14 @@ def _run_snippets(name, snippets):
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if page.name not in WITHOUT_RANKS and blocks(page, "python")],
+    [
+        pytest.param(
+            page,
+            marks=[pytest.mark.slow(quick="docs/checkpoints.md")] * (page.name == "trainers.md"),
+        )
+        for page in PAGES
+        if page.name not in WITHOUT_RANKS and blocks(page, "python")
+    ],
     ids=name_of,
 )
 def test_snippets_run_on_two_ranks(page, tmp_path):

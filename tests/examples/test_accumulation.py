@@ -19,6 +19,7 @@ def _accumulate():
     ]
 
 
+@pytest.mark.slow(quick="tests/zpasses/test_accumulation.py")
 def test_every_way_to_accumulate_trains_identically():
     for losses in run_on_ranks(_accumulate):
         assert all(each == pytest.approx(losses[0], rel=1e-5) for each in losses)

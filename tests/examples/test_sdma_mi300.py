@@ -48,6 +48,7 @@ def trained():
     return losses
 
 
+@pytest.mark.slow(quick="test_swapped_training_equals_the_functional_one_bit_for_bit")
 @pytest.mark.processes
 def test_model_trains_identically_with_and_without_the_swap():
     for plain, replaced in run_on_ranks(trained):

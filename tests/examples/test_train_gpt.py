@@ -145,6 +145,7 @@ def test_tied_head_and_bfloat16_compute_agree_within_their_rounding(tmp_path: Pa
     assert result["largest_difference"] <= 1e-2
 
 
+@pytest.mark.slow(quick="test_sharded_training_equals_unsharded")
 @pytest.mark.processes
 def test_different_training_fails_the_comparison(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
@@ -167,6 +168,7 @@ def test_text_file_under_plain_torchrun(tmp_path: Path, forked: bool) -> None:
     assert "880 bytes of text, 2 ranks on cpu" in done.stdout
 
 
+@pytest.mark.slow(quick="test_failing_rank_is_shown_and_waiting_ranks_are_killed")
 @pytest.mark.processes
 def test_failing_rank_ends_the_run(tmp_path: Path) -> None:
     program = tmp_path / "broken.py"

@@ -140,7 +140,7 @@ other_model = pytest.mark.slow(quick="llama and mixtral, and test_eager_training
 @pytest.mark.parametrize(
     ("name", "stage"),
     [
-        ("llama", 2),
+        pytest.param("llama", 2, marks=other_model),
         pytest.param("llama", 3, marks=other_stage),
         pytest.param("gpt2", 1, marks=other_model),
         pytest.param("gpt2", 2, marks=other_model),
@@ -185,6 +185,7 @@ def test_llama_is_captured_as_one_graph_and_compiled_once():
     assert run_on_ranks(_captured_graphs) == [["captured", "joint", "forward", "backward"]] * 2
 
 
+@pytest.mark.slow(quick="test_training_equals_the_unsharded_one")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.ranks(2, timeout_s=120)
 def test_llama_with_gradient_checkpointing_equals_the_one_without(compiled):

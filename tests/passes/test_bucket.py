@@ -453,8 +453,10 @@ def test_the_modelled_peak_stays_within_the_budget(
 
 @pytest.mark.parametrize(
     "dtypes",
-    [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float64}],
-    ids=["plain", "cast"],
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.slow(quick="cast")),
+        pytest.param({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float64}, id="cast"),
+    ],
 )
 def test_ranks_that_pad_cast_or_hold_nothing_make_the_same_plan(dtypes):
     params = [Param((rows, 8), **dtypes) for rows in (7, 5, 2, 6)]

@@ -100,6 +100,7 @@ def all_cases():
     return found
 
 
+@pytest.mark.slow(quick="tests/passes/test_pipelines.py")
 @pytest.mark.processes
 @pytest.mark.inductor
 def test_stages_train_like_the_unsharded_model_with_fewer_collectives():

@@ -112,8 +112,11 @@ def test_the_four_variants_of_a_linear_layer(listing_snapshot):
 
 @pytest.mark.parametrize(
     "pipeline",
-    ["zero3", "defer-reduction", "gather-params,reduce-grads{form=reduce_scatter},defer-reduction"],
-    ids=["all_reduce", "dialect", "reduce_scatter"],
+    [
+        pytest.param("zero3", id="stage 3", marks=pytest.mark.slow(quick="reduce_scatter")),
+        pytest.param("defer-reduction", id="dialect"),
+        pytest.param("gather-params,reduce-grads,defer-reduction", id="reduce_scatter"),
+    ],
 )
 def test_window_returns_the_sum_of_its_backwards(pipeline):
     for world_size in (1, 3):

@@ -72,6 +72,7 @@ def measured(tmp_path, monkeypatch, capsys):
 
 
 # --- train ----------------------------------------------------------------------------------------
+@pytest.mark.slow(quick="test_time_limit_ends_a_run_and_is_reported")
 @pytest.mark.inductor
 def test_train_measures_each_peer_and_compares_it_to_the_baseline(measured):
     peers = "fsdp2-eager,zpasses:zero_stage=3" + (",deepspeed-3" if not DEEPSPEED else "")
@@ -271,6 +272,7 @@ def test_all_forms_of_flatten_make_the_same_buffer(measured):
 
 
 # --- startup --------------------------------------------------------------------------------------
+@pytest.mark.slow(quick="test_time_limit_ends_a_run_and_is_reported")
 def test_startup_times_commands_with_and_without_a_dump(measured, tmp_path):
     table, result = measured("startup", "--rounds", "1", "--dump", str(real_dump()[0]))
     commands = [each["command"] for each in result["results"]]

@@ -117,7 +117,9 @@ def figures_of(point):
     ]
 
 
-@pytest.mark.parametrize("at", [0, 1, 2, -1])
+@pytest.mark.parametrize(
+    "at", [0, *(pytest.param(at, marks=pytest.mark.slow(quick="plan 0")) for at in (1, 2, -1))]
+)
 def test_options_of_a_plan_lead_to_its_graphs(table, at):
     """The launches, peaks and times of a compile with these options are those of the row."""
     point = table.plans[at]

@@ -85,7 +85,9 @@ def test_rank_at_fault_may_end_early_with_the_right_numbers():
 @pytest.mark.parametrize(
     ("kind", "place", "outcome"),
     [
-        ("raise and exit", "before forward", "refused"),
+        pytest.param(
+            "raise and exit", "before forward", "refused", marks=pytest.mark.slow(quick="sleep")
+        ),
         ("sleep within the limit", "before backward", "equal"),
     ],
 )

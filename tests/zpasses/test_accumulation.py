@@ -415,6 +415,7 @@ def _fails_inside():
     return seconds, str(caught.value), said.lines
 
 
+@pytest.mark.slow(quick="tests/zpasses/ranks/test_failures.py")
 def test_a_rank_that_fails_inside_a_graph_is_waited_for_a_limited_time():
     (seconds, _, lines), (_, raised, _) = (
         outcome.result for outcome in run_in_fresh_ranks(_fails_inside, timeout_s=100)

@@ -163,6 +163,7 @@ def test_dynamic_shapes_through_inductor():
     assert len(joints) == 1
 
 
+@pytest.mark.slow(quick="test_dynamic_batch_and_sequence_need_one_graph")
 @pytest.mark.ranks(2, timeout_s=120)
 def test_a_single_rank_may_recompile_for_a_new_shape():
     reference, model = pair()
@@ -209,6 +210,7 @@ def test_inference_sees_the_current_weights(stage):
     run_on_ranks(_inference, stage, "eager")
 
 
+@pytest.mark.slow(quick="tests/zpasses/backend/test_compiler.py")
 @pytest.mark.ranks(2, timeout_s=120)
 def test_several_sharded_models_in_one_process():
     first, second = pair(), pair(width=4)

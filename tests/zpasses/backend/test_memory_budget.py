@@ -158,10 +158,14 @@ def test_keep_nothing_gathers_everything_again():
 @pytest.mark.parametrize(
     "pipeline",
     [
-        "zero2",
-        "gather-params,reduce-grads,reshard-after-forward{keep=nothing},schedule,defer-reduction",
+        pytest.param("zero2", id="stage 2"),
+        pytest.param(
+            "gather-params,reduce-grads,reshard-after-forward{keep=nothing},schedule,"
+            "defer-reduction",
+            id="keep=nothing",
+            marks=pytest.mark.slow(quick="stage 2"),
+        ),
     ],
-    ids=["stage 2", "keep=nothing"],
 )
 def test_budget_bounds_pipelines_that_keep_nothing_themselves(pipeline, caplog):
     """They merge and start early within it, and recompute activations only if they must."""

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import torch.distributed as dist
 from zpasses.ranks import heartbeat
@@ -15,6 +17,7 @@ heartbeat._hearts[0]._stopped.wait(0.05)
 """
 
 
+@pytest.mark.slow(quick="tests/zpasses/ranks/test_heartbeat.py")
 def test_process_that_exits_during_a_heartbeat_ends_normally():
     """An interpreter that exits kills its daemon threads, for which C++ would abort the process."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)

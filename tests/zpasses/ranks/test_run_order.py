@@ -133,7 +133,9 @@ def compiled_part(module):
     return torch.compile(module, backend="zpasses", options=options)
 
 
-@pytest.mark.parametrize("one_by_one", [True, False])
+@pytest.mark.parametrize(
+    "one_by_one", [True, pytest.param(False, marks=pytest.mark.slow(quick="one by one"))]
+)
 @pytest.mark.parametrize("agreed_before", [False, True])
 def test_ranks_that_run_different_blocks_of_one_graph_get_an_error(one_by_one, agreed_before):
     results = [each.result for each in run_in_fresh_ranks(_drop_a_layer, one_by_one, agreed_before)]
@@ -208,6 +210,7 @@ def test_another_number_of_micro_batches_is_an_error_in_the_first_step():
         assert seconds < SLACK_S + LIMIT_S
 
 
+@pytest.mark.slow(quick="test_another_number_of_micro_batches_is_an_error_in_the_first_step")
 def test_another_number_of_micro_batches_is_an_error_in_later_steps():
     """Rank 0 does what was predicted, and waits in a collective; rank 1 votes, and waits there."""
     first, second = (each.result for each in run_in_fresh_ranks(_micro_batches_by_rank, 5))

@@ -191,6 +191,7 @@ def _concurrent_reductions():
     arrive(reductions, 3.0, 3.0)
 
 
+@pytest.mark.slow(quick="test_gloo_reduce_scatters_sum_in_the_order_of_ranks")
 def test_gloo_all_gathers_run_concurrently_with_reductions():
     outcomes = run_in_fresh_ranks(_concurrent_reductions, timeout_s=120)
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))

@@ -259,6 +259,7 @@ def run_programs(examples, **options):
     run()
 
 
+@pytest.mark.slow(quick="test_any_program_gives_the_mean_of_the_gradients_on_two_ranks")
 def test_any_program_gives_the_gradients_of_a_plain_model():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -268,6 +269,6 @@ def test_any_program_gives_the_gradients_of_a_plain_model():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow(quick="stage 3")), 3])
 def test_any_program_gives_the_mean_of_the_gradients_on_two_ranks(stage):
     run_on_ranks(run_programs, drawn_examples(20), zero_stage=stage, timeout_s=240)

@@ -327,6 +327,7 @@ def late_and_dying_ranks():
     return shutdown_error, "no error"
 
 
+@pytest.mark.slow(quick="test_an_exchange_gives_up_after_the_time_limit")
 @pytest.mark.processes
 def test_a_missing_rank_raises_within_the_time_limit():
     """One rank leaves late, and then one dies in init."""

@@ -455,6 +455,7 @@ for ranks, pack_mb in json.loads(sys.argv[1]):
 """  # noqa: E501
 
 
+@pytest.mark.slow(quick="tests/zpasses/sharding/test_flat_buffers.py")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_sharding_never_holds_a_second_copy_of_the_model():
     # (ranks, MiB of a group): most MiB on top of the model's 256.
