@@ -144,8 +144,8 @@ def _agree_on_plan(problem: ScheduleProblem, plan: Plan, options: str) -> Plan |
     """
     keys = [compatibility_key(item) for item in problem.items]
     described = [
-        (*map(str, key), item.tag.params, item.full_bytes)
-        for key, item in zip(keys, problem.items, strict=True)
+        (*map(str, key), item.tag.params, item.full_bytes, job.resident)
+        for key, item, job in zip(keys, problem.items, problem.jobs, strict=True)
     ]
     signature = hashlib.sha256(repr((options, described)).encode()).hexdigest()
     fixed = _fixed_starts(problem)

@@ -15,6 +15,7 @@ from zpasses.cost.memory import liveness
 from zpasses.cost.step_time import step_time
 from zpasses.cost.target import Target
 from zpasses.graph.nodes import collective_of
+from zpasses.graph.tags import tagged
 from zpasses.inspect.escape import one_line
 from zpasses.testing import capture_graphs, fake_world
 from zpasses.tools.cli.main import cli
@@ -134,6 +135,25 @@ def test_options_of_a_plan_lead_to_its_graphs(table, at):
     assert [figures(each.graph) for each in (after.forward, after.backward)] == figures_of(point)
 
 
+def test_micro_batches_share_what_is_cached(table):
+    """The fastest plan gathers once per step, so a micro-batch takes less time than alone."""
+    request = PlanRequest(f"{HERE}:blocks", WORLD, "h100", points=3, backwards_per_step=4)
+    repeated = plan_step(request)
+    fastest, alone = repeated.plans[-1], table.plans[-1]
+    assert alone.cached_bytes == 0 < fastest.cached_bytes
+    assert fastest.total_us < alone.total_us
+    assert fastest.forward.exposed_us < 0.9 * alone.forward.exposed_us
+    assert fastest.peak_bytes <= fastest.limit_bytes
+    assert repeated.options["backwards_per_step"] == 4
+    model, batch = blocks()
+    after = capture_graphs(
+        model, (batch,), world_size=WORLD, pipeline="zero3", options=repeated.options
+    ).after
+    marked = [tag.nbytes for _, tag in tagged(after.forward.graph, "full") if tag.cached]
+    assert marked
+    assert "cached" in str(plan_view(repeated).parts)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_stages_are_those_of_a_compile_without_a_budget(table, stage):
     (point,) = [each for each in table.stages if each.name == f"zero{stage}"]
@@ -218,7 +238,9 @@ def test_page_that_cannot_be_written_is_an_error(tmp_path):
 # --- the page ------------------------------------------------------------------------------------
 def point_of(peak, total, name="plan", share=0.9):
     figures = GraphFigures(total / 2, total / 8, share * total / 2, peak, 3)
-    return PlanPoint(name, f"{peak}B" if name == "plan" else None, peak, figures, figures, 0, 1.0)
+    return PlanPoint(
+        name, f"{peak}B" if name == "plan" else None, peak, figures, figures, 0, 0, 1.0
+    )
 
 
 def table_of(points, stages, memory=None, function="train.py:step"):
@@ -228,6 +250,7 @@ def table_of(points, stages, memory=None, function="train.py:step"):
         8,
         "h100",
         "h100",
+        1,
         plans,
         tuple(point_of(*each, name) for each, name in zip(stages, ("zero2", "zero3"), strict=True)),
         None if memory is None else f"{memory}B",

@@ -37,6 +37,13 @@ __all__ = ["plan"]
     help="About how many plans to make.",
 )
 @click.option(
+    "--backwards-per-step",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Micro-batches from one optimizer step to the next, as in the option of the backend.",
+)
+@click.option(
     "--html",
     "picture",
     metavar="FILE",
@@ -53,6 +60,7 @@ def plan(
     target: str | None,
     memory: str | None,
     points: int,
+    backwards_per_step: int,
     arguments: dict[str, Any],
     param_dtype: str | None,
     reduce_dtype: str | None,
@@ -75,7 +83,9 @@ def plan(
             "that exists with --html."
         )
     shard = shard_arguments(param_dtype, reduce_dtype)
-    request = PlanRequest(function, world, target, memory, points, arguments, shard)
+    request = PlanRequest(
+        function, world, target, memory, points, arguments, shard, backwards_per_step
+    )
     with tqdm(desc="plans", unit="plan", disable=None, leave=False) as bar:
         found = plan_step(request, lambda point: bar.update())
     if picture is not None:

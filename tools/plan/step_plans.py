@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from torch import fx
@@ -26,14 +26,22 @@ from zpasses.backend.step_trials import (
     full_params,
     observe_steps,
 )
+from zpasses.cost.bound import schedule_bound
+from zpasses.cost.kept_params import KeptParam
 from zpasses.cost.target import Target, current_target, use_target
 from zpasses.errors import OptionError
 from zpasses.option_values import parse_budget
+from zpasses.passes.defer_reduction import DeferReduction
 from zpasses.passes.pipelines import ZERO2, ZERO3
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Level, Pass, Pipeline, run_passes
 from zpasses.pipeline.prediction import Predictor
 from zpasses.pipeline.recorder import Recorders, run_recorded_passes
+from zpasses.runtime.forward_variants import (
+    ForwardVariant,
+    build_forward_variant,
+    param_slots,
+)
 from zpasses.tools.capture.run import CaptureError, CaptureRequest, run_capture
 from zpasses.tools.plan.table import GraphFigures, PlanPoint, PlanTable, not_dominated
 
@@ -57,6 +65,8 @@ class PlanRequest:
     """Keyword arguments of the function."""
     shard: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of `zpasses.shard`: param_dtype, reduce_dtype."""
+    backwards_per_step: int = 1
+    """Forwards, each with its backward, from one optimizer step to the next."""
 
 
 def plan_step(
@@ -85,7 +95,12 @@ def plan_step(
             tables.append(_Planner(request, target, trials, joints[-1], progress).run())
 
     joint = tuple(each for each in ZERO3 if each.level is Level.JOINT)
-    options = {"pipeline": Pipeline((_CopyJoint(joints), *joint)), "target": request.target}
+    options = {
+        # With deferred reductions, because the compile warns of windows without them.
+        "pipeline": Pipeline((_CopyJoint(joints), *joint, DeferReduction())),
+        "target": request.target,
+        "backwards_per_step": request.backwards_per_step,
+    }
     capture = CaptureRequest(
         request.function,
         None,
@@ -166,6 +181,7 @@ class _Planner:
             self._request.world,
             self._target.name,
             self._request.target,
+            self._request.backwards_per_step,
             tuple(plans),
             stages,
             memory,
@@ -239,15 +255,16 @@ class _Planner:
                 limit,
                 pipeline,
                 self._graphs_of(plan),
-                _kept_bytes(plan),
+                _bytes(*plan.kept, *plan.cached),
                 plan.activations,
+                _bytes(*plan.cached),
             )
         return self._made[budget]
 
     def _zero3(self) -> PlanPoint:
         plan = self._trials.fitting()
         graphs = self._graphs_of(plan)
-        return self._judged("zero3", None, None, ZERO3, graphs, _kept_bytes(plan), 1.0)
+        return self._judged("zero3", None, None, ZERO3, graphs, _bytes(*plan.kept), 1.0)
 
     def _zero2(self) -> PlanPoint:
         run_passes(self._joint.graph, ZERO2.at(Level.JOINT), verify="off")
@@ -255,14 +272,13 @@ class _Planner:
         recomputes = Options(zero_stage=2).recomputes_elementwise()
         kept = sum(size for *_, size in full_params(self._joint))
         graphs = self._trials.other(self._joint, recomputes)
-        return self._judged("zero2", None, None, ZERO2, graphs, kept, 1.0)
+        return self._judged("zero2", None, None, ZERO2, graphs, kept, 1.0, kept)
 
     def _graphs_of(self, plan: StepPlan) -> Graphs:
         """Returns the graphs of a plan as copies, which are rewritten."""
-        key = plan.activations, frozenset(each.name for each in plan.kept)
-        if key not in self._graphs:
-            self._graphs[key] = self._trials.graphs(*key)
-        forward, backward = self._graphs[key]
+        if plan.choice not in self._graphs:
+            self._graphs[plan.choice] = self._trials.graphs(plan.choice)
+        forward, backward = self._graphs[plan.choice]
         return compat.clone_graph_module(forward), compat.clone_graph_module(backward)
 
     def _judged(
@@ -274,21 +290,76 @@ class _Planner:
         graphs: Graphs,
         kept_bytes: int,
         activations: float,
+        cached_bytes: int = 0,
     ) -> PlanPoint:
         """Runs the passes after partitioning, and measures the graphs by the cost model."""
-        forward, backward = (
-            self._figures(graph, pipeline.at(level))
-            for graph, level in zip(graphs, (Level.FORWARD, Level.BACKWARD), strict=True)
+        predictors = {}
+        for gm, level in zip(graphs, (Level.FORWARD, Level.BACKWARD), strict=True):
+            passes = pipeline.at(level)
+            predictors[level] = Predictor(passes, self._target)
+            run_recorded_passes(
+                Recorders((predictors[level],)),
+                "step",
+                "partitioned",
+                gm.graph,
+                passes,
+                verify="off",
+            )
+        point = PlanPoint(
+            name,
+            budget,
+            limit,
+            self._forward_figures(graphs[0], predictors[Level.FORWARD]),
+            self._figures(graphs[1], predictors[Level.BACKWARD]),
+            kept_bytes,
+            cached_bytes,
+            activations,
         )
-        point = PlanPoint(name, budget, limit, forward, backward, kept_bytes, activations)
         self._progress(point)
         return point
 
-    def _figures(self, gm: fx.GraphModule, passes: tuple[Pass, ...]) -> GraphFigures:
-        predictor = Predictor(passes, self._target)
-        run_recorded_passes(
-            Recorders((predictor,)), "step", "partitioned", gm.graph, passes, verify="off"
+    def _forward_figures(self, gm: fx.GraphModule, predictor: Predictor) -> GraphFigures:
+        """Returns the mean of the forwards of a step, some of which find parameters unchanged."""
+        fresh = self._figures(gm, predictor)
+        slots = param_slots(gm.graph)
+        if not slots:
+            return fresh
+        repetition = self._trials.repetition
+        repeated = 1.0 - 1.0 / repetition.backwards_per_step
+        frozen = [number for number, slot in enumerate(slots) if slot.param in repetition.frozen]
+        first = self._given(gm, predictor, frozen)
+        later = self._given(gm, predictor, range(len(slots))) if repeated else first
+
+        def mean(of: Callable[[GraphFigures], float]) -> float:
+            return (1.0 - repeated) * of(first) + repeated * of(later)
+
+        return GraphFigures(
+            mean(lambda each: each.total_us),
+            mean(lambda each: each.exposed_us),
+            mean(lambda each: each.bound_us),
+            fresh.peak_bytes,
+            round(mean(lambda each: each.collectives)),
         )
+
+    def _given(
+        self, gm: fx.GraphModule, predictor: Predictor, slots: Sequence[int]
+    ) -> GraphFigures:
+        """Returns the figures of a forward that finds the parameters of these slots unchanged."""
+        if not slots:
+            return self._figures(gm, predictor)
+        variant, _ = build_forward_variant(gm, ForwardVariant(frozenset(slots)))
+        found = self._figures(variant, predictor)
+        problem = predictor.schedule_problem
+        assert problem is not None
+        names = {slot.param for number, slot in enumerate(param_slots(gm.graph)) if number in slots}
+        gone = {
+            job.number
+            for job in problem.jobs
+            if job.is_gather and names.issuperset(problem.items[job.number].tag.params)
+        }
+        return replace(found, bound_us=schedule_bound(problem.without(gone)).total_us)
+
+    def _figures(self, gm: fx.GraphModule, predictor: Predictor) -> GraphFigures:
         found = predictor.predicted(gm.graph, scheduled=True)
         if found is None:
             raise CaptureError(
@@ -304,8 +375,8 @@ _LEAST_GAP = 0.003
 """Smallest share of time and of memory between two plans for which a third is made."""
 
 
-def _kept_bytes(plan: StepPlan) -> int:
-    return sum(each.nbytes for each in plan.kept)
+def _bytes(*kept: KeptParam) -> int:
+    return sum(each.nbytes for each in kept)
 
 
 def _limit(point: PlanPoint) -> int:

@@ -40,7 +40,9 @@ class PlanPoint:
     forward: GraphFigures
     backward: GraphFigures
     kept_bytes: int
-    """Bytes of the full parameters that are kept until backward."""
+    """Bytes of the full parameters that are kept until backward or longer."""
+    cached_bytes: int
+    """Bytes of those that are kept until the parameters change."""
     activations: float
     """Fraction of the activations that forward saves, of those that the partitioner saves by
     default."""
@@ -78,6 +80,7 @@ class PlanPoint:
             "peak_bytes": self.peak_bytes,
             "collectives": self.collectives,
             "kept_bytes": self.kept_bytes,
+            "cached_bytes": self.cached_bytes,
             "activations": self.activations,
             "forward": _rounded(self.forward),
             "backward": _rounded(self.backward),
@@ -101,6 +104,8 @@ class PlanTable:
     """Name of the target."""
     given_target: str | None
     """The option `target`; None for this machine."""
+    backwards_per_step: int
+    """The option of this name: forwards from one optimizer step to the next."""
     plans: tuple[PlanPoint, ...]
     """From the leanest to the fastest."""
     stages: tuple[PlanPoint, ...]
@@ -117,14 +122,20 @@ class PlanTable:
     """Duration of the planning."""
 
     @property
-    def options(self) -> dict[str, str] | None:
+    def options(self) -> dict[str, str | int] | None:
         """The options of the backend that reproduce the chosen plan."""
         return None if self.chosen is None else self.options_of(self.chosen)
 
-    def options_of(self, point: PlanPoint) -> dict[str, str]:
+    def options_of(self, point: PlanPoint) -> dict[str, str | int]:
         """The options of the backend that reproduce a plan."""
-        found = {} if point.budget is None else {"memory_budget": point.budget}
-        return found if self.given_target is None else {**found, "target": self.given_target}
+        found: dict[str, str | int] = {}
+        if point.budget is not None:
+            found["memory_budget"] = point.budget
+        if self.backwards_per_step > 1:
+            found["backwards_per_step"] = self.backwards_per_step
+        if self.given_target is not None:
+            found["target"] = self.given_target
+        return found
 
     @property
     def reason(self) -> str:
@@ -165,6 +176,7 @@ class PlanTable:
             "function": self.function,
             "world": self.world,
             "target": self.target,
+            "backwards_per_step": self.backwards_per_step,
             "memory": self.memory,
             "plans": [{**each.to_json(), "chosen": each is self.chosen} for each in self.plans],
             "stages": [each.to_json() for each in self.stages],
@@ -200,6 +212,7 @@ _COLUMNS = (
     "peak",
     "collectives",
     "kept",
+    "cached",
     "activations",
 )
 
@@ -228,11 +241,12 @@ def plan_view(found: PlanTable) -> View:
 
 _LEGEND = Text(
     (
-        "step: predicted duration of forward and backward. exposed: its part in which only "
-        "collectives run.",
+        "step: predicted mean duration of a forward and its backward. exposed: its part in which "
+        "only collectives run.",
         "bound: what no schedule of the same collectives can beat. peak: memory above what rests "
         "between steps.",
-        "kept: full parameters that stay until backward. activations: share that forward saves.",
+        "kept: full parameters that stay until backward. cached: those that stay longer.",
+        "activations: share that forward saves.",
     )
 )
 
@@ -247,6 +261,7 @@ def _row(mark: str, point: PlanPoint) -> tuple[str, ...]:
         bytes_text(point.peak_bytes),
         str(point.collectives),
         f"{point.kept_bytes / (1 << 20):,.0f} MiB",
+        f"{point.cached_bytes / (1 << 20):,.0f} MiB",
         f"{point.activations:.0%}",
     )
 

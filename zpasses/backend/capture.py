@@ -47,6 +47,8 @@ class Capture:
     share: float = 0.0
     """Part of the bytes of the trained parameters that were sharded together with the graph's own,
     that the graph reads; 0 if it is not known."""
+    frozen: tuple[str, ...] = ()
+    """Names of the parameters that need no gradient."""
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
@@ -81,8 +83,10 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
         placeholders, example_inputs, averages=bool(groups), communicates=_communicates(gm)
     )
     gm.recompile()
-    share = _share([example_inputs[i] for i in positions])
-    return Capture(gm, inputs, dict(zip(positions, names, strict=True)), groups, share)
+    params = [example_inputs[i] for i in positions]
+    frozen = [name for name, each in zip(names, params, strict=True) if not each.requires_grad]
+    shards = dict(zip(positions, names, strict=True))
+    return Capture(gm, inputs, shards, groups, _share(params), tuple(frozen))
 
 
 def _share(params: Sequence[DTensor]) -> float:

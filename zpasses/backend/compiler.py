@@ -23,6 +23,7 @@ from zpasses.backend.free_memory import agreed_free_bytes
 from zpasses.backend.partition import PartitionPolicy, partition_step
 from zpasses.backend.tuned import with_tuned_options
 from zpasses.backend.tuning import with_tried_options
+from zpasses.cost.kept_params import Repetition
 from zpasses.cost.target import Target, current_target, use_target
 from zpasses.dumps.recorders import recorders_for
 from zpasses.errors import AgreementError, OptionError
@@ -251,6 +252,7 @@ class _GraphCompiler:
             any(pass_options(each)["keep"] != "nothing" for each in regathers),
             self._captured.groups,
             self._options.recomputes_elementwise(),
+            Repetition(self._options.backwards_per_step, self._captured.frozen),
         )
         with use_target(self.target), vote_timeout(self._options.agreement_timeout_s):
             partitioned = partition_step(gm, joint_inputs, policy, **kwargs)

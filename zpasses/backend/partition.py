@@ -11,18 +11,21 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from zpasses.backend.step_trials import (
+    WHOLE,
+    Choice,
     Graphs,
     StepPlan,
     StepTrials,
     full_params,
     notify_step_observers,
 )
+from zpasses.cost.kept_params import Repetition
 from zpasses.cost.memory import liveness
 from zpasses.cost.target import current_target
 from zpasses.errors import MemoryBudgetError
@@ -52,6 +55,8 @@ class PartitionPolicy:
     groups: tuple[str, ...]
     """Process groups whose ranks must partition identically."""
     recompute_elementwise: bool
+    repetition: Repetition = field(default_factory=Repetition)
+    """How often a step runs the graph while parameters do not change."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +68,6 @@ class Partitioned:
     """The budget in bytes; None without a budget."""
     note: str
     """What was decided, for logs and dumps; "" if nothing was."""
-
-
-_WHOLE = 0.999
-"""Least share of the parameters of a graph that is a whole step."""
 
 
 def partition_step(
@@ -87,7 +88,13 @@ def partition_step(
         MemoryBudgetError: if the step does not fit the budget however much is recomputed.
     """
     trials = StepTrials(
-        gm, joint_inputs, policy.share, policy.keeps, policy.recompute_elementwise, kwargs
+        gm,
+        joint_inputs,
+        policy.share,
+        policy.keeps,
+        policy.recompute_elementwise,
+        policy.repetition,
+        kwargs,
     )
     if policy.keeps and policy.share > 0:
         notify_step_observers(trials)
@@ -100,9 +107,9 @@ class _Partitioner:
 
     def run(self) -> Partitioned:
         budget, share, gm = self._policy.budget, self._policy.share, self._trials.gm
-        if budget is None and (share < _WHOLE or not self._policy.keeps):
+        if budget is None and (share < WHOLE or not self._policy.keeps):
             return Partitioned(self._trials.partition(gm, 1.0), None, "")
-        if budget is not None and share < _WHOLE:
+        if budget is not None and share < WHOLE:
             log.warning(
                 "memory_budget=%r bounds each graph by itself, and this graph reads %.0f %% of the "
                 "bytes of the model's sharded parameters. Compile the whole step as one graph "
@@ -112,13 +119,13 @@ class _Partitioner:
                 100 * share,
             )
         plan = self._trials.fitting() if budget is None else self._within(budget)
-        activations, kept, limit = self._adopted(plan)
-        if not kept and activations == plan.activations:
+        activations, kept, cached, limit = self._adopted(plan)
+        if not kept and not cached and activations == plan.activations:
             graphs = plan.trial.graphs
         else:
-            names = {node.name for node in kept}
-            graphs = self._trials.graphs(activations, names, copied=False)
-        note = self._note(plan, activations, kept)
+            names = (frozenset(node.name for node in each) for each in (kept, cached))
+            graphs = self._trials.graphs(Choice(activations, *names), copied=False)
+        note = self._note(plan, activations, kept, cached)
         return Partitioned(graphs, limit if budget is not None else None, note)
 
     def _within(self, budget: str) -> StepPlan:
@@ -128,21 +135,22 @@ class _Partitioner:
             raise MemoryBudgetError(too_little_memory(budget, plan))
         return plan
 
-    def _adopted(self, plan: StepPlan) -> tuple[float, list[fx.Node], int]:
+    def _adopted(self, plan: StepPlan) -> tuple[float, list[fx.Node], list[fx.Node], int]:
         """The decision of the first rank, which all ranks adopt: they must gather identically.
 
         Ranks may have other shapes, and may compile a graph again when the others do not. Equal
         parameters therefore always get the same decision.
 
-        Returns the fraction of activations to save, the full parameters to keep (nodes of the joint
-        graph), and the limit in bytes.
+        Returns the fraction of activations to save, the full parameters to keep until backward and
+        throughout the step (nodes of the joint graph), and the limit in bytes.
         """
         full = full_params(self._trials.gm)
         described = [(params, size) for _, params, size in full]
-        wanted = {each.name for each in plan.kept}
+        choice = plan.choice
         mine: list[Any] = [
-            plan.activations,
-            [at for at, (node, *_) in enumerate(full) if node.name in wanted],
+            choice.activations,
+            [at for at, (node, *_) in enumerate(full) if node.name in choice.kept],
+            [at for at, (node, *_) in enumerate(full) if node.name in choice.cached],
             plan.limit_bytes,
         ]
         key = hashlib.sha256(repr((described, self._policy)).encode()).hexdigest()
@@ -156,16 +164,23 @@ class _Partitioner:
             # If another rank has other parameters, the comparison of collectives reports it later.
             if all(answer[0] == key for answer in answers):
                 mine = answers[0][1]
-        activations, kept, limit = mine
-        return activations, [full[at][0] for at in kept], limit
+        activations, kept, cached, limit = mine
+        return activations, [full[at][0] for at in kept], [full[at][0] for at in cached], limit
 
-    def _note(self, plan: StepPlan, activations: float, kept: Sequence[fx.Node]) -> str:
-        held = sum(nbytes(value_of(node)) for node in kept)
+    def _note(
+        self,
+        plan: StepPlan,
+        activations: float,
+        kept: Sequence[fx.Node],
+        cached: Sequence[fx.Node],
+    ) -> str:
         parts = []
-        if kept:
-            names = ", ".join(name for node in kept[:3] for name in _params(node))
-            more = f" and {len(kept) - 3} more" if len(kept) > 3 else ""
-            parts.append(f"keeps {held / _MIB:.1f} MiB until backward: {names}{more}")
+        for nodes, until in ((kept, "until backward"), (cached, "until the parameters change")):
+            if nodes:
+                held = sum(nbytes(value_of(node)) for node in nodes)
+                names = ", ".join(name for node in nodes[:3] for name in _params(node))
+                more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
+                parts.append(f"keeps {held / _MIB:.1f} MiB {until}: {names}{more}")
         if activations < 1.0:
             parts.append(f"saves {100 * activations:.0f} % of the activations")
         if self._policy.budget is not None:

@@ -7,7 +7,7 @@ kept until backward. A trial is made once, and can be planned for several limits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from zpasses import compat
 from zpasses.cost.bound import schedule_bound
 from zpasses.cost.kept_params import (
     KeptParam,
+    Repetition,
     StepProblem,
     choose_kept,
     fitting_params,
@@ -30,6 +31,7 @@ from zpasses.graph.tags import GATHER_ROLES, retag, tag_of, tagged
 from zpasses.option_values import parse_budget
 
 __all__ = [
+    "Choice",
     "Graphs",
     "StepPlan",
     "StepTrials",
@@ -44,8 +46,22 @@ Graphs = tuple[fx.GraphModule, fx.GraphModule]
 
 _ACTIVATIONS = (1.0, 0.7, 0.4, 0.2, 0.1)
 """Fractions of the activations to save that are tried with a budget."""
+WHOLE = 0.999
+"""Least share of the parameters of a graph that is a whole step."""
 _NEAR = 1.02
 """A step this close to its bound without a memory limit needs no more memory."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a partition saves and keeps."""
+
+    activations: float
+    """Fraction of the activations that it saves."""
+    kept: frozenset[str]
+    cached: frozenset[str]
+    """Names of the nodes with the full parameters that stay until backward, and throughout the
+    step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +80,11 @@ class StepPlan:
 
     trial: Trial
     kept: tuple[KeptParam, ...]
+    """Full parameters that stay until backward."""
+    cached: tuple[KeptParam, ...]
+    """Full parameters that stay throughout the step."""
     total_us: float
+    """Mean duration of a forward and its backward."""
     peak_bytes: int
     limit_bytes: int
 
@@ -79,7 +99,16 @@ class StepPlan:
     @property
     def bound_us(self) -> float:
         """The least duration of the step with these parameters kept."""
-        return _bound_us(self.trial.step.keeping(self.kept))
+        return _bound_us(self.trial.step.keeping(self.kept, self.cached))
+
+    @property
+    def choice(self) -> Choice:
+        """What the partition depends on."""
+        return Choice(
+            self.activations,
+            frozenset(each.name for each in self.kept),
+            frozenset(each.name for each in self.cached),
+        )
 
     @property
     def _rank(self) -> tuple[int, float]:
@@ -96,6 +125,7 @@ class StepTrials:
         share: part of the bytes of the step's sharded parameters that the graph reads, 0 to 1.
         keeps: whether parameters that backward gathers again may be kept instead.
         recompute_elementwise: as in `zpasses.compat.partition`.
+        repetition: how often a step runs the graph while parameters do not change.
         options: further arguments of torch's partitioner.
     """
 
@@ -106,9 +136,10 @@ class StepTrials:
         share: float,
         keeps: bool,
         recompute_elementwise: bool,
+        repetition: Repetition,
         options: Mapping[str, Any],
     ) -> None:
-        self.gm, self.share, self._keeps = gm, share, keeps
+        self.gm, self.share, self._keeps, self.repetition = gm, share, keeps, repetition
         self._inputs, self._recompute, self._options = joint_inputs, recompute_elementwise, options
         self._made: dict[float, Trial] = {}
 
@@ -117,7 +148,8 @@ class StepTrials:
         if activations not in self._made:
             graphs = self.partition(compat.clone_graph_module(self.gm), activations)
             target = current_target()
-            step = StepProblem(*(problem_of(each.graph, target) for each in graphs))
+            problems = [problem_of(each.graph, target) for each in graphs]
+            step = StepProblem(problems[0], problems[1], self.repetition)
             self._made[activations] = Trial(activations, graphs, step)
         return self._made[activations]
 
@@ -126,15 +158,24 @@ class StepTrials:
         trial = self.trial(1.0)
         lean = trial.step.peak_bytes()
         kept = fitting_params(trial.step, self._keepable(trial), lean)
-        return StepPlan(trial, tuple(kept), 0.0, lean, lean)
+        return StepPlan(trial, tuple(kept), (), 0.0, lean, lean)
 
     def fastest(self, limit_bytes: int) -> StepPlan:
         """Returns the fastest plan within a limit, or that which exceeds it least if none fits."""
         best: StepPlan | None = None
         for activations in _ACTIVATIONS:
             trial = self.trial(activations)
-            choice = choose_kept(trial.step, self._keepable(trial), limit_bytes)
-            plan = StepPlan(trial, choice.kept, choice.total_us, choice.peak_bytes, limit_bytes)
+            choice = choose_kept(
+                trial.step, self._keepable(trial), limit_bytes, caches=self.share >= WHOLE
+            )
+            plan = StepPlan(
+                trial,
+                choice.kept,
+                choice.cached,
+                choice.total_us,
+                choice.peak_bytes,
+                limit_bytes,
+            )
             if best is None or plan._rank < best._rank:
                 best = plan
             elif best.fits:
@@ -166,26 +207,26 @@ class StepTrials:
         """Returns a limit that is larger than the peak of any plan."""
         trial = self.trial(1.0)
         step = trial.step
-        return step.keeping(self._keepable(trial)).peak_bytes() + sum(
+        return self._keeping_all(trial).peak_bytes() + sum(
             job.full_bytes + job.launch_bytes + job.packed_bytes
             for problem in (step.forward, step.backward)
             for job in problem.jobs
         )
 
-    def graphs(self, activations: float, kept: Collection[str], *, copied: bool = True) -> Graphs:
+    def graphs(self, choice: Choice, *, copied: bool = True) -> Graphs:
         """Returns the graphs of a plan, before the passes of their levels.
 
         Args:
-            activations: fraction of the activations to save, as in the trial.
-            kept: names of the nodes with the full parameters to keep.
+            choice: what the plan saves and keeps.
             copied: whether to leave the joint graph as it is.
         """
         gm = compat.clone_graph_module(self.gm) if copied else self.gm
-        if activations < 1.0:
-            _mark_as_partitioned(gm.graph, self.trial(activations).graphs)
+        if choice.activations < 1.0:
+            _mark_as_partitioned(gm.graph, self.trial(choice.activations).graphs)
         for node, _ in tagged(gm.graph, "full"):
-            if node.name in kept:
+            if node.name in choice.kept or node.name in choice.cached:
                 _mark_kept(node)
+                retag(node, cached=node.name in choice.cached)
         return self.partition(gm, 1.0)
 
     def other(self, gm: fx.GraphModule, recompute_elementwise: bool) -> Graphs:
@@ -213,11 +254,17 @@ class StepTrials:
 
     def _unlimited_us(self, trial: Trial) -> float:
         """The bound of the step with as much memory as it can use."""
-        return _bound_us(trial.step.keeping(self._keepable(trial)))
+        return _bound_us(self._keeping_all(trial))
+
+    def _keeping_all(self, trial: Trial) -> StepProblem:
+        """The step that keeps all that it can."""
+        candidates = self._keepable(trial)
+        cached = [each for each in candidates if self.share >= WHOLE and each.unchanged > 0]
+        return trial.step.keeping([each for each in candidates if each not in cached], cached)
 
 
 def _bound_us(step: StepProblem) -> float:
-    return sum(schedule_bound(problem).total_us for problem in (step.forward, step.backward))
+    return step.mean_us(lambda problem: schedule_bound(problem).total_us)
 
 
 def _mark_as_partitioned(joint: fx.Graph, graphs: Graphs) -> None:

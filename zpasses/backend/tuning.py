@@ -144,7 +144,7 @@ class _Session:
             unit, size = ("MiB", 1 << 20) if limit > 64 << 20 else ("KiB", 1 << 10)
             rounded = -(-limit // size)
             plan = trials.fastest(rounded * size)
-            key = plan.activations, frozenset(each.name for each in plan.kept), plan.total_us
+            key = plan.choice, plan.total_us
             if plan.fits and key not in known:
                 known.add(key)
                 self.candidates.append(

@@ -1,34 +1,53 @@
-"""Which full parameters to keep from forward to backward, instead of gathering them again.
+"""Which full parameters to keep, instead of gathering them again.
 
-A kept parameter occupies memory from its last use in forward to its first use in backward, and
-saves its gather in backward. The parameters are ranked by the time that they save per byte and time
-held. Forward and backward are `zpasses.cost.schedule_problem.ScheduleProblem`s, so the memory of a
-choice is known without building its graphs.
+A parameter that is kept until backward occupies memory from its last use in forward to its first
+use in backward, and saves its gather in backward. A parameter that is cached occupies memory
+throughout the step, and also saves the gathers of the forwards in which it has not changed: those
+after the first of an accumulation window, and all forwards if it is frozen. Parameters are ranked
+by the time that they save per byte and time held. Forward and backward are
+`zpasses.cost.schedule_problem.ScheduleProblem`s, so the memory of a choice is known without
+building its graphs.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-from torch import fx
 
 from zpasses.cost.memory import buffer_readers, memory_base
 from zpasses.cost.schedule_evaluation import Plan, live_bytes, one_ahead_plan
 from zpasses.cost.schedule_planner import plan_schedule
 from zpasses.cost.schedule_problem import Job, ScheduleProblem
-from zpasses.graph.tags import tag_of
+from zpasses.graph.tags import full_param
 
 __all__ = [
     "KeptChoice",
     "KeptParam",
+    "Repetition",
     "StepProblem",
     "choose_kept",
     "fitting_params",
     "keepable_params",
 ]
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """How often a step runs its graphs while parameters do not change."""
+
+    backwards_per_step: int = 1
+    """Number of forwards, each with its backward, from one optimizer step to the next."""
+    frozen: tuple[str, ...] = ()
+    """Names of the parameters that no optimizer changes."""
+
+    def unchanged(self, params: Collection[str]) -> float:
+        """Returns the share of forwards that find these parameters as the forward before left
+        them, from 0 to 1.
+        """
+        return 1.0 if set(params) <= set(self.frozen) else 1.0 - 1.0 / self.backwards_per_step
 
 
 @dataclass(frozen=True)
@@ -46,22 +65,37 @@ class KeptParam:
     """Duration of the kernels between its last use in forward and its first use in backward."""
     forward_slot: int
     """First segment of forward after its last use."""
+    backward_slot: int
+    """First segment of backward after its last use."""
     forward_job: int
     backward_job: int
     """Numbers of its gathers in the two problems."""
+    unchanged: float
+    """Share of forwards whose gather caching it saves, from 0 to 1."""
+    forward_us: float
+    """Duration of its gather in forward."""
 
     @property
     def value(self) -> float:
-        """Microseconds saved per byte and microsecond held."""
+        """Microseconds saved per byte and microsecond held, if it is kept until backward."""
         return self.saved_us / max(1e-9, self.nbytes * self.held_us)
+
+    @property
+    def cached_value(self) -> float:
+        """Microseconds saved per byte, if it is cached. All cached parameters are held as long."""
+        return (self.saved_us + self.unchanged * self.forward_us) / max(1, self.nbytes)
 
 
 @dataclass(frozen=True)
 class StepProblem:
-    """Forward and backward of one graph, with some parameters kept between them."""
+    """Forward and backward of one graph, with some parameters kept between them or cached."""
 
     forward: ScheduleProblem
+    """The forward that gathers all parameters. Cached ones count as live in all of it, because
+    other forwards find them there."""
     backward: ScheduleProblem
+    repetition: Repetition = field(default_factory=Repetition)
+    cached: tuple[KeptParam, ...] = ()
 
     def peak_bytes(self, plan: Callable[[ScheduleProblem], Plan] = one_ahead_plan) -> int:
         """Returns the larger peak of the two graphs under a plan, which is by default that with one
@@ -71,26 +105,56 @@ class StepProblem:
             for problem in (self.forward, self.backward)
         )
 
-    def keeping(self, kept: Collection[KeptParam]) -> StepProblem:
-        """Returns the step in which the given parameters stay in memory."""
-        ends = np.zeros(len(self.forward.slots) + 1, dtype=np.int64)
-        starts = np.zeros(len(self.backward.slots) + 1, dtype=np.int64)
-        for each in kept:
-            ends[each.forward_slot] += each.nbytes
-            starts[0] += each.nbytes
-            starts[self.backward.jobs[each.backward_job].latest] -= each.nbytes
-        gone = {each.backward_job for each in kept}
-        stays = [job.number for job in self.backward.jobs if job.number not in gone]
-        return StepProblem(
-            replace(self.forward, live_bytes=self.forward.live_bytes + np.cumsum(ends[:-1])),
-            replace(
-                self.backward,
-                live_bytes=self.backward.live_bytes + np.cumsum(starts[:-1]),
+    def mean_us(self, duration_us: Callable[[ScheduleProblem], float]) -> float:
+        """Returns the mean duration of a forward and its backward.
+
+        Args:
+            duration_us: returns the duration of one graph.
+        """
+        repeated = 1.0 - 1.0 / self.repetition.backwards_per_step
+        always = {each.forward_job for each in self.cached if each.unchanged == 1.0}
+        total = duration_us(self.backward)
+        if repeated < 1.0:
+            total += (1.0 - repeated) * duration_us(self.forward.without(always))
+        if repeated > 0.0:
+            cached = {each.forward_job for each in self.cached}
+            total += repeated * duration_us(self.forward.without(cached))
+        return total
+
+    def keeping(
+        self, kept: Collection[KeptParam], cached: Collection[KeptParam] = ()
+    ) -> StepProblem:
+        """Returns the step in which the given parameters stay in memory.
+
+        Args:
+            kept: stay until backward.
+            cached: stay throughout the step; none of them is in `kept`.
+        """
+        forward = np.zeros(len(self.forward.slots) + 1, dtype=np.int64)
+        backward = np.zeros(len(self.backward.slots) + 1, dtype=np.int64)
+        for each in (*kept, *cached):
+            forward[each.forward_slot] += each.nbytes
+            backward[0] += each.nbytes
+            backward[self.backward.jobs[each.backward_job].latest] -= each.nbytes
+        for each in cached:
+            forward[0] += each.nbytes
+            forward[self.forward.jobs[each.forward_job].latest] -= each.nbytes
+            backward[each.backward_slot] += each.nbytes
+        resident = {each.forward_job for each in cached}
+        return replace(
+            self,
+            forward=replace(
+                self.forward,
+                live_bytes=self.forward.live_bytes + np.cumsum(forward[:-1]),
                 jobs=tuple(
-                    replace(self.backward.jobs[old], number=new) for new, old in enumerate(stays)
+                    replace(job, resident=job.number in resident) for job in self.forward.jobs
                 ),
-                items=tuple(self.backward.items[old] for old in stays),
             ),
+            backward=replace(
+                self.backward,
+                live_bytes=self.backward.live_bytes + np.cumsum(backward[:-1]),
+            ).without({each.backward_job for each in (*kept, *cached)}),
+            cached=tuple(cached),
         )
 
 
@@ -100,29 +164,44 @@ def keepable_params(step: StepProblem) -> list[KeptParam]:
     gathered = dict(_gathers(forward))
     work = np.concatenate([[0.0], np.cumsum(forward.work_us)])
     before = np.concatenate([[0.0], np.cumsum(backward.work_us)])
-    position = {node: index for index, node in enumerate(forward.nodes)}
+    slot_after_use, slot_after_backward = _last_uses(forward), _last_uses(backward)
     found = []
     for name, job in _gathers(backward):
         if name not in gathered:
             continue
-        item = forward.items[gathered[name].number]
-        readers = [position.get(node, 0) for node in buffer_readers(memory_base(item.wait))]
-        last = max((at for at in readers if at < len(position) - 1), default=0)
-        slot = bisect_right(forward.slots, last)
-        held = float(work[-1] - work[min(slot, len(work) - 1)] + before[job.latest])
+        first = gathered[name]
+        slot = slot_after_use(first)
+        held = float(work[-1] - work[slot] + before[job.latest])
+        params = forward.items[first.number].tag.params
         found.append(
             KeptParam(
                 name,
-                item.tag.params,
+                params,
                 job.full_bytes,
                 job.timing.duration_us,
                 held,
-                min(slot, forward.end),
-                gathered[name].number,
+                slot,
+                slot_after_backward(job),
+                first.number,
                 job.number,
+                step.repetition.unchanged(params),
+                first.timing.duration_us,
             )
         )
     return sorted(found, key=lambda each: (-each.value, each.name))
+
+
+def _last_uses(problem: ScheduleProblem) -> Callable[[Job], int]:
+    """Returns a function: the first segment after the last use of what a gather produces."""
+    position = {node: index for index, node in enumerate(problem.nodes)}
+
+    def slot_after_use(job: Job) -> int:
+        readers = buffer_readers(memory_base(problem.items[job.number].wait))
+        found = [position.get(node, 0) for node in readers]
+        last = max((at for at in found if at < len(position) - 1), default=0)
+        return min(bisect_right(problem.slots, last), problem.end)
+
+    return slot_after_use
 
 
 def _gathers(problem: ScheduleProblem) -> list[tuple[str, Job]]:
@@ -131,19 +210,10 @@ def _gathers(problem: ScheduleProblem) -> list[tuple[str, Job]]:
     """
     found = []
     for job in problem.jobs:
-        full = _full(problem.items[job.number].wait) if job.is_gather else None
+        full = full_param(problem.items[job.number].wait) if job.is_gather else None
         if full is not None:
             found.append((full.name, job))
     return found
-
-
-def _full(wait: fx.Node) -> fx.Node | None:
-    """Returns the full parameter: the wait itself, or the rows of it without padding."""
-    for node in (wait, *wait.users):
-        tag = tag_of(node)
-        if tag is not None and tag.role == "full":
-            return node
-    return None
 
 
 @dataclass(frozen=True)
@@ -151,57 +221,123 @@ class KeptChoice:
     """Parameters to keep, and what the step then costs."""
 
     kept: tuple[KeptParam, ...]
+    """Stay until backward."""
+    cached: tuple[KeptParam, ...]
+    """Stay throughout the step."""
     total_us: float
+    """Mean duration of a forward and its backward."""
     peak_bytes: int
 
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (*self.kept, *self.cached))
 
-def choose_kept(step: StepProblem, candidates: Sequence[KeptParam], limit_bytes: int) -> KeptChoice:
+
+def choose_kept(
+    step: StepProblem, candidates: Sequence[KeptParam], limit_bytes: int, *, caches: bool = False
+) -> KeptChoice:
     """Returns the parameters to keep with which the step is fastest within a memory limit.
 
-    Memory is shared between kept parameters and collectives in flight; several shares are compared.
+    Memory is shared between kept parameters, cached parameters and collectives in flight; several
+    shares are compared.
 
     Args:
         step: the step in which nothing is kept.
         candidates: in the order of preference.
         limit_bytes: the largest allowed peak of either graph.
+        caches: whether parameters may be cached throughout the step.
     """
-    lean = step.peak_bytes()
-    choices: dict[tuple[KeptParam, ...], KeptChoice] = {}
-    for share in _SHARES if limit_bytes > lean else _SHARES[:1]:
-        limit = min(lean, limit_bytes) + int(share * max(0, limit_bytes - lean))
-        kept = tuple(fitting_params(step, candidates, limit)) if share else ()
-        if kept not in choices:
-            choices[kept] = _cost(step, kept, limit_bytes)
-    return min(
-        choices.values(),
-        key=lambda each: (
-            max(0, each.peak_bytes - limit_bytes),
-            each.total_us,
-            sum(param.nbytes for param in each.kept),
-        ),
+    search = _KeptSearch(step, limit_bytes)
+    search.offer_shares(candidates, ())
+    cacheable = sorted(
+        (each for each in candidates if caches and each.unchanged > 0),
+        key=lambda each: (-each.cached_value, each.name),
     )
+    if cacheable and limit_bytes > search.lean_bytes:
+        for share in _SHARES[1:]:
+            cached = fitting_params(step, cacheable, search.limit(share), caches=True)
+            if cached:
+                gone = {each.name for each in cached}
+                others = [each for each in candidates if each.name not in gone]
+                search.offer_shares(others, cached, least=share)
+    return search.best()
+
+
+class _KeptSearch:
+    def __init__(self, step: StepProblem, limit_bytes: int) -> None:
+        self._step, self._limit = step, limit_bytes
+        self.lean_bytes = step.peak_bytes()
+        self._choices: dict[tuple[tuple[KeptParam, ...], tuple[KeptParam, ...]], KeptChoice] = {}
+
+    def limit(self, share: float) -> int:
+        """Returns the peak with a share of the memory above that of one gather and one reduction
+        in flight.
+        """
+        more = max(0, self._limit - self.lean_bytes)
+        return min(self.lean_bytes, self._limit) + int(share * more)
+
+    def offer_shares(
+        self, candidates: Sequence[KeptParam], cached: Sequence[KeptParam], least: float = 0.0
+    ) -> None:
+        """Compares shares of the memory for kept parameters, beside cached ones.
+
+        Args:
+            least: the share that the cached parameters may have.
+        """
+        shares = [each for each in _SHARES if each >= least]
+        for share in shares if self._limit > self.lean_bytes else shares[:1]:
+            kept: list[KeptParam] = []
+            if share > least:
+                kept = fitting_params(self._step, candidates, self.limit(share), beside=cached)
+            key = tuple(kept), tuple(cached)
+            if key not in self._choices:
+                self._choices[key] = _cost(self._step, *key, self._limit)
+
+    def best(self) -> KeptChoice:
+        return min(
+            self._choices.values(),
+            key=lambda each: (
+                max(0, each.peak_bytes - self._limit),
+                each.total_us,
+                each.nbytes,
+            ),
+        )
 
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of the memory above that of one gather and one reduction in flight: the part for kept parameters.
 """
-_PLANS = 4
-"""Schedules to compare for each choice, which is only an estimate of what `schedule` will find."""
+_FEWEST_PLANS, _MOST_WORK = 4, 20_000
+"""Schedules to compare for each choice, which is only an estimate of what `schedule` will find; and
+segments and collectives that all of them have together, for small graphs."""
 
 
-def _cost(step: StepProblem, kept: tuple[KeptParam, ...], limit_bytes: int) -> KeptChoice:
-    keeping = step.keeping(kept)
-    costs = [
-        plan_schedule(problem, limit_bytes, most=_PLANS).cost
-        for problem in (keeping.forward, keeping.backward)
-    ]
-    return KeptChoice(
-        kept, sum(each.total_us for each in costs), max(each.peak_bytes for each in costs)
-    )
+def _cost(
+    step: StepProblem,
+    kept: tuple[KeptParam, ...],
+    cached: tuple[KeptParam, ...],
+    limit_bytes: int,
+) -> KeptChoice:
+    peaks: list[int] = []
+
+    def planned_us(problem: ScheduleProblem) -> float:
+        size = len(problem.slots) + 8 * len(problem.jobs)
+        plans = max(_FEWEST_PLANS, _MOST_WORK // size)
+        cost = plan_schedule(problem, limit_bytes, most=plans).cost
+        peaks.append(cost.peak_bytes)
+        return cost.total_us
+
+    total = step.keeping(kept, cached).mean_us(planned_us)
+    return KeptChoice(kept, cached, total, max(peaks))
 
 
 def fitting_params(
-    step: StepProblem, candidates: Sequence[KeptParam], limit_bytes: int
+    step: StepProblem,
+    candidates: Sequence[KeptParam],
+    limit_bytes: int,
+    *,
+    beside: Sequence[KeptParam] = (),
+    caches: bool = False,
 ) -> list[KeptParam]:
     """Returns as many of the candidates as fit, in their order.
 
@@ -211,11 +347,15 @@ def fitting_params(
         step: the step in which nothing is kept.
         candidates: in the order of preference.
         limit_bytes: the largest allowed peak of either graph.
+        beside: parameters that are cached in any case.
+        caches: whether the candidates are cached, too, instead of kept until backward.
     """
     kept: list[KeptParam] = []
 
     def add(chunk: Sequence[KeptParam]) -> None:
-        if step.keeping([*kept, *chunk]).peak_bytes() <= limit_bytes:
+        more = [*kept, *chunk]
+        with_them = step.keeping((), [*beside, *more]) if caches else step.keeping(more, beside)
+        if with_them.peak_bytes() <= limit_bytes:
             kept.extend(chunk)
         elif len(chunk) > 1:
             half = len(chunk) // 2

@@ -283,16 +283,16 @@ class _ListScheduler:
             if others:
                 live = live.copy()
                 for other in others:
-                    live[: max(0, other.latest - start)] += other.full_bytes
+                    live[: max(0, other.latest - start)] += other.ahead_bytes
             held = self._held_bytes(start)
             until = self._held_until(start, end)
-            extra = job.full_bytes + more
+            extra = job.ahead_bytes + more
             if int(live[: until - start].max(initial=0)) + held + extra > self._limit:
                 return False
             beyond = live[until - start :]
             if (
                 len(beyond)
-                and int(beyond.max()) + job.full_bytes + (more if first > until else 0) > room
+                and int(beyond.max()) + job.ahead_bytes + (more if first > until else 0) > room
             ):
                 return False
         return True
@@ -335,7 +335,7 @@ class _ListScheduler:
         number = self._start(members)
         for job in members:
             self._launch_of[job.number] = number
-            self._live[self._slot : max(self._slot, job.latest)] += job.full_bytes
+            self._live[self._slot : max(self._slot, job.latest)] += job.ahead_bytes
         wait = min(job.latest for job in members)
         self._live[self._slot : wait + 1] += launch_bytes(members)
         self._live[wait : wait + 1] += unpacked_bytes(members)

@@ -226,9 +226,9 @@ class _Tracker:
         elif node.op == "call_function":
             self._memory_of[node] = self._aliased(node) or self._allocate(index, node)
             self._communicate(index, node)
-            tag = tag_of(node)
-            if tag is not None and tag.cached:
-                self._cached.append(node)
+        tag = tag_of(node)
+        if tag is not None and tag.cached:
+            self._cached.append(node)
 
     def _saved(self, node: fx.Node) -> Buffer | None:
         """Returns the buffer of a saved value. Saved views of one tensor share one buffer."""

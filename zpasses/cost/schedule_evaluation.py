@@ -251,7 +251,7 @@ def held_spans(
     yield wait, wait + 1, unpacked_bytes(members)
     for job in members:
         if job.is_gather:
-            yield start, max(start, job.latest), job.full_bytes
+            yield start, max(start, job.latest), job.ahead_bytes
         elif end > job.held_from:
             yield job.held_from, end, job.full_bytes
 

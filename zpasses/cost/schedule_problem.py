@@ -8,8 +8,8 @@ slot `s` is the place right before segment `s`. Figures of memory are equal on a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -33,7 +33,7 @@ from zpasses.cost.roofline import compute_us, copy_us
 from zpasses.cost.step_time import CollectiveTiming, collective_timing, started_by
 from zpasses.cost.target import Target
 from zpasses.graph.nodes import collective_of, is_dialect, is_wait, nbytes, value_of
-from zpasses.graph.tags import tag_of
+from zpasses.graph.tags import is_resident, tag_of
 
 __all__ = ["FixedEvent", "Job", "ScheduleProblem", "problem_of", "schedule_problem"]
 
@@ -71,6 +71,14 @@ class Job:
     packing_us: tuple[float, float]
     """Duration of the copies that it costs in a bucket, at its start and at its wait. At least that
     in the graph."""
+    resident: bool = False
+    """For gathers: the full tensor counts as live in the whole graph, because the parameter is
+    cached between calls."""
+
+    @property
+    def ahead_bytes(self) -> int:
+        """For gathers: bytes that the full tensor adds from its start to its first consumer."""
+        return 0 if self.resident else self.full_bytes
 
     @property
     def per_launch_us(self) -> float:
@@ -124,6 +132,15 @@ class ScheduleProblem:
     def end(self) -> int:
         """The slot before the graph's output."""
         return len(self.slots) - 1
+
+    def without(self, gone: Collection[int]) -> ScheduleProblem:
+        """Returns the graph without some of its collectives, given by their job numbers."""
+        stays = [job.number for job in self.jobs if job.number not in gone]
+        return replace(
+            self,
+            jobs=tuple(replace(self.jobs[old], number=new) for new, old in enumerate(stays)),
+            items=tuple(self.items[old] for old in stays),
+        )
 
 
 _FEWEST_SEGMENTS = 4000
@@ -295,6 +312,7 @@ class _Reader:
                     start_us=sum(compute_us(node, self._target) for node in item.inputs),
                     wait_us=sum(compute_us(node, self._target) for node in item.results),
                     packing_us=_packing_us(item, key, gather, self._target),
+                    resident=gather and is_resident(item.wait),
                 )
             )
         return tuple(jobs)
@@ -326,7 +344,7 @@ class _Reader:
         first_of: dict[fx.Node, int] = {}
         for item, at in uses.items():
             first_of.update(dict.fromkeys(item.inputs, size))
-            first_of[item.started] = self._kept[at]
+            first_of[item.started] = 0 if is_resident(item.wait) else self._kept[at]
         last_of: dict[fx.Node, int] = {}
         for item, at in ready.items():
             # Results exist beside the gradient, which is counted until the node before the slot.

@@ -21,6 +21,8 @@ __all__ = [
     "Role",
     "Tag",
     "add_tag",
+    "full_param",
+    "is_resident",
     "retag",
     "tag_of",
     "tagged",
@@ -84,9 +86,10 @@ class Tag:
     origin: str = ""
     """Name of the pass that created the node; "capture" for ops of the captured dialect."""
     cached: bool = False
-    """The value outlives the call (stages 1 and 2)."""
+    """The value outlives the call: a full parameter that later calls find unchanged."""
     kept: bool = False
-    """On a full parameter: it stays in memory until backward, which frees it."""
+    """On a full parameter: it stays in memory until backward, which frees it if it is not cached,
+    too."""
     block_bytes: int = 0
     """Bytes on a rank with a full block of rows, for values whose size differs between ranks.
 
@@ -144,3 +147,21 @@ def tagged(graph: fx.Graph, *roles: Role) -> Iterator[tuple[fx.Node, Tag]]:
         tag = tag_of(node)
         if tag is not None and (not roles or tag.role in roles):
             yield node, tag
+
+
+def full_param(wait: fx.Node) -> fx.Node | None:
+    """Returns the full parameter that a gather produces: its wait itself, or the rows of it without
+    padding.
+    """
+    for node in (wait, *wait.users):
+        tag = tag_of(node)
+        if tag is not None and tag.role == "full":
+            return node
+    return None
+
+
+def is_resident(wait: fx.Node) -> bool:
+    """Whether a gather produces a parameter that is cached throughout the step of stage 3."""
+    full = full_param(wait)
+    tag = tag_of(full) if full is not None else None
+    return tag is not None and tag.cached and tag.kept

@@ -33,7 +33,7 @@ class Predictor(Recorder):
 
     def __init__(self, passes: Sequence[Pass], target: Target) -> None:
         self._passes, self._target, self._ran = passes, target, 0
-        self._problem: ScheduleProblem | None = None
+        self.schedule_problem: ScheduleProblem | None = None
 
     def before(self, graph_name: str, level: str, graph: fx.Graph) -> None:
         self._read(graph)
@@ -55,7 +55,7 @@ class Predictor(Recorder):
         if not moves and (
             self._ran == len(self._passes) or self._passes[self._ran].level is Level.PARTITIONED
         ):
-            self._problem = _guarded(lambda: problem_of(graph, self._target))
+            self.schedule_problem = _guarded(lambda: problem_of(graph, self._target))
 
     def predicted(self, graph: fx.Graph, *, scheduled: bool = False) -> Prediction | None:
         """Returns the prediction for the graph after its passes.
@@ -70,7 +70,7 @@ class Predictor(Recorder):
         Returns:
             None if the graph has no collectives of parameters, or if its shapes cannot be modelled.
         """
-        problem = self._problem
+        problem = self.schedule_problem
         if problem is None or not problem.jobs:
             return None
         return _guarded(lambda: self._predict(graph, problem, scheduled))

@@ -108,7 +108,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) 
             entry = getattr(param, _CACHE_ATTRIBUTE, None)
             if entry is not None:
                 entry.stepped = True
-                entry.drop()
+                if param.requires_grad or param.grad is not None:  # optimizers skip the others
+                    entry.drop()
 
 
 def drop_cached(param: Any) -> None:

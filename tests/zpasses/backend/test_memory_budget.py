@@ -1,5 +1,6 @@
 """The option `memory_budget`: what a step keeps, recomputes and moves within it."""
 
+import copy
 import logging
 
 import pytest
@@ -16,6 +17,7 @@ from zpasses.graph.nodes import collectives
 from zpasses.graph.tags import tagged
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.pipeline.options import Options
+from zpasses.runtime.gloo import STARTED
 from zpasses.testing import (
     assert_step_equals_reference,
     capture_graphs,
@@ -265,3 +267,63 @@ def test_limit_of_the_container_counts(monkeypatch, tmp_path):
     assert device_memory.free_bytes(torch.device("cpu")) == 2000000
     (tmp_path / "memory.max").write_text("max\n")
     assert device_memory.free_bytes(torch.device("cpu")) > 2000000
+
+
+# --- parameters that are cached throughout a step -------------------------------------------------
+def _bytes_gathered(budget, backwards_per_step, frozen=()):
+    """Trains two optimizer steps like the unsharded model.
+
+    Returns the bytes that this rank sent to gather in each forward.
+    """
+    torch.manual_seed(0)
+    model = Blocks()
+    model.requires_grad_(True)
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    plain = copy.deepcopy(model)
+    zpasses.shard(model, mesh=world_mesh())
+    # With slow links, every byte less is faster.
+    target = "h100,link_gb_s=0.01,network_gb_s=0.01"
+    options = {"codegen": "eager", "backwards_per_step": backwards_per_step, "target": target}
+    if budget is not None:
+        options["memory_budget"] = budget
+    step = torch.compile(model, backend="zpasses", options=options)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (model, plain)]
+    sent = []
+    for _ in range(2):
+        for number in range(backwards_per_step):
+            rows = X[8 * number : 8 * number + 8].chunk(ranks)
+            before = STARTED.sent_bytes["all_gather"]
+            loss = step(rows[rank])
+            sent.append(STARTED.sent_bytes["all_gather"] - before)
+            loss.backward()
+            for part in rows:
+                (plain(part) / ranks).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    full = zpasses.full_state_dict(model, rank0_only=False)
+    for name, value in plain.named_parameters():
+        torch.testing.assert_close(full[name], value, rtol=1e-6, atol=1e-7)
+    return sent
+
+
+@pytest.mark.ranks(2)
+def test_windows_gather_once_per_step_what_the_budget_allows():
+    lean = _bytes_gathered(None, 3)
+    assert len(set(lean)) == 1
+    rich = _bytes_gathered("100MiB", 3)
+    assert rich[0] == rich[3] == lean[0]
+    assert 0 <= rich[1] == rich[2] == rich[4] == rich[5] < 0.2 * lean[0]  # what only forward reads
+    some = _bytes_gathered("60%", 3)
+    assert some[0] == lean[0]
+    assert rich[1] < some[1] < lean[0]
+
+
+@pytest.mark.ranks(2)
+def test_frozen_parameters_are_gathered_once_if_the_budget_allows():
+    frozen = ("up.1", "down.2")
+    sent = _bytes_gathered("100MiB", 1, frozen)
+    assert sent[1] < sent[0]
+    assert _bytes_gathered(None, 1, frozen)[1] == sent[0]

@@ -1,18 +1,19 @@
 """Trial partitions: a plan's graphs save, keep and recompute what its trial and its choice say."""
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 
 from tests.zpasses.backend.test_memory_budget import SCHEDULED, Blocks, X
-from zpasses.backend.step_trials import observe_steps
+from zpasses.backend.step_trials import Choice, observe_steps
 from zpasses.cost.kept_params import StepProblem, keepable_params
 from zpasses.cost.schedule_problem import problem_of
 from zpasses.cost.target import current_target
 from zpasses.testing import capture_graphs
 
 
-def within_compile(check):
+def within_compile(check, model=None, **options):
     """Runs `check` with the trials of a step, while the backend compiles it."""
     done = []
 
@@ -21,7 +22,13 @@ def within_compile(check):
         done.append(trials)
 
     with observe_steps(observe):
-        capture_graphs(Blocks(), (X,), world_size=2, pipeline=SCHEDULED, options={"target": "h100"})
+        capture_graphs(
+            model or Blocks(),
+            (X,),
+            world_size=2,
+            pipeline=SCHEDULED,
+            options={"target": "h100", **options},
+        )
     assert len(done) == 1
 
 
@@ -30,21 +37,24 @@ def names(graph):
 
 
 @pytest.mark.parametrize("activations", [1.0, 0.4, 0.1])
-@pytest.mark.parametrize("count", [0, 2, 100])
-def test_kept_parameters_change_nothing_but_their_gathers(activations, count):
+@pytest.mark.parametrize(("kept", "cached"), [(0, 0), (2, 0), (100, 0), (1, 2), (0, 100)])
+def test_kept_parameters_change_nothing_but_their_gathers(activations, kept, cached):
     """torch's activation budget counts kept parameters, and would recompute more for them."""
 
     def check(trials):
         trial = trials.trial(activations)
-        kept = keepable_params(trial.step)[:count]
-        graphs = trials.graphs(activations, {each.name for each in kept})
+        found = keepable_params(trial.step)
+        chosen = found[:kept], found[kept : kept + cached]
+        names = (frozenset(each.name for each in some) for some in chosen)
+        graphs = trials.graphs(Choice(activations, *names))
         step = StepProblem(*(problem_of(each.graph, current_target()) for each in graphs))
-        predicted = trial.step.keeping(kept)
+        predicted = trial.step.keeping(*chosen)
         for actual, expected in (
             (step.forward, predicted.forward),
             (step.backward, predicted.backward),
         ):
             assert len(actual.jobs) == len(expected.jobs)
+            assert [job.resident for job in actual.jobs] == [job.resident for job in expected.jobs]
             assert sum(actual.work_us) == pytest.approx(sum(expected.work_us))
         assert step.peak_bytes() == predicted.peak_bytes()
 
@@ -65,7 +75,7 @@ def test_trials_are_made_once_and_leave_the_joint_graph_alone():
         before = names(trials.gm.graph), [dict(node.meta) for node in trials.gm.graph.nodes]
         plans = [trials.fastest(limit) for limit in (1 << 30, 1 << 17, 1 << 16)]
         assert trials.trial(1.0) is plans[0].trial
-        trials.graphs(plans[1].activations, {each.name for each in plans[0].kept})
+        trials.graphs(replace(plans[0].choice, activations=plans[1].activations))
         after = names(trials.gm.graph), [dict(node.meta) for node in trials.gm.graph.nodes]
         assert after == before
 

@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from zpasses.cost.kept_params import StepProblem, choose_kept, fitting_params, keepable_params
-from zpasses.cost.schedule_evaluation import one_ahead_plan, single_plan
+from zpasses.cost.kept_params import (
+    Repetition,
+    StepProblem,
+    choose_kept,
+    fitting_params,
+    keepable_params,
+)
+from zpasses.cost.schedule_evaluation import evaluate, one_ahead_plan, single_plan
 from zpasses.cost.schedule_problem import problem_of
 from zpasses.cost.target import Target, use_target
 from zpasses.graph.tags import tagged
@@ -39,11 +45,13 @@ def captured(widths, classes, rows, world_size, keep, rank=0):
     ).after
 
 
-def step_of(graphs, world_size, rank=0):
+def step_of(graphs, world_size, rank=0, repetition=None):
     with fake_world(world_size, rank):
         target = Target.parse("h100")
         return StepProblem(
-            problem_of(graphs.forward.graph, target), problem_of(graphs.backward.graph, target)
+            problem_of(graphs.forward.graph, target),
+            problem_of(graphs.backward.graph, target),
+            repetition or Repetition(),
         )
 
 
@@ -108,3 +116,55 @@ def test_more_memory_keeps_more_and_is_never_slower():
         choice.peak_bytes <= lean * factor
         for choice, factor in zip(choices[1:], (1.0, 1.2, 1.5, 3.0), strict=True)
     )
+
+
+# --- parameters that are cached throughout the step -----------------------------------------------
+def test_caching_saves_the_gathers_of_forwards_that_find_a_parameter_unchanged():
+    graphs = captured([512] * 4, 1024, 64, 4, "nothing")
+    durations = {}
+    for backwards in (1, 2, 8):
+        step = step_of(graphs, 4, repetition=Repetition(backwards))
+        kept = keepable_params(step)
+        durations[backwards] = [
+            chosen.mean_us(lambda problem: evaluate(problem, single_plan(problem)).total_us)
+            for chosen in (step.keeping(kept), step.keeping((), kept))
+        ]
+        gathers = sum(each.forward_us for each in kept)
+        saved = durations[backwards][0] - durations[backwards][1]
+        assert saved == pytest.approx((1 - 1 / backwards) * gathers, rel=0.2)
+    assert durations[1][0] == durations[1][1]
+
+
+def test_frozen_parameters_are_never_gathered_again():
+    graphs = captured([512] * 4, 1024, 64, 4, "nothing")
+    step = step_of(graphs, 4, repetition=Repetition(1, ("layers.1.weight",)))
+    unchanged = {each.params[0]: each.unchanged for each in keepable_params(step)}
+    assert unchanged == {"layers.1.weight": 1.0, "layers.2.weight": 0.0, "head.weight": 0.0}
+    cached = [each for each in keepable_params(step) if each.unchanged]
+    seen = []
+    step.keeping((), cached).mean_us(lambda problem: seen.append(len(problem.jobs)) or 0.0)
+    assert seen == [len(step.backward.jobs) - 1, len(step.forward.jobs) - 1]
+
+
+def test_memory_is_given_to_caching_where_it_saves_time():
+    with use_target(Target.parse("h100")):
+        graphs = captured([512] * 8, 1024, 64, 4, "nothing")
+        lean = step_of(graphs, 4).peak_bytes()
+        found = {}
+        for backwards, factor in itertools.product((1, 16), (1.0, 1.6, 4.0)):
+            step = step_of(graphs, 4, repetition=Repetition(backwards))
+            limit = int(lean * factor)
+            choice = choose_kept(step, keepable_params(step), limit, caches=True)
+            found[backwards, factor] = choice
+            assert choice.peak_bytes <= limit
+            assert {each.name for each in choice.kept}.isdisjoint(
+                each.name for each in choice.cached
+            )
+    assert not any(choice.cached for (backwards, _), choice in found.items() if backwards == 1)
+    counts = [len(found[16, factor].cached) for factor in (1.0, 1.6, 4.0)]
+    assert counts[0] == 0
+    assert counts == sorted(counts)
+    assert counts[-1] == len(keepable_params(step_of(graphs, 4)))
+    times = [found[16, factor].total_us for factor in (1.0, 1.6, 4.0)]
+    assert times == sorted(times, reverse=True)
+    assert found[16, 4.0].total_us < found[1, 4.0].total_us
