@@ -307,7 +307,7 @@ class _KeptSearch:
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of the memory above that of one gather and one reduction in flight: the part for kept parameters.
 """
-_FEWEST_PLANS, _MOST_WORK = 4, 20_000
+_FEWEST_PLANS, _MOST_PLANS, _MOST_WORK = 4, 24, 20_000
 """Schedules to compare for each choice, which is only an estimate of what `schedule` will find; and
 segments and collectives that all of them have together, for small graphs."""
 
@@ -322,7 +322,7 @@ def _cost(
 
     def planned_us(problem: ScheduleProblem) -> float:
         size = len(problem.slots) + 8 * len(problem.jobs)
-        plans = max(_FEWEST_PLANS, _MOST_WORK // size)
+        plans = min(max(_FEWEST_PLANS, _MOST_WORK // size), _MOST_PLANS)
         cost = plan_schedule(problem, limit_bytes, most=plans).cost
         peaks.append(cost.peak_bytes)
         return cost.total_us

@@ -1,0 +1,77 @@
+"""Property tests of memory budgets: what a step keeps, caches and moves, for drawn models."""
+
+import itertools
+
+import torch
+from hypothesis import given, note
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.graphs import few_examples
+from zpasses.cost.memory import liveness
+from zpasses.cost.step_time import step_time
+from zpasses.cost.target import Target
+from zpasses.testing import assert_step_equals_reference, capture_graphs, capture_ranks, fake_world
+
+WIDTHS = st.lists(st.sampled_from([1, 8, 24, 65, 129]), min_size=3, max_size=6)
+TARGETS = st.sampled_from(
+    ["h100", "mi300x", "h100,link_gb_s=0.05,network_gb_s=0.05", "h100,ranks_per_node=1"]
+)
+WORLD = 3
+
+
+class Stack(nn.Module):
+    def __init__(self, widths, frozen):
+        super().__init__()
+        pairs = itertools.pairwise(widths)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairs)
+        for number, layer in enumerate(self.layers):
+            layer.requires_grad_(number not in frozen)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().sum()
+
+
+@st.composite
+def steps(draw):
+    widths = draw(WIDTHS)
+    frozen = draw(st.sets(st.integers(0, len(widths) - 3), max_size=2))
+    rows = draw(st.sampled_from([2, 40]))
+    return Stack(widths, frozen), torch.linspace(-1, 1, rows * widths[0]).view(rows, widths[0])
+
+
+def figures(after, target):
+    with fake_world(WORLD):
+        graphs = [each.graph for each in (after.forward, after.backward)]
+        total_us = step_time(graphs, Target.parse(target)).total_us
+        return total_us, max(liveness(graph).peak_bytes for graph in graphs)
+
+
+@few_examples
+@given(steps(), TARGETS, st.sampled_from([0.0, 0.2, 1.0, 5.0]), st.sampled_from([1, 3]))
+def test_kept_parameters_keep_the_bits_and_the_budget_and_cost_no_time(
+    step, target, more, backwards_per_step
+):
+    model, batch = step
+
+    def captured(pipeline, **options):
+        options = {"target": target, **options}
+        return capture_ranks(model, (batch,), world_size=WORLD, pipeline=pipeline, options=options)
+
+    one_ahead = capture_graphs(
+        model,
+        (batch,),
+        world_size=WORLD,
+        pipeline="zero3-one-ahead",
+        options={"target": target},
+    )
+    time_us, peak_bytes = figures(one_ahead.after, target)
+    budget = int(peak_bytes * (1 + more))
+    planned = captured("zero3", memory_budget=f"{budget}B", backwards_per_step=backwards_per_step)
+    assert_step_equals_reference(planned)
+    planned_us, planned_bytes = figures(planned[0].after, target)
+    note(f"{planned_us} of {time_us} us, {planned_bytes} of {budget} B")
+    assert planned_bytes <= budget
+    assert planned_us <= time_us * (1 + 1e-9)
