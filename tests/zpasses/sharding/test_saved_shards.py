@@ -94,10 +94,6 @@ def _loaded_from_rank_0(folder, what, rows):
     state = torch.load(f"{folder}/state.pt")
     try:
         (model if what == "model" else optimizer).load_state_dict(state)
-        if what == "optimizer":
-            # The ranks are in step until the optimizer looks at what it got.
-            model(integers(2, 4)).square().sum().backward()
-            optimizer.step()
         zpasses.full_state_dict(model, timeout_s=20)  # any vote tells the first rank
     except (zpasses.ShardingError, zpasses.AgreementError) as error:
         return str(error)
@@ -149,9 +145,8 @@ def _load_in_another_world(folder):
         model.load_state_dict(weights)
     except zpasses.ShardingError as error:
         told.append(str(error))
-    optimizer.load_state_dict(moments)
     with pytest.raises(zpasses.ShardingError, match="was saved over"):
-        optimizer.step()
+        optimizer.load_state_dict(moments)
     return told
 
 
