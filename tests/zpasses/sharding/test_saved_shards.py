@@ -47,6 +47,13 @@ def test_save_model_of_safetensors_is_refused(tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_safetensors_of_parameters_is_an_error_of_torch(tmp_path):
+    parameters = dict(sharded(Odd()).named_parameters())
+    with pytest.raises(RuntimeError, match="data pointer on an invalid python storage"):
+        safetensors.torch.save_file(parameters, tmp_path / "model.safetensors")
+
+
+@pytest.mark.ranks(2)
 def test_values_of_a_state_dict_work_as_dtensors():
     model = sharded(nn.Linear(4, 5))
     state = model.state_dict()
