@@ -7,10 +7,13 @@ from tests.programs import run_program
 EXAMPLES = Path(__file__).parents[2] / "examples"
 VARIABLES = {"HF_HUB_OFFLINE": "1", "TORCHELASTIC_RUN_ID": "tests"}
 KILLER = """
-import os, runpy, sys
+import os, runpy, signal, sys
 
 step, program = int(sys.argv[1]), sys.argv[2]
 sys.argv = sys.argv[2:]
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
 {install}
 runpy.run_path(program, run_name="__main__")
 """
@@ -24,15 +27,15 @@ def run_example(program, *options, ranks=2):
 
 
 def kill_example(folder, install, step, program, *options):
-    """Run an example until every rank dies after a step.
+    """Run an example until every rank is killed after a step.
 
     Args:
-        install: lines of Python that make `os._exit(9)` happen after `step`.
+        install: lines of Python that call `kill()` after `step`.
     """
     killer = folder / "killer.py"
     killer.write_text(KILLER.format(install=install))
     runs = run_program(killer, step, program, *options, ranks=2, variables=VARIABLES)
-    assert [each.returncode for each in runs] == [9, 9], runs[0].stdout[-3000:]
+    assert [each.returncode for each in runs] == [-9, -9], runs[0].stdout[-3000:]
 
 
 def unsharded(program, folder):

@@ -16,7 +16,7 @@ import transformers
 class Kill(transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == step:
-            os._exit(9)
+            kill()
 transformers.trainer.DEFAULT_CALLBACKS.append(Kill)
 """
 pytestmark = pytest.mark.processes
@@ -30,11 +30,18 @@ def _losses(folder):
 QUICK = "test_checkpoints_resume_on_another_number_of_ranks"
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run that was not killed."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_example(PROGRAM, *TINY, "--out", folder)
+    return folder
+
+
 @pytest.mark.slow(quick=QUICK)
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
-def test_resumes_with_identical_losses_after_being_killed(tmp_path, step):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run_example(PROGRAM, *TINY, "--out", whole)
+def test_resumes_with_identical_losses_after_being_killed(tmp_path, whole, step):
+    killed = tmp_path / "killed"
     kill_example(tmp_path, KILL, step, PROGRAM, *TINY, "--out", killed)
     run_example(PROGRAM, *TINY, "--out", killed)
     assert _losses(killed) == _losses(whole)

@@ -16,7 +16,7 @@ original = ModelCheckpoint.on_train_batch_end
 def on_train_batch_end(self, trainer, *args):
     original(self, trainer, *args)
     if trainer.global_step == step:
-        os._exit(9)
+        kill()
 ModelCheckpoint.on_train_batch_end = on_train_batch_end
 """
 QUICK = "test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks"
@@ -28,11 +28,18 @@ def _losses(folder):
         return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(file)}
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run that was not killed."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_example(PROGRAM, *TINY, "--out", folder)
+    return folder
+
+
 @pytest.mark.slow(quick=QUICK)
-@pytest.mark.parametrize("step", [1, 2, 3, 4])
-def test_resumes_with_identical_losses_after_being_killed(tmp_path, step):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run_example(PROGRAM, *TINY, "--out", whole)
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+def test_resumes_with_identical_losses_after_being_killed(tmp_path, whole, step):
+    killed = tmp_path / "killed"
     kill_example(tmp_path, KILL, step, PROGRAM, *TINY, "--out", killed)
     run_example(PROGRAM, *TINY, "--out", killed)
     expected, resumed = _losses(whole), _losses(killed)

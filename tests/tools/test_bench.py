@@ -10,8 +10,11 @@ import pytest
 from tests.programs import ForkedPython, forked_subprocess
 from tests.zpasses.inspect.real import real_dump
 from zpasses.tools.bench.__main__ import main
+from zpasses.tools.bench.hf_trainer import TrainerConfig, TrainerReport, TrainerResult
+from zpasses.tools.bench.hf_trainer import _relate as _relate_trainers
 from zpasses.tools.bench.measure import ResidentMemory
 from zpasses.tools.bench.model import ModelSize, batches, build_model
+from zpasses.tools.bench.report import trainer_table
 from zpasses.tools.bench.train import PeerResult, TrainConfig, TrainReport, _difference, _relate
 
 TINY = [
@@ -189,6 +192,37 @@ def test_data_differ_between_ranks_and_are_reproducible():
     assert first.equal(again)
     assert not first.equal(other)
     assert first[:, 1:].equal(targets[:, :-1])
+
+
+# --- trainer --------------------------------------------------------------------------------------
+@pytest.mark.inductor
+@pytest.mark.slow(quick="test_train_measures_each_peer_and_compares_it_to_the_baseline")
+def test_trainer_measures_zpasses_beside_ddp_and_fsdp2(tmp_path):
+    pytest.importorskip("transformers")
+    peers = ["--peers", "ddp,fsdp2,zpasses-3"]
+    run = bench("trainer", *TINY, *peers, "--json", str(tmp_path / "result.json"))
+    assert run.returncode == 0, run.stdout + run.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    ddp, fsdp2, zpasses = result["results"]
+    for peer in (ddp, fsdp2, zpasses):
+        assert peer["ratio"] == pytest.approx(peer["step_s"] / fsdp2["step_s"])
+        assert peer["losses"] == pytest.approx(ddp["losses"], rel=1e-4)
+        assert len(peer["losses"]) == 3
+        assert peer["peer"] in run.stdout
+    for peer in (fsdp2, zpasses):  # shards, and two moments of AdamW
+        assert peer["resting_bytes"] < 0.9 * ddp["resting_bytes"]
+
+
+def test_trainer_finds_a_peer_whose_training_differs():
+    results = [
+        TrainerResult("fsdp2", rounds_s=[2.0], peak_bytes=10, losses=[6.0, 5.9]),
+        TrainerResult("zpasses-3", rounds_s=[1.0], peak_bytes=5, losses=[6.0, 5.8]),
+    ]
+    report = TrainerReport(TrainerConfig(ModelSize(), ("fsdp2", "zpasses-3")), results, {})
+    _relate_trainers(report)
+    assert (results[1].ratio, results[1].peak_ratio) == (0.5, 0.5)
+    assert "at step 1" in report.failed["zpasses-3"]
+    assert "zpasses-3" in trainer_table(report)
 
 
 # --- overhead -------------------------------------------------------------------------------------

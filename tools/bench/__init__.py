@@ -1,6 +1,7 @@
 """Benchmarks: zpasses beside its peers, runtime overhead, compile time, and more.
 
     python -m zpasses.tools.bench [train]     peers train the same GPT on the same data
+    python -m zpasses.tools.bench trainer     Hugging Face's Trainer with zpasses and with FSDP2
     python -m zpasses.tools.bench coalesce    gradient accumulation: one reduction per backward, or
                                               per step
     python -m zpasses.tools.bench buckets     many small parameters: single and bucketed collectives

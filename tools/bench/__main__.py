@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -16,6 +17,8 @@ from zpasses.tools.bench.checks import ChecksConfig, run_checks_suite
 from zpasses.tools.bench.coalesce import WAYS, CoalesceConfig, run_coalesce
 from zpasses.tools.bench.dumping import DumpConfig, run_dump
 from zpasses.tools.bench.flatten import FORMS, FlattenConfig, run_flatten
+from zpasses.tools.bench.hf_trainer import PEERS as TRAINER_PEERS
+from zpasses.tools.bench.hf_trainer import TrainerConfig, run_trainer
 from zpasses.tools.bench.launch import RankError
 from zpasses.tools.bench.model import ModelSize
 from zpasses.tools.bench.overhead import OverheadConfig, run_overhead
@@ -31,6 +34,7 @@ from zpasses.tools.bench.report import (
     schedule_table,
     startup_table,
     train_table,
+    trainer_table,
     write_json,
 )
 from zpasses.tools.bench.scaling import ScalingConfig, run_scaling
@@ -155,6 +159,52 @@ def _train(options: argparse.Namespace) -> int:
     print(train_table(report))
     if options.json:
         write_json(options.json, "train", report)
+    return 1 if report.failed else 0
+
+
+# --- trainer --------------------------------------------------------------------------------------
+def _trainer_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--peers",
+        type=_names(list(TRAINER_PEERS)),
+        default="fsdp2,zpasses-3",
+        metavar="A,B",
+        help=f"what to run, in this order: {', '.join(TRAINER_PEERS)}",
+    )
+    parser.add_argument(
+        "--baseline",
+        choices=list(TRAINER_PEERS),
+        default="fsdp2",
+        metavar="PEER",
+        help="peer that ratios and losses are compared with",
+    )
+    parser.add_argument("--ranks", type=_at_least(1), default=2, help="processes, one thread each")
+    parser.add_argument("--steps", type=_at_least(1), default=20, help="timed steps of a run")
+    parser.add_argument("--warmup", type=_at_least(1), default=3, help="untimed steps before them")
+    parser.add_argument(
+        "--rounds", type=_at_least(1), default=1, help="runs of every peer, interleaved"
+    )
+    for item in fields(ModelSize):
+        parser.add_argument(
+            f"--{item.name}", type=_at_least(1), default=item.default, help="of the model"
+        )
+
+
+def _trainer(options: argparse.Namespace) -> int:
+    size = ModelSize(**{item.name: getattr(options, item.name) for item in fields(ModelSize)})
+    if problem := size.check():
+        options.parser.error(problem)
+    if importlib.util.find_spec("transformers") is None:
+        options.parser.error("transformers is not installed: pip install 'zpasses[trainers]'")
+    names = ("peers", "baseline", "ranks", "steps", "warmup", "rounds")
+    report = run_trainer(
+        TrainerConfig(
+            size, timeout_s=options.timeout, **{name: getattr(options, name) for name in names}
+        )
+    )
+    print(trainer_table(report))
+    if options.json:
+        write_json(options.json, "trainer", report)
     return 1 if report.failed else 0
 
 
@@ -609,6 +659,7 @@ _SUITES: dict[
     str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]
 ] = {
     "train": (_train_options, _train, "peers train the same GPT on the same data"),
+    "trainer": (_trainer_options, _trainer, "Hugging Face's Trainer trains the GPT, sharded"),
     "coalesce": (
         _coalesce_options,
         _coalesce,

@@ -18,6 +18,7 @@ from zpasses.tools.bench.checks import ChecksReport
 from zpasses.tools.bench.coalesce import CoalesceReport, CoalesceResult
 from zpasses.tools.bench.dumping import DumpReport
 from zpasses.tools.bench.flatten import FlattenReport
+from zpasses.tools.bench.hf_trainer import TrainerReport
 from zpasses.tools.bench.overhead import OverheadReport
 from zpasses.tools.bench.scaling import ScalingReport
 from zpasses.tools.bench.schedule import ScheduleReport, ScheduleRow
@@ -34,6 +35,7 @@ __all__ = [
     "schedule_table",
     "startup_table",
     "train_table",
+    "trainer_table",
     "write_json",
 ]
 
@@ -51,6 +53,7 @@ _Report = (
     | StartupReport
     | DumpReport
     | ChecksReport
+    | TrainerReport
 )
 
 
@@ -125,6 +128,28 @@ def _bounds(report: TrainReport) -> list[str]:
             "negative if they overlap."
         )
     return lines
+
+
+# --- trainer --------------------------------------------------------------------------------------
+def trainer_table(report: TrainerReport) -> str:
+    """One line per peer. Memory is above what is held between steps, which "rest" says."""
+    baseline = report.config.baseline
+    rows = [
+        {
+            "Trainer with": result.peer,
+            "step ms": f"{result.step_s * 1e3:.1f}",
+            f"/ {baseline}": "-" if result.ratio is None else f"{result.ratio:.2f}",
+            "peak MiB": f"{result.peak_bytes / _MIB:.1f}",
+            f"peak / {baseline}": "-" if result.peak_ratio is None else f"{result.peak_ratio:.2f}",
+            "fwd+bwd MiB": f"{result.backward_peak_bytes / _MIB:.1f}",
+            "rest MiB": f"{result.resting_bytes / _MIB:.1f}",
+            "loss": f"{result.losses[-1]:.4f}",
+        }
+        for result in report.results
+    ]
+    lines = [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")]
+    lines += [f"FAILED {name}: {reason}" for name, reason in report.failed.items()]
+    return "\n".join(lines)
 
 
 # --- overhead -------------------------------------------------------------------------------------

@@ -128,7 +128,11 @@ from zpasses.compat.inductor import (
     pin_output_strides,
     register_collective_lowerings,
 )
-from zpasses.compat.optim import adjusted_muon_lr, newton_schulz
+from zpasses.compat.optim import (
+    adjusted_muon_lr,
+    call_after_optimizer_load,
+    newton_schulz,
+)
 
 __all__ = [
     "BOXED_CODEGEN",
@@ -150,6 +154,7 @@ __all__ = [
     "aot_gradient_index",
     "aot_input_index",
     "as_fake",
+    "call_after_optimizer_load",
     "clear_sharding_prop_cache",
     "clone_graph_module",
     "collective_timeout",

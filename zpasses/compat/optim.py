@@ -1,12 +1,32 @@
-"""Optimizers: the parts of torch's Muon."""
+"""Optimizers: the parts of torch's Muon, and a hook for the end of `load_state_dict`."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
-__all__ = ["adjusted_muon_lr", "newton_schulz"]
+__all__ = ["adjusted_muon_lr", "call_after_optimizer_load", "newton_schulz"]
+
+
+def call_after_optimizer_load(check: Callable[[Optimizer], None]) -> None:
+    """Call `check` after each `load_state_dict` of any optimizer.
+
+    torch has such hooks per optimizer only, and for steps it has global ones, too. So this wraps
+    the method of `torch.optim.Optimizer`.
+    """
+    original: Any = Optimizer.load_state_dict
+
+    @functools.wraps(original)
+    def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        check(self)
+        return result
+
+    Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 
 def newton_schulz(

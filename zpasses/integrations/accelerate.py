@@ -24,17 +24,21 @@ from torch.distributed.tensor import DTensor
 from zpasses.checkpoint.full import full_state_dict
 from zpasses.checkpoint.safetensors_writer import save_safetensors
 from zpasses.errors import OptionError
-from zpasses.integrations.optimizer_state import load_states, save_states
+from zpasses.integrations.failures import fail_on_all_ranks
+from zpasses.integrations.optimizer_state import discard_states, load_states, save_states
 from zpasses.integrations.preparation import (
     check_optimizer,
     finish_preparation,
     preparation_of,
     prepare_model,
 )
+from zpasses.sharding.dynamo_backends import explain_dynamo_backend
 
 __all__ = ["ShardingAccelerator", "prepare", "shard_with"]
 
 M = TypeVar("M", bound=nn.Module)
+
+explain_dynamo_backend()
 
 FOLDER = "sharded_state"
 """Folder in a checkpoint of `save_state` that holds prepared models and their optimizers."""
@@ -191,12 +195,21 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
         models, optimizers = self._prepared(), self._optimizers_of_prepared()
-        with self._hidden(models, optimizers):
-            folder = super().save_state(output_dir, safe_serialization, **kwargs)
-        if models:
-            save_states(
-                os.path.join(folder, FOLDER), _together(models), optimizers, with_model=True
-            )
+        if not models:
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+        together = _together(models)
+        discarded = self.register_save_state_pre_hook(
+            lambda _models, _weights, path: discard_states(os.path.join(path, FOLDER), together)
+        )
+        try:
+            with (
+                self._hidden(models, optimizers),
+                fail_on_all_ranks(together, "Accelerator.save_state"),
+            ):
+                folder = super().save_state(output_dir, safe_serialization, **kwargs)
+        finally:
+            discarded.remove()
+        save_states(os.path.join(folder, FOLDER), together, optimizers, with_model=True)
         return folder
 
     def load_state(

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from zpasses.errors import ZpassesError
+from zpasses.integrations.failures import fail_on_all_ranks
 from zpasses.integrations.optimizer_state import load_states, save_states
 from zpasses.integrations.preparation import (
     DeferredReduction,
@@ -163,22 +164,23 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
                 "writes folders with torch.distributed.checkpoint, which has none. Leave it out."
             )
         path = Path(self.broadcast(os.fspath(filepath)))
-        part = path.with_name(f"{path.name}.part")
-        if self.is_global_zero:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-        self.barrier()
+        part, earlier = (path.with_name(f"{path.name}.{word}") for word in ("part", "earlier"))
+        module = self.lightning_module
+        with fail_on_all_ranks(module, "ZpassesStrategy.save_checkpoint"):
+            if self.is_global_zero:
+                shutil.rmtree(part, ignore_errors=True)
+                part.mkdir(parents=True)
         optimizers = self.optimizers if checkpoint.pop("optimizer_states", None) is not None else []
         checkpoint.pop("state_dict", None)
-        save_states(part / STATES, self.lightning_module, optimizers, with_model=True)
-        if self.is_global_zero:
-            torch.save(checkpoint, part / META)
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-            part.rename(path)
-        self.barrier()
+        save_states(part / STATES, module, optimizers, with_model=True)
+        with fail_on_all_ranks(module, "ZpassesStrategy.save_checkpoint"):
+            if self.is_global_zero:
+                torch.save(checkpoint, part / META)
+                _remove(earlier)
+                if path.exists():  # never removed in place: a kill would leave a part of it
+                    path.rename(earlier)
+                part.rename(path)
+                _remove(earlier)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         path = Path(self.broadcast(os.fspath(checkpoint_path)))
@@ -193,6 +195,13 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
         optimizers = self.optimizers if fitting else []
         load_states(path / STATES, self.lightning_module, optimizers, with_model=True)
         return loaded
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _callable_children(module: nn.Module) -> Iterator[nn.Module]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
@@ -16,7 +18,25 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-__all__ = ["load_states", "save_states"]
+from zpasses.errors import ZpassesError
+from zpasses.integrations.failures import fail_on_all_ranks
+
+__all__ = ["discard_states", "load_states", "save_states"]
+
+METADATA = ".metadata"
+"""File of DCP that lists what the others hold. It is written last."""
+
+
+def discard_states(folder: str | os.PathLike[str], model: nn.Module) -> None:
+    """Make earlier states in a folder incomplete, before they are overwritten. Call it on every
+    rank.
+
+    Otherwise, the metadata of the earlier states would describe the files of the next ones, if the
+    program is killed while it writes these.
+    """
+    with fail_on_all_ranks(model, "removing an earlier checkpoint"):
+        if dist.get_rank() == 0:
+            Path(folder, METADATA).unlink(missing_ok=True)
 
 
 def save_states(
@@ -32,6 +52,7 @@ def save_states(
         with_model: write the model, too; a trainer may have written it in another format.
     """
     states = _states(model, optimizers, with_model)
+    discard_states(folder, model)
     save(states, storage_writer=FileSystemWriter(os.fspath(folder), overwrite=True))
 
 
@@ -42,7 +63,16 @@ def load_states(
     *,
     with_model: bool,
 ) -> None:
-    """Read what `save_states` wrote, on any number of ranks. Call it on every rank."""
+    """Read what `save_states` wrote, on any number of ranks. Call it on every rank.
+
+    Raises:
+        ZpassesError: if the states are incomplete.
+    """
+    if not Path(folder, METADATA).exists():
+        raise ZpassesError(
+            f"{folder} is incomplete: it has no {METADATA}, which is written last. A program that "
+            "is killed while it saves leaves such a folder. Load an earlier checkpoint."
+        )
     states = _states(model, optimizers, with_model)
     load(states, checkpoint_id=os.fspath(folder))
     if with_model:

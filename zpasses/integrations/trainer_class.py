@@ -22,6 +22,7 @@ from transformers import Trainer
 from zpasses.checkpoint.safetensors_reader import load_safetensors
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.integrations.accelerate import shard_with
+from zpasses.integrations.failures import fail_on_all_ranks
 from zpasses.integrations.full_states import CheckpointState, full_state
 from zpasses.integrations.optimizer_state import load_states, save_states
 from zpasses.integrations.preparation import finish_preparation, preparation_of
@@ -83,12 +84,16 @@ class ShardingTrainer(Trainer):  # type: ignore[misc]
         super().create_accelerator_and_postprocess()
         shard_with(self.accelerator)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         preparation = preparation_of(self.model)
         assert preparation is not None
         preparation.reduction.flush()  # of an earlier call that stopped between two backwards
         self.model.zero_grad()
-        return super().train(*args, **kwargs)
+        if resume_from_checkpoint is True:  # Trainer would take an incomplete one
+            resume_from_checkpoint = last_checkpoint(self.args.output_dir) or True
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if preparation_of(model) is None:  # `to` would take the shards out of their flat buffers
@@ -98,24 +103,21 @@ class ShardingTrainer(Trainer):  # type: ignore[misc]
         # Some versions call `_save` on the main process only, so gather first.
         state = full_state(self.model, every_rank=self.args.save_on_each_node)
         self._full_state = CheckpointState(state) if _internal_call else state
+        if _internal_call and output_dir is not None:  # the first file of a checkpoint
+            with fail_on_all_ranks(self.model, "removing an earlier checkpoint"):
+                if self.args.should_save:
+                    Path(output_dir, STATE_FILE).unlink(missing_ok=True)
         try:
-            super().save_model(output_dir, _internal_call)
+            with fail_on_all_ranks(self.model, "Trainer.save_model"):
+                super().save_model(output_dir, _internal_call)
         finally:
             del self._full_state
-        self.accelerator.wait_for_everyone()
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
         state = state_dict if state_dict is not None else getattr(self, "_full_state", None)
         super()._save(output_dir, state_dict=state)
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
-        if self.args.should_save:  # an older run's, which is about to be overwritten
-            Path(folder, STATE_FILE).unlink(missing_ok=True)
-        self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_states(
@@ -124,13 +126,19 @@ class ShardingTrainer(Trainer):  # type: ignore[misc]
             [_inner(self.optimizer)],
             with_model=False,
         )
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
+        with fail_on_all_ranks(self.model, "saving the scheduler"):
+            if self.args.should_save:
+                scheduler = self.lr_scheduler.state_dict()
+                torch.save(scheduler, os.path.join(output_dir, SCHEDULER_FILE))
+
+    def _save_scaler(self, output_dir: str) -> None:
+        with fail_on_all_ranks(self.model, "saving the scale of gradients"):
+            super()._save_scaler(output_dir)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
         # The state file comes next and says that the checkpoint is complete, on every rank.
-        self.accelerator.wait_for_everyone()
+        with fail_on_all_ranks(self.model, "saving the states of random generators"):
+            super()._save_rng_state(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zpasses.integrations.failures import fail_on_all_ranks
 from zpasses.integrations.full_states import CheckpointState, full_state
 from zpasses.integrations.preparation import prepare_model, uncompiled
 from zpasses.integrations.trainer_class import install, last_checkpoint
@@ -110,9 +110,9 @@ def _gathering(model: nn.Module, original: Callable[..., None]) -> Callable[...,
             original(**values)
             return
         values["state_dict"] = full_state(model)
-        if values["state_dict"]:
-            original(**values)
-        dist.barrier()
+        with fail_on_all_ranks(model, "save_pretrained"):
+            if values["state_dict"]:
+                original(**values)
 
     save_pretrained.__doc__ = original.__doc__
     return save_pretrained

@@ -141,12 +141,13 @@ def _told(coordinate: Any) -> str:
 
 @functools.cache
 def install_optimizer_state_check() -> None:
-    """Install a hook that checks an optimizer before its first step, and loaded state before the
-    step that would use it.
+    """Install hooks that check an optimizer before its first step, and its state after
+    `load_state_dict`.
 
-    It applies to every torch optimizer of this process. Further calls do nothing.
+    They apply to every torch optimizer of this process. Further calls do nothing.
     """
     register_optimizer_step_pre_hook(_before_step)
+    compat.call_after_optimizer_load(_check_state)
 
 
 _CHECKED = "_zpasses_checked_state"
@@ -158,9 +159,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
         return
     if any(_is_ours(param) for group in optimizer.param_groups for param in group["params"]):
         check_optimizer(optimizer)
+    _check_state(optimizer)  # an optimizer may load state without torch's `load_state_dict`
+    setattr(optimizer, _CHECKED, state)
+
+
+def _check_state(optimizer: torch.optim.Optimizer) -> None:
     for param, name, value in _sharded_state(optimizer):
         check_owner(value, param, f"{name} of the optimizer's state")
-    setattr(optimizer, _CHECKED, state)
 
 
 def _is_ours(param: Tensor) -> bool:

@@ -20,6 +20,7 @@ from zpasses.errors import ShardingError
 from zpasses.runtime.param_cache import drop_cached_params
 from zpasses.runtime.windows import register_step_window
 from zpasses.sharding.adapters import edit_adapters_as_shards
+from zpasses.sharding.dynamo_backends import explain_dynamo_backend
 from zpasses.sharding.module import (
     ParamShardSpec,
     ShardedModule,
@@ -122,6 +123,7 @@ def shard(
     )
     install_optimizer_state_check()
     install_wrapper_hooks()
+    explain_dynamo_backend()
     accept_compiled_names(model)
     return model
 

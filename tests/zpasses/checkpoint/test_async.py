@@ -14,7 +14,7 @@ from zpasses.testing import run_on_ranks, world_mesh
 pytestmark = pytest.mark.processes
 
 STEPS = 4
-SLOW = pytest.mark.slow(quick="test_training_resumes_from_an_asynchronous_checkpoint")
+SLOW = pytest.mark.slow(quick="test_asynchronous_checkpoint_loads_onto_another_number_of_ranks")
 
 
 def _training(stage):
@@ -67,7 +67,8 @@ def _resumes(folder, stage):
     return zpasses.full_state_dict(model)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(None, marks=SLOW), pytest.param(2, marks=SLOW), 3])
+@SLOW
+@pytest.mark.parametrize("stage", [None, 2, 3])
 def test_training_resumes_from_an_asynchronous_checkpoint(stage, tmp_path):
     beside = stage is not None
     expected = run_on_ranks(_trains_and_saves, str(tmp_path), stage, beside)[0]

@@ -1,7 +1,10 @@
 """A training loop with accelerate trains a prepared model as it trains the plain model with DDP."""
 
+import contextlib
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zpasses
@@ -10,8 +13,9 @@ from zpasses.testing import run_on_ranks
 accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from tests.zpasses.integrations import training  # noqa: E402
-from zpasses.integrations.accelerate import prepare  # noqa: E402
+from tests.zpasses.integrations import snapshots, training  # noqa: E402
+from zpasses.integrations.accelerate import FOLDER, prepare  # noqa: E402
+from zpasses.integrations.optimizer_state import METADATA  # noqa: E402
 
 pytestmark = pytest.mark.processes
 
@@ -77,6 +81,93 @@ def test_accumulation_clipping_and_checkpoints(tmp_path):
     run_on_ranks(_compare, tmp_path)
     assert set(training.weights_of(tmp_path / "model")) == set(_model().state_dict())
     run_on_ranks(_resume_on_one_rank, tmp_path, ranks=1)
+
+
+def _save_states(folder):
+    for number, steps in enumerate((2, 4)):
+        training.as_started_by_torchrun()
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = prepare(accelerator, _model(), options=training.OPTIONS)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for _ in range(steps):
+            accelerator.backward(model(torch.ones(2, 5)).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        recorder = contextlib.nullcontext()
+        if number and dist.get_rank() == 0:
+            recorder = snapshots.recorded(folder / "out", folder / "states")
+        with recorder:
+            accelerator.save_state(str(folder / "out"))
+        weights = zpasses.full_state_dict(model)
+        torch.save(weights, folder / f"weights{number}.{dist.get_rank()}.pt")
+    outcomes = set()
+    dist.barrier()
+    for state in snapshots.states(folder / "states"):
+        if not (state / FOLDER / METADATA).exists():
+            with pytest.raises(zpasses.ZpassesError, match="is incomplete"):
+                accelerator.load_state(str(state))
+            outcomes.add("refused")
+            continue
+        accelerator.load_state(str(state))
+        loaded = zpasses.full_state_dict(model)
+        for number in range(2):
+            saved = torch.load(folder / f"weights{number}.{dist.get_rank()}.pt")
+            if all(torch.equal(loaded[name], saved[name]) for name in saved):
+                outcomes.add(number)
+                break
+        else:
+            raise AssertionError(f"{state} is a mixture")
+    return outcomes
+
+
+@pytest.mark.slow(quick="test_accumulation_clipping_and_checkpoints")
+def test_kill_during_save_state_leaves_a_state_that_is_complete_or_refused(tmp_path):
+    assert run_on_ranks(_save_states, tmp_path, timeout_s=240) == [{0, 1, "refused"}] * 2
+
+
+def _scaled(prepared, overflows):
+    """Train with a GradScaler, as accelerate does for fp16 on accelerators. On one rank, gradients
+    of the second step are infinite."""
+    training.as_started_by_torchrun()
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    model = _model()
+    if prepared:
+        prepare(accelerator, model, options=training.OPTIONS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    scales, skipped = [], []
+    for step in range(4):
+        for each in range(2):
+            with accelerator.no_sync(model) if each == 0 else contextlib.nullcontext():
+                x = torch.full((2, 5), 1.0 + step + dist.get_rank())
+                loss = model(x).square().mean()
+                if overflows and step == 1 and dist.get_rank() == 1:
+                    loss = loss * 1e38
+                accelerator.backward(loss)
+        accelerator.scaler.unscale_(optimizer.optimizer)
+        accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        scales.append(accelerator.scaler.get_scale())
+        skipped.append(optimizer.step_was_skipped)
+    weights = zpasses.full_state_dict(model) if prepared else model.module.state_dict()
+    return weights, scales, skipped
+
+
+def _scaled_both():
+    for overflows in (False, True):
+        weights, scales, skipped = _scaled(False, overflows)
+        ours, our_scales, our_skipped = _scaled(True, overflows)
+        assert (our_scales, our_skipped) == (scales, skipped)
+        assert skipped == [False, overflows, False, False]
+        torch.testing.assert_close(ours, dict(weights))
+
+
+@pytest.mark.slow(quick="test_no_sync_defers_the_reduction")
+def test_scaled_gradients_overflow_on_all_ranks_together():
+    run_on_ranks(_scaled_both)
 
 
 def _no_sync():

@@ -1,9 +1,12 @@
 """Lightning trains a module with ZpassesStrategy as with DDP."""
 
+import contextlib
 import logging
+import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zpasses
@@ -12,7 +15,7 @@ from zpasses.testing import run_on_ranks
 lightning = pytest.importorskip("lightning")
 pytest.importorskip("transformers")
 
-from tests.zpasses.integrations import training  # noqa: E402
+from tests.zpasses.integrations import snapshots, training  # noqa: E402
 from zpasses.integrations.lightning import ZpassesStrategy  # noqa: E402
 
 pytestmark = pytest.mark.processes
@@ -121,6 +124,42 @@ def test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks(tmp_pa
     assert not (tmp_path / "three.ckpt.part").exists()
     # A batch of one rank holds the samples of both ranks, in another order of micro-batches.
     assert sum(alone) == pytest.approx(sum(map(sum, pairs)) / 2, rel=1e-5)
+
+
+def _save_again(folder):
+    (folder / "out").mkdir(exist_ok=True)
+    path = folder / "out" / "last.ckpt"
+    for number in range(2):
+        trainer, _, _ = _fit(_zpasses(), steps=1 + number)
+        recorder = contextlib.nullcontext()
+        if number and dist.get_rank() == 0:
+            recorder = snapshots.recorded(folder / "out", folder / "states")
+        with recorder:
+            trainer.save_checkpoint(path)
+        if dist.get_rank() == 0:
+            shutil.copytree(path, folder / f"complete{number}")
+        dist.barrier()
+
+
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
+def test_kill_during_a_save_leaves_a_checkpoint_that_is_complete(tmp_path):
+    run_on_ranks(_save_again, tmp_path)
+    found = []
+    for state in snapshots.states(tmp_path / "states"):
+        complete = [
+            number
+            for number in range(2)
+            for name in ("last.ckpt", "last.ckpt.earlier")
+            if snapshots.is_copy(state / name, tmp_path / f"complete{number}")
+        ]
+        assert complete, state
+        if (state / "last.ckpt").exists():  # never a part of one
+            assert any(
+                snapshots.is_copy(state / "last.ckpt", tmp_path / f"complete{number}")
+                for number in range(2)
+            )
+        found.append(max(complete))
+    assert set(found) == {0, 1}
 
 
 def _manual():

@@ -1,6 +1,8 @@
 """Trainer trains a prepared model as it trains the plain model with DDP."""
 
+import contextlib
 import functools
+import shutil
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from zpasses.testing import run_on_ranks, world_mesh
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from tests.zpasses.integrations import training  # noqa: E402
+from tests.zpasses.integrations import snapshots, training  # noqa: E402
 from zpasses.integrations.transformers import last_checkpoint, prepare  # noqa: E402
 
 pytestmark = pytest.mark.processes
@@ -143,7 +145,7 @@ def test_checkpoints_resume_on_another_number_of_ranks(tmp_path):
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
     (tmp_path / "checkpoint-4" / "trainer_state.json").write_text("{")  # killed while saving
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
-    (one_rank,) = run_on_ranks(_resume, tmp_path, tmp_path / "checkpoint-2", 4, ranks=1)
+    (one_rank,) = run_on_ranks(_resume, tmp_path, True, 4, ranks=1)
     assert one_rank == pytest.approx(expected, rel=1e-6)
     # The later checkpoint is the better one, and save_pretrained wrote it under its own names.
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "best")
@@ -159,14 +161,93 @@ def test_checkpoints_resume_on_the_same_ranks(tmp_path):
         assert losses == expected
 
 
+class _CopyComplete(transformers.TrainerCallback):
+    """Copies each checkpoint when it is saved."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def on_save(self, args, state, control, **kwargs):
+        name = f"checkpoint-{state.global_step}"
+        if dist.get_rank() == 0:
+            shutil.copytree(f"{args.output_dir}/{name}", self.target / name)
+        dist.barrier()
+
+
+def _save_twice(folder):
+    """Two runs write into the same folder; the second one, which has other weights, is recorded."""
+    for number in range(2):
+        training.as_started_by_torchrun()
+        args = training.arguments(
+            folder / "out",
+            save_strategy="steps",
+            save_steps=1,
+            max_steps=3 + number,
+            save_total_limit=3,
+        )
+        torch.manual_seed(number)
+        model = prepare(training.llama(), options=training.OPTIONS)
+        trainer = transformers.Trainer(
+            model,
+            args,
+            train_dataset=training.Samples(training.llama),
+            callbacks=[_CopyComplete(folder / f"complete{number}")],
+        )
+        recorder = contextlib.nullcontext()
+        if number and dist.get_rank() == 0:
+            recorder = snapshots.recorded(folder / "out", folder / "states")
+        with recorder:
+            training.quiet(trainer).train()
+
+
+@pytest.mark.slow(quick="test_incomplete_checkpoint_is_refused")
+def test_kill_at_any_time_leaves_a_last_checkpoint_that_is_complete(tmp_path):
+    run_on_ranks(_save_twice, tmp_path)
+    states = snapshots.states(tmp_path / "states")
+    found = []
+    for state in states:
+        last = last_checkpoint(state)
+        number = next(
+            number
+            for number in range(2)
+            if (copy := tmp_path / f"complete{number}" / last.rpartition("/")[2]).exists()
+            and snapshots.is_copy(last, copy)
+        )
+        found.append((number, last.rpartition("-")[2]))
+    assert len(states) > 20
+    assert set(found) == {(0, "3"), (1, "2"), (1, "3"), (1, "4")}
+
+
 def _resume_from_incomplete(folder):
     (folder / "checkpoint-8").mkdir(exist_ok=True)
     with pytest.raises(zpasses.ZpassesError, match=r"checkpoint-8 is incomplete.*last_checkpoint"):
         _resume(folder, folder / "checkpoint-8", 2)
+    with pytest.raises(zpasses.ZpassesError, match=r"checkpoint-8 is incomplete.*last_checkpoint"):
+        _resume(folder, True, 2)
 
 
 def test_incomplete_checkpoint_is_refused(tmp_path):
     run_on_ranks(_resume_from_incomplete, tmp_path)
+
+
+def _fail_to_save(folder):
+    training.as_started_by_torchrun()
+    args = training.arguments(folder / "out", save_strategy="steps", save_steps=1)
+    model = prepare(training.llama(), options=training.OPTIONS)
+    samples = training.Samples(training.llama)
+    trainer = training.quiet(transformers.Trainer(model, args, train_dataset=samples))
+    if dist.get_rank() == 0:
+
+        def fail(*args, **kwargs):
+            raise OSError("disk full")
+
+        model.save_pretrained = fail
+    with pytest.raises(zpasses.ShardingError, match=r"failed on rank 0: OSError: disk full"):
+        trainer.train()
+
+
+def test_rank_that_cannot_write_fails_on_all_ranks(tmp_path):
+    run_on_ranks(_fail_to_save, tmp_path)
 
 
 # --- methods of the model -------------------------------------------------------------------------
@@ -192,6 +273,58 @@ def _generate(folder):
 
 def test_generate_keeps_ranks_in_step_and_save_pretrained_gathers(tmp_path):
     run_on_ranks(_generate, tmp_path)
+
+
+def _seq2seq(folder, prepared):
+    training.as_started_by_torchrun()
+    args = training.arguments(
+        folder,
+        kind=transformers.Seq2SeqTrainingArguments,
+        predict_with_generate=True,
+        generation_max_length=8,
+        label_smoothing_factor=0.1,
+        learning_rate=1e-4,
+    )
+    torch.manual_seed(0)
+    model = training.t5()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(3)  # otherwise it generates one token only
+    model.generation_config.suppress_tokens = [0]
+    if prepared:
+        prepare(model, options=training.OPTIONS)
+
+    def collate(batch):  # as DataCollatorForSeq2Seq does
+        batch = transformers.default_data_collator(batch)
+        shifted = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+        return {**batch, "decoder_input_ids": shifted}
+
+    samples = training.Samples(training.t5, 13)  # the last batch of the second rank is padded
+    trainer = training.quiet(
+        transformers.Seq2SeqTrainer(
+            model,
+            args,
+            train_dataset=samples,
+            eval_dataset=samples,
+            data_collator=collate,
+        )
+    )
+    trainer.train()
+    predicted = trainer.predict(samples)
+    losses = [*training.logged(trainer, "loss", "grad_norm"), predicted.metrics["test_loss"]]
+    return losses, predicted.predictions.tolist()
+
+
+def _seq2seq_both(folder):
+    return [_seq2seq(folder, prepared) for prepared in (False, True)]
+
+
+@pytest.mark.slow(quick="test_generate_keeps_ranks_in_step_and_save_pretrained_gathers")
+def test_seq2seq_trainer_predicts_with_generate_as_with_ddp(tmp_path):
+    for (plain, expected), (ours, predicted) in run_on_ranks(_seq2seq_both, tmp_path):
+        assert ours == pytest.approx(plain, rel=1e-6)
+        assert predicted == expected
+        assert len({tuple(each) for each in predicted}) > 1
 
 
 # --- precision ------------------------------------------------------------------------------------
@@ -237,6 +370,32 @@ def _refused(folder, changes):
 def test_arguments_that_compile_or_shard_are_refused_by_name(tmp_path, changes, words):
     for message in run_on_ranks(_refused, tmp_path, changes):
         assert all(word in message for word in (*words, "zpasses"))
+
+
+def _named_as_backend(folder):
+    told = []
+    training.as_started_by_torchrun()
+    args = training.arguments(folder, torch_compile_backend="zpasses")
+    samples = training.Samples(training.llama)
+    sharded = zpasses.shard(training.llama(), mesh=world_mesh())
+    prepared = prepare(training.llama(), options=training.OPTIONS)
+    for model in (training.llama(), sharded, prepared):
+        with pytest.raises(zpasses.OptionError) as caught:
+            transformers.Trainer(model, args, train_dataset=samples).train()
+        told.append(str(caught.value))
+    training.as_started_by_torchrun()
+    with pytest.raises(zpasses.OptionError) as caught:
+        accelerate.Accelerator(cpu=True, dynamo_backend="zpasses")
+    with pytest.raises(ValueError, match="'OTHER' is not a valid DynamoBackend"):
+        accelerate.Accelerator(cpu=True, dynamo_backend="other")
+    return [*told, str(caught.value)]
+
+
+def test_zpasses_as_a_backend_of_accelerate_says_what_to_call(tmp_path):
+    for told in run_on_ranks(_named_as_backend, tmp_path):
+        assert all("prepare(" in each and "zpasses" in each for each in told)
+        assert "names of its own list" in told[0]
+        assert "has compiled the model in place" in told[2]
 
 
 def _misused(folder):

@@ -104,7 +104,14 @@ def _ours(which):
         _compare(which, ours, theirs, options, atol={"Adafactor": 1e-5}.get(which, 1e-6))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(1, marks=pytest.mark.slow(quick="3 ranks")),
+        pytest.param(2, marks=pytest.mark.slow(quick="3 ranks")),
+        3,
+    ],
+)
 @pytest.mark.parametrize("which", OURS)
 def test_optimizers_of_zpasses_are_exact(which, ranks):
     run_on_ranks(_ours, which, ranks=ranks)
@@ -164,7 +171,7 @@ def _resume(which, folder):
     return zpasses.full_state_dict(model)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow(quick="3 ranks")), 3])
 @pytest.mark.parametrize("which", OURS)
 def test_training_resumes_from_a_checkpoint(which, ranks, tmp_path):
     expected = run_on_ranks(_save, which, str(tmp_path))[0]
@@ -211,6 +218,37 @@ def test_refused_optimizers_step_plain_models():
     optimizer.step()
 
 
+# --- low-bit optimizers of torchao ----------------------------------------------------------------
+LOW_BIT = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
+
+
+@pytest.mark.parametrize("which", LOW_BIT)
+@pytest.mark.ranks(2)
+def test_low_bit_optimizers_are_exact_if_shards_are_whole_blocks(which):
+    torchao = pytest.importorskip("torchao")
+    cls = getattr(torchao.optim, which)
+    # A shard of the second shape has 32.5 blocks of 256 values, or 64.5 of 128, so its state is in
+    # fp32, like that of torch's optimizer.
+    width = 129 if which == "AdamW4bit" else 130
+    for shape, reference in (((64, 128), cls), ((width, 128), optim.AdamW)):
+        torch.manual_seed(0)
+        plain = nn.Linear(*shape)
+        model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+        for each, kind in ((plain, reference), (model, cls)):
+            optimizer = kind(each.parameters(), lr=1e-2)
+            for seed in range(3):
+                x = torch.randn(8, shape[0], generator=torch.Generator().manual_seed(seed))
+                each(x).square().mean().backward()
+                with torch.compiler.set_stance("force_eager"):  # it compiles each update
+                    optimizer.step()
+                optimizer.zero_grad()
+        torch.testing.assert_close(
+            zpasses.full_state_dict(model), dict(plain.state_dict()), rtol=0, atol=1e-6
+        )
+        moments = optimizer.state[model._parameters["weight"]]["exp_avg"].to_local()
+        assert (type(moments) is torch.Tensor) == (reference is optim.AdamW)
+
+
 # --- the page -------------------------------------------------------------------------------------
 def test_rows_of_the_page_are_tested():
     page = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text()
@@ -218,6 +256,6 @@ def test_rows_of_the_page_are_tested():
     tested = {f"torch.optim.{name}" for name in EXACT} | {f"zpasses.optim.{name}" for name in OURS}
     tested |= {"torch.optim.SGD(fused=True)", "torch.optim.Adagrad(fused=True)"}
     tested |= {f"torch.optim.{name}" for name in ("Muon", "Adafactor", "Rprop", "LBFGS")}
-    tested |= {"transformers.Adafactor"}
+    tested |= {"transformers.Adafactor"} | {f"torchao.optim.{name}" for name in LOW_BIT}
     assert set(rows) == tested
     assert len(rows) == len(tested)

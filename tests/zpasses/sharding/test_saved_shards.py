@@ -47,6 +47,13 @@ def test_save_model_of_safetensors_is_refused(tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_safetensors_of_parameters_is_an_error_of_torch(tmp_path):
+    parameters = dict(sharded(Odd()).named_parameters())
+    with pytest.raises(RuntimeError, match="data pointer on an invalid python storage"):
+        safetensors.torch.save_file(parameters, tmp_path / "model.safetensors")
+
+
+@pytest.mark.ranks(2)
 def test_values_of_a_state_dict_work_as_dtensors():
     model = sharded(nn.Linear(4, 5))
     state = model.state_dict()
@@ -94,10 +101,6 @@ def _loaded_from_rank_0(folder, what, rows):
     state = torch.load(f"{folder}/state.pt")
     try:
         (model if what == "model" else optimizer).load_state_dict(state)
-        if what == "optimizer":
-            # The ranks are in step until the optimizer looks at what it got.
-            model(integers(2, 4)).square().sum().backward()
-            optimizer.step()
         zpasses.full_state_dict(model, timeout_s=20)  # any vote tells the first rank
     except (zpasses.ShardingError, zpasses.AgreementError) as error:
         return str(error)
@@ -149,9 +152,8 @@ def _load_in_another_world(folder):
         model.load_state_dict(weights)
     except zpasses.ShardingError as error:
         told.append(str(error))
-    optimizer.load_state_dict(moments)
     with pytest.raises(zpasses.ShardingError, match="was saved over"):
-        optimizer.step()
+        optimizer.load_state_dict(moments)
     return told
 
 

@@ -367,7 +367,7 @@ def _odd_gradients(stage):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow(quick="3 ranks")), 3])
 @pytest.mark.parametrize("stage", [None, 2, 3], ids=["eager", "stage2", "stage3"])
 def test_gradients_of_odd_parameters_equal_the_unsharded_ones(stage, ranks):
     run_on_ranks(_odd_gradients, stage, ranks=ranks)
@@ -558,14 +558,14 @@ def _trains(optimizer, clip, stage):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow(quick="3 ranks")), 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizer_steps_equal_the_unsharded_ones(optimizer, ranks):
     run_on_ranks(_trains, optimizer, None, None, ranks=ranks)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow(quick="stage 3")), 3])
 def test_compiled_steps_equal_the_unsharded_ones(stage):
     run_on_ranks(_trains, "adamw foreach", None, stage)
 
@@ -688,7 +688,14 @@ def _load(folder):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(1, marks=pytest.mark.slow(quick="3 ranks")),
+        pytest.param(2, marks=pytest.mark.slow(quick="3 ranks")),
+        3,
+    ],
+)
 def test_checkpoint_of_two_ranks_loads_onto_another_world(ranks, tmp_path):
     weights, moments = run_on_ranks(_save, str(tmp_path))[0]
     for loaded_weights, loaded_moments in run_on_ranks(_load, str(tmp_path), ranks=ranks):
