@@ -2,7 +2,9 @@
 
 The nodes of a graph run in order on one stream, and its collectives beside them. Collectives that
 share links run one after another, whatever their group and route. Collectives within a node share
-its links, and collectives between nodes share the network; the two kinds do not delay each other. A
+its links, and collectives between nodes share the network; the two kinds do not delay each other.
+Only those of a second group of the same ranks (`zpasses.ranks.reduction_groups`) run beside the
+others: two that are in flight on the same links take twice as long each. A
 kernel takes its roofline time, and longer while a collective that needs compute units runs beside
 it. A collective takes longer while kernels run beside it. The model ignores fusion, the CPU and the
 optimizer. It compares forms of one step, and does not predict real durations.
@@ -98,6 +100,8 @@ class CollectiveTiming:
     """Whether it uses the network; else it uses the links of one node."""
     issue_us: float = 0.0
     """Time for which its start keeps the device from computing."""
+    second_group: bool = False
+    """Whether it runs on a second process group, beside the collectives of the first."""
 
 
 class Timeline:
@@ -225,18 +229,24 @@ def _collective_timing(
     parts: Sequence[int], collective: Collective, ranks: int, target: Target, by_engine: bool
 ) -> CollectiveTiming:
     figures = route_figures(target).get(target.routes[0] if by_engine and target.routes else "c10d")
+    second = compat.parent_group(collective.group) != collective.group
     if figures is None or ranks > target.ranks_per_node:
         return CollectiveTiming(
             ring_collective_us(collective.op, sum(parts), ranks, target),
             between_nodes=ranks > target.ranks_per_node,
             issue_us=target.issue_us,
+            second_group=second,
         )
     if by_engine and target.routes:
         took = copy_engine_launch_us(figures, collective.op, parts, ranks, target)
     else:
         took = collective_on_route_us(figures, collective.op, sum(parts), ranks, target)
     return CollectiveTiming(
-        took, figures.compute_slowdown, figures.collective_slowdown, issue_us=target.issue_us
+        took,
+        figures.compute_slowdown,
+        figures.collective_slowdown,
+        issue_us=target.issue_us,
+        second_group=second,
     )
 
 
@@ -253,10 +263,14 @@ class _Simulation:
 
     def __init__(self) -> None:
         self._now = self._compute = self._collective = self._waited = 0.0
-        self._queues: dict[bool, deque[_InFlight]] = {False: deque(), True: deque()}
-        """Collectives on the links within the node (False) and on the network (True).
+        self._queues: dict[bool, tuple[deque[_InFlight], deque[_InFlight]]] = {
+            channel: (deque(), deque()) for channel in (False, True)
+        }
+        """Collectives on the links within the node (False) and on the network (True), each of first
+        and of second groups.
 
-        Only the first of each queue progresses.
+        Only the first of each queue progresses. If both queues of a channel have one, each gets
+        half of the bandwidth.
         """
 
     def run(self, events: Iterable[_Event], timings: dict[fx.Node, CollectiveTiming]) -> StepTime:
@@ -264,7 +278,7 @@ class _Simulation:
             if event.starts is not None:
                 timing = timings[event.starts]
                 self._work(timing.issue_us)
-                self._queues[timing.between_nodes].append(
+                self._queues[timing.between_nodes][timing.second_group].append(
                     _InFlight(event.starts, timing, timing.duration_us)
                 )
                 self._collective += timing.duration_us
@@ -275,36 +289,54 @@ class _Simulation:
         return StepTime(self._now, self._compute, self._collective, self._waited)
 
     def _await(self, node: fx.Node) -> None:
-        for queue in self._queues.values():
-            while any(each.node is node for each in queue):
-                late = queue[0].left_us
+        for queues in self._queues.values():
+            while any(each.node is node for queue in queues for each in queue):
+                late = min(each.left_us * share for each, share in _moving(queues))
                 self._waited += late
                 self._advance(late, beside_compute=False)
 
     def _advance(self, spent: float, *, beside_compute: bool) -> None:
         """Lets `spent` microseconds pass, in which the collectives in flight progress."""
         self._now += spent
-        for queue in self._queues.values():
+        for queues in self._queues.values():
             left = spent
-            while queue and left >= 0:
-                first = queue[0]
-                slowdown = first.timing.collective_slowdown if beside_compute else 1.0
-                moved = min(left, first.left_us * slowdown)
-                first.left_us -= moved / slowdown
-                if first.left_us > _EPSILON_US:
+            while left >= 0 and (moving := _moving(queues)):
+                takes = [
+                    share * (each.timing.collective_slowdown if beside_compute else 1.0)
+                    for each, share in moving
+                ]
+                moved = min(
+                    left,
+                    *(each.left_us * take for (each, _), take in zip(moving, takes, strict=True)),
+                )
+                for (each, _), take in zip(moving, takes, strict=True):
+                    each.left_us -= moved / take
+                if all(each.left_us > _EPSILON_US for each, _ in moving):
                     break
                 left -= moved
-                queue.popleft()
+                for queue in queues:
+                    if queue and queue[0].left_us <= _EPSILON_US:
+                        queue.popleft()
 
     def _work(self, left: float) -> None:
         self._compute += left
         while left > _EPSILON_US:
-            moving = [queue[0] for queue in self._queues.values() if queue]
-            slowdown = max((each.timing.compute_slowdown for each in moving), default=1.0)
-            remaining_us = [each.left_us * each.timing.collective_slowdown for each in moving]
+            moving = [found for queues in self._queues.values() for found in _moving(queues)]
+            slowdown = max((each.timing.compute_slowdown for each, _ in moving), default=1.0)
+            remaining_us = [
+                each.left_us * each.timing.collective_slowdown * share for each, share in moving
+            ]
             spent = min([left * slowdown, *remaining_us])
             left -= spent / slowdown
             self._advance(spent, beside_compute=True)
+
+
+def _moving(queues: Sequence[deque[_InFlight]]) -> list[tuple[_InFlight, float]]:
+    """Returns the collectives of a channel that progress, each with the factor by which it takes
+    longer because they share the links.
+    """
+    heads = [queue[0] for queue in queues if queue]
+    return [(head, float(len(heads))) for head in heads]
 
 
 _EPSILON_US = 1e-9
