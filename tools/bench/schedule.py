@@ -26,11 +26,10 @@ from zpasses.compat.inductor_overlap import (
     schedule_by_inductor,
 )
 from zpasses.cost.bound import schedule_bound
+from zpasses.cost.clock import Clock, CollectiveTiming
 from zpasses.cost.memory import liveness
 from zpasses.cost.roofline import compute_us
-from zpasses.cost.schedule_evaluation import Clock
 from zpasses.cost.step_time import (
-    CollectiveTiming,
     estimate_collective_us,
     started_by,
     step_time,

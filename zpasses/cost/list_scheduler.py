@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from zpasses.cost.clock import Clock
 from zpasses.cost.schedule_evaluation import (
     Action,
-    Clock,
     Plan,
     bucket_duration_us,
     launch_bytes,
@@ -367,7 +367,7 @@ class _ListScheduler:
         self._launches.append(tuple(job.number for job in members))
         self._actions.append(Action(self._slot, "start", number))
         self._clock.work(start_work_us(members))
-        self._clock.start(number, bucket_duration_us(members), members[0])
+        self._clock.enqueue(number, bucket_duration_us(members), members[0].timing)
         return number
 
     def _await(self, number: int) -> None:

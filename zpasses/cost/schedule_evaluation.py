@@ -6,7 +6,6 @@ is at least that of `zpasses.cost.memory` there.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,12 +13,11 @@ from typing import Literal
 
 import numpy as np
 
+from zpasses.cost.clock import Clock
 from zpasses.cost.schedule_problem import Job, ScheduleProblem
-from zpasses.cost.step_time import CollectiveTiming
 
 __all__ = [
     "Action",
-    "Clock",
     "Evaluation",
     "Plan",
     "bucket_duration_us",
@@ -66,101 +64,6 @@ def bucket_duration_us(jobs: Sequence[Job]) -> float:
     return jobs[0].latency_us + sum(job.transfer_us for job in jobs)
 
 
-class Clock:
-    """Kernels one after another, and the collectives of two channels beside them, as in `Timeline`.
-
-    The collectives of a channel run in the order of their starts. Those of a second process group
-    have a queue of their own. If both queues of a channel have one, each gets half of the
-    bandwidth.
-    """
-
-    def __init__(self) -> None:
-        self.now_us = self.waited_us = 0.0
-        self.queues: tuple[_Queues, _Queues] = ((deque(), deque()), (deque(), deque()))
-        """Per channel, of first groups and of second groups: [remaining duration by itself,
-        slowdown of kernels, slowdown beside kernels, number]."""
-        self.done_us: dict[int, float] = {}
-        """Number of a collective -> the time at which it ended."""
-
-    def start(self, number: int, duration_us: float, job: Job) -> None:
-        """Starts a collective with the timing of `job` and another duration."""
-        self.enqueue(number, duration_us, job.timing)
-
-    def enqueue(self, number: int, duration_us: float, timing: CollectiveTiming) -> None:
-        """Starts a collective with a timing and another duration."""
-        self.queues[timing.between_nodes][timing.second_group].append(
-            [duration_us, timing.compute_slowdown, timing.collective_slowdown, number]
-        )
-
-    def left_us(self, channel: int) -> float:
-        """Time until a channel is idle, if nothing runs beside it."""
-        return sum(entry[0] for queue in self.queues[channel] for entry in queue)
-
-    def left_by_group(self, channel: int) -> tuple[float, float]:
-        """What first groups and second groups still have to do on a channel, by themselves."""
-        first, second = self.queues[channel]
-        return sum(entry[0] for entry in first), sum(entry[0] for entry in second)
-
-    def work(self, left: float) -> None:
-        """Runs a kernel that takes `left` microseconds with nothing beside it."""
-        while left > _EPSILON_US:
-            heads = [found for queues in self.queues for found in _heads(queues)]
-            if not heads:
-                self.now_us += left
-                return
-            slows = max(head[1] for head, _ in heads)
-            spent = min(left * slows, *(head[0] * head[2] * share for head, share in heads))
-            left -= spent / slows
-            self._advance(spent, beside_compute=True)
-
-    def wait(self, number: int) -> None:
-        """Waits for a collective that has started."""
-        while number not in self.done_us:
-            queues = next(
-                each for each in self.queues if any(e[3] == number for queue in each for e in queue)
-            )
-            late = min(head[0] * share for head, share in _heads(queues))
-            self.waited_us += late
-            self._advance(late, beside_compute=False)
-
-    def _advance(self, spent: float, *, beside_compute: bool) -> None:
-        start = self.now_us
-        self.now_us += spent
-        for queues in self.queues:
-            left = spent
-            while left >= 0 and (heads := _heads(queues)):
-                moved = left
-                for head, share in heads:
-                    moved = min(moved, head[0] * (head[2] if beside_compute else 1.0) * share)
-                ended = False
-                for head, share in heads:
-                    head[0] -= moved / ((head[2] if beside_compute else 1.0) * share)
-                    ended = ended or head[0] <= _EPSILON_US
-                if not ended:
-                    break
-                left -= moved
-                for queue in queues:
-                    if queue and queue[0][0] <= _EPSILON_US:
-                        self.done_us[int(queue.popleft()[3])] = start + spent - left
-
-
-_Queues = tuple[deque[list[float]], deque[list[float]]]
-
-
-def _heads(queues: _Queues) -> list[tuple[list[float], float]]:
-    """Returns the collectives of a channel that progress, each with the factor by which it takes
-    longer because they share the links.
-    """
-    first, second = queues
-    if first:
-        return [(first[0], 2.0), (second[0], 2.0)] if second else [(first[0], 1.0)]
-    return [(second[0], 1.0)] if second else []
-
-
-_EPSILON_US = 1e-9
-"""Shorter remaining durations are rounding errors."""
-
-
 def evaluate(problem: ScheduleProblem, plan: Plan) -> Evaluation:
     """Returns what a plan costs."""
     clock = _run(problem, plan, 1.0)
@@ -184,7 +87,8 @@ def _run(problem: ScheduleProblem, plan: Plan, factor: float) -> Clock:
             members = [jobs[number] for number in plan.launches[action.launch]]
             if action.kind == "start":
                 clock.work(start_work_us(members))
-                clock.start(action.launch, factor * bucket_duration_us(members), members[0])
+                duration = factor * bucket_duration_us(members)
+                clock.enqueue(action.launch, duration, members[0].timing)
             else:
                 clock.wait(action.launch)
                 clock.work(wait_work_us(members))

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from zpasses.cost.bucket_keys import bucket_key
 from zpasses.cost.bucket_planner import BucketKey, member_packing_bytes
+from zpasses.cost.clock import CollectiveTiming
 from zpasses.cost.collective_moves import (
     MemoryCurve,
     SchedulableCollective,
@@ -30,7 +31,7 @@ from zpasses.cost.memory import (
     scratch_bytes,
 )
 from zpasses.cost.roofline import compute_us, copy_us
-from zpasses.cost.step_time import CollectiveTiming, collective_timing, started_by
+from zpasses.cost.step_time import collective_timing, started_by
 from zpasses.cost.target import Target
 from zpasses.graph.nodes import (
     Collective,

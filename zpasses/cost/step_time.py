@@ -13,13 +13,13 @@ optimizer. It compares forms of one step, and does not predict real durations.
 from __future__ import annotations
 
 import operator
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
 
 from zpasses import compat
+from zpasses.cost.clock import Clock, CollectiveTiming
 from zpasses.cost.roofline import (
     collective_on_route_us,
     compute_us,
@@ -39,7 +39,6 @@ from zpasses.graph.nodes import (
 )
 
 __all__ = [
-    "CollectiveTiming",
     "StepTime",
     "Timeline",
     "collective_timing",
@@ -86,24 +85,6 @@ class _Event:
     awaits: fx.Node | None = None
 
 
-@dataclass(frozen=True)
-class CollectiveTiming:
-    """Duration of a collective by one route, and its interference with kernels."""
-
-    duration_us: float
-    """Duration with nothing running beside it."""
-    compute_slowdown: float = 1.0
-    """Factor by which kernels beside it take longer."""
-    collective_slowdown: float = 1.0
-    """Factor by which it takes longer beside kernels."""
-    between_nodes: bool = False
-    """Whether it uses the network; else it uses the links of one node."""
-    issue_us: float = 0.0
-    """Time for which its start keeps the device from computing."""
-    second_group: bool = False
-    """Whether it runs on a second process group, beside the collectives of the first."""
-
-
 class Timeline:
     """The sequence of kernels, collectives and waits of one graph.
 
@@ -130,9 +111,22 @@ class Timeline:
             engines: collectives that copy engines execute, besides those that call `zpasses::sdma`
                 ops already.
         """
-        return _Simulation().run(
-            self._events, {node: self.timing(node, node in engines) for node in self._collectives}
-        )
+        clock, compute, collective = Clock(), 0.0, 0.0
+        numbers: dict[fx.Node, int] = {}
+        for event in self._events:
+            if event.starts is not None:
+                timing = self.timing(event.starts, event.starts in engines)
+                numbers[event.starts] = len(numbers)
+                clock.work(timing.issue_us)
+                clock.enqueue(numbers[event.starts], timing.duration_us, timing)
+                compute += timing.issue_us
+                collective += timing.duration_us
+            elif event.awaits is not None:
+                clock.wait(numbers[event.awaits])
+            else:
+                clock.work(event.work_us)
+                compute += event.work_us
+        return StepTime(clock.now_us, compute, collective, clock.waited_us)
 
     def timing(self, node: fx.Node, by_engine: bool) -> CollectiveTiming:
         """Returns the timing of a collective, by copy engines or as the graph has it."""
@@ -248,99 +242,6 @@ def _collective_timing(
         issue_us=target.issue_us,
         second_group=second,
     )
-
-
-@dataclass
-class _InFlight:
-    node: fx.Node
-    timing: CollectiveTiming
-    left_us: float
-    """Remaining duration with nothing running beside it."""
-
-
-class _Simulation:
-    """Simulates the compute stream and the collectives in flight."""
-
-    def __init__(self) -> None:
-        self._now = self._compute = self._collective = self._waited = 0.0
-        self._queues: dict[bool, tuple[deque[_InFlight], deque[_InFlight]]] = {
-            channel: (deque(), deque()) for channel in (False, True)
-        }
-        """Collectives on the links within the node (False) and on the network (True), each of first
-        and of second groups.
-
-        Only the first of each queue progresses. If both queues of a channel have one, each gets
-        half of the bandwidth.
-        """
-
-    def run(self, events: Iterable[_Event], timings: dict[fx.Node, CollectiveTiming]) -> StepTime:
-        for event in events:
-            if event.starts is not None:
-                timing = timings[event.starts]
-                self._work(timing.issue_us)
-                self._queues[timing.between_nodes][timing.second_group].append(
-                    _InFlight(event.starts, timing, timing.duration_us)
-                )
-                self._collective += timing.duration_us
-            elif event.awaits is not None:
-                self._await(event.awaits)
-            else:
-                self._work(event.work_us)
-        return StepTime(self._now, self._compute, self._collective, self._waited)
-
-    def _await(self, node: fx.Node) -> None:
-        for queues in self._queues.values():
-            while any(each.node is node for queue in queues for each in queue):
-                late = min(each.left_us * share for each, share in _moving(queues))
-                self._waited += late
-                self._advance(late, beside_compute=False)
-
-    def _advance(self, spent: float, *, beside_compute: bool) -> None:
-        """Lets `spent` microseconds pass, in which the collectives in flight progress."""
-        self._now += spent
-        for queues in self._queues.values():
-            left = spent
-            while left >= 0 and (moving := _moving(queues)):
-                takes = [
-                    share * (each.timing.collective_slowdown if beside_compute else 1.0)
-                    for each, share in moving
-                ]
-                moved = min(
-                    left,
-                    *(each.left_us * take for (each, _), take in zip(moving, takes, strict=True)),
-                )
-                for (each, _), take in zip(moving, takes, strict=True):
-                    each.left_us -= moved / take
-                if all(each.left_us > _EPSILON_US for each, _ in moving):
-                    break
-                left -= moved
-                for queue in queues:
-                    if queue and queue[0].left_us <= _EPSILON_US:
-                        queue.popleft()
-
-    def _work(self, left: float) -> None:
-        self._compute += left
-        while left > _EPSILON_US:
-            moving = [found for queues in self._queues.values() for found in _moving(queues)]
-            slowdown = max((each.timing.compute_slowdown for each, _ in moving), default=1.0)
-            remaining_us = [
-                each.left_us * each.timing.collective_slowdown * share for each, share in moving
-            ]
-            spent = min([left * slowdown, *remaining_us])
-            left -= spent / slowdown
-            self._advance(spent, beside_compute=True)
-
-
-def _moving(queues: Sequence[deque[_InFlight]]) -> list[tuple[_InFlight, float]]:
-    """Returns the collectives of a channel that progress, each with the factor by which it takes
-    longer because they share the links.
-    """
-    heads = [queue[0] for queue in queues if queue]
-    return [(head, float(len(heads))) for head in heads]
-
-
-_EPSILON_US = 1e-9
-"""Shorter remaining durations are rounding errors."""
 
 
 def _full_bytes(node: fx.Node, collective: Collective, ranks: int) -> list[int]:
