@@ -9,42 +9,47 @@ import torch.distributed as dist
 from torch import nn
 
 import zpasses
-import zpasses.runtime.gloo  # the operators
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.graph.nodes import collectives
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.ranks.reduction_groups import reduction_group
 from zpasses.ranks.vote import vote_timeout
+from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.testing import fake_world, run_in_fresh_ranks, run_on_ranks, world_mesh
 
 processes = pytest.mark.processes
 
-STAGES = {
-    1: "merge-reads,gather-params,reduce-grads,cache-params",
-    3: "merge-reads,gather-params,reduce-grads,reshard-after-forward",
-}
+STAGE3 = "merge-reads,gather-params,reduce-grads,reshard-after-forward"
 
 
-def trained(stage, backwards, group):
-    """Returns the parameters after two steps, and the groups that reductions ran on.
+def trained(backwards, group):
+    """Returns the parameters after two steps, and the groups that reductions of backwards and of
+    windows ran on.
 
     Args:
-        stage: key of STAGES.
         backwards: number of backwards per step; more than one share a window.
         group: value of `reduction_group`.
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = zpasses.shard(nn.Sequential(*(nn.Linear(9, 9) for _ in range(3))), mesh=world_mesh())
-    pipeline = f"{STAGES[stage]},schedule{{reduction_group={group}}},defer-reduction"
+    pipeline = f"{STAGE3},schedule{{reduction_group={group}}},defer-reduction"
     step = torch.compile(
         model, backend="zpasses", options={"pipeline": pipeline, "codegen": "eager"}
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     graphs = []
-    with observe_graphs(lambda observed: graphs.append(observed.graph)):
+
+    def flushed(gm):
+        graphs.append(("flush", gm.graph))
+        return replace_gloo_collectives(gm)
+
+    with (
+        observe_graphs(lambda observed: graphs.append((observed.kind, observed.graph))),
+        mock.patch("zpasses.runtime.flush.replace_gloo_collectives", flushed),
+    ):
         for _ in range(2):
             if backwards == 1:
                 step(torch.randn(4, 9, generator=generator)).square().sum().backward()
@@ -54,15 +59,21 @@ def trained(stage, backwards, group):
                         step(torch.randn(4, 9, generator=generator)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    used = {each.group for graph in graphs for _, each in collectives(graph) if each.reduce_op}
+    used = {
+        (kind, each.group)
+        for kind, graph in graphs
+        for _, each in collectives(graph)
+        if each.reduce_op and kind in ("backward", "flush")
+    }
     return [param.full_tensor() for param in model.parameters()], used
 
 
 def compare_groups():
-    for stage, backwards in ((3, 1), (3, 2), (1, 2)):
-        shared, on_first = trained(stage, backwards, "shared")
-        own, on_second = trained(stage, backwards, "own")
-        assert (on_first, on_second) == ({"0"}, {"0.reductions"})
+    for backwards, kinds in ((1, ["backward"]), (2, ["backward", "flush"])):
+        shared, on_first = trained(backwards, "shared")
+        own, on_second = trained(backwards, "own")
+        assert on_first == {(kind, "0") for kind in kinds}
+        assert on_second == {(kind, "0.reductions") for kind in kinds}
         assert all(torch.equal(a, b) for a, b in zip(shared, own, strict=True))
 
 

@@ -393,14 +393,11 @@ def groups_of(gm):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("budget", [ROOMY, "0%"])
-def test_reductions_move_to_a_group_of_their_own(form, mode, budget):
-    plain, moved = scheduled(
-        *SQUARES, form=form, mode=mode, memory_budget=budget, reduction_group="own"
-    )
+def test_reductions_move_to_a_group_of_their_own(form, mode):
+    plain, moved = scheduled(*SQUARES, form=form, mode=mode, reduction_group="own")
     assert groups_of(plain) == {"gather": {"0"}, "reduce": {"0"}}
     assert groups_of(moved) == {"gather": {"0"}, "reduce": {"0.reductions"}}
-    _, shared = scheduled(*SQUARES, form=form, mode=mode, memory_budget=budget)
+    _, shared = scheduled(*SQUARES, form=form, mode=mode)
     assert groups_of(shared) == groups_of(plain)
 
 
@@ -433,7 +430,7 @@ def test_ranks_with_other_collectives_make_no_group(monkeypatch):
     assert groups_of(moved)["reduce"] == {"0"}
 
 
-@pytest.mark.parametrize("last", ["", ",defer-reduction", ",defer-reduction,sdma"])
+@pytest.mark.parametrize("last", ["", ",defer-reduction,sdma"])
 def test_later_passes_recognise_reductions_on_their_own_group(last):
     pipeline = (
         "merge-reads,gather-params,reduce-grads,reshard-after-forward,"
