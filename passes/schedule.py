@@ -15,7 +15,8 @@ Before                                          After
 Contract: the order of all other nodes stays. Results stay equal bit for bit. The graph's peak
 memory stays within the budget, as modelled by `zpasses.cost.memory`. The plan is the fastest that
 `zpasses.cost.schedule_planner` finds for the target; it is never slower than the graph was. All
-ranks use the plan of the first rank, so the order of collectives is the same on all of them.
+ranks use the plan of the first rank, so the order of collectives is the same on all of them. With
+`reduction_group=own`, gradient reductions move to a second process group of the same ranks.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import fx
 
+from zpasses import compat
 from zpasses.cost.bucket_keys import compatibility_key
 from zpasses.cost.collective_moves import MemoryCurve
 from zpasses.cost.memory import NOTABLE_BYTES
@@ -38,10 +40,12 @@ from zpasses.cost.schedule_problem import ScheduleProblem, problem_of
 from zpasses.cost.target import current_target
 from zpasses.graph.nodes import collective_of, is_dialect, is_wait
 from zpasses.graph.patterns import tag_foreign_gathers
+from zpasses.graph.reduction_groups import regroup_reductions
 from zpasses.option_values import parse_budget
 from zpasses.passes.bucket_writer import LaunchNodes, merge_collectives
 from zpasses.pipeline.pipeline import Level, Pass
 from zpasses.pipeline.recorder import note
+from zpasses.ranks.reduction_groups import reduction_group
 from zpasses.ranks.vote import exchange
 
 _MIB, _GIB = float(1 << 20), float(1 << 30)
@@ -62,6 +66,10 @@ class Schedule(Pass):
     mode: Literal["auto", "coalesced", "flat"] = "auto"
     """As in `bucket`: `coalesced` starts several tensors in one launch, and `flat` packs them into
     one tensor. `auto` takes the cheapest choice by the cost model of the target."""
+    reduction_group: Literal["shared", "own"] = "shared"
+    """`own` runs gradient reductions on a second process group of the same ranks, beside
+    all-gathers instead of in one queue with them. `shared` leaves them on their group. Graphs with
+    at most one gather and one reduction always leave them there."""
 
     def __post_init__(self) -> None:
         parse_budget(self.memory_budget, f"pass {self.name!r}, option 'memory_budget'")
@@ -84,27 +92,46 @@ class Schedule(Pass):
             # compile such graphs without the others, inside windows of gradient accumulation.
             return _apply(graph, problem, _by_node(problem, one_ahead_plan(problem)), self.name)
         planned = self.plan(problem)
-        adopted = _agree_on_plan(problem, planned.plan, str(self))
+        adopted, agreed_groups = _agree_on_plan(problem, planned.plan, str(self))
         if adopted is None:
             _log.warning(
                 "%s: the plan of the first rank does not fit this rank's graph, in which the "
                 "consumers of collectives have another order. Nothing moves.",
                 self.name,
             )
-            return 0
+            return self._regroup(graph, problem, agreed_groups)
         note(f"{self.name}: {_summary(problem, planned, adopted)}")
         changes = _apply(graph, problem, adopted, self.name)
+        regrouped = self._regroup(graph, problem, agreed_groups)
         self._warn_over_budget(graph, planned.limit_bytes)
-        return changes
+        return changes or min(regrouped, 1)
 
     def problem(self, graph: fx.Graph) -> ScheduleProblem:
         """Returns the graph as the planner sees it."""
-        return problem_of(graph, current_target(), self.mode)
+        own = self.reduction_group == "own"
+        return problem_of(graph, current_target(), self.mode, second_group=own)
 
     def plan(self, problem: ScheduleProblem) -> Planned:
         """Returns the plan that this rank would make."""
         budget = parse_budget(self.memory_budget, self.name)
         return plan_schedule(problem, memory_limit(problem, budget))
+
+    def _regroup(
+        self, graph: fx.Graph, problem: ScheduleProblem, agreed_groups: Sequence[str]
+    ) -> int:
+        """Moves reductions to second groups, and returns how many moved.
+
+        Args:
+            graph: the graph to edit.
+            problem: what was read of it.
+            agreed_groups: groups whose ranks all have the same collectives, so that all of them
+                come here.
+        """
+        regrouped = [group for group in agreed_groups if group in problem.regrouped]
+        second = {group: reduction_group(group) for group in regrouped}
+        if second:
+            note(f"{self.name}: reductions run on {', '.join(map(repr, second.values()))}")
+        return regroup_reductions(graph, second)
 
     def _warn_over_budget(self, graph: fx.Graph, limit_bytes: int) -> None:
         """Warn if the plan that all ranks share, made for other shapes, exceeds this rank's budget.
@@ -135,12 +162,15 @@ def _summary(problem: ScheduleProblem, planned: Planned, adopted: Plan) -> str:
 
 
 # --- agreement ------------------------------------------------------------------------------------
-def _agree_on_plan(problem: ScheduleProblem, plan: Plan, options: str) -> Plan | None:
-    """Returns the plan that all ranks adopt, with indices of kept nodes as slots.
+def _agree_on_plan(
+    problem: ScheduleProblem, plan: Plan, options: str
+) -> tuple[Plan | None, list[str]]:
+    """Returns the plan that all ranks adopt, with indices of kept nodes as slots, and the groups
+    whose ranks all have the same collectives.
 
     What fits the budget depends on shapes, and ranks may have different shapes. A rank may also
     recompile when the other ranks do not. The same collectives therefore always get the same plan,
-    as long as the target is the same. Returns None if the plan does not fit this rank's graph.
+    as long as the target is the same. The plan is None if it does not fit this rank's graph.
     """
     keys = [compatibility_key(item) for item in problem.items]
     described = [
@@ -158,7 +188,8 @@ def _agree_on_plan(problem: ScheduleProblem, plan: Plan, options: str) -> Plan |
         ],
     ]
     # Ranks of several groups end with the plan of one rank, since each group passes it on.
-    for group in dict.fromkeys(str(key[1]) for key in keys):
+    agreed_groups = []
+    for group in dict.fromkeys(compat.parent_group(str(key[1])) for key in keys):
         answers = exchange(
             group, "the schedule", [signature, mine], remember=f"{signature} {current_target()!r}"
         )
@@ -166,12 +197,13 @@ def _agree_on_plan(problem: ScheduleProblem, plan: Plan, options: str) -> Plan |
         # later.
         if all(answer[0] == signature for answer in answers):
             mine = answers[0][1]
+            agreed_groups.append(group)
     launches, actions = mine
     adopted = Plan(
         tuple(tuple(members) for members in launches),
         tuple(Action(at, kind, launch) for at, kind, launch, _ in actions),
     )
-    return _fitted(problem, adopted, [before for *_, before in actions])
+    return _fitted(problem, adopted, [before for *_, before in actions]), agreed_groups
 
 
 def _by_node(problem: ScheduleProblem, plan: Plan) -> Plan:

@@ -92,16 +92,17 @@ def kept(gm):
     st.sampled_from(MODES),
     st.sampled_from(["0%", "30%", ROOMY]),
     st.sampled_from([TARGETS["cpu"], H100, SLOW_LINKS, SLOW_LAUNCH]),
+    st.sampled_from(["shared", "own"]),
 )
 def test_random_graphs_stay_equal_within_the_budget_and_never_get_slower(
-    params, world_size, form, mode, budget, target
+    params, world_size, form, mode, budget, target, group
 ):
     before, after, orders = [], [], []
     for rank in range(world_size):
         with fake_world(world_size, rank), use_target(target):
             before.append(joint(params, rank, world_size))
             plain = rewritten(before[-1], *lower(form))
-            option = Schedule(memory_budget=budget, mode=mode)
+            option = Schedule(memory_budget=budget, mode=mode, reduction_group=group)
             problem = option.problem(plain.graph)
             limit = memory_limit(problem, parse_budget(budget, "here"))
             after.append(rewritten(plain, option))
@@ -379,3 +380,62 @@ def test_a_rank_with_other_kernels_runs_the_collectives_of_the_plan_in_order(mon
 def test_wrong_options_say_what_is_expected(text, message):
     with pytest.raises(OptionError, match=message):
         Pipeline.parse(text)
+
+
+# --- process groups -----------------------------------------------------------------------------
+def groups_of(gm):
+    """Returns the process groups of gathers and of reductions."""
+    found = {"gather": set(), "reduce": set()}
+    for node, collective in collectives(gm.graph):
+        found[tag_of(node).role].add(collective.group)
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", MODES)
+def test_reductions_move_to_a_group_of_their_own(form, mode):
+    plain, moved = scheduled(*SQUARES, form=form, mode=mode, reduction_group="own")
+    assert groups_of(plain) == {"gather": {"0"}, "reduce": {"0"}}
+    assert groups_of(moved) == {"gather": {"0"}, "reduce": {"0.reductions"}}
+    _, shared = scheduled(*SQUARES, form=form, mode=mode)
+    assert groups_of(shared) == groups_of(plain)
+
+
+def test_graphs_that_need_no_plan_keep_their_group():
+    """Ranks may compile them without the others, so no group can be made for them."""
+    _, moved = scheduled(Param((64, 64)), reduction_group="own")
+    assert groups_of(moved) == {"gather": {"0"}, "reduce": {"0"}}
+
+
+def test_a_second_schedule_keeps_the_second_group():
+    with fake_world(2), use_target(H100):
+        plain = rewritten(joint(SQUARES, 0, 2), *lower())
+        option = Schedule(reduction_group="own")
+        once = rewritten(plain, option)
+        assert groups_of(rewritten(once, option)) == groups_of(once)
+
+
+def test_reductions_move_although_the_plan_of_the_first_rank_does_not_fit(monkeypatch):
+    """All other ranks move theirs."""
+    monkeypatch.setattr("zpasses.passes.schedule._fitted", lambda *_: None)
+    plain, moved = scheduled(*SQUARES, reduction_group="own")
+    assert groups_of(moved) == {"gather": {"0"}, "reduce": {"0.reductions"}}
+    assert kept(moved) == kept(plain)
+
+
+def test_ranks_with_other_collectives_make_no_group(monkeypatch):
+    """The check of collectives reports the difference later."""
+    monkeypatch.setattr("zpasses.passes.schedule.exchange", lambda *_, **__: [["other", []]])
+    _, moved = scheduled(*SQUARES, reduction_group="own")
+    assert groups_of(moved)["reduce"] == {"0"}
+
+
+@pytest.mark.parametrize("last", ["", ",defer-reduction,sdma"])
+def test_later_passes_recognise_reductions_on_their_own_group(last):
+    pipeline = (
+        "merge-reads,gather-params,reduce-grads,reshard-after-forward,"
+        f"schedule{{memory_budget=1GiB,reduction_group=own}}{last}"
+    )
+    captures = capture_ranks(Mlp(), (torch.zeros(2, 5),), world_size=3, pipeline=pipeline)
+    assert groups_of(captures[0].after.backward)["reduce"] == {"0.reductions"}
+    assert_step_equals_reference(captures)

@@ -26,10 +26,14 @@ from zpasses.compat.inductor_overlap import (
     schedule_by_inductor,
 )
 from zpasses.cost.bound import schedule_bound
+from zpasses.cost.clock import Clock, CollectiveTiming
 from zpasses.cost.memory import liveness
 from zpasses.cost.roofline import compute_us
-from zpasses.cost.schedule_evaluation import Clock
-from zpasses.cost.step_time import estimate_collective_us, started_by, step_time
+from zpasses.cost.step_time import (
+    estimate_collective_us,
+    started_by,
+    step_time,
+)
 from zpasses.cost.target import Target, use_target
 from zpasses.graph.nodes import collective_of, is_wait
 from zpasses.passes import ZERO3, Bucket, Overlap, Schedule
@@ -252,7 +256,7 @@ def _by_inductor_ms(graph: fx.Graph, target: Target) -> float:
             clock.work(took)
         else:
             numbers[node] = len(numbers)
-            clock.enqueue(numbers[node], took, 1.0, 1.0, 0)
+            clock.enqueue(numbers[node], took, CollectiveTiming(took))
     return clock.now_us
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -31,9 +33,13 @@ __all__ = [
     "limited_timeouts",
     "low_contention_all_gather",
     "low_contention_reduce_scatter",
+    "make_second_group",
+    "parent_group",
     "process_group",
     "process_groups",
     "register_work",
+    "second_group",
+    "second_group_name",
     "storage_freed_check",
     "symm_mem_module",
     "symm_mem_stream",
@@ -114,29 +120,129 @@ def is_gloo(name: str, device: torch.device | None = None) -> bool:
 def limited_timeouts(names: Sequence[str], seconds: float) -> Iterator[None]:
     """Context manager that limits the timeout of collectives of these groups that start inside it.
 
-    Timeouts longer than `seconds` become `seconds`. Shorter ones stay as they are.
+    Timeouts longer than `seconds` become `seconds`. Shorter ones stay as they are. The second group
+    of each (`make_second_group`) gets the same timeouts, also if it is made inside.
     """
     limit, before = timedelta(seconds=seconds), []
     for name in names:
         group = process_group(name)
         for device in group._device_types:
-            backend: Any = group._get_backend(device)
-            usual = getattr(getattr(backend, "options", None), "_timeout", None)
+            usual = _timeout_on(group, device)
             if usual is not None and usual > limit:
-                backend._set_default_timeout(limit)
-                before.append((backend, usual))
+                _set_timeout(group, device, limit)
+                before.append((group, device, usual))
     try:
         yield
     finally:
-        for backend, usual in before:
-            backend._set_default_timeout(usual)
+        for group, device, usual in before:
+            _set_timeout(group, device, usual)
 
 
 def collective_timeout(group: dist.ProcessGroup) -> timedelta:
     """Returns the time limit of collectives of CPU tensors that start now in this group."""
-    backend: Any = group._get_backend(torch.device("cpu"))
-    usual = getattr(getattr(backend, "options", None), "_timeout", None)
-    return usual if usual is not None else dist.default_pg_timeout
+    return _timeout_on(group, torch.device("cpu")) or dist.default_pg_timeout
+
+
+def _timeout_on(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """Returns the time limit of collectives on a device; None if the backend has none."""
+    options = getattr(group._get_backend(device), "options", None)
+    return cast("timedelta | None", getattr(options, "_timeout", None))
+
+
+def _set_timeout(group: dist.ProcessGroup, device: torch.device, limit: timedelta) -> None:
+    """Sets the time limit of a group's collectives on a device, and that of its second group."""
+    for each in (group, _live_second_group(group)):
+        if each is not None:
+            cast(Any, each._get_backend(device))._set_default_timeout(limit)
+
+
+# --- second groups --------------------------------------------------------------------------------
+_SECOND = re.compile(r"(.+)\.reductions(?:-\d+)?")
+
+# torch holds the groups that exist, so a second group is forgotten where it was destroyed.
+_second_groups: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, weakref.ReferenceType[dist.ProcessGroup]
+] = weakref.WeakKeyDictionary()
+
+
+def second_group_name(name: str, number: int) -> str:
+    """Returns the name of the second group of group `name` that is made after `number` others."""
+    return f"{name}.reductions-{number}" if number else f"{name}.reductions"
+
+
+def parent_group(name: str) -> str:
+    """Returns the name of the group whose second group this is, or `name` if it is none."""
+    found = _SECOND.fullmatch(name)
+    return found.group(1) if found else name
+
+
+def second_group(name: str) -> str | None:
+    """Returns the name of the second group that `make_second_group` made of a group.
+
+    Returns None if there is none, or if it was destroyed.
+    """
+    second = _live_second_group(process_group(name))
+    return c10d._world.pg_names[second] if second is not None else None
+
+
+def _live_second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    reference = _second_groups.get(group)
+    second = reference() if reference is not None else None
+    return second if second in c10d._world.pg_names else None
+
+
+def make_second_group(name: str, second_name: str, limit: timedelta) -> None:
+    """Makes another process group of the ranks of a group.
+
+    Its rank order, backends and timeouts are those of the group. NCCL connects it in its first
+    collective. All ranks of the group must call this at the same time.
+
+    Args:
+        name: the group.
+        second_name: name of the new group: `second_group_name` of `name`, equal on all ranks.
+        limit: how long to wait for the other ranks.
+
+    Raises:
+        RuntimeError: if the other ranks do not come in time.
+    """
+    group, default = process_group(name), c10d._get_default_group()
+    ranks = dist.get_process_group_ranks(group)
+    with _without_bound_device(default):
+        # torch's new_group() would name the group by how many groups this process is in, which
+        # may differ between ranks.
+        second, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(default.rank()),
+            ranks,
+            c10d.Backend(c10d._world.pg_map[group][0]),
+            c10d._get_default_store(),
+            cast(Any, second_name),
+            timeout=limit,
+            group_desc=f"zpasses: reductions of group {name}",
+        )
+    c10d._world.pg_group_ranks[second] = {rank: place for place, rank in enumerate(ranks)}
+    _second_groups[group] = weakref.ref(second)
+    for device in group._device_types:
+        usual = _timeout_on(group, device)
+        if usual is not None:
+            _set_timeout(group, device, usual)
+
+
+@contextlib.contextmanager
+def _without_bound_device(group: dist.ProcessGroup) -> Iterator[None]:
+    """Inside, torch does not split the communicator of the default group for new groups.
+
+    All ranks of the default group would have to take part in that.
+    """
+    bound = group.bound_device_id
+    if bound is None:
+        yield
+        return
+    group.bound_device_id = None
+    try:
+        yield
+    finally:
+        group.bound_device_id = bound
 
 
 def is_collective_timeout(error: BaseException) -> bool:

@@ -10,7 +10,6 @@ from zpasses.cost.collective_moves import SchedulableCollective
 from zpasses.cost.roofline import copy_us, latency_us
 from zpasses.cost.target import current_target
 from zpasses.graph.nodes import collective_of, value_of
-from zpasses.graph.tags import is_resident
 
 __all__ = ["bucket_key", "compatibility_key", "gloo_ranks", "row_shape"]
 
@@ -30,9 +29,7 @@ def bucket_key(
     if value_of(item.source).dim() == 0:
         mode = "single"  # scalars are few, and have no rows to be cut by
     width = row_shape(item) if mode == "flat" and "all_reduce" in key else None
-    # A launch that gathers cached parameters only is left out of the calls that find them cached.
-    together = (*key, width, is_resident(item.wait))
-    return BucketKey(mode, together, gloo_ranks(key[1]))
+    return BucketKey(mode, (*key, width), gloo_ranks(key[1]))
 
 
 def gloo_ranks(group: str) -> int:

@@ -284,24 +284,30 @@ class _KeptSearch:
         Args:
             least: the share that the cached parameters may have.
         """
+        self._offer((), cached)
         shares = [each for each in _SHARES if each >= least]
         for share in shares if self._limit > self.lean_bytes else shares[:1]:
-            kept: list[KeptParam] = []
-            if share > least:
-                kept = fitting_params(self._step, candidates, self.limit(share), beside=cached)
-            key = tuple(kept), tuple(cached)
-            if key not in self._choices:
-                self._choices[key] = _cost(self._step, *key, self._limit)
+            kept = fitting_params(self._step, candidates, self.limit(share), beside=cached)
+            self._offer(kept, cached)
+
+    def _offer(self, kept: Sequence[KeptParam], cached: Sequence[KeptParam]) -> None:
+        key = tuple(kept), tuple(cached)
+        if key not in self._choices:
+            self._choices[key] = _cost(self._step, *key, self._limit)
 
     def best(self) -> KeptChoice:
-        return min(
-            self._choices.values(),
-            key=lambda each: (
-                max(0, each.peak_bytes - self._limit),
-                each.total_us,
-                each.nbytes,
-            ),
-        )
+        ranked = sorted(self._choices.values(), key=self._rank)
+        if _size(self._step.forward) + _size(self._step.backward) > _SMALL:
+            return ranked[0]
+        # Small graphs have time for the search of `schedule` itself.
+        finals = [
+            _cost(self._step, each.kept, each.cached, self._limit, thorough=True)
+            for each in ranked[:_FINALISTS]
+        ]
+        return min(finals, key=self._rank)
+
+    def _rank(self, choice: KeptChoice) -> tuple[int, float, int]:
+        return max(0, choice.peak_bytes - self._limit), choice.total_us, choice.nbytes
 
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -310,6 +316,13 @@ _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _FEWEST_PLANS, _MOST_PLANS, _MOST_WORK = 4, 24, 20_000
 """Schedules to compare for each choice, which is only an estimate of what `schedule` will find; and
 segments and collectives that all of them have together, for small graphs."""
+_SMALL, _FINALISTS = 2_000, 3
+"""Segments and collectives up to which a graph is small, and choices that are then compared again.
+"""
+
+
+def _size(problem: ScheduleProblem) -> int:
+    return len(problem.slots) + 8 * len(problem.jobs)
 
 
 def _cost(
@@ -317,13 +330,14 @@ def _cost(
     kept: tuple[KeptParam, ...],
     cached: tuple[KeptParam, ...],
     limit_bytes: int,
+    *,
+    thorough: bool = False,
 ) -> KeptChoice:
     peaks: list[int] = []
 
     def planned_us(problem: ScheduleProblem) -> float:
-        size = len(problem.slots) + 8 * len(problem.jobs)
-        plans = min(max(_FEWEST_PLANS, _MOST_WORK // size), _MOST_PLANS)
-        cost = plan_schedule(problem, limit_bytes, most=plans).cost
+        plans = min(max(_FEWEST_PLANS, _MOST_WORK // _size(problem)), _MOST_PLANS)
+        cost = plan_schedule(problem, limit_bytes, most=None if thorough else plans).cost
         peaks.append(cost.peak_bytes)
         return cost.total_us
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from zpasses.cost.clock import Clock
 from zpasses.cost.schedule_evaluation import (
     Action,
-    Clock,
     Plan,
     bucket_duration_us,
     launch_bytes,
@@ -93,6 +93,8 @@ class _ListScheduler:
         """Reductions that are ready and have not started."""
         self._flying: list[_Reduction] = []
         self._slot = 0
+        self._beside = any(job.timing.second_group for job in problem.jobs)
+        """Whether reductions run on second groups, beside gathers."""
         self._lead_us = _leads(problem, self._work_before)
 
     def run(self) -> Plan:
@@ -139,19 +141,21 @@ class _ListScheduler:
         """
         for channel in (0, 1):
             while self._left_after(channel, before) < self._policy.cover * work or (
-                work == 0 and not self._clock.queues[channel]
+                work == 0 and not any(self._clock.queues[channel])
             ):
                 if not self._start_next(channel):
                     break
 
     def _left_after(self, channel: int, before: Sequence[int]) -> float:
         """Duration of what a channel still has to do when these launches have been awaited."""
-        total = 0.0
-        for entry in self._clock.queues[channel]:
+        first, second = self._clock.queues[channel]
+        total = awaited = 0.0
+        for entry in first:
             total += entry[0]
             if entry[3] in before:
-                total = 0.0
-        return total
+                awaited, total = awaited + total, 0.0
+        # While the links are shared, what gathers move is also moved for reductions.
+        return total + max(0.0, sum(entry[0] for entry in second) - awaited)
 
     def _start_next(self, channel: int) -> bool:
         job = self._gather_on(channel)
@@ -160,10 +164,9 @@ class _ListScheduler:
         if job is not None:
             lead = self._time_until(job.latest)
             after = bucket_duration_us(bucket) if bucket else 0.0
-            busy = self._clock.left_us(channel)
             own = bucket_duration_us([job])
             slowed = job.timing.collective_slowdown
-            urgent = lead <= (busy + after + own) * slowed
+            urgent = lead <= self._arrives_us(channel, own, 0.0, after) * slowed
             soon = lead <= self._policy.horizon * self._lead_us[job.number]
             if (urgent or (soon and not bucket)) and self._fits(job, []):
                 members = self._bucket_of(job)
@@ -188,7 +191,6 @@ class _ListScheduler:
         if first.key.mode == "single":
             return members
         policy, clock = self._policy, self._clock
-        busy = clock.left_us(first.channel)
         until = self._time_until(first.latest)
         after = self._work_after(first.latest)
         enough = policy.gather_latencies * first.per_launch_us
@@ -198,7 +200,7 @@ class _ListScheduler:
                 break
             if job.number in self._launch_of or not can_share(first, job):
                 continue
-            arrives = busy + total + job.transfer_us
+            arrives = self._arrives_us(first.channel, total, job.transfer_us)
             in_time = (
                 arrives * first.timing.collective_slowdown <= until
                 or clock.now_us + arrives + after <= policy.end_us
@@ -254,6 +256,21 @@ class _ListScheduler:
             self._await(self._flying[0].launch)
 
     # --- time -------------------------------------------------------------------------------------
+    def _arrives_us(self, channel: int, own: float, more: float, after: float = 0.0) -> float:
+        """Time until gathers that start now have arrived, with nothing running beside them.
+
+        Args:
+            channel: of the gathers.
+            own: their duration.
+            more: by how much they take longer with another one.
+            after: duration of reductions that start before them.
+        """
+        gathers, reductions = self._clock.left_by_group(channel)
+        if not self._beside:
+            return gathers + after + own + more
+        gathers = gathers + own + more
+        return gathers + min(gathers, reductions + after)
+
     def _time_until(self, slot: int) -> float:
         """Duration of the kernels until a slot."""
         return float(self._work_before[slot] - self._work_before[self._slot])
@@ -350,7 +367,7 @@ class _ListScheduler:
         self._launches.append(tuple(job.number for job in members))
         self._actions.append(Action(self._slot, "start", number))
         self._clock.work(start_work_us(members))
-        self._clock.start(number, bucket_duration_us(members), members[0])
+        self._clock.enqueue(number, bucket_duration_us(members), members[0].timing)
         return number
 
     def _await(self, number: int) -> None:
@@ -373,6 +390,8 @@ def can_share(first: Job, job: Job) -> bool:
         job.key.mode == first.key.mode
         and job.key.compatibility == first.key.compatibility
         and job.is_gather == first.is_gather
+        # Calls that find parameters cached leave out the launches that gather no others.
+        and job.resident == first.resident
     )
 
 

@@ -6,7 +6,6 @@ is at least that of `zpasses.cost.memory` there.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,11 +13,11 @@ from typing import Literal
 
 import numpy as np
 
+from zpasses.cost.clock import Clock
 from zpasses.cost.schedule_problem import Job, ScheduleProblem
 
 __all__ = [
     "Action",
-    "Clock",
     "Evaluation",
     "Plan",
     "bucket_duration_us",
@@ -65,81 +64,6 @@ def bucket_duration_us(jobs: Sequence[Job]) -> float:
     return jobs[0].latency_us + sum(job.transfer_us for job in jobs)
 
 
-class Clock:
-    """Kernels one after another, and the collectives of two channels beside them, as in `Timeline`.
-
-    The collectives of a channel run in the order of their starts.
-    """
-
-    def __init__(self) -> None:
-        self.now_us = self.waited_us = 0.0
-        self.queues: tuple[deque[list[float]], deque[list[float]]] = (deque(), deque())
-        """Per channel: [remaining duration by itself, slowdown of kernels, slowdown beside kernels,
-        number]."""
-        self.done_us: dict[int, float] = {}
-        """Number of a collective -> the time at which it ended."""
-
-    def start(self, number: int, duration_us: float, job: Job) -> None:
-        """Starts a collective with the timing of `job` and another duration."""
-        timing = job.timing
-        self.enqueue(
-            number,
-            duration_us,
-            timing.compute_slowdown,
-            timing.collective_slowdown,
-            timing.between_nodes,
-        )
-
-    def enqueue(
-        self, number: int, duration_us: float, slows: float, slowed: float, channel: int
-    ) -> None:
-        self.queues[channel].append([duration_us, slows, slowed, number])
-
-    def left_us(self, channel: int) -> float:
-        """Time until a channel is idle, if nothing runs beside it."""
-        return sum(entry[0] for entry in self.queues[channel])
-
-    def work(self, left: float) -> None:
-        """Runs a kernel that takes `left` microseconds with nothing beside it."""
-        while left > _EPSILON_US:
-            heads = [queue[0] for queue in self.queues if queue]
-            if not heads:
-                self.now_us += left
-                return
-            slows = max(head[1] for head in heads)
-            spent = min(left * slows, *(head[0] * head[2] for head in heads))
-            left -= spent / slows
-            self._advance(spent, beside_compute=True)
-
-    def wait(self, number: int) -> None:
-        """Waits for a collective that has started."""
-        while number not in self.done_us:
-            queue = next(q for q in self.queues if any(entry[3] == number for entry in q))
-            late = queue[0][0]
-            self.waited_us += late
-            self._advance(late, beside_compute=False)
-
-    def _advance(self, spent: float, *, beside_compute: bool) -> None:
-        start = self.now_us
-        self.now_us += spent
-        for queue in self.queues:
-            left = spent
-            while queue and left >= 0:
-                head = queue[0]
-                slowed = head[2] if beside_compute else 1.0
-                moved = min(left, head[0] * slowed)
-                head[0] -= moved / slowed
-                if head[0] > _EPSILON_US:
-                    break
-                left -= moved
-                queue.popleft()
-                self.done_us[int(head[3])] = start + spent - left
-
-
-_EPSILON_US = 1e-9
-"""Shorter remaining durations are rounding errors."""
-
-
 def evaluate(problem: ScheduleProblem, plan: Plan) -> Evaluation:
     """Returns what a plan costs."""
     clock = _run(problem, plan, 1.0)
@@ -163,7 +87,8 @@ def _run(problem: ScheduleProblem, plan: Plan, factor: float) -> Clock:
             members = [jobs[number] for number in plan.launches[action.launch]]
             if action.kind == "start":
                 clock.work(start_work_us(members))
-                clock.start(action.launch, factor * bucket_duration_us(members), members[0])
+                duration = factor * bucket_duration_us(members)
+                clock.enqueue(action.launch, duration, members[0].timing)
             else:
                 clock.wait(action.launch)
                 clock.work(wait_work_us(members))
@@ -184,13 +109,7 @@ def run_fixed_events(clock: Clock, problem: ScheduleProblem, slot: int, at: int)
         else:
             timing = event.timing
             clock.work(timing.issue_us)
-            clock.enqueue(
-                event.number,
-                timing.duration_us,
-                timing.compute_slowdown,
-                timing.collective_slowdown,
-                timing.between_nodes,
-            )
+            clock.enqueue(event.number, timing.duration_us, timing)
     return at
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from zpasses.cost.bucket_keys import bucket_key
 from zpasses.cost.bucket_planner import BucketKey, member_packing_bytes
+from zpasses.cost.clock import CollectiveTiming
 from zpasses.cost.collective_moves import (
     MemoryCurve,
     SchedulableCollective,
@@ -30,9 +31,17 @@ from zpasses.cost.memory import (
     scratch_bytes,
 )
 from zpasses.cost.roofline import compute_us, copy_us
-from zpasses.cost.step_time import CollectiveTiming, collective_timing, started_by
+from zpasses.cost.step_time import collective_timing, started_by
 from zpasses.cost.target import Target
-from zpasses.graph.nodes import collective_of, is_dialect, is_wait, nbytes, value_of
+from zpasses.graph.nodes import (
+    Collective,
+    collective_of,
+    is_dialect,
+    is_wait,
+    nbytes,
+    value_of,
+)
+from zpasses.graph.reduction_groups import is_regroupable, reducing_groups
 from zpasses.graph.tags import is_resident, tag_of
 
 __all__ = ["FixedEvent", "Job", "ScheduleProblem", "problem_of", "schedule_problem"]
@@ -127,6 +136,8 @@ class ScheduleProblem:
     """The nodes of each job."""
     fixed: tuple[FixedEvent, ...]
     """In graph order."""
+    regrouped: tuple[str, ...] = ()
+    """Process groups whose gradient reductions will run on a second group."""
 
     @property
     def end(self) -> int:
@@ -148,7 +159,11 @@ _SEGMENTS_PER_JOB = 12
 
 
 def problem_of(
-    graph: fx.Graph, target: Target, mode: Literal["auto", "coalesced", "flat"] = "auto"
+    graph: fx.Graph,
+    target: Target,
+    mode: Literal["auto", "coalesced", "flat"] = "auto",
+    *,
+    second_group: bool = False,
 ) -> ScheduleProblem:
     """Reads a graph whose parameter gathers and gradient reductions may all move.
 
@@ -156,9 +171,12 @@ def problem_of(
         graph: a graph with fake values, whose movable collectives have one tensor each.
         target: hardware that the graph runs on.
         mode: how collectives share a launch; see `zpasses.cost.bucket_keys.bucket_key`.
+        second_group: whether gradient reductions will run on a second process group.
     """
     items = [*movable_gathers(graph), *movable_reductions(graph)]
-    return schedule_problem(graph, items, lambda item: bucket_key(item, mode), target)
+    return schedule_problem(
+        graph, items, lambda item: bucket_key(item, mode), target, second_group=second_group
+    )
 
 
 def schedule_problem(
@@ -166,6 +184,8 @@ def schedule_problem(
     items: Sequence[SchedulableCollective],
     bucket_key: Callable[[SchedulableCollective], BucketKey],
     target: Target,
+    *,
+    second_group: bool = False,
 ) -> ScheduleProblem:
     """Reads a graph.
 
@@ -174,8 +194,9 @@ def schedule_problem(
         items: the collectives that may move.
         bucket_key: says which of them can share a launch.
         target: hardware that the graph runs on.
+        second_group: whether gradient reductions will run on a second process group.
     """
-    return _Reader(graph, items, bucket_key, target).read()
+    return _Reader(graph, items, bucket_key, target, second_group).read()
 
 
 class _Reader:
@@ -185,8 +206,10 @@ class _Reader:
         items: Sequence[SchedulableCollective],
         bucket_key: Callable[[SchedulableCollective], BucketKey],
         target: Target,
+        second_group: bool,
     ) -> None:
         self._items, self._bucket_key, self._target = items, bucket_key, target
+        self._regrouped = reducing_groups(item.started for item in items) if second_group else ()
         self._curve = MemoryCurve(graph)
         self._index = self._curve.position
         self._in_place = reinplaceable_all_reduces(graph)
@@ -225,6 +248,7 @@ class _Reader:
             self._jobs(ordered, places, slots),
             ordered,
             tuple(FixedEvent(slot_of[max(first, at)], key, timing) for at, key, timing in fixed),
+            self._regrouped,
         )
 
     def _work_us(self) -> list[float]:
@@ -269,9 +293,14 @@ class _Reader:
                     found.append((at, numbers[started], None))
             elif (collective := collective_of(node)) is not None and not is_dialect(node):
                 numbers[node] = -1 - len(numbers)
-                timing = collective_timing(node, collective, self._target)
+                timing = self._timing(node, collective)
                 found.append((at, numbers[node], timing))
         return found
+
+    def _timing(self, node: fx.Node, collective: Collective) -> CollectiveTiming:
+        timing = collective_timing(node, collective, self._target)
+        second = collective.group in self._regrouped and is_regroupable(node)
+        return replace(timing, second_group=True) if second else timing
 
     def _jobs(
         self,
@@ -285,7 +314,7 @@ class _Reader:
             gather = _is_gather(item)
             collective, key = collective_of(item.started), self._bucket_key(item)
             assert collective is not None
-            timing = collective_timing(item.started, collective, self._target)
+            timing = self._timing(item.started, collective)
             inputs = sum(
                 tag.block_bytes for node in item.inputs if (tag := tag_of(node)) is not None
             )

@@ -2,7 +2,9 @@
 
 The nodes of a graph run in order on one stream, and its collectives beside them. Collectives that
 share links run one after another, whatever their group and route. Collectives within a node share
-its links, and collectives between nodes share the network; the two kinds do not delay each other. A
+its links, and collectives between nodes share the network; the two kinds do not delay each other.
+Only those of a second group of the same ranks (`zpasses.ranks.reduction_groups`) run beside the
+others: two that are in flight on the same links take twice as long each. A
 kernel takes its roofline time, and longer while a collective that needs compute units runs beside
 it. A collective takes longer while kernels run beside it. The model ignores fusion, the CPU and the
 optimizer. It compares forms of one step, and does not predict real durations.
@@ -11,13 +13,13 @@ optimizer. It compares forms of one step, and does not predict real durations.
 from __future__ import annotations
 
 import operator
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
 
 from zpasses import compat
+from zpasses.cost.clock import Clock, CollectiveTiming
 from zpasses.cost.roofline import (
     collective_on_route_us,
     compute_us,
@@ -37,7 +39,6 @@ from zpasses.graph.nodes import (
 )
 
 __all__ = [
-    "CollectiveTiming",
     "StepTime",
     "Timeline",
     "collective_timing",
@@ -84,22 +85,6 @@ class _Event:
     awaits: fx.Node | None = None
 
 
-@dataclass(frozen=True)
-class CollectiveTiming:
-    """Duration of a collective by one route, and its interference with kernels."""
-
-    duration_us: float
-    """Duration with nothing running beside it."""
-    compute_slowdown: float = 1.0
-    """Factor by which kernels beside it take longer."""
-    collective_slowdown: float = 1.0
-    """Factor by which it takes longer beside kernels."""
-    between_nodes: bool = False
-    """Whether it uses the network; else it uses the links of one node."""
-    issue_us: float = 0.0
-    """Time for which its start keeps the device from computing."""
-
-
 class Timeline:
     """The sequence of kernels, collectives and waits of one graph.
 
@@ -126,9 +111,22 @@ class Timeline:
             engines: collectives that copy engines execute, besides those that call `zpasses::sdma`
                 ops already.
         """
-        return _Simulation().run(
-            self._events, {node: self.timing(node, node in engines) for node in self._collectives}
-        )
+        clock, compute, collective = Clock(), 0.0, 0.0
+        numbers: dict[fx.Node, int] = {}
+        for event in self._events:
+            if event.starts is not None:
+                timing = self.timing(event.starts, event.starts in engines)
+                numbers[event.starts] = len(numbers)
+                clock.work(timing.issue_us)
+                clock.enqueue(numbers[event.starts], timing.duration_us, timing)
+                compute += timing.issue_us
+                collective += timing.duration_us
+            elif event.awaits is not None:
+                clock.wait(numbers[event.awaits])
+            else:
+                clock.work(event.work_us)
+                compute += event.work_us
+        return StepTime(clock.now_us, compute, collective, clock.waited_us)
 
     def timing(self, node: fx.Node, by_engine: bool) -> CollectiveTiming:
         """Returns the timing of a collective, by copy engines or as the graph has it."""
@@ -225,90 +223,25 @@ def _collective_timing(
     parts: Sequence[int], collective: Collective, ranks: int, target: Target, by_engine: bool
 ) -> CollectiveTiming:
     figures = route_figures(target).get(target.routes[0] if by_engine and target.routes else "c10d")
+    second = compat.parent_group(collective.group) != collective.group
     if figures is None or ranks > target.ranks_per_node:
         return CollectiveTiming(
             ring_collective_us(collective.op, sum(parts), ranks, target),
             between_nodes=ranks > target.ranks_per_node,
             issue_us=target.issue_us,
+            second_group=second,
         )
     if by_engine and target.routes:
         took = copy_engine_launch_us(figures, collective.op, parts, ranks, target)
     else:
         took = collective_on_route_us(figures, collective.op, sum(parts), ranks, target)
     return CollectiveTiming(
-        took, figures.compute_slowdown, figures.collective_slowdown, issue_us=target.issue_us
+        took,
+        figures.compute_slowdown,
+        figures.collective_slowdown,
+        issue_us=target.issue_us,
+        second_group=second,
     )
-
-
-@dataclass
-class _InFlight:
-    node: fx.Node
-    timing: CollectiveTiming
-    left_us: float
-    """Remaining duration with nothing running beside it."""
-
-
-class _Simulation:
-    """Simulates the compute stream and the collectives in flight."""
-
-    def __init__(self) -> None:
-        self._now = self._compute = self._collective = self._waited = 0.0
-        self._queues: dict[bool, deque[_InFlight]] = {False: deque(), True: deque()}
-        """Collectives on the links within the node (False) and on the network (True).
-
-        Only the first of each queue progresses.
-        """
-
-    def run(self, events: Iterable[_Event], timings: dict[fx.Node, CollectiveTiming]) -> StepTime:
-        for event in events:
-            if event.starts is not None:
-                timing = timings[event.starts]
-                self._work(timing.issue_us)
-                self._queues[timing.between_nodes].append(
-                    _InFlight(event.starts, timing, timing.duration_us)
-                )
-                self._collective += timing.duration_us
-            elif event.awaits is not None:
-                self._await(event.awaits)
-            else:
-                self._work(event.work_us)
-        return StepTime(self._now, self._compute, self._collective, self._waited)
-
-    def _await(self, node: fx.Node) -> None:
-        for queue in self._queues.values():
-            while any(each.node is node for each in queue):
-                late = queue[0].left_us
-                self._waited += late
-                self._advance(late, beside_compute=False)
-
-    def _advance(self, spent: float, *, beside_compute: bool) -> None:
-        """Lets `spent` microseconds pass, in which the collectives in flight progress."""
-        self._now += spent
-        for queue in self._queues.values():
-            left = spent
-            while queue and left >= 0:
-                first = queue[0]
-                slowdown = first.timing.collective_slowdown if beside_compute else 1.0
-                moved = min(left, first.left_us * slowdown)
-                first.left_us -= moved / slowdown
-                if first.left_us > _EPSILON_US:
-                    break
-                left -= moved
-                queue.popleft()
-
-    def _work(self, left: float) -> None:
-        self._compute += left
-        while left > _EPSILON_US:
-            moving = [queue[0] for queue in self._queues.values() if queue]
-            slowdown = max((each.timing.compute_slowdown for each in moving), default=1.0)
-            remaining_us = [each.left_us * each.timing.collective_slowdown for each in moving]
-            spent = min([left * slowdown, *remaining_us])
-            left -= spent / slowdown
-            self._advance(spent, beside_compute=True)
-
-
-_EPSILON_US = 1e-9
-"""Shorter remaining durations are rounding errors."""
 
 
 def _full_bytes(node: fx.Node, collective: Collective, ranks: int) -> list[int]:

@@ -434,8 +434,11 @@ def _file_digest(path: str | None) -> str:
 def _environment() -> dict[str, str]:
     """Return what passes read besides the graph: the backend of each process group, the target, and
     the known figures of its routes.
+
+    Second groups are left out: passes make them, and their backend is that of another group.
     """
-    groups = compat.group_backends() if torch.distributed.is_initialized() else {}
+    known = compat.group_backends() if torch.distributed.is_initialized() else {}
+    groups = {name: each for name, each in known.items() if compat.parent_group(name) == name}
     target = current_target()
     return {**groups, "target": repr(target), "routes": repr(route_figures(target))}
 

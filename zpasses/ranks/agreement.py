@@ -5,6 +5,10 @@ collectives that the graph runs on that group: operators, shapes, dtypes, reduce
 parameters that they gather or reduce. A difference, or a rank whose compile failed, raises
 AgreementError on every rank of the group.
 
+Collectives of a second group (`zpasses.ranks.reduction_groups`) are part of the sequence of the
+first. Ranks therefore also start the collectives of both in one order, without which two
+communicators of NCCL may wait for each other.
+
 A sequence that was agreed once needs no second vote. A rank may therefore recompile while the
 others do not, for a new batch shape for example, as long as it runs the same collectives.
 `zpasses.ranks.run_order` checks that ranks also run agreed graphs in the same order.
@@ -73,7 +77,7 @@ def _calls_by_group(graph: fx.Graph) -> dict[str, list[_Call]]:
     """Groups in sorted order, identical on every rank."""
     found: dict[str, list[_Call]] = {}
     for node, each in collectives(graph):
-        found.setdefault(each.group, []).append((node, each))
+        found.setdefault(compat.parent_group(each.group), []).append((node, each))
     return dict(sorted(found.items()))
 
 
@@ -128,7 +132,10 @@ def _line(each: Collective, params: Sequence[str]) -> str:
     pairs = zip(each.dtypes, each.shapes, strict=True)
     tensors = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in pairs)
     reduce_op = f", {each.reduce_op}" if each.reduce_op else ""
-    return f"{each.op}({tensors}{reduce_op})" + (f" of {', '.join(params)}" if params else "")
+    second = compat.parent_group(each.group) != each.group
+    group = f" on group {each.group!r}" if second else ""
+    of = f" of {', '.join(params)}" if params else ""
+    return f"{each.op}({tensors}{reduce_op}){of}{group}"
 
 
 def _hash(lines: Sequence[str]) -> str:

@@ -134,13 +134,15 @@ def build_forward_variant(
     extra_outputs, extra_inputs = [], []
     for number, nodes in enumerate(_nodes_by_slot(graph).values()):
         if number in variant.given:
-            given = _add_cached_input(graph, f"kept_{number}", nodes[0])
+            held = list(map(_held, nodes))
+            given = _add_cached_input(graph, f"kept_{number}", held[0])
+            given.meta["zpasses"] = tag_of(nodes[0])
             extra_inputs.append(value_of(given))
-            for node in nodes:
+            for node in held:
                 node.replace_all_uses_with(given)
-            erase_dead(graph, nodes)
+            erase_dead(graph, held)
         elif number in variant.kept:
-            extra_outputs.append(nodes[0])
+            extra_outputs.append(_held(nodes[0]))
     output = graph.output_node()
     output.args = ((*output.args[0], *extra_outputs),)  # type: ignore[misc]
     compat.pin_output_strides(output)
@@ -152,5 +154,21 @@ def build_forward_variant(
 def _add_cached_input(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
     node = append_placeholder(graph, name)
     node.meta = {key: like.meta[key] for key in ("val", "tensor_meta") if key in like.meta}
-    node.meta["zpasses"] = tag_of(like)
     return node
+
+
+def _held(full: fx.Node) -> fx.Node:
+    """Return the node whose value is cached: that with the padding, if there is any.
+
+    The partitioner may save either of them for backward.
+    """
+    if full.target is torch.ops.aten.slice.Tensor:
+        whole = full.all_input_nodes[0]
+        tag, own = tag_of(whole), tag_of(full)
+        if (
+            tag is not None
+            and own is not None
+            and (tag.role, tag.params) == ("gathered", own.params)
+        ):
+            return whole
+    return full

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from zpasses.runtime.forward_variants import (
 )
 from zpasses.testing import (
     assert_equal_bits,
+    capture_graphs,
     capture_ranks,
     copy_graph,
     listing,
@@ -94,7 +97,21 @@ def test_given_slots_come_in_slot_order(graphs):
         "kept_1",
         "kept_2",
     ]
-    assert [tuple(value.shape) for value in extra] == [(5, 6), (6, 5), ()]
+    assert [tuple(value.shape) for value in extra] == [(6, 6), (6, 5), ()]  # 5 rows and padding
+    assert list(collectives(variant.graph)) == []
+
+
+@pytest.mark.parametrize("pipeline", ["zero2", "gather-params,reduce-grads,cache-params"])
+def test_given_padded_parameters_are_not_gathered_whatever_backward_saves(pipeline):
+    """For some of these layers, the partitioner saves the padded form, and for others its rows."""
+    widths = [1, 8, 1, 65, 8, 1]
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+    forward = capture_graphs(
+        model, (torch.ones(4, 1),), world_size=3, pipeline=pipeline
+    ).after.forward
+    slots = range(len(param_slots(forward.graph)))
+    assert len(slots) == 10
+    variant, _ = build_forward_variant(forward, ForwardVariant(given=frozenset(slots)))
     assert list(collectives(variant.graph)) == []
 
 
