@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from zpasses.inspect.difference import KINDS, Change, Difference, compare
 from zpasses.inspect.find import (
     NotInDumpError,
     SelectedGraph,
+    failure_text,
     snapshot_of,
     step_after,
     step_before,
@@ -18,11 +20,19 @@ from zpasses.inspect.find import (
 from zpasses.inspect.listing import call_text, note_text
 from zpasses.inspect.pairing import pair_nodes
 from zpasses.inspect.units import bytes_text, change_text
-from zpasses.inspect.view import ChangeLines, View
+from zpasses.inspect.view import ChangeLines, Text, View, text_of
 
 __all__ = ["comparison_view", "differences_view", "pass_differences"]
 
-TitledDifference = tuple[str, Difference]
+
+@dataclass(frozen=True)
+class TitledDifference:
+    """A difference, and what it is about."""
+
+    title: str
+    difference: Difference
+    failure: str = ""
+    """A warning if the second graph is the one that a failed pass left."""
 
 
 def pass_differences(
@@ -50,9 +60,24 @@ def pass_differences(
             else step_title(end)
         )
         found.append(
-            (f"{each.title}, {scope}", compare(snapshot_of(each, start), snapshot_of(each, end)))
+            TitledDifference(
+                f"{each.title}, {scope}",
+                compare(snapshot_of(each, start), snapshot_of(each, end)),
+                failure_text(end) if pass_name is not None else _failed_after(each),
+            )
         )
     return found
+
+
+def _failed_after(picked: SelectedGraph) -> str:
+    """A warning that a pass failed after the last good step; empty if none did."""
+    step = next((step for step in picked.graph.steps if step.error is not None), None)
+    if step is None:
+        return ""
+    return (
+        f"{step.after} failed, and its changes are not shown; --pass "
+        f"{(step.after or '').partition('{')[0]} shows them."
+    )
 
 
 def differences_between(
@@ -69,7 +94,7 @@ def differences_between(
         if key in other:
             a, b = (snapshot_of(each, step_after(each, after)) for each in (one[key], other[key]))
             found.append(
-                (
+                TitledDifference(
                     f"{one[key].title}, {step_title(step_after(one[key], after))}",
                     compare(a, b, pair_nodes(a, b)),
                 )
@@ -115,17 +140,26 @@ def differences_view(
     """A page of differences: a summary of each graph, then its changes by kind. It shows at most
     `limit` changes of each kind; 0 shows all.
     """
-    parts: list[ChangeLines | str] = []
+    parts: list[ChangeLines | Text | str] = []
     data = []
     found = list(found)
     summary = [
-        ("", f"{title}: {difference.summary}{_figures(difference)}") for title, difference in found
+        ("", f"{each.title}: {each.difference.summary}{_figures(each.difference)}")
+        for each in found
     ]
     parts.append(ChangeLines((*summary, *(("", each) for each in only_one_side))))
-    for title, difference in found:
+    for each in found:
+        title, difference = each.title, each.difference
+        if each.failure:
+            parts.append(text_of(f"{title}: {each.failure}"))
         if difference:
             parts.append(ChangeLines(((("", f"{title}:")), *_lines(difference, limit))))
-        about = {"title": title, "same": not difference, "counts": difference.counts}
+        about = {
+            "title": title,
+            "same": not difference and not each.failure,
+            "failure": each.failure,
+            "counts": difference.counts,
+        }
         data.append({**about, "changes": [change_data(change) for change in difference.changes]})
     same = not only_one_side and all(entry["same"] for entry in data)
     return View(

@@ -160,7 +160,7 @@ class Inspection:
 
     def diff_of(self, graph: str, pass_name: str | int | None = None) -> Difference:
         """The changes of one pass, or of all passes together, in one graph."""
-        return pass_differences(self._pick(graph)[:1], pass_name)[0][1]
+        return pass_differences(self._pick(graph)[:1], pass_name)[0].difference
 
     def diff_of_steps(self, graph: str, before: str | int, after: str | int) -> Difference:
         """The changes between two steps of a graph."""

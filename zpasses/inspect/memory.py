@@ -104,6 +104,8 @@ class StepPeak:
     at: str
     """Name of the first node at which the peak is reached."""
     by_kind: dict[str, int]
+    failed: bool = False
+    """Whether the pass failed. The graph is then what it left, and may be wrong."""
 
 
 def parameter_sizes(compiled: Compile) -> dict[str, int]:
@@ -140,7 +142,10 @@ def peaks(graph: Graph) -> list[StepPeak]:
         if step.snapshot is not None and step.number is not None and step.snapshot.nodes:
             if step.number not in seen:
                 seen[step.number] = _step_peak(step.snapshot)
-            found.append(replace(seen[step.number], step=step.index, after=step.after))
+            failed = step.error is not None
+            found.append(
+                replace(seen[step.number], step=step.index, after=step.after, failed=failed)
+            )
     return found
 
 

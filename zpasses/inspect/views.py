@@ -17,6 +17,7 @@ from zpasses.dumps.format import (
     Compile,
     Counts,
     Dump,
+    Failure,
     Graph,
     Node,
     Prediction,
@@ -28,6 +29,7 @@ from zpasses.dumps.format import (
 from zpasses.inspect.communication import Communication, communication
 from zpasses.inspect.find import (
     SelectedGraph,
+    failure_text,
     node_named,
     select_rank,
     snapshot_of,
@@ -136,7 +138,7 @@ def _compile_parts(each: Compile) -> list[Table | Text | str]:
         "graph",
         "step",
         "after",
-        "changes",
+        "rewrites",
         "nodes",
         "collectives",
         "input bytes",
@@ -150,7 +152,7 @@ def _compile_parts(each: Compile) -> list[Table | Text | str]:
             table(
                 columns,
                 rows,
-                right=("step", "changes", "nodes", "collectives", "input bytes", "pass", "checks"),
+                right=("step", "rewrites", "nodes", "collectives", "input bytes", "pass", "checks"),
             )
         )
     else:
@@ -160,9 +162,17 @@ def _compile_parts(each: Compile) -> list[Table | Text | str]:
     shown += [text_of(f"at runtime: {note}") for note in each.notes]
     if each.error is not None:
         shown.append(
-            text_of(f"FAILED in {each.error.where or '?'}: {each.error.type}: {each.error.message}")
+            text_of(
+                f"FAILED in {each.error.where or '?'}: {each.error.type}: {each.error.message}"
+                f"{_raised(each.error)}"
+            )
         )
     return shown
+
+
+def _raised(error: Failure) -> str:
+    """The line that raised an error, unless the message has it."""
+    return f"\nraised at {error.raised}" if error.raised not in error.message else ""
 
 
 def _predictions(each: Compile) -> Table:
@@ -296,7 +306,8 @@ def show_view(
         some = f", {len(found)} of them shown" if len(found) < len(snapshot.nodes) else ""
         peak = bytes_text(snapshot.peak_bytes)
         head = f"# {each.title}, {step_title(step)}: {len(snapshot.nodes)} nodes{some}; peak {peak}"
-        parts.append(Code((head, *(line.text(width) for line in found))))
+        warning = [f"# {line}" for line in failure_text(step).splitlines()]
+        parts.append(Code((head, *warning, *(line.text(width) for line in found))))
         if where is not None and where.params and not found:
             parts.append(_known_parameters(snapshot))
         about = {
@@ -305,6 +316,7 @@ def show_view(
             "graph": each.graph.name,
             "step": step.index,
             "after": step.after,
+            "failure": failure_text(step),
         }
         live = dict(zip((node.id for node in snapshot.nodes), snapshot.live_bytes, strict=True))
         data.append(
@@ -337,8 +349,21 @@ def _unmodelled(each: SelectedGraph, step: Step) -> list[str]:
     return [message] if step.level == "captured" else []
 
 
+def _failed(step: Step) -> list[Text]:
+    """The warning about a step whose pass failed, if it did."""
+    return [text_of(failure_text(step))] if step.error is not None else []
+
+
 # --- collectives ----------------------------------------------------------------------------------
-_FIGURES = ("ranks", "bytes", "distance", "compute between", "time", "exposed")
+_FIGURES = (
+    "ranks",
+    "bytes",
+    "distance",
+    "compute between",
+    "time",
+    "exposed",
+    "queueing",
+)
 
 
 def collectives_view(picked: Sequence[SelectedGraph], after: str | int | None = None) -> View:
@@ -357,6 +382,7 @@ def collectives_view(picked: Sequence[SelectedGraph], after: str | int | None = 
         prediction = _prediction_of(each, step)
         data.append({**about, **found.to_json(), "prediction": to_json_value(prediction)})
         parts += _unmodelled(each, step) or [
+            *_failed(step),
             _collectives_table(f"{each.title}, {step_title(step)}", found),
             _totals(found),
             *([prediction_text(prediction)] if prediction is not None else []),
@@ -377,6 +403,7 @@ def _collectives_table(title: str, found: Communication) -> Table:
             time_text(row.compute_us),
             time_text(row.time_us),
             time_text(row.exposed_us),
+            time_text(row.queued_us),
             row.route,
             _cut(row.decision, 40),
         )
@@ -396,7 +423,8 @@ def _collectives_table(title: str, found: Communication) -> Table:
     empty = {
         at
         for at, header in enumerate(headers)
-        if header in ("route", "decision") and not any(row[at] for row in rows)
+        if header in ("route", "decision", "queueing")
+        and not any(row[at] not in ("", "0") for row in rows)
     }
     kept = [at for at in range(len(headers)) if at not in empty]
     return table(
@@ -419,11 +447,13 @@ def _params(params: Sequence[str]) -> str:
 
 def _totals(found: Communication) -> str:
     plan = found.schedule
+    queued = sum(row.queued_us for row in found.rows)
+    behind = f" ({time_text(queued)} of it queueing behind earlier collectives)" if queued else ""
     return (
         f"{_count(len(found.rows), 'collective')}, {bytes_text(found.nbytes)} of input. "
         f"Communication {time_text(plan.communication_us)}, "
-        f"compute {time_text(plan.compute_us)}; exposed {time_text(plan.exposed_us)}, hidden "
-        f"{plan.hidden:.0%}. Times are estimates for the target."
+        f"compute {time_text(plan.compute_us)}; exposed {time_text(plan.exposed_us)}{behind}, "
+        f"hidden {plan.hidden:.0%}. Times are estimates for the target."
     )
 
 
@@ -453,7 +483,7 @@ def memory_view(
         rows = [
             (
                 peak.step,
-                peak.after or "-",
+                f"{peak.after or '-'}{' (FAILED)' if peak.failed else ''}",
                 bytes_text(peak.peak_bytes),
                 change_text(was, peak.peak_bytes),
                 peak.at,
@@ -466,7 +496,11 @@ def memory_view(
             ("step", "peak", "change"),
             title=each.title,
         )
-        parts += _unmodelled(each, step) or [curves, *_alive_parts(found, step_title(step), limit)]
+        parts += _unmodelled(each, step) or [
+            curves,
+            *_failed(step),
+            *_alive_parts(found, step_title(step), limit),
+        ]
         about = {
             "rank": each.rank,
             "compile": each.compile.name,

@@ -41,11 +41,11 @@ Rank 0, the only one in the dump.
 Compile 0/0 (000-0_0): done, codegen eager, target cpu
 pipeline: overlap
 
-graph      step  after               changes    nodes    collectives    input bytes    pass    checks  notes
--------  ------  ----------------  ---------  -------  -------------  -------------  ------  --------  -------
-forward       0  -                                 10              2           64 B
-              1  bucket{cap_mb=0}          0       10              2           64 B  1.5 ms    250 us
-              2  overlap                   1       10              2           64 B  1.5 ms    250 us""",  # noqa: E501
+graph      step  after               rewrites    nodes    collectives    input bytes    pass    checks  notes
+-------  ------  ----------------  ----------  -------  -------------  -------------  ------  --------  -------
+forward       0  -                                  10              2           64 B
+              1  bucket{cap_mb=0}           0       10              2           64 B  1.5 ms    250 us
+              2  overlap                    1       10              2           64 B  1.5 ms    250 us""",  # noqa: E501
     )
 
 
@@ -64,10 +64,10 @@ Rank 0, the only one in the dump.
 Compile 0/0 (000-0_0): failed, codegen eager, target cpu
 pipeline: overlap
 
-graph      step  after      changes    nodes    collectives    input bytes    pass    checks  notes
--------  ------  -------  ---------  -------  -------------  -------------  ------  --------  ------------------
-joint         0  -                         4              0            0 B
-              1  sdma                                                                         FAILED: ValueError
+graph      step  after      rewrites    nodes    collectives    input bytes    pass    checks  notes
+-------  ------  -------  ----------  -------  -------------  -------------  ------  --------  ------------------
+joint         0  -                          4              0            0 B
+              1  sdma                                                                          FAILED: ValueError
 
 FAILED in sdma: ValueError: no such group""",  # noqa: E501
     )

@@ -26,6 +26,7 @@ _SCRIPTS = (
     "model",
     "rows",
     "state",
+    "warnings",
     "detail",
     "overview",
     "listing",

@@ -22,10 +22,15 @@ const parts = {
 };
 
 function header() {
-  const meta = report.meta;
   return el(
     "header",
     { class: "top" },
+    button("☰", () => document.body.classList.toggle("with-nav"), {
+      class: "quiet",
+      id: "menu",
+      "aria-label": "Graphs and passes",
+      title: "Show or hide the list of graphs and passes",
+    }),
     el("h1", {}, "zpasses"),
     compiles.length > 1
       ? el(
@@ -44,17 +49,7 @@ function header() {
           ),
         )
       : compiles.length === 1 && el("span", {}, `compile ${compiles[0].name}`),
-    el(
-      "span",
-      { class: "muted" },
-      [
-        `rank ${report.rank} of ${meta.world}`,
-        compiles[0] && compiles[0].target.name,
-        `torch ${meta.torch}`,
-      ]
-        .filter(Boolean)
-        .join(" · "),
-    ),
+    el("span", { class: "muted", id: "about" }, aboutHere()),
     el("span", { class: "stretch" }),
     el(
       "span",
@@ -70,10 +65,41 @@ function header() {
   );
 }
 
+// The theme survives a reload. A browser may forbid storage to pages from files.
+function rememberTheme(theme) {
+  try {
+    localStorage.setItem("zpasses-theme", theme);
+  } catch {
+    return;
+  }
+}
+
+function restoreTheme() {
+  try {
+    const theme = localStorage.getItem("zpasses-theme");
+    if (["dark", "light"].includes(theme)) document.documentElement.dataset.theme = theme;
+  } catch {
+    return;
+  }
+}
+
+// What the header says of the shown compile.
+function aboutHere() {
+  const compile = compiles[state.compile];
+  return [
+    `rank ${report.rank} of ${compile ? compile.world : report.meta.world}`,
+    compile && compile.target.name,
+    `torch ${report.meta.torch}`,
+  ]
+    .filter(Boolean)
+    .join(" · ");
+}
+
 function nextTheme() {
   const order = ["", "dark", "light"],
     root = document.documentElement;
   root.dataset.theme = order[(order.indexOf(root.dataset.theme || "") + 1) % order.length];
+  rememberTheme(root.dataset.theme);
   document.querySelectorAll("canvas").forEach((each) => each.repaint());
 }
 
@@ -81,7 +107,7 @@ function drawNav() {
   const compile = current.compile;
   clear(
     parts.nav,
-    compile.graphs.map((graph) =>
+    byInterest(compile.graphs).map((graph) =>
       el(
         "section",
         {},
@@ -103,12 +129,14 @@ function drawNav() {
                     ? el("span", { class: "count failed" }, "failed")
                     : changed && el("span", { class: "count" }, countOf(step.diff)),
                 ],
-                () =>
+                () => {
+                  document.body.classList.remove("with-nav");
                   go({
                     graph: graph.name,
                     step: at,
                     tab: state.tab === "overview" ? (step.after ? "diff" : "listing") : state.tab,
-                  }),
+                  });
+                },
                 {
                   "aria-current": here ? "true" : null,
                   class: step.after && !changed && !step.error ? "idle" : "",
@@ -186,7 +214,11 @@ function redraw() {
   const scrolled = [...parts.main.querySelectorAll(".rows")].map((each) => each.scrollTop);
   parts.main.setAttribute("aria-labelledby", `tab-${state.tab}`);
   parts.main.className = `view-${state.tab}`;
-  clear(parts.main);
+  clear(
+    parts.main,
+    notice && el("p", { class: "notice", role: "status" }, notice),
+    state.tab !== "overview" && failedStep(current.step),
+  );
   DRAW[state.tab](parts.main);
   if (!focus) return;
   const again = [...parts.main.querySelectorAll("[aria-label]")].find(
@@ -216,6 +248,7 @@ listeners.push((before) => {
   document.body.classList.toggle("with-detail", !parts.detail.hidden);
   const select = document.getElementById("compile");
   if (select) select.value = state.compile;
+  clear(document.getElementById("about"), aboutHere());
 });
 let drawnOnce = false;
 
@@ -245,6 +278,7 @@ document.addEventListener("keydown", (event) => {
 });
 
 addEventListener("popstate", fromAddress);
+restoreTheme();
 
 if (!compiles.some((compile) => compile.graphs.length)) {
   put(

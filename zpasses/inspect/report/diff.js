@@ -22,7 +22,13 @@ function drawDiff(main) {
     return put(
       main,
       runLine(step),
-      el("p", { class: "muted pad" }, `${step.after} changed nothing in this graph.`),
+      el(
+        "p",
+        { class: "muted pad" },
+        step.error
+          ? `${step.after} failed before it changed a node.`
+          : `${step.after} changed nothing in this graph.`,
+      ),
     );
   if (!after.changes.size)
     return put(
@@ -31,7 +37,9 @@ function drawDiff(main) {
       el(
         "p",
         { class: "muted pad" },
-        `${step.after} changed only metadata that this dump does not contain.`,
+        step.error
+          ? `${step.after} failed before it changed a node.`
+          : `${step.after} changed only metadata that this dump does not contain.`,
       ),
     );
   const rows = foldUnchanged(alignRows(before, after));
@@ -46,19 +54,16 @@ function drawDiff(main) {
       } else go({ node: (item.after || item.before).id });
     },
   });
+  const changed = (item) => Boolean(item) && !item.gap && item.kinds.length > 0;
+  const hunks = rows.flatMap((item, at) => (changed(item) && !changed(rows[at - 1]) ? [at] : []));
   const jump = (direction) => {
-    const changed = rows
-      .map((item, at) => [item, at])
-      .filter(([item]) => !item.gap && item.kinds.length);
-    const from = list.active;
     const next =
       direction > 0
-        ? changed.find(([, at]) => at > from)
-        : changed.reverse().find(([, at]) => at < from);
-    if (next) {
-      list.fill(rows.length, next[1]);
-      list.element.focus();
-    }
+        ? hunks.find((at) => at > list.active)
+        : hunks.findLast((at) => at < list.active);
+    if (next === undefined) return;
+    list.fill(rows.length, next);
+    list.element.focus();
   };
   put(
     main,
@@ -68,8 +73,8 @@ function drawDiff(main) {
       { class: "bar" },
       changeChips(step.diff, true),
       el("span", { class: "stretch" }),
-      button("↑ change", () => jump(-1), { title: "Previous changed node" }),
-      button("↓ change", () => jump(1), { title: "Next changed node" }),
+      button("↑ change", () => jump(-1), { title: "To the previous block of changed nodes" }),
+      button("↓ change", () => jump(1), { title: "To the next block of changed nodes" }),
       el(
         "label",
         {},
@@ -111,8 +116,12 @@ function runLine(step) {
     el("h2", {}, run.text),
     el(
       "span",
-      {},
-      `${plural(run.changes, "change")} in ${timeText(run.time_us)}, ` +
+      {
+        title:
+          "Rewrites are what the pass counts itself, such as merged buckets. One rewrite may " +
+          "change many nodes.",
+      },
+      `${plural(run.changes, "rewrite")} in ${timeText(run.time_us)}, ` +
         `verified in ${timeText(run.check_us)}`,
     ),
     before &&

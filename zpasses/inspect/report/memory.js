@@ -14,7 +14,7 @@ function drawMemory(main) {
   const { live, byKind, kinds, peak } = graph.curves;
   let at = graph.index.has(state.node) ? graph.index.get(state.node) : peak;
   const earlier = before && before !== graph ? curveOfStepBefore(before, graph) : null;
-  const most = Math.max(live[peak], earlier ? Math.max(...earlier) : 0) || 1;
+  const most = Math.max(live[peak], earlier ? maxOf(earlier, 0, earlier.length) : 0) || 1;
   const side = el("div", { class: "alive" });
   const chart = canvas({
     height: 320,
@@ -93,15 +93,44 @@ function drawMemory(main) {
   show(at);
 }
 
-// The earlier step's curve at the nodes of this graph. A new node repeats the previous value.
+// The earlier step's curve, stretched so that nodes which the pass left in their order stand at
+// the same place. The values between two of them keep their order, and none is left out: where
+// several share a place, the largest is shown.
 function curveOfStepBefore(before, graph) {
   const curve = before.curves.live;
-  let last = 0;
-  return graph.nodes.map((node) => {
-    const at = before.index.get(node.id);
-    if (at !== undefined) last = curve[at];
-    return last;
+  const moved = new Set(((graph.step.diff || {}).moved || []).map(([id]) => id));
+  const shown = new Float64Array(graph.nodes.length);
+  const stretch = (from, to, first, end) => {
+    const count = to - from,
+      given = end - first;
+    for (let slot = 0; slot < count; slot++) {
+      const start = first + Math.floor((slot * given) / count);
+      const stop = Math.max(start + 1, first + Math.floor(((slot + 1) * given) / count));
+      let most = 0;
+      for (let at = start; at < Math.min(stop, curve.length - 1); at++)
+        most = Math.max(most, curve[at]);
+      shown[from + slot] = given ? most : from + slot ? shown[from + slot - 1] : 0;
+    }
+  };
+  let place = 0,
+    earlier = 0;
+  graph.nodes.forEach((node, at) => {
+    const found = before.index.get(node.id);
+    if (found === undefined || moved.has(node.id) || found < earlier) return;
+    stretch(place, at, earlier, found);
+    // Removed nodes directly before this one have no place of their own.
+    const peak = at === place && found > earlier ? maxOf(curve, earlier, found) : 0;
+    shown[at] = Math.max(curve[found], peak);
+    [place, earlier] = [at + 1, found + 1];
   });
+  stretch(place, graph.nodes.length, earlier, before.nodes.length);
+  return shown;
+}
+
+function maxOf(curve, from, end) {
+  let most = 0;
+  for (let at = from; at < end; at++) most = Math.max(most, curve[at]);
+  return most;
 }
 
 function paintMemory(pen, width, height, { graph, live, byKind, kinds, peak, earlier, most, at }) {
@@ -184,6 +213,14 @@ function drawLabel(pen, plot, at, text, color) {
   pen.fillText(text, at, plot.top - 4);
 }
 
+const BUFFER_COLUMNS = [
+  ["allocated by", "The node that allocates the memory"],
+  ["kind", "What the memory holds"],
+  ["bytes", "Size of the allocation"],
+  ["parameters", "Parameters whose data it holds"],
+  ["needed until", "The last node that needs it"],
+];
+
 function drawAlive(side, graph, at, before) {
   const alive = graph.alive(at),
     node = graph.nodes[at],
@@ -193,7 +230,8 @@ function drawAlive(side, graph, at, before) {
   const kinds = graph.curves.kinds
     .map((kind) => [kind, graph.curves.byKind[kind][at]])
     .filter(([, size]) => size);
-  const place = before ? before.index.get(node.id) : undefined;
+  const moved = ((graph.step.diff || {}).moved || []).some(([id]) => id === node.id);
+  const place = before && !moved ? before.index.get(node.id) : undefined;
   const most = 60;
   clear(
     side,
@@ -237,7 +275,7 @@ function drawAlive(side, graph, at, before) {
       { class: "kinds" },
       kinds.map(([kind, size]) => el("span", {}, el("b", {}, kind), ` ${bytesText(size)}`)),
     ),
-    el(
+    el("div", { class: "scroll" }, el(
       "table",
       { class: "compact" },
       el(
@@ -246,8 +284,8 @@ function drawAlive(side, graph, at, before) {
         el(
           "tr",
           {},
-          ["allocated by", "kind", "bytes", "parameters", "last use"].map((name, i) =>
-            el("th", { scope: "col", class: i === 2 ? "right" : "" }, name),
+          BUFFER_COLUMNS.map(([name, title], i) =>
+            el("th", { scope: "col", class: i === 2 ? "right" : "", title }, name),
           ),
         ),
       ),
@@ -261,7 +299,7 @@ function drawAlive(side, graph, at, before) {
             el(
               "td",
               {},
-              button(buffer.node.name, () => go({ node: buffer.node.id }), { class: "link" }),
+              nodeLink(buffer.node),
             ),
             el(
               "td",
@@ -277,16 +315,16 @@ function drawAlive(side, graph, at, before) {
             el("td", { class: "right" }, bytesText(buffer.nbytes)),
             el(
               "td",
-              {},
+              { title: buffer.params.join("\n") },
               buffer.params.length > 1
                 ? `${buffer.params[0]} and ${buffer.params.length - 1} more`
                 : buffer.params[0] || "",
             ),
-            el("td", {}, graph.node(buffer.last).name),
+            el("td", {}, nodeLink(graph.node(buffer.last))),
           ),
         ),
       ),
-    ),
+    )),
     alive.length > most &&
       el("p", { class: "muted" }, `and ${alive.length - most} smaller buffers`),
   );

@@ -6,20 +6,8 @@ function drawOverview(main) {
     main,
     failure(compile.error),
     tiles(compile),
-    compile.graphs.map((graph) => graphCard(compile, graph)),
+    byInterest(compile.graphs).map((graph) => graphCard(compile, graph)),
     aboutCompile(compile),
-  );
-}
-
-function failure(error, where) {
-  if (!error) return null;
-  return el(
-    "section",
-    { class: "failure", role: "alert" },
-    el("h2", {}, `${where || "This compile failed"}${error.where ? ` in ${error.where}` : ""}`),
-    el("p", {}, `${error.type}: ${error.message}`),
-    error.traceback &&
-      el("details", {}, el("summary", {}, "Traceback"), el("pre", {}, error.traceback)),
   );
 }
 
@@ -93,7 +81,12 @@ function delta(before, after) {
 function graphCard(compile, graph) {
   const last = compile.at(graph, compile.last(graph));
   const peak =
-    last && (isModelled(last.step) ? `peak ${bytesText(last.step.peak[0])}` : "no estimates");
+    last &&
+    (isExecuted(graph.name)
+      ? `peak ${bytesText(last.step.peak[0])}`
+      : graph.name === "joint"
+        ? "split into forward and backward before it runs"
+        : "as Dynamo captured it, no estimates");
   return el(
     "section",
     { class: "card" },
@@ -113,7 +106,7 @@ function graphCard(compile, graph) {
             ].join(" · ")
           : "not in the dump",
       ),
-      last && last.nodes.length > 1 && isModelled(last.step) && sparkline(last),
+      last && last.nodes.length > 1 && isExecuted(graph.name) && sparkline(last),
     ),
     graph.prediction && predicted(graph.prediction),
     (!compile.error || graph.error?.message !== compile.error.message) &&
@@ -130,16 +123,9 @@ function graphCard(compile, graph) {
           el(
             "tr",
             {},
-            [
-              "pass",
-              "changes",
-              "nodes",
-              "collectives",
-              "peak",
-              "exposed",
-              "pass time",
-              "checks",
-            ].map((name, at) => el("th", { scope: "col", class: at > 1 ? "right" : "" }, name)),
+            PASS_COLUMNS.map(([name, title], at) =>
+              el("th", { scope: "col", class: at > 1 ? "right" : "", title }, name),
+            ),
           ),
         ),
         el(
@@ -180,13 +166,24 @@ function predicted(prediction) {
   );
 }
 
+const PASS_COLUMNS = [
+  ["pass", "The pass and its options, in the order in which they ran"],
+  ["changed nodes", "Nodes that differ from the graph before the pass, by kind of change"],
+  ["nodes", "Nodes after the pass"],
+  ["collectives", "Collectives after the pass"],
+  ["peak", "Estimated peak memory after the pass, without shards and inputs"],
+  ["exposed", "Estimated time in which compute waits for communication"],
+  ["pass time", "Time that the rewrite took"],
+  ["checks", "Time that the verification took"],
+];
+
 function stepRow(compile, graph, step, at) {
   const stepWithGraph = compile.stepWithGraph(graph, at),
     run = step.run;
   const earlier = compile.before(graph, at),
     there = compile.at(graph, at);
   const changed = step.after && step.same === undefined && step.diff;
-  const modelled = isModelled(step);
+  const modelled = isExecuted(graph.name);
   const peak =
     modelled &&
     stepWithGraph.peak &&
@@ -263,7 +260,7 @@ function changesOf(step) {
     : el(
         "span",
         { class: "muted" },
-        step.run ? `${step.run.changes} in metadata` : "none in nodes",
+        step.run ? `${plural(step.run.changes, "rewrite")} in metadata` : "none in nodes",
       );
 }
 

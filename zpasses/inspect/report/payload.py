@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from zpasses.dumps.format import Compile, Dump, Failure, Node, PassRun, Snapshot, Step
+from zpasses.dumps.format import Compile, Dump, Failure, Node, PassRun, Snapshot, Source, Step
 from zpasses.inspect.difference import Difference, compare
 from zpasses.inspect.escape import one_line, one_line_values, printable
 from zpasses.inspect.find import SelectedGraph, select_graphs, select_rank
 from zpasses.inspect.listing import call_text, note_text, op_text, value_text
 from zpasses.inspect.schedule import schedule
+from zpasses.inspect.sources import parameter_sources
 from zpasses.inspect.views import to_json_value
 
 __all__ = ["payload"]
@@ -45,9 +46,11 @@ def _compile(each: Compile, rank: int) -> dict[str, Any]:
     pool = _NodePool(each)
     graphs = [_graph(SelectedGraph(rank, each, graph), pool) for graph in each.graphs.values()]
     info = each.info
+    sources = parameter_sources(each)
     return {
         "name": one_line(info.name),
         "folder": one_line(each.folder),
+        "world": info.world,
         "state": one_line(info.state),
         "codegen": one_line(info.codegen),
         "pipeline": one_line(info.pipeline),
@@ -60,6 +63,7 @@ def _compile(each: Compile, rank: int) -> dict[str, Any]:
                 param.shard_bytes,
                 _plain(param.shape),
                 one_line(param.dtype),
+                _place(sources.get(name), pool),
             ]
             for name, param in info.parameters.items()
         },
@@ -74,6 +78,13 @@ def _compile(each: Compile, rank: int) -> dict[str, Any]:
         "nodes": pool.rows,
         "graphs": graphs,
     }
+
+
+def _place(source: Source | None, pool: _NodePool) -> list[Any] | None:
+    if source is None:
+        return None
+    pool.files.add(source.file)
+    return [one_line(source.file), source.line, one_line(source.text), one_line(source.module)]
 
 
 def _plain(value: Any) -> Any:

@@ -364,7 +364,7 @@ function timelineTooltip(graph, { span, collective, stall }) {
       el(
         "p",
         {},
-        collective.exposed ? `${timeText(collective.exposed)} exposed` : "hidden by compute",
+        collective.exposed ? `exposed ${exposedText(collective)}` : "hidden by compute",
         wait ? `; wait ${plural(collective.distance, "node")} later` : "",
       ),
       paramLine(collective.node),
@@ -393,6 +393,13 @@ function paramLine(node) {
   );
 }
 
+const WAIT_COLUMNS = [
+  ["exposed", "Time for which compute waits at this node"],
+  ["collective", "The collective that it waits for"],
+  ["parameters", "Parameters that the collective carries"],
+  ["needed by", "The node that waits"],
+];
+
 function exposedTable(graph, stalls) {
   const largest = stalls
     .filter((stall) => stall.end > stall.start)
@@ -403,7 +410,7 @@ function exposedTable(graph, stalls) {
     "section",
     { class: "card" },
     el("header", {}, el("h2", {}, "Longest waits")),
-    el(
+    el("div", { class: "scroll" }, el(
       "table",
       { class: "compact" },
       el(
@@ -412,8 +419,8 @@ function exposedTable(graph, stalls) {
         el(
           "tr",
           {},
-          ["exposed", "collective", "parameters", "wait"].map((name, i) =>
-            el("th", { scope: "col", class: i ? "" : "right" }, name),
+          WAIT_COLUMNS.map(([name, title], i) =>
+            el("th", { scope: "col", class: i ? "" : "right", title }, name),
           ),
         ),
       ),
@@ -428,15 +435,13 @@ function exposedTable(graph, stalls) {
             el(
               "td",
               {},
-              button(stall.collective.node.name, () => go({ node: stall.collective.id }), {
-                class: "link",
-              }),
+              nodeLink(stall.collective.node),
             ),
             el("td", {}, paramLine(stall.collective.node)),
-            el("td", {}, (graph.node(stall.at) || stall.collective.node).name),
+            el("td", {}, nodeLink(graph.node(stall.at) || stall.collective.node)),
           ),
         ),
       ),
-    ),
+    )),
   );
 }
