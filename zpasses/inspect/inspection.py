@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zpasses.dumps import Dump, Limits, Step, read
+from zpasses.inspect.collectives_page import CollectiveRows
 from zpasses.inspect.communication import Communication, communication
 from zpasses.inspect.difference import Difference, compare
 from zpasses.inspect.diffs import comparison_view, differences_view, pass_differences
@@ -109,9 +110,14 @@ class Inspection:
         """The differences to another dump, or to another rank of this one."""
         return comparison_view(self._pick(graph), other._pick(graph), after, limit)
 
-    def collectives(self, graph: str | None = None, after: str | int | None = None) -> View:
-        """Every collective, with totals."""
-        return collectives_view(self._to_run(graph), after)
+    def collectives(
+        self,
+        graph: str | None = None,
+        after: str | int | None = None,
+        show: CollectiveRows | None = None,
+    ) -> View:
+        """Every collective, with totals. `show` sorts, filters and adds columns."""
+        return collectives_view(self._to_run(graph), after, show)
 
     def memory(
         self,
@@ -120,11 +126,12 @@ class Inspection:
         at: str | None = None,
         *,
         limit: int = 12,
+        by: str = "buffer",
     ) -> View:
-        """Peaks of all steps, and the buffers that are alive at the peak or while the node `at`
-        runs.
+        """Peaks of all steps, and what is alive at the peak or while the node `at` runs: each
+        buffer, or with `by="module"` the sums of modules.
         """
-        return memory_view(self._to_run(graph), after, at, limit)
+        return memory_view(self._to_run(graph), after, at, limit, by)
 
     def timeline(self, graph: str | None = None, after: str | int | None = None) -> dict[str, Any]:
         """All streams as a Chrome trace."""
