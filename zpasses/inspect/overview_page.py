@@ -100,6 +100,11 @@ def _raised(error: Failure) -> str:
 
 
 def _predictions(each: Compile) -> Table:
+    longest = max(
+        max(graph.prediction.total_us, graph.prediction.possible_us)
+        for graph in each.graphs.values()
+        if graph.prediction is not None
+    )
     rows = [
         (
             graph.name,
@@ -109,12 +114,36 @@ def _predictions(each: Compile) -> Table:
             time_text(found.bound_us),
             bytes_text(found.peak_bytes),
             bytes_text(found.limit_bytes),
+            prediction_bar(found, longest),
         )
         for graph in each.graphs.values()
         if (found := graph.prediction) is not None
     ]
     columns = ("graph", "achieved", "of it waiting", "possible", "bound", "peak", "budget")
-    return table(columns, rows, right=columns[1:], title="Predicted time")
+    return table(
+        (*columns, "bound█ possible▓ achieved░"),
+        rows,
+        right=columns[1:],
+        title="Predicted time",
+    )
+
+
+_BAR = 24
+"""Characters of the bar of the slowest graph."""
+
+
+def prediction_bar(found: Prediction, longest_us: float) -> str:
+    """A bar of the time that no schedule beats, of what the budget adds to it, and of what a better
+    schedule would save.
+
+    Args:
+        longest_us: time of a bar of full length.
+    """
+    scale = _BAR / max(longest_us, 1e-9)
+    ends = [round(us * scale) for us in (found.bound_us, found.possible_us, found.total_us)]
+    bound = ends[0]
+    possible = max(ends[1], bound)
+    return "█" * bound + "▓" * (possible - bound) + "░" * max(ends[2] - possible, 0)
 
 
 def _step_row(graph: Graph, step: Step) -> tuple[Any, ...]:

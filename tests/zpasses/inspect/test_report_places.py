@@ -1,5 +1,7 @@
 """Tests of the page: what it says where, at every width, and that its address keeps the view."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.zpasses.inspect.graphs import (
@@ -21,7 +23,7 @@ from tests.zpasses.inspect.test_report import (  # noqa: F401
     page,
     wait_for,
 )
-from zpasses.dumps.format import Buffer, Failure, Ref
+from zpasses.dumps.format import Buffer, Failure, Prediction, Ref
 from zpasses.inspect import Inspection, communication
 
 FAILURE = Failure("KeyError", "'w'", "overlap", raised="train.py:7 in rewrite: names['w']")
@@ -188,3 +190,22 @@ def test_every_view_fits_the_width(page, width):  # noqa: F811
         assert shown.execute_script("return document.querySelector('.nav').offsetHeight")
     finally:
         shown.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@needs_browser
+def test_the_overview_shows_how_far_the_step_is_from_its_bound(page):  # noqa: F811
+    graphs = [
+        replace(
+            graph_of(name, (None, two_gathers())),
+            prediction=Prediction(200.0, 50.0, 150.0, 100.0, 1 << 20, 2 << 20, 2, 0),
+        )
+        for name in ("forward", "backward")
+    ]
+    shown = page(Inspection(dump_of(*graphs)))
+    card = one(shown, ".card", "The step")
+    assert "50.0 % can be saved" in card.text
+    assert "400 µs" in card.text
+    widths = [
+        each.get_attribute("style") for each in card.find_elements("css selector", ".predicted-bar")
+    ]
+    assert widths == ["width: 100%;", "width: 75%;", "width: 50%;"]

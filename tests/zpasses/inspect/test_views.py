@@ -13,7 +13,7 @@ from tests.zpasses.inspect.graphs import (
     two_gathers,
     two_groups,
 )
-from zpasses.dumps.format import Buffer, Collective, Failure
+from zpasses.dumps.format import Buffer, Collective, Failure, Prediction
 from zpasses.inspect import (
     Inspection,
     NodeFilter,
@@ -23,6 +23,7 @@ from zpasses.inspect import (
     memory,
     schedule,
 )
+from zpasses.inspect.overview_page import prediction_bar
 
 
 def expect(view, text):
@@ -389,3 +390,18 @@ def test_missing_graph_does_not_hide_the_others():
     ):
         inspection.show("forward")
     assert "forward" in inspection.html()
+
+
+@pytest.mark.parametrize(
+    ("achieved", "possible", "bound", "bar"),
+    [
+        (100.0, 75.0, 50.0, "█" * 12 + "▓" * 6 + "░" * 6),
+        (50.0, 50.0, 50.0, "█" * 12),
+        (100.0, 100.0, 0.0, "▓" * 24),
+        (0.0, 0.0, 0.0, ""),
+        (60.0, 100.0, 50.0, "█" * 12 + "▓" * 12),  # the schedule of another budget
+    ],
+)
+def test_bound_possible_and_achieved_are_one_bar(achieved, possible, bound, bar):
+    found = Prediction(achieved, 0.0, possible, bound, 1, 1, 1)
+    assert prediction_bar(found, 100.0) == bar

@@ -28,6 +28,7 @@ _SCRIPTS = (
     "state",
     "warnings",
     "detail",
+    "predicted",
     "overview",
     "listing",
     "diff",

@@ -6,6 +6,7 @@ function drawOverview(main) {
     main,
     failure(compile.error),
     tiles(compile),
+    predictedStep(compile),
     byInterest(compile.graphs).map((graph) => graphCard(compile, graph)),
     aboutCompile(compile),
   );
@@ -135,34 +136,6 @@ function graphCard(compile, graph) {
         ),
       ),
     ),
-  );
-}
-
-// How far the graph is from what a schedule could achieve, and from what none can.
-function predicted(prediction) {
-  const { total_us, possible_us, bound_us, limit_bytes } = prediction;
-  const share = (us) => `${((100 * us) / Math.max(total_us, possible_us)).toFixed(1)}%`;
-  const bar = (kind, us, text, title) =>
-    el(
-      "div",
-      { class: "predicted-row", title },
-      el("span", { class: "muted" }, text),
-      el("span", { class: "predicted-track" }, [
-        el("span", { class: `predicted-bar ${kind}`, style: { width: share(us) } }),
-      ]),
-      el("span", { class: "right" }, timeText(us)),
-    );
-  return el(
-    "div",
-    { class: "predicted", role: "group", "aria-label": "Predicted time" },
-    bar("achieved", total_us, "achieved", "The graph after its last pass, by the timing model"),
-    bar(
-      "possible",
-      possible_us,
-      `possible within ${bytesText(limit_bytes)}`,
-      "With the plan of the pass schedule",
-    ),
-    bar("bound", bound_us, "bound", "No schedule of these collectives is faster"),
   );
 }
 
