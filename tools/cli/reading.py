@@ -334,6 +334,7 @@ def timeline(
 
 @click.command()
 @dump_argument
+@click.argument("other", metavar="[DIR_B]", required=False, type=click.Path(path_type=Path))
 @click.option(
     "-o",
     "--output",
@@ -341,13 +342,33 @@ def timeline(
     required=True,
     help='File to write; "-" for standard output.',
 )
+@click.option(
+    "--ranks", type=(int, int), metavar="A B", help="Show two ranks of the dump side by side."
+)
 @rank_and_compile_options
 @trusted_option
 @errors_as_messages
 def html(
-    dump: Path, output: Path, rank: int | None, compile_name: str | None, limits: Limits | None
+    dump: Path,
+    other: Path | None,
+    output: Path,
+    ranks: tuple[int, int] | None,
+    rank: int | None,
+    compile_name: str | None,
+    limits: Limits | None,
 ) -> None:
-    """Write the whole dump as one page that needs neither network nor server."""
-    write_output(output, _open(dump, rank, compile_name, limits).html_pieces())
+    """Write the whole dump as one page that needs neither network nor server.
+
+    With a second dump, or with --ranks, the page also compares the two.
+    """
+    if ranks is not None and (other is not None or rank is not None):
+        raise CommandError("--ranks compares ranks of one dump; omit the second dump and --rank.")
+    first = _open(dump, ranks[0] if ranks else rank, compile_name, limits)
+    others = []
+    if ranks is not None:
+        others.append(Inspection(first.dump, ranks[1], compile_name))
+    if other is not None:
+        others.append(_open(other, rank, compile_name, limits))
+    write_output(output, first.html_pieces(*others))
     if str(output) != "-":
         click.echo(f"wrote {output}; open it in a browser", err=True)

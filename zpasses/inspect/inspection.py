@@ -138,15 +138,22 @@ class Inspection:
         found = steps_after(self._to_run(graph), after)
         return chrome_trace([(each.title, snapshot_of(each, step)) for each, step in found])
 
-    def html(self) -> str:
-        """The whole dump as one self-contained HTML page."""
-        return "".join(self.html_pieces())
+    def html(self, *others: Inspection) -> str:
+        """The whole dump as one self-contained HTML page. `others` are further dumps or ranks,
+        which the page compares with this one.
+        """
+        return "".join(self.html_pieces(*others))
 
-    def html_pieces(self) -> Iterator[str]:
-        """`html()` in pieces, which need less memory. All graphs are read before the first."""
+    def html_pieces(self, *others: Inspection) -> Iterator[str]:
+        """`html()` in pieces, which need less memory. All graphs are read before the first.
+
+        Args:
+            others: further dumps or ranks, which the page compares with this one.
+        """
         from zpasses.inspect.report import render_pieces
 
-        return render_pieces(self.dump, **self._where)
+        known = [(other.dump, other._where["rank"]) for other in others]
+        return render_pieces(self.dump, **self._where, others=known)
 
     def write_html(self, path: str | Path) -> Path:
         """Write `html()` to a file."""

@@ -8,6 +8,7 @@ const DRAW = {
   collectives: drawCollectives,
   listing: drawListing,
   source: drawSource,
+  compare: drawCompare,
 };
 const parts = {
   nav: el("nav", { class: "nav", "aria-label": "Graphs and passes" }),
@@ -21,10 +22,23 @@ const parts = {
   detail: el("aside", { class: "detail", "aria-label": "Node", hidden: true }),
 };
 
-function header() {
-  return el(
-    "header",
-    { class: "top" },
+const top_ = el("header", { class: "top" });
+
+// A compile, and the rank and the dump that it is of if the page has several of them.
+function compileName(compile) {
+  const several = (key) => new Set(compiles.map((each) => each[key])).size > 1;
+  return [
+    several("dump") && compile.dump,
+    several("rank") && `rank ${compile.rank}`,
+    `compile ${compile.name}`,
+  ]
+    .filter(Boolean)
+    .join(", ");
+}
+
+function drawHeader() {
+  clear(
+    top_,
     button("☰", () => document.body.classList.toggle("with-nav"), {
       class: "quiet",
       id: "menu",
@@ -38,13 +52,14 @@ function header() {
           {
             id: "compile",
             "aria-label": "Compile",
-            onchange: (event) => go({ compile: +event.target.value, graph: "", node: null }),
+            onchange: (event) =>
+              go({ compile: +event.target.value, graph: "", node: null }),
           },
           compiles.map((compile, at) =>
             el(
               "option",
-              { value: at },
-              `compile ${compile.name}${compile.error ? " (failed)" : ""}`,
+              { value: at, selected: at === state.compile },
+              `${compileName(compile)}${compile.error ? " (failed)" : ""}`,
             ),
           ),
         )
@@ -63,6 +78,7 @@ function header() {
       title: "Switch between the system's, the dark and the light theme",
     }),
   );
+  return top_;
 }
 
 // The theme survives a reload. A browser may forbid storage to pages from files.
@@ -87,7 +103,7 @@ function restoreTheme() {
 function aboutHere() {
   const compile = compiles[state.compile];
   return [
-    `rank ${report.rank} of ${compile ? compile.world : report.meta.world}`,
+    `rank ${compile ? compile.rank : report.rank} of ${compile ? compile.world : report.meta.world}`,
     compile && compile.target.name,
     `torch ${report.meta.torch}`,
   ]
@@ -174,6 +190,7 @@ function drawTabs() {
     collectives: "Collectives",
     listing: "Graph",
     source: "Source",
+    compare: "Compare",
   };
   clear(
     parts.tabs,
@@ -230,7 +247,7 @@ function redraw() {
   });
 }
 
-const KEEPS_SCROLL = ["diff", "listing", "collectives"];
+const KEEPS_SCROLL = ["diff", "listing", "collectives", "compare"];
 
 listeners.push((before) => {
   drawNav();
@@ -283,7 +300,7 @@ restoreTheme();
 if (!compiles.some((compile) => compile.graphs.length)) {
   put(
     document.getElementById("app"),
-    header(),
+    drawHeader(),
     el(
       "main",
       { id: "main" },
@@ -294,6 +311,6 @@ if (!compiles.some((compile) => compile.graphs.length)) {
 } else {
   const first = compiles.findIndex((compile) => compile.graphs.length);
   if (!compiles[state.compile].graphs.length) state.compile = first;
-  put(document.getElementById("app"), header(), parts.nav, parts.tabs, parts.main, parts.detail);
+  put(document.getElementById("app"), drawHeader(), parts.nav, parts.tabs, parts.main, parts.detail);
   fromAddress();
 }

@@ -7,6 +7,7 @@ function drawDetail(panel) {
     graph && state.node !== null
       ? graph.node(state.node) || (before && before.node(state.node))
       : null;
+  if (!node && state.tab === "compare" && state.view.other) return drawOtherNode(panel);
   panel.hidden = !node;
   if (!node) return clear(panel);
   const here = graph.node(node.id) ? graph : before;
@@ -48,6 +49,30 @@ function drawDetail(panel) {
         .filter((tab) => tab !== state.tab)
         .map((tab) => button(`Show in ${tab}`, () => go({ tab }))),
     ),
+  );
+}
+
+// A node that only the other graph of a comparison has.
+function drawOtherNode(panel) {
+  const side = otherSide();
+  const node = side && side.graph && side.graph.node(+state.view.other);
+  panel.hidden = !node;
+  if (!node) return clear(panel);
+  const close = () => {
+    keep({ other: "" });
+    go({ node: null });
+  };
+  return clear(
+    panel,
+    el(
+      "div",
+      { class: "panel-head" },
+      el("h2", {}, node.name),
+      button("✕", close, { "aria-label": "Close the node's panel", class: "quiet" }),
+    ),
+    el("p", { class: "muted" }, `only in ${sideName(side)}`),
+    el("code", { class: "code" }, node.code),
+    el("p", {}, node.note),
   );
 }
 

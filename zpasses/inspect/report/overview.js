@@ -248,12 +248,10 @@ function changeChips(diff, inWords = false) {
   });
 }
 
-function sparkline(graph) {
+function sparkline(graph, most = graph.curves.live[graph.curves.peak], width = 160, height = 28) {
   const { live } = graph.curves,
-    width = 160,
-    height = 28,
     count = graph.nodes.length;
-  const peak = Math.max(...live) || 1;
+  const peak = most || 1;
   const points = [];
   for (let x = 0; x <= width; x++) {
     let most = 0;

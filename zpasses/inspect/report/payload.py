@@ -22,9 +22,37 @@ from zpasses.inspect.views import to_json_value
 __all__ = ["payload"]
 
 
-def payload(dump: Dump, rank: int | None, compile_name: str | None) -> dict[str, Any]:
-    """All data that the page shows of one rank."""
+FORMAT = 3
+"""Version of the page's data. A page reads only reports of the same version."""
+
+
+def payload(
+    dump: Dump,
+    rank: int | None,
+    compile_name: str | None,
+    others: Sequence[tuple[Dump, int | None]] = (),
+) -> dict[str, Any]:
+    """All data that the page shows of one rank.
+
+    Args:
+        others: further dumps, or ranks of a dump, whose compiles follow.
+    """
     rank = select_rank(dump, rank)
+    compiles = _compiles(dump, rank, compile_name)
+    for other, of_rank in others:
+        compiles += _compiles(other, select_rank(other, of_rank), compile_name)
+    return {
+        "format": FORMAT,
+        "title": one_line(f"zpasses report: {dump.path.name}"),
+        "path": one_line(str(dump.path)),
+        "meta": one_line_values(dump.meta),
+        "rank": rank,
+        "ranks": sorted(dump.ranks),
+        "compiles": compiles,
+    }
+
+
+def _compiles(dump: Dump, rank: int, compile_name: str | None) -> list[dict[str, Any]]:
     picked = select_graphs(dump, rank=rank, compile_name=compile_name)
     chosen = dict.fromkeys(each.compile.folder for each in picked)
     compiles = [
@@ -32,17 +60,10 @@ def payload(dump: Dump, rank: int | None, compile_name: str | None) -> dict[str,
         for each in dump.ranks[rank].compiles
         if each.folder in chosen or (compile_name is None and each.error is not None)
     ]
-    return {
-        "title": one_line(f"zpasses report: {dump.path.name}"),
-        "path": one_line(str(dump.path)),
-        "meta": one_line_values(dump.meta),
-        "rank": rank,
-        "ranks": sorted(dump.ranks),
-        "compiles": [_compile(each, rank) for each in compiles],
-    }
+    return [_compile(each, rank, dump.path.name) for each in compiles]
 
 
-def _compile(each: Compile, rank: int) -> dict[str, Any]:
+def _compile(each: Compile, rank: int, dump: str) -> dict[str, Any]:
     pool = _NodePool(each)
     graphs = [_graph(SelectedGraph(rank, each, graph), pool) for graph in each.graphs.values()]
     info = each.info
@@ -50,6 +71,8 @@ def _compile(each: Compile, rank: int) -> dict[str, Any]:
     return {
         "name": one_line(info.name),
         "folder": one_line(each.folder),
+        "dump": one_line(dump),
+        "rank": rank,
         "world": info.world,
         "state": one_line(info.state),
         "codegen": one_line(info.codegen),

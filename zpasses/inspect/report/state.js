@@ -1,7 +1,7 @@
 // The page's state: compile, graph, step, tab and node, and how the tab's list is filtered and
 // sorted. It is stored in the address, so that links and the browser's Back button work.
 
-const TABS = ["overview", "diff", "memory", "timeline", "collectives", "listing", "source"];
+const TABS = ["overview", "diff", "memory", "timeline", "collectives", "listing", "source", "compare"];
 const state = { compile: 0, graph: "", step: 0, tab: "overview", node: null, view: {} };
 const listeners = [];
 let notice = ""; // What the address asks for and the dump does not have.
