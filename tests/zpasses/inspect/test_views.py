@@ -110,7 +110,7 @@ new            gather_w        parameter     128 B  w
 gone           mm_1            activation     64 B
 
 0/0 forward, after overlap:
-> moved gather_v: after w (-1)""",
+> moved gather_v: after w (-1)""",  # noqa: E501
     )
 
 

@@ -6,12 +6,19 @@ function drawListing(main) {
   let shown = [];
   const list = rowList({
     label: `Nodes of ${state.graph} ${stepName(current.step)}`,
-    row: (at) => listingRow(graph, shown[at]),
-    pick: (at) => go({ node: shown[at].id }),
+    row: (at) =>
+      shown[at].fold
+        ? foldRow(shown[at], (block) => block.items)
+        : listingRow(graph, shown[at]),
+    pick: (at) => {
+      if (!shown[at].fold) return go({ node: shown[at].id });
+      toggleFold(shown[at]);
+      return fill(at);
+    },
   });
   const count = el("span", { class: "muted", role: "status" });
   const none = el("p", { class: "muted pad", role: "status", hidden: true });
-  const fill = () => {
+  const fill = (active) => {
     const words = (state.view.filter || "").toLowerCase().split(/\s+/).filter(Boolean);
     shown = graph.nodes.filter((node) => words.every((word) => matches(node, word)));
     clear(
@@ -20,11 +27,21 @@ function drawListing(main) {
         ? plural(shown.length, "node")
         : `${shown.length.toLocaleString("en")} of ${plural(graph.nodes.length, "node")}`,
     );
-    none.hidden = shown.length > 0;
+    const matching = shown.length;
+    none.hidden = matching > 0;
     clear(none, graph.nodes.length ? nothingMatches("node") : "This graph has no nodes.");
+    if (isFolded(graph.nodes.length)) {
+      const layers = layersOf(graph);
+      shown = foldRows(
+        shown,
+        (node) => layers.get(node.id),
+        `${state.graph}/${state.step}`,
+        (node) => node.id === state.node,
+      );
+    }
     list.fill(
       shown.length,
-      shown.findIndex((node) => node.id === state.node),
+      active ?? shown.findIndex((node) => !node.fold && node.id === state.node),
     );
   };
   put(
@@ -32,7 +49,8 @@ function drawListing(main) {
     el(
       "div",
       { class: "bar" },
-      filterField("Filter by name, op, parameter, module or is:collective", fill),
+      filterField("Filter by name, op, parameter, module or is:collective", () => fill()),
+      foldSwitch(graph.nodes.length, () => fill()),
       count,
     ),
     list.element,
