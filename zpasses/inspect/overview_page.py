@@ -9,6 +9,7 @@ from typing import Any
 from zpasses.dumps.errors import DumpError
 from zpasses.dumps.format import Compile, Counts, Dump, Failure, Graph, Prediction, Step
 from zpasses.inspect.find import select_rank
+from zpasses.inspect.rank_agreement import RankAgreement, rank_agreements, ranks_text
 from zpasses.inspect.shared import cut, to_json_value
 from zpasses.inspect.units import bytes_text, time_text
 from zpasses.inspect.view import Table, Text, View, table, text_of
@@ -22,6 +23,8 @@ def list_view(dump: Dump, rank: int | None = None) -> View:
     """Compiles, graphs and passes of one rank."""
     rank = select_rank(dump, rank)
     meta, parts, data = dump.meta, [], []
+    agreements = rank_agreements(dump)
+    parts += _agreement_parts(agreements)
     for each in dump.ranks[rank].compiles:
         parts += _compile_parts(each)
         data.append(_compile_data(each))
@@ -43,9 +46,27 @@ def list_view(dump: Dump, rank: int | None = None) -> View:
             **to_json_value(meta),
             "rank": rank,
             "ranks": sorted(dump.ranks),
+            "agreement": [each.to_json() for each in agreements],
             "compiles": data,
         },
     )
+
+
+def _agreement_parts(found: list[RankAgreement]) -> list[Text]:
+    """Which ranks run the same collectives, graph by graph."""
+    if not found:
+        return []
+    if all(each.agree for each in found):
+        names = ", ".join(dict.fromkeys(each.graph for each in found))
+        return [Text((f"All ranks run the same collectives: {names}.",))]
+    lines = []
+    for each in found:
+        sets = "; ".join(ranks_text(ranks) for ranks in each.alike)
+        missing = f"; missing on rank {ranks_text(each.missing)}" if each.missing else ""
+        state = "agrees" if each.agree else "DIFFERS"
+        lines.append(f"{each.compile} {each.graph} {state}: ranks {sets}{missing}")
+        lines += [f"    {each.difference}"] if each.difference else []
+    return [Text(tuple(lines))]
 
 
 def _compile_parts(each: Compile) -> list[Table | Text | str]:

@@ -30,6 +30,7 @@ _SCRIPTS = (
     "modules",
     "detail",
     "predicted",
+    "ranks",
     "overview",
     "listing",
     "diff",

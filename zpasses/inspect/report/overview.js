@@ -6,6 +6,7 @@ function drawOverview(main) {
     main,
     failure(compile.error),
     tiles(compile),
+    ranksCard(),
     predictedStep(compile),
     byInterest(compile.graphs).map((graph) => graphCard(compile, graph)),
     aboutCompile(compile),

@@ -15,6 +15,7 @@ from zpasses.inspect.difference import Difference, compare
 from zpasses.inspect.escape import one_line, one_line_values, printable
 from zpasses.inspect.find import SelectedGraph, select_graphs, select_rank
 from zpasses.inspect.listing import call_text, note_text, op_text, value_text
+from zpasses.inspect.rank_agreement import rank_agreements
 from zpasses.inspect.schedule import schedule
 from zpasses.inspect.sources import parameter_sources
 from zpasses.inspect.views import to_json_value
@@ -48,6 +49,7 @@ def payload(
         "meta": one_line_values(dump.meta),
         "rank": rank,
         "ranks": sorted(dump.ranks),
+        "agreement": one_line_values([each.to_json() for each in rank_agreements(dump)]),
         "compiles": compiles,
     }
 
