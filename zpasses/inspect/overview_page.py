@@ -22,9 +22,10 @@ _NOTE_CHARS = 320
 def list_view(dump: Dump, rank: int | None = None) -> View:
     """Compiles, graphs and passes of one rank."""
     rank = select_rank(dump, rank)
-    meta, parts, data = dump.meta, [], []
+    meta, data = dump.meta, []
+    parts: list[Table | Text | str] = []
     agreements = rank_agreements(dump)
-    parts += _agreement_parts(agreements)
+    parts.extend(_agreement_parts(agreements))
     for each in dump.ranks[rank].compiles:
         parts += _compile_parts(each)
         data.append(_compile_data(each))

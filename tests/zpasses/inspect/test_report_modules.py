@@ -70,7 +70,7 @@ def test_equal_layers_are_one_row_and_the_odd_one_is_named(page):  # noqa: F811
         "model.layers.*",
         f"× {LAYERS}",  # noqa: RUF001
         "2 nodes",
-        "20 µs to 80 µs each",
+        "20 µs to 80 µs of compute each",
         "not as the others: model.layers.3",
     ):
         assert part in layers

@@ -125,12 +125,37 @@ function median(values) {
   return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
 }
 
-// A row that stands for a layer, or for all layers that are equal.
+// A row that stands for a layer, or for all layers that are equal. Layers are compared by what they
+// compute: passes move collectives between them.
 function foldRow(row, nodesOf, extra) {
   const { blocks, name } = row;
-  const time = (block) => nodesOf(block).reduce((sum, node) => sum + node.cost, 0);
-  const count = (block) => block.items.length;
-  const odd = blocks.length > 1 ? [...new Set([...oddOnes(blocks, count), ...oddOnes(blocks, time)])] : [];
+  const computed = new Map(
+    blocks.map((block) => {
+      const nodes = nodesOf(block);
+      const compute = nodes.filter((node) => node.cost > 0 && !node.collective);
+      return [
+        block,
+        {
+          nodes: nodes.length,
+          kernels: compute.length,
+          time: compute.reduce((sum, node) => sum + node.cost, 0),
+          collectives: nodes.filter((node) => node.collective).length,
+        },
+      ];
+    }),
+  );
+  const figure = (key) => (block) => computed.get(block)[key];
+  const range = (key, text) => rangeText(blocks, figure(key), text);
+  const counted = (what) => (size) => size.toLocaleString("en") + (what ? ` ${what}` : "");
+  const odd =
+    blocks.length > 1
+      ? blocks.filter(
+          (block) =>
+            oddOnes(blocks, figure("kernels")).includes(block) ||
+            oddOnes(blocks, figure("time")).includes(block),
+        )
+      : [];
+  const most = (key) => Math.max(...blocks.map(figure(key)));
   const open = openFolds.has(row.key);
   return el(
     "div",
@@ -138,12 +163,14 @@ function foldRow(row, nodesOf, extra) {
     el("span", { class: "arrow", "aria-hidden": true }, open ? "▾" : "▸"),
     el("b", {}, name || "(no module)"),
     blocks.length > 1 && el("span", { class: "times" }, `× ${blocks.length}`),
+    extra,
     el(
       "span",
       { class: "muted" },
       [
-        rangeText(blocks, count, (size) => plural(size, "node")).replace(/ nodes? to/, " to"),
-        `${rangeText(blocks, time, timeText)}${blocks.length > 1 ? " each" : ""}`,
+        `${range("nodes", counted())} ${most("nodes") === 1 ? "node" : "nodes"}`,
+        most("time") && `${range("time", timeText)} of compute${blocks.length > 1 ? " each" : ""}`,
+        most("collectives") && `${range("collectives", counted())} collectives`,
         odd.length &&
           odd.length < blocks.length &&
           `not as the others: ${someOf(
@@ -154,7 +181,6 @@ function foldRow(row, nodesOf, extra) {
         .filter(Boolean)
         .join(" · "),
     ),
-    extra,
   );
 }
 

@@ -19,7 +19,7 @@ function failure(error, where) {
 // Above every view of a graph that a failed pass left.
 function failedStep(step) {
   if (!step.error) return null;
-  const box = failure(step.error, "This pass failed");
+  const box = failure({ ...step.error, where: "" }, `${step.error.where || step.after} failed`);
   if (current.graph)
     box.append(el("p", {}, "What is shown is the graph that it left, which may be wrong."));
   return box;
