@@ -169,6 +169,32 @@ def test_pairs_of_the_page_are_those_of_the_command_line(page, tmp_path, graph):
     assert abs(len(found) - len(expected)) <= 0.05 * len(expected)
 
 
+@needs_browser
+@pytest.mark.parametrize("graph", ["joint", "forward", "backward"])
+def test_changes_between_steps_on_the_page_are_those_of_the_command_line(page, graph):  # noqa: F811
+    inspection = open_dump(real_dump()[0])
+    shown = page(inspection)
+    steps = inspection.dump.ranks[0].compiles[0].graphs[graph].steps
+    for first, last in ((0, len(steps) - 1), (len(steps) - 2, len(steps) - 1)):
+        counts = shown.execute_script(
+            "const g = compiles[0].graphs.find((e) => e.name === arguments[0]);"
+            "const [a, b] = [arguments[1], arguments[2]].map((at) => compiles[0].at(g, at));"
+            "const rows = alignPairs(a, b, pairNodes(a, b)), found = {};"
+            "for (const row of rows) for (const kind of row.counted)"
+            "  found[kind] = (found[kind] || 0) + 1;"
+            "return found;",
+            graph,
+            first,
+            last,
+        )
+        expected = inspection.diff_of_steps(graph, first, last).counts
+        assert counts.get("moved", 0) == expected.get("moved", 0)
+        assert counts.get("inserted", 0) == expected.get("inserted", 0)
+        assert counts.get("removed", 0) == expected.get("removed", 0)
+        assert counts.get("retyped", 0) == expected.get("retyped", 0)
+        assert counts.get("rewired", 0) == expected.get("rewired", 0)
+
+
 def drop(shown, text, name="other.html"):
     shown.execute_script(
         "addReport(new File([arguments[0]], arguments[1], {type: 'text/html'}));", text, name

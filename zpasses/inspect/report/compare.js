@@ -48,13 +48,13 @@ function drawCompare(main) {
       main,
       el("p", { class: "muted pad" }, "There is no second graph. Choose one, or add a report."),
     );
-  const pairs = pairNodes(left.graph, right.graph);
+  const { pairs, rows } = compared(left.graph, right.graph);
   put(
     main,
     left.compile !== right.compile && stepTotals(left.compile, right.compile),
     isModelled(current.step) && graphFigures(left, right, pairs),
   );
-  drawSides(main, left, right, pairs);
+  drawSides(main, left, right, rows);
 }
 
 function sideChooser(left, right) {
@@ -261,8 +261,7 @@ function kindColor(kind) {
 }
 
 // Both graphs in one list, so that they scroll in step. A selected row selects both nodes.
-function drawSides(main, left, right, pairs) {
-  const all = alignPairs(left.graph, right.graph, pairs);
+function drawSides(main, left, right, all) {
   const rows = foldUnchanged(all);
   const list = rowList({
     label: "Nodes of both graphs",

@@ -77,12 +77,16 @@ function expressionOf(graph, node, found, inputs) {
     inputs.set(kind, number + 1);
     return [kind, number];
   }
-  // The code without names: its inputs are compared as expressions.
+  return [codeWithoutNames(graph, node), node.values, node.inputs.map((id) => found.get(id))];
+}
+
+// The code without the names of nodes, which are compared as inputs.
+function codeWithoutNames(graph, node) {
+  if (node.op === "output") return "";
   const names = new Set(node.inputs.map((id) => (graph.node(id) || node).name));
-  const code = node.code
+  return node.code
     .slice(node.code.indexOf("=") + 1)
     .replace(/[A-Za-z_]\w*/g, (word) => (names.has(word) ? "#" : word));
-  return [node.op === "output" ? "" : code, node.values, node.inputs.map((id) => found.get(id))];
 }
 
 function pairByInputs(one, other, pairs, taken) {
@@ -105,36 +109,67 @@ function pairByInputs(one, other, pairs, taken) {
   }
 }
 
-// Returns the indices of a longest increasing subsequence.
-function longestRising(values) {
-  const ends = [],
-    link = [];
+// Returns the indices of a longest increasing subsequence of distinct values. Among those of equal
+// length, one with the largest sum of preferences (0 or 1) is taken.
+function longestRising(values, preference) {
+  const sorted = [...values].sort((a, b) => a - b);
+  const rank = new Map(sorted.map((value, at) => [value, at + 1]));
+  const size = values.length;
+  const best = new Float64Array(size + 1), // a Fenwick tree: best score of a prefix,
+    end = new Int32Array(size + 1).fill(-1), // and the index that it ends with
+    link = new Int32Array(size);
+  const prefix = (key) => {
+    let [score, at] = [0, -1];
+    for (; key > 0; key -= key & -key)
+      if (best[key] > score || (best[key] === score && end[key] > at))
+        [score, at] = [best[key], end[key]];
+    return [score, at];
+  };
   values.forEach((value, at) => {
-    let low = 0,
-      high = ends.length;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (values[ends[middle]] < value) low = middle + 1;
-      else high = middle;
-    }
-    link[at] = low ? ends[low - 1] : -1;
-    ends[low] = at;
+    const [score, previous] = prefix(rank.get(value) - 1);
+    link[at] = previous;
+    const own = score + size + 1 + preference[at];
+    for (let key = rank.get(value); key <= size; key += key & -key)
+      if (own > best[key] || (own === best[key] && at > end[key]))
+        [best[key], end[key]] = [own, at];
   });
   const kept = new Set();
-  for (let at = ends.length ? ends[ends.length - 1] : -1; at >= 0; at = link[at]) kept.add(at);
+  for (let [, at] = prefix(size); at >= 0; at = link[at]) kept.add(at);
   return kept;
+}
+
+// If either of two nodes may have moved, the communication has: passes move communication.
+function communicates(node) {
+  return Boolean(node.collective || node.waits || (node.tag && node.tag.role.includes("_input")));
+}
+
+// The pairs and the rows of two graphs, which every redraw of a comparison needs.
+const comparisons = new WeakMap();
+function compared(one, other) {
+  if (!comparisons.has(one)) comparisons.set(one, new WeakMap());
+  const known = comparisons.get(one);
+  if (!known.has(other)) {
+    const pairs = pairNodes(one, other);
+    known.set(other, { pairs, rows: alignPairs(one, other, pairs) });
+  }
+  return known.get(other);
 }
 
 // Returns rows {before, after, kinds, counted} of two graphs, as `alignRows` does for a pass.
 function alignPairs(one, other, pairs) {
-  const common = one.nodes.filter((node) => pairs.has(node.id));
-  const kept = longestRising(common.map((node) => other.index.get(pairs.get(node.id))));
-  const stays = new Set(common.filter((_, at) => kept.has(at)).map((node) => node.id));
   const back = new Map([...pairs].map(([a, b]) => [b, a]));
+  const common = other.nodes
+    .filter((node) => back.has(node.id))
+    .map((node) => one.node(back.get(node.id)));
+  const kept = longestRising(
+    common.map((node) => one.index.get(node.id)),
+    common.map((node) => (communicates(other.node(pairs.get(node.id))) ? 0 : 1)),
+  );
+  const stays = new Set(common.filter((_, at) => kept.has(at)).map((node) => node.id));
   const kindsOf = (a, b) => [
     ...(!a ? ["inserted"] : !b ? ["removed"] : []),
     ...(a && b && !stays.has(a.id) ? ["moved"] : []),
-    ...(a && b ? edits(a, b, pairs) : []),
+    ...(a && b ? edits(one, a, other, b, pairs) : []),
   ];
   const rows = [];
   const flush = (left, right) => {
@@ -166,14 +201,18 @@ function alignPairs(one, other, pairs) {
   return rows;
 }
 
-function edits(one, other, pairs) {
+function edits(graph, node, otherGraph, other, pairs) {
   const kinds = [];
-  const rewired =
-    one.inputs.length !== other.inputs.length ||
-    one.inputs.some((id, at) => pairs.get(id) !== other.inputs[at]);
-  if ((one.op !== "placeholder" && one.target !== other.target) || rewired) kinds.push("rewired");
-  if ((one.tag && one.tag.role) !== (other.tag && other.tag.role)) kinds.push("retagged");
-  if (one.mark !== other.mark) kinds.push("recompute-changed");
-  if (one.values !== other.values) kinds.push("retyped");
+  if (node === other) return kinds; // steps share the nodes that do not change
+  const sameInputs =
+    node.inputs.length === other.inputs.length &&
+    node.inputs.every((id, at) => pairs.get(id) === other.inputs[at]);
+  const sameCode =
+    node.op === "placeholder" || codeWithoutNames(graph, node) === codeWithoutNames(otherGraph, other);
+  if (!sameInputs || !sameCode) kinds.push("rewired");
+  const tag = ({ tag: found, params }) => JSON.stringify([found, params]);
+  if (tag(node) !== tag(other)) kinds.push("retagged");
+  if (node.mark !== other.mark) kinds.push("recompute-changed");
+  if (node.values !== other.values) kinds.push("retyped");
   return kinds;
 }
