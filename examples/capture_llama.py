@@ -1,8 +1,8 @@
 """Llama 3 for `zpasses capture`, with 70B parameters by default: shows what the passes do for 512
 ranks on a machine that has none of them.
 
-    zpasses capture examples/capture_llama.py:llama --world 512 --target mi300x --zero-stage 3 \\
-        -o llama-dump
+    zpasses capture examples/capture_llama.py:llama --arg seq=4096 --world 512 --target mi300x \\
+        --zero-stage 3 -o llama-dump
     zpasses capture examples/capture_llama.py:llama --arg layers=2 --world 64 --target h100 \\
         -o small-dump
     zpasses html llama-dump -o report.html

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import re
+import traceback
 from collections.abc import Iterable
 
 
@@ -30,6 +32,35 @@ class MemoryBudgetError(ZpassesError):
 
 class OptionError(ValueError):
     """An option, pass or pipeline is unknown, or a value has the wrong type."""
+
+
+def raising_line(error: BaseException) -> str:
+    """Where an exception or its cause was raised: "FILE:LINE in FUNCTION: CODE".
+
+    The innermost line outside of libraries is taken, because that is the line to look at in a pass
+    that calls into torch. Returns an empty text if the exception was never raised.
+    """
+    seen = {id(error)}
+    while (
+        error.__cause__ is not None
+        and id(error.__cause__) not in seen
+        and error.__cause__.__traceback__ is not None
+    ):
+        error = error.__cause__
+        seen.add(id(error))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _LIBRARY.search(frame.filename)]
+    found = own[-1] if own else frames[-1] if frames else None
+    if found is None:
+        return ""
+    code = f": {found.line}" if found.line else ""
+    return f"{found.filename}:{found.lineno} in {found.name}{code}"
+
+
+_LIBRARY = re.compile(
+    r"[/\\](site-packages|dist-packages|lib[/\\]python3[^/\\]*)[/\\]"
+    r"|[/\\]zpasses[/\\](graph|pipeline|compat|backend|dumps|ranks|cost)[/\\]|^<"
+)
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

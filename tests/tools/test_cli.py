@@ -39,7 +39,9 @@ def run(*arguments):
 def values(*arguments):
     done = run(*arguments, "--json")
     assert done.exit_code in (0, 1), done.output
-    return json.loads(done.stdout)
+    found = json.loads(done.stdout)
+    assert found.pop("schema") == 1
+    return found["graphs"] if set(found) == {"graphs"} else found
 
 
 # --- as a process ---------------------------------------------------------------------------------
@@ -296,3 +298,72 @@ def test_trusted_lifts_the_limits_of_every_reading_command(dump, monkeypatch, co
         "than the limit of 1,000 (Limits(work=...)). To read a dump of your own" in refused.output
     )
     assert run(command, dump, "--trusted", *output).exit_code in (0, 1)
+
+
+# --- tables, widths and completion ----------------------------------------------------------------
+def test_collectives_are_sorted_filtered_and_cut(dump):
+    everything = values("collectives", dump, "backward")[0]["collectives"]
+    found = values("collectives", dump, "backward", "--sort", "bytes", "--limit", "2")
+    sizes = sorted((each["nbytes"] for each in everything), reverse=True)
+    assert [each["nbytes"] for each in found[0]["collectives"]] == sizes[:2]
+    assert found[0]["totals"]["collectives"] == len(everything)
+    exposed = values("collectives", dump, "backward", "--exposed")[0]["collectives"]
+    assert exposed == [each for each in everything if each["exposed_us"]]
+    text = run("collectives", dump, "backward", "--limit", "1").output
+    assert f"and {len(everything) - 1} more (--limit 0 shows all)." in text
+
+
+def test_collectives_have_modules_and_sources_on_request(dump):
+    plain = values("collectives", dump, "forward")[0]["collectives"][0]
+    assert "modules" not in plain
+    assert "sources" not in plain
+    found = values("collectives", dump, "forward", "--module", "--source")[0]["collectives"]
+    for each in found:
+        assert each["modules"] == list(
+            dict.fromkeys(name.rpartition(".")[0] for name in each["params"])
+        )
+        assert all("real.py:" in source for source in each["sources"])
+        assert each["sources"]
+    assert "real.py:" in run("collectives", dump, "forward", "--source").output
+
+
+def test_memory_by_module_adds_up(dump):
+    found = values("memory", dump, "backward", "--by", "module")[0]
+    assert abs(sum(found["by_module"].values()) - found["nbytes"]) <= len(found["by_module"])
+    text = run("memory", dump, "backward", "--by", "module").output
+    assert "layers.*" in text
+    assert "allocated by" not in text
+
+
+def test_tables_are_cut_to_the_width_of_a_terminal_and_nowhere_else(dump):
+    from zpasses.inspect import open as open_dump
+
+    view = open_dump(dump).collectives("backward")
+    wide = "".join(view.pieces())
+    for width in (80, 120):
+        narrow = "".join(view.pieces(width=width))
+        table = narrow.split("\n\n")[0].splitlines()[1:]
+        assert max(map(len, table)) <= max(width, 114)  # figures are not cut
+    assert "…" not in wide
+    assert "…" in "".join(view.pieces(width=100))
+    assert "".join(view.pieces(width=1000)) == wide
+
+
+def completions(*words):
+    from click.shell_completion import ShellComplete
+
+    return [
+        each.value
+        for each in ShellComplete(cli, {}, "zpasses", "_X").get_completions(
+            list(words[:-1]), words[-1]
+        )
+    ]
+
+
+def test_graphs_passes_nodes_and_compiles_are_completed(dump, tmp_path):
+    assert completions("show", dump, "fo") == ["forward"]
+    assert "gather-params" in completions("show", dump, "joint", "--after", "")
+    assert completions("diff", dump, "joint", "--pass", "gat") == ["gather-params"]
+    assert completions("memory", dump, "--compile", "0") == ["0/0"]
+    assert "output" in completions("memory", dump, "backward", "--at", "out")
+    assert completions("show", str(tmp_path), "fo") == []

@@ -118,9 +118,10 @@ def figures_of(point):
     ]
 
 
-@pytest.mark.parametrize(
-    "at", [0, *(pytest.param(at, marks=pytest.mark.slow(quick="plan 0")) for at in (1, 2, -1))]
-)
+_SLOW = pytest.mark.slow(quick="test_options_of_a_plan_lead_to_its_graphs[-1]")
+
+
+@pytest.mark.parametrize("at", [*(pytest.param(at, marks=_SLOW) for at in (0, 1, 2)), -1])
 def test_options_of_a_plan_lead_to_its_graphs(table, at):
     """The launches, peaks and times of a compile with these options are those of the row."""
     point = table.plans[at]

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from zpasses.tools.bisect.run import BisectRequest, run_bisect
-from zpasses.tools.cli.common import errors_as_messages
+from zpasses.tools.cli.common import errors_as_messages, versioned
 
 __all__ = ["bisect"]
 
@@ -73,7 +73,7 @@ def bisect(
     )
     report = run_bisect(request, lambda text: click.echo(text, err=as_json))
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(report), indent=1))
+        click.echo(json.dumps(versioned(dataclasses.asdict(report)), indent=1))
     elif report.culprit is None:
         click.echo(f"No pass breaks the run: {report.reason}.")
     else:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from zpasses.tools.cli.common import CommandError, errors_as_messages
+from zpasses.tools.cli.common import CommandError, errors_as_messages, versioned
 
 __all__ = ["capture", "shard_arguments", "step_options"]
 
@@ -162,11 +162,13 @@ def capture(
     if as_json:
         click.echo(
             json.dumps(
-                {
-                    "dump": str(out),
-                    "seconds": report.seconds,
-                    "peak_rss_bytes": report.peak_rss_bytes,
-                },
+                versioned(
+                    {
+                        "dump": str(out),
+                        "seconds": report.seconds,
+                        "peak_rss_bytes": report.peak_rss_bytes,
+                    }
+                ),
                 indent=1,
             )
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,6 +17,7 @@ from zpasses.inspect import Limits
 from zpasses.inspect.escape import printable
 from zpasses.inspect.json_text import batched, json_pieces
 from zpasses.inspect.view import View
+from zpasses.tools.cli.completion import complete_compile, complete_graph
 
 __all__ = [
     "CommandError",
@@ -27,6 +29,7 @@ __all__ = [
     "print_view",
     "rank_and_compile_options",
     "trusted_option",
+    "versioned",
     "write_output",
 ]
 
@@ -78,7 +81,9 @@ def errors_as_messages(command: Command) -> Command:
 
 
 dump_argument = click.argument("dump", metavar="DIR", type=click.Path(path_type=Path))
-graph_argument = click.argument("graph", metavar="[GRAPH]", required=False)
+graph_argument = click.argument(
+    "graph", metavar="[GRAPH]", required=False, shell_complete=complete_graph
+)
 as_json = click.option(
     "--json", "as_json", is_flag=True, help="Print plain values instead of text."
 )
@@ -102,6 +107,7 @@ def rank_and_compile_options(command: Command) -> Command:
             "--compile",
             "compile_name",
             metavar="NAME",
+            shell_complete=complete_compile,
             help='Only this compile, by Dynamo\'s id ("0/0") or by its folder.',
         ),
         click.option(
@@ -116,10 +122,29 @@ def rank_and_compile_options(command: Command) -> Command:
 
 def print_view(view: View, as_json: bool) -> None:
     """Print a page as text, or its values as JSON."""
-    pieces = json_pieces(view.data, _JSON_LEVELS, 1) if as_json else view.pieces(_colored())
+    pieces = (
+        json_pieces(versioned(view.data), _JSON_LEVELS + 1, 1)
+        if as_json
+        else view.pieces(_colored(), _width())
+    )
     for text in batched(pieces):
         click.echo(text, color=True, nl=False)
     click.echo()
+
+
+JSON_SCHEMA = 1
+"""Version of the values that --json prints. It rises if a value is removed or gets another meaning;
+new values do not raise it."""
+
+
+def versioned(data: Any) -> dict[str, Any]:
+    """Plain values with the version of their schema. A list is that of the graphs of a page."""
+    return {"schema": JSON_SCHEMA, **(data if isinstance(data, dict) else {"graphs": data})}
+
+
+def _width() -> int | None:
+    """Columns of the terminal; None if the output is no terminal, so that nothing is cut."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 _JSON_LEVELS = 3

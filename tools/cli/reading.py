@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
-from zpasses.inspect import Inspection, Limits, NodeFilter
+from zpasses.inspect import CollectiveRows, Inspection, Limits, NodeFilter
 from zpasses.inspect import open as open_dump
+from zpasses.inspect.collectives_page import SORTS
 from zpasses.inspect.json_text import batched, json_pieces
 from zpasses.tools.cli.common import (
     CommandError,
@@ -21,12 +22,14 @@ from zpasses.tools.cli.common import (
     trusted_option,
     write_output,
 )
+from zpasses.tools.cli.completion import complete_graph, complete_node, complete_pass
 
 __all__ = ["collectives", "diff", "html", "list_", "memory", "show", "timeline"]
 
 _after = click.option(
     "--after",
     metavar="PASS",
+    shell_complete=complete_pass,
     help="Graph after this pass: its name, text, or step number (0: before all passes).",
 )
 _limit = click.option(
@@ -79,7 +82,12 @@ def list_(dump: Path, rank: int | None, limits: Limits | None, as_json: bool) ->
     help="Only nodes with a matching op: 'mm', 'all_gather*'.",
 )
 @click.option(
-    "--node", "names", multiple=True, metavar="PATTERN", help="Only nodes with a matching name."
+    "--node",
+    "names",
+    multiple=True,
+    metavar="PATTERN",
+    shell_complete=complete_node,
+    help="Only nodes with a matching name.",
 )
 @click.option("--full", is_flag=True, help="Show long lists completely.")
 @rank_and_compile_options
@@ -114,12 +122,13 @@ def show(
 
 @click.command()
 @dump_argument
-@click.argument("other", metavar="[GRAPH | DIR_B]", required=False)
+@click.argument("other", metavar="[GRAPH | DIR_B]", required=False, shell_complete=complete_graph)
 @click.argument("graph", metavar="[GRAPH]", required=False)
 @click.option(
     "--pass",
     "pass_name",
     metavar="PASS",
+    shell_complete=complete_pass,
     help="Changes of this pass. Default: of all passes of the graph.",
 )
 @click.option(
@@ -197,6 +206,23 @@ def diff(
 @dump_argument
 @graph_argument
 @_after
+@click.option(
+    "--sort",
+    type=click.Choice(SORTS),
+    default="order",
+    show_default=True,
+    help="Order of the rows: of their start, or by a figure, largest first.",
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Maximum number of rows of each graph; 0 for all.",
+)
+@click.option("--exposed", is_flag=True, help="Only collectives for which compute waits.")
+@click.option("--source", is_flag=True, help="Show the lines that read the parameters.")
+@click.option("--module", is_flag=True, help="Show the modules of the parameters.")
 @rank_and_compile_options
 @trusted_option
 @as_json
@@ -205,6 +231,11 @@ def collectives(
     dump: Path,
     graph: str | None,
     after: str | None,
+    sort: str,
+    limit: int,
+    exposed: bool,
+    source: bool,
+    module: bool,
     rank: int | None,
     compile_name: str | None,
     limits: Limits | None,
@@ -214,10 +245,12 @@ def collectives(
     exposed.
 
     Times are those of the cost model for the dump's target. A collective is exposed for as long as
-    compute waits for it. The model has one stream for compute and one for each process group, and
-    issues every node as early as the graph's order allows.
+    compute waits for it; the part of it before its transfer starts is queueing behind earlier
+    collectives of its group. The model has one stream for compute and one for each process group,
+    and issues every node as early as the graph's order allows.
     """
-    print_view(_open(dump, rank, compile_name, limits).collectives(graph, after), as_json)
+    show = CollectiveRows(sort, limit, exposed, source, module)
+    print_view(_open(dump, rank, compile_name, limits).collectives(graph, after, show), as_json)
 
 
 @click.command()
@@ -227,6 +260,7 @@ def collectives(
 @click.option(
     "--at",
     metavar="NODE",
+    shell_complete=complete_node,
     help="Show the buffers alive while this node runs. Default: at the peak.",
 )
 @click.option(
@@ -234,7 +268,14 @@ def collectives(
     type=click.IntRange(min=0),
     default=12,
     show_default=True,
-    help="Maximum number of buffers and parameters; 0 for all.",
+    help="Maximum number of buffers, parameters and modules; 0 for all.",
+)
+@click.option(
+    "--by",
+    type=click.Choice(["buffer", "module"]),
+    default="buffer",
+    show_default=True,
+    help="What to list: every buffer, or sums by module, with equal layers in one row.",
 )
 @rank_and_compile_options
 @trusted_option
@@ -246,6 +287,7 @@ def memory(
     after: str | None,
     at: str | None,
     limit: int,
+    by: str,
     rank: int | None,
     compile_name: str | None,
     limits: Limits | None,
@@ -257,7 +299,7 @@ def memory(
     Sizes follow the liveness model. They exclude what the caller holds (shards and inputs).
     """
     inspection = _open(dump, rank, compile_name, limits)
-    print_view(inspection.memory(graph, after, at, limit=limit), as_json)
+    print_view(inspection.memory(graph, after, at, limit=limit, by=by), as_json)
 
 
 @click.command()
@@ -292,6 +334,7 @@ def timeline(
 
 @click.command()
 @dump_argument
+@click.argument("other", metavar="[DIR_B]", required=False, type=click.Path(path_type=Path))
 @click.option(
     "-o",
     "--output",
@@ -299,13 +342,33 @@ def timeline(
     required=True,
     help='File to write; "-" for standard output.',
 )
+@click.option(
+    "--ranks", type=(int, int), metavar="A B", help="Show two ranks of the dump side by side."
+)
 @rank_and_compile_options
 @trusted_option
 @errors_as_messages
 def html(
-    dump: Path, output: Path, rank: int | None, compile_name: str | None, limits: Limits | None
+    dump: Path,
+    other: Path | None,
+    output: Path,
+    ranks: tuple[int, int] | None,
+    rank: int | None,
+    compile_name: str | None,
+    limits: Limits | None,
 ) -> None:
-    """Write the whole dump as one page that needs neither network nor server."""
-    write_output(output, _open(dump, rank, compile_name, limits).html_pieces())
+    """Write the whole dump as one page that needs neither network nor server.
+
+    With a second dump, or with --ranks, the page also compares the two.
+    """
+    if ranks is not None and (other is not None or rank is not None):
+        raise CommandError("--ranks compares ranks of one dump; omit the second dump and --rank.")
+    first = _open(dump, ranks[0] if ranks else rank, compile_name, limits)
+    others = []
+    if ranks is not None:
+        others.append(Inspection(first.dump, ranks[1], compile_name))
+    if other is not None:
+        others.append(_open(other, rank, compile_name, limits))
+    write_output(output, first.html_pieces(*others))
     if str(output) != "-":
         click.echo(f"wrote {output}; open it in a browser", err=True)

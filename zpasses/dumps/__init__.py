@@ -11,6 +11,7 @@ from zpasses.dumps.errors import (
     DumpTooLargeError,
     DumpVersionError,
     NotADumpError,
+    OtherRunError,
 )
 from zpasses.dumps.format import VERSION, Compile, Dump, Graph, Node, Rank, Snapshot, Step
 from zpasses.dumps.limits import Limits
@@ -29,6 +30,7 @@ __all__ = [
     "Limits",
     "Node",
     "NotADumpError",
+    "OtherRunError",
     "Rank",
     "Snapshot",
     "Step",

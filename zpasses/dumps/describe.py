@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.cost.memory import Buffer as Memory
 from zpasses.cost.memory import Liveness, liveness
 from zpasses.cost.roofline import compute_us, ring_collective_us
 from zpasses.cost.step_time import estimate_collective_us, is_copy_engine_collective
 from zpasses.cost.target import Target
 from zpasses.dumps import format as data
+from zpasses.dumps.buffer_kinds import Contents, buffer_contents, output_contents
 from zpasses.dumps.sources import SourceTable
 from zpasses.graph.nodes import (
     Collective,
@@ -31,7 +31,7 @@ from zpasses.graph.nodes import (
     value_of,
 )
 from zpasses.graph.ops import UNSHARD
-from zpasses.graph.tags import GATHER_ROLES, REDUCE_ROLES, Tag, tag_of
+from zpasses.graph.tags import Tag, tag_of
 
 __all__ = ["Describer", "GraphDescriber", "counts", "plain_argument"]
 
@@ -55,6 +55,10 @@ class Describer:
         self._next = 0
         self._numbers: dict[str, dict[str, int]] = {}
         self._group_sizes: dict[str, int] = {}
+        self._param_sources: dict[str, data.Source | None] = {}
+        """Parameter -> source of the line that reads it."""
+        self.saved: dict[str, Contents] = {}
+        """What the values hold that the forward graph saved for backward, by name."""
 
     def graph(
         self, graph: str, parent: str | None = None, *, modelled: bool = True
@@ -78,6 +82,24 @@ class Describer:
 
     def remember(self, graph: str, numbers: dict[str, int]) -> None:
         self._numbers[graph] = numbers
+
+    def source(self, node: fx.Node, tag: Tag | None) -> data.Source | None:
+        """The line of the model that a node comes from.
+
+        A pass that makes a bucket copies the metadata of one member to all of its nodes. A node of
+        one parameter has the source of that parameter instead, and a node of several has none.
+        """
+        if tag is None or not tag.params:
+            return self.sources.of(node)
+        if len(tag.params) > 1:
+            return None
+        name = tag.params[0]
+        if tag.bucket is not None:
+            return self._param_sources.get(name)
+        found = self.sources.of(node)
+        if found is not None:
+            self._param_sources.setdefault(name, found)
+        return found
 
     def group_size(self, name: str) -> int:
         if name not in self._group_sizes:
@@ -120,6 +142,8 @@ class GraphDescriber:
         self._describer.remember(self._graph, {node.name: self._numbers[node] for node in nodes})
         memory = liveness(graph) if self._modelled else Liveness(nodes, (0,) * len(nodes), ())
         buffers = self._buffers(nodes, memory)
+        if self._modelled and self._graph.partition(".")[0] == "forward":
+            self._describer.saved = output_contents(graph)
         described = tuple(self._node(node, buffers.get(node, ())) for node in nodes)
         return data.Snapshot(number, described, memory.live_bytes)
 
@@ -127,10 +151,9 @@ class GraphDescriber:
     def _buffers(
         self, nodes: tuple[fx.Node, ...], memory: Liveness
     ) -> dict[fx.Node, tuple[data.Buffer, ...]]:
-        gradients = _gradients(nodes)
         found: dict[fx.Node, list[data.Buffer]] = {}
-        for each in memory.buffers:
-            kind, params = _kind(each, gradients)
+        contents = buffer_contents(nodes, memory.buffers, self._describer.saved)
+        for each, (kind, params) in zip(memory.buffers, contents, strict=True):
             buffer = data.Buffer(
                 each.nbytes,
                 self._numbers[nodes[each.first]],
@@ -189,7 +212,7 @@ class GraphDescriber:
             params=tag.params if tag is not None else (),
             tag=_tag(tag),
             mark=None if mark is None else data.RecomputeMark(*mark),
-            source=self._describer.sources.of(node),
+            source=self._describer.source(node, tag),
             buffers=buffers,
             cost_us=cost_us,
             stream=stream,
@@ -343,51 +366,3 @@ def _waits(node: fx.Node) -> list[fx.Node]:
         if part.target is operator.getitem:
             found += [user for user in part.users if is_wait(user)]
     return found
-
-
-# --- kinds of buffers -----------------------------------------------------------------------------
-def _gradients(nodes: tuple[fx.Node, ...]) -> dict[fx.Node, tuple[str, ...]]:
-    """Node that produces a full gradient -> the parameters. Full gradients are the inputs of
-    reductions.
-    """
-    found: dict[fx.Node, tuple[str, ...]] = {}
-    for node in nodes:
-        tag = tag_of(node)
-        if tag is None or tag.role not in ("reduce_input", "reduce", "flat"):
-            continue
-        for item in node.all_input_nodes:
-            source = item
-            while source.op == "call_function" and _is_view(source) and source.all_input_nodes:
-                source = source.all_input_nodes[0]
-            if tag_of(source) is None and source.op == "call_function":
-                found.setdefault(
-                    source,
-                    tag.params if tag.role != "flat" and len(node.all_input_nodes) == 1 else (),
-                )
-    return found
-
-
-def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, compat.OpOverload) and (
-        node.target.is_view or node.target is torch.ops.aten._unsafe_view.default
-    )
-
-
-def _kind(
-    buffer: Memory, gradients: Mapping[fx.Node, tuple[str, ...]]
-) -> tuple[str, tuple[str, ...]]:
-    tag = tag_of(buffer.node)
-    if buffer.scratch:
-        return "scratch", tag.params if tag is not None else ()
-    if tag is not None and (tag.role == "flat" or (tag.bucket is not None and len(tag.params) > 1)):
-        return "bucket", tag.params
-    if tag is not None and (tag.role in GATHER_ROLES or tag.role == "shard"):
-        return "parameter", tag.params
-    if tag is not None and tag.role in REDUCE_ROLES:
-        return "gradient", tag.params
-    if buffer.node in gradients:
-        return "gradient", gradients[buffer.node]
-    value = value_of(buffer.node)
-    first = value[0] if isinstance(value, (list, tuple)) and value else value
-    floating = isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex())
-    return "activation" if floating else "other", ()

@@ -14,6 +14,7 @@ __all__ = [
     "DumpTooLargeError",
     "DumpVersionError",
     "NotADumpError",
+    "OtherRunError",
 ]
 
 
@@ -23,6 +24,10 @@ class DumpError(ZpassesError):
 
 class NotADumpError(DumpError):
     """The path contains no dump."""
+
+
+class OtherRunError(DumpError):
+    """The folder contains the dump of another run, which this run would mix with its own."""
 
 
 class DumpVersionError(DumpError):

@@ -109,6 +109,8 @@ class Failure:
     where: str = ""
     """The pass or the phase that raised it: "bucket{cap_mb=4}", "codegen", "agreement"."""
     traceback: str = ""
+    raised: str = ""
+    """ "FILE:LINE in FUNCTION: CODE", the line that raised it; empty if it is unknown."""
 
 
 @dataclass(frozen=True)

@@ -319,6 +319,7 @@ def _failure(record: Record) -> Failure:
         record.text("message"),
         record.text("where", ""),
         record.text("traceback", ""),
+        record.text("raised", ""),
     )
 
 

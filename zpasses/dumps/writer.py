@@ -29,8 +29,9 @@ from zpasses.cost.target import Target
 from zpasses.dumps import format as data
 from zpasses.dumps.describe import Describer, GraphDescriber, counts, plain_argument
 from zpasses.dumps.encode import json_line, python_source, snapshot_lines
-from zpasses.dumps.errors import DumpPathError, DumpVersionError, NotADumpError
+from zpasses.dumps.errors import DumpPathError, DumpVersionError, NotADumpError, OtherRunError
 from zpasses.dumps.reader import HEADER
+from zpasses.errors import raising_line
 from zpasses.graph.verifier import CHECKS
 from zpasses.pipeline.pipeline import Pass, PassRecord
 from zpasses.pipeline.recorder import Recorder, pass_options
@@ -53,6 +54,7 @@ def create_rank_folder(root: str | Path, rank: int, world: int) -> Path:
         DumpPathError: if `root` is a file or cannot be written to, or if the rank's folder is a
             link.
         NotADumpError: if `root` contains something else.
+        OtherRunError: if `root` contains the dump of another run.
         DumpVersionError: if `root` contains a dump of another format version.
     """
     root = Path(root).absolute()  # the program may change its working directory later
@@ -70,12 +72,33 @@ def create_rank_folder(root: str | Path, rank: int, world: int) -> Path:
         folder = root / f"rank{rank}"
         if folder.is_symlink():
             raise DumpPathError(f"dump: {folder} is a symbolic link; expected a folder. {how}")
-        folder.mkdir(exist_ok=True)
+        _claim(folder, root, how)
     except OSError as error:
         raise DumpPathError(
             f"dump: {root} cannot be written to: {error.strerror}. {how}"
         ) from error
     return folder
+
+
+_claimed: set[Path] = set()
+"""Folders of ranks that this process has created. One process may compile many models into one
+dump, and may act as several ranks."""
+
+
+def _claim(folder: Path, root: Path, how: str) -> None:
+    """Create the folder of a rank, unless another process has created it: that was another run."""
+    key = folder.resolve()
+    if key in _claimed and folder.exists():
+        return
+    try:
+        folder.mkdir()
+    except FileExistsError as error:
+        raise OtherRunError(
+            f"dump: {root} contains the dump of another run, which wrote {folder.name}; expected "
+            f"an empty folder, because two runs in one dump cannot be told apart. Remove it, or "
+            f"name a new folder. {how}"
+        ) from error
+    _claimed.add(key)
 
 
 def _write_header(root: Path, world: int, how: str) -> None:
@@ -108,6 +131,11 @@ def _write_header(root: Path, world: int, how: str) -> None:
         ) from error
     if not isinstance(version, int):
         raise NotADumpError(f"dump: {header} is not the header of a dump. {how}")
+    if version == data.VERSION and found.get("world", world) != world:
+        raise OtherRunError(
+            f"dump: {root} contains the dump of another run on {found.get('world')} ranks; this "
+            f"run has {world}. {how}"
+        )
     if version != data.VERSION:
         raise DumpVersionError(
             f"dump: {root} contains a dump of version {version}; this zpasses writes version "
@@ -449,6 +477,7 @@ def _failure(error: BaseException, where: str) -> dict[str, str]:
         "message": str(error)[:20_000],
         "where": where,
         "traceback": text[-50_000:],
+        "raised": raising_line(error)[:1_000],
     }
 
 

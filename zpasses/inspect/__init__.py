@@ -11,6 +11,7 @@ The command line (`zpasses --help`) shows the same pages.
 """
 
 from zpasses.dumps import DumpError, Limits
+from zpasses.inspect.collectives_page import CollectiveRows
 from zpasses.inspect.communication import CollectiveRow, Communication, communication
 from zpasses.inspect.difference import Change, Difference, compare
 from zpasses.inspect.find import NotInDumpError
@@ -26,6 +27,7 @@ from zpasses.inspect.view import View
 __all__ = [
     "Change",
     "CollectiveRow",
+    "CollectiveRows",
     "CollectiveSpan",
     "Communication",
     "Difference",

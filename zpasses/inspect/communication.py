@@ -38,7 +38,10 @@ class CollectiveRow:
     time_us: float
     """Time of the collective, by the target's model."""
     exposed_us: float
-    """Time for which compute waits for it."""
+    """Time for which compute waits for it. It may exceed `time_us` by `queued_us`."""
+    queued_us: float
+    """The part of `exposed_us` before its transfer starts: it queues behind earlier collectives of
+    its group."""
     bucket: int | None
     route: str
     """The implementation that a pass chose, or empty."""
@@ -97,6 +100,7 @@ def _row(span: CollectiveSpan) -> CollectiveRow:
         compute_us=span.compute_us,
         time_us=span.time_us,
         exposed_us=span.exposed_us,
+        queued_us=span.queued_us,
         bucket=node.tag.bucket if node.tag is not None else None,
         route=collective.route,
         decision=collective.decision,

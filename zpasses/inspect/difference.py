@@ -94,8 +94,10 @@ def compare(
     Args:
         pairs: id in `before` -> id in `after` of nodes that are the same. None pairs equal ids,
             which is right within one compile. For graphs of different compiles, use
-            `zpasses.inspect.pairing.pair_nodes`.
+            `zpasses.inspect.pairing.pair_nodes`. Names that differ only in their number then count
+            as equal, because every compile numbers its nodes.
     """
+    numbered = pairs is None
     if pairs is None:
         pairs = {key: key for key in before.by_id if key in after.by_id}
     backward = {new: old for old, new in pairs.items()}
@@ -121,10 +123,16 @@ def compare(
     for old, new in common:
         if old is not new:
             for kind, detail in _edits(old, new, pairs, *names):
+                if kind == "renamed" and not numbered and _stem(old.name) == _stem(new.name):
+                    continue
                 kept[kind].append(Change(kind, old, new, detail))
     return Difference(
         before, after, (*found, *(change for kind in KINDS for change in kept[kind])), pairs
     )
+
+
+def _stem(name: str) -> str:
+    return name.rstrip("0123456789").rstrip("_")
 
 
 def _edits(

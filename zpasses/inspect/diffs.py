@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from zpasses.inspect.comparison import Comparison
 from zpasses.inspect.difference import KINDS, Change, Difference, compare
 from zpasses.inspect.find import (
     NotInDumpError,
     SelectedGraph,
+    failure_text,
     snapshot_of,
     step_after,
     step_before,
@@ -17,12 +20,21 @@ from zpasses.inspect.find import (
 )
 from zpasses.inspect.listing import call_text, note_text
 from zpasses.inspect.pairing import pair_nodes
-from zpasses.inspect.units import bytes_text, change_text
-from zpasses.inspect.view import ChangeLines, View
+from zpasses.inspect.shared import params_text
+from zpasses.inspect.units import bytes_text, change_text, time_text
+from zpasses.inspect.view import ChangeLines, Table, Text, View, table, text_of
 
 __all__ = ["comparison_view", "differences_view", "pass_differences"]
 
-TitledDifference = tuple[str, Difference]
+
+@dataclass(frozen=True)
+class TitledDifference:
+    """A difference, and what it is about."""
+
+    title: str
+    difference: Difference
+    failure: str = ""
+    """A warning if the second graph is the one that a failed pass left."""
 
 
 def pass_differences(
@@ -50,9 +62,24 @@ def pass_differences(
             else step_title(end)
         )
         found.append(
-            (f"{each.title}, {scope}", compare(snapshot_of(each, start), snapshot_of(each, end)))
+            TitledDifference(
+                f"{each.title}, {scope}",
+                compare(snapshot_of(each, start), snapshot_of(each, end)),
+                failure_text(end) if pass_name is not None else _failed_after(each),
+            )
         )
     return found
+
+
+def _failed_after(picked: SelectedGraph) -> str:
+    """A warning that a pass failed after the last good step; empty if none did."""
+    step = next((step for step in picked.graph.steps if step.error is not None), None)
+    if step is None:
+        return ""
+    return (
+        f"{step.after} failed, and its changes are not shown; --pass "
+        f"{(step.after or '').partition('{')[0]} shows them."
+    )
 
 
 def differences_between(
@@ -69,7 +96,7 @@ def differences_between(
         if key in other:
             a, b = (snapshot_of(each, step_after(each, after)) for each in (one[key], other[key]))
             found.append(
-                (
+                TitledDifference(
                     f"{one[key].title}, {step_title(step_after(one[key], after))}",
                     compare(a, b, pair_nodes(a, b)),
                 )
@@ -115,17 +142,25 @@ def differences_view(
     """A page of differences: a summary of each graph, then its changes by kind. It shows at most
     `limit` changes of each kind; 0 shows all.
     """
-    parts: list[ChangeLines | str] = []
+    parts: list[ChangeLines | Table | Text | str] = []
     data = []
     found = list(found)
-    summary = [
-        ("", f"{title}: {difference.summary}{_figures(difference)}") for title, difference in found
-    ]
+    summary = [("", f"{each.title}: {each.difference.summary}") for each in found]
     parts.append(ChangeLines((*summary, *(("", each) for each in only_one_side))))
-    for title, difference in found:
+    parts += _summary_parts(found, limit)
+    for each in found:
+        title, difference = each.title, each.difference
+        if each.failure:
+            parts.append(text_of(f"{title}: {each.failure}"))
         if difference:
             parts.append(ChangeLines(((("", f"{title}:")), *_lines(difference, limit))))
-        about = {"title": title, "same": not difference, "counts": difference.counts}
+        about = {
+            "title": title,
+            "same": not difference and not each.failure,
+            "failure": each.failure,
+            "counts": difference.counts,
+            **({"figures": Comparison(difference).to_json()} if _is_modelled(difference) else {}),
+        }
         data.append({**about, "changes": [change_data(change) for change in difference.changes]})
     same = not only_one_side and all(entry["same"] for entry in data)
     return View(
@@ -143,17 +178,62 @@ def change_data(change: Change) -> dict[str, Any]:
     return {"kind": change.kind, **ids, **names, "detail": change.detail}
 
 
-def _figures(difference: Difference) -> str:
-    before, after = difference.before, difference.after
-    figures = []
-    if len(before.nodes) != len(after.nodes):
-        figures.append(f"{len(before.nodes)} -> {len(after.nodes)} nodes")
-    if before.peak_bytes != after.peak_bytes:
-        by = change_text(before.peak_bytes, after.peak_bytes)
-        figures.append(
-            f"peak {bytes_text(before.peak_bytes)} -> {bytes_text(after.peak_bytes)} ({by})"
+def _is_modelled(difference: Difference) -> bool:
+    """Whether the models cover both graphs. They give no time to what Dynamo captured."""
+    return any(node.cost_us for node in (*difference.before.nodes, *difference.after.nodes))
+
+
+def _summary_parts(found: Sequence[TitledDifference], limit: int) -> list[Table | Text | str]:
+    """Figures of both graphs of each difference, and the buffers that make the peaks differ."""
+    compared = [
+        (each, Comparison(each.difference)) for each in found if _is_modelled(each.difference)
+    ]
+    modelled = [(each, one) for each, one in compared if each.difference or one.before != one.after]
+    rows = [
+        (
+            each.title,
+            _both(one.before.nodes, one.after.nodes, str),
+            _both(one.before.collectives, one.after.collectives, str),
+            _both(one.before.time_us, one.after.time_us, time_text),
+            _both(one.before.exposed_us, one.after.exposed_us, time_text),
+            _both(one.before.peak_bytes, one.after.peak_bytes, bytes_text),
         )
-    return f"; {', '.join(figures)}" if figures else ""
+        for each, one in modelled
+    ]
+    parts: list[Table | Text | str] = []
+    if rows:
+        headers = ("graph", "nodes", "collectives", "time", "exposed", "peak")
+        parts.append(table(headers, rows, headers[1:]))
+    for each, one in modelled:
+        if one.before.peak_bytes != one.after.peak_bytes:
+            parts += _peak_parts(each.title, one, min(limit or 8, 8))
+    return parts
+
+
+def _both(before: float, after: float, text: Callable[[Any], str]) -> str:
+    if before == after:
+        return text(before)
+    return f"{text(before)} -> {text(after)} ({change_text(before, after)})"
+
+
+def _peak_parts(title: str, one: Comparison, most: int) -> list[Table | Text | str]:
+    kinds = ", ".join(
+        f"{kind} {bytes_text(was)} -> {bytes_text(now)}" for kind, (was, now) in one.by_kind.items()
+    )
+    rows = [
+        (sign, each.node, each.kind, bytes_text(each.nbytes), params_text(each.params))
+        for sign, held in (("new", one.new), ("gone", one.gone))
+        for each in held[:most]
+    ]
+    lines = [f"{title}, what is alive at the peaks: {kinds or 'the same kinds'}"]
+    for sign, held in (("new", one.new), ("gone", one.gone)):
+        if len(held) > most:
+            size = bytes_text(sum(each.nbytes for each in held[most:]))
+            lines.append(f"and {len(held) - most} more {sign} buffers, {size} together")
+    buffers = table(
+        ("at the peak", "allocated by", "kind", "bytes", "parameters"), rows, ("bytes",)
+    )
+    return [lines[0], *([buffers] if rows else []), *lines[1:]]
 
 
 def _lines(difference: Difference, limit: int) -> list[tuple[str, str]]:

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zpasses.dumps.errors import DumpError
-from zpasses.dumps.format import Compile, Dump, Graph, Node, Snapshot, Step
+from zpasses.dumps.format import Compile, Dump, Failure, Graph, Node, Snapshot, Step
 from zpasses.errors import suggestion
 
 __all__ = [
     "NotInDumpError",
     "SelectedGraph",
+    "error_text",
+    "failure_text",
     "node_named",
     "select_executed",
     "select_graphs",
@@ -196,7 +198,7 @@ def snapshot_of(picked: SelectedGraph, step: Step) -> Snapshot:
         NotInDumpError: if the pass failed and no graph was written.
     """
     if step.snapshot is None:
-        failure = f" It failed: {step.error.type}: {step.error.message}" if step.error else ""
+        failure = f" It failed: {error_text(step.error)}" if step.error is not None else ""
         raise NotInDumpError(
             f"graph {picked.title} {step_title(step)} is not in the dump.{failure}"
         )
@@ -204,8 +206,24 @@ def snapshot_of(picked: SelectedGraph, step: Step) -> Snapshot:
 
 
 def step_title(step: Step) -> str:
-    """ "before the first pass", "after bucket{cap_mb=4}"."""
-    return f"after {step.after}" if step.after else "before the first pass"
+    """ "before the first pass", "after bucket{cap_mb=4}", "after bucket (which failed)"."""
+    failed = " (which failed)" if step.error is not None else ""
+    return f"after {step.after}{failed}" if step.after else "before the first pass"
+
+
+def failure_text(step: Step) -> str:
+    """A warning about a step whose pass failed; empty for other steps."""
+    if step.error is None:
+        return ""
+    return f"FAILED: {error_text(step.error)} The graph is what the pass left, and may be wrong."
+
+
+def error_text(error: Failure) -> str:
+    """Type and message of an error, and the line that raised it."""
+    message = error.message.rstrip()
+    end = "" if message.endswith((".", "!", "?")) else "."
+    raised = f" Raised at {error.raised}." if error.raised and error.raised not in message else ""
+    return f"{error.type}: {message}{end}{raised}"
 
 
 def node_named(snapshot: Snapshot, name: str) -> Node:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zpasses.dumps import Dump, Limits, Step, read
+from zpasses.inspect.collectives_page import CollectiveRows
 from zpasses.inspect.communication import Communication, communication
 from zpasses.inspect.difference import Difference, compare
 from zpasses.inspect.diffs import comparison_view, differences_view, pass_differences
@@ -109,9 +110,14 @@ class Inspection:
         """The differences to another dump, or to another rank of this one."""
         return comparison_view(self._pick(graph), other._pick(graph), after, limit)
 
-    def collectives(self, graph: str | None = None, after: str | int | None = None) -> View:
-        """Every collective, with totals."""
-        return collectives_view(self._to_run(graph), after)
+    def collectives(
+        self,
+        graph: str | None = None,
+        after: str | int | None = None,
+        show: CollectiveRows | None = None,
+    ) -> View:
+        """Every collective, with totals. `show` sorts, filters and adds columns."""
+        return collectives_view(self._to_run(graph), after, show)
 
     def memory(
         self,
@@ -120,26 +126,34 @@ class Inspection:
         at: str | None = None,
         *,
         limit: int = 12,
+        by: str = "buffer",
     ) -> View:
-        """Peaks of all steps, and the buffers that are alive at the peak or while the node `at`
-        runs.
+        """Peaks of all steps, and what is alive at the peak or while the node `at` runs: each
+        buffer, or with `by="module"` the sums of modules.
         """
-        return memory_view(self._to_run(graph), after, at, limit)
+        return memory_view(self._to_run(graph), after, at, limit, by)
 
     def timeline(self, graph: str | None = None, after: str | int | None = None) -> dict[str, Any]:
         """All streams as a Chrome trace."""
         found = steps_after(self._to_run(graph), after)
         return chrome_trace([(each.title, snapshot_of(each, step)) for each, step in found])
 
-    def html(self) -> str:
-        """The whole dump as one self-contained HTML page."""
-        return "".join(self.html_pieces())
+    def html(self, *others: Inspection) -> str:
+        """The whole dump as one self-contained HTML page. `others` are further dumps or ranks,
+        which the page compares with this one.
+        """
+        return "".join(self.html_pieces(*others))
 
-    def html_pieces(self) -> Iterator[str]:
-        """`html()` in pieces, which need less memory. All graphs are read before the first."""
+    def html_pieces(self, *others: Inspection) -> Iterator[str]:
+        """`html()` in pieces, which need less memory. All graphs are read before the first.
+
+        Args:
+            others: further dumps or ranks, which the page compares with this one.
+        """
         from zpasses.inspect.report import render_pieces
 
-        return render_pieces(self.dump, **self._where)
+        known = [(other.dump, other._where["rank"]) for other in others]
+        return render_pieces(self.dump, **self._where, others=known)
 
     def write_html(self, path: str | Path) -> Path:
         """Write `html()` to a file."""
@@ -160,7 +174,7 @@ class Inspection:
 
     def diff_of(self, graph: str, pass_name: str | int | None = None) -> Difference:
         """The changes of one pass, or of all passes together, in one graph."""
-        return pass_differences(self._pick(graph)[:1], pass_name)[0][1]
+        return pass_differences(self._pick(graph)[:1], pass_name)[0].difference
 
     def diff_of_steps(self, graph: str, before: str | int, after: str | int) -> Difference:
         """The changes between two steps of a graph."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zpasses.dumps.format import Buffer, Compile, Graph, Node, Snapshot
+from zpasses.inspect.modules import module_of
 
 __all__ = ["KINDS", "LiveBuffer", "Memory", "StepPeak", "memory", "parameter_sizes", "peaks"]
 
@@ -80,6 +81,26 @@ class Memory:
             name: round(nbytes) for name, nbytes in sorted(found.items(), key=lambda item: -item[1])
         }
 
+    @property
+    def by_module(self) -> dict[str, int]:
+        """Module -> its bytes alive, largest first. A buffer belongs to the modules of its
+        parameters, or else to the module whose line allocates it. "" is a buffer of neither.
+        """
+        found: dict[str, float] = defaultdict(float)
+        by_id = self.snapshot.by_id
+        for each in self.alive:
+            whole = sum(self.sizes.get(name, 1) for name in each.params) or 1
+            for name in each.params:
+                found[module_of(name)] += each.nbytes * self.sizes.get(name, 1) / whole
+            if not each.params:
+                source = by_id[each.id].source
+                found[source.module if source is not None else ""] += each.nbytes
+        return {
+            name: round(nbytes)
+            for name, nbytes in sorted(found.items(), key=lambda item: -item[1])
+            if nbytes
+        }
+
     def to_json(self) -> dict[str, Any]:
         """All figures as plain values."""
         return {
@@ -88,6 +109,7 @@ class Memory:
             "nbytes": self.nbytes,
             "by_kind": self.by_kind,
             "by_parameter": self.by_parameter,
+            "by_module": self.by_module,
             "alive": [{**vars(each), "params": list(each.params)} for each in self.alive],
             "live_bytes": list(self.live_bytes),
             "nodes": [node.name for node in self.snapshot.nodes],
@@ -104,6 +126,8 @@ class StepPeak:
     at: str
     """Name of the first node at which the peak is reached."""
     by_kind: dict[str, int]
+    failed: bool = False
+    """Whether the pass failed. The graph is then what it left, and may be wrong."""
 
 
 def parameter_sizes(compiled: Compile) -> dict[str, int]:
@@ -140,7 +164,10 @@ def peaks(graph: Graph) -> list[StepPeak]:
         if step.snapshot is not None and step.number is not None and step.snapshot.nodes:
             if step.number not in seen:
                 seen[step.number] = _step_peak(step.snapshot)
-            found.append(replace(seen[step.number], step=step.index, after=step.after))
+            failed = step.error is not None
+            found.append(
+                replace(seen[step.number], step=step.index, after=step.after, failed=failed)
+            )
     return found
 
 

@@ -65,8 +65,17 @@ class CollectiveSpan:
 
     @property
     def exposed_us(self) -> float:
-        """Time for which compute waits for it."""
+        """Time for which compute waits for it, of which `queued_us` before its transfer starts."""
         return sum(stall.end_us - stall.start_us for stall in self.stalls)
+
+    @property
+    def queued_us(self) -> float:
+        """Time for which compute waits for it while it queues behind earlier collectives of its
+        group.
+        """
+        return sum(
+            max(min(stall.end_us, self.start_us) - stall.start_us, 0.0) for stall in self.stalls
+        )
 
 
 @dataclass(frozen=True)

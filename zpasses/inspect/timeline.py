@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zpasses.dumps.format import Snapshot
+from zpasses.dumps.format import Node, Snapshot
 from zpasses.inspect.escape import one_line, one_line_values
 from zpasses.inspect.listing import op_text
 from zpasses.inspect.schedule import CollectiveSpan, schedule
@@ -58,16 +58,11 @@ def chrome_trace(graphs: Sequence[tuple[str, Snapshot]]) -> dict[str, Any]:
         live = dict(zip((node.id for node in snapshot.nodes), snapshot.live_bytes, strict=True))
         for span in plan.compute:
             node = span.node
-            where = (
-                {"source": f"{node.source.file}:{node.source.line}", "module": node.source.module}
-                if node.source
-                else {}
-            )
             about = {
                 "op": node.target,
                 "bytes": node.nbytes,
                 "params": ", ".join(node.params),
-                **where,
+                **_place(node),
             }
             start, length = offset + span.start_us, span.end_us - span.start_us
             events.append(
@@ -101,6 +96,8 @@ def _collective_events(
         "bytes": collective.nbytes,
         "params": ", ".join(node.params),
         "exposed_us": span.exposed_us,
+        "queued_us": span.queued_us,
+        **_place(node),
         "route": collective.route,
         "decision": collective.decision,
     }
@@ -125,6 +122,17 @@ def _collective_events(
         flow = {"pid": process, "cat": "wait", "name": "wait", "id": f"{key}.{at}"}
         yield {**flow, "tid": track, "ph": "s", "ts": offset + span.start_us}
         yield {**flow, "tid": _COMPUTE, "ph": "f", "bp": "e", "ts": offset + stall.start_us}
+
+
+def _place(node: Node) -> dict[str, Any]:
+    """Source line and module of a node, if they are known."""
+    source = node.source
+    if source is None:
+        return {}
+    return {
+        "source": f"{source.file}:{source.line}" if source.file else "",
+        "module": source.module,
+    }
 
 
 def _slice(

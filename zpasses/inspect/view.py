@@ -55,24 +55,32 @@ class Table:
     """Headers of right-aligned columns."""
     title: str = ""
 
-    def text(self, color: bool = False) -> str:
-        body = "\n".join(line.rstrip() for line in self._render("simple").splitlines())
+    def text(self, color: bool = False, width: int | None = None) -> str:
+        """The table as text. With a width, the longest texts are cut in their middle to fit."""
+        rendered = self._render("simple", width).splitlines()
+        body = "\n".join(line.rstrip() for line in rendered)
         return f"{_bold(one_line(self.title), color)}\n{body}" if self.title else body
 
     def html(self) -> str:
         title = f"<h4>{html.escape(one_line(self.title))}</h4>" if self.title else ""
         return title + self._render("html")
 
-    def _render(self, style: str) -> str:
+    def _render(self, style: str, width: int | None = None) -> str:
         from tabulate import tabulate
 
         align = ["right" if header in self.right else "left" for header in self.headers]
         rows = _shown_cells(self.rows, _CELL_CHARS, _CELL_LINES)
         if _table_chars(rows) > _TABLE_CHARS:
             rows = _shown_cells(self.rows, _NARROW_CHARS, _NARROW_LINES)
+        headers: Sequence[str] = self.headers
+        if width is not None:
+            fixed = [each == "right" for each in align]
+            if _natural_width(headers, rows) > width:
+                headers = [header.replace(" ", "\n") for header in headers]
+            rows = _fitted(headers, rows, width, fixed)
         return tabulate(
             [["\n".join(cell) for cell in row] for row in rows],
-            headers=self.headers,
+            headers=headers,
             colalign=align if rows else None,
             disable_numparse=True,
             tablefmt=style,
@@ -90,6 +98,65 @@ def _shown_cells(
         return tuple(_cut(one_line(line[: chars + 1]), chars) for line in kept)
 
     return [[shown(cell) for cell in row] for row in rows]
+
+
+_LEAST = 9
+"""Columns of texts are not cut to fewer characters, even if the table is too wide then."""
+
+
+def _fitted(
+    headers: Sequence[str],
+    rows: list[list[tuple[str, ...]]],
+    width: int,
+    fixed: Sequence[bool],
+) -> list[list[tuple[str, ...]]]:
+    """Rows whose longest columns are cut so that the table has `width` characters. Figures are not
+    cut.
+    """
+    if not rows:
+        return rows
+    sizes = _column_widths(headers, rows)
+    excess = sum(sizes) + 2 * (len(sizes) - 1) - width
+    least = [
+        size if keep else min(size, max(_LEAST, _header_width(header)))
+        for size, keep, header in zip(sizes, fixed, headers, strict=True)
+    ]
+    while excess > 0:
+        widest = max(range(len(sizes)), key=lambda at: sizes[at] - least[at])
+        others = [sizes[at] for at in range(len(sizes)) if at != widest and not fixed[at]]
+        room = sizes[widest] - max(least[widest], max(others, default=0))
+        by = min(excess, max(room, 1))
+        if sizes[widest] - by < least[widest]:
+            break
+        sizes[widest] -= by
+        excess -= by
+    return [
+        [tuple(_middle(line, sizes[at]) for line in cell) for at, cell in enumerate(row)]
+        for row in rows
+    ]
+
+
+def _column_widths(headers: Sequence[str], rows: Sequence[Sequence[tuple[str, ...]]]) -> list[int]:
+    return [
+        max(_header_width(header), *(len(line) for row in rows for line in row[at] or ("",)))
+        for at, header in enumerate(headers)
+    ]
+
+
+def _header_width(header: str) -> int:
+    return max(map(len, header.split("\n"))) + 2  # tabulate pads headers by two spaces
+
+
+def _natural_width(headers: Sequence[str], rows: Sequence[Sequence[tuple[str, ...]]]) -> int:
+    return sum(_column_widths(headers, rows)) + 2 * (len(headers) - 1) if rows else 0
+
+
+def _middle(text: str, limit: int) -> str:
+    """A text cut in its middle, because its ends distinguish names best."""
+    if len(text) <= limit:
+        return text
+    head = (limit - 1) // 2
+    return f"{text[:head]}…{text[len(text) - (limit - 1 - head) :]}"
 
 
 def _table_chars(rows: Sequence[Sequence[tuple[str, ...]]]) -> int:
@@ -212,10 +279,10 @@ class View:
     def text(self, color: bool = False) -> str:
         return "".join(self.pieces(color))
 
-    def pieces(self, color: bool = False) -> Iterator[str]:
-        """The text in pieces. Empty parts are left out."""
+    def pieces(self, color: bool = False, width: int | None = None) -> Iterator[str]:
+        """The text in pieces. Empty parts are left out. Tables are cut to `width` characters."""
         started = False
-        for pieces in self._parts(color):
+        for pieces in self._parts(color, width):
             first = True
             for piece in pieces:
                 if first and not piece:
@@ -223,12 +290,14 @@ class View:
                 yield f"\n\n{piece}" if first and started else piece
                 first, started = False, True
 
-    def _parts(self, color: bool) -> Iterator[Iterable[str]]:
+    def _parts(self, color: bool, width: int | None) -> Iterator[Iterable[str]]:
         if self.title:
             yield [_bold(one_line(self.title), color)]
         for part in self.parts:
             if isinstance(part, Code):
                 yield part.pieces(color)
+            elif isinstance(part, Table):
+                yield [part.text(color, width)]
             else:
                 yield [one_line(part) if isinstance(part, str) else part.text(color)]
 

@@ -29,7 +29,7 @@ from torch import fx
 from zpasses import compat
 from zpasses.cost.routes import route_figures
 from zpasses.cost.target import current_target
-from zpasses.errors import AgreementError, OptionError, PassError, suggestion
+from zpasses.errors import AgreementError, OptionError, PassError, raising_line, suggestion
 from zpasses.graph.nodes import collectives, input_nbytes
 from zpasses.graph.verifier import PreviousGraph, check, check_unchanged
 from zpasses.option_values import build_dataclass, format_value
@@ -315,7 +315,11 @@ def _rewrite(each: Pass, graph: fx.Graph) -> int:
     except (PassError, AgreementError):
         raise
     except Exception as error:
-        raise PassError(f"pass {str(each)!r} failed: {type(error).__name__}: {error}") from error
+        where = raising_line(error)
+        raise PassError(
+            f"pass {str(each)!r} failed: {type(error).__name__}: {error}"
+            f"{where and f'; raised at {where}'}"
+        ) from error
     if not isinstance(changes, int) or changes < 0:
         raise PassError(
             f"pass {each.name!r} returned {changes!r}; expected the number of changes that it made."

@@ -87,7 +87,14 @@ def _compare(group: str, graph_name: str, calls: list[_Call], timeout_s: float) 
     if mine in agreed:
         return
     places = [describe_source(node) for node, _ in calls]
-    ballot = {"graph": graph_name, "digest": mine, "lines": lines, "places": places}
+    modules = [_modules(_params(node)) for node, _ in calls]
+    ballot = {
+        "graph": graph_name,
+        "digest": mine,
+        "lines": lines,
+        "places": places,
+        "modules": modules,
+    }
     ranks = compat.group_ranks(group)
 
     def combine(ballots: Sequence[Ballot]) -> Ballot:
@@ -111,20 +118,30 @@ def _first_difference(group: str, rank_a: int, a: Ballot, rank_b: int, b: Ballot
         f"ranks would run different collectives on group {group!r}. First difference: collective "
         f"{at} is {_said(a, at)} on rank {rank_a} (graph {a['graph']}, {len(lines_a)} collectives) "
         f"but {_said(b, at)} on rank {rank_b} (graph {b['graph']}, {len(lines_b)} collectives). "
-        "Every rank must take the same branches and read the same parameters in the same order."
+        "Every rank must take the same branches and read the same parameters in the same order. "
+        "To see the graphs, run with options={'dump': DIR, 'dump_ranks': 'all'}, and then: "
+        f"zpasses diff DIR --ranks {rank_a} {rank_b}"
     )
 
 
 def _said(ballot: Ballot, at: int) -> str:
     if at >= len(ballot["lines"]):
         return "nothing more"
-    place = ballot["places"][at]
-    return str(ballot["lines"][at]) + (f" at {place}" if place else "")
+    place, module = ballot["places"][at], ballot["modules"][at]
+    inside = f" (module {module})" if module else ""
+    return f"{ballot['lines'][at]}{inside}" + (f" at {place}" if place else "")
 
 
 def _params(node: fx.Node) -> tuple[str, ...]:
     tag = tag_of(node)
     return tag.params if tag is not None else ()
+
+
+def _modules(params: Sequence[str], most: int = 3) -> str:
+    """The modules that own parameters: "layers.0, layers.1 and 4 more"."""
+    found = list(dict.fromkeys(name.rpartition(".")[0] for name in params))
+    shown = ", ".join(name for name in found[:most] if name)
+    return f"{shown} and {len(found) - most} more" if len(found) > most else shown
 
 
 def _line(each: Collective, params: Sequence[str]) -> str:

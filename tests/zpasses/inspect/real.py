@@ -28,7 +28,7 @@ class Layers(nn.Module):
         return x
 
 
-def dump_training_step(folder, world=2, rank=0, **options):
+def dump_training_step(folder, world=2, rank=0, model=Layers, **options):
     """Compile a step of `Layers` as one rank of a fake process group. Returns kind of graph ->
     bytes alive along the graph after its passes.
     """
@@ -37,7 +37,7 @@ def dump_training_step(folder, world=2, rank=0, **options):
         fake_world(world, rank) as mesh,
         observe_graphs(lambda log: seen.update({log.kind: liveness(log.graph).live_bytes})),
     ):
-        model = zpasses.shard(Layers(), mesh=mesh)
+        model = zpasses.shard(model(), mesh=mesh)
         given = {
             "codegen": "eager",
             "agreement": False,

@@ -185,9 +185,12 @@ def renumbered(graph, offset=100, names=None):
 
 
 def test_graphs_of_two_compiles_are_paired_by_what_they_compute():
-    before, after = two_gathers(), renumbered(two_gathers(), names={"mm": "mm_7", "mm_1": "mm"})
+    before, after = (
+        two_gathers(),
+        renumbered(two_gathers(), names={"mm": "product", "mm_1": "mm_7"}),
+    )
     difference = compare(before, after, pair_nodes(before, after))
-    assert changes(difference) == {("renamed", "mm_7"), ("renamed", "mm")}
+    assert changes(difference) == {("renamed", "product")}
 
 
 def test_node_inserted_early_does_not_make_the_rest_different():
@@ -214,7 +217,6 @@ def test_renamed_node_after_a_change_is_paired_by_its_inputs():
         ("inserted", "mm"),
         ("removed", "mm"),
         ("rewired", "mm_9"),
-        ("renamed", "mm_9"),
     }
 
 

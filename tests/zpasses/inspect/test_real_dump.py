@@ -4,10 +4,12 @@ import itertools
 import json
 
 import pytest
+import torch
 
 import zpasses
-from tests.zpasses.inspect.real import real_dump
+from tests.zpasses.inspect.real import Layers, dump_training_step, real_dump
 from zpasses.inspect import DumpError, compare
+from zpasses.inspect import open as open_dump
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +109,30 @@ def test_trace_has_two_tracks_per_graph_and_the_times_of_the_schedule(dump):
 def test_a_folder_that_is_no_dump_is_refused(tmp_path):
     with pytest.raises(DumpError, match="is not a dump"):
         zpasses.inspect.open(tmp_path)
+
+
+class ExtraParameter(Layers):
+    """`Layers` with one parameter more, which comes first among its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(64))
+        self._parameters = {"scale": self._parameters["scale"], **self._parameters}
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+
+
+@pytest.mark.parametrize("graph", ["joint", "forward", "backward"])
+def test_one_extra_parameter_is_a_short_difference(tmp_path_factory, graph):
+    pipeline = "gather-params,reduce-grads"
+    both = []
+    for model in (Layers, ExtraParameter):
+        folder = tmp_path_factory.mktemp(model.__name__)
+        dump_training_step(folder, model=model, pipeline=pipeline)
+        both.append(open_dump(folder))
+    (found,) = both[0].diff_to(both[1], graph).data["graphs"]
+    assert found["counts"].get("renamed", 0) == 0
+    assert found["counts"].get("moved", 0) <= 1
+    assert found["counts"].get("removed", 0) == 0
+    assert sum(found["counts"].values()) <= 17

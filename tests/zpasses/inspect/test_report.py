@@ -237,7 +237,10 @@ def test_unchanged_and_failed_passes_are_reported(page):
 @needs_browser
 def test_captured_graph_has_no_estimates(page):
     browser = page(Inspection(dump_of(graph_of("captured", (None, chain(5))))))
-    assert "6 nodes · 0 collectives · no estimates" in one(browser, ".card header").text
+    assert (
+        "6 nodes · 0 collectives · as Dynamo captured it, no estimates"
+        in one(browser, ".card header").text
+    )
     for tab in ("memory", "timeline", "collectives"):
         browser.execute_script(f"go({{graph: 'captured', step: 0, tab: '{tab}'}})")
         assert "is the graph that Dynamo captured" in one(browser, "main").text

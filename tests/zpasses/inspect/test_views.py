@@ -13,7 +13,7 @@ from tests.zpasses.inspect.graphs import (
     two_gathers,
     two_groups,
 )
-from zpasses.dumps.format import Buffer, Collective, Failure
+from zpasses.dumps.format import Buffer, Collective, Failure, Prediction
 from zpasses.inspect import (
     Inspection,
     NodeFilter,
@@ -23,6 +23,7 @@ from zpasses.inspect import (
     memory,
     schedule,
 )
+from zpasses.inspect.overview_page import prediction_bar
 
 
 def expect(view, text):
@@ -41,11 +42,11 @@ Rank 0, the only one in the dump.
 Compile 0/0 (000-0_0): done, codegen eager, target cpu
 pipeline: overlap
 
-graph      step  after               changes    nodes    collectives    input bytes    pass    checks  notes
--------  ------  ----------------  ---------  -------  -------------  -------------  ------  --------  -------
-forward       0  -                                 10              2           64 B
-              1  bucket{cap_mb=0}          0       10              2           64 B  1.5 ms    250 us
-              2  overlap                   1       10              2           64 B  1.5 ms    250 us""",  # noqa: E501
+graph      step  after               rewrites    nodes    collectives    input bytes    pass    checks  notes
+-------  ------  ----------------  ----------  -------  -------------  -------------  ------  --------  -------
+forward       0  -                                  10              2           64 B
+              1  bucket{cap_mb=0}           0       10              2           64 B  1.5 ms    250 us
+              2  overlap                    1       10              2           64 B  1.5 ms    250 us""",  # noqa: E501
     )
 
 
@@ -64,10 +65,10 @@ Rank 0, the only one in the dump.
 Compile 0/0 (000-0_0): failed, codegen eager, target cpu
 pipeline: overlap
 
-graph      step  after      changes    nodes    collectives    input bytes    pass    checks  notes
--------  ------  -------  ---------  -------  -------------  -------------  ------  --------  ------------------
-joint         0  -                         4              0            0 B
-              1  sdma                                                                         FAILED: ValueError
+graph      step  after      rewrites    nodes    collectives    input bytes    pass    checks  notes
+-------  ------  -------  ----------  -------  -------------  -------------  ------  --------  ------------------
+joint         0  -                          4              0            0 B
+              1  sdma                                                                          FAILED: ValueError
 
 FAILED in sdma: ValueError: no such group""",  # noqa: E501
     )
@@ -95,10 +96,21 @@ def test_difference_of_a_pass():
     expect(
         Inspection(small_dump()).diff("forward", "overlap"),
         """\
-0/0 forward, after overlap: 1 moved; peak 256 B -> 320 B (+25.0%)
+0/0 forward, after overlap: 1 moved
+
+graph                         nodes    collectives                     time                  exposed                     peak
+--------------------------  -------  -------------  -----------------------  -----------------------  -----------------------
+0/0 forward, after overlap       10              2  36 us -> 28 us (-22.2%)  20 us -> 12 us (-40.0%)  256 B -> 320 B (+25.0%)
+
+0/0 forward, after overlap, what is alive at the peaks: parameter 128 B -> 256 B, activation 128 B -> 64 B
+
+at the peak    allocated by    kind          bytes  parameters
+-------------  --------------  ----------  -------  ------------
+new            gather_w        parameter     128 B  w
+gone           mm_1            activation     64 B
 
 0/0 forward, after overlap:
-> moved gather_v: after w (-1)""",
+> moved gather_v: after w (-1)""",  # noqa: E501
     )
 
 
@@ -111,6 +123,10 @@ def test_difference_groups_what_moved_together():
         Inspection(dump).diff("joint", "shuffle"),
         """\
 0/0 joint, after shuffle: 2 moved
+
+graph                       nodes    collectives    time    exposed    peak
+------------------------  -------  -------------  ------  ---------  ------
+0/0 joint, after shuffle        9              0    7 us          0     0 B
 
 0/0 joint, after shuffle:
 > moved n5 to n6 (2 nodes): after x (-4)""",
@@ -389,3 +405,18 @@ def test_missing_graph_does_not_hide_the_others():
     ):
         inspection.show("forward")
     assert "forward" in inspection.html()
+
+
+@pytest.mark.parametrize(
+    ("achieved", "possible", "bound", "bar"),
+    [
+        (100.0, 75.0, 50.0, "█" * 12 + "▓" * 6 + "░" * 6),
+        (50.0, 50.0, 50.0, "█" * 12),
+        (100.0, 100.0, 0.0, "▓" * 24),
+        (0.0, 0.0, 0.0, ""),
+        (60.0, 100.0, 50.0, "█" * 12 + "▓" * 12),  # the schedule of another budget
+    ],
+)
+def test_bound_possible_and_achieved_are_one_bar(achieved, possible, bound, bar):
+    found = Prediction(achieved, 0.0, possible, bound, 1, 1, 1)
+    assert prediction_bar(found, 100.0) == bar

@@ -59,10 +59,12 @@ def test_one_rank_on_another_branch_raises_on_all_and_names_the_first_difference
         assert seconds < LIMIT_S + SLACK_S
         assert "AgreementError" in message
         assert (
-            "collective 2 is all_gather_into_tensor(float32[2, 4]) of second.weight at " in message
+            "collective 2 is all_gather_into_tensor(float32[2, 4]) of second.weight "
+            "(module second) at " in message
         )
         assert " on rank 0 (graph 0/0" in message
-        assert "all_gather_into_tensor(float32[3, 4]) of third.weight at " in message
+        assert "all_gather_into_tensor(float32[3, 4]) of third.weight (module third) at " in message
+        assert "zpasses diff DIR --ranks 0 1" in message
 
 
 def test_a_shorter_sequence_is_named_too():

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import itertools
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -26,12 +26,20 @@ _SCRIPTS = (
     "model",
     "rows",
     "state",
+    "warnings",
+    "modules",
     "detail",
+    "predicted",
+    "ranks",
     "overview",
     "listing",
     "diff",
+    "pairing",
+    "compare",
+    "dropped",
     "chart",
     "memory",
+    "alive",
     "timeline",
     "collectives",
     "source",
@@ -46,13 +54,17 @@ def render(dump: Dump, rank: int | None = None, compile_name: str | None = None)
 
 
 def render_pieces(
-    dump: Dump, rank: int | None = None, compile_name: str | None = None
+    dump: Dump,
+    rank: int | None = None,
+    compile_name: str | None = None,
+    others: Sequence[tuple[Dump, int | None]] = (),
 ) -> Iterator[str]:
     """One rank of a dump as a page, in pieces. All graphs are read before the first.
 
     Args:
         rank: None for the lowest rank that wrote.
         compile_name: None for all compiles.
+        others: further dumps, and ranks of dumps, that the page can compare it with.
 
     Raises:
         NotInDumpError: if there is no such rank or compile.
@@ -60,7 +72,7 @@ def render_pieces(
     """
     from jinja2 import Environment, select_autoescape
 
-    data = payload(dump, rank, compile_name)
+    data = payload(dump, rank, compile_name, others)
     script = '"use strict";\n' + "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
     template = Environment(autoescape=select_autoescape(default=True)).from_string(
         _asset("page.html")

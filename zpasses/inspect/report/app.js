@@ -8,6 +8,7 @@ const DRAW = {
   collectives: drawCollectives,
   listing: drawListing,
   source: drawSource,
+  compare: drawCompare,
 };
 const parts = {
   nav: el("nav", { class: "nav", "aria-label": "Graphs and passes" }),
@@ -21,11 +22,29 @@ const parts = {
   detail: el("aside", { class: "detail", "aria-label": "Node", hidden: true }),
 };
 
-function header() {
-  const meta = report.meta;
-  return el(
-    "header",
-    { class: "top" },
+const top_ = el("header", { class: "top" });
+
+// A compile, and the rank and the dump that it is of if the page has several of them.
+function compileName(compile) {
+  const several = (key) => new Set(compiles.map((each) => each[key])).size > 1;
+  return [
+    several("dump") && compile.dump,
+    several("rank") && `rank ${compile.rank}`,
+    `compile ${compile.name}`,
+  ]
+    .filter(Boolean)
+    .join(", ");
+}
+
+function drawHeader() {
+  clear(
+    top_,
+    button("☰", () => document.body.classList.toggle("with-nav"), {
+      class: "quiet",
+      id: "menu",
+      "aria-label": "Graphs and passes",
+      title: "Show or hide the list of graphs and passes",
+    }),
     el("h1", {}, "zpasses"),
     compiles.length > 1
       ? el(
@@ -33,28 +52,19 @@ function header() {
           {
             id: "compile",
             "aria-label": "Compile",
-            onchange: (event) => go({ compile: +event.target.value, graph: "", node: null }),
+            onchange: (event) =>
+              go({ compile: +event.target.value, graph: "", node: null }),
           },
           compiles.map((compile, at) =>
             el(
               "option",
-              { value: at },
-              `compile ${compile.name}${compile.error ? " (failed)" : ""}`,
+              { value: at, selected: at === state.compile },
+              `${compileName(compile)}${compile.error ? " (failed)" : ""}`,
             ),
           ),
         )
       : compiles.length === 1 && el("span", {}, `compile ${compiles[0].name}`),
-    el(
-      "span",
-      { class: "muted" },
-      [
-        `rank ${report.rank} of ${meta.world}`,
-        compiles[0] && compiles[0].target.name,
-        `torch ${meta.torch}`,
-      ]
-        .filter(Boolean)
-        .join(" · "),
-    ),
+    el("span", { class: "muted", id: "about" }, aboutHere()),
     el("span", { class: "stretch" }),
     el(
       "span",
@@ -68,12 +78,44 @@ function header() {
       title: "Switch between the system's, the dark and the light theme",
     }),
   );
+  return top_;
+}
+
+// The theme survives a reload. A browser may forbid storage to pages from files.
+function rememberTheme(theme) {
+  try {
+    localStorage.setItem("zpasses-theme", theme);
+  } catch {
+    return;
+  }
+}
+
+function restoreTheme() {
+  try {
+    const theme = localStorage.getItem("zpasses-theme");
+    if (["dark", "light"].includes(theme)) document.documentElement.dataset.theme = theme;
+  } catch {
+    return;
+  }
+}
+
+// What the header says of the shown compile.
+function aboutHere() {
+  const compile = compiles[state.compile];
+  return [
+    `rank ${compile ? compile.rank : report.rank} of ${compile ? compile.world : report.meta.world}`,
+    compile && compile.target.name,
+    `torch ${report.meta.torch}`,
+  ]
+    .filter(Boolean)
+    .join(" · ");
 }
 
 function nextTheme() {
   const order = ["", "dark", "light"],
     root = document.documentElement;
   root.dataset.theme = order[(order.indexOf(root.dataset.theme || "") + 1) % order.length];
+  rememberTheme(root.dataset.theme);
   document.querySelectorAll("canvas").forEach((each) => each.repaint());
 }
 
@@ -81,7 +123,7 @@ function drawNav() {
   const compile = current.compile;
   clear(
     parts.nav,
-    compile.graphs.map((graph) =>
+    byInterest(compile.graphs).map((graph) =>
       el(
         "section",
         {},
@@ -103,12 +145,14 @@ function drawNav() {
                     ? el("span", { class: "count failed" }, "failed")
                     : changed && el("span", { class: "count" }, countOf(step.diff)),
                 ],
-                () =>
+                () => {
+                  document.body.classList.remove("with-nav");
                   go({
                     graph: graph.name,
                     step: at,
                     tab: state.tab === "overview" ? (step.after ? "diff" : "listing") : state.tab,
-                  }),
+                  });
+                },
                 {
                   "aria-current": here ? "true" : null,
                   class: step.after && !changed && !step.error ? "idle" : "",
@@ -146,6 +190,7 @@ function drawTabs() {
     collectives: "Collectives",
     listing: "Graph",
     source: "Source",
+    compare: "Compare",
   };
   clear(
     parts.tabs,
@@ -186,7 +231,11 @@ function redraw() {
   const scrolled = [...parts.main.querySelectorAll(".rows")].map((each) => each.scrollTop);
   parts.main.setAttribute("aria-labelledby", `tab-${state.tab}`);
   parts.main.className = `view-${state.tab}`;
-  clear(parts.main);
+  clear(
+    parts.main,
+    notice && el("p", { class: "notice", role: "status" }, notice),
+    state.tab !== "overview" && failedStep(current.step),
+  );
   DRAW[state.tab](parts.main);
   if (!focus) return;
   const again = [...parts.main.querySelectorAll("[aria-label]")].find(
@@ -198,7 +247,7 @@ function redraw() {
   });
 }
 
-const KEEPS_SCROLL = ["diff", "listing", "collectives"];
+const KEEPS_SCROLL = ["diff", "listing", "collectives", "compare"];
 
 listeners.push((before) => {
   drawNav();
@@ -216,6 +265,7 @@ listeners.push((before) => {
   document.body.classList.toggle("with-detail", !parts.detail.hidden);
   const select = document.getElementById("compile");
   if (select) select.value = state.compile;
+  clear(document.getElementById("about"), aboutHere());
 });
 let drawnOnce = false;
 
@@ -245,11 +295,12 @@ document.addEventListener("keydown", (event) => {
 });
 
 addEventListener("popstate", fromAddress);
+restoreTheme();
 
 if (!compiles.some((compile) => compile.graphs.length)) {
   put(
     document.getElementById("app"),
-    header(),
+    drawHeader(),
     el(
       "main",
       { id: "main" },
@@ -260,6 +311,6 @@ if (!compiles.some((compile) => compile.graphs.length)) {
 } else {
   const first = compiles.findIndex((compile) => compile.graphs.length);
   if (!compiles[state.compile].graphs.length) state.compile = first;
-  put(document.getElementById("app"), header(), parts.nav, parts.tabs, parts.main, parts.detail);
+  put(document.getElementById("app"), drawHeader(), parts.nav, parts.tabs, parts.main, parts.detail);
   fromAddress();
 }

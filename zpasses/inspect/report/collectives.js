@@ -3,6 +3,7 @@
 const COLUMNS = [
   {
     key: "number",
+    title: "Order in which they start",
     name: "#",
     right: true,
     value: (each) => each.number,
@@ -10,33 +11,40 @@ const COLUMNS = [
   },
   {
     key: "node",
+    title: "The node that starts it",
     name: "node",
     value: (each) => each.node.name,
-    text: (each) => elideMiddle(each.node.name, 19),
+    text: (each) => middleCut(each.node.name),
   },
   {
     key: "kind",
+    title: "What it does",
     name: "kind",
     value: (each) => each.node.collective.kind,
     text: (each) => each.node.collective.kind.replace("_into_tensor", "").replace("_tensor", ""),
   },
   {
     key: "group",
+    title: "Process group, and its number of ranks",
     name: "group",
     value: (each) => each.node.collective.group,
     text: (each) => `${each.node.collective.group} (${each.node.collective.ranks})`,
   },
   {
     key: "params",
+    title: "Parameters that it carries",
     name: "parameters",
     value: (each) => each.node.params[0] || "",
     text: (each) =>
       each.node.params.length > 1
-        ? `${elideMiddle(each.node.params[0], 30)} +${each.node.params.length - 1}`
-        : each.node.params[0] || "",
+        ? [middleCut(each.node.params[0]), ` +${each.node.params.length - 1}`]
+        : each.node.params[0]
+          ? middleCut(each.node.params[0])
+          : "",
   },
   {
     key: "bytes",
+    title: "Bytes of this rank's input",
     name: "bytes",
     right: true,
     value: (each) => each.node.collective.nbytes,
@@ -44,6 +52,7 @@ const COLUMNS = [
   },
   {
     key: "distance",
+    title: "Nodes between its start and its first wait",
     name: "distance",
     right: true,
     value: (each) => each.distance,
@@ -51,6 +60,7 @@ const COLUMNS = [
   },
   {
     key: "compute",
+    title: "Compute time between its start and its first wait",
     name: "compute between",
     right: true,
     value: (each) => each.compute,
@@ -58,6 +68,7 @@ const COLUMNS = [
   },
   {
     key: "time",
+    title: "Time of the transfer, by the target's model",
     name: "time",
     right: true,
     value: (each) => each.time,
@@ -65,26 +76,41 @@ const COLUMNS = [
   },
   {
     key: "exposed",
+    title: "Time for which compute waits for it",
     name: "exposed",
     right: true,
     value: (each) => each.exposed,
     text: (each) => timeText(each.exposed),
   },
   {
+    key: "queued",
+    title: "Part of the exposed time before its transfer starts, behind earlier collectives of its group",
+    name: "queueing",
+    right: true,
+    value: (each) => each.queued,
+    text: (each) => timeText(each.queued),
+  },
+  {
     key: "route",
+    title: "The implementation that a pass chose",
     name: "route",
     value: (each) => each.node.collective.route,
     text: (each) => each.node.collective.route,
   },
   {
     key: "decision",
+    title: "The pass's reason",
     name: "decision",
     value: (each) => each.node.collective.decision,
     text: (each) => each.node.collective.decision,
   },
 ];
-const sorting = { key: "number", down: false };
-const collectiveFilter = { text: "", kind: "", exposed: false };
+
+function sorting() {
+  const { sort, down } = state.view;
+  const known = COLUMNS.some((column) => column.key === sort);
+  return { key: known ? sort : "number", down: known && down === "1" };
+}
 
 function drawCollectives(main) {
   const graph = current.graph;
@@ -95,7 +121,7 @@ function drawCollectives(main) {
     return put(main, el("p", { class: "muted pad" }, "This graph has no collectives."));
   const columns = COLUMNS.filter(
     (column) =>
-      !["route", "decision"].includes(column.key) || all.some((each) => column.value(each)),
+      !["route", "decision", "queued"].includes(column.key) || all.some((each) => column.value(each)),
   );
   let shown = [];
   const list = rowList({
@@ -106,26 +132,38 @@ function drawCollectives(main) {
     pick: (at) => go({ node: shown[at].id }),
   });
   const count = el("span", { class: "muted", role: "status" });
+  const none = el("p", { class: "muted pad", role: "status", hidden: true });
   const head = el("div", { class: `grid-head columns-${columns.length}`, role: "row" });
   const fill = () => {
-    const words = collectiveFilter.text.toLowerCase().split(/\s+/).filter(Boolean);
-    const column = columns.find((each) => each.key === sorting.key) || columns[0];
+    const { filter = "", kind = "", exposed = "" } = state.view;
+    const { key, down } = sorting();
+    const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
+    const column = columns.find((each) => each.key === key) || columns[0];
     shown = all.filter(
       (each) =>
         words.every((word) => matches(each.node, word)) &&
-        (!collectiveFilter.kind || each.node.collective.kind === collectiveFilter.kind) &&
-        (!collectiveFilter.exposed || each.exposed > 0),
+        (!kind || each.node.collective.kind === kind) &&
+        (!exposed || each.exposed > 0),
     );
     shown.sort((a, b) => {
       const one = column.value(a),
         other = column.value(b);
       return (
-        (sorting.down ? -1 : 1) *
+        (down ? -1 : 1) *
           (typeof one === "string"
             ? one.localeCompare(other, "en", { numeric: true })
             : one - other) || a.number - b.number
       );
     });
+    none.hidden = shown.length > 0;
+    clear(
+      none,
+      words.length
+        ? nothingMatches("collective")
+        : exposed
+          ? "No collective is exposed: compute waits for none of them."
+          : `This graph has no collective of the kind ${kind}.`,
+    );
     const sum = (pick) => shown.reduce((total, each) => total + pick(each), 0);
     clear(
       count,
@@ -154,22 +192,19 @@ function drawCollectives(main) {
     el(
       "div",
       { class: "bar" },
-      filterField("Filter by node, op or parameter", collectiveFilter.text, (text) => {
-        collectiveFilter.text = text;
-        fill();
-      }),
+      filterField("Filter by node, op, parameter or module", fill),
       el(
         "select",
         {
           "aria-label": "Kind of collective",
           onchange: (event) => {
-            collectiveFilter.kind = event.target.value;
+            keep({ kind: event.target.value });
             fill();
           },
         },
         el("option", { value: "" }, "all kinds"),
         kinds.map((kind) =>
-          el("option", { value: kind, selected: kind === collectiveFilter.kind }, kind),
+          el("option", { value: kind, selected: kind === state.view.kind }, kind),
         ),
       ),
       el(
@@ -177,9 +212,9 @@ function drawCollectives(main) {
         {},
         el("input", {
           type: "checkbox",
-          checked: collectiveFilter.exposed,
+          checked: Boolean(state.view.exposed),
           onchange: (event) => {
-            collectiveFilter.exposed = event.target.checked;
+            keep({ exposed: event.target.checked ? "1" : "" });
             fill();
           },
         }),
@@ -188,27 +223,26 @@ function drawCollectives(main) {
       count,
     ),
     el("div", { class: "grid" }, head, list.element),
+    none,
   );
   fill();
 }
 
 function sortButton(column, fill) {
-  const active = sorting.key === column.key;
+  const { key, down } = sorting(),
+    active = key === column.key;
   return el(
     "span",
     {
       role: "columnheader",
       class: `${column.right ? "right" : ""} col-${column.key}`,
-      "aria-sort": active ? (sorting.down ? "descending" : "ascending") : "none",
+      title: column.title,
+      "aria-sort": active ? (down ? "descending" : "ascending") : "none",
     },
-    button(`${column.name}${active ? (sorting.down ? " ↓" : " ↑") : ""}`, (event) => {
+    button(`${column.name}${active ? (down ? " ↓" : " ↑") : ""}`, (event) => {
       // Numbers sort from the largest down at first.
-      Object.assign(
-        sorting,
-        active
-          ? { down: !sorting.down }
-          : { key: column.key, down: Boolean(column.right) && column.key !== "number" },
-      );
+      const descends = active ? !down : Boolean(column.right) && column.key !== "number";
+      keep({ sort: column.key, down: descends ? "1" : "" });
       fill();
       [...document.querySelectorAll(".grid-head button")][
         COLUMNS.findIndex((each) => each.key === column.key)

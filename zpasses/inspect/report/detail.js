@@ -7,6 +7,7 @@ function drawDetail(panel) {
     graph && state.node !== null
       ? graph.node(state.node) || (before && before.node(state.node))
       : null;
+  if (!node && state.tab === "compare" && state.view.other) return drawOtherNode(panel);
   panel.hidden = !node;
   if (!node) return clear(panel);
   const here = graph.node(node.id) ? graph : before;
@@ -51,6 +52,30 @@ function drawDetail(panel) {
   );
 }
 
+// A node that only the other graph of a comparison has.
+function drawOtherNode(panel) {
+  const side = otherSide();
+  const node = side && side.graph && side.graph.node(+state.view.other);
+  panel.hidden = !node;
+  if (!node) return clear(panel);
+  const close = () => {
+    keep({ other: "" });
+    go({ node: null });
+  };
+  return clear(
+    panel,
+    el(
+      "div",
+      { class: "panel-head" },
+      el("h2", {}, node.name),
+      button("✕", close, { "aria-label": "Close the node's panel", class: "quiet" }),
+    ),
+    el("p", { class: "muted" }, `only in ${sideName(side)}`),
+    el("code", { class: "code" }, node.code),
+    el("p", {}, node.note),
+  );
+}
+
 function facts(node, graph) {
   const at = graph.index.get(node.id);
   const changes = current.changed ? current.graph.changes.get(node.id) || [] : [];
@@ -59,10 +84,7 @@ function facts(node, graph) {
     ["output", node.values && `${node.values} · ${bytesText(node.nbytes)}`],
     ["parameters", someOf(node.params, 6)],
     ["bytes alive", bytesText(graph.curves.live[at])],
-    ...node.buffers.map((buffer) => [
-      "allocates",
-      `${bytesText(buffer.nbytes)} ${buffer.kind}, until ${(graph.node(buffer.last) || node).name}`,
-    ]),
+    ...allocations(node, graph),
     ["estimated time", node.cost ? timeText(node.cost) : ""],
     ["position", `${at + 1} of ${graph.nodes.length}`],
     ...changes.map(([kind, detail]) => [kind, detail]),
@@ -72,6 +94,25 @@ function facts(node, graph) {
     {},
     rows.filter(([, text]) => text).map(([name, text]) => [el("dt", {}, name), el("dd", {}, text)]),
   );
+}
+
+// What a node allocates, for whom, and until when. A bucket may allocate hundreds of buffers.
+function allocations(node, graph) {
+  const most = 4;
+  const rows = node.buffers.slice(0, most).map((buffer) => [
+    "allocates",
+    [
+      `${bytesText(buffer.nbytes)} ${buffer.kind}`,
+      buffer.params.length === 1 && node.params.length > 1 ? ` of ${buffer.params[0]}` : "",
+      ", needed until ",
+      nodeLink(graph.node(buffer.last) || node),
+    ],
+  ]);
+  const rest = node.buffers.slice(most);
+  const bytes = rest.reduce((sum, buffer) => sum + buffer.nbytes, 0);
+  return rest.length
+    ? [...rows, ["", `and ${plural(rest.length, "buffer")} more, ${bytesText(bytes)}`]]
+    : rows;
 }
 
 function collectiveFacts(node, graph) {
@@ -86,7 +127,7 @@ function collectiveFacts(node, graph) {
     ],
     ["input", bytesText(node.collective.nbytes)],
     ["estimated time", timeText(collective.time)],
-    ["exposed", timeText(collective.exposed)],
+    ["exposed", exposedText(collective)],
     [
       "wait",
       wait
@@ -104,8 +145,43 @@ function collectiveFacts(node, graph) {
   );
 }
 
+// Exposed time, and how much of it the collective spends behind earlier ones of its group.
+function exposedText(collective) {
+  if (!collective.queued) return timeText(collective.exposed);
+  return (
+    `${timeText(collective.exposed)}, of which ${timeText(collective.queued)} is queueing behind ` +
+    "earlier collectives of the group"
+  );
+}
+
+// The lines that read the parameters of a node, such as a bucket, that has no line of its own.
+function parameterSources(node) {
+  const found = new Map();
+  for (const name of node.params) {
+    const place = (current.compile.parameters[name] || [])[4];
+    if (place) listIn(found, `${place[0]}:${place[1]}`).push({ name, module: place[3] });
+  }
+  if (!found.size) return null;
+  return el(
+    "figure",
+    { class: "sources" },
+    el("figcaption", {}, `its parameters are read at ${plural(found.size, "line")}`),
+    [...found].map(([place, readers]) =>
+      el(
+        "p",
+        { title: readers.map(({ name }) => name).join("\n") },
+        el("b", {}, shortPath(place)),
+        ` ${someOf(
+          readers.map(({ name }) => name),
+          2,
+        )}`,
+      ),
+    ),
+  );
+}
+
 function sourceFacts(node) {
-  if (!node.source) return null;
+  if (!node.source || !node.source.file) return node.params.length ? parameterSources(node) : null;
   const { file, line, module } = node.source;
   const text = current.compile.sources[file];
   const from = Math.max(1, line - 2);

@@ -22,7 +22,13 @@ function drawDiff(main) {
     return put(
       main,
       runLine(step),
-      el("p", { class: "muted pad" }, `${step.after} changed nothing in this graph.`),
+      el(
+        "p",
+        { class: "muted pad" },
+        step.error
+          ? `${step.after} failed before it changed a node.`
+          : `${step.after} changed nothing in this graph.`,
+      ),
     );
   if (!after.changes.size)
     return put(
@@ -31,34 +37,42 @@ function drawDiff(main) {
       el(
         "p",
         { class: "muted pad" },
-        `${step.after} changed only metadata that this dump does not contain.`,
+        step.error
+          ? `${step.after} failed before it changed a node.`
+          : `${step.after} changed only metadata that this dump does not contain.`,
       ),
     );
-  const rows = foldUnchanged(alignRows(before, after));
+  const aligned = alignRows(before, after);
+  const folds = isFolded(after.nodes.length);
+  const rows = folds ? foldChanges(before, after, aligned) : foldUnchanged(aligned);
   const list = rowList({
     label: `Nodes before and after ${step.after}`,
-    row: (at) => diffRow(before, after, rows[at]),
+    row: (at) =>
+      rows[at].fold
+        ? foldRow(rows[at], blockNodes, kindChips(rows[at].blocks))
+        : diffRow(before, after, rows[at]),
     pick: (at) => {
       const item = rows[at];
-      if (item.gap) {
+      if (item.fold) {
+        toggleFold(item);
+        redraw();
+      } else if (item.gap) {
         openGaps.add(item.key);
         redraw();
       } else go({ node: (item.after || item.before).id });
     },
   });
+  const changed = (item) =>
+    Boolean(item) && !item.gap && (item.fold ? hasChanges(item) : item.kinds.length > 0);
+  const hunks = rows.flatMap((item, at) => (changed(item) && !changed(rows[at - 1]) ? [at] : []));
   const jump = (direction) => {
-    const changed = rows
-      .map((item, at) => [item, at])
-      .filter(([item]) => !item.gap && item.kinds.length);
-    const from = list.active;
     const next =
       direction > 0
-        ? changed.find(([, at]) => at > from)
-        : changed.reverse().find(([, at]) => at < from);
-    if (next) {
-      list.fill(rows.length, next[1]);
-      list.element.focus();
-    }
+        ? hunks.find((at) => at > list.active)
+        : hunks.findLast((at) => at < list.active);
+    if (next === undefined) return;
+    list.fill(rows.length, next);
+    list.element.focus();
   };
   put(
     main,
@@ -68,8 +82,8 @@ function drawDiff(main) {
       { class: "bar" },
       changeChips(step.diff, true),
       el("span", { class: "stretch" }),
-      button("↑ change", () => jump(-1), { title: "Previous changed node" }),
-      button("↓ change", () => jump(1), { title: "Next changed node" }),
+      button("↑ change", () => jump(-1), { title: "To the previous block of changed nodes" }),
+      button("↓ change", () => jump(1), { title: "To the next block of changed nodes" }),
       el(
         "label",
         {},
@@ -83,6 +97,7 @@ function drawDiff(main) {
         }),
         " show the whole graph",
       ),
+      foldSwitch(after.nodes.length, redraw),
     ),
     el(
       "div",
@@ -95,8 +110,63 @@ function drawDiff(main) {
   list.fill(
     rows.length,
     rows.findIndex(
-      (item) => !item.gap && state.node !== null && (item.after || item.before).id === state.node,
+      (item) =>
+        !item.gap &&
+        !item.fold &&
+        state.node !== null &&
+        (item.after || item.before).id === state.node,
     ),
+  );
+}
+
+// The rows of a difference by layer. Within an open layer, unchanged stretches are folded too.
+function foldChanges(before, after, aligned) {
+  const layers = layersOf(after),
+    earlier = layersOf(before);
+  const isSelected = (item) =>
+    state.node !== null && (item.after || item.before).id === state.node;
+  const rows = foldRows(
+    aligned,
+    (item) => (item.after ? layers.get(item.after.id) : earlier.get(item.before.id)),
+    `${state.graph}/${state.step}/diff`,
+    isSelected,
+  );
+  return wholeGraph ? rows : withoutUnchanged(rows);
+}
+
+// Keeps folds, and of the items between two folds those near a change.
+function withoutUnchanged(rows) {
+  const shown = [];
+  let items = [];
+  const flush = () => {
+    shown.push(...foldUnchanged(items));
+    items = [];
+  };
+  for (const row of rows) {
+    if (row.fold) {
+      flush();
+      shown.push(row);
+    } else items.push(row);
+  }
+  flush();
+  return shown;
+}
+
+function blockNodes(block) {
+  return block.items.map((item) => item.after || item.before);
+}
+
+function hasChanges(row) {
+  return row.blocks.some((block) => block.items.some((item) => item.kinds.length));
+}
+
+// How many rows of each kind of change every layer of a fold has.
+function kindChips(blocks) {
+  const count = (kind) => (block) => block.items.filter((item) => item.kinds.includes(kind)).length;
+  const found = CHANGES.filter((kind) => blocks.some(count(kind)));
+  if (!found.length) return el("span", { class: "muted" }, "unchanged");
+  return found.map((kind) =>
+    chip(kind, `${SIGNS[kind]} ${rangeText(blocks, count(kind), String)}`, `${kind}, in each layer`),
   );
 }
 
@@ -111,8 +181,12 @@ function runLine(step) {
     el("h2", {}, run.text),
     el(
       "span",
-      {},
-      `${plural(run.changes, "change")} in ${timeText(run.time_us)}, ` +
+      {
+        title:
+          "Rewrites are what the pass counts itself, such as merged buckets. One rewrite may " +
+          "change many nodes.",
+      },
+      `${plural(run.changes, "rewrite")} in ${timeText(run.time_us)}, ` +
         `verified in ${timeText(run.check_us)}`,
     ),
     before &&

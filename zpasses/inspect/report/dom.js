@@ -83,11 +83,20 @@ function chip(kind, text, title) {
   return el("span", { class: `chip ${kind}`, title }, text);
 }
 
-// Shortens a long name in its middle, because its ends distinguish it best.
-function elideMiddle(text, most) {
-  if (text.length <= most) return text;
-  const head = Math.floor((most - 1) * 0.45);
-  return `${text.slice(0, head)}…${text.slice(text.length - (most - 1 - head))}`;
+// A name that is cut in its middle if there is no room for it, because its ends distinguish it.
+function middleCut(text) {
+  if (text.length < 20) return text;
+  const tail = Math.min(14, Math.floor(text.length / 2));
+  return el(
+    "span",
+    { class: "middle", title: text },
+    el("span", { class: "head" }, text.slice(0, text.length - tail)),
+    el("span", { class: "tail" }, text.slice(text.length - tail)),
+  );
+}
+
+function nodeLink(node) {
+  return button(node.name, () => go({ node: node.id }), { class: "link" });
 }
 
 function button(text, onclick, props) {

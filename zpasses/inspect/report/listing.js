@@ -1,19 +1,25 @@
 // The listing of a graph, with a filter.
 
-let listingFilter = "";
-
 function drawListing(main) {
   const graph = current.graph;
   if (!graph) return put(main, notWritten());
   let shown = [];
   const list = rowList({
     label: `Nodes of ${state.graph} ${stepName(current.step)}`,
-    row: (at) => listingRow(graph, shown[at]),
-    pick: (at) => go({ node: shown[at].id }),
+    row: (at) =>
+      shown[at].fold
+        ? foldRow(shown[at], (block) => block.items)
+        : listingRow(graph, shown[at]),
+    pick: (at) => {
+      if (!shown[at].fold) return go({ node: shown[at].id });
+      toggleFold(shown[at]);
+      return fill(at);
+    },
   });
   const count = el("span", { class: "muted", role: "status" });
-  const fill = () => {
-    const words = listingFilter.toLowerCase().split(/\s+/).filter(Boolean);
+  const none = el("p", { class: "muted pad", role: "status", hidden: true });
+  const fill = (active) => {
+    const words = (state.view.filter || "").toLowerCase().split(/\s+/).filter(Boolean);
     shown = graph.nodes.filter((node) => words.every((word) => matches(node, word)));
     clear(
       count,
@@ -21,9 +27,21 @@ function drawListing(main) {
         ? plural(shown.length, "node")
         : `${shown.length.toLocaleString("en")} of ${plural(graph.nodes.length, "node")}`,
     );
+    const matching = shown.length;
+    none.hidden = matching > 0;
+    clear(none, graph.nodes.length ? nothingMatches("node") : "This graph has no nodes.");
+    if (isFolded(graph.nodes.length)) {
+      const layers = layersOf(graph);
+      shown = foldRows(
+        shown,
+        (node) => layers.get(node.id),
+        `${state.graph}/${state.step}`,
+        (node) => node.id === state.node,
+      );
+    }
     list.fill(
       shown.length,
-      shown.findIndex((node) => node.id === state.node),
+      active ?? shown.findIndex((node) => !node.fold && node.id === state.node),
     );
   };
   put(
@@ -31,15 +49,19 @@ function drawListing(main) {
     el(
       "div",
       { class: "bar" },
-      filterField("Filter by name, op, parameter or is:collective", listingFilter, (text) => {
-        listingFilter = text;
-        fill();
-      }),
+      filterField("Filter by name, op, parameter, module or is:collective", () => fill()),
+      foldSwitch(graph.nodes.length, () => fill()),
       count,
     ),
     list.element,
+    none,
   );
   fill();
+}
+
+// Why a list is empty.
+function nothingMatches(what) {
+  return `No ${what} matches all words of the filter "${state.view.filter || ""}". A ${what} matches a word in its code, its note, its parameters or its module.`;
 }
 
 function matches(node, word) {
@@ -48,22 +70,27 @@ function matches(node, word) {
   return (
     node.code.toLowerCase().includes(word) ||
     node.note.toLowerCase().includes(word) ||
-    node.params.some((name) => name.toLowerCase().includes(word))
+    node.params.some((name) => name.toLowerCase().includes(word)) ||
+    Boolean(node.source && node.source.module.toLowerCase().includes(word))
   );
 }
 
-function filterField(label, value, change) {
+// A field for words that all have to match. The words are a part of the address.
+function filterField(label, change) {
   let timer = 0;
   return el("input", {
     type: "search",
     class: "filter",
     placeholder: label,
     "aria-label": label,
-    value,
+    value: state.view.filter || "",
     spellcheck: "false",
     oninput: (event) => {
       clearTimeout(timer);
-      timer = setTimeout(() => change(event.target.value), 60);
+      timer = setTimeout(() => {
+        keep({ filter: event.target.value });
+        change();
+      }, 60);
     },
   });
 }
@@ -77,24 +104,4 @@ function listingRow(graph, node) {
     el("span", { class: "sign", "aria-hidden": true }, kinds.map((kind) => SIGNS[kind]).join("")),
     codeParts(node),
   );
-}
-
-// The memory and cost models cover aten ops, and not the ops that Dynamo captures.
-function isModelled(step) {
-  return step.level !== "captured";
-}
-
-function notModelled() {
-  return el(
-    "p",
-    { class: "muted pad" },
-    "This is the graph that Dynamo captured. The memory and cost models start at the joint graph.",
-  );
-}
-
-function notWritten() {
-  return [
-    failure(current.step.error, "This pass failed"),
-    el("p", { class: "muted pad" }, "The dump does not contain this graph."),
-  ];
 }

@@ -14,17 +14,33 @@ function drawMemory(main) {
   const { live, byKind, kinds, peak } = graph.curves;
   let at = graph.index.has(state.node) ? graph.index.get(state.node) : peak;
   const earlier = before && before !== graph ? curveOfStepBefore(before, graph) : null;
-  const most = Math.max(live[peak], earlier ? Math.max(...earlier) : 0) || 1;
+  const most = Math.max(live[peak], earlier ? maxOf(earlier, 0, earlier.length) : 0) || 1;
   const side = el("div", { class: "alive" });
+  const view = { from: 0, to: Math.max(graph.nodes.length - 1, 1) };
   const chart = canvas({
     height: 320,
     label: "Bytes alive along the graph",
     props: { role: "slider", "aria-valuemin": 1, "aria-valuemax": graph.nodes.length },
     draw: (pen, width, height) =>
-      paintMemory(pen, width, height, { graph, live, byKind, kinds, peak, earlier, most, at }),
+      paintMemory(pen, width, height, {
+        graph,
+        live,
+        byKind,
+        kinds,
+        peak,
+        earlier,
+        most,
+        at,
+        view,
+      }),
   });
   const show = (next, pinned) => {
     at = Math.max(0, Math.min(graph.nodes.length - 1, next));
+    if (at < view.from || at > view.to) {
+      const width = view.to - view.from;
+      view.from = Math.max(0, Math.min(graph.nodes.length - 1 - width, at - width / 2));
+      view.to = view.from + width;
+    }
     chart.setAttribute("aria-valuenow", at + 1);
     chart.setAttribute(
       "aria-valuetext",
@@ -36,11 +52,25 @@ function drawMemory(main) {
   };
   const position = (event) => {
     const box = chart.getBoundingClientRect();
-    return Math.round(
-      ((event.clientX - box.left - MEMORY_LEFT) / (box.width - MEMORY_LEFT - 8)) *
-        (graph.nodes.length - 1),
-    );
+    const share = (event.clientX - box.left - MEMORY_LEFT) / (box.width - MEMORY_LEFT - 8);
+    return Math.round(view.from + share * (view.to - view.from));
   };
+  const zoom = (factor, around = (view.from + view.to) / 2) => {
+    const end = Math.max(graph.nodes.length - 1, 1);
+    const width = Math.min(end, Math.max(8, (view.to - view.from) * factor));
+    const share = (around - view.from) / (view.to - view.from || 1);
+    view.from = Math.max(0, Math.min(end - width, around - share * width));
+    view.to = view.from + width;
+    chart.repaint();
+  };
+  chart.addEventListener(
+    "wheel",
+    (event) => {
+      zoom(event.deltaY > 0 ? 1.25 : 0.8, position(event));
+      event.preventDefault();
+    },
+    { passive: false },
+  );
   chart.addEventListener("pointermove", (event) => show(position(event)));
   chart.addEventListener("click", (event) => show(position(event), true));
   chart.addEventListener("keydown", (event) => {
@@ -57,6 +87,9 @@ function drawMemory(main) {
     else if (event.key === "Home") show(0);
     else if (event.key === "End") show(graph.nodes.length - 1);
     else if (event.key === "Enter") show(at, true);
+    else if (event.key === "+" || event.key === "=") zoom(0.7, at);
+    else if (event.key === "-") zoom(1 / 0.7, at);
+    else if (event.key === "0") zoom(Infinity);
     else return;
     event.preventDefault();
   });
@@ -86,6 +119,9 @@ function drawMemory(main) {
         },
         { title: "Go to the peak" },
       ),
+      button("−", () => zoom(1 / 0.7), { "aria-label": "Zoom out", title: "Zoom out (-)" }),
+      button("+", () => zoom(0.7, at), { "aria-label": "Zoom in", title: "Zoom in (+)" }),
+      button("All", () => zoom(Infinity), { title: "Show the whole graph (0)" }),
     ),
     chart,
     side,
@@ -93,18 +129,48 @@ function drawMemory(main) {
   show(at);
 }
 
-// The earlier step's curve at the nodes of this graph. A new node repeats the previous value.
+// The earlier step's curve, stretched so that nodes which the pass left in their order stand at
+// the same place. The values between two of them keep their order, and none is left out: where
+// several share a place, the largest is shown.
 function curveOfStepBefore(before, graph) {
   const curve = before.curves.live;
-  let last = 0;
-  return graph.nodes.map((node) => {
-    const at = before.index.get(node.id);
-    if (at !== undefined) last = curve[at];
-    return last;
+  const moved = new Set(((graph.step.diff || {}).moved || []).map(([id]) => id));
+  const shown = new Float64Array(graph.nodes.length);
+  const stretch = (from, to, first, end) => {
+    const count = to - from,
+      given = end - first;
+    for (let slot = 0; slot < count; slot++) {
+      const start = first + Math.floor((slot * given) / count);
+      const stop = Math.max(start + 1, first + Math.floor(((slot + 1) * given) / count));
+      let most = 0;
+      for (let at = start; at < Math.min(stop, curve.length - 1); at++)
+        most = Math.max(most, curve[at]);
+      shown[from + slot] = given ? most : from + slot ? shown[from + slot - 1] : 0;
+    }
+  };
+  let place = 0,
+    earlier = 0;
+  graph.nodes.forEach((node, at) => {
+    const found = before.index.get(node.id);
+    if (found === undefined || moved.has(node.id) || found < earlier) return;
+    stretch(place, at, earlier, found);
+    // Removed nodes directly before this one have no place of their own.
+    const peak = at === place && found > earlier ? maxOf(curve, earlier, found) : 0;
+    shown[at] = Math.max(curve[found], peak);
+    [place, earlier] = [at + 1, found + 1];
   });
+  stretch(place, graph.nodes.length, earlier, before.nodes.length);
+  return shown;
 }
 
-function paintMemory(pen, width, height, { graph, live, byKind, kinds, peak, earlier, most, at }) {
+function maxOf(curve, from, end) {
+  let most = 0;
+  for (let at = from; at < end; at++) most = Math.max(most, curve[at]);
+  return most;
+}
+
+function paintMemory(pen, width, height, memory) {
+  const { graph, live, byKind, kinds, peak, earlier, most, at, view } = memory;
   const plot = {
     left: MEMORY_LEFT,
     right: width - 8,
@@ -113,7 +179,9 @@ function paintMemory(pen, width, height, { graph, live, byKind, kinds, peak, ear
   };
   const count = graph.nodes.length,
     span = plot.right - plot.left;
-  const x = (index) => plot.left + (count > 1 ? index / (count - 1) : 0.5) * span;
+  const first = Math.floor(view.from),
+    end = Math.min(count, Math.ceil(view.to) + 1);
+  const x = (index) => plot.left + ((index - view.from) / (view.to - view.from)) * span;
   const y = (bytes) => plot.bottom - (bytes / most) * (plot.bottom - plot.top);
   pen.font = FONT;
   pen.textAlign = "right";
@@ -129,14 +197,19 @@ function paintMemory(pen, width, height, { graph, live, byKind, kinds, peak, ear
   }
   // At most one column per pixel. Nodes that share a column show their maximum.
   const columns = [];
-  const size = Math.min(count, Math.max(2, Math.floor(span)));
+  const shown = end - first;
+  const size = Math.min(shown, Math.max(2, Math.floor(span)));
   for (let column = 0; column < size; column++) {
-    const from = Math.floor((column / size) * count),
-      to = Math.max(from + 1, Math.floor(((column + 1) / size) * count));
+    const from = first + Math.floor((column / size) * shown),
+      to = Math.max(from + 1, first + Math.floor(((column + 1) / size) * shown));
     let best = from;
     for (let index = from; index < to; index++) if (live[index] > live[best]) best = index;
     columns.push(best);
   }
+  pen.save();
+  pen.beginPath();
+  pen.rect(plot.left, 0, span, plot.bottom);
+  pen.clip();
   const under = new Float64Array(columns.length);
   for (const kind of kinds) {
     pen.beginPath();
@@ -158,7 +231,10 @@ function paintMemory(pen, width, height, { graph, live, byKind, kinds, peak, ear
     pen.stroke();
     pen.setLineDash([]);
   }
-  drawLabel(pen, plot, x(peak), `peak ${bytesText(live[peak])}`, themeColor("text"));
+  pen.restore();
+  layerMarks(pen, plot, graph, first, end, x);
+  if (peak >= view.from && peak <= view.to)
+    drawLabel(pen, plot, x(peak), `peak ${bytesText(live[peak])}`, themeColor("text"));
   pen.strokeStyle = themeColor("accent");
   pen.lineWidth = 1.5;
   pen.beginPath();
@@ -172,9 +248,38 @@ function paintMemory(pen, width, height, { graph, live, byKind, kinds, peak, ear
   pen.fillStyle = themeColor("muted");
   pen.textBaseline = "alphabetic";
   pen.textAlign = "left";
-  pen.fillText("first node", plot.left, height - 6);
+  pen.fillText(first ? `node ${first + 1}` : "first node", plot.left, height - 6);
   pen.textAlign = "right";
-  pen.fillText(`node ${count}`, plot.right, height - 6);
+  pen.fillText(`node ${end}`, plot.right, height - 6);
+}
+
+// Where each layer begins, as ticks below the curve, with names as far as there is room.
+function layerMarks(pen, plot, graph, first, end, x) {
+  const layers = layersOf(graph);
+  let last = "",
+    free = plot.left + 80;
+  pen.strokeStyle = themeColor("muted");
+  pen.fillStyle = themeColor("muted");
+  pen.textBaseline = "alphabetic";
+  pen.textAlign = "left";
+  pen.lineWidth = 1;
+  for (let at = first; at < end; at++) {
+    const layer = layers.get(graph.nodes[at].id);
+    if (layer === last) continue;
+    last = layer;
+    if (!/\d/.test(layer)) continue;
+    const place = x(at);
+    pen.beginPath();
+    pen.moveTo(place, plot.bottom);
+    pen.lineTo(place, plot.bottom + 5);
+    pen.stroke();
+    const text = layer.split(".").slice(-2).join(".");
+    const width = pen.measureText(text).width;
+    if (place >= free && place + width < plot.right - 70) {
+      pen.fillText(text, place, plot.bottom + 16);
+      free = place + width + 16;
+    }
+  }
 }
 
 function drawLabel(pen, plot, at, text, color) {
@@ -182,112 +287,4 @@ function drawLabel(pen, plot, at, text, color) {
   pen.textBaseline = "alphabetic";
   pen.textAlign = at > (plot.left + plot.right) / 2 ? "right" : "left";
   pen.fillText(text, at, plot.top - 4);
-}
-
-function drawAlive(side, graph, at, before) {
-  const alive = graph.alive(at),
-    node = graph.nodes[at],
-    whole = graph.curves.live[at] || 1;
-  const { live, peak } = graph.curves;
-  const percentOfPeak = Math.round((100 * live[at]) / (live[peak] || 1));
-  const kinds = graph.curves.kinds
-    .map((kind) => [kind, graph.curves.byKind[kind][at]])
-    .filter(([, size]) => size);
-  const place = before ? before.index.get(node.id) : undefined;
-  const most = 60;
-  clear(
-    side,
-    el(
-      "div",
-      { class: "alive-head" },
-      el("h2", {}, bytesText(graph.curves.live[at]), el("small", {}, " alive while ")),
-      button(node.name, () => go({ node: node.id }), { class: "link" }),
-      el(
-        "small",
-        { class: "muted" },
-        at === graph.curves.peak ? " (the peak)" : ` ${percentOfPeak} % of the peak`,
-      ),
-      place !== undefined &&
-        el(
-          "small",
-          {},
-          ` · before this pass ${bytesText(before.curves.live[place])} `,
-          delta(before.curves.live[place], graph.curves.live[at]),
-        ),
-    ),
-    el(
-      "div",
-      {
-        class: "stack",
-        role: "img",
-        "aria-label": kinds.map(([kind, size]) => `${kind} ${bytesText(size)}`).join(", "),
-      },
-      kinds.map(([kind, size]) =>
-        el("i", {
-          title: `${kind} ${bytesText(size)}`,
-          style: {
-            background: `var(--kind-${KINDS.includes(kind) ? kind : "other"})`,
-            width: `${(100 * size) / whole}%`,
-          },
-        }),
-      ),
-    ),
-    el(
-      "p",
-      { class: "kinds" },
-      kinds.map(([kind, size]) => el("span", {}, el("b", {}, kind), ` ${bytesText(size)}`)),
-    ),
-    el(
-      "table",
-      { class: "compact" },
-      el(
-        "thead",
-        {},
-        el(
-          "tr",
-          {},
-          ["allocated by", "kind", "bytes", "parameters", "last use"].map((name, i) =>
-            el("th", { scope: "col", class: i === 2 ? "right" : "" }, name),
-          ),
-        ),
-      ),
-      el(
-        "tbody",
-        {},
-        alive.slice(0, most).map((buffer) =>
-          el(
-            "tr",
-            {},
-            el(
-              "td",
-              {},
-              button(buffer.node.name, () => go({ node: buffer.node.id }), { class: "link" }),
-            ),
-            el(
-              "td",
-              {},
-              el("i", {
-                class: "dot",
-                style: {
-                  background: `var(--kind-${KINDS.includes(buffer.kind) ? buffer.kind : "other"})`,
-                },
-              }),
-              buffer.kind,
-            ),
-            el("td", { class: "right" }, bytesText(buffer.nbytes)),
-            el(
-              "td",
-              {},
-              buffer.params.length > 1
-                ? `${buffer.params[0]} and ${buffer.params.length - 1} more`
-                : buffer.params[0] || "",
-            ),
-            el("td", {}, graph.node(buffer.last).name),
-          ),
-        ),
-      ),
-    ),
-    alive.length > most &&
-      el("p", { class: "muted" }, `and ${alive.length - most} smaller buffers`),
-  );
 }

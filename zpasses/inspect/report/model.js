@@ -23,6 +23,13 @@ const SIGNS = {
 };
 const EXECUTED = ["forward", "inference", "backward"];
 
+// Graphs in the order of their interest: those that run, then those that they are made from.
+function byInterest(graphs) {
+  const rank = (graph) =>
+    EXECUTED.includes(graph.name) ? 0 : graph.name === "joint" ? 2 : graph.name === "captured" ? 3 : 1;
+  return [...graphs].sort((a, b) => rank(a) - rank(b));
+}
+
 // Returns the list under a key and creates it first if needed.
 function listIn(map, key) {
   if (!map.has(key)) map.set(key, []);
@@ -179,6 +186,11 @@ class Graph {
           number: at,
           stalls: stalls.map(([where, from, to]) => ({ at: where, start: from, end: to })),
           exposed: stalls.reduce((sum, [, from, to]) => sum + to - from, 0),
+          // The part of it before the transfer starts, behind earlier collectives of the group.
+          queued: stalls.reduce(
+            (sum, [, from, to]) => sum + Math.max(0, Math.min(to, start) - from),
+            0,
+          ),
         }),
       ),
     );

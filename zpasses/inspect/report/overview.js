@@ -6,20 +6,10 @@ function drawOverview(main) {
     main,
     failure(compile.error),
     tiles(compile),
-    compile.graphs.map((graph) => graphCard(compile, graph)),
+    ranksCard(),
+    predictedStep(compile),
+    byInterest(compile.graphs).map((graph) => graphCard(compile, graph)),
     aboutCompile(compile),
-  );
-}
-
-function failure(error, where) {
-  if (!error) return null;
-  return el(
-    "section",
-    { class: "failure", role: "alert" },
-    el("h2", {}, `${where || "This compile failed"}${error.where ? ` in ${error.where}` : ""}`),
-    el("p", {}, `${error.type}: ${error.message}`),
-    error.traceback &&
-      el("details", {}, el("summary", {}, "Traceback"), el("pre", {}, error.traceback)),
   );
 }
 
@@ -93,7 +83,12 @@ function delta(before, after) {
 function graphCard(compile, graph) {
   const last = compile.at(graph, compile.last(graph));
   const peak =
-    last && (isModelled(last.step) ? `peak ${bytesText(last.step.peak[0])}` : "no estimates");
+    last &&
+    (isExecuted(graph.name)
+      ? `peak ${bytesText(last.step.peak[0])}`
+      : graph.name === "joint"
+        ? "split into forward and backward before it runs"
+        : "as Dynamo captured it, no estimates");
   return el(
     "section",
     { class: "card" },
@@ -113,7 +108,7 @@ function graphCard(compile, graph) {
             ].join(" · ")
           : "not in the dump",
       ),
-      last && last.nodes.length > 1 && isModelled(last.step) && sparkline(last),
+      last && last.nodes.length > 1 && isExecuted(graph.name) && sparkline(last),
     ),
     graph.prediction && predicted(graph.prediction),
     (!compile.error || graph.error?.message !== compile.error.message) &&
@@ -130,16 +125,9 @@ function graphCard(compile, graph) {
           el(
             "tr",
             {},
-            [
-              "pass",
-              "changes",
-              "nodes",
-              "collectives",
-              "peak",
-              "exposed",
-              "pass time",
-              "checks",
-            ].map((name, at) => el("th", { scope: "col", class: at > 1 ? "right" : "" }, name)),
+            PASS_COLUMNS.map(([name, title], at) =>
+              el("th", { scope: "col", class: at > 1 ? "right" : "", title }, name),
+            ),
           ),
         ),
         el(
@@ -152,33 +140,16 @@ function graphCard(compile, graph) {
   );
 }
 
-// How far the graph is from what a schedule could achieve, and from what none can.
-function predicted(prediction) {
-  const { total_us, possible_us, bound_us, limit_bytes } = prediction;
-  const share = (us) => `${((100 * us) / Math.max(total_us, possible_us)).toFixed(1)}%`;
-  const bar = (kind, us, text, title) =>
-    el(
-      "div",
-      { class: "predicted-row", title },
-      el("span", { class: "muted" }, text),
-      el("span", { class: "predicted-track" }, [
-        el("span", { class: `predicted-bar ${kind}`, style: { width: share(us) } }),
-      ]),
-      el("span", { class: "right" }, timeText(us)),
-    );
-  return el(
-    "div",
-    { class: "predicted", role: "group", "aria-label": "Predicted time" },
-    bar("achieved", total_us, "achieved", "The graph after its last pass, by the timing model"),
-    bar(
-      "possible",
-      possible_us,
-      `possible within ${bytesText(limit_bytes)}`,
-      "With the plan of the pass schedule",
-    ),
-    bar("bound", bound_us, "bound", "No schedule of these collectives is faster"),
-  );
-}
+const PASS_COLUMNS = [
+  ["pass", "The pass and its options, in the order in which they ran"],
+  ["changed nodes", "Nodes that differ from the graph before the pass, by kind of change"],
+  ["nodes", "Nodes after the pass"],
+  ["collectives", "Collectives after the pass"],
+  ["peak", "Estimated peak memory after the pass, without shards and inputs"],
+  ["exposed", "Estimated time in which compute waits for communication"],
+  ["pass time", "Time that the rewrite took"],
+  ["checks", "Time that the verification took"],
+];
 
 function stepRow(compile, graph, step, at) {
   const stepWithGraph = compile.stepWithGraph(graph, at),
@@ -186,7 +157,7 @@ function stepRow(compile, graph, step, at) {
   const earlier = compile.before(graph, at),
     there = compile.at(graph, at);
   const changed = step.after && step.same === undefined && step.diff;
-  const modelled = isModelled(step);
+  const modelled = isExecuted(graph.name);
   const peak =
     modelled &&
     stepWithGraph.peak &&
@@ -263,7 +234,7 @@ function changesOf(step) {
     : el(
         "span",
         { class: "muted" },
-        step.run ? `${step.run.changes} in metadata` : "none in nodes",
+        step.run ? `${plural(step.run.changes, "rewrite")} in metadata` : "none in nodes",
       );
 }
 
@@ -278,12 +249,10 @@ function changeChips(diff, inWords = false) {
   });
 }
 
-function sparkline(graph) {
+function sparkline(graph, most = graph.curves.live[graph.curves.peak], width = 160, height = 28) {
   const { live } = graph.curves,
-    width = 160,
-    height = 28,
     count = graph.nodes.length;
-  const peak = Math.max(...live) || 1;
+  const peak = most || 1;
   const points = [];
   for (let x = 0; x <= width; x++) {
     let most = 0;

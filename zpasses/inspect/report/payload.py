@@ -10,20 +10,51 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from zpasses.dumps.format import Compile, Dump, Failure, Node, PassRun, Snapshot, Step
+from zpasses.dumps.format import Compile, Dump, Failure, Node, PassRun, Snapshot, Source, Step
 from zpasses.inspect.difference import Difference, compare
 from zpasses.inspect.escape import one_line, one_line_values, printable
 from zpasses.inspect.find import SelectedGraph, select_graphs, select_rank
 from zpasses.inspect.listing import call_text, note_text, op_text, value_text
+from zpasses.inspect.rank_agreement import rank_agreements
 from zpasses.inspect.schedule import schedule
+from zpasses.inspect.sources import parameter_sources
 from zpasses.inspect.views import to_json_value
 
 __all__ = ["payload"]
 
 
-def payload(dump: Dump, rank: int | None, compile_name: str | None) -> dict[str, Any]:
-    """All data that the page shows of one rank."""
+FORMAT = 3
+"""Version of the page's data. A page reads only reports of the same version."""
+
+
+def payload(
+    dump: Dump,
+    rank: int | None,
+    compile_name: str | None,
+    others: Sequence[tuple[Dump, int | None]] = (),
+) -> dict[str, Any]:
+    """All data that the page shows of one rank.
+
+    Args:
+        others: further dumps, or ranks of a dump, whose compiles follow.
+    """
     rank = select_rank(dump, rank)
+    compiles = _compiles(dump, rank, compile_name)
+    for other, of_rank in others:
+        compiles += _compiles(other, select_rank(other, of_rank), compile_name)
+    return {
+        "format": FORMAT,
+        "title": one_line(f"zpasses report: {dump.path.name}"),
+        "path": one_line(str(dump.path)),
+        "meta": one_line_values(dump.meta),
+        "rank": rank,
+        "ranks": sorted(dump.ranks),
+        "agreement": one_line_values([each.to_json() for each in rank_agreements(dump)]),
+        "compiles": compiles,
+    }
+
+
+def _compiles(dump: Dump, rank: int, compile_name: str | None) -> list[dict[str, Any]]:
     picked = select_graphs(dump, rank=rank, compile_name=compile_name)
     chosen = dict.fromkeys(each.compile.folder for each in picked)
     compiles = [
@@ -31,23 +62,20 @@ def payload(dump: Dump, rank: int | None, compile_name: str | None) -> dict[str,
         for each in dump.ranks[rank].compiles
         if each.folder in chosen or (compile_name is None and each.error is not None)
     ]
-    return {
-        "title": one_line(f"zpasses report: {dump.path.name}"),
-        "path": one_line(str(dump.path)),
-        "meta": one_line_values(dump.meta),
-        "rank": rank,
-        "ranks": sorted(dump.ranks),
-        "compiles": [_compile(each, rank) for each in compiles],
-    }
+    return [_compile(each, rank, dump.path.name) for each in compiles]
 
 
-def _compile(each: Compile, rank: int) -> dict[str, Any]:
+def _compile(each: Compile, rank: int, dump: str) -> dict[str, Any]:
     pool = _NodePool(each)
     graphs = [_graph(SelectedGraph(rank, each, graph), pool) for graph in each.graphs.values()]
     info = each.info
+    sources = parameter_sources(each)
     return {
         "name": one_line(info.name),
         "folder": one_line(each.folder),
+        "dump": one_line(dump),
+        "rank": rank,
+        "world": info.world,
         "state": one_line(info.state),
         "codegen": one_line(info.codegen),
         "pipeline": one_line(info.pipeline),
@@ -60,6 +88,7 @@ def _compile(each: Compile, rank: int) -> dict[str, Any]:
                 param.shard_bytes,
                 _plain(param.shape),
                 one_line(param.dtype),
+                _place(sources.get(name), pool),
             ]
             for name, param in info.parameters.items()
         },
@@ -74,6 +103,13 @@ def _compile(each: Compile, rank: int) -> dict[str, Any]:
         "nodes": pool.rows,
         "graphs": graphs,
     }
+
+
+def _place(source: Source | None, pool: _NodePool) -> list[Any] | None:
+    if source is None:
+        return None
+    pool.files.add(source.file)
+    return [one_line(source.file), source.line, one_line(source.text), one_line(source.module)]
 
 
 def _plain(value: Any) -> Any:

@@ -30,8 +30,15 @@ function drawSource(main) {
   let lineNodes = [];
   const nodeList = rowList({
     label: "Nodes from the selected line",
-    row: (at) => listingRow(graph, lineNodes[at]),
-    pick: (at) => go({ node: lineNodes[at].id }),
+    row: (at) =>
+      lineNodes[at].fold
+        ? foldRow(lineNodes[at], (block) => block.items)
+        : listingRow(graph, lineNodes[at]),
+    pick: (at) => {
+      if (!lineNodes[at].fold) return go({ node: lineNodes[at].id });
+      toggleFold(lineNodes[at]);
+      return fill();
+    },
   });
   const title = el("h3", {});
   const code = rowList({
@@ -70,9 +77,16 @@ function drawSource(main) {
             `${timeText(weight(line))} of compute and communication`
         : "no nodes",
     );
+    if (isFolded(graph.nodes.length))
+      lineNodes = foldRows(
+        lineNodes,
+        (node) => (node.source ? layerOf(node.source.module) : ""),
+        `${state.graph}/${state.step}/${sourceFile}:${line}`,
+        (node) => node.id === state.node,
+      );
     nodeList.fill(
       lineNodes.length,
-      lineNodes.findIndex((node) => node.id === state.node),
+      lineNodes.findIndex((node) => !node.fold && node.id === state.node),
     );
     code.fill(text.length, line - 1);
   };
@@ -100,6 +114,7 @@ function drawSource(main) {
         { class: "muted" },
         "Each line shows its number of nodes, and its estimated time as a bar.",
       ),
+      foldSwitch(graph.nodes.length, () => fill()),
     ),
     el(
       "div",

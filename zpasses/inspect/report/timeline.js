@@ -1,7 +1,7 @@
 // The estimated schedule: the compute stream, and below it the stream of each process group.
 // Exposed time is red: compute waits for a collective.
 
-const TRACK = { left: 108, top: 14, height: 44, gap: 26, between: 8 };
+const TRACK = { left: 108, top: 36, height: 44, gap: 26, between: 8, modules: 18 };
 
 function laneTop(lane) {
   return TRACK.top + TRACK.height + TRACK.gap + lane * (TRACK.height + TRACK.between);
@@ -239,6 +239,7 @@ function paintTimeline(
   pen.textAlign = "left";
   pen.fillStyle = themeColor("muted");
   pen.fillText("compute", 8, TRACK.top + TRACK.height / 2);
+  pen.fillText("module", 8, TRACK.top - 2 - TRACK.modules / 2);
   const named = groups.length > 1 ? groups.map((group) => `group ${group}`) : ["communication"];
   named.forEach((name, lane) =>
     pen.fillText(
@@ -287,6 +288,7 @@ function paintTimeline(
       pen.restore();
     }
   };
+  paintModules(pen, x, view, graph);
   const compute = themeColor("compute"),
     exposed = themeColor("exposed");
   for (const span of spans) if (seen(span)) box(span, TRACK.top, compute, span.node.name);
@@ -317,6 +319,34 @@ function paintTimeline(
     );
   }
   pen.restore();
+}
+
+// Above the stream of compute: which module each stretch of it computes.
+function paintModules(pen, x, view, graph) {
+  const blocks = graph.memoize("moduleBlocks", () => {
+    const layers = layersOf(graph);
+    return blocksOf(graph.spans, (span) => layers.get(span.node.id)).map((block) => ({
+      name: block.layer,
+      start: block.items[0].start,
+      end: block.items[block.items.length - 1].end,
+    }));
+  });
+  pen.textAlign = "left";
+  blocks.forEach((block, at) => {
+    if (!block.name || block.end < view.from || block.start > view.to) return;
+    const from = Math.max(x(block.start), TRACK.left),
+      to = x(block.end);
+    pen.fillStyle = themeColor(at % 2 ? "raised" : "line");
+    pen.fillRect(from, TRACK.top - TRACK.modules - 2, Math.max(to - from, 1), TRACK.modules);
+    if (to - from < 40) return;
+    pen.save();
+    pen.beginPath();
+    pen.rect(from, 0, to - from - 2, TRACK.top);
+    pen.clip();
+    pen.fillStyle = themeColor("text");
+    pen.fillText(block.name, from + 4, TRACK.top - 2 - TRACK.modules / 2);
+    pen.restore();
+  });
 }
 
 // Draws a line from a collective to its wait.
@@ -364,7 +394,7 @@ function timelineTooltip(graph, { span, collective, stall }) {
       el(
         "p",
         {},
-        collective.exposed ? `${timeText(collective.exposed)} exposed` : "hidden by compute",
+        collective.exposed ? `exposed ${exposedText(collective)}` : "hidden by compute",
         wait ? `; wait ${plural(collective.distance, "node")} later` : "",
       ),
       paramLine(collective.node),
@@ -393,6 +423,13 @@ function paramLine(node) {
   );
 }
 
+const WAIT_COLUMNS = [
+  ["exposed", "Time for which compute waits at this node"],
+  ["collective", "The collective that it waits for"],
+  ["parameters", "Parameters that the collective carries"],
+  ["needed by", "The node that waits"],
+];
+
 function exposedTable(graph, stalls) {
   const largest = stalls
     .filter((stall) => stall.end > stall.start)
@@ -403,7 +440,7 @@ function exposedTable(graph, stalls) {
     "section",
     { class: "card" },
     el("header", {}, el("h2", {}, "Longest waits")),
-    el(
+    el("div", { class: "scroll" }, el(
       "table",
       { class: "compact" },
       el(
@@ -412,8 +449,8 @@ function exposedTable(graph, stalls) {
         el(
           "tr",
           {},
-          ["exposed", "collective", "parameters", "wait"].map((name, i) =>
-            el("th", { scope: "col", class: i ? "" : "right" }, name),
+          WAIT_COLUMNS.map(([name, title], i) =>
+            el("th", { scope: "col", class: i ? "" : "right", title }, name),
           ),
         ),
       ),
@@ -428,15 +465,13 @@ function exposedTable(graph, stalls) {
             el(
               "td",
               {},
-              button(stall.collective.node.name, () => go({ node: stall.collective.id }), {
-                class: "link",
-              }),
+              nodeLink(stall.collective.node),
             ),
             el("td", {}, paramLine(stall.collective.node)),
-            el("td", {}, (graph.node(stall.at) || stall.collective.node).name),
+            el("td", {}, nodeLink(graph.node(stall.at) || stall.collective.node)),
           ),
         ),
       ),
-    ),
+    )),
   );
 }

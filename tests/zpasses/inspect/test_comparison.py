@@ -1,0 +1,253 @@
+"""Two graphs side by side: in text, and on the page."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.zpasses.inspect.graphs import dump_of, graph_of, node, snapshot, two_gathers
+from tests.zpasses.inspect.real import dump_training_step, real_dump
+from tests.zpasses.inspect.test_report import (  # noqa: F401
+    HOSTILE,
+    browser,
+    needs_browser,
+    one,
+    page,
+    wait_for,
+)
+from zpasses.dumps.format import Buffer, Ref
+from zpasses.inspect import Inspection, compare, pair_nodes
+from zpasses.inspect import open as open_dump
+from zpasses.inspect.comparison import Comparison
+
+MINUS_58 = "\N{MINUS SIGN}58.8 %"
+
+
+def stage(keeps):
+    """A graph that holds `w` for its whole length, or an activation instead."""
+    x, mm, relu, end = range(4) if keeps else range(100, 104)
+    buffers = (
+        (Buffer(400, mm, end, "parameter", ("w",)),)
+        if keeps
+        else (Buffer(100, mm, end, "activation"), Buffer(60, mm, end, "gradient", ("w",)))
+    )
+    nodes = (
+        node(x, "x", "x", op="placeholder"),
+        node(mm, "mm", "aten.mm.default", (Ref(x),), buffers=buffers),
+        node(relu, "relu", args=(Ref(mm),), buffers=(Buffer(8, relu, end, "activation"),)),
+        node(end, "output", "output", ((Ref(relu),),), op="output"),
+    )
+    held = sum(each.nbytes for each in buffers)
+    return snapshot(*nodes, live=(0, held, held + 8, held + 8))
+
+
+def named(name, *graphs):
+    dump = dump_of(*graphs)
+    return Inspection(replace(dump, path=dump.path.parent / name))
+
+
+def two_dumps():
+    return (
+        named("stage2", graph_of("forward", (None, stage(True)))),
+        named("stage3", graph_of("forward", (None, stage(False)))),
+    )
+
+
+def test_new_and_gone_buffers_explain_the_difference_of_the_peaks():
+    before, after = stage(True), stage(False)
+    found = Comparison(compare(before, after, pair_nodes(before, after)))
+    assert (found.before.peak_bytes, found.after.peak_bytes) == (408, 168)
+    assert [(each.kind, each.nbytes) for each in found.gone] == [("parameter", 400)]
+    assert [(each.kind, each.nbytes) for each in found.new] == [
+        ("activation", 100),
+        ("gradient", 60),
+    ]
+    change = sum(each.nbytes for each in found.new) - sum(each.nbytes for each in found.gone)
+    assert change == found.after.peak_bytes - found.before.peak_bytes
+    assert found.by_kind == {"parameter": (400, 0), "activation": (8, 108), "gradient": (0, 60)}
+
+
+@pytest.mark.parametrize("graph", ["joint", "forward", "backward"])
+def test_the_memory_delta_of_every_pass_adds_up(graph):
+    inspection = open_dump(real_dump()[0])
+    steps = inspection.dump.ranks[0].compiles[0].graphs[graph].steps
+    for at in range(1, len(steps)):
+        found = Comparison(inspection.diff_of_steps(graph, at - 1, at))
+        change = sum(each.nbytes for each in found.new) - sum(each.nbytes for each in found.gone)
+        assert change == found.after.peak_bytes - found.before.peak_bytes
+        kinds = sum(now - was for was, now in found.by_kind.values())
+        assert kinds == found.after.peak_bytes - found.before.peak_bytes
+
+
+def test_diff_summarises_time_exposed_peak_and_collectives():
+    first, second = two_dumps()
+    view = first.diff_to(second)
+    text = str(view)
+    assert "408 B -> 168 B (-58.8%)" in text
+    assert "parameter 400 B -> 0 B" in text
+    assert "gone           mm              parameter" in text
+    figures = view.data["graphs"][0]["figures"]
+    assert (figures["before"]["peak_bytes"], figures["after"]["peak_bytes"]) == (408, 168)
+    assert figures["gone_at_peak"][0]["params"] == ("w",)
+    json.dumps(view.data)
+
+
+def test_equal_graphs_have_no_summary():
+    first, _ = two_dumps()
+    assert str(first.diff_to(first)) == "0/0 forward, before the first pass: no change"
+
+
+# --- the page -------------------------------------------------------------------------------------
+@pytest.fixture
+def both(page):  # noqa: F811
+    def show(address="0/forward/0/compare/"):
+        first, second = two_dumps()
+        return page(_Both(first, second), address)
+
+    return show
+
+
+class _Both:
+    def __init__(self, *inspections):
+        self._inspections = inspections
+
+    def html(self):
+        first, *others = self._inspections
+        return first.html(*others)
+
+
+@needs_browser
+def test_a_second_dump_is_one_click_away(both):
+    shown = both("0/forward/0/memory/")
+    one(shown, "#tab-compare").click()
+    text = one(shown, "main").text
+    for part in ("stage2, compile 0/0", "stage3, compile 0/0", "408 B", "168 B", MINUS_58):
+        assert part in text
+    assert "gone at the peak: 400 B" in text
+    assert "new at the peak: 160 B" in text
+    one(shown, "button", "Swap").click()
+    assert "gone at the peak: 160 B" in one(shown, "main").text
+
+
+@needs_browser
+def test_both_graphs_scroll_and_are_selected_together(both):
+    shown = both()
+    one(shown, ".gap", "4 equal nodes").click()
+    row = one(shown, ".pair", "relu")
+    assert row.text.count("relu = relu(mm)") == 2
+    row.click()
+    assert one(shown, ".detail h2").text == "relu"
+
+
+@needs_browser
+def test_passes_of_one_graph_can_be_compared(page):  # noqa: F811
+    graph = graph_of(
+        "forward", (None, two_gathers()), ("bucket", two_gathers()), ("overlap", two_gathers(True))
+    )
+    shown = page(Inspection(dump_of(graph)), "0/forward/0/compare//with=0%2Fforward%2F2")
+    assert one(shown, ".chip.moved").get_attribute("title") == "1 node moved"
+    select = one(shown, '[aria-label="Compare with"]')
+    assert select.get_attribute("value") == "0/forward/2"
+
+
+@needs_browser
+@pytest.mark.parametrize("graph", ["joint", "forward", "backward"])
+def test_pairs_of_the_page_are_those_of_the_command_line(page, tmp_path, graph):  # noqa: F811
+    dump_training_step(tmp_path / "other", pipeline="zero2")
+    first, second = open_dump(real_dump()[0]), open_dump(tmp_path / "other")
+    shown = page(_Both(first, second))
+    found = shown.execute_script(
+        "const side = (c) => { const g = compiles[c].graphs.find((e) => e.name === arguments[0]);"
+        " return compiles[c].at(g, compiles[c].last(g)); };"
+        "return [...pairNodes(side(0), side(1))];",
+        graph,
+    )
+    one_, other = first.step_of(graph).snapshot, second.step_of(graph).snapshot
+    expected = pair_nodes(one_, other)
+    same = sum(expected.get(a) == b for a, b in found)
+    assert same >= 0.9 * len(expected)
+    assert abs(len(found) - len(expected)) <= 0.05 * len(expected)
+
+
+@needs_browser
+@pytest.mark.parametrize("graph", ["joint", "forward", "backward"])
+def test_changes_between_steps_on_the_page_are_those_of_the_command_line(page, graph):  # noqa: F811
+    inspection = open_dump(real_dump()[0])
+    shown = page(inspection)
+    steps = inspection.dump.ranks[0].compiles[0].graphs[graph].steps
+    for first, last in ((0, len(steps) - 1), (len(steps) - 2, len(steps) - 1)):
+        counts = shown.execute_script(
+            "const g = compiles[0].graphs.find((e) => e.name === arguments[0]);"
+            "const [a, b] = [arguments[1], arguments[2]].map((at) => compiles[0].at(g, at));"
+            "const rows = alignPairs(a, b, pairNodes(a, b)), found = {};"
+            "for (const row of rows) for (const kind of row.counted)"
+            "  found[kind] = (found[kind] || 0) + 1;"
+            "return found;",
+            graph,
+            first,
+            last,
+        )
+        expected = inspection.diff_of_steps(graph, first, last).counts
+        assert counts.get("moved", 0) == expected.get("moved", 0)
+        assert counts.get("inserted", 0) == expected.get("inserted", 0)
+        assert counts.get("removed", 0) == expected.get("removed", 0)
+        assert counts.get("retyped", 0) == expected.get("retyped", 0)
+        assert counts.get("rewired", 0) == expected.get("rewired", 0)
+
+
+def drop(shown, text, name="other.html"):
+    shown.execute_script(
+        "addReport(new File([arguments[0]], arguments[1], {type: 'text/html'}));", text, name
+    )
+
+
+@needs_browser
+def test_a_report_can_be_dropped_onto_the_page(page):  # noqa: F811
+    first, second = two_dumps()
+    shown = page(first, "0/forward/0/memory/")
+    drop(shown, second.html())
+    wait_for(shown, "document.querySelector('.compared') && compiles.length === 2")
+    text = one(shown, "main").text
+    assert "stage3, compile 0/0" in text
+    assert MINUS_58 in text
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        HOSTILE,
+        '<script id="data">[1',
+        '<script id="data">{"format": 99, "compiles": []}</script>',
+        '<script id="data">{"format": 3, "path": "x", "compiles": [{}]}</script>',
+        '<script id="data">{"format": 3, "path": "x", "compiles": []}</script>',
+    ],
+)
+def test_a_dropped_file_that_is_no_report_is_refused_with_a_reason(page, text):  # noqa: F811
+    shown = page(two_dumps()[0])
+    drop(shown, text, HOSTILE)
+    assert "cannot be added: " in one(shown, ".notice").text
+    assert shown.execute_script("return [compiles.length, window.hacked]") == [1, None]
+
+
+@needs_browser
+def test_nothing_of_a_dropped_report_is_executed(page):  # noqa: F811
+    first, second = two_dumps()
+    shown = page(first)
+    hostile = second.html().replace('"relu"', json.dumps(HOSTILE).replace("<", "\\u003c"))
+    drop(shown, hostile)
+    wait_for(shown, "compiles.length === 2")
+    for tab in ("overview", "memory", "listing", "compare"):
+        shown.execute_script(f"go({{compile: 1, graph: 'forward', tab: '{tab}'}})")
+    assert shown.execute_script("return window.hacked") is None
+
+
+def test_html_of_two_ranks_has_both():
+    folder = real_dump()[0]
+    dump = open_dump(folder).dump
+    text = Inspection(dump, 0).html(Inspection(dump, 1))
+    start = text.index('id="data">') + len('id="data">')
+    data = json.loads(text[start : text.index("</script>", start)])
+    assert [each["rank"] for each in data["compiles"]] == [0, 1]
+    assert len({each["dump"] for each in data["compiles"]}) == 1

@@ -1,0 +1,106 @@
+"""Which ranks of a dump agree, and where the first difference is."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.zpasses.inspect.graphs import chain, dump_of, graph_of, two_gathers
+from tests.zpasses.inspect.real import dump_training_step
+from tests.zpasses.inspect.test_real_dump import ExtraParameter
+from tests.zpasses.inspect.test_report import browser, needs_browser, one, page  # noqa: F401
+from zpasses.dumps.format import Agreement, Dump
+from zpasses.inspect import Inspection
+from zpasses.inspect import open as open_dump
+from zpasses.inspect.rank_agreement import rank_agreements, ranks_text
+
+
+def ranks_of(*graphs):
+    """A dump of one graph on each rank. None is a rank without it."""
+    dumps = [
+        dump_of(*([graph] if graph is not None else []), rank=rank)
+        for rank, graph in enumerate(graphs)
+    ]
+    ranks = {rank: each.ranks[rank] for rank, each in enumerate(dumps)}
+    return Dump(dumps[0].path, 2, dumps[0].meta, ranks)
+
+
+def forward(snapshot, digest=None):
+    graph = graph_of("forward", (None, snapshot))
+    if digest is None:
+        return graph
+    return replace(graph, agreements=(Agreement("forward", "0", digest, 2, "agreed"),))
+
+
+def test_ranks_that_agree_are_one_line():
+    dump = ranks_of(*[forward(two_gathers())] * 4)
+    (found,) = rank_agreements(dump)
+    assert (found.agree, found.alike, found.difference) == (True, ((0, 1, 2, 3),), "")
+    assert "All ranks run the same collectives: forward." in str(Inspection(dump).overview())
+
+
+def test_the_rank_that_differs_is_named_with_its_first_collective():
+    dump = ranks_of(
+        *[forward(two_gathers())] * 2, forward(two_gathers(early=True)), forward(chain(3))
+    )
+    (found,) = rank_agreements(dump)
+    assert found.alike == ((0, 1, 2), (3,))  # the order of starts is equal on ranks 0 to 2
+    assert "collective 1 is all_gather_into_tensor -> f32[4, 4] of w" in found.difference
+    assert "nothing more on rank 3, of 0" in found.difference
+    assert found.difference.endswith("zpasses diff dump forward --ranks 0 3")
+    text = str(Inspection(dump).overview())
+    assert "0/0 forward DIFFERS: ranks 0 to 2; 3" in text
+
+
+def test_a_rank_without_the_graph_is_named():
+    (found,) = rank_agreements(ranks_of(forward(two_gathers()), None, forward(two_gathers())))
+    assert (found.alike, found.missing, found.agree) == (((0, 2),), (1,), False)
+
+
+def test_digests_that_ranks_exchanged_are_enough():
+    def unreadable(number):
+        raise AssertionError(f"graph {number} was read")
+
+    graph = forward(two_gathers(), "abc")
+    graph = replace(graph, steps=tuple(replace(each, load=unreadable) for each in graph.steps))
+    (found,) = rank_agreements(ranks_of(graph, graph))
+    assert found.agree
+
+
+def test_a_dump_of_one_rank_says_nothing():
+    assert rank_agreements(ranks_of(forward(two_gathers()))) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ((0,), "0"),
+        ((0, 1), "0, 1"),
+        (range(512), "0 to 511"),
+        ((0, 2, 3, 4), "0, 2 to 4"),
+        (range(0, 20, 2), "0, 2, 4, 6, 8, 10 and 4 more"),
+    ],
+)
+def test_ranks_are_ranges(ranks, text):
+    assert ranks_text(tuple(ranks)) == text
+
+
+@pytest.fixture(scope="module")
+def disagreeing(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("disagreeing")
+    dump_training_step(folder, rank=0)
+    dump_training_step(folder, rank=1, model=ExtraParameter)
+    return open_dump(folder)
+
+
+def test_the_parameter_that_only_one_rank_gathers_is_named(disagreeing):
+    text = str(disagreeing.overview())
+    assert "0/0 forward DIFFERS: ranks 0; 1" in text
+    assert "Only on rank 1: scale." in text
+    assert f"zpasses diff {disagreeing.dump.path} forward --ranks 0 1" in text
+
+
+@needs_browser
+def test_the_page_says_which_ranks_differ(page, disagreeing):  # noqa: F811
+    text = one(page(disagreeing), ".failure").text
+    assert "Ranks run different collectives" in text
+    assert "Only on rank 1: scale." in text

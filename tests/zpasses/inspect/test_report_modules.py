@@ -1,0 +1,152 @@
+"""Tests of the page: equal layers are shown once in every view."""
+
+import pytest
+
+from tests.zpasses.inspect.graphs import dump_of, graph_of, node, snapshot
+from tests.zpasses.inspect.test_report import (  # noqa: F401
+    all_of,
+    browser,
+    needs_browser,
+    one,
+    page,
+    wait_for,
+)
+from zpasses.dumps.format import Buffer, Param, Ref, Source
+from zpasses.inspect import Inspection
+from zpasses.inspect.modules import template
+
+LAYERS = 12
+
+
+def layered(odd=None, changed=()):
+    """A model of equal layers of two nodes, of which `odd` has a slower one."""
+    nodes = [node(0, "x", "x", op="placeholder")]
+    last, end = 0, 3 * LAYERS + 1
+    for layer in range(LAYERS):
+        for part in ("up", "down"):
+            key = len(nodes)
+            module = f"model.layers.{layer}.{part}"
+            target = "aten.tanh.default" if layer in changed else "aten.relu.default"
+            nodes.append(
+                node(
+                    key,
+                    f"{part}_{layer}",
+                    target,
+                    (Ref(last),),
+                    cost_us=40.0 if layer == odd else 10.0,
+                    source=Source("model.py", 7, "x = layer(x)", module),
+                    buffers=(Buffer(64, key, end, "parameter", (f"{module}.weight",)),),
+                )
+            )
+            last = key
+    nodes.append(node(end, "output", "output", ((Ref(last),),), op="output"))
+    return snapshot(
+        *nodes, live=(0, *(64 * at for at in range(1, 2 * LAYERS + 1)), 64 * 2 * LAYERS)
+    )
+
+
+def inspection(*states):
+    params = {
+        name: Param(name, (4, 4), "float32", 64, 32, 4)
+        for each in layered().nodes
+        for buffer in each.buffers
+        for name in buffer.params
+    }
+    steps = [(f"p{at}" if at else None, state) for at, state in enumerate(states)]
+    return Inspection(dump_of(graph_of("forward", *steps), parameters=params))
+
+
+def folds(shown):
+    return [each.text for each in all_of(shown, ".fold")]
+
+
+@needs_browser
+def test_equal_layers_are_one_row_and_the_odd_one_is_named(page):  # noqa: F811
+    shown = page(inspection(layered(odd=3)), "0/forward/0/listing//fold=yes")
+    inputs, layers, output = folds(shown)
+    assert "(inputs)" in inputs
+    assert "(output)" in output
+    for part in (
+        "model.layers.*",
+        f"× {LAYERS}",  # noqa: RUF001
+        "2 nodes",
+        "20 µs to 80 µs of compute each",
+        "not as the others: model.layers.3",
+    ):
+        assert part in layers
+    all_of(shown, ".fold")[1].click()
+    wait_for(shown, f"document.querySelectorAll('.fold.deep').length === {LAYERS}")
+    all_of(shown, ".fold.deep")[4].click()
+    assert one(shown, ".line", "up_4 = relu(down_3)")
+
+
+@needs_browser
+def test_a_selected_node_is_visible_in_a_folded_list(page):  # noqa: F811
+    shown = page(inspection(layered()), "0/forward/0/listing/9/fold=yes")
+    assert "up_4" in one(shown, ".row.active").text
+
+
+@needs_browser
+def test_the_difference_of_equal_layers_is_one_row(page):  # noqa: F811
+    shown = page(
+        inspection(layered(), layered(changed=range(1, LAYERS))), "0/forward/1/diff//fold=yes"
+    )
+    layers = folds(shown)[1]
+    assert "~ 0 to 2" in layers
+    assert "unchanged" in folds(shown)[0]
+
+
+@needs_browser
+def test_small_graphs_are_not_folded_unless_asked(page):  # noqa: F811
+    shown = page(inspection(layered()), "0/forward/0/listing/")
+    assert folds(shown) == []
+    one(shown, '[aria-label="Fold by module"]').click()
+    assert len(folds(shown)) == 3
+    assert "fold=yes" in shown.execute_script("return location.hash")
+
+
+@needs_browser
+def test_nodes_of_a_line_are_folded(page):  # noqa: F811
+    shown = page(inspection(layered()), "0/forward/0/source//fold=yes")
+    assert any(f"× {LAYERS}" in each for each in folds(shown))  # noqa: RUF001
+
+
+@needs_browser
+def test_memory_has_sums_by_module_and_a_band_for_each_buffer(page):  # noqa: F811
+    shown = page(inspection(layered()), "0/forward/0/memory/")
+    band = all_of(shown, ".lifetime")[0]
+    assert "alive from up_0 to output" in band.get_attribute("title")
+    band.click()
+    assert one(shown, ".detail h2").text == "up_0"
+    one(shown, '[aria-label="Sums by module"]').click()
+    rows = [each.text for each in all_of(shown, ".alive tbody tr")]
+    assert {each.split(" 64")[0] for each in rows} == {"model.layers.0.up 1"}
+    one(shown, ".detail button").click()
+    rows = [each.text for each in all_of(shown, ".alive tbody tr")]
+    assert f"model.layers.*.up {LAYERS} 768 B 50.0 % 64 B" in rows
+
+
+@needs_browser
+def test_memory_and_timeline_zoom_and_name_the_layers(page):  # noqa: F811
+    shown = page(inspection(layered()), "0/forward/0/memory/")
+    texts = "window.texts = []; const old = CanvasRenderingContext2D.prototype.fillText;"
+    shown.execute_script(
+        texts + "CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {"
+        "window.texts.push(text); return old.call(this, text, ...rest); };"
+    )
+    one(shown, '[aria-label="Zoom in"]').click()
+    wait_for(shown, "window.texts.some((each) => /^layers[.]\\d+$/.test(each))")
+    wait_for(shown, "window.texts.some((each) => /^node \\d+$/.test(each))")
+    shown.execute_script("window.texts = []")
+    one(shown, "#tab-timeline").click()
+    wait_for(shown, "window.texts.includes('model.layers.3')")
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    "module",
+    ["layers.3.mlp.up", "layers.3", "3", "blocks.3.mlp.0", "a.3.experts.12.up", "norm2", ""],
+)
+def test_page_and_command_line_fold_alike(page, module):  # noqa: F811
+    shown = page(inspection(layered()))
+    assert shown.execute_script("return template(arguments[0])", module) == template(module)

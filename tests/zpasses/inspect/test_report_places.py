@@ -1,0 +1,211 @@
+"""Tests of the page: what it says where, at every width, and that its address keeps the view."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.zpasses.inspect.graphs import (
+    chain,
+    dump_of,
+    gather,
+    graph_of,
+    node,
+    small_dump,
+    snapshot,
+    two_gathers,
+    wait,
+)
+from tests.zpasses.inspect.test_report import (  # noqa: F401
+    all_of,
+    browser,
+    needs_browser,
+    one,
+    page,
+    wait_for,
+)
+from zpasses.dumps.format import Buffer, Failure, Prediction, Ref
+from zpasses.inspect import Inspection, communication
+
+FAILURE = Failure("KeyError", "'w'", "overlap", raised="train.py:7 in rewrite: names['w']")
+
+
+def queueing():
+    """Two gathers that start at once, of which the first is needed last."""
+    return snapshot(
+        node(0, "a", "a", op="placeholder"),
+        gather(1, "gather_w", 0, 3, cost_us=10.0),
+        gather(2, "gather_v", 0, 4, cost_us=5.0, param="v"),
+        wait(4, "v", 2, param="v"),
+        wait(3, "w", 1),
+        node(5, "output", "output", ((Ref(3), Ref(4)),), op="output"),
+    )
+
+
+def test_exposed_time_beyond_the_transfer_is_queueing():
+    first, second = communication(queueing()).rows
+    assert (first.exposed_us, first.queued_us) == (0.0, 0.0)
+    assert (second.time_us, second.exposed_us, second.queued_us) == (5.0, 15.0, 10.0)
+    text = str(Inspection(dump_of(graph_of("forward", (None, queueing())))).collectives())
+    assert "queueing" in text
+    assert "exposed 15 us (10 us of it queueing behind earlier collectives)" in text
+    plain = str(Inspection(dump_of(graph_of("forward", (None, two_gathers())))).collectives())
+    assert "queueing" not in plain
+
+
+@needs_browser
+def test_a_failed_pass_is_no_success_on_any_view(page):  # noqa: F811
+    for left in (two_gathers(), two_gathers(early=True), None):
+        states = ("bucket{cap_mb=0}", two_gathers()), ("overlap", left)
+        graph = graph_of("forward", (None, two_gathers()), *states, error=FAILURE)
+        shown = page(Inspection(dump_of(graph, error=FAILURE)), "0/forward/2/diff/")
+        for tab in ("diff", "memory", "listing", "timeline", "collectives"):
+            one(shown, f"#tab-{tab}").click()
+            text = one(shown, "main").text
+            assert "raised at train.py:7" in text
+            assert "changed nothing" not in text
+            assert ("may be wrong" in text) == (left is not None)
+
+
+@needs_browser
+def test_exposed_time_on_the_page_is_split_into_transfer_and_queueing(page):  # noqa: F811
+    shown = page(
+        Inspection(dump_of(graph_of("forward", (None, queueing())))), "0/forward/0/collectives/2"
+    )
+    assert (
+        "15 µs, of which 10 µs is queueing behind earlier collectives" in one(shown, ".detail").text
+    )
+
+
+@needs_browser
+def test_the_earlier_curve_keeps_its_order_and_its_peak(page):  # noqa: F811
+    def state(order, removed=()):
+        nodes = {
+            key: node(key, f"n{key}", "aten.relu.default", (Ref(0),)) for key in range(1, 7)
+        } | {0: node(0, "x", "x", op="placeholder"), 7: node(7, "end", "output", (), op="output")}
+        nodes[3] = node(3, "n3", buffers=(Buffer(1000, 3, 3, "activation"),))
+        nodes[5] = node(5, "n5", buffers=(Buffer(400, 5, 5, "activation"),))
+        return snapshot(*(nodes[key] for key in order if key not in removed))
+
+    before = state((0, 1, 2, 3, 4, 5, 6, 7))
+    after = state((0, 5, 1, 2, 4, 6, 7))  # n5 moved to the start, and n3 is gone
+    shown = page(Inspection(dump_of(graph_of("forward", (None, before), ("overlap", after)))))
+    curve = shown.execute_script(
+        "const data = compiles[0].graphs[0];"
+        "return [...curveOfStepBefore(compiles[0].at(data, 0), compiles[0].at(data, 1))];"
+    )
+    assert curve == [0, 0, 0, 0, 1000, 400, 0]
+
+
+@needs_browser
+def test_graphs_that_run_come_first_and_the_joint_graph_raises_no_alarm(page):  # noqa: F811
+    graphs = [
+        graph_of("captured", (None, chain(5))),
+        graph_of("joint", (None, two_gathers()), ("overlap", two_gathers(early=True))),
+        graph_of("forward", (None, two_gathers())),
+    ]
+    shown = page(Inspection(dump_of(*graphs)))
+    assert [each.text for each in all_of(shown, ".nav h2")] == ["forward", "joint", "captured"]
+    cards = all_of(shown, ".card header")
+    assert "peak" not in cards[1].text
+    assert "split into forward and backward before it runs" in cards[1].text
+    assert all_of(all_of(shown, ".card")[1], ".delta.worse") == []
+
+
+@needs_browser
+def test_the_address_keeps_filter_and_sorting_and_the_theme_survives(page):  # noqa: F811
+    shown = page(Inspection(small_dump()), "0/forward/2/collectives//filter=gather_v&sort=time")
+    wait_for(shown, "document.querySelectorAll('.grid .row').length === 1")
+    assert one(shown, ".filter").get_attribute("value") == "gather_v"
+    assert one(shown, '[aria-sort="ascending"]').text.startswith("time")
+    one(shown, ".col-bytes button").click()
+    assert "sort=bytes&down=1" in shown.execute_script("return location.hash")
+    one(shown, "#theme").click()
+    shown.refresh()
+    assert shown.execute_script("return document.documentElement.dataset.theme") == "dark"
+    shown.execute_script("localStorage.clear()")
+    assert one(shown, '[aria-sort="descending"]').text.startswith("bytes")
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("0/backwards/1/diff/", 'has no graph "backwards"; this is forward'),
+        ("0/forward/9/diff/", "has no step 9; it has 0 to 2"),
+        ("0/forward/1/pictures/", 'no view "pictures"'),
+        ("7/forward/1/diff/", "no compile 7"),
+        ("0/forward/2/listing/99", "no node with the id 99"),
+    ],
+)
+def test_an_address_that_names_something_else_says_so(page, address, said):  # noqa: F811
+    assert said in one(page(Inspection(small_dump()), address), ".notice").text
+
+
+@needs_browser
+def test_empty_lists_say_why(page):  # noqa: F811
+    shown = page(Inspection(small_dump()), "0/forward/2/listing//filter=nothing")
+    assert 'No node matches all words of the filter "nothing"' in one(shown, "main").text
+    one(shown, "#tab-collectives").click()
+    assert "No collective matches" in one(shown, "main").text
+
+
+@needs_browser
+def test_next_change_goes_from_block_to_block(page):  # noqa: F811
+    old = chain(60)
+    nodes = [
+        node(900 + each.id, f"new{each.id}") if each.id in (10, 11, 12, 40) else each
+        for each in old.nodes
+    ]
+    shown = page(
+        Inspection(dump_of(graph_of("forward", (None, old), ("overlap", snapshot(*nodes))))),
+        "0/forward/1/diff/",
+    )
+    wait_for(shown, "document.querySelectorAll('.pair').length > 3")
+    places = []
+    for _ in range(3):
+        one(shown, "button", "↓ change").click()
+        wait_for(shown, "document.querySelector('.row.active')")
+        places.append(one(shown, ".row.active").text)
+    assert "new10" in places[0]
+    assert "new40" in places[1]
+    assert places[2] == places[1]  # there is no third block
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 640, 1280, 1920])
+def test_every_view_fits_the_width(page, width):  # noqa: F811
+    shown = page(Inspection(small_dump()))
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 700}
+    shown.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        for tab in ("overview", "diff", "memory", "timeline", "collectives", "listing", "source"):
+            shown.execute_script(f"go({{tab: '{tab}', node: 6, step: 2}})")
+            assert shown.execute_script("return document.documentElement.scrollWidth") == width
+            reach = "const t = document.getElementById('tab-source'); t.scrollIntoView();"
+            assert shown.execute_script(f"{reach} return t.getBoundingClientRect().right") <= width
+        one(shown, ".detail button").click()
+        if width < 700:
+            assert not shown.execute_script("return document.querySelector('.nav').offsetHeight")
+            one(shown, "#menu").click()
+        assert shown.execute_script("return document.querySelector('.nav').offsetHeight")
+    finally:
+        shown.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@needs_browser
+def test_the_overview_shows_how_far_the_step_is_from_its_bound(page):  # noqa: F811
+    graphs = [
+        replace(
+            graph_of(name, (None, two_gathers())),
+            prediction=Prediction(200.0, 50.0, 150.0, 100.0, 1 << 20, 2 << 20, 2, 0),
+        )
+        for name in ("forward", "backward")
+    ]
+    shown = page(Inspection(dump_of(*graphs)))
+    card = one(shown, ".card", "The step")
+    assert "50.0 % can be saved" in card.text
+    assert "400 µs" in card.text
+    widths = [
+        each.get_attribute("style") for each in card.find_elements("css selector", ".predicted-bar")
+    ]
+    assert widths == ["width: 100%;", "width: 75%;", "width: 50%;"]

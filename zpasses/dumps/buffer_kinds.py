@@ -1,0 +1,129 @@
+"""Tells what each buffer of a graph holds, and for which parameters."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from zpasses import compat
+from zpasses.cost.memory import Buffer, memory_base
+from zpasses.graph.nodes import value_of
+from zpasses.graph.tags import GATHER_ROLES, REDUCE_ROLES, Tag, tag_of
+
+__all__ = ["Contents", "buffer_contents", "output_contents"]
+
+Contents = tuple[str, tuple[str, ...]]
+"""Kind of a buffer ("parameter", "bucket", "gradient", "activation", "scratch" or "other"), and the
+parameters that it holds data of."""
+
+
+def buffer_contents(
+    nodes: Sequence[fx.Node], buffers: Sequence[Buffer], saved: Mapping[str, Contents]
+) -> list[Contents]:
+    """What each buffer holds.
+
+    Args:
+        nodes: nodes of the graph, in order.
+        buffers: its buffers, by the memory model.
+        saved: what the values hold that an earlier graph saved for this one, by name.
+    """
+    gradients = _gradients(nodes)
+    outputs: dict[fx.Node, int] = {}
+    """Node -> number of its buffers that were seen. They are in the order of its outputs."""
+    found = []
+    for each in buffers:
+        place = outputs.get(each.node, 0)
+        if not each.scratch:
+            outputs[each.node] = place + 1
+        found.append(_contents(each, place, gradients, saved))
+    return found
+
+
+def output_contents(graph: fx.Graph) -> dict[str, Contents]:
+    """Name -> what it holds, for each output of a graph that is a full parameter or a view of one.
+
+    A backward graph receives these values as inputs without tags.
+    """
+    found = {}
+    for node in graph.output_node().all_input_nodes:
+        tagged: Tag | None = tag_of(node)
+        base = memory_base(node)
+        source = node
+        while tagged is None and source is not base:
+            source = source.all_input_nodes[0]
+            tagged = tag_of(source)
+        whole = tag_of(base)
+        if whole is not None and whole.role == "flat":
+            found[node.name] = ("bucket", whole.params)
+        elif tagged is not None and tagged.role in GATHER_ROLES and base.op != "placeholder":
+            found[node.name] = ("parameter", tagged.params)
+    return found
+
+
+def _gradients(nodes: Sequence[fx.Node]) -> dict[fx.Node, tuple[str, ...]]:
+    """Node that produces a full gradient -> the parameters. Full gradients are the inputs of
+    reductions.
+    """
+    found: dict[fx.Node, tuple[str, ...]] = {}
+    for node in nodes:
+        tag = tag_of(node)
+        if tag is None or tag.role not in ("reduce_input", "reduce", "flat"):
+            continue
+        for item in node.all_input_nodes:
+            source = item
+            while source.op == "call_function" and _is_view(source) and source.all_input_nodes:
+                source = source.all_input_nodes[0]
+            if tag_of(source) is None and source.op == "call_function":
+                found.setdefault(
+                    source,
+                    tag.params if tag.role != "flat" and len(node.all_input_nodes) == 1 else (),
+                )
+    return found
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, compat.OpOverload) and (
+        node.target.is_view or node.target is torch.ops.aten._unsafe_view.default
+    )
+
+
+def _contents(
+    buffer: Buffer,
+    place: int,
+    gradients: Mapping[fx.Node, tuple[str, ...]],
+    saved: Mapping[str, Contents],
+) -> Contents:
+    node, tag = buffer.node, tag_of(buffer.node)
+    if buffer.scratch:
+        return "scratch", tag.params if tag is not None else ()
+    if tag is not None and (tag.role == "flat" or (tag.bucket is not None and len(tag.params) > 1)):
+        return "bucket", _params_of_output(node, place, tag)
+    if tag is not None and (tag.role in GATHER_ROLES or tag.role == "shard"):
+        return "parameter", tag.params
+    if tag is not None and tag.role in REDUCE_ROLES:
+        return "gradient", tag.params
+    if node in gradients:
+        return "gradient", gradients[node]
+    if node.op == "placeholder" and node.name in saved:
+        return saved[node.name]
+    value = value_of(node)
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    floating = isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex())
+    return "activation" if floating else "other", ()
+
+
+def _params_of_output(node: fx.Node, place: int, tag: Tag) -> tuple[str, ...]:
+    """Parameters of one output of a node. Each output of a coalesced collective belongs to the
+    parameters of the node that reads it.
+    """
+    value = value_of(node)
+    if not isinstance(value, (list, tuple)) or len(value) < 2:
+        return tag.params
+    for user in node.users:
+        own = tag_of(user)
+        if user.target is operator.getitem and user.args[1] == place and own is not None:
+            return own.params
+    return tag.params

@@ -1,0 +1,198 @@
+"""The inspector's page about collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zpasses.dumps.format import Node, Source
+from zpasses.inspect.communication import CollectiveRow, Communication, communication
+from zpasses.inspect.find import SelectedGraph, snapshot_of, step_title, steps_after
+from zpasses.inspect.modules import modules_of, modules_text
+from zpasses.inspect.overview_page import prediction_text
+from zpasses.inspect.shared import (
+    about_step,
+    count,
+    cut,
+    failure_parts,
+    params_text,
+    prediction_of,
+    to_json_value,
+    unmodelled,
+)
+from zpasses.inspect.sources import parameter_sources, source_text, sources_of
+from zpasses.inspect.units import bytes_text, time_text
+from zpasses.inspect.view import Table, Text, View, table
+
+__all__ = ["SORTS", "CollectiveRows", "collectives_view"]
+
+
+_FIGURES = (
+    "ranks",
+    "bytes",
+    "distance",
+    "compute between",
+    "time",
+    "exposed",
+    "queueing",
+)
+
+
+SORTS = ("order", "exposed", "queueing", "time", "bytes", "distance", "compute")
+"""What rows may be sorted by: the order of their start, or a figure, largest first."""
+
+
+@dataclass(frozen=True)
+class CollectiveRows:
+    """Which collectives a page shows, and what it says of them."""
+
+    sort: str = "order"
+    """One of `SORTS`."""
+    limit: int = 0
+    """Maximum number of rows; 0 for all."""
+    exposed: bool = False
+    """Only collectives for which compute waits."""
+    source: bool = False
+    """Show the line of the model that reads the parameters."""
+    module: bool = False
+    """Show the modules of the parameters."""
+
+    def select(self, rows: Sequence[CollectiveRow]) -> list[CollectiveRow]:
+        """The rows to show, without `limit`."""
+        found = [row for row in rows if row.exposed_us or not self.exposed]
+        key = _SORT_FIELDS.get(self.sort)
+        return found if key is None else sorted(found, key=lambda row: -getattr(row, key))
+
+
+_SORT_FIELDS = {
+    "exposed": "exposed_us",
+    "queueing": "queued_us",
+    "time": "time_us",
+    "bytes": "nbytes",
+    "distance": "distance",
+    "compute": "compute_us",
+}
+
+
+def collectives_view(
+    picked: Sequence[SelectedGraph],
+    after: str | int | None = None,
+    show: CollectiveRows | None = None,
+) -> View:
+    """Tables of collectives, with totals."""
+    show = show or CollectiveRows()
+    parts: list[Table | Text | str] = []
+    data = []
+    for each, step in steps_after(picked, after):
+        snapshot = snapshot_of(each, step)
+        found = communication(snapshot)
+        sources = parameter_sources(each.compile) if show.source else {}
+        shown = show.select(found.rows)
+        rows = [_Row(row, snapshot.by_id[row.id], sources) for row in shown[: show.limit or None]]
+        prediction = prediction_of(each, step)
+        plain = {**found.to_json(), "collectives": [row.to_json(show) for row in rows]}
+        data.append({**about_step(each, step), **plain, "prediction": to_json_value(prediction)})
+        left = len(shown) - len(rows)
+        parts += unmodelled(each, step) or [
+            *failure_parts(step),
+            _collectives_table(f"{each.title}, {step_title(step)}", rows, show),
+            f"and {left} more (--limit 0 shows all)." if left else "",
+            _nothing(found, shown),
+            _totals(found),
+            *([prediction_text(prediction)] if prediction is not None else []),
+        ]
+    return View("", tuple(parts), data)
+
+
+@dataclass(frozen=True)
+class _Row:
+    row: CollectiveRow
+    node: Node
+    of_params: dict[str, Source]
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return sources_of(self.node, self.of_params)
+
+    def to_json(self, show: CollectiveRows) -> dict[str, Any]:
+        found = asdict(self.row)
+        if show.source:
+            found["sources"] = [f"{each.file}:{each.line}" for each in self.sources]
+        if show.module:
+            found["modules"] = list(modules_of(self.node))
+        return found
+
+
+def _nothing(found: Communication, shown: Sequence[CollectiveRow]) -> str:
+    if shown:
+        return ""
+    return (
+        "No collective is exposed: compute waits for none of them."
+        if found.rows
+        else "This graph has no collectives."
+    )
+
+
+def _collectives_table(title: str, rows: Sequence[_Row], show: CollectiveRows) -> Table | str:
+    if not rows:
+        return title
+    cells = [_cells(each, show) for each in rows]
+    headers = (
+        "node",
+        "kind",
+        "group",
+        "ranks",
+        "parameters",
+        "module",
+        "source",
+        "bytes",
+        *_FIGURES[2:],
+        "route",
+        "decision",
+    )
+    optional = ("route", "decision", "queueing", "module", "source")
+    kept = [
+        at
+        for at, header in enumerate(headers)
+        if header not in optional or any(row[at] not in ("", "0") for row in cells)
+    ]
+    return table(
+        [headers[at] for at in kept],
+        [[row[at] for at in kept] for row in cells],
+        right=_FIGURES,
+        title=title,
+    )
+
+
+def _cells(each: _Row, show: CollectiveRows) -> tuple[object, ...]:
+    row = each.row
+    return (
+        row.node,
+        cut(row.kind.replace("_into_tensor", "").replace("_tensor", ""), 28),
+        row.group,
+        row.ranks,
+        params_text(row.params),
+        modules_text(modules_of(each.node), 1) if show.module else "",
+        source_text(each.sources) if show.source else "",
+        bytes_text(row.nbytes),
+        row.distance,
+        time_text(row.compute_us),
+        time_text(row.time_us),
+        time_text(row.exposed_us),
+        time_text(row.queued_us),
+        row.route,
+        cut(row.decision, 40),
+    )
+
+
+def _totals(found: Communication) -> str:
+    plan = found.schedule
+    queued = sum(row.queued_us for row in found.rows)
+    behind = f" ({time_text(queued)} of it queueing behind earlier collectives)" if queued else ""
+    return (
+        f"{count(len(found.rows), 'collective')}, {bytes_text(found.nbytes)} of input. "
+        f"Communication {time_text(plan.communication_us)}, "
+        f"compute {time_text(plan.compute_us)}; exposed {time_text(plan.exposed_us)}{behind}, "
+        f"hidden {plan.hidden:.0%}. Times are estimates for the target."
+    )

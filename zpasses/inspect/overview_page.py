@@ -1,0 +1,249 @@
+"""The inspector's page about compiles, graphs and passes of one rank."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import asdict
+from typing import Any
+
+from zpasses.dumps.errors import DumpError
+from zpasses.dumps.format import Compile, Counts, Dump, Failure, Graph, Prediction, Step
+from zpasses.inspect.find import select_rank
+from zpasses.inspect.rank_agreement import RankAgreement, rank_agreements, ranks_text
+from zpasses.inspect.shared import cut, to_json_value
+from zpasses.inspect.units import bytes_text, time_text
+from zpasses.inspect.view import Table, Text, View, table, text_of
+
+__all__ = ["list_view", "prediction_text"]
+
+_NOTE_CHARS = 320
+
+
+def list_view(dump: Dump, rank: int | None = None) -> View:
+    """Compiles, graphs and passes of one rank."""
+    rank = select_rank(dump, rank)
+    meta, data = dump.meta, []
+    parts: list[Table | Text | str] = []
+    agreements = rank_agreements(dump)
+    parts.extend(_agreement_parts(agreements))
+    for each in dump.ranks[rank].compiles:
+        parts += _compile_parts(each)
+        data.append(_compile_data(each))
+    ranks = ", ".join(map(str, sorted(dump.ranks)))
+    title = (
+        f"{dump.path}: zpasses {meta.get('zpasses', '?')}, torch {meta.get('torch', '?')}, "
+        f"world size {meta.get('world', '?')}"
+    )
+    message = (
+        f"Rank {rank}; the dump has ranks {ranks}."
+        if len(dump.ranks) > 1
+        else f"Rank {rank}, the only one in the dump."
+    )
+    return View(
+        title,
+        (message, *parts),
+        {
+            "path": str(dump.path),
+            **to_json_value(meta),
+            "rank": rank,
+            "ranks": sorted(dump.ranks),
+            "agreement": [each.to_json() for each in agreements],
+            "compiles": data,
+        },
+    )
+
+
+def _agreement_parts(found: list[RankAgreement]) -> list[Text]:
+    """Which ranks run the same collectives, graph by graph."""
+    if not found:
+        return []
+    if all(each.agree for each in found):
+        names = ", ".join(dict.fromkeys(each.graph for each in found))
+        return [Text((f"All ranks run the same collectives: {names}.",))]
+    lines = []
+    for each in found:
+        sets = "; ".join(ranks_text(ranks) for ranks in each.alike)
+        missing = f"; missing on rank {ranks_text(each.missing)}" if each.missing else ""
+        state = "agrees" if each.agree else "DIFFERS"
+        lines.append(f"{each.compile} {each.graph} {state}: ranks {sets}{missing}")
+        lines += [f"    {each.difference}"] if each.difference else []
+    return [Text(tuple(lines))]
+
+
+def _compile_parts(each: Compile) -> list[Table | Text | str]:
+    info = each.info
+    head = (
+        f"Compile {info.name} ({each.folder}): {info.state}, codegen {info.codegen or '?'}, "
+        f"target {info.target.get('name', '?')}"
+    )
+    rows = []
+    for graph in each.graphs.values():
+        for step in graph.steps:
+            rows.append(_step_row(graph, step))
+    columns = (
+        "graph",
+        "step",
+        "after",
+        "rewrites",
+        "nodes",
+        "collectives",
+        "input bytes",
+        "pass",
+        "checks",
+        "notes",
+    )
+    shown: list[Table | Text | str] = [Text((head, f"pipeline: {info.pipeline or '(none)'}"))]
+    if rows:
+        shown.append(
+            table(
+                columns,
+                rows,
+                right=("step", "rewrites", "nodes", "collectives", "input bytes", "pass", "checks"),
+            )
+        )
+    else:
+        shown.append("This compile wrote no graphs.")
+    if any(graph.prediction for graph in each.graphs.values()):
+        shown.append(_predictions(each))
+    shown += [text_of(f"at runtime: {note}") for note in each.notes]
+    if each.error is not None:
+        shown.append(
+            text_of(
+                f"FAILED in {each.error.where or '?'}: {each.error.type}: {each.error.message}"
+                f"{_raised(each.error)}"
+            )
+        )
+    return shown
+
+
+def _raised(error: Failure) -> str:
+    """The line that raised an error, unless the message has it."""
+    return f"\nraised at {error.raised}" if error.raised not in error.message else ""
+
+
+def _predictions(each: Compile) -> Table:
+    longest = max(
+        max(graph.prediction.total_us, graph.prediction.possible_us)
+        for graph in each.graphs.values()
+        if graph.prediction is not None
+    )
+    rows = [
+        (
+            graph.name,
+            time_text(found.total_us),
+            time_text(found.waited_us),
+            time_text(found.possible_us),
+            time_text(found.bound_us),
+            bytes_text(found.peak_bytes),
+            bytes_text(found.limit_bytes),
+            prediction_bar(found, longest),
+        )
+        for graph in each.graphs.values()
+        if (found := graph.prediction) is not None
+    ]
+    columns = ("graph", "achieved", "of it waiting", "possible", "bound", "peak", "budget")
+    return table(
+        (*columns, "bound█ possible▓ achieved░"),
+        rows,
+        right=columns[1:],
+        title="Predicted time",
+    )
+
+
+_BAR = 24
+"""Characters of the bar of the slowest graph."""
+
+
+def prediction_bar(found: Prediction, longest_us: float) -> str:
+    """A bar of the time that no schedule beats, of what the budget adds to it, and of what a better
+    schedule would save.
+
+    Args:
+        longest_us: time of a bar of full length.
+    """
+    scale = _BAR / max(longest_us, 1e-9)
+    ends = [round(us * scale) for us in (found.bound_us, found.possible_us, found.total_us)]
+    bound = ends[0]
+    possible = max(ends[1], bound)
+    return "█" * bound + "▓" * (possible - bound) + "░" * max(ends[2] - possible, 0)
+
+
+def _step_row(graph: Graph, step: Step) -> tuple[Any, ...]:
+    counts = _counts(graph, step)
+    figures = (
+        (counts["nodes"], counts["collectives"], bytes_text(counts["nbytes"]))
+        if counts
+        else ("", "", "")
+    )
+    run = step.run
+    times = (run.changes, time_text(run.time_us), time_text(run.check_us)) if run else ("", "", "")
+    message = f"FAILED: {step.error.type}" if step.error else "; ".join(run.notes) if run else ""
+    return (
+        graph.name if step.index == 0 else "",
+        step.index,
+        step.after or "-",
+        times[0],
+        *figures,
+        *times[1:],
+        _wrapped(message),
+    )
+
+
+def _wrapped(message: str) -> tuple[str, ...]:
+    """The start of a message as lines of a cell. `--json` prints all of it."""
+    # The time of textwrap grows with the square of a word's length.
+    return tuple(textwrap.wrap(cut(message, _NOTE_CHARS), 64))
+
+
+def _counts(graph: Graph, step: Step) -> dict[str, int] | None:
+    """Figures of a step. They come from the dump's events if possible, so that no graph is read."""
+    if step.counts is not None:
+        return asdict(step.counts)
+    following = graph.steps[step.index + 1].run if step.index + 1 < len(graph.steps) else None
+    if following is not None:
+        return asdict(following.before)
+    try:
+        return asdict(Counts.of(step.snapshot)) if step.snapshot is not None else None
+    except DumpError:
+        # The pages of this graph report the error. The overview lists the rest.
+        return None
+
+
+def _compile_data(each: Compile) -> dict[str, Any]:
+    graphs = []
+    for graph in each.graphs.values():
+        steps = [
+            {
+                "index": step.index,
+                "level": step.level,
+                "after": step.after,
+                "counts": _counts(graph, step),
+            }
+            for step in graph.steps
+        ]
+        for step, entry in zip(graph.steps, steps, strict=True):
+            entry |= {"run": to_json_value(step.run), "error": to_json_value(step.error)}
+        about = {
+            "name": graph.name,
+            "of": graph.of,
+            "given": list(graph.given),
+            "kept": list(graph.kept),
+        }
+        about["prediction"] = to_json_value(graph.prediction)
+        graphs.append({**about, "agreements": to_json_value(graph.agreements), "steps": steps})
+    return {
+        "folder": each.folder,
+        **to_json_value(each.info),
+        "error": to_json_value(each.error),
+        "notes": list(each.notes),
+        "graphs": graphs,
+    }
+
+
+def prediction_text(found: Prediction) -> str:
+    """One sentence about a prediction."""
+    return (
+        f"Achieved {time_text(found.total_us)}, possible within the budget "
+        f"({bytes_text(found.limit_bytes)}) {time_text(found.possible_us)}, bound "
+        f"{time_text(found.bound_us)}."
+    )

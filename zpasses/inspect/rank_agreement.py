@@ -1,0 +1,192 @@
+"""Which ranks of a dump run the same collectives, and where the first difference is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zpasses.dumps.errors import DumpError
+from zpasses.dumps.format import Dump, Graph, Node, Snapshot
+from zpasses.inspect.listing import op_text, value_text
+from zpasses.inspect.modules import modules_of, modules_text
+from zpasses.inspect.shared import params_text
+
+__all__ = ["RankAgreement", "collective_text", "rank_agreements", "ranks_text"]
+
+_READ_NODES = 200_000
+"""Nodes of all ranks' graphs up to which they are read if the ranks recorded no digest."""
+
+
+@dataclass(frozen=True)
+class RankAgreement:
+    """One graph on all ranks that wrote it."""
+
+    compile: str
+    graph: str
+    alike: tuple[tuple[int, ...], ...]
+    """Ranks that run the same collectives, the largest set first. One set if all agree."""
+    missing: tuple[int, ...]
+    """Ranks of the dump that have no such graph."""
+    difference: str = ""
+    """The first difference between the first two sets; empty if all agree."""
+
+    @property
+    def agree(self) -> bool:
+        return len(self.alike) == 1 and not self.missing
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "compile": self.compile,
+            "graph": self.graph,
+            "agree": self.agree,
+            "alike": [list(ranks) for ranks in self.alike],
+            "missing": list(self.missing),
+            "difference": self.difference,
+        }
+
+
+def rank_agreements(dump: Dump) -> list[RankAgreement]:
+    """The graphs that run, on all ranks. Empty for a dump of one rank.
+
+    Compiles are matched by order. Ranks are compared by the digests that they exchanged, or else by
+    the collectives of their graphs, or, for very large graphs, by the number and the bytes of the
+    collectives after each pass.
+    """
+    if len(dump.ranks) < 2:
+        return []
+    found: dict[tuple[int, str], dict[int, Graph]] = defaultdict(dict)
+    names: dict[int, str] = {}
+    for rank in dump.ranks.values():
+        for order, each in enumerate(rank.compiles):
+            names.setdefault(order, each.name)
+            for graph in each.graphs.values():
+                if graph.name.partition(".")[0] not in ("captured", "joint"):
+                    found[order, graph.name][rank.rank] = graph
+    # A graph after a failure is on no rank. The last common graph shows where ranks part.
+    for rank in dump.ranks.values():
+        for order, each in enumerate(rank.compiles):
+            if not any(key[0] == order for key in found):
+                for name in ("joint", "captured"):
+                    if name in each.graphs:
+                        found[order, name][rank.rank] = each.graphs[name]
+                        break
+    return [
+        _agreement(dump, names[order], name, graphs)
+        for (order, name), graphs in sorted(found.items(), key=lambda item: item[0][0])
+    ]
+
+
+def _agreement(dump: Dump, compiled: str, name: str, graphs: dict[int, Graph]) -> RankAgreement:
+    sets: dict[Hashable, list[int]] = defaultdict(list)
+    small = sum(_nodes(graph) for graph in graphs.values()) <= _READ_NODES
+    exchanged = all(_digests(graph) for graph in graphs.values())
+    for rank, graph in graphs.items():
+        sets[_signature(graph, exchanged=exchanged, small=small)].append(rank)
+    alike = sorted((tuple(ranks) for ranks in sets.values()), key=lambda each: (-len(each), each))
+    missing = tuple(rank for rank in dump.ranks if rank not in graphs)
+    difference = ""
+    if len(alike) > 1:
+        one, other = alike[0][0], alike[1][0]
+        difference = _difference(one, graphs[one], other, graphs[other])
+        low, high = sorted((one, other))
+        difference += f" Shown by: zpasses diff {dump.path} {name} --ranks {low} {high}"
+    return RankAgreement(compiled, name, tuple(alike), missing, difference)
+
+
+def _nodes(graph: Graph) -> int:
+    counts = graph.last.counts
+    return counts.nodes if counts is not None else 0
+
+
+def _digests(graph: Graph) -> tuple[tuple[str, str], ...]:
+    return tuple((each.group, each.digest) for each in graph.agreements if each.result == "agreed")
+
+
+def _signature(graph: Graph, *, exchanged: bool, small: bool) -> Hashable:
+    if exchanged:
+        return _digests(graph)
+    if small:
+        try:
+            if graph.last.snapshot is not None:
+                return tuple(_identity(node) for node in _collectives(graph.last.snapshot))
+        except DumpError:
+            pass
+    return tuple((step.after, step.counts) for step in graph.steps)
+
+
+def _collectives(snapshot: Snapshot) -> list[Node]:
+    return [node for node in snapshot.nodes if node.collective is not None]
+
+
+def _identity(node: Node) -> Hashable:
+    collective = node.collective
+    assert collective is not None
+    values = tuple((each.shape, each.dtype) for each in node.vals)
+    return (collective.group, node.target, values, node.params)
+
+
+def collective_text(node: Node) -> str:
+    """A collective with its parameters, modules and source line."""
+    source = node.source
+    place = f" at {source.file}:{source.line}" if source is not None and source.file else ""
+    modules = modules_text(modules_of(node), 1)
+    of = f" of {params_text(node.params)}" if node.params else ""
+    inside = f" (module {modules})" if modules else ""
+    return f"{op_text(node.target)} -> {value_text(node.vals, 2)}{of}{inside}{place}"
+
+
+def _difference(one: int, first: Graph, other: int, second: Graph) -> str:
+    try:
+        a, b = first.last.snapshot, second.last.snapshot
+    except DumpError as error:
+        return f"The graphs cannot be read: {error}"
+    if a is None or b is None:
+        return "One of the graphs is not in the dump."
+    old, new = _collectives(a), _collectives(b)
+    shared = min(len(old), len(new))
+    at = next((i for i in range(shared) if _identity(old[i]) != _identity(new[i])), shared)
+    said = [
+        collective_text(nodes[at]) if at < len(nodes) else "nothing more" for nodes in (old, new)
+    ]
+    only = [
+        f" Only on rank {rank}: {', '.join(names[:6])}"
+        f"{f' and {len(names) - 6} more' if len(names) > 6 else ''}."
+        for rank, names in (
+            (one, _only_params(old, new)),
+            (other, _only_params(new, old)),
+        )
+        if names
+    ]
+    return (
+        f"First difference: collective {at + 1} is {said[0]} on rank {one}, of {len(old)}, but "
+        f"{said[1]} on rank {other}, of {len(new)}.{''.join(only)}"
+    )
+
+
+def _only_params(own: Sequence[Node], others: Sequence[Node]) -> list[str]:
+    """Parameters that only the first of two lists of collectives carries."""
+    known = {name for node in others for name in node.params}
+    return list(dict.fromkeys(name for node in own for name in node.params if name not in known))
+
+
+def ranks_text(ranks: Sequence[int], most: int = 6) -> str:
+    """ "0 to 3, 5 and 8 more"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [
+        str(first)
+        if first == last
+        else f"{first} to {last}"
+        if last > first + 1
+        else f"{first}, {last}"
+        for first, last in runs
+    ]
+    left = sum(last - first + 1 for first, last in runs[most:])
+    return ", ".join(texts[:most]) + (f" and {left} more" if left else "")

@@ -1,0 +1,325 @@
+// Any two graphs side by side: of one compile, of two compiles, of two ranks, or of two dumps.
+
+// What the shown graph is compared with: {compile, data, step, graph}, or null if there is nothing.
+function otherSide() {
+  const [compile, name, step] = (state.view.with || "").split("/");
+  const chosen = compiles[+compile];
+  const data = chosen && name && chosen.graphs.find((each) => each.name === name);
+  if (data && data.steps[+step]) return sideOf(chosen, data, +step);
+  const others = compiles
+    .filter((each) => each !== current.compile)
+    .sort((a, b) => closeness(b) - closeness(a));
+  for (const each of others) {
+    const same = each.graphs.find((graph) => graph.name === state.graph);
+    if (same) return sideOf(each, same, each.last(same));
+  }
+  const first = current.data.steps.findIndex((each) => each.order);
+  const last = current.compile.last(current.data);
+  if (first < 0) return null;
+  return sideOf(current.compile, current.data, state.step === first ? last : first);
+}
+
+// Another dump is the likeliest to compare with, then another rank.
+function closeness(compile) {
+  const here = current.compile;
+  return (
+    4 * (compile.dump !== here.dump) +
+    2 * (compile.rank !== here.rank) +
+    (compile.name === here.name)
+  );
+}
+
+function sideOf(compile, data, step) {
+  return { compile, data, step, graph: compile.at(data, step) };
+}
+
+function sideName({ compile, data, step }) {
+  const where = compiles.length > 1 ? `${compileName(compile)} ` : "";
+  return `${where}${data.name}, ${stepName(data.steps[step])}`;
+}
+
+function drawCompare(main) {
+  const left = sideOf(current.compile, current.data, state.step),
+    right = otherSide();
+  put(main, sideChooser(left, right));
+  if (!left.graph) return put(main, notWritten());
+  if (!right || !right.graph)
+    return put(
+      main,
+      el("p", { class: "muted pad" }, "There is no second graph. Choose one, or add a report."),
+    );
+  const { pairs, rows } = compared(left.graph, right.graph);
+  put(
+    main,
+    left.compile !== right.compile && stepTotals(left.compile, right.compile),
+    isModelled(current.step) && graphFigures(left, right, pairs),
+  );
+  drawSides(main, left, right, rows);
+}
+
+function sideChooser(left, right) {
+  return el(
+    "div",
+    { class: "bar" },
+    el("b", {}, sideName(left)),
+    "with",
+    el(
+      "select",
+      {
+        "aria-label": "Compare with",
+        onchange: (event) => {
+          keep({ with: event.target.value, other: "" });
+          redraw();
+        },
+      },
+      !right && el("option", { value: "" }, "choose a graph"),
+      compiles.map((compile, at) =>
+        el(
+          "optgroup",
+          { label: compileName(compile) },
+          byInterest(compile.graphs).flatMap((graph) =>
+            graph.steps.map((step, index) =>
+              el(
+                "option",
+                {
+                  value: `${at}/${graph.name}/${index}`,
+                  selected: Boolean(
+                    right &&
+                      right.compile === compile &&
+                      right.data === graph &&
+                      right.step === index,
+                  ),
+                },
+                sideName({ compile, data: graph, step: index }),
+              ),
+            ),
+          ),
+        ),
+      ),
+    ),
+    button("Swap", () => swapSides(left, right), { title: "Exchange the two sides" }),
+    el("span", { class: "stretch" }),
+    addReportField(),
+  );
+}
+
+function swapSides(left, right) {
+  if (!right) return;
+  const at = (side) => compiles.indexOf(side.compile);
+  state.view = { ...state.view, with: `${at(left)}/${left.data.name}/${left.step}`, other: "" };
+  go({ compile: at(right), graph: right.data.name, step: right.step, node: null });
+}
+
+const FIGURES = [
+  ["time", (step) => step.schedule.total, timeText],
+  ["exposed", (step) => step.schedule.exposed, timeText],
+  ["peak", (step) => step.peak[0], bytesText],
+  ["collectives", (step) => step.schedule.collectives.length, (count) => count.toLocaleString("en")],
+];
+
+// The whole step: all graphs that run, of both compiles.
+function stepTotals(one, other) {
+  const steps = (compile) =>
+    compile.executed.map((graph) => compile.stepWithGraph(graph, compile.last(graph)));
+  const sums = (compile, name, pick) => {
+    const found = steps(compile).filter((step) => step.order).map(pick);
+    return name === "peak" ? Math.max(0, ...found) : found.reduce((sum, value) => sum + value, 0);
+  };
+  const rows = FIGURES.map(([name, pick, text]) => [
+    name,
+    sums(one, name, pick),
+    sums(other, name, pick),
+    text,
+  ]);
+  return figureTable(`Whole step: ${one.executed.map((each) => each.name).join(" + ")}`, rows, [
+    compileName(one),
+    compileName(other),
+  ]);
+}
+
+function graphFigures(left, right, pairs) {
+  const rows = FIGURES.map(([name, pick, text]) => [
+    name,
+    pick(left.graph.step),
+    pick(right.graph.step),
+    text,
+  ]);
+  rows.push(["nodes", left.graph.nodes.length, right.graph.nodes.length, (count) => String(count)]);
+  const card = figureTable("These two graphs", rows, [sideName(left), sideName(right)]);
+  const most = Math.max(left.graph.step.peak[0], right.graph.step.peak[0]);
+  card.append(
+    el(
+      "div",
+      { class: "two-curves" },
+      [left, right].map((side) =>
+        el("figure", {}, sparkline(side.graph, most, 320, 48), el("figcaption", {}, sideName(side))),
+      ),
+    ),
+    peakDelta(left, right, pairs),
+  );
+  return card;
+}
+
+function figureTable(title, rows, names) {
+  return el(
+    "section",
+    { class: "card compared" },
+    el("header", {}, el("h2", {}, title)),
+    el(
+      "div",
+      { class: "scroll" },
+      el(
+        "table",
+        {},
+        el(
+          "thead",
+          {},
+          el(
+            "tr",
+            {},
+            ["", ...names, "change"].map((name, at) =>
+              el("th", { scope: "col", class: at ? "right" : "" }, name),
+            ),
+          ),
+        ),
+        el(
+          "tbody",
+          {},
+          rows.map(([name, one, other, text]) =>
+            el(
+              "tr",
+              {},
+              el("th", { scope: "row" }, name),
+              el("td", { class: "right" }, text(one)),
+              el("td", { class: "right" }, text(other)),
+              el("td", { class: "right" }, one === other ? "=" : delta(one, other) || "≈"),
+            ),
+          ),
+        ),
+      ),
+    ),
+  );
+}
+
+// What is alive at one peak and not at the other, as `zpasses/inspect/comparison.py` tells it.
+function peakDelta(left, right, pairs) {
+  const held = (graph, known) => {
+    const found = new Map();
+    for (const buffer of graph.alive(graph.curves.peak)) {
+      const owner =
+        buffer.params.length === 1 ? buffer.params[0] : known.get(buffer.node.id) ?? buffer.node.id;
+      const base = JSON.stringify([owner, buffer.kind, buffer.nbytes]);
+      let number = 0;
+      while (found.has(`${base}${number}`)) number += 1;
+      found.set(`${base}${number}`, buffer);
+    }
+    return found;
+  };
+  const one = held(left.graph, pairs),
+    other = held(right.graph, new Map());
+  const only = (own, others) => [...own].filter(([key]) => !others.has(key)).map(([, each]) => each);
+  const lists = [
+    ["gone at the peak", only(one, other), "better"],
+    ["new at the peak", only(other, one), "worse"],
+  ];
+  return el(
+    "div",
+    { class: "peak-delta" },
+    lists.map(([title, buffers, sense]) =>
+      el(
+        "div",
+        {},
+        el(
+          "h3",
+          {},
+          `${title}: `,
+          el(
+            "span",
+            { class: `delta ${sense}` },
+            bytesText(buffers.reduce((sum, each) => sum + each.nbytes, 0)),
+          ),
+        ),
+        buffers
+          .slice(0, 8)
+          .map((each) =>
+            el(
+              "p",
+              { title: each.params.join("\n") },
+              el("i", { class: "dot", style: { background: kindColor(each.kind) } }),
+              `${bytesText(each.nbytes)} ${each.kind} `,
+              middleCut(each.params.length === 1 ? each.params[0] : each.node.name),
+            ),
+          ),
+        buffers.length > 8 && el("p", { class: "muted" }, `and ${buffers.length - 8} more`),
+      ),
+    ),
+  );
+}
+
+function kindColor(kind) {
+  return `var(--kind-${KINDS.includes(kind) ? kind : "other"})`;
+}
+
+// Both graphs in one list, so that they scroll in step. A selected row selects both nodes.
+function drawSides(main, left, right, all) {
+  const rows = foldUnchanged(all);
+  const list = rowList({
+    label: "Nodes of both graphs",
+    row: (at) => sidesRow(left, right, rows[at]),
+    pick: (at) => {
+      const item = rows[at];
+      if (item.gap) {
+        openGaps.add(item.key);
+        return redraw();
+      }
+      keep({ other: item.before ? "" : String(item.after.id) });
+      return go({ node: item.before ? item.before.id : null });
+    },
+  });
+  const count = (kind) => all.filter((item) => item.counted.includes(kind)).length;
+  put(
+    main,
+    el(
+      "div",
+      { class: "bar" },
+      CHANGES.filter(count).map((kind) =>
+        chip(kind, `${SIGNS[kind]} ${count(kind)} ${kind}`, `${plural(count(kind), "node")} ${kind}`),
+      ),
+      !all.some((item) => item.kinds.length) && "The two graphs are equal.",
+    ),
+    el(
+      "div",
+      { class: "diff-head" },
+      el("span", {}, sideName(left)),
+      el("span", {}, sideName(right)),
+    ),
+    list.element,
+  );
+  list.fill(
+    rows.length,
+    rows.findIndex(
+      (item) => !item.gap && state.node !== null && item.before && item.before.id === state.node,
+    ),
+  );
+}
+
+function sidesRow(left, right, item) {
+  if (item.gap) return el("div", { class: "gap" }, `⋯ ${plural(item.gap, "equal node")}`);
+  const cell = (graph, node, side) => {
+    if (!node) return el("div", { class: "cell none" });
+    const kinds = item.kinds.filter((kind) => kind !== (side === "before" ? "inserted" : "removed"));
+    return el(
+      "div",
+      { class: `cell ${side} ${kinds[0] || ""}`, title: [kinds.join(", "), node.note].join("\n") },
+      el("span", { class: "number" }, graph.index.get(node.id) + 1),
+      el("span", { class: "sign", "aria-label": kinds.join(", ") }, kinds.map((k) => SIGNS[k])),
+      codeParts(node),
+    );
+  };
+  return el(
+    "div",
+    { class: "pair" },
+    cell(left.graph, item.before, "before"),
+    cell(right.graph, item.after, "after"),
+  );
+}

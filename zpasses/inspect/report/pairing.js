@@ -1,0 +1,218 @@
+// Which nodes of two graphs are the same. Within a compile, equal ids are. Nodes of two compiles,
+// ranks or dumps are paired as `zpasses/inspect/pairing.py` does.
+
+// Returns a map: id in `one` -> id in `other`.
+function pairNodes(one, other) {
+  const pairs = new Map();
+  if (one.compile === other.compile) {
+    for (const node of one.nodes) if (other.index.has(node.id)) pairs.set(node.id, node.id);
+    return pairs;
+  }
+  const taken = new Set();
+  const [left, right] = [expressions(one), expressions(other)];
+  const pair = (a, b) => {
+    pairs.set(a.id, b.id);
+    taken.add(b.id);
+  };
+  const match = (keyOf, onlyEqualCounts) => {
+    const free = new Map(),
+      open = new Map();
+    for (const node of other.nodes)
+      if (!taken.has(node.id)) listIn(free, keyOf(node, right)).push(node);
+    for (const node of one.nodes)
+      if (!pairs.has(node.id)) listIn(open, keyOf(node, left)).push(node);
+    for (const [key, nodes] of open) {
+      const found = free.get(key) || [];
+      if (onlyEqualCounts && nodes.length !== found.length) continue;
+      const byName = new Map(onlyEqualCounts ? [] : found.map((node) => [node.name, node]));
+      const rest = nodes.filter((node) => {
+        const same = byName.get(node.name);
+        if (same) pair(node, same);
+        return !same;
+      });
+      const unpaired = found.filter((node) => !taken.has(node.id));
+      rest.slice(0, unpaired.length).forEach((node, at) => pair(node, unpaired[at]));
+    }
+  };
+  match((node, known) => known.get(node.id));
+  match(
+    (node) =>
+      JSON.stringify([
+        node.op === "placeholder" ? stem(node.name) : node.target,
+        node.values,
+        node.params,
+        node.source && [node.source.file, node.source.line, node.source.module],
+      ]),
+    true,
+  );
+  match((node) => JSON.stringify([node.op, node.name, node.op === "placeholder" ? "" : node.target]));
+  pairByInputs(one, other, pairs, taken);
+  return pairs;
+}
+
+function stem(name) {
+  return name.replace(/_?\d+$/, "");
+}
+
+// Id -> a number that equal computations share, in all graphs of the page.
+const expressionNumbers = new Map();
+function expressions(graph) {
+  return graph.memoize("expressions", () => {
+    const found = new Map(),
+      inputs = new Map();
+    for (const node of graph.nodes) {
+      const key = JSON.stringify([node.op, ...expressionOf(graph, node, found, inputs)]);
+      if (!expressionNumbers.has(key)) expressionNumbers.set(key, expressionNumbers.size);
+      found.set(node.id, expressionNumbers.get(key));
+    }
+    return found;
+  });
+}
+
+function expressionOf(graph, node, found, inputs) {
+  if (node.op === "placeholder" || node.op === "get_attr") {
+    if (node.params.length) return [node.params, node.values];
+    const kind = `${stem(node.name)} ${node.values}`;
+    const number = inputs.get(kind) || 0;
+    inputs.set(kind, number + 1);
+    return [kind, number];
+  }
+  return [codeWithoutNames(graph, node), node.values, node.inputs.map((id) => found.get(id))];
+}
+
+// The code without the names of nodes, which are compared as inputs.
+function codeWithoutNames(graph, node) {
+  if (node.op === "output") return "";
+  const names = new Set(node.inputs.map((id) => (graph.node(id) || node).name));
+  return node.code
+    .slice(node.code.indexOf("=") + 1)
+    .replace(/[A-Za-z_]\w*/g, (word) => (names.has(word) ? "#" : word));
+}
+
+function pairByInputs(one, other, pairs, taken) {
+  const free = new Map();
+  const key = (read, place, node) => `${read}/${place}/${node.op}/${node.target}`;
+  for (const node of other.nodes)
+    if (!taken.has(node.id))
+      node.inputs.forEach((read, place) => listIn(free, key(read, place, node)).push(node));
+  for (const node of one.nodes) {
+    if (pairs.has(node.id)) continue;
+    for (const [place, read] of node.inputs.entries()) {
+      const users = free.get(key(pairs.get(read), place, node)) || [];
+      while (users.length && taken.has(users[0].id)) users.shift();
+      if (!users.length) continue;
+      const found = users.shift();
+      pairs.set(node.id, found.id);
+      taken.add(found.id);
+      break;
+    }
+  }
+}
+
+// Returns the indices of a longest increasing subsequence of distinct values. Among those of equal
+// length, one with the largest sum of preferences (0 or 1) is taken.
+function longestRising(values, preference) {
+  const sorted = [...values].sort((a, b) => a - b);
+  const rank = new Map(sorted.map((value, at) => [value, at + 1]));
+  const size = values.length;
+  const best = new Float64Array(size + 1), // a Fenwick tree: best score of a prefix,
+    end = new Int32Array(size + 1).fill(-1), // and the index that it ends with
+    link = new Int32Array(size);
+  const prefix = (key) => {
+    let [score, at] = [0, -1];
+    for (; key > 0; key -= key & -key)
+      if (best[key] > score || (best[key] === score && end[key] > at))
+        [score, at] = [best[key], end[key]];
+    return [score, at];
+  };
+  values.forEach((value, at) => {
+    const [score, previous] = prefix(rank.get(value) - 1);
+    link[at] = previous;
+    const own = score + size + 1 + preference[at];
+    for (let key = rank.get(value); key <= size; key += key & -key)
+      if (own > best[key] || (own === best[key] && at > end[key]))
+        [best[key], end[key]] = [own, at];
+  });
+  const kept = new Set();
+  for (let [, at] = prefix(size); at >= 0; at = link[at]) kept.add(at);
+  return kept;
+}
+
+// If either of two nodes may have moved, the communication has: passes move communication.
+function communicates(node) {
+  return Boolean(node.collective || node.waits || (node.tag && node.tag.role.includes("_input")));
+}
+
+// The pairs and the rows of two graphs, which every redraw of a comparison needs.
+const comparisons = new WeakMap();
+function compared(one, other) {
+  if (!comparisons.has(one)) comparisons.set(one, new WeakMap());
+  const known = comparisons.get(one);
+  if (!known.has(other)) {
+    const pairs = pairNodes(one, other);
+    known.set(other, { pairs, rows: alignPairs(one, other, pairs) });
+  }
+  return known.get(other);
+}
+
+// Returns rows {before, after, kinds, counted} of two graphs, as `alignRows` does for a pass.
+function alignPairs(one, other, pairs) {
+  const back = new Map([...pairs].map(([a, b]) => [b, a]));
+  const common = other.nodes
+    .filter((node) => back.has(node.id))
+    .map((node) => one.node(back.get(node.id)));
+  const kept = longestRising(
+    common.map((node) => one.index.get(node.id)),
+    common.map((node) => (communicates(other.node(pairs.get(node.id))) ? 0 : 1)),
+  );
+  const stays = new Set(common.filter((_, at) => kept.has(at)).map((node) => node.id));
+  const kindsOf = (a, b) => [
+    ...(!a ? ["inserted"] : !b ? ["removed"] : []),
+    ...(a && b && !stays.has(a.id) ? ["moved"] : []),
+    ...(a && b ? edits(one, a, other, b, pairs) : []),
+  ];
+  const rows = [];
+  const flush = (left, right) => {
+    for (let i = 0; i < Math.max(left.length, right.length); i++) {
+      const [before, after] = [left[i], right[i]];
+      const own = before ? kindsOf(before, other.node(pairs.get(before.id))) : [];
+      const its = after ? kindsOf(one.node(back.get(after.id)), after) : [];
+      // A pair that moved stands in two rows, and counts in the first graph's.
+      const counted = [...own, ...(after && !back.has(after.id) ? its : [])];
+      rows.push({ before, after, kinds: [...new Set([...own, ...its])], counted });
+    }
+  };
+  let at = 0,
+    next = 0;
+  for (const node of one.nodes.filter((each) => stays.has(each.id))) {
+    const left = [],
+      right = [];
+    while (one.nodes[at].id !== node.id) left.push(one.nodes[at++]);
+    const twin = pairs.get(node.id);
+    while (other.nodes[next].id !== twin) right.push(other.nodes[next++]);
+    at += 1;
+    next += 1;
+    flush(left, right);
+    const after = other.node(twin);
+    const kinds = kindsOf(node, after);
+    rows.push({ before: node, after, kinds, counted: kinds, anchor: true });
+  }
+  flush(one.nodes.slice(at), other.nodes.slice(next));
+  return rows;
+}
+
+function edits(graph, node, otherGraph, other, pairs) {
+  const kinds = [];
+  if (node === other) return kinds; // steps share the nodes that do not change
+  const sameInputs =
+    node.inputs.length === other.inputs.length &&
+    node.inputs.every((id, at) => pairs.get(id) === other.inputs[at]);
+  const sameCode =
+    node.op === "placeholder" || codeWithoutNames(graph, node) === codeWithoutNames(otherGraph, other);
+  if (!sameInputs || !sameCode) kinds.push("rewired");
+  const tag = ({ tag: found, params }) => JSON.stringify([found, params]);
+  if (tag(node) !== tag(other)) kinds.push("retagged");
+  if (node.mark !== other.mark) kinds.push("recompute-changed");
+  if (node.values !== other.values) kinds.push("retyped");
+  return kinds;
+}

@@ -1,0 +1,98 @@
+"""What several pages of the inspector share: plain values for JSON, and short texts."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from zpasses.dumps.format import Prediction, Ref, Repr, Step
+from zpasses.inspect.find import SelectedGraph, failure_text
+from zpasses.inspect.view import Text, text_of
+
+__all__ = [
+    "about_step",
+    "count",
+    "cut",
+    "failure_parts",
+    "params_text",
+    "prediction_of",
+    "to_json_value",
+    "unmodelled",
+]
+
+
+def to_json_value(value: Any) -> Any:
+    """A dump's data as plain values for JSON."""
+    kind: Any = type(value)
+    if value is None or kind in (str, int, bool):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else str(value)  # JSON has no infinity and no NaN
+    if kind is tuple or kind is list:
+        return [to_json_value(item) for item in value]
+    if kind is Ref:
+        return {"node": value.node}
+    if kind is Repr:
+        return {"repr": value.text}
+    if isinstance(value, Mapping):
+        return {str(key): to_json_value(item) for key, item in value.items()}
+    if is_dataclass(value):
+        return {name: to_json_value(getattr(value, name)) for name in _shown_fields(kind)}
+    return str(value)
+
+
+@functools.cache
+def _shown_fields(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind) if field.repr)
+
+
+def about_step(each: SelectedGraph, step: Step) -> dict[str, Any]:
+    """What a page is about, for JSON."""
+    return {
+        "rank": each.rank,
+        "compile": each.compile.name,
+        "graph": each.graph.name,
+        "step": step.index,
+        "after": step.after,
+    }
+
+
+def count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def params_text(params: Sequence[str]) -> str:
+    return (
+        f"{cut(params[0], 40)} and {len(params) - 1} more"
+        if len(params) > 1
+        else cut(params[0], 40)
+        if params
+        else ""
+    )
+
+
+def unmodelled(each: SelectedGraph, step: Step) -> list[str]:
+    """The message for a graph that the memory and cost models do not cover, if it is one."""
+    message = (
+        f"{each.title} is the graph that Dynamo captured. The memory and cost models start at the "
+        "joint graph."
+    )
+    return [message] if step.level == "captured" else []
+
+
+def failure_parts(step: Step) -> list[Text]:
+    """The warning about a step whose pass failed, if it did."""
+    return [text_of(failure_text(step))] if step.error is not None else []
+
+
+def prediction_of(each: SelectedGraph, step: Step) -> Prediction | None:
+    """The prediction, if it is about the graph at this step."""
+    found = each.graph.prediction
+    return found if found is not None and found.number == step.number else None
