@@ -207,6 +207,7 @@ CHANGED = {
     "mode": "flat",
     "memory_budget": "7MiB",
     "keep": "nothing",
+    "reduction_group": "own",
     "plan_for_overlap": True,
     "min_mb": 7.0,
     "min_hidden": 0.7,
