@@ -126,7 +126,7 @@ def _check_memory(result, fsdp2, zpasses):
         assert 0 <= peer["backward_peak_bytes"] <= peer["peak_bytes"]
 
 
-@pytest.mark.slow(quick="test_train_measures_each_peer_and_compares_it_to_the_baseline")
+@pytest.mark.slow(quick="test_time_limit_ends_a_run_and_is_reported")
 @pytest.mark.inductor
 def test_compute_does_not_communicate_and_rounds_repeat_it(measured):
     table, result = measured(*TINY, "--peers", "compute", "--baseline", "compute", "--rounds", "2")
@@ -196,7 +196,7 @@ def test_data_differ_between_ranks_and_are_reproducible():
 
 # --- trainer --------------------------------------------------------------------------------------
 @pytest.mark.inductor
-@pytest.mark.slow(quick="test_train_measures_each_peer_and_compares_it_to_the_baseline")
+@pytest.mark.slow(quick="test_time_limit_ends_a_run_and_is_reported")
 def test_trainer_measures_zpasses_beside_ddp_and_fsdp2(tmp_path):
     pytest.importorskip("transformers")
     peers = ["--peers", "ddp,fsdp2,zpasses-3"]
@@ -265,7 +265,7 @@ NARROW = [
 ]
 
 
-@pytest.mark.slow(quick="test_train_measures_each_peer_and_compares_it_to_the_baseline")
+@pytest.mark.slow(quick="test_time_limit_ends_a_run_and_is_reported")
 def test_scaling_splits_the_time_of_a_compile_and_grows_with_the_layers(measured):
     pytest.importorskip("transformers")
     table, result = measured("scaling", *NARROW, "--layers", "1,2")
@@ -284,6 +284,7 @@ def test_scaling_splits_the_time_of_a_compile_and_grows_with_the_layers(measured
 
 
 # --- flatten --------------------------------------------------------------------------------------
+@pytest.mark.slow(quick="tests/passes/test_flatten_on_device.py")
 def test_all_forms_of_flatten_make_the_same_buffer(measured):
     table, result = measured("flatten", "--mib", "2", "--tensors", "9", "--rounds", "1")
     assert not result["failed"]

@@ -183,6 +183,7 @@ def test_the_suite_makes_its_own_dump():
     assert done.exit_code == 0, done.output
 
 
+@pytest.mark.slow(quick="tests/zpasses/dumps/test_reader.py")
 def test_damaged_dumps_are_shown_or_refused(dump_made_before, monkeypatch):
     monkeypatch.setattr(dumps, "_HEAVY_SHARE", 0.0)  # tests/zpasses/inspect/test_work.py has these
     done = stress("dumps", "--count", "12")
@@ -195,6 +196,7 @@ def broken_readers(patch):
     return lambda: Readers((sys.executable, "-c", code))
 
 
+@pytest.mark.slow(quick="test_a_wrong_pass_is_found_with_the_command_that_repeats_it")
 @pytest.mark.parametrize(
     ("patch", "outcome", "detail"),
     [

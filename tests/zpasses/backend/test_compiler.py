@@ -156,6 +156,7 @@ def test_dynamic_batch_and_sequence_need_one_graph():
     assert len(run_on_ranks(_trains, EAGER, dynamic=True, shapes=shapes)[0]) == 1
 
 
+@pytest.mark.slow(quick="test_dynamic_batch_and_sequence_need_one_graph")
 @pytest.mark.inductor
 def test_dynamic_shapes_through_inductor():
     shapes = ((2, 5), (4, 7), (3, 9))
@@ -366,6 +367,7 @@ def _stepped_after_evaluation(optimizer, inference):
         )
 
 
+@pytest.mark.slow(quick="test_cached_parameters_follow_every_change_of_their_shards")
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_foreach_optimizer_step_invalidates_the_cache(inference):
     run_on_ranks(_stepped_after_evaluation, torch.optim.AdamW, inference)

@@ -181,6 +181,7 @@ def _on_gloo():
         step(pipeline("zero3", Sums()), mesh=mesh)
 
 
+@pytest.mark.slow(quick="test_option_changes_the_run")
 @pytest.mark.processes
 def test_real_ranks_simulate_while_they_compile():
     run_on_ranks(_on_gloo)

@@ -96,6 +96,7 @@ def _dies_while_compiling():
     return time.monotonic() - started
 
 
+@pytest.mark.slow(quick="test_a_rank_that_fails_to_compile_is_an_error_on_all_within_a_second")
 def test_a_rank_that_dies_while_compiling_makes_the_others_raise():
     survivor, dead = run_in_fresh_ranks(_dies_while_compiling, timeout_s=100)
     assert dead.exit_code == 3

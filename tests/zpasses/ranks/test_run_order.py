@@ -179,6 +179,7 @@ def test_graphs_from_a_warm_cache_are_told_apart_too(tmp_path):
             assert misses == 0 or run == "cold"
 
 
+@pytest.mark.slow(quick="test_ranks_that_choose_different_agreed_graphs_get_an_error")
 def test_agreement_first_compares_first_runs_only():
     results = [each.result for each in run_in_fresh_ranks(_branch_by_rank, 3, True, "first")]
     assert [error for _, error in results] == [None, None]

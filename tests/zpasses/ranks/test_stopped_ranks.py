@@ -47,6 +47,7 @@ def _killed_before_compiling(pipeline):
     return outcome_of(lambda: step(torch.ones(2, 4)).sum().backward())
 
 
+@pytest.mark.slow(quick="test_a_rank_that_stops_between_forward_and_backward_is_named")
 @pytest.mark.parametrize(
     "pipeline", ["zero3", pytest.param("zero3-sdma", marks=pytest.mark.slow(quick="zero3"))]
 )

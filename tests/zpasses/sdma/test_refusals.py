@@ -152,6 +152,7 @@ def other_refusals():
     )
 
 
+@pytest.mark.slow(quick="tests/zpasses/sdma/test_refusals.py")
 @pytest.mark.processes
 def test_other_refusals_have_a_reason():
     for first, second, hung, shared, user, without in run_on_ranks(other_refusals):
