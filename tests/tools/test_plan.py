@@ -136,6 +136,7 @@ def test_options_of_a_plan_lead_to_its_graphs(table, at):
     assert [figures(each.graph) for each in (after.forward, after.backward)] == figures_of(point)
 
 
+@pytest.mark.slow(quick="tests/zpasses/cost/test_kept_params.py")
 def test_micro_batches_share_what_is_cached(table):
     """The fastest plan gathers once per step, so a micro-batch takes less time than alone."""
     request = PlanRequest(f"{HERE}:blocks", WORLD, "h100", points=3, backwards_per_step=4)
