@@ -190,6 +190,9 @@ class FlattenOnDevice(Pass):
             flattening, self.group if self.replicated else "", self.align_bytes, freed
         )
 
+    def is_cacheable(self) -> bool:
+        return self.tier != "auto" or self.free_bytes is not None  # else free memory decides
+
     # --- choosing ---------------------------------------------------------------------------------
     def _choose(self, plans: Sequence[_FlattenPlan]) -> list[TierDecision]:
         if self.tier != "auto":

@@ -77,6 +77,9 @@ class Schedule(Pass):
     def votes(self) -> bool:
         return True
 
+    def is_cacheable(self) -> bool:
+        return self.reduction_group == "shared"
+
     def with_memory_budget(self, budget: str) -> Schedule:
         return replace(self, memory_budget=budget)
 

@@ -123,6 +123,9 @@ class Sdma(Pass):
     def votes(self) -> bool:
         return True
 
+    def is_cacheable(self) -> bool:
+        return False  # routes are set up when the pass runs
+
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of gathers replaced."""
         tag_foreign_gathers(graph, origin=self.name)

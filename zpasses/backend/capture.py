@@ -28,7 +28,7 @@ from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.windows import grad_state_of
 from zpasses.sharding.module import is_ignored
 
-__all__ = ["Capture", "capture", "describe_inputs", "tag_joint"]
+__all__ = ["Capture", "capture", "describe_inputs", "local_shard", "tag_joint"]
 
 log = logging.getLogger("zpasses")
 
@@ -186,7 +186,11 @@ def _subgraph_inputs(
         )
 
 
-def _as_local(value: Any) -> Any:
+def local_shard(value: Any) -> Any:
+    """Returns the shard of a DTensor, and other values as they are.
+
+    Captured graphs call it in place of `to_local`, since their inputs are shards.
+    """
     return value.to_local() if isinstance(value, DTensor) else value
 
 
@@ -196,7 +200,7 @@ def _read_shards_directly(gm: fx.GraphModule) -> None:
             continue
         for node in list(module.graph.nodes):
             if compat.is_to_local(node):
-                node.op, node.target = "call_function", _as_local
+                node.op, node.target = "call_function", local_shard
         module.recompile()
 
 

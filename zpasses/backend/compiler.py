@@ -11,14 +11,28 @@ import contextlib
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from zpasses import compat
+from zpasses.backend.cache.artifacts import GraphArtifacts
+from zpasses.backend.cache.graph_text import NotCacheableError
+from zpasses.backend.cache.key import graph_key, refusal
+from zpasses.backend.cache.lookup import find_artifacts
+from zpasses.backend.cache.stored_graph import StoredGraph
 from zpasses.backend.capture import Capture, capture, describe_inputs, tag_joint
+from zpasses.backend.code import (
+    Codegen,
+    Compiled,
+    GraphCompiler,
+    Template,
+    backward_facts,
+    forward_facts,
+)
 from zpasses.backend.free_memory import agreed_free_bytes
 from zpasses.backend.partition import PartitionPolicy, partition_step
 from zpasses.backend.tuned import with_tuned_options
@@ -39,44 +53,25 @@ from zpasses.pipeline.recorder import (
     pass_options,
     run_recorded_passes,
 )
-from zpasses.ranks.agreement import compare_collectives, run_events
 from zpasses.ranks.vote import (
     has_other_ranks,
     is_reported,
+    recorded_answers,
     rejoin_after_failure,
     report_failure,
     vote_timeout,
 )
-from zpasses.runtime.backward import BackwardDispatch, warn_if_always_reduced
-from zpasses.runtime.backward_variants import BackwardVariant, build_backward_variant
 from zpasses.runtime.codegen import boxed, eager_codegen
 from zpasses.runtime.flush import GraphLowering, flush
-from zpasses.runtime.forward import (
-    AccumulationOptions,
-    BoundParameters,
-    ForwardDispatch,
-    with_local_shards,
-)
-from zpasses.runtime.forward_variants import (
-    ForwardVariant,
-    ParamSlot,
-    build_forward_variant,
-    gather_ids,
-    is_cached_param,
-    param_slots,
-    unmark_returned,
-)
-from zpasses.runtime.gloo import replace_gloo_collectives
-from zpasses.runtime.grad_slots import GradSlot, always_reduced, grad_slots
-from zpasses.runtime.run_checks import in_window, with_run_check, with_vote_limit
+from zpasses.runtime.forward import AccumulationOptions, BoundParameters, with_local_shards
+from zpasses.runtime.forward_variants import is_cached_param, unmark_returned
+from zpasses.runtime.run_checks import in_window
 from zpasses.runtime.windows import Lowering, StepWindow, install_step_guard
 from zpasses.sharding.module import with_plain_inputs
 
 __all__ = ["zpasses_backend"]
 
 log = logging.getLogger("zpasses")
-
-Compiled = Callable[[list[Any]], Any]
 
 
 def zpasses_backend(
@@ -113,7 +108,9 @@ def zpasses_backend(
     try:
         with use_target(compiler.target), vote_timeout(parsed.agreement_timeout_s):
             compiler.open_recorders(example_inputs)
-            return result_hook(with_plain_inputs(compiler.compile(), example_inputs), "outputs")
+            return result_hook(
+                with_plain_inputs(compiler.compile(example_inputs), example_inputs), "outputs"
+            )
     except AgreementError as error:
         compiler.recorder.problem("agreement", error)
         raise
@@ -166,6 +163,12 @@ class _GraphCompiler:
         self._caches_params = False
         self._budget: str | None = None
         """Option `memory_budget`, with the bytes of "auto"."""
+        self._free_bytes: int | None = None
+        """Those bytes."""
+        self._given_pipeline = pipeline
+        """The passes before they get the bytes of "auto", which differ from start to start."""
+        self._artifacts: GraphArtifacts | None = None
+        """What the compile cache has, or gets, of this graph."""
 
     def open_recorders(self, example_inputs: Sequence[Any]) -> None:
         """Start the dump and the structured trace of this compile, if they are enabled."""
@@ -185,28 +188,16 @@ class _GraphCompiler:
             self._options.dump_folder(), ranks, self.target or current_target(), describe
         )
 
-    def compile(self) -> Callable[..., Any]:
-        gm, inputs = self._captured.gm, self._captured.inputs
+    def compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Returns the code of the graph, from the compile cache if all ranks have it there.
+
+        Args:
+            example_inputs: the inputs that Dynamo gave.
+        """
         self._find_budget()
-        self._run_level(gm, Level.CAPTURED, "captured")
-        if self._options.codegen == "eager":
-            backward = functools.partial(self._backward, eager_codegen)
-            inference = functools.partial(self._forward, eager_codegen, inference=True)
-            compiled = compat.aot_compile(
-                gm,
-                inputs,
-                functools.partial(self._forward, eager_codegen),
-                backward,
-                inference,
-                self._partition,
-            )
-        else:
-            patches = compat.inductor_config_patches(
-                _Partitioner(self._partition, self._pipeline.digest()), self._options.inductor
-            )
-            compiled = compat.inductor_compile(
-                gm, inputs, functools.partial(self._inductor_inner, patches), patches
-            )
+        compiled = self._from_cache(example_inputs)
+        if compiled is None:
+            compiled = self._compile()
         self.recorder.done()
         positions, names = list(self._captured.shards), list(self._captured.shards.values())
         return with_local_shards(
@@ -217,13 +208,109 @@ class _GraphCompiler:
             self._accumulation(),
         )
 
+    def _compile(self) -> Callable[..., Any]:
+        gm, inputs = self._captured.gm, self._captured.inputs
+        with self._recording_answers():
+            self._run_level(gm, Level.CAPTURED, "captured")
+            compiled: Callable[..., Any]
+            if self._options.codegen == "eager":
+                compiled = compat.aot_compile(
+                    gm,
+                    inputs,
+                    functools.partial(self._forward, eager_codegen),
+                    functools.partial(self._backward, eager_codegen),
+                    functools.partial(self._forward, eager_codegen, inference=True),
+                    self._partition,
+                )
+                return compiled
+            patches = self._patches()
+            inner = functools.partial(self._inductor_inner, patches)
+            if self._artifacts is None:
+                compiled = compat.inductor_compile(gm, inputs, inner, patches)
+                return compiled
+            compiled, result = compat.inductor_compile_packed(gm, inputs, inner, patches)
+        if result is None:
+            self._artifacts.give_up("torch cannot store what AOTAutograd made of it")
+        self._artifacts.entry.result = result
+        self._artifacts.write_if_complete()
+        return compiled
+
+    def _patches(self) -> dict[str, Any]:
+        partitioner = _Partitioner(self._partition, self._pipeline.digest())
+        return compat.inductor_config_patches(partitioner, self._options.inductor)
+
+    # --- the compile cache ------------------------------------------------------------------------
+    def _from_cache(self, example_inputs: Sequence[Any]) -> Callable[..., Any] | None:
+        """Returns the code of the graph, or None if it must be compiled.
+
+        Then `self._artifacts` takes what is compiled, unless the graph cannot be stored.
+        """
+        started = time.perf_counter()
+        recorded = bool(self.recorder)
+        reason = refusal(self._captured, self._options, self._pipeline, recorded=recorded)
+        try:
+            if reason is None:
+                key = graph_key(self._captured, example_inputs, self._options, self._given_pipeline)
+        except NotCacheableError as error:
+            reason = str(error)
+        if reason is not None:
+            log.info("graph %s: without the compile cache: %s", self.name, reason)
+            return None
+        graphs: list[StoredGraph] = []
+
+        def load(artifacts: GraphArtifacts) -> None:
+            compiler = self._graph_compiler(artifacts)
+            graphs.append(StoredGraph(artifacts, self._captured.inputs, compiler, self._codegen))
+
+        found = find_artifacts(key, self._captured.groups, self._free_bytes, load)
+        if isinstance(found, str):
+            log.info("graph %s: not in the compile cache: %s", self.name, found)
+            self._artifacts = GraphArtifacts.new(key.digest, self.name)
+            self._artifacts.entry.free_bytes = self._free_bytes
+            return None
+        budget, facts = found.entry.memory_budget, found.entry.forward
+        if budget is not None:
+            self._pipeline = self._pipeline.with_memory_budget(budget)
+        self._caches_params = facts is not None and bool(facts.slots)
+        graphs[0].finish()
+        taken = time.perf_counter() - started
+        log.info("graph %s: from the compile cache, in %.2f s", self.name, taken)
+        return graphs[0].compiled
+
+    def _codegen(self, settings: Mapping[str, Any]) -> Codegen:
+        patches = self._patches()
+        return lambda gm, inputs: compat.inductor_codegen(gm, inputs, patches, dict(settings))
+
+    @contextlib.contextmanager
+    def _recording_answers(self) -> Iterator[None]:
+        if self._artifacts is None or self._artifacts.loaded:
+            yield
+            return
+        with recorded_answers(self._artifacts.entry.answers):
+            yield
+
+    def _graph_compiler(self, artifacts: GraphArtifacts | None) -> GraphCompiler:
+        order = {name: i for i, name in enumerate(self._captured.shards.values())}
+        return GraphCompiler(
+            self.name,
+            self._options,
+            self.recorder,
+            order,
+            self._bound,
+            self.report,
+            self._lowering,
+            self._result_hook,
+            artifacts,
+        )
+
     def _find_budget(self) -> None:
         self._budget = self._options.memory_budget
         if self._budget == "auto":
             device = torch.get_default_device()
             for value in self._captured.inputs:
                 device = value.device if isinstance(value, torch.Tensor) else device
-            self._budget = f"{agreed_free_bytes(self._captured.groups, device)}B"
+            self._free_bytes = agreed_free_bytes(self._captured.groups, device)
+            self._budget = f"{self._free_bytes}B"
         if self._budget is not None:
             self._pipeline = self._pipeline.with_memory_budget(self._budget)
 
@@ -257,7 +344,10 @@ class _GraphCompiler:
         with use_target(self.target), vote_timeout(self._options.agreement_timeout_s):
             partitioned = partition_step(gm, joint_inputs, policy, **kwargs)
         if partitioned.limit_bytes is not None:
-            self._pipeline = self._pipeline.with_memory_budget(f"{partitioned.limit_bytes}B")
+            limit = f"{partitioned.limit_bytes}B"
+            self._pipeline = self._pipeline.with_memory_budget(limit)
+            if self._artifacts is not None:
+                self._artifacts.entry.memory_budget = limit
         if partitioned.note:
             log.info("graph %s: %s", self.name, partitioned.note)
             self.recorder.runtime_note("reshard-after-forward", partitioned.note)
@@ -265,7 +355,7 @@ class _GraphCompiler:
 
     def _forward(
         self,
-        codegen: _Codegen,
+        codegen: Codegen,
         gm: fx.GraphModule,
         inputs: Sequence[Any],
         *,
@@ -274,52 +364,19 @@ class _GraphCompiler:
         if inference:
             self._run_level(gm, Level.JOINT, "inference")
         self._run_level(gm, Level.FORWARD, "inference" if inference else "forward")
-        name = "inference" if inference else "forward"
-        self._agree(gm, name)
+        kind = "inference" if inference else "forward"
+        graphs = self._graph_compiler(self._artifacts)
+        graphs.agree(gm, kind)
         values = cast(Sequence[Any], gm.graph.output_node().args[0])
         unmark_returned(gm.graph, compat.user_outputs(values))
-        found = param_slots(gm.graph)
-        if not found:
-            with self.recorder.record_errors(f"code of {name}"):
-                return self._generate(codegen, gm, inputs, name)
-        self._caches_params = True
-        compat.undonate_saved(values, is_cached_param(gm.graph))
-        state = compat.CompilerState()
-        template = compat.clone_graph_module(gm)
-
-        def compile_variant(variant: ForwardVariant) -> Compiled:
-            with self._reporting():
-                return generate(variant)
-
-        def generate(variant: ForwardVariant) -> Compiled:
-            variant_gm, extra = build_forward_variant(template, variant)
-            log.debug(
-                "graph %s: variant given %d of %d parameters, keeps %d",
-                self.name,
-                len(variant.given),
-                len(found),
-                len(variant.kept),
-            )
-            self.recorder.variant(
-                name,
-                name,
-                _param_names(found, variant.given),
-                _param_names(found, variant.kept),
-                variant_gm.graph,
-            )
-            with state.restored(), self.recorder.record_errors(f"code of a variant of {name}"):
-                return self._generate(codegen, variant_gm, [*inputs, *extra], name)
-
-        return boxed(
-            ForwardDispatch(
-                found,
-                gather_ids(template.graph),
-                len(values),
-                self._bound,
-                inference,
-                compile_variant,
-            )
-        )
+        facts = forward_facts(gm, kind)
+        if self._artifacts is not None:
+            self._artifacts.set_forward(facts, gm)
+        if facts.slots:
+            self._caches_params = True
+            compat.undonate_saved(values, is_cached_param(gm.graph))
+            gm = compat.clone_graph_module(gm)
+        return graphs.forward(Template.of(kind, gm, inputs, codegen), facts)
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this rank failed to compile, if it has not told them yet."""
@@ -328,102 +385,54 @@ class _GraphCompiler:
             # A window ends in an error on all ranks, also if this rank's program catches it.
             report_failure(groups, self.name, error, recoverable=not in_window(groups))
 
-    @contextlib.contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Report failures of what is compiled late, when the call of the backend is over."""
-        try:
-            yield
-        except Exception as error:
-            self.report(error)
-            raise
-
-    def _backward(self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+    def _backward(self, codegen: Codegen, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        graphs = self._graph_compiler(self._artifacts)
         if compat.in_backward():
-            with self._reporting():
-                return self._compile_backward(codegen, gm, inputs)
+            with graphs.reporting():
+                return self._compile_backward(graphs, codegen, gm, inputs)
         # torch compiles backwards of dynamic shapes ahead, and others when they first run. Ranks
         # may hold one of each, but must vote in one order: all compile when the backward first
         # runs.
         state, compiled = compat.CompilerState(), list[Compiled]()
+        # A compile that failed may run again, and must not find its own changes. AOTAutograd clears
+        # the metadata of `gm` where it stores it.
+        original = compat.clone_graph_module(gm)
 
         def run(args: list[Any]) -> Any:
             if not compiled:
-                # A compile that failed may run again, and must not find its own changes.
-                copied = compat.clone_graph_module(gm)
-                with state.restored(), self._reporting():
-                    compiled.append(self._compile_backward(codegen, copied, inputs))
+                copied = compat.clone_graph_module(original)
+                with state.restored(), graphs.reporting():
+                    compiled.append(self._compile_backward(graphs, codegen, copied, inputs))
             return compiled[0](args)
 
         return boxed(run)
 
     def _compile_backward(
-        self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any]
+        self, graphs: GraphCompiler, codegen: Codegen, gm: fx.GraphModule, inputs: Sequence[Any]
     ) -> Compiled:
-        self._run_level(gm, Level.BACKWARD, "backward")
+        with self._recording_answers():
+            self._run_level(gm, Level.BACKWARD, "backward")
         order = {name: i for i, name in enumerate(self._captured.shards.values())}
-        left = [name for name in always_reduced(gm.graph) if name in order]
-        compiled = boxed(
-            self._result_hook(self._backward_code(codegen, gm, inputs, order), "gradients")
-        )
-        return boxed(warn_if_always_reduced(compiled, self.name, left, order)) if left else compiled
-
-    def _backward_code(
-        self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any], order: Mapping[str, int]
-    ) -> Compiled:
-        found = grad_slots(gm.graph)
-        if not found or not all(slot.param in order and slot.reduction for slot in found):
-            self._agree(gm, "backward")
-            with self.recorder.record_errors("code of backward"):
-                return self._generate(codegen, gm, inputs, "backward")
-        state = compat.CompilerState()
-        template = compat.clone_graph_module(gm)
-
-        def compile_variant(variant: BackwardVariant) -> Compiled:
-            with self._reporting():
-                return generate(variant)
-
-        def generate(variant: BackwardVariant) -> Compiled:
-            variant_gm, extra = build_backward_variant(template, variant)
-            self.recorder.variant(
-                "backward",
-                "backward",
-                _param_names(found, variant.given),
-                _param_names(found, variant.deferred),
-                variant_gm.graph,
-            )
-            # Compare the variant that runs, because another rank may defer other gradients.
-            self._agree(variant_gm, "backward")
-            log.debug("graph %s: %s of %d gradients", self.name, variant, len(found))
-            with state.restored(), self.recorder.record_errors("code of a variant of backward"):
-                return self._generate(codegen, variant_gm, [*inputs, *extra], "backward")
-
-        outputs = len(cast(Sequence[Any], gm.graph.output_node().args[0]))
-        return boxed(BackwardDispatch(found, outputs, order, self._lowering(), compile_variant))
-
-    def _generate(
-        self, codegen: _Codegen, gm: fx.GraphModule, inputs: Sequence[Any], kind: str
-    ) -> Compiled:
-        runnable = replace_gloo_collectives(gm)
-        name, timeout_s = f"{self.name} {kind}", self._options.agreement_timeout_s
-        events = run_events(gm.graph, name)
-        if not self._options.agreement:
-            return with_vote_limit(codegen(runnable, inputs), events, timeout_s)
-        every_run = self._options.agreement != "first"
-        return with_run_check(
-            codegen, runnable, inputs, events, name, timeout_s, every_run=every_run
-        )
+        facts = backward_facts(gm, order)
+        if self._artifacts is not None:
+            self._artifacts.set_backward(facts, gm)
+        if facts.slots:
+            gm = compat.clone_graph_module(gm)
+        else:
+            graphs.agree(gm, "backward")
+        compiled = graphs.backward(Template.of("backward", gm, inputs, codegen), facts)
+        if self._artifacts is not None:
+            self._artifacts.write_if_complete()
+        return compiled
 
     def _lowering(self) -> Lowering:
         if self._options.codegen == "eager":
             return GraphLowering(
                 self._pipeline, eager_codegen, self.recorder, verify=self._options.verify
             )
-        patches = compat.inductor_config_patches(
-            _Partitioner(self._partition, self._pipeline.digest()), self._options.inductor
-        )
         return GraphLowering(
             self._pipeline,
-            functools.partial(compat.inductor_codegen_standalone, patches=patches),
+            functools.partial(compat.inductor_codegen_standalone, patches=self._patches()),
             self.recorder,
             verify=self._options.verify,
         )
@@ -464,13 +473,6 @@ class _GraphCompiler:
             log.info("graph %s %s: %s", self.name, kind, found)
             self.recorder.prediction(kind, found)
 
-    def _agree(self, gm: fx.GraphModule, kind: str) -> None:
-        asks = self._options.agreement and torch.distributed.is_initialized()
-        if asks:
-            with self.recorder.record_errors("agreement"):
-                compare_collectives(gm.graph, self.name, self._options.agreement_timeout_s)
-        self.recorder.record_agreement(kind, gm.graph, asks)
-
     # --- Inductor ---------------------------------------------------------------------------------
     def _inductor_inner(
         self, patches: dict[str, Any], gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
@@ -478,22 +480,17 @@ class _GraphCompiler:
         def codegen(graph: fx.GraphModule, values: Sequence[Any]) -> Compiled:
             return compat.inductor_codegen(graph, values, patches, copy.copy(kwargs))
 
+        if self._artifacts is not None:
+            kind = compat.kind_of_inner_compile(kwargs)
+            static = kwargs.get("static_input_idxs") or ()
+            self._artifacts.entry.static_inputs[kind] = list(static)
         if kwargs.get("is_backward"):
             return self._backward(codegen, gm, inputs)
         return self._forward(codegen, gm, inputs, inference=bool(kwargs.get("is_inference")))
 
 
-def _param_names(
-    found: Sequence[ParamSlot] | Sequence[GradSlot], places: Iterable[int]
-) -> list[str]:
-    return [found[i].param for i in sorted(places)]
-
-
 def _close(window: StepWindow) -> None:
     flush(window, window.agreement_timeout_s, window.failure)
-
-
-_Codegen = Callable[[fx.GraphModule, Sequence[Any]], Compiled]
 
 
 class _Partitioner(compat.CustomPartitionerFn):

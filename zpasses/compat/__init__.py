@@ -7,6 +7,7 @@ import compat`) and calls `compat.<name>`.
 | torch subsystem | file |
 | --- | --- |
 | AOTAutograd, the partitioner | `aot.py` |
+| compiled graphs as bytes | `artifacts.py`, `graph_code.py` |
 | the autograd engine | `autograd.py` |
 | process groups, stores, collectives | `c10d.py` |
 | DTensor | `dtensor.py` |
@@ -31,6 +32,19 @@ from zpasses.compat.aot import (
     undonate_saved,
     unmark_recompute,
     user_outputs,
+)
+from zpasses.compat.artifacts import (
+    artifacts_refusal,
+    code_environment,
+    custom_op_functions,
+    inductor_cache_folder,
+    inductor_compile_packed,
+    kind_of_inner_compile,
+    pack_code,
+    pack_graph,
+    unpack_code,
+    unpack_graph,
+    unpack_result,
 )
 from zpasses.compat.autograd import (
     DisableTorchFunctionSubclass,
@@ -105,6 +119,7 @@ from zpasses.compat.fake import (
     has_unbacked_size,
     no_dispatch_modes,
     size_hint,
+    size_ranges,
     statically_known_true,
     trace_aten,
 )
@@ -157,14 +172,17 @@ __all__ = [
     "aot_compile",
     "aot_gradient_index",
     "aot_input_index",
+    "artifacts_refusal",
     "as_fake",
     "call_after_optimizer_load",
     "clear_sharding_prop_cache",
     "clone_graph_module",
+    "code_environment",
     "collective_timeout",
     "current_autograd_node",
     "current_compile_id",
     "current_graph_task_id",
+    "custom_op_functions",
     "declare_collective",
     "default_store",
     "dynamo_disable",
@@ -184,9 +202,11 @@ __all__ = [
     "has_tensor_hooks",
     "has_unbacked_size",
     "in_backward",
+    "inductor_cache_folder",
     "inductor_codegen",
     "inductor_codegen_standalone",
     "inductor_compile",
+    "inductor_compile_packed",
     "inductor_config_patches",
     "inductor_option_names",
     "inner_exception",
@@ -200,6 +220,7 @@ __all__ = [
     "is_structured_trace_on",
     "is_to_local",
     "is_tracing",
+    "kind_of_inner_compile",
     "limited_timeouts",
     "local_of",
     "low_contention_all_gather",
@@ -211,6 +232,8 @@ __all__ = [
     "newton_schulz",
     "no_dispatch_modes",
     "op_name",
+    "pack_code",
+    "pack_graph",
     "parameter_name",
     "parent_group",
     "partition",
@@ -227,6 +250,7 @@ __all__ = [
     "second_group_name",
     "set_local",
     "size_hint",
+    "size_ranges",
     "spec_of",
     "statically_known_true",
     "storage_freed_check",
@@ -237,6 +261,9 @@ __all__ = [
     "trace_aten",
     "undonate_saved",
     "unmark_recompute",
+    "unpack_code",
+    "unpack_graph",
+    "unpack_result",
     "user_outputs",
     "warm_up_compilers",
     "will_accumulate",

@@ -203,11 +203,15 @@ def undonate_saved(outputs: Sequence[Any], held: Callable[[fx.Node], bool]) -> N
 class CompilerState:
     """The context of a compile, kept so that a graph variant can be compiled later."""
 
-    def __init__(self) -> None:
+    def __init__(self, fake_mode: FakeTensorMode | None = None) -> None:
+        """Args:
+        fake_mode: the mode of the graph's values; None takes that of the compile that runs.
+        """
         from torch._inductor.virtualized import V
 
         self.context = TracingContext.try_get()
-        self.fake_mode = V.fake_mode if isinstance(V.fake_mode, FakeTensorMode) else None
+        ambient = V.fake_mode if isinstance(V.fake_mode, FakeTensorMode) else None
+        self.fake_mode = fake_mode or ambient
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:

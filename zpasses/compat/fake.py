@@ -23,6 +23,7 @@ __all__ = [
     "has_unbacked_size",
     "no_dispatch_modes",
     "size_hint",
+    "size_ranges",
     "statically_known_true",
     "trace_aten",
 ]
@@ -49,6 +50,13 @@ def size_hint(size: Any) -> int:
         return size
     hint = getattr(getattr(size, "node", None), "hint", None)
     return int(hint) if isinstance(hint, int) else 1
+
+
+def size_ranges() -> list[str]:
+    """Returns the ranges of the dynamic sizes of the current compile, as text."""
+    mode = fake_mode_of([])
+    env = mode.shape_env if mode is not None else None
+    return sorted(f"{each}: {found}" for each, found in env.var_to_range.items()) if env else []
 
 
 def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode | None:

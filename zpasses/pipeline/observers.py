@@ -9,7 +9,7 @@ from torch import fx
 
 from zpasses.pipeline.pipeline import PassRecord
 
-__all__ = ["ObservedGraph", "notify_observers", "observe_graphs"]
+__all__ = ["ObservedGraph", "has_observers", "notify_observers", "observe_graphs"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,11 @@ class observe_graphs:  # noqa: N801 - used as a context manager, like torch.no_g
 
     def __exit__(self, *_: object) -> None:
         _observers.remove(self._observer)
+
+
+def has_observers() -> bool:
+    """Whether `observe_graphs` is active."""
+    return bool(_observers)
 
 
 def notify_observers(graph: ObservedGraph) -> None:

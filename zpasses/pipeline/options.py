@@ -68,6 +68,9 @@ class Options:
     grad_accum_dtype: torch.dtype | None = None
     """Add up pending gradients in this dtype, such as `torch.float32`; `None` keeps the dtype in
     which they are computed."""
+    cache: bool = True
+    """Store compiled graphs on disk, and take them from there when the program starts again. See
+    docs/compile-cache.md."""
     dump: str | Path | None = None
     """Folder to write every graph into, before and after every pass; `None` takes `ZPASSES_DUMP`,
     else writes nothing. docs/dump-format.md describes the files."""

@@ -18,6 +18,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 from uuid import uuid4
@@ -36,7 +37,16 @@ from zpasses.option_values import build_dataclass, format_value
 from zpasses.pipeline.simulation import load_simulation_check
 from zpasses.ranks.vote import has_other_ranks
 
-__all__ = ["Level", "Pass", "PassRecord", "Pipeline", "Verify", "catalogue", "run_passes"]
+__all__ = [
+    "Level",
+    "Pass",
+    "PassRecord",
+    "Pipeline",
+    "Verify",
+    "catalogue",
+    "package_digest",
+    "run_passes",
+]
 
 log = logging.getLogger("zpasses")
 
@@ -99,6 +109,12 @@ class Pass(compat.CustomGraphPass):
         """Whether the ranks vote on what the pass does to a graph."""
         return False
 
+    def is_cacheable(self) -> bool:
+        """Whether a later process may run a graph that the pass rewrote, without running the pass:
+        it leaves nothing behind but the graph and the answers of its votes.
+        """
+        return True
+
     def with_memory_budget(self, budget: str) -> Pass:
         """Return the pass for a memory budget of the step, such as "60GiB" or "10%": the option
         `memory_budget` of the backend. Passes without such an option return themselves.
@@ -119,7 +135,7 @@ class Pass(compat.CustomGraphPass):
         """
         module = inspect.getsourcefile(type(self))
         parts = (
-            _package_digest(),
+            package_digest(),
             _file_digest(module),
             str(self),
             repr(sorted(_environment().items())),
@@ -416,14 +432,17 @@ def catalogue() -> dict[str, type[Pass] | Pipeline]:
 
 
 # --- cache keys -----------------------------------------------------------------------------------
-_PACKAGE_DIR = Path(__file__).parents[1]
-"""The folder of the package `zpasses`. A change anywhere in it may change what a pass does."""
-
-
 @functools.cache
-def _package_digest() -> str:
+def package_digest() -> str:
+    """Return a hash of torch's version and of the sources of zpasses: a change anywhere in them may
+    change what a pass does.
+    """
     digest = hashlib.sha256(torch.__version__.encode())
-    for path in sorted(_PACKAGE_DIR.rglob("*.py")):
+    folders = [Path(__file__).parents[1]]
+    passes = find_spec("zpasses.passes")  # in a checkout, not below the folder of zpasses
+    if passes is not None and passes.origin is not None:
+        folders.append(Path(passes.origin).parent)
+    for path in sorted({path for folder in folders for path in folder.rglob("*.py")}):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 from torch import fx
 
@@ -30,7 +31,33 @@ from zpasses.graph.tags import tag_of
 from zpasses.ranks.run_order import RunEvent
 from zpasses.ranks.vote import Ballot, group_state, has_other_ranks, vote
 
-__all__ = ["compare_collectives", "digest", "run_events"]
+__all__ = [
+    "Sequences",
+    "call_sequences",
+    "compare_collectives",
+    "compare_sequences",
+    "digest",
+    "run_events",
+]
+
+
+@dataclass(frozen=True)
+class CallSequence:
+    """What a graph communicates over one process group, in words: one item per collective."""
+
+    lines: list[str]
+    """Operator, shapes, dtypes, reduce operator and parameters. Ranks compare these."""
+    places: list[str]
+    """Source lines, for errors."""
+    modules: list[str]
+    """Modules that own the parameters, for errors."""
+
+    def digest(self) -> str:
+        return _hash(self.lines)
+
+
+Sequences = dict[str, CallSequence]
+"""Process group -> what a graph communicates over it, in sorted order, identical on every rank."""
 
 
 def digest(sequence: Sequence[Collective]) -> str:
@@ -46,9 +73,26 @@ def compare_collectives(graph: fx.Graph, graph_name: str, timeout_s: float) -> N
         graph_name: what the error calls it.
         timeout_s: seconds to wait for the other ranks.
     """
-    for group, calls in _calls_by_group(graph).items():
-        if has_other_ranks(group):
-            _compare(group, graph_name, calls, timeout_s)
+    compare_sequences(call_sequences(graph), graph_name, timeout_s)
+
+
+def call_sequences(graph: fx.Graph) -> Sequences:
+    """What a graph communicates over each process group that has other ranks."""
+    return {
+        group: CallSequence(
+            [_line(each, _params(node)) for node, each in calls],
+            [describe_source(node) for node, _ in calls],
+            [_modules(_params(node)) for node, _ in calls],
+        )
+        for group, calls in _calls_by_group(graph).items()
+        if has_other_ranks(group)
+    }
+
+
+def compare_sequences(sequences: Sequences, graph_name: str, timeout_s: float) -> None:
+    """`compare_collectives` of a graph that is described by what it communicates."""
+    for group, sequence in sequences.items():
+        _compare(group, graph_name, sequence, timeout_s)
 
 
 def run_events(graph: fx.Graph, graph_name: str) -> dict[str, RunEvent]:
@@ -81,20 +125,11 @@ def _calls_by_group(graph: fx.Graph) -> dict[str, list[_Call]]:
     return dict(sorted(found.items()))
 
 
-def _compare(group: str, graph_name: str, calls: list[_Call], timeout_s: float) -> None:
-    lines = [_line(each, _params(node)) for node, each in calls]
-    mine, agreed = _hash(lines), group_state(group).agreed
+def _compare(group: str, graph_name: str, sequence: CallSequence, timeout_s: float) -> None:
+    mine, agreed = sequence.digest(), group_state(group).agreed
     if mine in agreed:
         return
-    places = [describe_source(node) for node, _ in calls]
-    modules = [_modules(_params(node)) for node, _ in calls]
-    ballot = {
-        "graph": graph_name,
-        "digest": mine,
-        "lines": lines,
-        "places": places,
-        "modules": modules,
-    }
+    ballot = {"graph": graph_name, "digest": mine, **asdict(sequence)}
     ranks = compat.group_ranks(group)
 
     def combine(ballots: Sequence[Ballot]) -> Ballot:

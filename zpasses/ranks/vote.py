@@ -33,16 +33,21 @@ __all__ = [
     "COMPILE_TIMEOUT",
     "DEFAULT_TIMEOUT_S",
     "WINDOW_TIMEOUT",
+    "Answers",
     "Ballot",
     "GroupState",
+    "are_remembered",
     "current_timeout_s",
     "exchange",
     "group_state",
     "has_other_ranks",
+    "is_remembered",
     "is_reported",
+    "recorded_answers",
     "rejoin_after_failure",
     "report_failure",
     "reported_failure",
+    "restore_answers",
     "simulated_answers",
     "store_barrier",
     "vote",
@@ -238,7 +243,7 @@ def exchange(
         return [shared.setdefault((group, remember), mine)]
     state = group_state(group)
     if remember is not None and remember in state.answers:
-        return state.answers[remember]
+        return _recorded(group, remember, state.answers[remember])
 
     def combine(ballots: Sequence[Ballot]) -> Ballot:
         return {"answers": [each["answer"] for each in ballots]}
@@ -248,7 +253,54 @@ def exchange(
     answers: list[Any] = combined["answers"]
     if remember is not None:
         state.answers[remember] = answers
+        _recorded(group, remember, answers)
     return answers
+
+
+Answers = dict[tuple[str, str], list[Any]]
+"""(Process group, key under which an answer is remembered) -> the answers of its ranks."""
+
+_recorders: contextvars.ContextVar[tuple[Answers, ...]] = contextvars.ContextVar(
+    "zpasses.recorded_answers", default=()
+)
+
+
+@contextlib.contextmanager
+def recorded_answers(into: Answers) -> Iterator[None]:
+    """Inside, remembered answers that are asked for are also stored in `into`."""
+    token = _recorders.set((*_recorders.get(), into))
+    try:
+        yield
+    finally:
+        _recorders.reset(token)
+
+
+def _recorded(group: str, remember: str, answers: list[Any]) -> list[Any]:
+    for each in _recorders.get():
+        each[group, remember] = answers
+    return answers
+
+
+def restore_answers(answers: Answers) -> None:
+    """Remember answers that these ranks gave in an earlier process.
+
+    All ranks of a group must restore the same ones.
+    """
+    for (group, remember), each in answers.items():
+        group_state(group).answers[remember] = each
+
+
+def is_remembered(group: str, remember: str) -> bool:
+    """Whether a question was asked under this key on a group that has other ranks."""
+    return has_other_ranks(group) and remember in group_state(group).answers
+
+
+def are_remembered(answers: Answers) -> bool:
+    """Whether all of these answers are remembered in this process."""
+    return all(
+        group_state(group).answers.get(remember) == each
+        for (group, remember), each in answers.items()
+    )
 
 
 _simulated_answers: contextvars.ContextVar[dict[tuple[str, str], Any] | None] = (

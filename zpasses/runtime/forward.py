@@ -23,7 +23,13 @@ from zpasses.runtime.local_shards import CallParams, bound_call, to_local_shards
 from zpasses.runtime.param_cache import ParamCache, install_step_invalidation, param_cache_of
 from zpasses.runtime.windows import StepWindow, grad_state_of, step_windows
 
-__all__ = ["AccumulationOptions", "BoundParameters", "ForwardDispatch", "with_local_shards"]
+__all__ = [
+    "AccumulationOptions",
+    "BoundParameters",
+    "ForwardDispatch",
+    "first_variant",
+    "with_local_shards",
+]
 
 _MAX_VARIANTS = 4
 """Number of variants to compile per graph. Further calls gather all parameters."""
@@ -73,6 +79,11 @@ class BoundParameters(threading.local):
         return self._bound[name]
 
 
+def first_variant(slots: Sequence[ParamSlot], inference: bool) -> ForwardVariant:
+    """Return the variant of a forward graph with cached parameters that runs first."""
+    return ForwardVariant(kept=frozenset() if inference else frozenset(range(len(slots))))
+
+
 class ForwardDispatch:
     """Runs the variant of a forward graph that gathers stale parameters and takes the others from
     the cache.
@@ -104,9 +115,7 @@ class ForwardDispatch:
             inference,
             compile_variant,
         )
-        self._first = ForwardVariant(
-            kept=frozenset() if inference else frozenset(range(len(slots)))
-        )
+        self._first = first_variant(slots, inference)
         # Every rank needs this variant first, so it is compiled with the graph. The others are
         # compiled on first use.
         self._code = {self._first: compile_variant(self._first)}

@@ -15,8 +15,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import fx
-
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
@@ -96,18 +94,17 @@ def in_window(groups: Sequence[str]) -> bool:
 
 
 def with_run_check(
-    codegen: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
+    code: Callable[[list[Any]], Any],
     events: Mapping[str, RunEvent],
     graph_name: str,
     timeout_s: float,
     *,
     every_run: bool,
 ) -> Callable[[list[Any]], Any]:
-    """The code that `codegen` makes of a graph, with a check before each run.
+    """The code of a graph, with a check before each run.
 
     Args:
+        code: the code, which takes one list of inputs.
         events: process group -> the event that a run of the graph is.
         timeout_s: seconds to wait for the other ranks.
         every_run: check every run. False checks only inside windows.
@@ -116,7 +113,6 @@ def with_run_check(
         AgreementError: when the code is called and another rank failed, comes to another graph, or
             does not come in time.
     """
-    code = codegen(gm, inputs)
     if not events:
         return code
     name = f"graph {graph_name}"

@@ -257,7 +257,7 @@ def test_uuid_changes_with_the_source_of_the_pass(tmp_path, monkeypatch):
 
 def test_uuid_changes_with_the_source_of_zpasses(monkeypatch):
     before = GatherParams().uuid()
-    monkeypatch.setattr("zpasses.pipeline.pipeline._package_digest", lambda: "another")
+    monkeypatch.setattr("zpasses.pipeline.pipeline.package_digest", lambda: "another")
     assert GatherParams().uuid() != before
 
 

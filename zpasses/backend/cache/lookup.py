@@ -1,0 +1,76 @@
+"""Whether a graph is taken from the compile cache: all ranks take it, or none does.
+
+A rank that takes a graph from the cache skips the votes of the passes, so another rank must not
+wait in them. The ranks ask each other once for each list of parameters. Later compiles of the same
+parameters, for another shape for example, may happen on one rank alone. They take a graph only if
+the votes of its passes would come to nothing new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from zpasses import compat
+from zpasses.backend.cache.artifacts import GraphArtifacts
+from zpasses.backend.cache.key import GraphKey
+from zpasses.ranks.vote import are_remembered, exchange, is_remembered, restore_answers
+
+__all__ = ["find_artifacts"]
+
+_LEAST_OF_FREE = 0.8
+"""A graph that was planned for free memory is used if that is at most so much less than now."""
+
+
+def find_artifacts(
+    key: GraphKey,
+    groups: Sequence[str],
+    free_bytes: int | None,
+    load: Callable[[GraphArtifacts], None],
+) -> GraphArtifacts | str:
+    """Returns the stored form of a graph, which all ranks take; or why it is compiled.
+
+    Args:
+        groups: names of the process groups of the graph.
+        free_bytes: the budget that `memory_budget="auto"` found, on all ranks; None without it.
+        load: loads what the graph needs first, without a vote. It may raise anything.
+
+    Raises:
+        AgreementError: when another rank failed, or does not come in time.
+    """
+    found = GraphArtifacts.read(key.digest)
+    if isinstance(found, GraphArtifacts):
+        found = _loaded(found, free_bytes, load)
+    mine = found.entry.fingerprint() if isinstance(found, GraphArtifacts) else None
+    question = f"compile cache {key.question}"
+    for group in groups:
+        asked_before = is_remembered(group, question)
+        answers = exchange(group, "taking a graph from the compile cache", mine, remember=question)
+        if isinstance(found, str) or asked_before:
+            continue
+        other = next((at for at, each in enumerate(answers) if each != mine), None)
+        if other is None:
+            restore_answers(found.entry.answers)
+        else:
+            has = "no entry" if answers[other] is None else "another entry"
+            found = f"rank {compat.group_ranks(group)[other]} has {has}"
+    if isinstance(found, GraphArtifacts) and not are_remembered(found.entry.answers):
+        return "the ranks have not agreed on its schedule since they started"
+    return found
+
+
+def _loaded(
+    found: GraphArtifacts, free_bytes: int | None, load: Callable[[GraphArtifacts], None]
+) -> GraphArtifacts | str:
+    planned = found.entry.free_bytes
+    if (
+        planned is not None
+        and free_bytes is not None
+        and not _LEAST_OF_FREE * free_bytes <= planned <= free_bytes
+    ):
+        return f"its entry was planned for {planned} free bytes, and {free_bytes} are free now"
+    try:
+        load(found)
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        return f"its entry cannot be loaded ({type(error).__name__}: {text})"
+    return found

@@ -1,0 +1,302 @@
+"""Code of the graphs of one compile, from rewritten graphs or from the compile cache.
+
+A graph whose calls differ (cached parameters, deferred reductions) becomes a dispatcher, which
+compiles a variant when it first runs. A graph or variant that the compile cache has is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import fx
+
+from zpasses import compat
+from zpasses.backend.cache.artifacts import (
+    BackwardFacts,
+    ForwardFacts,
+    GraphArtifacts,
+    StoredVariant,
+)
+from zpasses.pipeline.options import Options
+from zpasses.pipeline.recorder import Recorders, ResultHook
+from zpasses.ranks.agreement import (
+    Sequences,
+    call_sequences,
+    compare_collectives,
+    compare_sequences,
+    run_events,
+)
+from zpasses.ranks.run_order import RunEvent
+from zpasses.runtime.backward import BackwardDispatch, warn_if_always_reduced
+from zpasses.runtime.backward_variants import BackwardVariant, build_backward_variant
+from zpasses.runtime.codegen import boxed
+from zpasses.runtime.forward import BoundParameters, ForwardDispatch
+from zpasses.runtime.forward_variants import (
+    ForwardVariant,
+    build_forward_variant,
+    gather_ids,
+    param_slots,
+)
+from zpasses.runtime.gloo import replace_gloo_collectives
+from zpasses.runtime.grad_slots import always_reduced, grad_slots
+from zpasses.runtime.run_checks import with_run_check, with_vote_limit
+from zpasses.runtime.windows import Lowering
+
+__all__ = ["Codegen", "Compiled", "GraphCompiler", "Template", "backward_facts", "forward_facts"]
+
+log = logging.getLogger("zpasses")
+
+Compiled = Callable[[list[Any]], Any]
+Codegen = Callable[[fx.GraphModule, Sequence[Any]], Compiled]
+
+
+def forward_facts(gm: fx.GraphModule, kind: str) -> ForwardFacts:
+    """Describes a forward or inference graph after its passes."""
+    values = cast(Sequence[Any], gm.graph.output_node().args[0])
+    slots = param_slots(gm.graph)
+    ids = gather_ids(gm.graph) if slots else []
+    return ForwardFacts(kind, len(values), slots, ids, call_sequences(gm.graph))
+
+
+def backward_facts(gm: fx.GraphModule, order: Mapping[str, int]) -> BackwardFacts:
+    """Describes a backward graph after its passes.
+
+    Args:
+        order: name of a sharded input -> its position among the sharded inputs of the call.
+    """
+    values = cast(Sequence[Any], gm.graph.output_node().args[0])
+    left = [name for name in always_reduced(gm.graph) if name in order]
+    slots = grad_slots(gm.graph)
+    if not all(slot.param in order and slot.reduction for slot in slots):
+        slots = []
+    return BackwardFacts(len(values), slots, left, {} if slots else call_sequences(gm.graph))
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """A graph after its passes, of which variants are compiled."""
+
+    kind: str
+    """"forward", "inference" or "backward"."""
+    graph: Callable[[], fx.GraphModule]
+    """Returns the graph, which stays as it is."""
+    inputs: Callable[[], list[Any]]
+    """Returns its fake inputs."""
+    codegen: Codegen
+    state: compat.CompilerState
+
+    @classmethod
+    def of(cls, kind: str, gm: fx.GraphModule, inputs: Sequence[Any], codegen: Codegen) -> Template:
+        return cls(kind, lambda: gm, lambda: list(inputs), codegen, compat.CompilerState())
+
+
+class GraphCompiler:
+    """Makes code of the graphs of one compile.
+
+    Args:
+        name: Dynamo's id of the compile.
+        order: name of a sharded input -> its position among the sharded inputs of the call.
+        bound: the parameters of the current call.
+        report: tells the other ranks that this rank failed to compile.
+        lowering: returns how reductions that a backward deferred are run.
+        result_hook: wraps the code of a backward.
+        artifacts: the graph's part of the compile cache; None if it takes no part.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        options: Options,
+        recorder: Recorders,
+        order: Mapping[str, int],
+        bound: BoundParameters,
+        report: Callable[[BaseException], None],
+        lowering: Callable[[], Lowering],
+        result_hook: ResultHook,
+        artifacts: GraphArtifacts | None,
+    ) -> None:
+        self._name, self._options, self._recorder = name, options, recorder
+        self._order, self._bound, self._report = order, bound, report
+        self._lowering, self._result_hook, self._artifacts = lowering, result_hook, artifacts
+        self._preloaded: tuple[str, StoredVariant, Compiled] | None = None
+
+    # --- graphs -----------------------------------------------------------------------------------
+    def forward(self, template: Template, facts: ForwardFacts) -> Compiled:
+        """Returns the code of a forward or inference graph whose collectives ranks agreed on."""
+        if not facts.slots:
+            return self._variant(template, None)
+        inference = facts.kind == "inference"
+
+        def compile_variant(variant: ForwardVariant) -> Compiled:
+            with self.reporting():
+                return self._variant(template, variant)
+
+        return boxed(
+            ForwardDispatch(
+                facts.slots,
+                facts.gather_ids,
+                facts.outputs,
+                self._bound,
+                inference,
+                compile_variant,
+            )
+        )
+
+    def backward(self, template: Template, facts: BackwardFacts) -> Compiled:
+        """Returns the code of a backward graph.
+
+        The collectives of a graph without deferrable gradients have been agreed on. Variants are
+        agreed on here, because another rank may defer other gradients.
+        """
+
+        def compile_variant(variant: BackwardVariant) -> Compiled:
+            with self.reporting():
+                return self._variant(template, variant)
+
+        if facts.slots:
+            code = boxed(
+                BackwardDispatch(
+                    facts.slots, facts.outputs, self._order, self._lowering(), compile_variant
+                )
+            )
+        else:
+            code = self._variant(template, None)
+        code = boxed(self._result_hook(code, "gradients"))
+        left = facts.always_reduced
+        return boxed(warn_if_always_reduced(code, self._name, left, self._order)) if left else code
+
+    def agree(self, gm: fx.GraphModule, kind: str) -> None:
+        """Compares what a graph communicates with the other ranks.
+
+        Raises:
+            AgreementError: on every rank, if they differ.
+        """
+        asks = self._asks()
+        if asks:
+            with self._recorder.record_errors("agreement"):
+                compare_collectives(gm.graph, self._name, self._options.agreement_timeout_s)
+        self._recorder.record_agreement(kind, gm.graph, asks)
+
+    def agree_on(self, sequences: Sequences) -> None:
+        """The same for a graph of the compile cache."""
+        if self._asks():
+            compare_sequences(sequences, self._name, self._options.agreement_timeout_s)
+
+    def preload(self, kind: str, variant: ForwardVariant | None) -> None:
+        """Loads the code of a variant from the compile cache, if it is stored.
+
+        Raises:
+            Exception: any kind, from damaged files.
+        """
+        assert self._artifacts is not None
+        stored = self._artifacts.variant(kind, variant)
+        if stored is not None:
+            code = compat.unpack_code(stored.code, (), is_backward=False)
+            self._preloaded = (repr((kind, variant)), stored, code)
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Reports failures of what is compiled late, when the call of the backend is over."""
+        try:
+            yield
+        except Exception as error:
+            self._report(error)
+            raise
+
+    def _asks(self) -> bool:
+        return bool(self._options.agreement) and dist.is_initialized()
+
+    # --- variants ---------------------------------------------------------------------------------
+    def _variant(
+        self, template: Template, variant: ForwardVariant | BackwardVariant | None
+    ) -> Compiled:
+        loaded = self._load(template, variant)
+        if loaded is not None:
+            return loaded
+        gm, inputs = template.graph(), template.inputs()
+        sequences: Sequences = {}
+        what = f"code of {template.kind}"
+        if variant is not None:
+            what = f"code of a variant of {template.kind}"
+            if isinstance(variant, ForwardVariant):
+                gm, extra = build_forward_variant(gm, variant)
+                done = variant.kept
+            else:
+                gm, extra = build_backward_variant(gm, variant)
+                done = variant.deferred
+            log.debug("graph %s %s: %s", self._name, template.kind, variant)
+            slots = param_slots if isinstance(variant, ForwardVariant) else grad_slots
+            names = [slot.param for slot in slots(template.graph().graph)]
+            self._recorder.variant(
+                template.kind,
+                template.kind,
+                [names[i] for i in sorted(variant.given)],
+                [names[i] for i in sorted(done)],
+                gm.graph,
+            )
+            if isinstance(variant, BackwardVariant):
+                self.agree(gm, template.kind)
+                sequences = call_sequences(gm.graph) if self._artifacts is not None else {}
+            inputs = [*inputs, *extra]
+        events = run_events(gm.graph, f"{self._name} {template.kind}")
+        with template.state.restored(), self._recorder.record_errors(what):
+            code = template.codegen(replace_gloo_collectives(gm), inputs)
+        self._store(template.kind, variant, code, events, sequences)
+        return self._checked(code, events, template.kind)
+
+    def _load(
+        self, template: Template, variant: ForwardVariant | BackwardVariant | None
+    ) -> Compiled | None:
+        if self._artifacts is None or not self._artifacts.loaded:
+            return None
+        kind = template.kind
+        if self._preloaded is not None and self._preloaded[0] == repr((kind, variant)):
+            (_, stored, code), self._preloaded = self._preloaded, None
+        else:
+            found = self._artifacts.variant(kind, variant)
+            if found is None:
+                return None
+            stored = found
+            try:
+                with template.state.restored():
+                    code = compat.unpack_code(stored.code, (), is_backward=kind == "backward")
+            except Exception as error:  # compiled from the graph instead
+                log.warning("compile cache: code of graph %s is not used: %s", self._name, error)
+                return None
+        if isinstance(variant, BackwardVariant):
+            self.agree_on(stored.sequences)
+        old, new = f"graph {self._artifacts.entry.name} ", f"graph {self._name} "
+        events = {
+            group: dataclasses.replace(event, text=event.text.replace(old, new, 1))
+            for group, event in stored.events.items()
+        }
+        return self._checked(code, events, kind)
+
+    def _store(
+        self,
+        kind: str,
+        variant: ForwardVariant | BackwardVariant | None,
+        code: Compiled,
+        events: dict[str, RunEvent],
+        sequences: Sequences,
+    ) -> None:
+        if self._artifacts is None:
+            return
+        data = compat.pack_code(code)
+        if data is None:
+            self._artifacts.give_up("Inductor's code of it cannot be stored")
+            return
+        self._artifacts.add_variant(kind, variant, StoredVariant(data, events, sequences))
+
+    def _checked(self, code: Compiled, events: Mapping[str, RunEvent], kind: str) -> Compiled:
+        timeout_s = self._options.agreement_timeout_s
+        if not self._options.agreement:
+            return with_vote_limit(code, events, timeout_s)
+        every_run = self._options.agreement != "first"
+        name = f"{self._name} {kind}"
+        return with_run_check(code, events, name, timeout_s, every_run=every_run)
