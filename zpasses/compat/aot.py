@@ -212,6 +212,8 @@ class CompilerState:
         self.context = TracingContext.try_get()
         ambient = V.fake_mode if isinstance(V.fake_mode, FakeTensorMode) else None
         self.fake_mode = fake_mode or ambient
+        # Dynamo gives the context another mode after the compile.
+        self._patches = {} if fake_mode is None else {"fake_mode": fake_mode}
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -224,5 +226,5 @@ class CompilerState:
             if self.context is not None:
                 stack.enter_context(tracing(self.context))
                 # Inductor asserts that output strides are reported for one forward only.
-                stack.enter_context(TracingContext.patch(output_strides=None))
+                stack.enter_context(TracingContext.patch(output_strides=None, **self._patches))
             yield

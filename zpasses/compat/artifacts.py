@@ -19,8 +19,8 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext
 
-from zpasses.compat.fake import FakeTensorMode
-from zpasses.compat.fx_graph import OpOverload
+from zpasses.compat.fake import FakeTensor, FakeTensorMode
+from zpasses.compat.fx_graph import OpOverload, OpOverloadPacket, clone_graph_module, pytree
 
 __all__ = [
     "artifacts_refusal",
@@ -29,6 +29,7 @@ __all__ = [
     "inductor_cache_folder",
     "inductor_compile_packed",
     "kind_of_inner_compile",
+    "op_namespace",
     "pack_code",
     "pack_graph",
     "unpack_code",
@@ -99,7 +100,7 @@ def code_environment(inductor: Mapping[str, Any]) -> list[str]:
     Args:
         inductor: the user's options of Inductor.
     """
-    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor import config
     from torch._inductor.codecache import CacheBase, torch_key
 
     with config.patch(dict(inductor)):
@@ -108,7 +109,8 @@ def code_environment(inductor: Mapping[str, Any]) -> list[str]:
         torch_key().hex(),
         sys.version,
         repr(CacheBase.get_system()),
-        str(cpu_vec_isa.pick_vec_isa()),
+        # In place of Inductor's choice of vector instructions, which takes a second to find.
+        torch.backends.cpu.get_cpu_capability(),
         repr(sorted(settings.items())),
         repr(sorted(functorch_config.save_config_portable().items())),
     ]
@@ -121,13 +123,23 @@ def inductor_cache_folder() -> str:
     return cache_dir()
 
 
-def custom_op_functions(op: OpOverload) -> list[Callable[..., Any]]:
+def op_namespace(op: OpOverload | OpOverloadPacket) -> str:
+    """Returns the namespace of an operator, such as "aten"."""
+    return _qualified_name(op).partition("::")[0]
+
+
+def _qualified_name(op: OpOverload | OpOverloadPacket) -> str:
+    packet = op.overloadpacket if isinstance(op, OpOverload) else op
+    return str(packet._qualified_op_name)
+
+
+def custom_op_functions(op: OpOverload | OpOverloadPacket) -> list[Callable[..., Any]]:
     """Returns the Python functions of an operator that `torch.library.custom_op` defined: its
     implementations, fake implementation, and backward. Returns [] for other operators.
     """
     from torch._library.custom_ops import OPDEFS
 
-    found: Any = OPDEFS.get(op._schema.name)
+    found: Any = OPDEFS.get(_qualified_name(op))
     if found is None:
         return []
     names = ("_init_fn", "_abstract_fn", "_setup_context_fn", "_backward_fn")
@@ -283,7 +295,24 @@ def pack_graph(gm: fx.GraphModule) -> bytes:
     from torch.fx._graph_pickler import GraphPickler, Options
 
     options = Options(ops_filter=None, node_metadata_key_filter=lambda key: key in _KEPT_META)
-    return GraphPickler.dumps(gm, options)
+    stored = clone_graph_module(gm)
+    for node in stored.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = pytree.tree_map_only(torch.Tensor, _no_view, node.meta["val"])
+    return GraphPickler.dumps(stored, options)
+
+
+def _no_view(value: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor over the same memory that autograd does not know as a view. The pickle of a
+    view would contain the fake mode of its base, with all that this has cached.
+    """
+    if not value._is_view() or not isinstance(value, FakeTensor):
+        return value
+    with value.fake_mode, torch.no_grad():
+        plain = torch.empty(0, dtype=value.dtype, device=value.device)
+        return plain.set_(
+            value.untyped_storage(), value.storage_offset(), value.shape, value.stride()
+        )
 
 
 def unpack_graph(data: bytes, mode: FakeTensorMode) -> fx.GraphModule:

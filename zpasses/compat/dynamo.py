@@ -110,7 +110,9 @@ def is_structured_trace_on() -> bool:
     """Whether torch's structured trace is recorded, by TORCH_TRACE or by torch's own tests."""
     from torch._logging._internal import trace_log
 
-    return bool(trace_log.handlers) and trace_log.isEnabledFor(10)
+    # pytest adds handlers of its own to loggers that do not propagate.
+    own = [each for each in trace_log.handlers if not type(each).__module__.startswith("_pytest")]
+    return bool(own) and trace_log.isEnabledFor(10)
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:

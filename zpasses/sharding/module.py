@@ -239,10 +239,12 @@ def _gathering_property(spec: ParamShardSpec, class_name: str) -> property:
     group, label = spec.group_name, f"parameter {spec.name!r} of a {class_name}"
 
     def gather(module: nn.Module) -> Tensor | None:
-        if name not in module._parameters:
+        try:
+            param = module._parameters[name]
+        except KeyError:
             # Parametrizations delete parameters.
-            raise AttributeError(f"{class_name!r} object has no attribute {name!r}")
-        param = module._parameters[name]
+            message = f"{class_name!r} object has no attribute {name!r}"
+            raise AttributeError(message) from None
         if not isinstance(param, DTensor):
             return param  # None, or a tensor swapped in by torch.func.functional_call
         rows = param.shape[0] if param.dim() else 0

@@ -78,9 +78,8 @@ def _target_text(node: fx.Node) -> str:
     target: Any = node.target
     if isinstance(target, str):
         return target
-    if isinstance(target, compat.OpOverload):
-        namespace = target.namespace
-        if namespace not in _NAMESPACES:
+    if isinstance(target, (compat.OpOverload, compat.OpOverloadPacket)):
+        if compat.op_namespace(target) not in _NAMESPACES:
             return f"{target} {_custom_op_digest(target)}"
         return str(target)
     if isinstance(target, compat.HigherOrderOperator):
@@ -93,7 +92,7 @@ def _target_text(node: fx.Node) -> str:
     return f"{getattr(target, '__module__', '')}.{name}"
 
 
-def _custom_op_digest(op: compat.OpOverload) -> str:
+def _custom_op_digest(op: compat.OpOverload | compat.OpOverloadPacket) -> str:
     functions = compat.custom_op_functions(op)
     files = {inspect.getsourcefile(inspect.unwrap(each)) for each in functions}
     if not files or None in files:
@@ -119,7 +118,7 @@ def _value_text(value: Any) -> str:
         return f"{{{', '.join(pairs)}}}"
     if isinstance(value, slice):
         return f"slice{_value_text((value.start, value.stop, value.step))}"
-    if isinstance(value, (compat.OpOverload, Tag)):
+    if isinstance(value, (compat.OpOverload, compat.OpOverloadPacket, Tag)):
         return str(value)
     raise NotCacheableError(f"it holds a constant of type {type(value).__name__}")
 

@@ -1,0 +1,300 @@
+"""Keys of the compile cache: everything that changes the code of a graph changes its key."""
+
+import dataclasses
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import zpasses
+from zpasses.backend.cache import key as key_module
+from zpasses.backend.cache.key import graph_key, refusal
+from zpasses.backend.capture import capture
+from zpasses.cost.target import Target, use_target
+from zpasses.pipeline import observers
+from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.options import Options
+from zpasses.pipeline.pipeline import Level, Pass, Pipeline
+from zpasses.testing import fake_world
+
+X = torch.linspace(-1, 1, 24).view(4, 6)
+
+
+class Net(nn.Module):
+    def __init__(self, width=9, act=torch.tanh, scale=1.0, bias=True):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, width, bias=bias), nn.Linear(width, 6)
+        self.act, self.scale = act, scale
+
+    def forward(self, x):
+        return (self.down(self.act(self.up(x))) * self.scale - x).square().mean()
+
+
+def captured(model=None, inputs=(X,), *, world=2, rank=0, dynamic=None, use=graph_key, **given):
+    """What `use` makes of the captured graph of a model."""
+    torch._dynamo.reset()
+    options, found = Options.parse(given), []
+    target = Target.parse(options.target) if options.target else None
+
+    def backend(gm, example_inputs):
+        read = capture(gm, example_inputs)
+        with use_target(target):
+            if use is refusal:
+                found.append(refusal(read, options, options.passes(), recorded=False))
+            else:
+                found.append(graph_key(read, example_inputs, options, options.passes()))
+        return lambda *args: (torch.zeros((), requires_grad=True),)
+
+    with fake_world(world, rank) as mesh:
+        model = zpasses.shard(Net() if model is None else model, mesh=mesh)
+        torch.compile(model, backend=backend, dynamic=dynamic)(*inputs)
+    return found[-1]
+
+
+@pytest.fixture(autouse=True)
+def no_observers(monkeypatch):
+    """Without the observer of all tests, which keeps graphs out of the cache."""
+    monkeypatch.setattr(observers, "_observers", [])
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return captured()
+
+
+def test_keys_are_equal_for_equal_programs(plain):
+    assert captured() == plain
+
+
+class Checkpointed(Net):
+    def forward(self, x):
+        hidden = torch.utils.checkpoint.checkpoint(self.act, self.up(x), use_reentrant=False)
+        return (self.down(hidden) * self.scale - x).square().mean()
+
+
+@torch.library.custom_op("zpasses_test_cache::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+MODELS = {
+    "another function": lambda: Net(act=torch.relu),
+    "another constant": lambda: Net(scale=2.0),
+    "a checkpoint": Checkpointed,
+    "another width": lambda: Net(width=10),
+    "no bias": lambda: Net(bias=False),
+    "a frozen parameter": lambda: Net().requires_grad_(requires_grad=False),
+    "another dtype": lambda: Net().double(),
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_the_model_is_part_of_the_key(plain, model):
+    model = model()
+    inputs = (X.to(next(model.parameters()).dtype),)
+    assert captured(model, inputs).digest != plain.digest
+
+
+INPUTS = {
+    "another size": (torch.ones(5, 6), {}),
+    "other strides": (torch.ones(6, 4).t(), {}),
+    "a gradient": (torch.ones(4, 6, requires_grad=True), {}),
+    "a dynamic size": (X, {"dynamic": True}),
+}
+
+
+@pytest.mark.parametrize(("x", "how"), INPUTS.values(), ids=INPUTS)
+def test_the_inputs_are_part_of_the_key(plain, x, how):
+    assert captured(inputs=(x,), **how).digest != plain.digest
+
+
+def test_inputs_that_share_memory_are_part_of_the_key():
+    class Two(Net):
+        def forward(self, x, y):
+            return super().forward(x) + y.sum()
+
+    memory = torch.ones(2, 4, 6)
+    shared = captured(Two(), (memory[0], memory[1]))
+    assert captured(Two(), (memory[0], memory[1].clone())).digest != shared.digest
+
+
+CHANGES = {
+    "zero_stage": 2,
+    "pipeline": "merge-reads,gather-params,reduce-grads",
+    "recompute_elementwise": False,
+    "target": "h100",
+    "memory_budget": "1MiB",
+    "verify": "off",
+    "backwards_per_step": 2,
+    "grad_accum_dtype": torch.float32,
+    "inductor": {"max_autotune": True},
+}
+"""Option -> another value. Options that only matter when code runs are in UNCHANGED."""
+
+UNCHANGED = {
+    "agreement": "first",
+    "agreement_timeout_s": 7.0,
+    "dump": "somewhere",
+    "dump_ranks": "all",
+    "cache": False,
+    "codegen": "inductor",  # the only one that is cached
+    "tuned": None,  # by way of the options that it chooses
+}
+
+
+def test_every_option_is_in_one_of_the_tables():
+    assert {*CHANGES, *UNCHANGED} == {each.name for each in dataclasses.fields(Options)}
+
+
+@pytest.mark.parametrize("option", CHANGES)
+def test_options_are_part_of_the_key(plain, option):
+    assert captured(**{option: CHANGES[option]}).digest != plain.digest
+
+
+@pytest.mark.parametrize("option", sorted(UNCHANGED.keys() - {"tuned", "codegen"}))
+def test_options_of_the_run_are_no_part_of_the_key(plain, option):
+    assert captured(**{option: UNCHANGED[option]}) == plain
+
+
+def test_worlds_and_ranks_have_keys_of_their_own_and_one_question(plain):
+    other = captured(rank=1)
+    assert other.digest != plain.digest
+    assert other.question == plain.question
+    assert captured(world=4).digest != plain.digest
+
+
+STATE = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "no gradients": torch.no_grad,
+    "default dtype": lambda: Setting(
+        torch.set_default_dtype, torch.get_default_dtype, torch.float64
+    ),
+    "matmul precision": lambda: Setting(
+        torch.set_float32_matmul_precision, torch.get_float32_matmul_precision, "medium"
+    ),
+    "threads": lambda: Setting(
+        torch.set_num_threads, torch.get_num_threads, torch.get_num_threads() + 1
+    ),
+    "deterministic": lambda: Setting(
+        torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled, True
+    ),
+}
+
+
+class Setting:
+    def __init__(self, change, read, value):
+        self.change, self.before, self.value = change, read(), value
+
+    def __enter__(self):
+        self.change(self.value)
+
+    def __exit__(self, *_):
+        self.change(self.before)
+
+
+@pytest.mark.parametrize("state", STATE.values(), ids=STATE)
+def test_the_state_of_torch_is_part_of_the_key(plain, state):
+    model = Net()
+    with state():
+        assert captured(model).digest != plain.digest
+
+
+def test_the_sources_of_zpasses_are_part_of_the_key(plain, monkeypatch):
+    monkeypatch.setattr(key_module, "package_digest", lambda: "other sources")
+    assert captured().digest != plain.digest
+
+
+def test_the_environment_is_part_of_the_key(plain, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another processor")
+    assert captured().digest != plain.digest
+
+
+def test_settings_of_inductor_are_part_of_the_key(plain):
+    with torch._inductor.config.patch(max_fusion_size=3):
+        assert captured().digest != plain.digest
+
+
+def test_only_the_parameters_and_the_gradient_mode_decide_the_question(plain):
+    assert captured(inputs=(torch.ones(5, 6),)).question == plain.question
+    assert captured(zero_stage=2).question == plain.question
+    assert captured(Net(bias=False)).question != plain.question
+    with torch.no_grad():
+        assert captured().question != plain.question
+
+
+# --- refusals ------------------------------------------------------------------------------------
+class Twice(Net):
+    def forward(self, x):
+        return super().forward(twice(x))
+
+
+def test_the_source_of_a_custom_operator_is_part_of_the_key(tmp_path, monkeypatch):
+    before = captured(Twice())
+    assert captured(Twice()) == before
+    # The file of the backward counts, too.
+    source = tmp_path / "backward.py"
+    source.write_text("def backward(ctx, grad):\n    return 2 * grad\n")
+    spec = importlib.util.spec_from_file_location("backward", source)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    twice.register_autograd(module.backward)
+    other = captured(Twice())
+    assert other.digest != before.digest
+    source.write_text(source.read_text() + "# changed\n")
+    assert captured(Twice()).digest not in (before.digest, other.digest)
+
+
+def test_operators_of_unknown_source_are_not_cached():
+    library = torch.library.Library("zpasses_test_cache", "FRAGMENT")
+    library.define("thrice(Tensor x) -> Tensor")
+    library.impl("thrice", lambda x: x * 3, "CompositeExplicitAutograd")
+    library.impl("thrice", lambda x: torch.empty_like(x), "Meta")
+
+    class Thrice(Net):
+        def forward(self, x):
+            return super().forward(torch.ops.zpasses_test_cache.thrice(x))
+
+    with pytest.raises(BackendCompilerFailed, match=r"thrice, whose source is not known"):
+        captured(Thrice())
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnPass(Pass):
+    name = "own-pass"
+    level = Level.JOINT
+
+    def rewrite(self, graph):
+        return 0
+
+
+REFUSED = {
+    "cache=False": {"cache": False},
+    "codegen='eager'": {"codegen": "eager"},
+    "verify='simulate'": {"verify": "simulate"},
+    "pass 'own-pass' is not one of zpasses": {"pipeline": Pipeline((OwnPass(),))},
+    "sets up collectives": {"pipeline": "zero3,sdma"},
+    "reduction_group=own": {"pipeline": "gather-params,reduce-grads,schedule{reduction_group=own}"},
+    "joint_custom_post_pass": {"inductor": {"joint_custom_post_pass": OwnPass()}},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_cached_is_refused(reason):
+    assert reason in captured(use=refusal, **REFUSED[reason])
+
+
+def test_a_cacheable_graph_is_not_refused(monkeypatch):
+    assert captured(use=refusal) is None
+    with torch._inductor.config.patch(force_disable_caches=True):
+        assert "force_disable_caches" in captured(use=refusal)
+    with observe_graphs(print):
+        assert "observer" in captured(use=refusal)
+    monkeypatch.setenv("ZPASSES_BISECT", "{}")
+    assert "bisect" in captured(use=refusal)

@@ -1,0 +1,288 @@
+"""Warm starts: a program that starts again takes its graphs from the compile cache, with the same
+results; a rank whose cache is cold, stale or damaged makes no other rank wait or compute something
+else.
+"""
+
+import logging
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zpasses
+from zpasses.backend.cache import artifacts, key
+from zpasses.pipeline import observers
+from zpasses.testing import run_in_fresh_ranks, world_mesh
+
+pytestmark = [pytest.mark.processes, pytest.mark.inductor]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def forward(self, x):
+        return (self.down(torch.tanh(self.up(x))) - x).square().mean()
+
+
+class Messages(logging.Handler):
+    """What the compile cache did with each graph, as words."""
+
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    def emit(self, record):
+        text = record.getMessage()
+        for name, sign in SIGNS.items():
+            if sign in text:
+                self.said.append(name if name in ("hit", "stored") else f"{name}: {text}")
+
+
+SIGNS = {
+    "hit": "from the compile cache, in",
+    "stored": ": stored in the compile cache",
+    "not stored": ": not stored in the compile cache: ",
+    "miss": ": not in the compile cache: ",
+    "off": "without the compile cache: ",
+    "damaged": "is damaged",
+}
+
+
+def start(folder, options=None, *, lengths=(4, 4, 4), evaluate=False, dynamic=False, patch=None):
+    """Train for a few steps; returns the losses, the parameters, and what the cache did."""
+    os.environ["ZPASSES_CACHE_DIR"] = str(folder)
+    observers._observers.clear()  # that of all tests keeps graphs out of the cache
+    if patch is not None:
+        patch()
+    messages, log = Messages(), logging.getLogger("zpasses")
+    log.addHandler(messages)
+    log.setLevel(logging.INFO)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = zpasses.shard(Net(), mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options=options or {}, dynamic=dynamic or None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    every = (options or {}).get("backwards_per_step", 1)
+    for number, length in enumerate(lengths):
+        x = torch.linspace(-1, 1, 6 * length).view(length, 6) * (1 + dist.get_rank())
+        loss = step(x)
+        loss.backward()
+        losses.append(loss.item())
+        if (number + 1) % every == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        if evaluate:
+            with torch.no_grad():
+                losses.append(step(x).item())
+    weights = [param.full_tensor().tolist() for param in model.parameters()]
+    return losses, weights, messages.said
+
+
+def on_fresh_ranks(fn, *args, **kwargs):
+    """Processes that start anew: in one that lives on, process groups have other names."""
+    outcomes = run_in_fresh_ranks(fn, *args, timeout_s=200, **kwargs)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    return [outcome.result for outcome in outcomes]
+
+
+def starts(folder, *args, **kwargs):
+    """What the first rank returns, after a check that ranks end with the same parameters."""
+    first, *others = on_fresh_ranks(start, folder, *args, **kwargs)
+    for other in others:
+        assert other[1] == first[1]
+    return first[:2], [each[2] for each in (first, *others)]
+
+
+COLD = ["miss", "stored"]
+
+
+def words(said):
+    return [each.partition(":")[0] for each in said]
+
+
+def test_the_second_start_takes_the_graph_from_the_cache(tmp_path):
+    cold, said = starts(tmp_path)
+    assert [words(each) for each in said] == [COLD, COLD]
+    warm, said = starts(tmp_path)
+    assert said == [["hit"], ["hit"]]
+    assert warm == cold
+    off, said = starts(tmp_path, {"cache": False})
+    assert [words(each) for each in said] == [["off"], ["off"]]
+    assert off == cold
+
+
+CONFIGURATIONS = {
+    "stage 1": ({"zero_stage": 1}, {}),
+    "stage 2": ({"zero_stage": 2}, {}),
+    "stage 3, regathered": (
+        {"pipeline": "gather-params,reduce-grads,reshard-after-forward{keep=nothing}"},
+        {},
+    ),
+    "windows": ({"zero_stage": 2, "backwards_per_step": 2}, {"lengths": (4,) * 6}),
+    "evaluation": ({"zero_stage": 2}, {"evaluate": True}),
+    "no votes": ({"agreement": False}, {}),
+    "first run only": ({"agreement": "first"}, {}),
+    "memory budget": ({"memory_budget": "1MiB"}, {}),
+    "shapes": ({}, {"lengths": (4, 5, 6, 4)}),
+    "dynamic": ({}, {"lengths": (4, 5, 6, 4), "dynamic": True}),
+}
+
+
+def test_variants_are_stored_or_compiled_from_stored_graphs(tmp_path):
+    check_configuration(tmp_path, "windows")
+
+
+@pytest.mark.slow(quick="test_variants_are_stored_or_compiled_from_stored_graphs")
+@pytest.mark.parametrize("name", sorted(CONFIGURATIONS.keys() - {"windows"}))
+def test_warm_starts_equal_cold_starts_elsewhere(tmp_path, name):
+    check_configuration(tmp_path, name)
+
+
+def check_configuration(folder, name):
+    options, how = CONFIGURATIONS[name]
+    cold, _ = starts(folder, options, **how)
+    warm, said = starts(folder, options, **how)
+    assert {*said[0], *said[1]} == {"hit"}, said
+    assert warm == cold
+    without, _ = starts(folder, {**options, "cache": False}, **how)
+    assert without == cold
+    # Variants are compiled from the stored graphs where their code is missing.
+    for path in entries(folder):
+        for variant in path.parent.rglob("*-*"):
+            if variant.is_file():
+                variant.unlink()
+    again, said = starts(folder, options, **how)
+    assert {*said[0], *said[1]} == {"hit"}, said
+    assert again == cold
+
+
+def entries(folder):
+    """The entries, in the order in which they were written."""
+    return sorted(Path(folder).rglob("entry"), key=lambda path: path.stat().st_mtime)
+
+
+def without_own_entry():
+    """On rank 1, the cache is empty."""
+    if dist.get_rank() == 1:
+        os.environ["ZPASSES_CACHE_DIR"] += "-empty"
+
+
+def test_a_rank_with_a_cold_cache_makes_all_compile(tmp_path):
+    cold, _ = starts(tmp_path / "cache")
+    other, said = starts(tmp_path / "cache", patch=without_own_entry)
+    assert other == cold
+    assert said[0][0] == "miss: graph 0/0: not in the compile cache: rank 1 has no entry"
+    assert words(said[0]) == words(said[1]) == COLD
+    both, said = starts(tmp_path / "cache", patch=without_own_entry)
+    assert (both, said) == (cold, [["hit"], ["hit"]])
+
+
+def other_answers():
+    """On rank 1, the entry is of a compile in which the ranks agreed on another schedule."""
+    original = artifacts.Entry.fingerprint
+    rank = dist.get_rank()
+    artifacts.Entry.fingerprint = lambda self: f"{original(self)} {rank}"
+
+
+@pytest.mark.slow(quick="test_a_rank_with_a_cold_cache_makes_all_compile")
+def test_entries_of_different_compiles_are_not_mixed(tmp_path):
+    cold, _ = starts(tmp_path)
+    other, said = starts(tmp_path, patch=other_answers)
+    assert other == cold
+    assert "rank 1 has another entry" in said[0][0]
+    assert "rank 0 has another entry" in said[1][0]
+
+
+def test_shapes_that_are_compiled_later_need_no_second_question(tmp_path):
+    """Ranks may compile for another shape alone: the cache asks nothing then."""
+    lengths = {0: (4, 4, 5), 1: (4, 4, 4)}
+
+    cold = on_fresh_ranks(start_with_lengths, tmp_path, lengths)
+    warm = on_fresh_ranks(start_with_lengths, tmp_path, lengths)
+    assert [each[:2] for each in warm] == [each[:2] for each in cold]
+    assert [each[2] for each in warm] == [["hit", "hit"], ["hit"]]
+
+
+def start_with_lengths(folder, lengths):
+    return start(folder, lengths=lengths[dist.get_rank()], dynamic=False)
+
+
+def other_sources():
+    key.package_digest = lambda: "other sources"
+
+
+def another_user():
+    os.getuid = lambda: -1
+
+
+CHANGED = {"options": ({"zero_stage": 2}, None), "sources": ({}, other_sources)}
+
+
+@pytest.mark.slow(quick="test_keys_are_equal_for_equal_programs")
+@pytest.mark.parametrize("name", CHANGED)
+def test_another_program_is_compiled(tmp_path, name):
+    cold, _ = starts(tmp_path)
+    options, patch = CHANGED[name]
+    other, said = starts(tmp_path, options, patch=patch)
+    assert [words(each) for each in said] == [COLD, COLD]
+    assert other[0] == pytest.approx(cold[0], rel=1e-5)
+
+
+# --- damage ---------------------------------------------------------------------------------------
+def damage(path, draw):
+    data, kind = path.read_bytes(), draw.randrange(4)
+    if kind == 0:
+        path.unlink()
+    elif kind == 1:
+        path.write_bytes(data[: draw.randrange(len(data))])
+    elif kind == 2:
+        at = draw.randrange(len(data))
+        path.write_bytes(data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :])
+    else:
+        path.write_bytes(bytes(draw.randrange(256) for _ in range(100)))
+
+
+def check_damage(folder, cold, seed):
+    draw = random.Random(seed)
+    damaged = folder.parent / f"damaged {seed}"
+    shutil.copytree(folder, damaged)
+    files = sorted(path for path in damaged.rglob("*") if path.is_file())
+    for path in draw.sample(files, draw.choice([1, 1, 2, len(files)])):
+        damage(path, draw)
+    found, _ = starts(damaged, CONFIGURATIONS["windows"][0], **CONFIGURATIONS["windows"][1])
+    assert found == cold, seed
+    shutil.rmtree(damaged)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache") / "whole"
+    options, how = CONFIGURATIONS["windows"]
+    cold, _ = starts(folder, options, **how)
+    return folder, cold
+
+
+def test_damaged_files_are_not_used(stored):
+    check_damage(*stored, 0)
+
+
+@pytest.mark.slow(quick="test_damaged_files_are_not_used")
+@pytest.mark.parametrize("seed", range(100, 140))
+def test_forty_damaged_caches_are_not_used(stored, seed):
+    check_damage(*stored, seed)
+
+
+@pytest.mark.slow(quick="test_damaged_files_are_not_used")
+def test_files_of_another_user_are_not_read(tmp_path):
+    cold, _ = starts(tmp_path)
+    other, said = starts(tmp_path, patch=another_user)
+    assert other == cold
+    assert [words(each)[0] for each in said] == ["miss", "miss"]
