@@ -325,6 +325,27 @@ def test_startup_times_commands_with_and_without_a_dump(measured, tmp_path):
     assert "is not a dump" in refused.stderr
 
 
+# --- compile --------------------------------------------------------------------------------------
+@pytest.mark.slow(quick="test_the_second_start_takes_the_graph_from_the_cache")
+def test_compile_compares_cold_and_warm_starts(measured):
+    table, result = measured(
+        *("compile", "--layers", "1", "--rounds", "1", "--peers", "compute-all,zpasses-3"),
+        *("--width", "16", "--heads", "2", "--seq", "8", "--vocab", "256", "--batch", "1"),
+    )
+    plain, sharded = result["results"]
+    assert [each["peer"] for each in (plain, sharded)] == ["compute-all", "zpasses-3"]
+    for each in (plain, sharded):
+        assert each["graphs"] == 1
+        assert each["generated"] > 0 == each["generated_warm"]
+        assert each["cache_bytes"] > 1e4
+        assert len(each["warm_s"]) == 1
+        assert each["cold_s"] > 0
+    assert "warm, ratio" in table
+    wrong = bench("compile", "--width", "15")
+    assert wrong.returncode == 2
+    assert "--width" in wrong.stderr
+
+
 # --- dump -----------------------------------------------------------------------------------------
 @pytest.mark.slow(quick="test_startup_times_commands_with_and_without_a_dump")
 def test_dump_compares_compiles_with_and_without_a_dump(measured):

@@ -9,6 +9,7 @@
     python -m zpasses.tools.bench scaling     compile time over the number of layers, on 512 fake
                                               ranks
     python -m zpasses.tools.bench startup     wall time of `zpasses` commands
+    python -m zpasses.tools.bench compile     the first step, with cold and warm compile caches
     python -m zpasses.tools.bench dump        the cost of a dump in a cold compile
     python -m zpasses.tools.bench flatten     flat buffers made on the host, on the device, and in
                                               parts by all ranks

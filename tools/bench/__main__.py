@@ -15,6 +15,7 @@ from zpasses.tools.bench.buckets import FORMS as BUCKET_FORMS
 from zpasses.tools.bench.buckets import BucketsConfig, run_buckets
 from zpasses.tools.bench.checks import ChecksConfig, run_checks_suite
 from zpasses.tools.bench.coalesce import WAYS, CoalesceConfig, run_coalesce
+from zpasses.tools.bench.compiling import CompileConfig, run_compile
 from zpasses.tools.bench.dumping import DumpConfig, run_dump
 from zpasses.tools.bench.flatten import FORMS, FlattenConfig, run_flatten
 from zpasses.tools.bench.hf_trainer import PEERS as TRAINER_PEERS
@@ -27,6 +28,7 @@ from zpasses.tools.bench.report import (
     buckets_table,
     checks_table,
     coalesce_table,
+    compile_table,
     dump_table,
     flatten_table,
     overhead_table,
@@ -617,6 +619,55 @@ def _startup(options: argparse.Namespace) -> int:
     return 0
 
 
+# --- compile --------------------------------------------------------------------------------------
+def _compile_options(parser: argparse.ArgumentParser) -> None:
+    default = CompileConfig()
+    parser.add_argument(
+        "--peers",
+        type=_peers,
+        default=",".join(default.peers),
+        metavar="A,B",
+        help="what to start; ratios compare with the first",
+    )
+    parser.add_argument(
+        "--layers",
+        type=_numbers(1),
+        default=",".join(map(str, default.layers)),
+        metavar="N,M",
+        help="numbers of layers",
+    )
+    parser.add_argument("--ranks", type=_at_least(1), default=default.ranks, help="processes")
+    parser.add_argument(
+        "--rounds", type=_at_least(1), default=default.rounds, help="warm starts of every peer"
+    )
+    for item in fields(ModelSize):
+        if item.name != "layers":
+            parser.add_argument(
+                f"--{item.name}", type=_at_least(1), default=item.default, help="of the model"
+            )
+
+
+def _compile(options: argparse.Namespace) -> int:
+    chosen = {
+        item.name: getattr(options, item.name)
+        for item in fields(ModelSize)
+        if item.name != "layers"
+    }
+    size = ModelSize(**chosen)
+    wrong = size.check()
+    if wrong:
+        options.parser.error(wrong)
+    report = run_compile(
+        CompileConfig(
+            options.peers, options.layers, options.ranks, options.rounds, size, options.timeout
+        )
+    )
+    print(compile_table(report))
+    if options.json:
+        write_json(options.json, "compile", report)
+    return 0
+
+
 # --- dump -----------------------------------------------------------------------------------------
 def _dump_options(parser: argparse.ArgumentParser) -> None:
     default = DumpConfig(ModelSize())
@@ -683,6 +734,7 @@ _SUITES: dict[
         "schedulers of collectives by predicted time and memory, beside Inductor's",
     ),
     "startup": (_startup_options, _startup, "wall time of `zpasses` commands"),
+    "compile": (_compile_options, _compile, "the first step with cold and warm compile caches"),
     "dump": (_dump_options, _dump, "the cost of a dump in a cold compile"),
     "flatten": (
         _flatten_options,

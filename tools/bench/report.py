@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import platform
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import zpasses
 from zpasses.tools.bench.buckets import BucketsReport
 from zpasses.tools.bench.checks import ChecksReport
 from zpasses.tools.bench.coalesce import CoalesceReport, CoalesceResult
+from zpasses.tools.bench.compiling import CompileReport
 from zpasses.tools.bench.dumping import DumpReport
 from zpasses.tools.bench.flatten import FlattenReport
 from zpasses.tools.bench.hf_trainer import TrainerReport
@@ -28,6 +30,7 @@ from zpasses.tools.bench.train import PeerResult, TrainReport
 __all__ = [
     "buckets_table",
     "coalesce_table",
+    "compile_table",
     "dump_table",
     "flatten_table",
     "overhead_table",
@@ -45,6 +48,7 @@ _MIB = float(1 << 20)
 _Report = (
     TrainReport
     | CoalesceReport
+    | CompileReport
     | OverheadReport
     | ScalingReport
     | ScheduleReport
@@ -389,6 +393,30 @@ def startup_table(report: StartupReport) -> str:
             for each in report.results
         ]
     )
+
+
+# --- compile --------------------------------------------------------------------------------------
+def compile_table(report: CompileReport) -> str:
+    """One line per peer and number of layers. Ratios compare with the first peer's warm starts."""
+    first = {each.layers: each for each in reversed(report.results)}
+    lines = [
+        {
+            "layers": each.layers,
+            "peer": each.peer,
+            "cold s": each.cold_s,
+            "warm s, median": each.warm_median_s,
+            "least s": min(each.warm_s),
+            "most s": max(each.warm_s),
+            "warm, ratio": f"{each.warm_median_s / first[each.layers].warm_median_s:.2f}x",
+            "step s": f"{statistics.median(each.step_s):.2f}",
+            "graphs": each.graphs,
+            "generated": each.generated,
+            "again": each.generated_warm,
+            "caches MiB": each.cache_bytes / _MIB,
+        }
+        for each in report.results
+    ]
+    return "\n".join([_table(lines), *(f"{peer}: {why}" for peer, why in report.skipped.items())])
 
 
 # --- dump -----------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def zpasses_backend(
     pipeline, result_hook = apply_bisect_limits(parsed.passes(), compat.current_compile_id())
     compiler = _GraphCompiler(captured, parsed, pipeline, result_hook)
     if not parsed.agreement:
-        _log_remaining_votes(pipeline, captured.groups, tuned=given.tuned is not None)
+        _log_remaining_votes(pipeline, captured.groups, given)
     try:
         with use_target(compiler.target), vote_timeout(parsed.agreement_timeout_s):
             compiler.open_recorders(example_inputs)
@@ -131,10 +131,12 @@ def _chosen_options(options: Options, captured: Capture) -> Options:
         return with_tuned_options(with_tried_options(options, captured), captured)
 
 
-def _log_remaining_votes(pipeline: Pipeline, groups: Sequence[str], *, tuned: bool) -> None:
+def _log_remaining_votes(pipeline: Pipeline, groups: Sequence[str], options: Options) -> None:
     if not any(map(has_other_ranks, groups)):
         return
-    where = ["about the option 'tuned'"] if tuned else []
+    where = ["about the option 'tuned'"] if options.tuned is not None else []
+    if options.cache and options.codegen == "inductor":
+        where.append("whether all have the graph in their compile caches")
     if voting := dict.fromkeys(each.name for each in pipeline if each.votes()):
         where.append(f"in {', '.join(voting)}, whose choices must be equal on all ranks")
     for what in dict.fromkeys(each.votes_at_run_time for each in pipeline):

@@ -97,6 +97,7 @@ from zpasses.compat.dtensor import (
     wrap_local,
 )
 from zpasses.compat.dynamo import (
+    compile_counts,
     current_compile_id,
     dynamo_disable,
     inner_exception,
@@ -180,6 +181,7 @@ __all__ = [
     "clone_graph_module",
     "code_environment",
     "collective_timeout",
+    "compile_counts",
     "current_autograd_node",
     "current_compile_id",
     "current_graph_task_id",

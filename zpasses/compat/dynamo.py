@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch._guards import CompileContext
 
 __all__ = [
+    "compile_counts",
     "current_compile_id",
     "dynamo_disable",
     "inner_exception",
@@ -122,6 +123,16 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
     )
+
+
+def compile_counts() -> dict[str, int]:
+    """Returns how many graphs Dynamo captured in this process ("captured"), and for how many graphs
+    Inductor generated code instead of reading its cache ("generated").
+    """
+    return {
+        "captured": counters["stats"]["unique_graphs"],
+        "generated": counters["inductor"]["fxgraph_cache_miss"],
+    }
 
 
 def warm_up_compilers() -> None:

@@ -1,0 +1,156 @@
+"""The suite "compile": how long a training program takes until its first step is done, with cold
+and with warm compile caches.
+
+Each start is made of new processes. The first start of a peer finds empty caches, and the others
+find what it wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from zpasses import compat
+from zpasses.tools.bench.launch import run_ranks
+from zpasses.tools.bench.model import ModelSize, batches, build_model
+from zpasses.tools.bench.peers import PEERS, peer_of
+
+__all__ = ["CompileConfig", "CompileReport", "CompileResult", "run_compile"]
+
+_WORKER = "zpasses.tools.bench.compiling"
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """What to start, and how often."""
+
+    peers: tuple[str, ...] = (
+        "compute-all",
+        "ddp",
+        "fsdp2-compiled",
+        "simple-fsdp",
+        "zpasses-2",
+        "zpasses-3",
+    )
+    layers: tuple[int, ...] = (6, 24)
+    ranks: int = 2
+    rounds: int = 3
+    """Warm starts of every peer, interleaved, after one cold start."""
+    size: ModelSize = field(default_factory=ModelSize)
+    timeout_s: float = 600
+
+
+@dataclass
+class CompileResult:
+    """Starts of one peer with one number of layers. Seconds are those of the slowest rank."""
+
+    peer: str
+    layers: int
+    cold_s: float = 0.0
+    """From the first call of the model to the end of the first step."""
+    warm_s: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    """The third step of every start, which compiles nothing."""
+    graphs: int = 0
+    """Graphs that Dynamo captured."""
+    generated: int = 0
+    """Graphs that Inductor generated code for in the cold start, on one rank."""
+    generated_warm: int = 0
+    """The same in a warm start."""
+    cache_bytes: int = 0
+    """Size of all caches of all ranks after the cold start."""
+
+    @property
+    def warm_median_s(self) -> float:
+        return statistics.median(self.warm_s)
+
+
+@dataclass
+class CompileReport:
+    config: CompileConfig
+    results: list[CompileResult]
+    skipped: dict[str, str]
+    """Peer -> why it cannot run here."""
+
+
+def run_compile(config: CompileConfig) -> CompileReport:
+    """Start every peer with every number of layers.
+
+    Raises:
+        RankError: if a rank fails or exceeds the time limit.
+    """
+    skipped = {name: reason for name in config.peers if (reason := peer_of(name).missing())}
+    names = [name for name in config.peers if name not in skipped]
+    results: list[CompileResult] = []
+    for layers in config.layers:
+        with tempfile.TemporaryDirectory(prefix="zpasses-bench-caches-") as caches:
+            found = {name: CompileResult(name, layers) for name in names}
+            for name in names:
+                ranks = _start(config, name, layers, caches)
+                cold = found[name]
+                cold.cold_s = max(each["first_s"] for each in ranks)
+                cold.step_s.append(max(each["step_s"] for each in ranks))
+                cold.graphs, cold.generated = ranks[0]["graphs"], ranks[0]["generated"]
+                files = Path(caches, name).rglob("*")
+                cold.cache_bytes = sum(each.stat().st_size for each in files if each.is_file())
+            for _ in range(config.rounds):
+                for name in names:
+                    ranks = _start(config, name, layers, caches)
+                    warm = found[name]
+                    warm.warm_s.append(max(each["first_s"] for each in ranks))
+                    warm.step_s.append(max(each["step_s"] for each in ranks))
+                    warm.generated_warm = ranks[0]["generated"]
+            results += found.values()
+    return CompileReport(config, results, skipped)
+
+
+def _start(config: CompileConfig, peer: str, layers: int, caches: str) -> Sequence[dict[str, Any]]:
+    size = {**vars(config.size), "layers": layers}
+    return run_ranks(
+        _WORKER,
+        {"peer": peer, "size": size},
+        ranks=peer_of(peer).ranks or config.ranks,
+        timeout_s=config.timeout_s,
+        env={"TORCHINDUCTOR_CACHE_DIR": str(Path(caches, peer))},
+    )
+
+
+def main(job_file: str, result_file: str) -> None:
+    """One rank of a start."""
+    job = json.loads(Path(job_file).read_text())
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    size = ModelSize(**job["size"])
+    trainer = PEERS[job["peer"]].build(build_model(size), mesh)
+    times = []
+    for batch in batches(size, 3, dist.get_rank()):
+        dist.barrier()
+        started = time.perf_counter()
+        trainer.backward(*batch)
+        trainer.update()
+        times.append(time.perf_counter() - started)
+    result = {
+        "first_s": times[0],
+        "step_s": times[-1],
+        "graphs": compat.compile_counts()["captured"],
+        "generated": compat.compile_counts()["generated"],
+    }
+    dist.barrier()
+    Path(result_file).write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
