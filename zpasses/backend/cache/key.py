@@ -11,9 +11,11 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
+from zpasses.backend import tuning
 from zpasses.backend.cache.graph_text import NotCacheableError, graph_text, input_text, state_text
 from zpasses.backend.capture import Capture, local_shard
 from zpasses.cost.target import current_target
+from zpasses.pipeline import bisect
 from zpasses.pipeline.observers import has_observers
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Pipeline, package_digest
@@ -58,8 +60,12 @@ def refusal(
         return "cache=False"
     if options.codegen != "inductor":
         return f"codegen={options.codegen!r} is not cached"
-    if recorded or has_observers() or os.environ.get("ZPASSES_BISECT"):
-        return "a dump, a trace, an observer or `zpasses bisect` reads the graphs of this compile"
+    tools = (bisect.ENVIRONMENT_VARIABLE, tuning.ENVIRONMENT_VARIABLE)
+    if recorded or has_observers() or any(map(os.environ.get, tools)):
+        return (
+            "a dump, a trace, an observer, `zpasses bisect` or `zpasses tune` reads the graphs of "
+            "this compile"
+        )
     if options.verify == "simulate":
         return "verify='simulate' checks the graphs of this compile"
     for each in pipeline:

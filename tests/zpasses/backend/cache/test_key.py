@@ -296,5 +296,8 @@ def test_a_cacheable_graph_is_not_refused(monkeypatch):
         assert "force_disable_caches" in captured(use=refusal)
     with observe_graphs(print):
         assert "observer" in captured(use=refusal)
-    monkeypatch.setenv("ZPASSES_BISECT", "{}")
-    assert "bisect" in captured(use=refusal)
+    for tool in ("bisect", "tune"):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"ZPASSES_{tool.upper()}", "{}")
+            assert f"`zpasses {tool}`" in captured(use=refusal)
+    assert captured(use=refusal) is None
