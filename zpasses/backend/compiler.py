@@ -182,6 +182,7 @@ class _GraphCompiler:
                 "options": options,
                 "pipeline": pipeline,
                 "codegen": self._options.codegen,
+                "recompile_reason": compat.recompile_reason(),
             }
             return {**parts, **describe_inputs(self._captured, example_inputs)}
 

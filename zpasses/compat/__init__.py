@@ -108,6 +108,7 @@ from zpasses.compat.dynamo import (
     is_tracing,
     parameter_name,
     placeholder_source,
+    recompile_reason,
     trace_artifact,
     warm_up_compilers,
 )
@@ -247,6 +248,7 @@ __all__ = [
     "process_groups",
     "pytree",
     "queue_engine_callback",
+    "recompile_reason",
     "recompute_policy",
     "register_collective_lowerings",
     "register_work",

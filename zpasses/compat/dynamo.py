@@ -25,6 +25,7 @@ __all__ = [
     "is_tracing",
     "parameter_name",
     "placeholder_source",
+    "recompile_reason",
     "trace_artifact",
     "warm_up_compilers",
 ]
@@ -123,6 +124,17 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
     )
+
+
+def recompile_reason() -> str | None:
+    """Returns which guard failed, if the current compile repeats that of an earlier call.
+
+    Returns None for a first compile, and where this torch does not tell.
+    """
+    from torch._dynamo.utils import get_metrics_context
+
+    found = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")
+    return found if isinstance(found, str) else None
 
 
 def compile_counts() -> dict[str, int]:

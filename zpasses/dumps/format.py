@@ -259,6 +259,8 @@ class CompileInfo:
     pipeline: str = ""
     """The passes as text."""
     codegen: str = ""
+    recompile_reason: str = ""
+    """Which guard of Dynamo failed, if the compile repeats that of an earlier call."""
     target: Mapping[str, Any] = field(default_factory=dict)
     """All figures of `zpasses.cost.target.Target`."""
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -199,6 +199,7 @@ def _info(record: Record, limits: Limits) -> CompileInfo:
         options=record.mapping("options"),
         pipeline=record.text("pipeline", ""),
         codegen=record.text("codegen", ""),
+        recompile_reason=record.optional_text("recompile_reason") or "",
         target=record.mapping("target"),
         groups={name: groups.integers(name) for name in groups.data},
         inputs=tuple(inputs),

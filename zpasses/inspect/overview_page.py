@@ -92,7 +92,10 @@ def _compile_parts(each: Compile) -> list[Table | Text | str]:
         "checks",
         "notes",
     )
-    shown: list[Table | Text | str] = [Text((head, f"pipeline: {info.pipeline or '(none)'}"))]
+    said = [head, f"pipeline: {info.pipeline or '(none)'}"]
+    if info.recompile_reason:
+        said.append(f"compiled again: {' '.join(info.recompile_reason.split())}")
+    shown: list[Table | Text | str] = [Text(tuple(said))]
     if rows:
         shown.append(
             table(

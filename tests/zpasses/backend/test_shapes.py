@@ -1,0 +1,72 @@
+"""Sequence lengths that change with every batch and differ between ranks."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zpasses
+from zpasses import compat
+from zpasses.dumps import read
+from zpasses.inspect.overview_page import list_view
+from zpasses.testing import run_on_ranks, world_mesh
+from zpasses.tools.bench.model import ModelSize, build_model
+
+SIZE = ModelSize(width=16, layers=1, heads=2, seq=64, vocab=256, batch=2)
+
+
+def train(options, count, evaluate=False):
+    """Train on drawn lengths; returns the number of captured graphs and the losses."""
+    torch._dynamo.reset()
+    before = compat.compile_counts()["captured"]
+    model = zpasses.shard(build_model(SIZE), mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options={"codegen": "eager", **options})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = build_model(SIZE)
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    draws = [random.Random(rank) for rank in range(dist.get_world_size())]
+    for number in range(count):
+        lengths = [draw.randrange(2, SIZE.seq + 1) for draw in draws]
+        batches = [torch.arange(2 * length).view(2, length) % 251 for length in lengths]
+        mine = batches[dist.get_rank()]
+        step(mine, mine).backward()
+        # The unsharded model sees the batches of all ranks.
+        sum(plain(batch, batch) for batch in batches).div(len(batches)).backward()
+        if number % 3 != 1:  # some parameters are kept, and some gradients accumulate
+            optimizer.step()
+            other.step()
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
+            other.zero_grad()
+        if evaluate:
+            with torch.no_grad():
+                step(mine, mine)
+    for sharded, full in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(sharded.full_tensor(), full, rtol=1e-4, atol=1e-6)
+    return compat.compile_counts()["captured"] - before
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_graph_is_compiled_at_most_twice_for_twenty_lengths(stage):
+    assert run_on_ranks(train, {"zero_stage": stage}, 20) == [2, 2]
+
+
+@pytest.mark.processes
+@pytest.mark.slow(quick="test_a_graph_is_compiled_at_most_twice_for_twenty_lengths")
+@pytest.mark.parametrize(
+    "options", [{"zero_stage": 2}, {"zero_stage": 3}, {"memory_budget": "64MiB"}], ids=str
+)
+def test_evaluation_between_steps_compiles_twice_too(options):
+    assert run_on_ranks(train, options, 20, evaluate=True) == [4, 4]
+
+
+@pytest.mark.processes
+def test_a_dump_says_why_a_graph_was_compiled_again(tmp_path):
+    run_on_ranks(train, {"dump": tmp_path}, 3)
+    first, second = read(tmp_path).ranks[0].compiles
+    assert not first.info.recompile_reason
+    assert "size mismatch at index 1" in second.info.recompile_reason
+    shown = list_view(read(tmp_path)).text()
+    assert shown.count("compiled again: ") == 1
+    assert second.info.recompile_reason[:40] in shown
