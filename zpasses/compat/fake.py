@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "fake_mode_of",
     "has_unbacked_size",
     "no_dispatch_modes",
+    "planned_size",
     "size_hint",
     "size_ranges",
     "statically_known_true",
@@ -50,6 +52,29 @@ def size_hint(size: Any) -> int:
         return size
     hint = getattr(getattr(size, "node", None), "hint", None)
     return int(hint) if isinstance(hint, int) else 1
+
+
+_upper_ends: weakref.WeakKeyDictionary[ShapeEnv, dict[Any, int | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def planned_size(size: Any) -> int:
+    """Returns a size as an integer to plan for: the largest that a dynamic size may become, if its
+    range has an end (`torch._dynamo.mark_dynamic(x, dim, max=...)`), else its hint.
+    """
+    node = getattr(size, "node", None)
+    env = getattr(node, "shape_env", None)
+    if isinstance(size, int) or env is None:
+        return size_hint(size)
+    known = _upper_ends.setdefault(env, {})
+    if node.expr not in known:
+        upper = env.bound_sympy(node.expr).upper
+        # Dynamo's default range ends at the largest index of a tensor.
+        bounded = getattr(upper, "is_Integer", False) and int(upper) < 1 << 48
+        known[node.expr] = int(upper) if bounded else None
+    found = known[node.expr]
+    return size_hint(size) if found is None else found
 
 
 def size_ranges() -> list[str]:

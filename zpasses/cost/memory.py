@@ -238,7 +238,7 @@ class _Tracker:
         key = compat.storage_id(value)
         if key not in self._storages:
             self._storages[key] = Buffer(
-                node, compat.size_hint(value.untyped_storage().nbytes()), 0, 0
+                node, compat.planned_size(value.untyped_storage().nbytes()), 0, 0
             )
             self.buffers.append(self._storages[key])
         return self._storages[key]

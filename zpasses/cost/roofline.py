@@ -160,7 +160,7 @@ def _with_hinted_sizes(value: Any) -> Any:
         if all(isinstance(size, int) for size in tensor.shape):
             return tensor
         return torch.empty(
-            [compat.size_hint(size) for size in tensor.shape], dtype=tensor.dtype, device="meta"
+            [compat.planned_size(size) for size in tensor.shape], dtype=tensor.dtype, device="meta"
         )
 
     return compat.pytree.tree_map_only(Tensor, fixed, value)

@@ -50,7 +50,7 @@ def value_of(node: fx.Node) -> Any:
 def nbytes(value: object) -> int:
     """Returns the bytes of a fake tensor, or of all tensors in a list; 0 for anything else.
 
-    A dynamic size counts by its hint.
+    A dynamic size counts as `compat.planned_size`: by the end of its range, else by its hint.
     """
     if isinstance(value, (list, tuple)):
         return sum(nbytes(item) for item in value)
@@ -58,7 +58,7 @@ def nbytes(value: object) -> int:
         return 0
     count = 1
     for size in value.shape:
-        count *= compat.size_hint(size)
+        count *= compat.planned_size(size)
     return count * value.element_size()
 
 

@@ -8,9 +8,11 @@ import torch.distributed as dist
 
 import zpasses
 from zpasses import compat
+from zpasses.cost.memory import liveness
 from zpasses.dumps import read
 from zpasses.inspect.overview_page import list_view
-from zpasses.testing import run_on_ranks, world_mesh
+from zpasses.pipeline.observers import observe_graphs
+from zpasses.testing import fake_world, run_on_ranks, world_mesh
 from zpasses.tools.bench.model import ModelSize, build_model
 
 SIZE = ModelSize(width=16, layers=1, heads=2, seq=64, vocab=256, batch=2)
@@ -59,6 +61,33 @@ def test_a_graph_is_compiled_at_most_twice_for_twenty_lengths(stage):
 )
 def test_evaluation_between_steps_compiles_twice_too(options):
     assert run_on_ranks(train, options, 20, evaluate=True) == [4, 4]
+
+
+def forward_peak(length, most=None):
+    """The peak of the forward graph by the memory model, in bytes."""
+    torch._dynamo.reset()
+    peaks = []
+
+    def observe(log):
+        if log.kind == "forward":
+            peaks.append(liveness(log.graph).peak_bytes)
+
+    inputs, targets = (torch.zeros(2, length, dtype=torch.long) for _ in range(2))
+    if most is not None:
+        for each in (inputs, targets):
+            torch._dynamo.mark_dynamic(each, 1, min=2, max=most)
+    with fake_world(2), observe_graphs(observe):
+        model = zpasses.shard(build_model(SIZE), mesh=world_mesh())
+        step = torch.compile(model, backend="zpasses", options={"codegen": "eager"})
+        step(inputs, targets)
+    return peaks[-1]
+
+
+def test_plans_are_made_for_the_largest_length_that_is_named():
+    # Dynamo's sizes of values that are no simple products of the length are bounded from above.
+    largest = forward_peak(64)
+    assert forward_peak(8) < 0.5 * largest
+    assert largest <= forward_peak(8, most=64) <= 1.1 * largest
 
 
 @pytest.mark.processes
