@@ -64,8 +64,8 @@ SCHEDULERS = (
 - inductor: `schedule_overlap_bucketing`, with 1 GiB or 5 % more memory, its default; or 4 GiB.
 - blocks: `manual_overlap_bucketing` of one transformer block ahead, as in torchtitan.
 - zero3: the named pipeline, and the same with 10 % more memory for its schedule.
-- budget 10%: `zero3` with `memory_budget="10%"`, which may also keep more parameters until backward,
-  so its graphs have a bound of their own.
+- budget 10%: `zero3` with `memory_budget="10%"`, which may also keep more parameters until
+  backward, so its graphs have a bound of their own.
 """
 
 
