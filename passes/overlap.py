@@ -23,6 +23,7 @@ depends only on the collectives, not on shapes or memory, so all ranks move the 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,14 +44,28 @@ class Overlap(Pass):
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of collectives moved."""
         tag_foreign_gathers(graph, origin=self.name)
-        nodes_before = tuple(graph.nodes)
-        early = _prefetch(gather_launches(graph), nodes_before)
-        moved = {node for nodes, _ in early for node in nodes}
-        plans = [*early, *_delay_waits(reduction_launches(graph), nodes_before, moved)]
-        for nodes, anchor in plans:
-            for node in nodes:
-                anchor.prepend(node)
-        return len(plans)
+        return overlap_launches(graph)
+
+
+def overlap_launches(graph: fx.Graph, movable: Collection[fx.Node] | None = None) -> int:
+    """Moves starts and waits as `Overlap` does, and returns the number of collectives moved.
+
+    Args:
+        graph: the graph to edit.
+        movable: the nodes that start the collectives that may move; None lets all of them move.
+    """
+
+    def ours(launches: list[Launch]) -> list[Launch]:
+        return [each for each in launches if movable is None or each.started in movable]
+
+    nodes_before = tuple(graph.nodes)
+    early = _prefetch(ours(gather_launches(graph)), nodes_before)
+    moved = {node for nodes, _ in early for node in nodes}
+    plans = [*early, *_delay_waits(ours(reduction_launches(graph)), nodes_before, moved)]
+    for nodes, anchor in plans:
+        for node in nodes:
+            anchor.prepend(node)
+    return len(plans)
 
 
 _Plan = tuple[tuple[fx.Node, ...], fx.Node]

@@ -14,15 +14,17 @@ Before                                          After
 
 Contract: the order of all other nodes stays. Results stay equal bit for bit. The graph's peak
 memory stays within the budget, as modelled by `zpasses.cost.memory`. The plan is the fastest that
-`zpasses.cost.schedule_planner` finds for the target; it is never slower than the graph was. All
-ranks use the plan of the first rank, so the order of collectives is the same on all of them. With
-`reduction_group=own`, gradient reductions move to a second process group of the same ranks.
+`zpasses.cost.schedule_planner` finds for the target. By the model, it is never slower than the
+graph was, nor than `bucket` and `overlap` in the same memory. All ranks use the plan of the first
+rank, so the order of collectives is the same on all of them. With `reduction_group=own`, gradient
+reductions move to a second process group of the same ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,15 +36,16 @@ from zpasses import compat
 from zpasses.cost.bucket_keys import compatibility_key
 from zpasses.cost.collective_moves import MemoryCurve
 from zpasses.cost.memory import NOTABLE_BYTES
-from zpasses.cost.schedule_evaluation import Action, Plan, one_ahead_plan
+from zpasses.cost.schedule_evaluation import Action, Evaluation, Plan, one_ahead_plan
 from zpasses.cost.schedule_planner import Planned, memory_limit, plan_schedule
 from zpasses.cost.schedule_problem import ScheduleProblem, problem_of
 from zpasses.cost.target import current_target
 from zpasses.graph.nodes import collective_of, is_dialect, is_wait
 from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.graph.reduction_groups import regroup_reductions
-from zpasses.option_values import parse_budget
-from zpasses.passes.bucket_writer import LaunchNodes, merge_collectives
+from zpasses.option_values import MemoryBudget, parse_budget
+from zpasses.passes.one_ahead import fastest_one_ahead
+from zpasses.passes.schedule_writer import copied, exact_cost, write_plan
 from zpasses.pipeline.pipeline import Level, Pass
 from zpasses.pipeline.recorder import note
 from zpasses.ranks.reduction_groups import reduction_group
@@ -83,6 +86,10 @@ class Schedule(Pass):
     def with_memory_budget(self, budget: str) -> Schedule:
         return replace(self, memory_budget=budget)
 
+    def fallback_cost(self, graph: fx.Graph, limit_bytes: int) -> Evaluation | None:
+        found = fastest_one_ahead(self.problem(graph), self.mode, limit_bytes, current_target())
+        return None if found is None else found.cost
+
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of collectives saved, or 1 if nodes only moved."""
         tag_foreign_gathers(graph, origin=self.name)
@@ -94,8 +101,8 @@ class Schedule(Pass):
             # As little as `overlap` would do is equal on all ranks without a vote. Ranks may
             # compile such graphs without the others, inside windows of gradient accumulation.
             return _apply(graph, problem, _by_node(problem, one_ahead_plan(problem)), self.name)
-        planned = self.plan(problem)
-        adopted, agreed_groups = _agree_on_plan(problem, planned.plan, str(self))
+        planned, plan = self._choose(problem)
+        adopted, agreed_groups = _agree_on_plan(problem, plan, str(self))
         if adopted is None:
             _log.warning(
                 "%s: the plan of the first rank does not fit this rank's graph, in which the "
@@ -114,10 +121,42 @@ class Schedule(Pass):
         own = self.reduction_group == "own"
         return problem_of(graph, current_target(), self.mode, second_group=own)
 
-    def plan(self, problem: ScheduleProblem) -> Planned:
-        """Returns the plan that this rank would make."""
-        budget = parse_budget(self.memory_budget, self.name)
-        return plan_schedule(problem, memory_limit(problem, budget))
+    def plan(self, problem: ScheduleProblem, *, never_above_us: float = math.inf) -> Planned:
+        """Returns the plan that the planner makes.
+
+        Args:
+            problem: the graph.
+            never_above_us: as in `plan_schedule`.
+        """
+        limit = memory_limit(problem, self._budget())
+        return plan_schedule(problem, limit, never_above_us=never_above_us)
+
+    def _choose(self, problem: ScheduleProblem) -> tuple[Planned, Plan]:
+        """Returns the planner's result, and the plan that this rank would make, with indices of
+        kept nodes as slots.
+
+        It is the planner's plan, unless what `bucket` and `overlap` make is faster within the
+        budget, or the planner's exceeds a budget in bytes that they fit.
+        """
+        most = self._budget().most_bytes
+        allowed = memory_limit(problem, self._budget()) if most is None else most
+        target = current_target()
+        simple = fastest_one_ahead(problem, self.mode, allowed, target)
+        if simple is None:
+            planned = self.plan(problem)
+            return planned, _by_node(problem, planned.plan)
+        planned = self.plan(problem, never_above_us=simple.cost.total_us)
+        plan, cost = _by_node(problem, planned.plan), planned.cost
+        if cost.peak_bytes > allowed:
+            graph, copy = copied(problem)
+            write_plan(graph, copy, plan, self.name)
+            cost = exact_cost(graph, copy, target)
+        if cost.peak_bytes > allowed or simple.cost.total_us < cost.total_us:
+            return replace(planned, cost=simple.cost), simple.plan
+        return planned, plan
+
+    def _budget(self) -> MemoryBudget:
+        return parse_budget(self.memory_budget, self.name)
 
     def _regroup(
         self, graph: fx.Graph, problem: ScheduleProblem, agreed_groups: Sequence[str]
@@ -174,6 +213,11 @@ def _agree_on_plan(
     What fits the budget depends on shapes, and ranks may have different shapes. A rank may also
     recompile when the other ranks do not. The same collectives therefore always get the same plan,
     as long as the target is the same. The plan is None if it does not fit this rank's graph.
+
+    Args:
+        problem: this rank's graph.
+        plan: what this rank would do, with indices of kept nodes as slots.
+        options: of the pass.
     """
     keys = [compatibility_key(item) for item in problem.items]
     described = [
@@ -187,7 +231,7 @@ def _agree_on_plan(
         [
             # With the number of collectives that stay and start before: all ranks must share it.
             [each.slot, each.kind, each.launch, bisect_left(fixed, each.slot)]
-            for each in _by_node(problem, plan).actions
+            for each in plan.actions
         ],
     ]
     # Ranks of several groups end with the plan of one rank, since each group passes it on.
@@ -272,19 +316,6 @@ def _apply(graph: fx.Graph, problem: ScheduleProblem, plan: Plan, origin: str) -
     Returns the number of collectives saved, or 1 if nodes only moved.
     """
     before = list(graph.nodes)
-    launches, number = [], 0
-    for members in plan.launches:
-        items = [problem.items[each] for each in members]
-        if len(items) == 1:
-            launches.append(LaunchNodes.of(items[0]))
-            continue
-        mode = problem.jobs[members[0]].key.mode
-        launches.append(merge_collectives(graph, items, mode, number, origin))
-        number += 1
-    for action in plan.actions:
-        anchor = problem.nodes[action.slot]
-        launch = launches[action.launch]
-        for node in launch.start if action.kind == "start" else launch.wait:
-            anchor.prepend(node)
+    write_plan(graph, problem, plan, origin)
     saved = len(problem.jobs) - len(plan.launches)
     return saved or int(before != list(graph.nodes))

@@ -23,20 +23,21 @@ processes = pytest.mark.processes
 STAGE3 = "merge-reads,gather-params,reduce-grads,reshard-after-forward"
 
 
-def trained(backwards, group):
+def trained(backwards, group, codegen="eager"):
     """Returns the parameters after two steps, and the groups that reductions of backwards and of
     windows ran on.
 
     Args:
         backwards: number of backwards per step; more than one share a window.
         group: value of `reduction_group`.
+        codegen: value of the option.
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = zpasses.shard(nn.Sequential(*(nn.Linear(9, 9) for _ in range(3))), mesh=world_mesh())
     pipeline = f"{STAGE3},schedule{{reduction_group={group}}},defer-reduction"
     step = torch.compile(
-        model, backend="zpasses", options={"pipeline": pipeline, "codegen": "eager"}
+        model, backend="zpasses", options={"pipeline": pipeline, "codegen": codegen}
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -77,6 +78,13 @@ def compare_groups():
         assert all(torch.equal(a, b) for a, b in zip(shared, own, strict=True))
 
 
+def compare_groups_in_compiled_code():
+    shared, _ = trained(1, "shared", "inductor")
+    own, on_second = trained(1, "own", "inductor")
+    assert on_second == {("backward", "0.reductions")}
+    assert all(torch.equal(a, b) for a, b in zip(shared, own, strict=True))
+
+
 def exchange_in_another_order():
     """Messages of the two groups would mix if they shared connections."""
     first = dist.group.WORLD.group_name
@@ -113,6 +121,12 @@ def on_ranks():
     exchange_in_another_order()
     compare_groups()
     return found
+
+
+@processes
+@pytest.mark.slow(quick="the same without a compiler")
+def test_compiled_code_reduces_on_the_second_group():
+    run_on_ranks(compare_groups_in_compiled_code)
 
 
 @processes

@@ -9,12 +9,15 @@ import pytest
 
 from tests.programs import ForkedPython, forked_subprocess
 from tests.zpasses.inspect.real import real_dump
+from zpasses.tools.bench import schedule as schedule_suite
 from zpasses.tools.bench.__main__ import main
 from zpasses.tools.bench.hf_trainer import TrainerConfig, TrainerReport, TrainerResult
 from zpasses.tools.bench.hf_trainer import _relate as _relate_trainers
 from zpasses.tools.bench.measure import ResidentMemory
 from zpasses.tools.bench.model import ModelSize, batches, build_model
-from zpasses.tools.bench.report import trainer_table
+from zpasses.tools.bench.report import schedule_table, trainer_table
+from zpasses.tools.bench.schedule import ScheduleConfig, ScheduleReport
+from zpasses.tools.bench.schedule_models import ModelShape
 from zpasses.tools.bench.train import PeerResult, TrainConfig, TrainReport, _difference, _relate
 
 TINY = [
@@ -518,3 +521,25 @@ def test_buckets_are_fewer_collectives_of_the_same_bytes_within_the_budget(measu
     assert coalesced["modelled_bytes"] <= 1.1 * single["modelled_bytes"]
     assert coalesced["loss"] == pytest.approx(single["loss"], rel=1e-5)
     assert "modelled / single" in table
+
+
+TINY_LLAMA = ModelShape("llama", 64, 128, 4, 2, 256, 2)
+
+
+@pytest.mark.slow(quick="plans and budgets in tests of the pass `schedule` and of `zpasses plan`")
+def test_schedulers_are_compared_on_one_step(monkeypatch):
+    monkeypatch.setattr(schedule_suite, "MODELS", {"tiny": TINY_LLAMA})
+    names = ("single", "one ahead", "zero3", "budget 10%")
+    job = {"model": "tiny", "ranks": 8, "tokens": 32, "layers": 0}
+    job |= {"targets": ["h100"], "schedulers": list(names)}
+    (row,) = schedule_suite.measure(job)
+    points = {point.scheduler: point for point in row.points}
+    assert tuple(points) == names
+    assert not row.failed
+    assert points["zero3"].total_ms <= points["one ahead"].total_ms < points["single"].total_ms
+    assert sum(row.bound_ms) <= points["zero3"].total_ms
+    budgeted = points["budget 10%"]
+    assert budgeted.own_bound_ms <= budgeted.total_ms
+    report = schedule_table(ScheduleReport(ScheduleConfig(), [row]))
+    header = next(line for line in report.splitlines() if "model" in line)
+    assert "its own bound" in header

@@ -207,7 +207,7 @@ def test_budget_that_nothing_fits_says_what_is_missing():
     assert done.exit_code == 1
     assert "No plan fits. memory_budget='1MiB': the leanest plan, which saves" in done.output
     assert "MiB more than the budget" in done.output
-    assert "zero2 today" in done.output
+    assert "zero2, no budget" in done.output
 
 
 @pytest.mark.parametrize(
@@ -263,6 +263,24 @@ def table_of(points, stages, memory=None, function="train.py:step"):
     )
 
 
+def test_a_smaller_budget_with_a_faster_plan_is_named():
+    found = table_of([(10, 3.0), (20, 5.0)], [(30, 4.0), (9, 6.0)], memory=20)
+    assert "fastest" not in found.reason
+    assert "A smaller one, memory_budget='10B', leads to a faster plan: 3" in found.reason
+    found = table_of([(10, 5.0), (20, 3.0)], [(30, 4.0), (9, 6.0)], memory=20)
+    assert found.reason.startswith("It is the fastest within 20B.")
+
+
+def test_what_shares_a_place_is_drawn_around_the_chosen_plan():
+    found = table_of([(10, 5.0), (20, 3.0)], [(20, 3.0), (9, 6.0)])
+    drawn = [(mark.kind, mark.x, mark.y) for mark in _Picture(found).drawn]
+    stage, chosen = (
+        next(at for at, each in enumerate(drawn) if each[1:] == drawn[-1][1:] and each[0] == kind)
+        for kind in ("stage", drawn[-1][0])
+    )
+    assert stage < chosen
+
+
 HOSTILE = "</title><script>alert(1)</script>\u202e\x1b[31m.py:step"
 
 
@@ -304,7 +322,7 @@ def test_labels_cover_neither_each_other_nor_points(points, stages, memory):
 
 def test_points_have_names_in_the_picture(table):
     labels = {each.text for each in _Picture(table).labels}
-    assert {"zero2 today", "zero3 today", f"{len(table.plans)} chosen"} <= labels
+    assert {"zero2, no budget", "zero3, no budget", f"{len(table.plans)} chosen"} <= labels
 
 
 @pytest.mark.skipif(find_browser() is None, reason="needs Chromium (Debian: apt install chromium)")

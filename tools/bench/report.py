@@ -257,11 +257,14 @@ def _schedule_row(row: ScheduleRow) -> dict[str, str]:
     for point in row.points:
         if point.scheduler.startswith("zero3"):
             ratios[f"{point.scheduler} / bound"] = f"{point.total_ms / bound:.3f}"
+        if point.own_bound_ms is not None:
+            ratios[f"{point.scheduler} / bound"] = f"{point.total_ms / bound:.3f}"
+            ratios["its own bound"] = f"{point.own_bound_ms:.1f}"
     ours = next((point for point in row.points if point.scheduler == "zero3"), None)
     peers = [
         point.total_ms
         for point in row.points
-        if not point.scheduler.startswith("zero3")
+        if not point.scheduler.startswith(("zero3", "budget"))
         and ours is not None
         and point.peak_bytes >= ours.peak_bytes
     ]

@@ -5,8 +5,8 @@ tensors and a fake process group.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,10 +15,12 @@ from torch import fx
 
 import zpasses
 from zpasses import compat
+from zpasses.backend.step_trials import StepTrials, observe_steps
+from zpasses.cost.target import Target, use_target
 from zpasses.pipeline.observers import ObservedGraph, observe_graphs
 from zpasses.testing import copy_graph, fake_world
 
-__all__ = ["MODELS", "ModelShape", "Step", "captured_step"]
+__all__ = ["MODELS", "CapturedStep", "ModelShape", "Step", "captured_step"]
 
 
 @dataclass(frozen=True)
@@ -53,18 +55,37 @@ class Step:
 
     forward: fx.GraphModule
     backward: fx.GraphModule
+    limit_bytes: int | None = None
+    """Memory budget that the step was partitioned for; None without a budget."""
 
     def copied(self) -> Step:
         """Returns a copy to rewrite. Fake values are shared."""
-        return Step(copy_graph(self.forward), copy_graph(self.backward))
+        return replace(self, forward=copy_graph(self.forward), backward=copy_graph(self.backward))
 
     @property
     def graphs(self) -> tuple[fx.Graph, fx.Graph]:
         return self.forward.graph, self.backward.graph
 
 
+@dataclass
+class CapturedStep:
+    """One training step as the backend partitions it."""
+
+    default: Step
+    """Without a budget."""
+    budgeted: dict[str, Step]
+    """With the budget that was asked for: name of the target -> step."""
+
+
 @contextlib.contextmanager
-def captured_step(shape: ModelShape, ranks: int, tokens: int, pipeline: str) -> Iterator[Step]:
+def captured_step(
+    shape: ModelShape,
+    ranks: int,
+    tokens: int,
+    pipeline: str,
+    targets: Sequence[Target] = (),
+    budget: str = "10%",
+) -> Iterator[CapturedStep]:
     """Captures a step of one sequence per rank in bfloat16. The fake world lasts for the block.
 
     Args:
@@ -72,15 +93,29 @@ def captured_step(shape: ModelShape, ranks: int, tokens: int, pipeline: str) -> 
         ranks: size of the world.
         tokens: length of the sequence.
         pipeline: passes at the joint level, such as those of stage 3.
+        targets: hardware to partition the step for within the budget.
+        budget: value of the option `memory_budget`.
     """
     seen: dict[str, fx.GraphModule] = {}
+    budgeted: dict[str, Step] = {}
+
+    def partition(trials: StepTrials) -> None:
+        for target in targets:
+            with use_target(target):
+                limit = trials.limit_bytes(budget)
+                graphs = trials.graphs(trials.fastest(limit).choice)
+            budgeted[target.name] = Step(*graphs, limit)
 
     def observe(log: ObservedGraph) -> None:
         seen[log.kind] = copy_graph(log.graph)
 
     with fake_world(ranks) as mesh:
         torch.compiler.reset()
-        with compat.FakeTensorMode(allow_non_fake_inputs=True), observe_graphs(observe):
+        with (
+            compat.FakeTensorMode(allow_non_fake_inputs=True),
+            observe_graphs(observe),
+            observe_steps(partition),
+        ):
             model = _model(shape, tokens)
             zpasses.shard(model, mesh=mesh)
             options: dict[str, Any] = {
@@ -93,7 +128,7 @@ def captured_step(shape: ModelShape, ranks: int, tokens: int, pipeline: str) -> 
             words = torch.zeros(1, tokens, dtype=torch.long)
             compiled(input_ids=words, labels=words).loss.backward()
         torch.compiler.reset()
-        yield Step(seen["forward"], seen["backward"])
+        yield CapturedStep(Step(seen["forward"], seen["backward"]), budgeted)
 
 
 def _model(shape: ModelShape, tokens: int) -> torch.nn.Module:

@@ -18,6 +18,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 28, 22, 52
 _CHAR, _LINE = 7.2, 15.0
 """Largest width of a character and height of a line of labels, in pixels."""
 _RADIUS = 6.0
+_LAYERS = ("stage", "plan", "chosen")
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 _TIMES = (("s", 1e6), ("ms", 1e3), ("us", 1.0))
 
@@ -94,11 +95,20 @@ class _Picture:
             self.marks[found.plans.index(found.chosen)] = self._mark(
                 "chosen", f"plan {found.plans.index(found.chosen) + 1}, chosen", found.chosen
             )
-        self.marks += [self._mark("stage", f"{each.name} today", each) for each in found.stages]
+        self.marks += [
+            self._mark("stage", f"{each.name}, no budget", each) for each in found.stages
+        ]
         self.budget: float | None = None
         if budget is not None and budget <= self._memory.end:
             self.budget = self._memory.at(budget)
         self.labels = self._labels(found, budget)
+
+    @property
+    def drawn(self) -> list[_Mark]:
+        """The marks, those that others may cover first: stages are rings around what they share a
+        place with.
+        """
+        return sorted(self.marks, key=lambda mark: _LAYERS.index(mark.kind))
 
     def _mark(self, kind: str, name: str, point: PlanPoint) -> _Mark:
         budget = f", memory_budget={point.budget!r}" if point.budget is not None else ""
@@ -124,7 +134,7 @@ class _Picture:
             f"{number}{' chosen' if each is found.chosen else ''}"
             for number, each in enumerate(found.plans, 1)
         ]
-        names += [f"{each.name} today" for each in found.stages]
+        names += [f"{each.name}, no budget" for each in found.stages]
         taken = [(m.x - _RADIUS, m.y - _RADIUS, m.x + _RADIUS, m.y + _RADIUS) for m in self.marks]
         if self.budget is not None:
             taken.append((self.budget - 2, self.top, self.budget + 2, self.bottom))

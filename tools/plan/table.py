@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class GraphFigures:
 
 @dataclass(frozen=True)
 class PlanPoint:
-    """One plan of the step, or one of today's stages."""
+    """One plan of the step, or a stage without a budget."""
 
     name: str
     """"plan", "zero2" or "zero3"."""
@@ -142,26 +142,29 @@ class PlanTable:
         """Why the chosen plan is chosen, or why there is none."""
         if self.chosen is None:
             return self.missing or ""
+        better = [
+            point
+            for point in self.plans
+            if point.total_us < _NOTABLY * self.chosen.total_us and point is not self.chosen
+        ]
+        lean = [point for point in better if point.peak_bytes <= (self.chosen.limit_bytes or 0)]
+        if self.memory is not None and lean:
+            # The planner compares estimates, so a smaller budget may lead to a faster plan.
+            fastest = min(lean, key=lambda point: point.total_us)
+            return (
+                f"It is what memory_budget={self.memory!r} leads to. A smaller one, "
+                f"memory_budget={fastest.budget!r}, leads to a faster plan: "
+                f"{time_text(fastest.total_us)}."
+            )
         why = (
             f"It is the fastest within {self.memory}."
             if self.memory is not None
             else "It is the fastest, whatever its memory."
         )
-        return f"{why} {self._next()}"
+        return f"{why} {self._next(better)}"
 
-    def _next(self) -> str:
-        chosen = self.chosen
-        assert chosen is not None
-        limit = chosen.limit_bytes or 0
-        better = [
-            point
-            for point in self.plans
-            if point.total_us < _NOTABLY * chosen.total_us and point is not chosen
-        ]
-        lean = [point for point in better if point.peak_bytes <= limit]
-        if lean:
-            # The planner compares estimates, so a smaller budget may lead to a faster plan.
-            return f"memory_budget={lean[-1].budget!r} leads to a faster plan that fits, too."
+    def _next(self, better: Sequence[PlanPoint]) -> str:
+        """What more memory would gain, given the plans that are faster than the chosen one."""
         if better:
             first = better[0]
             return (
@@ -223,7 +226,7 @@ def plan_view(found: PlanTable) -> View:
         _row(f"{number}{' chosen' if each is found.chosen else ''}", each)
         for number, each in enumerate(found.plans, 1)
     ]
-    rows += [_row(f"{each.name} today", each) for each in found.stages]
+    rows += [_row(f"{each.name}, no budget", each) for each in found.stages]
     parts: list[Any] = [table(_COLUMNS, rows, right=_COLUMNS[2:])]
     if found.chosen is None:
         parts.append(text_of(f"No plan fits. {found.reason}"))

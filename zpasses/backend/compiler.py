@@ -345,7 +345,9 @@ class _GraphCompiler:
             Repetition(self._options.backwards_per_step, self._captured.frozen),
         )
         with use_target(self.target), vote_timeout(self._options.agreement_timeout_s):
-            partitioned = partition_step(gm, joint_inputs, policy, **kwargs)
+            partitioned = partition_step(
+                gm, joint_inputs, policy, fallback_cost=self._pipeline.fallback_cost, **kwargs
+            )
         if partitioned.limit_bytes is not None:
             limit = f"{partitioned.limit_bytes}B"
             self._pipeline = self._pipeline.with_memory_budget(limit)

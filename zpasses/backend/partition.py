@@ -19,6 +19,7 @@ from torch import fx
 from zpasses.backend.step_trials import (
     WHOLE,
     Choice,
+    FallbackCost,
     Graphs,
     StepPlan,
     StepTrials,
@@ -74,6 +75,8 @@ def partition_step(
     gm: fx.GraphModule,
     joint_inputs: Sequence[Any],
     policy: PartitionPolicy,
+    *,
+    fallback_cost: FallbackCost | None = None,
     **kwargs: Any,
 ) -> Partitioned:
     """Partition a joint graph.
@@ -82,6 +85,7 @@ def partition_step(
         gm: the joint graph, after all passes at its level.
         joint_inputs: its inputs.
         policy: what the step may keep and recompute.
+        fallback_cost: as in `StepTrials`.
         kwargs: passed on to torch's partitioner.
 
     Raises:
@@ -95,6 +99,7 @@ def partition_step(
         policy.recompute_elementwise,
         policy.repetition,
         kwargs,
+        fallback_cost,
     )
     if policy.keeps and policy.share > 0:
         notify_step_observers(trials)

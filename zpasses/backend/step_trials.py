@@ -7,7 +7,7 @@ kept until backward. A trial is made once, and can be planned for several limits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from zpasses.cost.kept_params import (
     fitting_params,
     keepable_params,
 )
-from zpasses.cost.schedule_evaluation import single_plan
+from zpasses.cost.schedule_evaluation import Evaluation, single_plan
 from zpasses.cost.schedule_problem import problem_of
 from zpasses.cost.target import current_target
 from zpasses.graph.nodes import nbytes, value_of
@@ -32,6 +32,7 @@ from zpasses.option_values import parse_budget
 
 __all__ = [
     "Choice",
+    "FallbackCost",
     "Graphs",
     "StepPlan",
     "StepTrials",
@@ -41,6 +42,7 @@ __all__ = [
     "observe_steps",
 ]
 
+FallbackCost = Callable[[fx.Graph, int], Evaluation | None]
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
 """Forward and backward."""
 
@@ -48,6 +50,9 @@ _ACTIVATIONS = (1.0, 0.7, 0.4, 0.2, 0.1)
 """Fractions of the activations to save that are tried with a budget."""
 WHOLE = 0.999
 """Least share of the parameters of a graph that is a whole step."""
+_MARGIN = 1.004
+"""How much longer a graph may take than its estimate here: `schedule` prefers plans that tolerate
+slower collectives among those that differ by less."""
 _NEAR = 1.02
 """A step this close to its bound without a memory limit needs no more memory."""
 
@@ -127,6 +132,8 @@ class StepTrials:
         recompute_elementwise: as in `zpasses.compat.partition`.
         repetition: how often a step runs the graph while parameters do not change.
         options: further arguments of torch's partitioner.
+        fallback_cost: what the pipeline's schedule does at least as well as on a graph, within a
+            limit in bytes; see `zpasses.pipeline.pipeline.Pass.fallback_cost`.
     """
 
     def __init__(
@@ -138,9 +145,11 @@ class StepTrials:
         recompute_elementwise: bool,
         repetition: Repetition,
         options: Mapping[str, Any],
+        fallback_cost: FallbackCost | None = None,
     ) -> None:
         self.gm, self.share, self._keeps, self.repetition = gm, share, keeps, repetition
         self._inputs, self._recompute, self._options = joint_inputs, recompute_elementwise, options
+        self._fallback_cost = fallback_cost
         self._made: dict[float, Trial] = {}
 
     def trial(self, activations: float) -> Trial:
@@ -176,6 +185,8 @@ class StepTrials:
                 choice.peak_bytes,
                 limit_bytes,
             )
+            if activations == 1.0 or not plan.fits:
+                plan = self._or_fallback(plan)
             if best is None or plan._rank < best._rank:
                 best = plan
             elif best.fits:
@@ -184,6 +195,39 @@ class StepTrials:
                 break
         assert best is not None
         return best
+
+    def _or_fallback(self, plan: StepPlan) -> StepPlan:
+        """Returns a plan, or a fallback if only that surely fits, or if it may be faster.
+
+        Fallbacks keep nothing, or what is kept without a budget. Their figures are exact, while
+        the memory of other plans is known from above only.
+        """
+        trial = plan.trial
+        if self._fallback_cost is None or (plan.fits and plan.total_us <= _bound_us(trial.step)):
+            return plan
+        found = [plan, *self._fallback(plan, trial.graphs, ())]
+        unbudgeted = self.fitting() if self.share >= WHOLE and plan.activations == 1.0 else plan
+        if unbudgeted.kept and (trial.step.is_small or not any(each.fits for each in found)):
+            found += self._fallback(plan, self.graphs(unbudgeted.choice), unbudgeted.kept)
+        margin = _MARGIN if plan.kept or plan.cached else 1.0
+
+        def rank(each: StepPlan) -> tuple[int, float]:
+            excess, total = each._rank
+            return excess, total * (margin if each is plan else 1.0)
+
+        return min(found, key=rank)
+
+    def _fallback(
+        self, plan: StepPlan, graphs: Graphs, kept: tuple[KeptParam, ...]
+    ) -> Iterator[StepPlan]:
+        """Yields the fallback with these graphs within the limit of a plan, if there is one."""
+        assert self._fallback_cost is not None
+        costs = [self._fallback_cost(each.graph, plan.limit_bytes) for each in graphs]
+        fitting = [each for each in costs if each is not None]
+        if len(fitting) == len(graphs):
+            total = sum(each.total_us for each in fitting)
+            peak = max(each.peak_bytes for each in fitting)
+            yield StepPlan(plan.trial, kept, (), total, peak, plan.limit_bytes)
 
     def limit_bytes(self, budget: str) -> int:
         """Returns the largest peak of this graph that the option `memory_budget` allows.

@@ -97,6 +97,11 @@ class StepProblem:
     repetition: Repetition = field(default_factory=Repetition)
     cached: tuple[KeptParam, ...] = ()
 
+    @property
+    def is_small(self) -> bool:
+        """Whether there is time to compare plans of it thoroughly."""
+        return _size(self.forward) + _size(self.backward) <= _SMALL
+
     def peak_bytes(self, plan: Callable[[ScheduleProblem], Plan] = one_ahead_plan) -> int:
         """Returns the larger peak of the two graphs under a plan, which is by default that with one
         gather and one reduction in flight."""
@@ -297,7 +302,7 @@ class _KeptSearch:
 
     def best(self) -> KeptChoice:
         ranked = sorted(self._choices.values(), key=self._rank)
-        if _size(self._step.forward) + _size(self._step.backward) > _SMALL:
+        if not self._step.is_small:
             return ranked[0]
         # Small graphs have time for the search of `schedule` itself.
         finals = [

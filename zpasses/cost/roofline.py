@@ -13,7 +13,7 @@ units, and copy engines do not. `zpasses.cost.routes` has the figures of each ro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ __all__ = [
     "compute_us",
     "copy_engine_launch_us",
     "copy_us",
+    "durations_us",
     "latency_us",
     "ring_collective_us",
 ]
@@ -137,6 +138,28 @@ def compute_us(node: fx.Node, target: Target) -> float:
     return max(
         target.kernel_us, moved / (target.memory_gb_s * 1e3), _flops(node) / (target.tflops * 1e6)
     )
+
+
+def durations_us(nodes: Iterable[fx.Node], target: Target) -> list[float]:
+    """Returns the duration of each call. Calls of equal shapes are computed once."""
+    known: dict[Any, float] = {}
+    found = []
+    for node in nodes:
+        if node.op != "call_function":
+            found.append(0.0)
+            continue
+        values = [value_of(each) for each in (node, *node.all_input_nodes)]
+        constants = [each for each in node.args if not isinstance(each, fx.Node)]
+        key = node.target, repr(constants), *map(_shape, values)
+        if key not in known:
+            known[key] = compute_us(node, target)
+        found.append(known[key])
+    return found
+
+
+def _shape(value: object) -> object:
+    """What a value's bytes and operations depend on."""
+    return (str(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value)
 
 
 def _flops(node: fx.Node) -> float:

@@ -51,7 +51,11 @@ def memory_limit(problem: ScheduleProblem, budget: MemoryBudget) -> int:
 
 
 def plan_schedule(
-    problem: ScheduleProblem, limit_bytes: int, *, most: int | None = None
+    problem: ScheduleProblem,
+    limit_bytes: int,
+    *,
+    most: int | None = None,
+    never_above_us: float = math.inf,
 ) -> Planned:
     """Returns the fastest plan found whose peak is at most `limit_bytes`.
 
@@ -62,8 +66,10 @@ def plan_schedule(
         limit_bytes: the largest allowed peak.
         most: about how many plans to compare, for a quick estimate; None compares as many as the
             size of the graph allows.
+        never_above_us: duration of another plan within the limit. A plan that tolerates slower
+            collectives is preferred only if it takes no longer.
     """
-    return _Search(problem, limit_bytes, most).run()
+    return _Search(problem, limit_bytes, most, never_above_us).run()
 
 
 _CHOICES: tuple[tuple[str, tuple[Any, ...]], ...] = (
@@ -85,8 +91,10 @@ _FEWEST_PLANS, _ROUNDS = 12, 2
 
 
 class _Search:
-    def __init__(self, problem: ScheduleProblem, limit_bytes: int, most: int | None) -> None:
-        self._problem, self._limit = problem, limit_bytes
+    def __init__(
+        self, problem: ScheduleProblem, limit_bytes: int, most: int | None, never_above_us: float
+    ) -> None:
+        self._problem, self._limit, self._never_above_us = problem, limit_bytes, never_above_us
         self._bound = schedule_bound(problem)
         self._largest = max((j.full_bytes for j in problem.jobs if not j.is_gather), default=0)
         self._found: list[tuple[_Rank, Plan, Evaluation]] = []
@@ -140,7 +148,8 @@ class _Search:
             self._try({**values, "cover": cover, "horizon": math.inf})
         self._found.sort(key=lambda found: found[0])
         (excess, total, *_), *_ = (rank for rank, _, _ in self._found)
-        simple = min((rank[1] for rank in self._simple if rank[0] <= excess), default=float("inf"))
+        known = [rank[1] for rank in self._simple if rank[0] <= excess]
+        simple = min(*known, self._never_above_us) if known else self._never_above_us
         most = min(total * (1 + _TOLERANCE), max(total, simple))
         near = [found for found in self._found if found[0][0] == excess and found[0][1] <= most]
 

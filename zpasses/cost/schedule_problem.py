@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from torch import Tensor, fx
+from torch import fx
 
 from zpasses.cost.bucket_keys import bucket_key
 from zpasses.cost.bucket_planner import BucketKey, member_packing_bytes
@@ -30,7 +30,7 @@ from zpasses.cost.memory import (
     reinplaceable_all_reduces,
     scratch_bytes,
 )
-from zpasses.cost.roofline import compute_us, copy_us
+from zpasses.cost.roofline import compute_us, copy_us, durations_us
 from zpasses.cost.step_time import collective_timing, started_by
 from zpasses.cost.target import Target
 from zpasses.graph.nodes import (
@@ -229,7 +229,7 @@ class _Reader:
         bounds = {first, len(self._nodes) - 1, *uses.values(), *ready.values()}
         fixed = self._fixed_events()
         bounds.update(at for at, _, _ in fixed)
-        work = self._work_us()
+        work = durations_us(self._nodes, self._target)
         slots = _segments(work, {max(first, each) for each in bounds}, first, len(self._items))
         slot_of = {at: slot for slot, at in enumerate(slots)}
         gathers = sorted(uses, key=lambda item: (uses[item], self._index[item.started]))
@@ -250,19 +250,6 @@ class _Reader:
             tuple(FixedEvent(slot_of[max(first, at)], key, timing) for at, key, timing in fixed),
             self._regrouped,
         )
-
-    def _work_us(self) -> list[float]:
-        """Returns the duration of each kept node. Calls of equal shapes are computed once."""
-        known: dict[Any, float] = {}
-        found = []
-        for node in self._nodes:
-            values = [value_of(each) for each in (node, *node.all_input_nodes)]
-            constants = [each for each in node.args if not isinstance(each, fx.Node)]
-            key = node.target, repr(constants), *map(_shape, values)
-            if key not in known:
-                known[key] = compute_us(node, self._target)
-            found.append(known[key])
-        return found
 
     def _first_use(self, item: SchedulableCollective) -> int:
         """Index in the kept nodes of a gather's first consumer."""
@@ -406,11 +393,6 @@ def _segments(work: Sequence[float], bounds: set[int], first: int, jobs: int) ->
             slots.append(at)
             since = 0.0
     return slots
-
-
-def _shape(value: object) -> object:
-    """What a value's bytes and operations depend on."""
-    return (str(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value)
 
 
 def _is_gather(item: SchedulableCollective) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
 
@@ -22,8 +22,8 @@ from zpasses import compat
 from zpasses.cost.clock import Clock, CollectiveTiming
 from zpasses.cost.roofline import (
     collective_on_route_us,
-    compute_us,
     copy_engine_launch_us,
+    durations_us,
     ring_collective_us,
 )
 from zpasses.cost.routes import route_figures
@@ -37,6 +37,7 @@ from zpasses.graph.nodes import (
     nbytes,
     value_of,
 )
+from zpasses.graph.reduction_groups import is_regroupable
 
 __all__ = [
     "StepTime",
@@ -93,16 +94,18 @@ class Timeline:
     Args:
         graph: a graph with fake values. The process groups that it names must exist.
         target: hardware that the graph runs on. Copy engines use the target's preferred route.
+        regrouped: process groups whose gradient reductions will run on a second group.
     """
 
-    def __init__(self, graph: fx.Graph, target: Target) -> None:
-        self._target = target
+    def __init__(self, graph: fx.Graph, target: Target, *, regrouped: Collection[str] = ()) -> None:
+        self._target, self._regrouped = target, regrouped
         self._events: list[_Event] = []
         self._by_engine: set[fx.Node] = set()
         self._collectives: dict[fx.Node, Collective] = {}
         self._timings: dict[tuple[fx.Node, bool], CollectiveTiming] = {}
-        for node in graph.nodes:
-            self._add(node)
+        nodes = tuple(graph.nodes)
+        for node, work in zip(nodes, durations_us(nodes, target), strict=True):
+            self._add(node, work)
 
     def run(self, engines: Collection[fx.Node] = ()) -> StepTime:
         """Simulates the graph and returns its duration.
@@ -148,7 +151,7 @@ class Timeline:
             total += event.work_us
         return 0.0
 
-    def _add(self, node: fx.Node) -> None:
+    def _add(self, node: fx.Node, work: float) -> None:
         collective = collective_of(node)
         if is_wait(node):
             started = started_by(node)
@@ -159,14 +162,16 @@ class Timeline:
             if is_copy_engine_collective(collective):
                 self._by_engine.add(node)
             self._events.append(_Event(starts=node))
-        elif work := compute_us(node, self._target):
+        elif work:
             self._events.append(_Event(work_us=work))
 
     def _measure(self, node: fx.Node, by_engine: bool) -> CollectiveTiming:
         collective = self._collectives[node]
         ranks = len(compat.group_ranks(collective.group))
         parts = _full_bytes(node, collective, ranks)
-        return _collective_timing(parts, collective, ranks, self._target, by_engine)
+        timing = _collective_timing(parts, collective, ranks, self._target, by_engine)
+        second = collective.group in self._regrouped and is_regroupable(node)
+        return replace(timing, second_group=True) if second else timing
 
 
 def started_by(wait: fx.Node) -> fx.Node:

@@ -29,6 +29,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.cost.routes import route_figures
+from zpasses.cost.schedule_evaluation import Evaluation
 from zpasses.cost.target import current_target
 from zpasses.errors import AgreementError, OptionError, PassError, raising_line, suggestion
 from zpasses.graph.nodes import collectives, input_nbytes
@@ -120,6 +121,15 @@ class Pass(compat.CustomGraphPass):
         `memory_budget` of the backend. Passes without such an option return themselves.
         """
         return self
+
+    def fallback_cost(self, graph: fx.Graph, limit_bytes: int) -> Evaluation | None:
+        """Return the cost of a schedule that the pass does at least as well as on a graph, if the
+        graph's peak may reach `limit_bytes`. The graph stays as it is.
+
+        Passes that plan no schedule return None, as does a pass that knows of no schedule that
+        surely fits.
+        """
+        return None
 
     def uuid(self) -> str:
         """Return the pass's part of the key of Inductor's compile caches.
@@ -231,6 +241,11 @@ class Pipeline(compat.CustomGraphPass):
     def with_memory_budget(self, budget: str) -> Pipeline:
         """Return the pipeline for a memory budget of the step; see `Pass.with_memory_budget`."""
         return Pipeline(tuple(each.with_memory_budget(budget) for each in self.passes))
+
+    def fallback_cost(self, graph: fx.Graph, limit_bytes: int) -> Evaluation | None:
+        """Return the first cost that one of the passes knows; see `Pass.fallback_cost`."""
+        found = (each.fallback_cost(graph, limit_bytes) for each in self.passes)
+        return next((cost for cost in found if cost is not None), None)
 
     def __call__(self, graph: fx.Graph) -> None:
         run_passes(graph, self.passes)

@@ -1,0 +1,85 @@
+"""Writes a plan of the pass `schedule` into a graph, or into a copy of it that is only judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from zpasses.cost.collective_moves import MemoryCurve, SchedulableCollective
+from zpasses.cost.schedule_evaluation import Action, Evaluation, Plan
+from zpasses.cost.schedule_problem import ScheduleProblem
+from zpasses.cost.step_time import Timeline
+from zpasses.cost.target import Target
+from zpasses.passes.bucket_writer import LaunchNodes, merge_collectives
+
+__all__ = ["copied", "exact_cost", "merged_launches", "place_launches", "write_plan"]
+
+
+def write_plan(graph: fx.Graph, problem: ScheduleProblem, plan: Plan, origin: str) -> None:
+    """Merges and moves collectives.
+
+    Args:
+        graph: the graph to edit.
+        problem: what was read of it.
+        plan: has indices of kept nodes as slots.
+        origin: name of the pass, for tags.
+    """
+    launches = merged_launches(graph, problem, plan.launches, origin)
+    place_launches(problem.nodes, launches, plan.actions)
+
+
+def merged_launches(
+    graph: fx.Graph, problem: ScheduleProblem, launches: Iterable[Sequence[int]], origin: str
+) -> list[LaunchNodes]:
+    """Merges collectives, given by their job numbers, and returns the nodes of each launch."""
+    found, number = [], 0
+    for members in launches:
+        items = [problem.items[each] for each in members]
+        if len(items) == 1:
+            found.append(LaunchNodes.of(items[0]))
+            continue
+        mode = problem.jobs[members[0]].key.mode
+        assert mode != "single"
+        found.append(merge_collectives(graph, items, mode, number, origin))
+        number += 1
+    return found
+
+
+def place_launches(
+    kept: Sequence[fx.Node], launches: Sequence[LaunchNodes], actions: Iterable[Action]
+) -> None:
+    """Moves starts and waits to their places among the nodes that stay in order."""
+    for action in actions:
+        launch = launches[action.launch]
+        for node in launch.start if action.kind == "start" else launch.wait:
+            kept[action.slot].prepend(node)
+
+
+def copied(problem: ScheduleProblem) -> tuple[fx.Graph, ScheduleProblem]:
+    """Returns a copy of the graph, which shares metadata values, and the problem with its nodes."""
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    old = problem.nodes[-1]
+    graph.output(graph.graph_copy(old.graph, new))
+    new[old] = graph.output_node()
+
+    def item_of(each: SchedulableCollective) -> SchedulableCollective:
+        return replace(
+            each,
+            started=new[each.started],
+            wait=new[each.wait],
+            inputs=tuple(new[node] for node in each.inputs),
+            results=tuple(new[node] for node in each.results),
+        )
+
+    nodes = tuple(new[node] for node in problem.nodes)
+    return graph, replace(problem, nodes=nodes, items=tuple(map(item_of, problem.items)))
+
+
+def exact_cost(graph: fx.Graph, problem: ScheduleProblem, target: Target) -> Evaluation:
+    """Returns the duration and the peak of a graph into which a plan was written. The peak counts
+    what all ranks have (`MemoryCurve`).
+    """
+    time = Timeline(graph, target, regrouped=problem.regrouped).run()
+    return Evaluation(time.total_us, time.waited_us, MemoryCurve(graph).base.peak_bytes)
