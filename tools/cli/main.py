@@ -12,6 +12,7 @@ from zpasses.tools.cli.common import CommandGroup
 from zpasses.tools.cli.completion import completion
 from zpasses.tools.cli.reading import collectives, diff, html, list_, memory, show, timeline
 from zpasses.tools.cli.running import passes
+from zpasses.tools.measure.command import measure
 from zpasses.tools.plan.command import plan
 from zpasses.tools.tune.command import tune
 
@@ -43,6 +44,7 @@ for _command in (
     html,
     capture,
     plan,
+    measure,
     tune,
     bisect,
     completion,

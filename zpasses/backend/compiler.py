@@ -68,6 +68,7 @@ from zpasses.runtime.forward_variants import (
 )
 from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.runtime.grad_slots import GradSlot, always_reduced, grad_slots
+from zpasses.runtime.profiling import with_profiler_range
 from zpasses.runtime.run_checks import in_window, with_run_check, with_vote_limit
 from zpasses.runtime.windows import Lowering, StepWindow, install_step_guard
 from zpasses.sharding.module import with_plain_inputs
@@ -406,6 +407,7 @@ class _GraphCompiler:
         runnable = replace_gloo_collectives(gm)
         name, timeout_s = f"{self.name} {kind}", self._options.agreement_timeout_s
         events = run_events(gm.graph, name)
+        codegen = with_profiler_range(codegen, gm.graph, self.name, kind)
         if not self._options.agreement:
             return with_vote_limit(codegen(runnable, inputs), events, timeout_s)
         every_run = self._options.agreement != "first"

@@ -39,6 +39,7 @@ from zpasses.compat.autograd import (
     grad_consumers,
     has_tensor_hooks,
     in_backward,
+    is_profiling,
     queue_engine_callback,
     will_accumulate,
 )
@@ -197,6 +198,7 @@ __all__ = [
     "is_inductor_lowering_loaded",
     "is_marked_recompute",
     "is_optimized_module",
+    "is_profiling",
     "is_structured_trace_on",
     "is_to_local",
     "is_tracing",

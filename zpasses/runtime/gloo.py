@@ -22,6 +22,7 @@ same exchanges in the same order, so a message needs no number of its own.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ from torch import Tensor, fx
 from zpasses import compat
 from zpasses.cost.memory import gloo_packs
 from zpasses.graph.nodes import collective_of, value_of
+from zpasses.runtime.profiling import Watch, watch_if_profiling
 
 __all__ = ["STARTED", "Started", "all_gather", "replace_gloo_collectives"]
 
@@ -143,6 +145,7 @@ class _Exchange(compat.Work):  # type: ignore[misc]  # Work is Any to mypy
         self._finish: list[Callable[[], object]] = []
         self._held: list[Tensor] = []
         self._error: BaseException | None = None
+        self._watch: Watch | None = None
         self.sent_bytes = 0
 
     def peers(self) -> list[int]:
@@ -172,26 +175,34 @@ class _Exchange(compat.Work):  # type: ignore[misc]  # Work is Any to mypy
         """Counts the collective, and makes `wait_tensor` of an output wait for it."""
         STARTED.calls[kind] += 1
         STARTED.sent_bytes[kind] += self.sent_bytes
+        self._watch = watch_if_profiling(self._finish_messages)
         for output in outputs:
             compat.register_work(output, self)
 
     def wait(self, timeout: Any = None) -> bool:
         if self._error is not None:
             raise self._error
-        messages, self._messages = self._messages, []
-        finish, self._finish = self._finish, []
-        try:
-            deadline = time.monotonic() + self._timeout.total_seconds()
-            for message in messages:
-                left = max(deadline - time.monotonic(), 0.001)
-                message.wait(timedelta(seconds=left))
-        except BaseException as error:
-            self._error = error
-            raise
-        for action in finish:
-            action()
-        self._held.clear()
+        watch = self._watch
+        with watch.waiting() if watch is not None else contextlib.nullcontext():
+            finish, self._finish = self._finish, []
+            try:
+                if watch is not None:
+                    watch.join()
+                self._finish_messages()
+            except BaseException as error:
+                self._error = error
+                raise
+            for action in finish:
+                action()
+            self._held.clear()
         return True
+
+    def _finish_messages(self) -> None:
+        messages, self._messages = self._messages, []
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        for message in messages:
+            left = max(deadline - time.monotonic(), 0.001)
+            message.wait(timedelta(seconds=left))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
