@@ -25,7 +25,7 @@ from zpasses.tools.cli.common import (
 )
 from zpasses.tools.cli.completion import complete_graph, complete_node, complete_pass
 
-__all__ = ["collectives", "diff", "html", "list_", "memory", "show", "timeline"]
+__all__ = ["collectives", "diff", "hang", "html", "list_", "memory", "show", "timeline"]
 
 _after = click.option(
     "--after",
@@ -341,6 +341,21 @@ def timeline(
     """
     trace = _open(dump, rank, compile_name, limits).timeline(graph, after)
     write_output(output, batched(json_pieces(trace, 2)))
+
+
+@click.command()
+@dump_argument
+@click.argument("files", metavar="[FILE]...", nargs=-1, type=click.Path(path_type=Path))
+@trusted_option
+@as_json
+@errors_as_messages
+def hang(dump: Path, files: tuple[Path, ...], limits: Limits | None, as_json: bool) -> None:
+    """Show in which collective the ranks wait, which rank is missing, and what it did last.
+
+    FILE is what torch's flight recorder wrote for one rank, as JSON or as a pickle; its name ends
+    in the rank. Ranks over gloo need none: what they did last is in the dump.
+    """
+    print_view(_open(dump, None, None, limits).hang(*files), as_json)
 
 
 @click.command()

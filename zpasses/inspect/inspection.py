@@ -22,10 +22,13 @@ from zpasses.inspect.find import (
     step_after,
     steps_after,
 )
+from zpasses.inspect.flight_recorder import read_recorder
+from zpasses.inspect.hang_page import hang_view
 from zpasses.inspect.listing import MAX_ITEMS, NodeFilter
 from zpasses.inspect.measured import Measured, measure
 from zpasses.inspect.measured_page import no_runs_text
 from zpasses.inspect.memory import Memory, memory, parameter_sizes
+from zpasses.inspect.rank_states import read_progress
 from zpasses.inspect.schedule import Schedule, schedule
 from zpasses.inspect.timeline import chrome_trace
 from zpasses.inspect.traces import read_trace
@@ -166,6 +169,22 @@ class Inspection:
         buffer, or with `by="module"` the sums of modules.
         """
         return memory_view(self._to_run(graph), after, at, limit, by)
+
+    def hang(self, *recorders: str | Path) -> View:
+        """In which collective the ranks wait, which rank is missing, and what it did last.
+
+        Args:
+            recorders: files of torch's flight recorder, one per rank. Their names end in the rank.
+                Ranks without one are those whose file of progress is in the dump.
+
+        Raises:
+            DumpError: if a file is damaged or exceeds the limits.
+        """
+        states = read_progress(self.dump)
+        for path in recorders:
+            state = read_recorder(Path(path), self.dump.work)
+            states[state.rank] = state
+        return hang_view(self.dump, states)
 
     def timeline(self, graph: str | None = None, after: str | int | None = None) -> dict[str, Any]:
         """All streams as a Chrome trace."""

@@ -9,11 +9,13 @@ and `zpasses.wait:N`, which tie waits to launches.
 The trace shows a message over gloo until something waits for it. While a profiler records, a thread
 waits as soon as the messages have started, so that the trace shows when they have arrived.
 
-Without a profiler, a run costs one more function call.
+If a dump was asked for, the runs also go into its file of progress (zpasses.dumps.progress).
+Without both, a run costs two more function calls.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -25,6 +27,7 @@ from torch import fx
 from torch.profiler import record_function
 
 from zpasses import compat
+from zpasses.dumps import progress
 from zpasses.graph.nodes import collective_of
 from zpasses.runtime.codegen import boxed
 from zpasses.runtime.measuring import start_if_requested
@@ -52,20 +55,35 @@ def with_profiler_range(
     digest = collectives_digest(
         node.name for node in graph.nodes if collective_of(node) is not None
     )
-    title = f"zpasses.graph:{compile_name}:{kind}:{digest}"
+    name = f"{compile_name}:{kind}:{digest}"
+    title = f"zpasses.graph:{name}"
 
     def generate(gm: fx.GraphModule, inputs: Sequence[Any]) -> _Code:
         code = codegen(gm, inputs)
+        exchanges = [node.name for node in gm.graph.nodes if is_exchange(node)]
 
         def run(args: list[Any]) -> Any:
-            if not compat.is_profiling():
+            profiles, written = compat.is_profiling(), progress.current()
+            if written is not None:
+                written.enter(name, exchanges)
+            if not profiles and written is None:
                 return code(args)
-            with record_function(title):
-                return code(args)
+            with record_function(title) if profiles else contextlib.nullcontext():
+                values = code(args)
+            if written is not None:
+                written.leave()
+            return values
 
         return boxed(run)
 
     return generate
+
+
+def is_exchange(node: fx.Node) -> bool:
+    """Whether a node runs one of the operators of `zpasses.runtime.gloo`."""
+    return isinstance(node.target, compat.OpOverload) and compat.op_name(node.target).startswith(
+        "gloo_"
+    )
 
 
 def collectives_digest(names: Iterable[str]) -> str:
