@@ -249,6 +249,7 @@ LAZY = {
     "zpasses.testing.ranks_marker": "the plugin imports it, and the pool of ranks imports torch",
     "zpasses.tools.bench.hf_trainer": "the other benchmarks do not need transformers",
     "zpasses.tools.capture.command": "`zpasses --help` imports it, and a capture imports torch",
+    "zpasses.tools.measure.command": "the same",
     "zpasses.tools.plan.command": "`zpasses --help` imports it, and planning imports torch",
     "zpasses.tools.tune.command": "`zpasses --help` imports it, and tuning imports torch",
     "zpasses.tools.cli.running": "`zpasses --help` imports it, and the catalogue imports torch",

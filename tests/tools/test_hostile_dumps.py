@@ -2,6 +2,8 @@
 little time.
 """
 
+import contextlib
+import gzip
 import json
 import random
 import shutil
@@ -11,6 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 from tests.zpasses.inspect.real import dump_training_step
+from tests.zpasses.inspect.traces import graph_run, memory, span, write
+from zpasses.inspect import open as open_dump
+from zpasses.inspect.find import select_graphs
 from zpasses.tools.cli.main import cli
 
 VALUES = (
@@ -112,12 +117,124 @@ def check(two_ranks, folder, seed, dumps):
             except ValueError:  # an earlier change left no JSON
                 continue
         for command in commands(str(folder), str(two_ranks)):
-            started = time.process_time()
-            done = CliRunner().invoke(cli, command)
-            taken = time.process_time() - started
-            assert isinstance(done.exception, SystemExit | None), (number, command, done.exception)
-            assert done.exit_code in (0, 1, 2)
-            assert taken < LIMIT_S, (number, command)
+            run(command, number)
+
+
+def run(command, number):
+    started = time.process_time()
+    done = CliRunner().invoke(cli, command)
+    taken = time.process_time() - started
+    assert isinstance(done.exception, SystemExit | None), (number, command, done.exception)
+    assert done.exit_code in (0, 1, 2)
+    assert taken < LIMIT_S, (number, command, taken)
+
+
+def collectives_of(dump):
+    """Kind of graph -> (node, kind) of its collectives."""
+    return {
+        each.graph.name: [
+            (node.name, node.collective.kind)
+            for node in each.graph.last.snapshot.nodes
+            if node.collective
+        ]
+        for each in select_graphs(open_dump(dump).dump)
+        if each.graph.name in ("forward", "backward")
+    }
+
+
+def a_trace(path, dump):
+    """A trace of runs of the graphs of a dump, with all kinds of events."""
+    events, start = [], 0.0
+    for kind, collectives in collectives_of(dump).items():
+        events.append(graph_run(kind, [name for name, _ in collectives], start, 5000))
+        for _, what in collectives:
+            start += 200
+            events += [
+                span(f"zpasses::gloo_{what}", start + 10, 40),
+                span("gloo:recv", start + 30, 100, "user_annotation"),
+                span(f"zpasses.launch:{int(start)}", start + 45, 1, "user_annotation"),
+                span("_c10d_functional::wait_tensor", start + 60, 90),
+                span(f"zpasses.wait:{int(start)}", start + 65, 80, "user_annotation"),
+            ]
+        events += [
+            span("aten::mm", start + 250, 300),
+            span("cudaLaunchKernel", start + 260, 1, "cuda_runtime", args={"correlation": 1}),
+            span("gemm", start + 300, 9, "kernel", args={"correlation": 1}),
+            memory(start + 400, 1 << 20),
+        ]
+        start += 10_000
+    return write(path, events, distributedInfo={"rank": 0, "world_size": 2})
+
+
+def check_traces(two_ranks, tmp_path, seed, count):
+    whole = a_trace(tmp_path / "whole.json", two_ranks)
+    done = CliRunner().invoke(cli, ["collectives", str(two_ranks), "--trace", str(whole)])
+    assert "100.0% of the measured time" in done.stdout
+    damaged = tmp_path / "trace.json"
+    for number in range(count):
+        draw = random.Random(f"{seed} {number}")
+        shutil.copy(whole, damaged)
+        for _ in range(draw.choice([1, 1, 3])):
+            with contextlib.suppress(ValueError):
+                damage(damaged, draw)
+        if draw.random() < 0.2:
+            data = gzip.compress(damaged.read_bytes())
+            damaged.write_bytes(data[: draw.randrange(len(data) + 1)])
+        for command in (
+            ["collectives", str(two_ranks), "--module", "--trace", str(damaged)],
+            ["collectives", str(two_ranks), "--json", "--trace", str(damaged)],
+            ["html", str(two_ranks), "-o", "-", "--trace", str(damaged)],
+        ):
+            run(command, number)
+
+
+def test_damaged_traces_are_shown_or_refused(two_ranks, tmp_path):
+    check_traces(two_ranks, tmp_path, "quick", 30)
+
+
+@pytest.mark.slow(quick="test_damaged_traces_are_shown_or_refused")
+def test_a_thousand_damaged_traces_are_shown_or_refused(two_ranks, tmp_path):
+    check_traces(two_ranks, tmp_path, "slow", 1000)
+
+
+def nested(count):
+    """Each event contains all later ones."""
+    return [span("aten::mm", at, 2 * count - 2 * at) for at in range(count)]
+
+
+def overlapping(names, count):
+    """Runs on many threads that all contain all memory events and waits."""
+    return [
+        *({**graph_run("forward", names, at / count, 1e6), "tid": at} for at in range(count)),
+        *(memory(at, at) for at in range(count)),
+        *(span("_c10d_functional::wait_tensor", at, 1) for at in range(count)),
+    ]
+
+
+def many_kernels(count):
+    """Kernels that all overlap, of launches that all overlap."""
+    events = []
+    for at in range(count):
+        events += [
+            {**span("c10d::allreduce_", at, 1), "tid": at},
+            {**span("x", at, 1, "cuda_runtime", args={"correlation": at}), "tid": at},
+            span("nccl", 0, 1e9, "kernel", args={"correlation": at}),
+            span("gemm", at, 0.5, "kernel"),
+        ]
+    return events
+
+
+@pytest.mark.parametrize("shape", ["nested", "overlapping", "kernels", "numbers"])
+def test_hostile_traces_take_little_time(two_ranks, tmp_path, shape):
+    names = [name for name, _ in collectives_of(two_ranks)["forward"]]
+    events = {
+        "nested": nested(40_000),
+        "overlapping": overlapping(names, 15_000),
+        "kernels": many_kernels(12_000),
+        "numbers": [span(f"zpasses.launch:{10**14 + at}", at, 1) for at in range(40_000)],
+    }[shape]
+    trace = write(tmp_path / "trace.json", events)
+    run(["collectives", str(two_ranks), "--trace", str(trace)], shape)
 
 
 def test_damaged_dumps_are_shown_or_refused_by_every_command(two_ranks, tmp_path):

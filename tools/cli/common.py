@@ -28,6 +28,7 @@ __all__ = [
     "graph_argument",
     "print_view",
     "rank_and_compile_options",
+    "trace_option",
     "trusted_option",
     "versioned",
     "write_output",
@@ -98,6 +99,14 @@ def trusted_option(command: Command) -> Command:
         callback=lambda ctx, param, given: Limits.trusted() if given else None,
         help="The dump is your own: read it, however much time and memory it takes.",
     )(command)
+
+
+trace_option = click.option(
+    "--trace",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="A trace of torch.profiler, .json or .json.gz: shows measured times beside the predicted.",
+)
 
 
 def rank_and_compile_options(command: Command) -> Command:

@@ -10,8 +10,9 @@ from zpasses.tools.bisect.command import bisect
 from zpasses.tools.capture.command import capture
 from zpasses.tools.cli.common import CommandGroup
 from zpasses.tools.cli.completion import completion
-from zpasses.tools.cli.reading import collectives, diff, html, list_, memory, show, timeline
+from zpasses.tools.cli.reading import collectives, diff, hang, html, list_, memory, show, timeline
 from zpasses.tools.cli.running import passes
+from zpasses.tools.measure.command import measure
 from zpasses.tools.plan.command import plan
 from zpasses.tools.tune.command import tune
 
@@ -41,8 +42,10 @@ for _command in (
     memory,
     timeline,
     html,
+    hang,
     capture,
     plan,
+    measure,
     tune,
     bisect,
     completion,

@@ -19,12 +19,13 @@ from zpasses.tools.cli.common import (
     graph_argument,
     print_view,
     rank_and_compile_options,
+    trace_option,
     trusted_option,
     write_output,
 )
 from zpasses.tools.cli.completion import complete_graph, complete_node, complete_pass
 
-__all__ = ["collectives", "diff", "html", "list_", "memory", "show", "timeline"]
+__all__ = ["collectives", "diff", "hang", "html", "list_", "memory", "show", "timeline"]
 
 _after = click.option(
     "--after",
@@ -223,6 +224,7 @@ def diff(
 @click.option("--exposed", is_flag=True, help="Only collectives for which compute waits.")
 @click.option("--source", is_flag=True, help="Show the lines that read the parameters.")
 @click.option("--module", is_flag=True, help="Show the modules of the parameters.")
+@trace_option
 @rank_and_compile_options
 @trusted_option
 @as_json
@@ -236,6 +238,7 @@ def collectives(
     exposed: bool,
     source: bool,
     module: bool,
+    trace: Path | None,
     rank: int | None,
     compile_name: str | None,
     limits: Limits | None,
@@ -248,9 +251,17 @@ def collectives(
     compute waits for it; the part of it before its transfer starts is queueing behind earlier
     collectives of its group. The model has one stream for compute and one for each process group,
     and issues every node as early as the graph's order allows.
+
+    With --trace, measured times stand beside these, by collective and by module. The trace must be
+    of the run that wrote the dump; `zpasses measure` writes both.
     """
+    if trace is not None and after is not None:
+        raise CommandError(
+            "--trace measures the graphs that ran, after their last pass; omit --after."
+        )
     show = CollectiveRows(sort, limit, exposed, source, module)
-    print_view(_open(dump, rank, compile_name, limits).collectives(graph, after, show), as_json)
+    inspection = _open(dump, rank, compile_name, limits)
+    print_view(inspection.collectives(graph, after, show, trace), as_json)
 
 
 @click.command()
@@ -334,6 +345,21 @@ def timeline(
 
 @click.command()
 @dump_argument
+@click.argument("files", metavar="[FILE]...", nargs=-1, type=click.Path(path_type=Path))
+@trusted_option
+@as_json
+@errors_as_messages
+def hang(dump: Path, files: tuple[Path, ...], limits: Limits | None, as_json: bool) -> None:
+    """Show in which collective the ranks wait, which rank is missing, and what it did last.
+
+    FILE is what torch's flight recorder wrote for one rank, as JSON or as a pickle; its name ends
+    in the rank. Ranks over gloo need none: what they did last is in the dump.
+    """
+    print_view(_open(dump, None, None, limits).hang(*files), as_json)
+
+
+@click.command()
+@dump_argument
 @click.argument("other", metavar="[DIR_B]", required=False, type=click.Path(path_type=Path))
 @click.option(
     "-o",
@@ -345,6 +371,7 @@ def timeline(
 @click.option(
     "--ranks", type=(int, int), metavar="A B", help="Show two ranks of the dump side by side."
 )
+@trace_option
 @rank_and_compile_options
 @trusted_option
 @errors_as_messages
@@ -353,13 +380,15 @@ def html(
     other: Path | None,
     output: Path,
     ranks: tuple[int, int] | None,
+    trace: Path | None,
     rank: int | None,
     compile_name: str | None,
     limits: Limits | None,
 ) -> None:
     """Write the whole dump as one page that needs neither network nor server.
 
-    With a second dump, or with --ranks, the page also compares the two.
+    With a second dump, or with --ranks, the page also compares the two. With --trace, it shows
+    measured times beside the predicted ones.
     """
     if ranks is not None and (other is not None or rank is not None):
         raise CommandError("--ranks compares ranks of one dump; omit the second dump and --rank.")
@@ -369,6 +398,6 @@ def html(
         others.append(Inspection(first.dump, ranks[1], compile_name))
     if other is not None:
         others.append(_open(other, rank, compile_name, limits))
-    write_output(output, first.html_pieces(*others))
+    write_output(output, first.html_pieces(*others, trace=trace))
     if str(output) != "-":
         click.echo(f"wrote {output}; open it in a browser", err=True)

@@ -44,6 +44,7 @@ from zpasses.runtime.forward_variants import (
 )
 from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.runtime.grad_slots import always_reduced, grad_slots
+from zpasses.runtime.profiling import TraceNames, with_profiler_range
 from zpasses.runtime.run_checks import with_run_check, with_vote_limit
 from zpasses.runtime.windows import Lowering
 
@@ -231,12 +232,12 @@ class GraphCompiler:
                 done = variant.deferred
             log.debug("graph %s %s: %s", self._name, template.kind, variant)
             slots = param_slots if isinstance(variant, ForwardVariant) else grad_slots
-            names = [slot.param for slot in slots(template.graph().graph)]
+            params = [slot.param for slot in slots(template.graph().graph)]
             self._recorder.variant(
                 template.kind,
                 template.kind,
-                [names[i] for i in sorted(variant.given)],
-                [names[i] for i in sorted(done)],
+                [params[i] for i in sorted(variant.given)],
+                [params[i] for i in sorted(done)],
                 gm.graph,
             )
             if isinstance(variant, BackwardVariant):
@@ -245,9 +246,12 @@ class GraphCompiler:
             inputs = [*inputs, *extra]
         events = run_events(gm.graph, f"{self._name} {template.kind}")
         with template.state.restored(), self._recorder.record_errors(what):
-            code = template.codegen(replace_gloo_collectives(gm), inputs)
-        self._store(template.kind, variant, code, events, sequences)
-        return self._checked(code, events, template.kind)
+            runnable = replace_gloo_collectives(gm)
+            code = template.codegen(runnable, inputs)
+        names = TraceNames.of(gm.graph, runnable.graph)
+        if self._artifacts is not None:
+            self._artifacts.add_code(template.kind, variant, code, events, names, sequences)
+        return self._checked(code, events, names, template.kind)
 
     def _load(
         self, template: Template, variant: ForwardVariant | BackwardVariant | None
@@ -275,25 +279,12 @@ class GraphCompiler:
             group: dataclasses.replace(event, text=event.text.replace(old, new, 1))
             for group, event in stored.events.items()
         }
-        return self._checked(code, events, kind)
+        return self._checked(code, events, stored.names, kind)
 
-    def _store(
-        self,
-        kind: str,
-        variant: ForwardVariant | BackwardVariant | None,
-        code: Compiled,
-        events: dict[str, RunEvent],
-        sequences: Sequences,
-    ) -> None:
-        if self._artifacts is None:
-            return
-        data = compat.pack_code(code)
-        if data is None:
-            self._artifacts.give_up("Inductor's code of it cannot be stored")
-            return
-        self._artifacts.add_variant(kind, variant, StoredVariant(data, events, sequences))
-
-    def _checked(self, code: Compiled, events: Mapping[str, RunEvent], kind: str) -> Compiled:
+    def _checked(
+        self, code: Compiled, events: Mapping[str, RunEvent], names: TraceNames, kind: str
+    ) -> Compiled:
+        code = with_profiler_range(code, names, self._name, kind)
         timeout_s = self._options.agreement_timeout_s
         if not self._options.agreement:
             return with_vote_limit(code, events, timeout_s)

@@ -15,9 +15,15 @@ __all__ = [
     "grad_consumers",
     "has_tensor_hooks",
     "in_backward",
+    "is_profiling",
     "queue_engine_callback",
     "will_accumulate",
 ]
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch records this thread."""
+    return bool(cast(Any, torch.autograd)._profiler_enabled())
 
 
 def current_graph_task_id() -> int:

@@ -29,6 +29,7 @@ __all__ = [
     "group_names",
     "group_ranks",
     "is_collective_timeout",
+    "is_fake_world",
     "is_gloo",
     "limited_timeouts",
     "low_contention_all_gather",
@@ -95,6 +96,11 @@ def process_groups() -> list[dist.ProcessGroup]:
 def group_backend(name: str) -> str:
     """Returns the backend of one group in lower case, such as "nccl" or "cpu:gloo,cuda:nccl"."""
     return str(dist.get_backend(process_group(name))).lower()
+
+
+def is_fake_world() -> bool:
+    """Whether the ranks of the default group are not processes of their own."""
+    return "fake" in str(dist.get_backend()).lower()
 
 
 def is_gloo(name: str, device: torch.device | None = None) -> bool:

@@ -63,7 +63,7 @@ def planned_size(size: Any) -> int:
     """Returns a size as an integer to plan for: the largest that a dynamic size may become, if its
     range has an end (`torch._dynamo.mark_dynamic(x, dim, max=...)`), else its hint.
     """
-    node = getattr(size, "node", None)
+    node: Any = getattr(size, "node", None)
     env = getattr(node, "shape_env", None)
     if isinstance(size, int) or env is None:
         return size_hint(size)

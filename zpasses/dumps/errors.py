@@ -14,6 +14,7 @@ __all__ = [
     "DumpTooLargeError",
     "DumpVersionError",
     "NotADumpError",
+    "NotATraceError",
     "OtherRunError",
 ]
 
@@ -24,6 +25,10 @@ class DumpError(ZpassesError):
 
 class NotADumpError(DumpError):
     """The path contains no dump."""
+
+
+class NotATraceError(DumpError):
+    """The file is no trace of `torch.profiler`, or belongs to another run."""
 
 
 class OtherRunError(DumpError):

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import stat
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from zpasses.dumps.errors import DamagedDumpError, DumpPathError
 from zpasses.dumps.limits import Limits, Work
 
-__all__ = ["Record", "list_folder", "parse_object", "read_lines", "read_text"]
+__all__ = ["Record", "list_folder", "parse_object", "read_bytes", "read_lines", "read_text"]
 
 _ADDRESSABLE = (1 << 62) - 1
 """Bytes that one read may ask for."""
@@ -105,9 +106,32 @@ def read_text(path: Path, work: Work) -> str:
         DumpPathError: if it is a link or no regular file.
         DumpTooLargeError: if it exceeds the limits.
     """
+    return _text(read_bytes(path, work), path, 0)
+
+
+def read_bytes(path: Path, work: Work) -> bytes:
+    """The content of one file. If it is compressed by gzip, what it contains, within the limit on
+    a file. Raises as `read_text` does.
+    """
     with _opened(path, work) as file:
-        data = file.read(os.fstat(file.fileno()).st_size)  # the writer replaces whole files
-    return _text(data, path, 0)
+        # The writer replaces whole files.
+        data: bytes = file.read(os.fstat(file.fileno()).st_size)
+    return _decompressed(data, path, work.limits) if data[:2] == b"\x1f\x8b" else data
+
+
+def _decompressed(data: bytes, path: Path, limits: Limits) -> bytes:
+    stream = zlib.decompressobj(wbits=31)
+    try:
+        content = stream.decompress(data, min(limits.file_bytes, _ADDRESSABLE) + 1)
+    except zlib.error as error:
+        raise DamagedDumpError(
+            f"{path}: is damaged ({error}); expected a whole file of gzip. Copy it again."
+        ) from error
+    if len(content) > limits.file_bytes:
+        raise limits.exceeded(path, "decompresses to more bytes", "file_bytes")
+    if not stream.eof:
+        raise DamagedDumpError(f"{path}: ends too early. Copy the whole file.")
+    return content
 
 
 def read_lines(path: Path, work: Work) -> Iterator[tuple[int, str]]:

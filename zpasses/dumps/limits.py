@@ -63,6 +63,9 @@ class Limits:
 _FILE = 250
 _ENTRY = 4
 _RECORD = 80
+_TRACE_EVENT = 40
+"""An event of a trace, in addition to its values."""
+_PICKLE_BYTE = 4
 _OBJECT = 3
 """An object, in addition to its values: an empty one needs 64 bytes, and one with a field 184."""
 _CHARACTERS_PER_UNIT = 8
@@ -104,6 +107,14 @@ class Work:
     def record(self, where: str) -> None:
         """A record of events.jsonl becomes an event, and perhaps a step and a row."""
         self._add(where, "events", 1, _RECORD)
+
+    def trace_event(self, where: str, count: int) -> None:
+        """Events of a trace are put in order and assigned to nodes."""
+        self._add(where, "events of a trace", count, count * _TRACE_EVENT)
+
+    def pickle(self, where: str, size: int) -> None:
+        """A pickle of plain values is read. Each of its bytes may be an instruction."""
+        self._add(where, "bytes of a pickle", size, size * _PICKLE_BYTE)
 
     def text(self, where: str, text: str) -> int:
         """Text is parsed as JSON. Returns an upper bound of the number of its values, which

@@ -68,7 +68,7 @@ def read(path: str | Path, limits: Limits | None = None) -> Dump:
         match = _RANK.fullmatch(name)
         if match:
             ranks[int(match[1])] = _rank(root / name, int(match[1]), work)
-    return Dump(root, VERSION, meta.data, dict(sorted(ranks.items())))
+    return Dump(root, VERSION, meta.data, dict(sorted(ranks.items())), work)
 
 
 def _meta(root: Path, work: Work) -> Record:

@@ -10,9 +10,11 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.cost.target import Target
+from zpasses.dumps import progress
 from zpasses.graph.printer import listing
 from zpasses.pipeline.pipeline import Pass, PassRecord
 from zpasses.pipeline.recorder import Recorder, Recorders, enable_runtime_notes
+from zpasses.ranks import heartbeat
 
 __all__ = ["TraceArtifacts", "recorders_for"]
 
@@ -65,6 +67,12 @@ class TraceArtifacts(Recorder):
         self._number += 1
 
 
+def _write_activity(text: str) -> None:
+    written = progress.current()
+    if written is not None:
+        written.activity(text)
+
+
 def recorders_for(
     dump: str | None,
     ranks: frozenset[int] | None,
@@ -84,9 +92,9 @@ def recorders_for(
     watching: list[Recorder] = []
     if dump is not None:
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        if ranks is None or rank in ranks:
-            from zpasses.dumps.writer import CompileDump, create_rank_folder
+        from zpasses.dumps.writer import CompileDump, create_rank_folder, write_progress
 
+        if ranks is None or rank in ranks:
             folder = create_rank_folder(dump, rank, world)
             groups = (
                 {name: compat.group_ranks(name) for name in compat.group_backends()}
@@ -98,6 +106,9 @@ def recorders_for(
                     folder, {"rank": rank, "world": world, "groups": groups, **describe()}, target
                 )
             )
+        if dist.is_initialized() and not compat.is_fake_world():
+            write_progress(dump, rank, world)
+            heartbeat.tell_activity(_write_activity)
     if compat.is_structured_trace_on():
         watching.append(TraceArtifacts())
     enable_runtime_notes(watching)

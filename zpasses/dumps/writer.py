@@ -27,6 +27,7 @@ from torch import fx
 from zpasses.cost.prediction import Prediction
 from zpasses.cost.target import Target
 from zpasses.dumps import format as data
+from zpasses.dumps import progress
 from zpasses.dumps.describe import Describer, GraphDescriber, counts, plain_argument
 from zpasses.dumps.encode import json_line, python_source, snapshot_lines
 from zpasses.dumps.errors import DumpPathError, DumpVersionError, NotADumpError, OtherRunError
@@ -37,14 +38,35 @@ from zpasses.pipeline.pipeline import Pass, PassRecord
 from zpasses.pipeline.recorder import Recorder, pass_options
 from zpasses.version import __version__
 
-__all__ = ["CompileDump", "create_rank_folder"]
+__all__ = ["CompileDump", "create_rank_folder", "write_progress"]
 
 log = logging.getLogger("zpasses")
 
 _P = ParamSpec("_P")
 
+_HOW = "Name a new folder with options={'dump': ...} or ZPASSES_DUMP."
 _TEMPORARY = ".zpasses-"
 _MODELLED = ("joint", "forward", "backward", "inference", "pack", "flush")
+
+
+def write_progress(root: str | Path, rank: int, world: int) -> None:
+    """Write what this rank does last into a dump, from now on. Any rank may be the first to write.
+
+    Raises:
+        DumpPathError: if `root` is a file or cannot be written to.
+        NotADumpError: if `root` contains something else.
+        OtherRunError: if `root` contains the dump of a run of another size.
+        DumpVersionError: if `root` contains a dump of another format version.
+    """
+    root = Path(root).absolute()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _write_header(root, world, _HOW)
+        progress.start(root, rank, world)
+    except OSError as error:
+        raise DumpPathError(
+            f"dump: {root} cannot be written to: {error.strerror}. {_HOW}"
+        ) from error
 
 
 def create_rank_folder(root: str | Path, rank: int, world: int) -> Path:
@@ -58,7 +80,7 @@ def create_rank_folder(root: str | Path, rank: int, world: int) -> Path:
         DumpVersionError: if `root` contains a dump of another format version.
     """
     root = Path(root).absolute()  # the program may change its working directory later
-    how = "Name a new folder with options={'dump': ...} or ZPASSES_DUMP."
+    how = _HOW
     try:
         root.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:

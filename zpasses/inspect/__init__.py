@@ -18,6 +18,7 @@ from zpasses.inspect.find import NotInDumpError
 from zpasses.inspect.inspection import Inspection
 from zpasses.inspect.inspection import open_dump as open
 from zpasses.inspect.listing import NodeFilter, listing
+from zpasses.inspect.measured import Measured, MeasuredCollective, MeasuredGraph
 from zpasses.inspect.memory import LiveBuffer, Memory, memory
 from zpasses.inspect.pairing import pair_nodes
 from zpasses.inspect.schedule import CollectiveSpan, Schedule, schedule
@@ -35,6 +36,9 @@ __all__ = [
     "Inspection",
     "Limits",
     "LiveBuffer",
+    "Measured",
+    "MeasuredCollective",
+    "MeasuredGraph",
     "Memory",
     "NodeFilter",
     "NotInDumpError",

@@ -9,6 +9,8 @@ from typing import Any
 from zpasses.dumps.format import Node, Source
 from zpasses.inspect.communication import CollectiveRow, Communication, communication
 from zpasses.inspect.find import SelectedGraph, snapshot_of, step_title, steps_after
+from zpasses.inspect.measured import Measured, MeasuredCollective, MeasuredGraph
+from zpasses.inspect.measured_page import joined_data, joined_text, measured_data, measured_parts
 from zpasses.inspect.modules import modules_of, modules_text
 from zpasses.inspect.overview_page import prediction_text
 from zpasses.inspect.shared import (
@@ -36,6 +38,8 @@ _FIGURES = (
     "time",
     "exposed",
     "queueing",
+    "measured",
+    "its exposed",
 )
 
 
@@ -79,8 +83,9 @@ def collectives_view(
     picked: Sequence[SelectedGraph],
     after: str | int | None = None,
     show: CollectiveRows | None = None,
+    measured: Measured | None = None,
 ) -> View:
-    """Tables of collectives, with totals."""
+    """Tables of collectives, with totals; with measured figures beside the predicted ones."""
     show = show or CollectiveRows()
     parts: list[Table | Text | str] = []
     data = []
@@ -89,10 +94,20 @@ def collectives_view(
         found = communication(snapshot)
         sources = parameter_sources(each.compile) if show.source else {}
         shown = show.select(found.rows)
-        rows = [_Row(row, snapshot.by_id[row.id], sources) for row in shown[: show.limit or None]]
+        ran = measured.of(each) if measured is not None else None
+        rows = [
+            _Row(row, snapshot.by_id[row.id], sources, ran) for row in shown[: show.limit or None]
+        ]
         prediction = prediction_of(each, step)
         plain = {**found.to_json(), "collectives": [row.to_json(show) for row in rows]}
-        data.append({**about_step(each, step), **plain, "prediction": to_json_value(prediction)})
+        data.append(
+            {
+                **about_step(each, step),
+                **plain,
+                "prediction": to_json_value(prediction),
+                **({"measured": measured_data(ran)} if ran is not None else {}),
+            }
+        )
         left = len(shown) - len(rows)
         parts += unmodelled(each, step) or [
             *failure_parts(step),
@@ -101,8 +116,11 @@ def collectives_view(
             _nothing(found, shown),
             _totals(found),
             *([prediction_text(prediction)] if prediction is not None else []),
+            *(measured_parts(ran) if ran is not None else []),
         ]
-    return View("", tuple(parts), data)
+    if measured is None:
+        return View("", tuple(parts), data)
+    return View("", (*parts, joined_text(measured)), {"graphs": data, **joined_data(measured)})
 
 
 @dataclass(frozen=True)
@@ -110,6 +128,11 @@ class _Row:
     row: CollectiveRow
     node: Node
     of_params: dict[str, Source]
+    ran: MeasuredGraph | None
+
+    @property
+    def measured(self) -> MeasuredCollective | None:
+        return self.ran.collectives.get(self.node.id) if self.ran is not None else None
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -121,6 +144,9 @@ class _Row:
             found["sources"] = [f"{each.file}:{each.line}" for each in self.sources]
         if show.module:
             found["modules"] = list(modules_of(self.node))
+        if self.measured is not None:
+            found["measured_us"] = self.measured.time_us
+            found["measured_exposed_us"] = self.measured.exposed_us
         return found
 
 
@@ -146,12 +172,11 @@ def _collectives_table(title: str, rows: Sequence[_Row], show: CollectiveRows) -
         "parameters",
         "module",
         "source",
-        "bytes",
-        *_FIGURES[2:],
+        *_FIGURES[1:],
         "route",
         "decision",
     )
-    optional = ("route", "decision", "queueing", "module", "source")
+    optional = ("route", "decision", "queueing", "module", "source", "measured", "its exposed")
     kept = [
         at
         for at, header in enumerate(headers)
@@ -181,6 +206,8 @@ def _cells(each: _Row, show: CollectiveRows) -> tuple[object, ...]:
         time_text(row.time_us),
         time_text(row.exposed_us),
         time_text(row.queued_us),
+        "" if each.measured is None else time_text(each.measured.time_us),
+        "" if each.measured is None else time_text(each.measured.exposed_us),
         row.route,
         cut(row.decision, 40),
     )

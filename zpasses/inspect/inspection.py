@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zpasses.dumps import Dump, Limits, Step, read
+from zpasses.dumps.errors import NotATraceError
 from zpasses.inspect.collectives_page import CollectiveRows
 from zpasses.inspect.communication import Communication, communication
 from zpasses.inspect.difference import Difference, compare
@@ -21,10 +22,16 @@ from zpasses.inspect.find import (
     step_after,
     steps_after,
 )
+from zpasses.inspect.flight_recorder import read_recorder
+from zpasses.inspect.hang_page import hang_view
 from zpasses.inspect.listing import MAX_ITEMS, NodeFilter
+from zpasses.inspect.measured import Measured, measure
+from zpasses.inspect.measured_page import no_runs_text
 from zpasses.inspect.memory import Memory, memory, parameter_sizes
+from zpasses.inspect.rank_states import read_progress
 from zpasses.inspect.schedule import Schedule, schedule
 from zpasses.inspect.timeline import chrome_trace
+from zpasses.inspect.traces import read_trace
 from zpasses.inspect.view import View
 from zpasses.inspect.views import collectives_view, list_view, memory_view, show_view
 
@@ -115,9 +122,39 @@ class Inspection:
         graph: str | None = None,
         after: str | int | None = None,
         show: CollectiveRows | None = None,
+        trace: str | Path | None = None,
     ) -> View:
-        """Every collective, with totals. `show` sorts, filters and adds columns."""
-        return collectives_view(self._to_run(graph), after, show)
+        """Every collective, with totals. `show` sorts, filters and adds columns.
+
+        Args:
+            graph: None for all graphs that run; with a trace, for those that it has runs of.
+            trace: a trace of `torch.profiler`, whose times stand beside the predicted ones.
+        """
+        if trace is None:
+            return collectives_view(self._to_run(graph), after, show)
+        measured = self.measured(trace)
+        ran = [each.graph for each in measured.graphs]
+        return collectives_view(
+            self._pick(graph) if graph is not None else ran, after, show, measured
+        )
+
+    def measured(self, trace: str | Path) -> Measured:
+        """What a trace of `torch.profiler` says about the graphs of this dump.
+
+        The graphs are those of the trace's rank if it wrote and no other is chosen.
+
+        Raises:
+            NotATraceError: if the file is no trace, or has no run of a graph of this dump.
+            DumpError: if it is damaged or exceeds the limits.
+        """
+        found = read_trace(trace, self.dump.work)
+        where = dict(self._where)
+        if where["rank"] is None and found.rank in self.dump.ranks:
+            where["rank"] = found.rank
+        measured = measure(found, select_graphs(self.dump, **where))
+        if not measured.graphs:
+            raise NotATraceError(no_runs_text(measured, self.dump))
+        return measured
 
     def memory(
         self,
@@ -133,6 +170,22 @@ class Inspection:
         """
         return memory_view(self._to_run(graph), after, at, limit, by)
 
+    def hang(self, *recorders: str | Path) -> View:
+        """In which collective the ranks wait, which rank is missing, and what it did last.
+
+        Args:
+            recorders: files of torch's flight recorder, one per rank. Their names end in the rank.
+                Ranks without one are those whose file of progress is in the dump.
+
+        Raises:
+            DumpError: if a file is damaged or exceeds the limits.
+        """
+        states = read_progress(self.dump)
+        for path in recorders:
+            state = read_recorder(Path(path), self.dump.work)
+            states[state.rank] = state
+        return hang_view(self.dump, states)
+
     def timeline(self, graph: str | None = None, after: str | int | None = None) -> dict[str, Any]:
         """All streams as a Chrome trace."""
         found = steps_after(self._to_run(graph), after)
@@ -144,16 +197,22 @@ class Inspection:
         """
         return "".join(self.html_pieces(*others))
 
-    def html_pieces(self, *others: Inspection) -> Iterator[str]:
+    def html_pieces(self, *others: Inspection, trace: str | Path | None = None) -> Iterator[str]:
         """`html()` in pieces, which need less memory. All graphs are read before the first.
 
         Args:
             others: further dumps or ranks, which the page compares with this one.
+            trace: a trace of `torch.profiler`, whose times stand beside the predicted ones. The
+                page shows its rank, if no other is chosen.
         """
         from zpasses.inspect.report import render_pieces
 
         known = [(other.dump, other._where["rank"]) for other in others]
-        return render_pieces(self.dump, **self._where, others=known)
+        if trace is None:
+            return render_pieces(self.dump, **self._where, others=known)
+        measured = self.measured(trace)
+        where = {**self._where, "rank": measured.graphs[0].graph.rank}
+        return render_pieces(self.dump, **where, others=known, measured=measured)
 
     def write_html(self, path: str | Path) -> Path:
         """Write `html()` to a file."""

@@ -377,6 +377,7 @@ class _VoteRound:
             state.next_epoch(resumed=True)
             if result.get("diverged"):
                 state.events = ()
+            heartbeat.set_activity(f"in an error after waiting for other ranks to {self.missed}")
             raise AgreementError(str(result["error"]))
         if state.last_vote is not None:  # all ranks came to a later vote, so all have read it
             store.delete_key(f"{state.last_vote}/{rank}")

@@ -39,6 +39,7 @@ from zpasses.runtime.codegen import eager_codegen
 from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.runtime.local_shards import wrap_local_grad
 from zpasses.runtime.param_cache import drop_cached
+from zpasses.runtime.profiling import TraceNames, with_profiler_range
 from zpasses.runtime.run_checks import limited_collectives, timeout_of
 from zpasses.runtime.windows import Lowering, Window, grad_state_of
 
@@ -148,7 +149,9 @@ class GraphLowering:
                     verify=self._verify,
                 )
             gm.recompile()
-            code = self._codegen(replace_gloo_collectives(gm), fakes)
+            runnable = replace_gloo_collectives(gm)
+            names = TraceNames.of(gm.graph, runnable.graph)
+            code = with_profiler_range(self._codegen(runnable, fakes), names, "", "flush")
             if timeout_s is not None:
                 compare_collectives(gm.graph, "of the end of a window", timeout_s)
             self._recorder.record_agreement("flush", gm.graph, timeout_s is not None)

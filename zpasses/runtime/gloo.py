@@ -22,9 +22,10 @@ same exchanges in the same order, so a message needs no number of its own.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -34,7 +35,9 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.cost.memory import gloo_packs
+from zpasses.dumps import progress
 from zpasses.graph.nodes import collective_of, value_of
+from zpasses.runtime.profiling import Watch, watch_if_profiling
 
 __all__ = ["STARTED", "Started", "all_gather", "replace_gloo_collectives"]
 
@@ -136,6 +139,7 @@ class _Exchange(compat.Work):  # type: ignore[misc]  # Work is Any to mypy
 
     def __init__(self, group_name: str) -> None:
         super().__init__()
+        self._group_name = group_name
         self._group = compat.process_group(group_name)
         self._timeout = compat.collective_timeout(self._group)
         self.rank, self.size = self._group.rank(), self._group.size()
@@ -143,6 +147,9 @@ class _Exchange(compat.Work):  # type: ignore[misc]  # Work is Any to mypy
         self._finish: list[Callable[[], object]] = []
         self._held: list[Tensor] = []
         self._error: BaseException | None = None
+        self._watch: Watch | None = None
+        self._about: Mapping[str, Any] | None = None
+        """What the file of progress says about it."""
         self.sent_bytes = 0
 
     def peers(self) -> list[int]:
@@ -172,26 +179,47 @@ class _Exchange(compat.Work):  # type: ignore[misc]  # Work is Any to mypy
         """Counts the collective, and makes `wait_tensor` of an output wait for it."""
         STARTED.calls[kind] += 1
         STARTED.sent_bytes[kind] += self.sent_bytes
+        written = progress.current()
+        if written is not None:
+            self._about = written.started(self._group_name, kind, self.sent_bytes)
+        self._watch = watch_if_profiling(self._finish_messages)
         for output in outputs:
             compat.register_work(output, self)
 
     def wait(self, timeout: Any = None) -> bool:
         if self._error is not None:
             raise self._error
-        messages, self._messages = self._messages, []
-        finish, self._finish = self._finish, []
-        try:
-            deadline = time.monotonic() + self._timeout.total_seconds()
-            for message in messages:
-                left = max(deadline - time.monotonic(), 0.001)
-                message.wait(timedelta(seconds=left))
-        except BaseException as error:
-            self._error = error
-            raise
-        for action in finish:
-            action()
-        self._held.clear()
+        if self._about is not None:
+            self._write_progress(done=False)
+        watch = self._watch
+        with watch.waiting() if watch is not None else contextlib.nullcontext():
+            finish, self._finish = self._finish, []
+            try:
+                if watch is not None:
+                    watch.join()
+                self._finish_messages()
+            except BaseException as error:
+                self._error = error
+                raise
+            for action in finish:
+                action()
+            self._held.clear()
+        if self._about is not None:
+            self._write_progress(done=True)
+            self._about = None
         return True
+
+    def _write_progress(self, *, done: bool) -> None:
+        written = progress.current()
+        if written is not None and self._about is not None:
+            written.awaited(self._about, done=done)
+
+    def _finish_messages(self) -> None:
+        messages, self._messages = self._messages, []
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        for message in messages:
+            left = max(deadline - time.monotonic(), 0.001)
+            message.wait(timedelta(seconds=left))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from zpasses.ranks.vote import Answers
 from zpasses.runtime.backward_variants import BackwardVariant
 from zpasses.runtime.forward_variants import ForwardVariant, ParamSlot
 from zpasses.runtime.grad_slots import GradSlot
+from zpasses.runtime.profiling import TraceNames
 
 __all__ = ["BackwardFacts", "Entry", "ForwardFacts", "GraphArtifacts", "StoredVariant"]
 
@@ -64,6 +65,7 @@ class StoredVariant:
     code: bytes
     """From `compat.pack_code`."""
     events: dict[str, RunEvent]
+    names: TraceNames
     sequences: Sequences
     """Of a variant of a backward graph."""
 
@@ -171,7 +173,21 @@ class GraphArtifacts:
         self.entry.backward = facts
         self._add_graph("backward", gm)
 
-    def add_variant(self, kind: str, variant: Variant | None, stored: StoredVariant) -> None:
+    def add_code(
+        self,
+        kind: str,
+        variant: Variant | None,
+        code: object,
+        events: dict[str, RunEvent],
+        names: TraceNames,
+        sequences: Sequences,
+    ) -> None:
+        """Stores what Inductor generated for a variant (None: for the graph itself)."""
+        data = compat.pack_code(code)
+        if data is None:
+            self.give_up("Inductor's code of it cannot be stored")
+            return
+        stored = StoredVariant(data, events, names, sequences)
         self._add(self._variant_name(kind, variant), pickle.dumps(stored))
 
     def write_if_complete(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from zpasses.dumps.format import Dump
 from zpasses.inspect.json_text import batched, json_pieces
+from zpasses.inspect.measured import Measured
 from zpasses.inspect.report.payload import payload
 
 __all__ = ["render", "render_pieces"]
@@ -58,6 +59,7 @@ def render_pieces(
     rank: int | None = None,
     compile_name: str | None = None,
     others: Sequence[tuple[Dump, int | None]] = (),
+    measured: Measured | None = None,
 ) -> Iterator[str]:
     """One rank of a dump as a page, in pieces. All graphs are read before the first.
 
@@ -65,6 +67,7 @@ def render_pieces(
         rank: None for the lowest rank that wrote.
         compile_name: None for all compiles.
         others: further dumps, and ranks of dumps, that the page can compare it with.
+        measured: what a trace says about the graphs of this rank.
 
     Raises:
         NotInDumpError: if there is no such rank or compile.
@@ -72,7 +75,7 @@ def render_pieces(
     """
     from jinja2 import Environment, select_autoescape
 
-    data = payload(dump, rank, compile_name, others)
+    data = payload(dump, rank, compile_name, others, measured)
     script = '"use strict";\n' + "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
     template = Environment(autoescape=select_autoescape(default=True)).from_string(
         _asset("page.html")

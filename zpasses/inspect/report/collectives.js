@@ -87,11 +87,31 @@ const COLUMNS = [
     title: "Part of the exposed time before its transfer starts, behind earlier collectives of its group",
     name: "queueing",
     right: true,
+    optional: "76px",
     value: (each) => each.queued,
     text: (each) => timeText(each.queued),
   },
   {
+    key: "measured",
+    title: "Measured time from its launch until its data are in place, on average",
+    name: "measured",
+    right: true,
+    optional: "76px",
+    value: (each) => (each.measured ? each.measured[0] : 0),
+    text: (each) => (each.measured ? timeText(each.measured[0]) : ""),
+  },
+  {
+    key: "waited",
+    title: "Measured time for which compute stands still for it, on average",
+    name: "its exposed",
+    right: true,
+    optional: "76px",
+    value: (each) => (each.measured ? each.measured[1] : 0),
+    text: (each) => (each.measured ? timeText(each.measured[1]) : ""),
+  },
+  {
     key: "route",
+    optional: "76px",
     title: "The implementation that a pass chose",
     name: "route",
     value: (each) => each.node.collective.route,
@@ -99,12 +119,16 @@ const COLUMNS = [
   },
   {
     key: "decision",
+    optional: "minmax(110px, 1fr)",
     title: "The pass's reason",
     name: "decision",
     value: (each) => each.node.collective.decision,
     text: (each) => each.node.collective.decision,
   },
 ];
+
+// Columns that make room for measured times. The panel of the node shows them too.
+const YIELDS = ["distance", "route"];
 
 function sorting() {
   const { sort, down } = state.view;
@@ -121,7 +145,8 @@ function drawCollectives(main) {
     return put(main, el("p", { class: "muted pad" }, "This graph has no collectives."));
   const columns = COLUMNS.filter(
     (column) =>
-      !["route", "decision", "queued"].includes(column.key) || all.some((each) => column.value(each)),
+      (!column.optional || all.some((each) => column.value(each))) &&
+      !(current.step.measured && YIELDS.includes(column.key)),
   );
   let shown = [];
   const list = rowList({
@@ -133,7 +158,7 @@ function drawCollectives(main) {
   });
   const count = el("span", { class: "muted", role: "status" });
   const none = el("p", { class: "muted pad", role: "status", hidden: true });
-  const head = el("div", { class: `grid-head columns-${columns.length}`, role: "row" });
+  const head = el("div", { class: "grid-head", style: extraColumns(columns), role: "row" });
   const fill = () => {
     const { filter = "", kind = "", exposed = "" } = state.view;
     const { key, down } = sorting();
@@ -228,6 +253,11 @@ function drawCollectives(main) {
   fill();
 }
 
+// Widths of the columns that only some graphs have.
+function extraColumns(columns) {
+  return { "--extra": columns.map((column) => column.optional || "").join(" ") };
+}
+
 function sortButton(column, fill) {
   const { key, down } = sorting(),
     active = key === column.key;
@@ -255,7 +285,8 @@ function collectiveRow(columns, each) {
   return el(
     "div",
     {
-      class: `grid-row columns-${columns.length}`,
+      class: "grid-row",
+      style: extraColumns(columns),
       title: [each.node.name, ...each.node.params].join("\n"),
     },
     columns.map((column) =>

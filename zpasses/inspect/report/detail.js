@@ -129,6 +129,11 @@ function collectiveFacts(node, graph) {
     ["estimated time", timeText(collective.time)],
     ["exposed", exposedText(collective)],
     [
+      "measured",
+      collective.measured &&
+        `${timeText(collective.measured[0])}, ${timeText(collective.measured[1])} exposed`,
+    ],
+    [
       "wait",
       wait
         ? `${wait.name}, after ${plural(collective.distance, "node")} and ` +

@@ -184,6 +184,7 @@ class Graph {
           distance,
           compute,
           number: at,
+          measured: this.step.measured && this.step.measured.collectives[id],
           stalls: stalls.map(([where, from, to]) => ({ at: where, start: from, end: to })),
           exposed: stalls.reduce((sum, [, from, to]) => sum + to - from, 0),
           // The part of it before the transfer starts, behind earlier collectives of the group.

@@ -111,6 +111,7 @@ function graphCard(compile, graph) {
       last && last.nodes.length > 1 && isExecuted(graph.name) && sparkline(last),
     ),
     graph.prediction && predicted(graph.prediction),
+    last && measuredText(last.step.measured),
     (!compile.error || graph.error?.message !== compile.error.message) &&
       failure(graph.error, "A pass failed"),
     el(
@@ -137,6 +138,22 @@ function graphCard(compile, graph) {
         ),
       ),
     ),
+  );
+}
+
+// What a trace says about a graph, beside the prediction.
+function measuredText(found) {
+  if (!found) return null;
+  const pair = (name) => `${timeText(found[name][0])} (predicted ${timeText(found[name][1])})`;
+  const rise =
+    found.rise &&
+    `Memory rises by ${bytesText(found.rise[0])} (predicted ${bytesText(found.rise[1])}).`;
+  return el(
+    "p",
+    { class: "measured" },
+    el("b", {}, `Measured in ${plural(found.runs, "run")}: `),
+    `${pair("total")}; collectives ${pair("communication")}; exposed ${pair("exposed")}. `,
+    rise,
   );
 }
 

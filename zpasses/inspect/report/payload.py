@@ -15,6 +15,7 @@ from zpasses.inspect.difference import Difference, compare
 from zpasses.inspect.escape import one_line, one_line_values, printable
 from zpasses.inspect.find import SelectedGraph, select_graphs, select_rank
 from zpasses.inspect.listing import call_text, note_text, op_text, value_text
+from zpasses.inspect.measured import Measured, MeasuredGraph
 from zpasses.inspect.rank_agreement import rank_agreements
 from zpasses.inspect.schedule import schedule
 from zpasses.inspect.sources import parameter_sources
@@ -32,14 +33,16 @@ def payload(
     rank: int | None,
     compile_name: str | None,
     others: Sequence[tuple[Dump, int | None]] = (),
+    measured: Measured | None = None,
 ) -> dict[str, Any]:
     """All data that the page shows of one rank.
 
     Args:
+        measured: what a trace says about the graphs of this rank.
         others: further dumps, or ranks of a dump, whose compiles follow.
     """
     rank = select_rank(dump, rank)
-    compiles = _compiles(dump, rank, compile_name)
+    compiles = _compiles(dump, rank, compile_name, measured)
     for other, of_rank in others:
         compiles += _compiles(other, select_rank(other, of_rank), compile_name)
     return {
@@ -54,7 +57,9 @@ def payload(
     }
 
 
-def _compiles(dump: Dump, rank: int, compile_name: str | None) -> list[dict[str, Any]]:
+def _compiles(
+    dump: Dump, rank: int, compile_name: str | None, measured: Measured | None = None
+) -> list[dict[str, Any]]:
     picked = select_graphs(dump, rank=rank, compile_name=compile_name)
     chosen = dict.fromkeys(each.compile.folder for each in picked)
     compiles = [
@@ -62,12 +67,14 @@ def _compiles(dump: Dump, rank: int, compile_name: str | None) -> list[dict[str,
         for each in dump.ranks[rank].compiles
         if each.folder in chosen or (compile_name is None and each.error is not None)
     ]
-    return [_compile(each, rank, dump.path.name) for each in compiles]
+    return [_compile(each, rank, dump.path.name, measured) for each in compiles]
 
 
-def _compile(each: Compile, rank: int, dump: str) -> dict[str, Any]:
+def _compile(each: Compile, rank: int, dump: str, measured: Measured | None) -> dict[str, Any]:
     pool = _NodePool(each)
-    graphs = [_graph(SelectedGraph(rank, each, graph), pool) for graph in each.graphs.values()]
+    graphs = [
+        _graph(SelectedGraph(rank, each, graph), pool, measured) for graph in each.graphs.values()
+    ]
     info = each.info
     sources = parameter_sources(each)
     return {
@@ -130,7 +137,7 @@ def _run(run: PassRun | None) -> dict[str, Any] | None:
     return {**_plain(run), "notes": [printable(note) for note in run.notes]}
 
 
-def _graph(picked: SelectedGraph, pool: _NodePool) -> dict[str, Any]:
+def _graph(picked: SelectedGraph, pool: _NodePool, measured: Measured | None) -> dict[str, Any]:
     graph = picked.graph
     seen: dict[int, int] = {}
     steps = []
@@ -138,6 +145,9 @@ def _graph(picked: SelectedGraph, pool: _NodePool) -> dict[str, Any]:
     for step in graph.steps:
         steps.append(_step(step, seen, before, pool))
         before = step.snapshot or before
+    ran = measured.of(picked) if measured is not None else None
+    if ran is not None and graph.last.number is not None:
+        steps[seen[graph.last.number]]["measured"] = _measured(ran)
     return {
         "name": one_line(graph.name),
         "of": one_line(graph.of),
@@ -178,6 +188,26 @@ def _step(
         "peak": [snapshot.peak_bytes, snapshot.nodes[peak].id if snapshot.nodes else None],
         "schedule": _schedule(snapshot),
         "diff": None if before is None else _difference(compare(before, snapshot)),
+    }
+
+
+def _measured(found: MeasuredGraph) -> dict[str, Any]:
+    """Measured figures of a graph, each with the predicted one."""
+    plan = schedule(found.snapshot)
+    times = {
+        key: [_us(each.time_us), _us(each.exposed_us)] for key, each in found.collectives.items()
+    }
+    rise = found.rise_bytes
+    return {
+        "runs": found.runs,
+        "total": [_us(found.total_us), _us(plan.total_us)],
+        "communication": [
+            _us(sum(each.time_us for each in found.collectives.values())),
+            _us(plan.communication_us),
+        ],
+        "exposed": [_us(found.exposed_us), _us(plan.exposed_us)],
+        "rise": None if rise is None else [rise, found.predicted_rise_bytes],
+        "collectives": times,
     }
 
 

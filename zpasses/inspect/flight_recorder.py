@@ -1,0 +1,137 @@
+"""Reads dumps of torch's flight recorder: JSON, or pickles of plain values.
+
+The recorder writes one file per rank, whose name ends in the rank, when a collective of NCCL times
+out (TORCH_FR_BUFFER_SIZE, TORCH_FR_DUMP_TEMP_FILE), or on demand.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from zpasses.dumps.errors import DamagedDumpError, NotADumpError
+from zpasses.dumps.files import Record, parse_object, read_bytes
+from zpasses.dumps.limits import Work
+from zpasses.inspect.launches import kind_of
+from zpasses.inspect.plain_pickle import load_plain_pickle
+from zpasses.inspect.rank_states import GroupState, LastCollective, RankState
+
+__all__ = ["read_recorder"]
+
+_RANK = re.compile(r"(\d{1,7})$")
+_EXPECTED = "expected what torch's flight recorder writes, as JSON or as a pickle"
+
+
+def read_recorder(path: Path, work: Work) -> RankState:
+    """The state of one rank.
+
+    Args:
+        path: a file whose name ends in the rank, before its extensions: "trace_rank_3",
+            "fr-0.json".
+        work: counts the work, together with other files.
+
+    Raises:
+        NotADumpError: if the file is missing, has no rank in its name, or is something else.
+        DumpError: if it is damaged or exceeds the limits.
+    """
+    if not path.exists():
+        raise NotADumpError(f"{path} does not exist; {_EXPECTED}.")
+    match = _RANK.search(path.name.split(".")[0])
+    if match is None:
+        raise NotADumpError(
+            f"{path}: its name does not end in a rank; expected a name such as trace_rank_3 or "
+            "fr-0.json, as the recorder gives it."
+        )
+    data = read_bytes(path.resolve(), work)
+    if data[:1] == b"\x80":
+        loaded = load_plain_pickle(data, path, work)
+        if not isinstance(loaded, dict):
+            raise NotADumpError(f"{path}: is no dictionary; {_EXPECTED}.")
+        whole = Record(loaded, str(path))
+    else:
+        try:
+            whole = parse_object(data.decode(), str(path), work)
+        except UnicodeDecodeError as error:
+            raise NotADumpError(f"{path}: is neither JSON nor a pickle; {_EXPECTED}.") from error
+    if not isinstance(whole.data.get("entries"), list):
+        raise NotADumpError(
+            f"{path}: has no list 'entries'; {_EXPECTED}, with its collectives "
+            "(TORCH_INCLUDE_STACK_TRACE and similar settings do not matter)."
+        )
+    return _state(int(match[1]), path, whole)
+
+
+def _state(rank: int, path: Path, whole: Record) -> RankState:
+    history: dict[str, list[LastCollective]] = defaultdict(list)
+    waiting: dict[str, LastCollective] = {}
+    entries = whole.records("entries")
+    # The recorder is a ring: its order is that of `record_id`.
+    for entry in sorted(entries, key=lambda each: each.integer("record_id", 0)):
+        if entry.flag("is_p2p"):
+            continue
+        group = _group(entry)
+        last = _last(entry)
+        history[group].append(last)
+        unfinished = entry.text("state", "") != "completed" and not entry.flag("retired")
+        if unfinished and group not in waiting:
+            waiting[group] = last
+    return RankState(
+        rank,
+        path,
+        {
+            name: GroupState(items[-1], waiting.get(name), tuple(items))
+            for name, items in history.items()
+        },
+        members=_members(whole),
+    )
+
+
+def _group(entry: Record) -> str:
+    named = entry.data.get("process_group")
+    if isinstance(named, (list, tuple)) and named and isinstance(named[0], str):
+        return named[0][:256]
+    raise entry.fail("process_group", "the name and the description of a group")
+
+
+def _last(entry: Record) -> LastCollective:
+    created = entry.data.get("time_created_ns")
+    return LastCollective(
+        number=entry.integer("collective_seq_id"),
+        kind=kind_of(entry.text("profiling_name").partition(":")[2])[:256],
+        elements=_elements(entry),
+        at_s=created / 1e9 if type(created) is int and 0 < created < 1 << 63 else None,
+    )
+
+
+def _elements(entry: Record) -> int | None:
+    sizes = entry.data.get("input_sizes")
+    if not isinstance(sizes, (list, tuple)):
+        return None
+    total = 0
+    for shape in sizes:
+        known = isinstance(shape, (list, tuple)) and len(shape) <= 64
+        if not known or not all(type(size) is int and 0 <= size < 1 << 50 for size in shape):
+            return None
+        total += math.prod(shape)
+    return total
+
+
+def _members(whole: Record) -> dict[str, tuple[int, ...]]:
+    found = {}
+    for name, config in whole.mapping("pg_config").items():
+        text = config.get("ranks") if isinstance(config, dict) else None
+        if not isinstance(name, str) or not isinstance(text, str) or len(text) > 1 << 20:
+            continue
+        try:
+            ranks = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DamagedDumpError(
+                f"{whole.where}: the ranks of group {name[:80]!r} are {text[:80]!r}; expected a "
+                "list of numbers."
+            ) from error
+        if isinstance(ranks, list) and all(type(rank) is int for rank in ranks):
+            found[name[:256]] = tuple(ranks)
+    return found

@@ -1,0 +1,228 @@
+"""The inspector's page about ranks that wait for each other."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zpasses.dumps.format import Dump
+from zpasses.inspect.hang import GroupHang, Place, RankHang, find_hangs
+from zpasses.inspect.modules import modules_of, modules_text
+from zpasses.inspect.rank_states import LastCollective, RankState
+from zpasses.inspect.shared import params_text
+from zpasses.inspect.sources import parameter_sources, source_text, sources_of
+from zpasses.inspect.units import bytes_text
+from zpasses.inspect.view import Table, Text, View, table
+
+__all__ = ["hang_view"]
+
+_VOTE = "waiting for other ranks"
+_RANKS = 64
+"""Rows of a table of ranks."""
+
+
+def hang_view(dump: Dump, states: Mapping[int, RankState]) -> View:
+    """Which collective each rank waits in, which rank is missing, and what it did last."""
+    hangs = find_hangs(dump, states)
+    parts: list[Table | Text | str] = []
+    for each in hangs:
+        parts += _group_parts(each)
+    if not hangs:
+        parts += _nothing(states)
+    data = {
+        "ranks": sorted(states),
+        "groups": [_group_data(each) for each in hangs],
+        "activities": [
+            {"rank": rank, "activity": state.activity, "at_s": state.activity_s}
+            for rank, state in states.items()
+            if state.activity
+        ],
+    }
+    return View("", tuple(parts), data)
+
+
+def _nothing(states: Mapping[int, RankState]) -> list[Table | Text | str]:
+    if not states:
+        return [
+            "No file says what a rank did last. Ranks over gloo write one if they write a dump; "
+            "for NCCL, give the files of torch's flight recorder (TORCH_FR_BUFFER_SIZE=2000, "
+            "TORCH_FR_DUMP_TEMP_FILE=PREFIX)."
+        ]
+    rows = [
+        (rank, name, _collective(last.started), _clock(last.started))
+        for rank, state in list(states.items())[:_RANKS]
+        for name, last in state.groups.items()
+    ]
+    return [
+        Text(("No rank waits in a collective.", *_votes(states))),
+        table(("rank", "group", "last collective", "at (UTC)"), rows) if rows else "",
+        *(_activity(rank, state.activity, state.activity_s) for rank, state in states.items()),
+    ]
+
+
+def _votes(states: Mapping[int, RankState]) -> list[str]:
+    """Ranks that wait in a vote of zpasses, which uses no collective."""
+    voting = [rank for rank, state in states.items() if _VOTE in state.activity]
+    others = [rank for rank in states if rank not in voting]
+    if not voting:
+        return []
+    missing = f", and {_ranks(others, '')} did not come" if others else ""
+    return [f"{_ranks(voting).capitalize()} for other ranks in a vote{missing}."]
+
+
+def _group_parts(hang: GroupHang) -> list[Table | Text | str]:
+    order = {"waits": 0, "missing": 1, "unknown": 2}
+    ranks = sorted(hang.ranks, key=lambda each: (order.get(each.state, 3), each.rank))
+    headers = (
+        "rank",
+        "",
+        "collective",
+        "node",
+        "parameters",
+        "module",
+        "source",
+        "pass",
+        "at (UTC)",
+    )
+    rows = [_row(each) for each in ranks[:_RANKS]]
+    left = len(ranks) - len(rows)
+    return [
+        Text(tuple(_summary(hang))),
+        table(headers, rows),
+        f"and {left} more ranks (--json has all)." if left else "",
+        *(
+            _activity(each.rank, each.activity, each.activity_s)
+            for each in ranks
+            if each.state == "missing" and each.activity
+        ),
+    ]
+
+
+def _summary(hang: GroupHang) -> list[str]:
+    lines = [
+        f"Group {hang.group}: {_ranks(hang.of_state('waits'))} in collective {hang.number} of the "
+        "group."
+    ]
+    if missing := hang.of_state("missing"):
+        has = "has" if len(missing) == 1 else "have"
+        lines.append(f"Missing: {_ranks(missing, '')} {has} not started it.")
+    if unknown := hang.of_state("unknown"):
+        lines.append(
+            f"Unknown: no file says what {_ranks(unknown, '')} did. It may be missing, too: give "
+            "its file of the flight recorder."
+        )
+    if hang.mismatch:
+        lines.append(f"The ranks run different collectives: {hang.mismatch}.")
+    elif not missing and not hang.of_state("unknown"):
+        lines.append(
+            "All ranks have started it, and it does not end: look at the network, or at the "
+            "processes themselves."
+        )
+    return lines
+
+
+def _ranks(ranks: Sequence[int], verb: str = "wait") -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    if not verb:
+        return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    return f"rank {shown} {verb}s" if len(ranks) == 1 else f"ranks {shown} {verb}"
+
+
+def _row(each: RankHang) -> tuple[object, ...]:
+    last = each.collective
+    about = _about(each.places)
+    number = f"{last.number}: {_collective(last)}" if last is not None else ""
+    what = each.state if each.state != "missing" else "missing; last started"
+    return (each.rank, what, number, *about, _clock(last))
+
+
+def _about(places: Sequence[Place]) -> tuple[str, ...]:
+    """Node, parameters, module, source and pass."""
+    if not places:
+        return ("", "", "", "", "")
+    first = places[0]
+    node, many = first.node, len(places) - 1
+    return (
+        f"{first.graph.title} {node.name}" + (f", or one of {many} others" if many else ""),
+        params_text(node.params),
+        modules_text(modules_of(node), 1),
+        source_text(sources_of(node, parameter_sources(first.graph.compile))),
+        first.inserted_by,
+    )
+
+
+def _collective(last: LastCollective | None) -> str:
+    if last is None:
+        return ""
+    if last.nbytes is not None:
+        return f"{last.kind}, {bytes_text(last.nbytes)}"
+    return f"{last.kind}, {last.elements:,} elements" if last.elements is not None else last.kind
+
+
+def _clock(last: LastCollective | None) -> str:
+    return _time(last.at_s) if last is not None and last.at_s is not None else ""
+
+
+def _time(at_s: float) -> str:
+    try:
+        at = datetime.datetime.fromtimestamp(at_s, datetime.timezone.utc)
+    except (ValueError, OverflowError, OSError):
+        return ""
+    return at.strftime("%H:%M:%S.%f")[:-3]
+
+
+def _activity(rank: int, activity: str, at_s: float | None) -> str:
+    if not activity:
+        return ""
+    return f"Rank {rank} was last seen {activity}" + (
+        f", at {_time(at_s)}." if at_s is not None else "."
+    )
+
+
+def _group_data(hang: GroupHang) -> dict[str, Any]:
+    return {
+        "group": hang.group,
+        "number": hang.number,
+        "mismatch": hang.mismatch,
+        "waiting": hang.of_state("waits"),
+        "missing": hang.of_state("missing"),
+        "unknown": hang.of_state("unknown"),
+        "ranks": [_rank_data(each) for each in hang.ranks],
+    }
+
+
+def _rank_data(each: RankHang) -> dict[str, Any]:
+    last = each.collective
+    return {
+        "rank": each.rank,
+        "state": each.state,
+        "collective": None
+        if last is None
+        else {
+            "number": last.number,
+            "kind": last.kind,
+            "nbytes": last.nbytes,
+            "elements": last.elements,
+            "at_s": last.at_s,
+        },
+        "nodes": [
+            {
+                "compile": place.graph.compile.name,
+                "graph": place.graph.graph.name,
+                "node": place.node.name,
+                "params": list(place.node.params),
+                "modules": list(modules_of(place.node)),
+                "sources": list(
+                    dict.fromkeys(
+                        f"{source.file}:{source.line}"
+                        for source in sources_of(place.node, parameter_sources(place.graph.compile))
+                    )
+                ),
+                "pass": place.inserted_by,
+            }
+            for place in each.places
+        ],
+        "activity": each.activity,
+        "activity_s": each.activity_s,
+    }

@@ -1,0 +1,200 @@
+"""What a trace says about a graph, beside the prediction: by module, and in total."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, fields
+from typing import Any
+
+from zpasses.dumps.format import Dump, Node
+from zpasses.inspect.escape import one_line
+from zpasses.inspect.measured import Measured, MeasuredGraph
+from zpasses.inspect.modules import module_of, modules_of, template
+from zpasses.inspect.schedule import schedule
+from zpasses.inspect.shared import count
+from zpasses.inspect.units import bytes_text, time_text
+from zpasses.inspect.view import Table, Text, table
+
+__all__ = [
+    "ModuleTimes",
+    "joined_data",
+    "joined_text",
+    "measured_data",
+    "measured_parts",
+    "module_times",
+    "no_runs_text",
+]
+
+_MODULES = 15
+"""Rows of the table of modules."""
+
+
+@dataclass
+class ModuleTimes:
+    """Times of the modules of one template, in microseconds: those of the model, and measured.
+
+    Only operators that the trace measures count in both times of compute.
+    """
+
+    name: str
+    """Path with "*" for the numbers of layers."""
+    layers: int = 0
+    """Number of modules."""
+    compute_us: float = 0.0
+    measured_compute_us: float = 0.0
+    collectives_us: float = 0.0
+    measured_collectives_us: float = 0.0
+    exposed_us: float = 0.0
+    measured_exposed_us: float = 0.0
+
+    @property
+    def whole_us(self) -> float:
+        return self.measured_compute_us + self.measured_exposed_us
+
+
+def module_times(found: MeasuredGraph) -> list[ModuleTimes]:
+    """Figures by module, longest first. A collective of several parameters counts for each of their
+    modules, in proportion to the parameters' bytes.
+    """
+    rows: dict[str, ModuleTimes] = {}
+    members: dict[str, set[str]] = defaultdict(set)
+
+    def shares(node: Node) -> list[tuple[ModuleTimes, float]]:
+        params = found.graph.compile.info.parameters
+        sizes: dict[str, float] = defaultdict(float)
+        for name in node.params:
+            sizes[module_of(name)] += params[name].nbytes if name in params else 0
+        whole = sum(sizes.values())
+        if not whole:
+            owners = modules_of(node) or ("no module",)
+            sizes, whole = dict.fromkeys(owners, 1.0), float(len(owners))
+        result = []
+        for module, size in sizes.items():
+            name = template(module)
+            members[name].add(module)
+            result.append((rows.setdefault(name, ModuleTimes(name)), size / whole))
+        return result
+
+    by_id = found.snapshot.by_id
+    for key, time in found.operators.items():
+        for row, share in shares(by_id[key]):
+            row.compute_us += by_id[key].cost_us * share
+            row.measured_compute_us += time * share
+    for span in schedule(found.snapshot).collectives:
+        measured = found.collectives[span.node.id]
+        for row, share in shares(span.node):
+            row.collectives_us += span.time_us * share
+            row.measured_collectives_us += measured.time_us * share
+            row.exposed_us += span.exposed_us * share
+            row.measured_exposed_us += measured.exposed_us * share
+    for name, row in rows.items():
+        row.layers = len(members[name])
+        if row.layers == 1:
+            row.name = next(iter(members[name]))
+    return sorted(rows.values(), key=lambda row: -row.whole_us)
+
+
+_COLUMNS = ("compute", "measured", "collectives", "measured ", "exposed", "measured  ")
+
+
+def measured_parts(found: MeasuredGraph) -> list[Table | Text | str]:
+    """Modules of a graph, and its totals."""
+    rows = module_times(found)
+    shown = [
+        (
+            f"{row.name} ({row.layers} times)" if row.layers > 1 else row.name,
+            *(time_text(getattr(row, each.name)) for each in fields(row)[2:]),
+        )
+        for row in rows[:_MODULES]
+    ]
+    left = len(rows) - len(shown)
+    return [
+        table(
+            ("module", *_COLUMNS),
+            shown,
+            right=_COLUMNS,
+            title=f"{found.graph.title} by module: predicted, and measured",
+        ),
+        f"and {count(left, 'module')} more with less time (--json has all)." if left else "",
+        Text(tuple(_totals(found))),
+    ]
+
+
+def _totals(found: MeasuredGraph) -> list[str]:
+    plan = schedule(found.snapshot)
+    time = sum(each.time_us for each in found.collectives.values())
+    computed = sum(found.operators.values())
+    modelled = sum(found.snapshot.by_id[key].cost_us for key in found.operators)
+    lines = [
+        f"Measured in {count(found.runs, 'run')}, on average: {time_text(found.total_us)}, "
+        f"predicted {time_text(plan.total_us)}. Collectives {time_text(time)}, predicted "
+        f"{time_text(plan.communication_us)}; exposed {time_text(found.exposed_us)}, predicted "
+        f"{time_text(plan.exposed_us)}.",
+        f"Compute of nodes {time_text(computed)}, predicted {time_text(modelled)} for the same "
+        f"nodes and {time_text(plan.compute_us)} for all. {time_text(found.unjoined_compute_us)} "
+        "of a run belongs to no node: fused kernels, and Python.",
+    ]
+    if found.rise_bytes is not None:
+        lines.append(
+            f"Memory rises by {bytes_text(found.rise_bytes)} in a run, predicted "
+            f"{bytes_text(found.predicted_rise_bytes)}."
+        )
+    return lines
+
+
+def measured_data(found: MeasuredGraph) -> dict[str, Any]:
+    """The same as plain values."""
+    return {
+        "runs": found.runs,
+        "total_us": found.total_us,
+        "exposed_us": found.exposed_us,
+        "collectives_us": sum(each.time_us for each in found.collectives.values()),
+        "compute_us": sum(found.operators.values()),
+        "unjoined_compute_us": found.unjoined_compute_us,
+        "rise_bytes": found.rise_bytes,
+        "predicted_rise_bytes": found.predicted_rise_bytes,
+        "modules": [vars(row) for row in module_times(found)],
+    }
+
+
+def joined_text(found: Measured) -> Text:
+    """How much of the measured time of collectives is that of nodes, and where the rest is."""
+    lines = [
+        f"{found.joined_share:.1%} of the measured time of collectives is that of nodes of the "
+        f"dump: {time_text(found.joined_us)} of {time_text(found.joined_us + found.unjoined_us)} "
+        "in the whole trace."
+    ]
+    if found.unjoined_us:
+        most = list(found.unjoined.items())[:5]
+        names = ", ".join(f"{one_line(name)} {time_text(time)}" for name, time in most)
+        lines.append(f"Not joined: {names}.")
+    lines += [f"{why}: {count(runs, 'run')}." for why, runs in list(found.reasons.items())[:5]]
+    process = found.trace.process or {}
+    if peak := process.get("peak_device_bytes"):
+        lines.append(f"Peak of the device's allocator: {bytes_text(peak)}.")
+    if peak := process.get("peak_rss_bytes"):
+        lines.append(f"Peak of the process's memory: {bytes_text(peak)}.")
+    return Text(tuple(lines))
+
+
+def joined_data(found: Measured) -> dict[str, Any]:
+    """The same as plain values."""
+    return {
+        "trace_rank": found.trace.rank,
+        "joined_us": found.joined_us,
+        "unjoined_us": found.unjoined_us,
+        "joined_share": found.joined_share,
+        "unjoined": dict(found.unjoined),
+        "reasons": dict(found.reasons),
+        "process": dict(found.trace.process or {}),
+    }
+
+
+def no_runs_text(found: Measured, dump: Dump) -> str:
+    """The error about a trace that has no run of a graph of the dump."""
+    reasons = "; ".join(list(found.reasons)[:3])
+    return (
+        f"{found.trace.path} has no run of a graph of {dump.path}"
+        f"{f' ({reasons})' if reasons else ''}; expected a trace of the run that wrote the dump, "
+        "of graphs that this zpasses compiled. `zpasses measure` writes both."
+    )
