@@ -411,6 +411,8 @@ def compile_table(report: CompileReport) -> str:
             "least s": min(each.warm_s),
             "most s": max(each.warm_s),
             "warm, ratio": f"{each.warm_median_s / first[each.layers].warm_median_s:.2f}x",
+            "whole start s": each.start_median_s,
+            "start, ratio": f"{each.start_median_s / first[each.layers].start_median_s:.2f}x",
             "step s": f"{statistics.median(each.step_s):.2f}",
             "graphs": each.graphs,
             "generated": each.generated,
