@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from zpasses.cost.memory import buffer_readers, memory_base
+from zpasses.cost.one_ahead import OneAheadPeak
 from zpasses.cost.schedule_evaluation import Plan, live_bytes, one_ahead_plan
 from zpasses.cost.schedule_planner import plan_schedule
 from zpasses.cost.schedule_problem import Job, ScheduleProblem
@@ -126,14 +127,11 @@ class StepProblem:
             total += repeated * duration_us(self.forward.without(cached))
         return total
 
-    def keeping(
-        self, kept: Collection[KeptParam], cached: Collection[KeptParam] = ()
-    ) -> StepProblem:
-        """Returns the step in which the given parameters stay in memory.
-
-        Args:
-            kept: stay until backward.
-            cached: stay throughout the step; none of them is in `kept`.
+    def added_bytes(
+        self, kept: Collection[KeptParam], cached: Collection[KeptParam]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns how many bytes more are alive in each segment of forward and of backward, if
+        parameters stay in memory as in `keeping`. int64.
         """
         forward = np.zeros(len(self.forward.slots) + 1, dtype=np.int64)
         backward = np.zeros(len(self.backward.slots) + 1, dtype=np.int64)
@@ -145,19 +143,31 @@ class StepProblem:
             forward[0] += each.nbytes
             forward[self.forward.jobs[each.forward_job].latest] -= each.nbytes
             backward[each.backward_slot] += each.nbytes
+        return np.cumsum(forward[:-1]), np.cumsum(backward[:-1])
+
+    def keeping(
+        self, kept: Collection[KeptParam], cached: Collection[KeptParam] = ()
+    ) -> StepProblem:
+        """Returns the step in which the given parameters stay in memory.
+
+        Args:
+            kept: stay until backward.
+            cached: stay throughout the step; none of them is in `kept`.
+        """
+        forward, backward = self.added_bytes(kept, cached)
         resident = {each.forward_job for each in cached}
         return replace(
             self,
             forward=replace(
                 self.forward,
-                live_bytes=self.forward.live_bytes + np.cumsum(forward[:-1]),
+                live_bytes=self.forward.live_bytes + forward,
                 jobs=tuple(
                     replace(job, resident=job.number in resident) for job in self.forward.jobs
                 ),
             ),
             backward=replace(
                 self.backward,
-                live_bytes=self.backward.live_bytes + np.cumsum(backward[:-1]),
+                live_bytes=self.backward.live_bytes + backward,
             ).without({each.backward_job for each in (*kept, *cached)}),
             cached=tuple(cached),
         )
@@ -350,6 +360,25 @@ def _cost(
     return KeptChoice(kept, cached, total, max(peaks))
 
 
+class _StepPeaks:
+    """Says of many choices what `StepProblem.keeping(...).peak_bytes()` says of one."""
+
+    def __init__(self, step: StepProblem) -> None:
+        self._step = step
+        self._forward, self._backward = OneAheadPeak(step.forward), OneAheadPeak(step.backward)
+
+    def peak_bytes(self, kept: Collection[KeptParam], cached: Collection[KeptParam]) -> int:
+        forward, backward = self._step.added_bytes(kept, cached)
+        gone = np.zeros(len(self._step.backward.jobs), dtype=bool)
+        gone[[each.backward_job for each in (*kept, *cached)]] = True
+        resident = np.zeros(len(self._step.forward.jobs), dtype=bool)
+        resident[[each.forward_job for each in cached]] = True
+        return max(
+            self._forward.peak_bytes(forward, cached=resident),
+            self._backward.peak_bytes(backward, gone),
+        )
+
+
 def fitting_params(
     step: StepProblem,
     candidates: Sequence[KeptParam],
@@ -370,11 +399,12 @@ def fitting_params(
         caches: whether the candidates are cached, too, instead of kept until backward.
     """
     kept: list[KeptParam] = []
+    peaks = _StepPeaks(step)
 
     def add(chunk: Sequence[KeptParam]) -> None:
         more = [*kept, *chunk]
-        with_them = step.keeping((), [*beside, *more]) if caches else step.keeping(more, beside)
-        if with_them.peak_bytes() <= limit_bytes:
+        kept_now, cached = ((), [*beside, *more]) if caches else (more, beside)
+        if peaks.peak_bytes(kept_now, cached) <= limit_bytes:
             kept.extend(chunk)
         elif len(chunk) > 1:
             half = len(chunk) // 2
