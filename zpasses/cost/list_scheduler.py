@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zpasses.cost.clock import Clock
+from zpasses.cost.held_inputs import HeldInputs
 from zpasses.cost.schedule_evaluation import (
     Action,
     Plan,
@@ -71,6 +72,8 @@ class _Reduction:
 
     launch: int
     members: list[Job]
+    nbytes: int
+    """What it holds besides the inputs."""
 
 
 class _ListScheduler:
@@ -91,6 +94,11 @@ class _ListScheduler:
         self._awaited: set[int] = set()
         self._pending: list[Job] = []
         """Reductions that are ready and have not started."""
+        self._pending_on: tuple[list[Job], list[Job]] = ([], [])
+        """The same by channel."""
+        self._pending_us: float | None = None
+        """Their durations one after another; None if they have changed since it was computed."""
+        self._held = HeldInputs()
         self._flying: list[_Reduction] = []
         self._slot = 0
         self._beside = any(job.timing.second_group for job in problem.jobs)
@@ -104,7 +112,7 @@ class _ListScheduler:
         for slot, work in enumerate(problem.work_us):
             self._slot = slot
             while ready < len(reductions) and reductions[ready].earliest == slot:
-                self._pending.append(reductions[ready])
+                self._add_pending(reductions[ready])
                 ready += 1
             self._await_arrived()
             used = uses
@@ -159,7 +167,7 @@ class _ListScheduler:
 
     def _start_next(self, channel: int) -> bool:
         job = self._gather_on(channel)
-        ready = [each for each in self._pending if each.channel == channel]
+        ready = self._pending_on[channel]
         bucket = self._reduction_bucket(ready) if ready else []
         if job is not None:
             lead = self._time_until(job.latest)
@@ -231,7 +239,7 @@ class _ListScheduler:
             return members
         enough = self._policy.reduction_latencies * first.per_launch_us
         moving = first.transfer_us
-        for job in ready[1:]:
+        for job in itertools.islice(ready, 1, None):
             if moving >= enough or len(members) >= _MOST_MEMBERS:
                 break
             if can_share(first, job):
@@ -281,11 +289,7 @@ class _ListScheduler:
     # --- memory -----------------------------------------------------------------------------------
     def _held_bytes(self, slot: int) -> int:
         """Bytes that reductions hold during a segment, and that `self._live` does not contain."""
-        held = sum(job.full_bytes for job in self._pending if job.held_from <= slot)
-        for each in self._flying:
-            held += launch_bytes(each.members)
-            held += sum(job.full_bytes for job in each.members if job.held_from <= slot)
-        return held
+        return self._held.nbytes(slot) + sum(each.nbytes for each in self._flying)
 
     def _fits(self, job: Job, others: Sequence[Job]) -> bool:
         """Whether a gather can start now, together with others that were found to fit."""
@@ -321,7 +325,9 @@ class _ListScheduler:
         if not self._pending and not self._flying:
             return start + 1
         busy = max(self._clock.left_us(0), self._clock.left_us(1))
-        busy += sum(bucket_duration_us([job]) for job in self._pending)
+        if self._pending_us is None:
+            self._pending_us = sum(bucket_duration_us([job]) for job in self._pending)
+        busy += self._pending_us
         at = int(np.searchsorted(self._work_before, self._work_before[start] + busy))
         return min(max(at + 1, start + 1), end)
 
@@ -360,7 +366,18 @@ class _ListScheduler:
     def _start_reductions(self, members: list[Job]) -> None:
         taken = set(members)
         self._pending = [job for job in self._pending if job not in taken]
-        self._flying.append(_Reduction(self._start(members), members))
+        for channel in {job.channel for job in members}:
+            left = self._pending_on[channel]
+            left[:] = [job for job in left if job not in taken]
+        self._pending_us = None
+        number = self._start(members)
+        self._flying.append(_Reduction(number, members, launch_bytes(members)))
+
+    def _add_pending(self, job: Job) -> None:
+        self._pending.append(job)
+        self._pending_on[job.channel].append(job)
+        self._pending_us = None
+        self._held.add(job)
 
     def _start(self, members: list[Job]) -> int:
         number = len(self._launches)
@@ -378,6 +395,10 @@ class _ListScheduler:
         self._clock.wait(number)
         members = [self._problem.jobs[each] for each in self._launches[number]]
         self._clock.work(wait_work_us(members))
+        for each in self._flying:
+            if each.launch == number:
+                for job in each.members:
+                    self._held.remove(job)
         self._flying = [each for each in self._flying if each.launch != number]
 
 
