@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,12 +12,15 @@ from torch import fx
 from zpasses import compat
 from zpasses.cost.target import Target
 from zpasses.dumps import progress
+from zpasses.dumps.errors import DumpError
 from zpasses.graph.printer import listing
 from zpasses.pipeline.pipeline import Pass, PassRecord
 from zpasses.pipeline.recorder import Recorder, Recorders, enable_runtime_notes
 from zpasses.ranks import heartbeat
 
 __all__ = ["TraceArtifacts", "recorders_for"]
+
+log = logging.getLogger("zpasses")
 
 
 class TraceArtifacts(Recorder):
@@ -107,8 +111,12 @@ def recorders_for(
                 )
             )
         if dist.is_initialized() and not compat.is_fake_world():
-            write_progress(dump, rank, world)
-            heartbeat.tell_activity(_write_activity)
+            try:
+                write_progress(dump, rank, world)
+                heartbeat.tell_activity(_write_activity)
+            except DumpError as error:
+                # Only the file for `zpasses hang` is missing: this rank may write no graphs.
+                log.warning("rank %d writes nothing for `zpasses hang`: %s", rank, error)
     if compat.is_structured_trace_on():
         watching.append(TraceArtifacts())
     enable_runtime_notes(watching)
