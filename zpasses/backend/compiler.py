@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from zpasses import compat
+from zpasses.backend.blocks import outline_blocks, read_subgraph_inputs_directly
 from zpasses.backend.cache.artifacts import GraphArtifacts
 from zpasses.backend.cache.graph_text import NotCacheableError
 from zpasses.backend.cache.key import graph_key, refusal
@@ -215,6 +216,7 @@ class _GraphCompiler:
         gm, inputs = self._captured.gm, self._captured.inputs
         with self._recording_answers():
             self._run_level(gm, Level.CAPTURED, "captured")
+            self._outline_blocks(gm)
             compiled: Callable[..., Any]
             if self._options.codegen == "eager":
                 compiled = compat.aot_compile(
@@ -237,6 +239,16 @@ class _GraphCompiler:
         self._artifacts.entry.result = result
         self._artifacts.write_if_complete()
         return compiled
+
+    def _outline_blocks(self, gm: fx.GraphModule) -> None:
+        if self._options.blocks is None:
+            return
+        outlined = outline_blocks(gm, self._options.blocks)
+        for name, modules in outlined.calls.items():
+            several = f"{modules[0]} to {modules[-1]}"
+            log.info("graph %s: %s is %s (%d calls)", self.name, name, several, len(modules))
+        for module, reason in outlined.kept.items():
+            log.info("graph %s: %s is compiled by itself: %s", self.name, module, reason)
 
     def _patches(self) -> dict[str, Any]:
         partitioner = _Partitioner(self._partition, self._pipeline.digest())
@@ -330,6 +342,9 @@ class _GraphCompiler:
     def _partition(
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if compat.is_joint_of_subgraph(gm):
+            return compat.partition(gm, joint_inputs, **kwargs)
+        read_subgraph_inputs_directly(gm)
         reads = [
             node for node in gm.graph.nodes if node.op == "call_function" and node.target is UNSHARD
         ]
@@ -374,6 +389,10 @@ class _GraphCompiler:
         graphs.agree(gm, kind)
         values = cast(Sequence[Any], gm.graph.output_node().args[0])
         unmark_returned(gm.graph, compat.user_outputs(values))
+        if any(map(compat.is_subgraph_call, gm.graph.nodes)):
+            # Inductor would let subgraphs overwrite inputs, by the positions of the outer graph's
+            # saved values: a caller then reuses memory that a subgraph has returned.
+            compat.undonate_saved(values, lambda value: True)
         facts = forward_facts(gm, kind)
         if self._artifacts is not None:
             self._artifacts.set_forward(facts, gm)

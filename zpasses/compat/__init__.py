@@ -16,6 +16,7 @@ import compat`) and calls `compat.<name>`.
 | FX graphs, operators, pytrees | `fx_graph.py` |
 | Inductor | `inductor.py` |
 | optimizers | `optim.py` |
+| subgraphs that are called several times | `regions.py` |
 """
 
 from zpasses.compat.aot import (
@@ -24,6 +25,7 @@ from zpasses.compat.aot import (
     aot_gradient_index,
     aot_input_index,
     eliminate_common_subexpressions,
+    is_joint_of_subgraph,
     is_marked_recompute,
     mark_recompute,
     mark_saved,
@@ -158,6 +160,7 @@ from zpasses.compat.optim import (
     call_after_optimizer_load,
     newton_schulz,
 )
+from zpasses.compat.regions import call_subgraph, is_subgraph_call, subgraph_of
 
 __all__ = [
     "BOXED_CODEGEN",
@@ -181,6 +184,7 @@ __all__ = [
     "artifacts_refusal",
     "as_fake",
     "call_after_optimizer_load",
+    "call_subgraph",
     "clear_sharding_prop_cache",
     "clone_graph_module",
     "code_environment",
@@ -223,10 +227,12 @@ __all__ = [
     "is_fake_world",
     "is_gloo",
     "is_inductor_lowering_loaded",
+    "is_joint_of_subgraph",
     "is_marked_recompute",
     "is_optimized_module",
     "is_profiling",
     "is_structured_trace_on",
+    "is_subgraph_call",
     "is_to_local",
     "is_tracing",
     "kind_of_inner_compile",
@@ -267,6 +273,7 @@ __all__ = [
     "statically_known_true",
     "storage_freed_check",
     "storage_id",
+    "subgraph_of",
     "symm_mem_module",
     "symm_mem_stream",
     "trace_artifact",

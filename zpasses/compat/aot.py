@@ -20,6 +20,7 @@ __all__ = [
     "aot_gradient_index",
     "aot_input_index",
     "eliminate_common_subexpressions",
+    "is_joint_of_subgraph",
     "is_marked_recompute",
     "mark_recompute",
     "mark_saved",
@@ -149,6 +150,11 @@ def partition(
         settings["activation_memory_budget"] = activation_budget
     with functorch_config.patch(cse=False, **settings):
         return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+
+def is_joint_of_subgraph(gm: fx.GraphModule) -> bool:
+    """Whether a joint graph is that of a subgraph call, which torch partitions before the rest."""
+    return not any("desc" in node.meta for node in gm.graph.nodes if node.op == "placeholder")
 
 
 def aot_compile(

@@ -7,12 +7,18 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import fx
 
-__all__ = ["describe_source", "is_torch_file", "module_path", "short_file", "user_frame"]
+__all__ = [
+    "describe_source",
+    "is_torch_file",
+    "module_path",
+    "module_paths",
+    "short_file",
+    "user_frame",
+]
 
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in [^\n]*(?:\n[ \t]+([^\n]*))?')
 _PART = re.compile(
@@ -39,10 +45,21 @@ def user_frame(node: fx.Node) -> tuple[str, int, str] | None:
 
 def module_path(node: fx.Node) -> str:
     """The module that made a node, below the compiled module: "layers.0"; "" if none is known."""
-    path = _last_path(node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack"))
-    start = path.find("]") + 1 if path.startswith(("L[", "G[")) else 0
-    parts = ["".join(groups) for groups in _PART.findall(path[start:])]
-    return ".".join(parts) or ("" if start else path)
+    paths = list(module_paths(node).values())
+    return paths[-1] if paths else ""
+
+
+def module_paths(node: fx.Node) -> dict[str, str]:
+    """The modules whose calls made a node, outermost first: a key of the call -> the path of the
+    module below the compiled module.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not isinstance(stack, dict):
+        return {}
+    return {
+        key: _clean_path(str(entry[0]) if isinstance(entry, (tuple, list)) and entry else "")
+        for key, entry in stack.items()
+    }
 
 
 def describe_source(node: fx.Node) -> str:
@@ -60,11 +77,10 @@ def is_torch_file(path: str) -> bool:
     return path.startswith(_TORCH)
 
 
-def _last_path(stack: Any) -> str:
-    if not isinstance(stack, dict) or not stack:
-        return ""
-    last = next(reversed(stack.values()))
-    return str(last[0]) if isinstance(last, (tuple, list)) and last else ""
+def _clean_path(path: str) -> str:
+    start = path.find("]") + 1 if path.startswith(("L[", "G[")) else 0
+    parts = ["".join(groups) for groups in _PART.findall(path[start:])]
+    return ".".join(parts) or ("" if start else path)
 
 
 def short_file(file: str) -> str:

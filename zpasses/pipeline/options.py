@@ -68,6 +68,9 @@ class Options:
     grad_accum_dtype: torch.dtype | None = None
     """Add up pending gradients in this dtype, such as `torch.float32`; `None` keeps the dtype in
     which they are computed."""
+    blocks: str | None = None
+    """Compile equal blocks once: names of modules with wildcards, separated by commas, such as
+    `"layers.*"`, or `"auto"` for all modules in lists. See docs/equal-blocks.md."""
     cache: bool = True
     """Store compiled graphs on disk, and take them from there when the program starts again. See
     docs/compile-cache.md."""
