@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from zpasses import compat
 from zpasses.tools.bench.launch import run_ranks
 from zpasses.tools.bench.model import ModelSize, batches, build_model
-from zpasses.tools.bench.peers import PEERS, peer_of
+from zpasses.tools.bench.peers import peer_of
 
 __all__ = ["CompileConfig", "CompileReport", "CompileResult", "run_compile"]
 
@@ -141,7 +141,7 @@ def main(job_file: str, result_file: str) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     size = ModelSize(**job["size"])
-    trainer = PEERS[job["peer"]].build(build_model(size), mesh)
+    trainer = peer_of(job["peer"]).build(build_model(size), mesh)
     times = []
     for batch in batches(size, 3, dist.get_rank()):
         dist.barrier()

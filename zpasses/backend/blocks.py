@@ -13,7 +13,7 @@ import fnmatch
 import itertools
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,7 @@ def outline_blocks(gm: fx.GraphModule, patterns: str) -> Outlined:
         patterns: names of modules with wildcards, separated by commas, such as "layers.*"; "auto"
             for all numbered modules, which are those of lists.
     """
+    _hoist_reads(gm)
     outlined = Outlined()
     groups: dict[str, list[tuple[_Block, fx.GraphModule]]] = {}
     for block in _blocks(gm, _matcher(patterns)):
@@ -107,10 +108,77 @@ def _blocks(gm: fx.GraphModule, matcher: re.Pattern[str]) -> Iterator[_Block]:
 
 def _block_of(node: fx.Node, matcher: re.Pattern[str]) -> tuple[str, str] | None:
     """The outermost matching module that a node belongs to, and the key of its call."""
+    body = _operator_body(node)
+    if node.target is operator.getitem and not module_paths(node):
+        return _block_of(node.all_input_nodes[0], matcher)
+    if body is not None:
+        inner = {_block_of(each, matcher) for each in body.graph.nodes if each.op in _CALLS}
+        return inner.pop() if len(inner) == 1 else None
     for key, name in module_paths(node).items():
         if matcher.fullmatch(name):
             return name, key
     return None
+
+
+_CALLS = ("call_function", "call_method", "call_module")
+
+
+def _operator_body(node: fx.Node) -> fx.GraphModule | None:
+    """The graph that a higher-order operator, such as a checkpoint, runs."""
+    if not isinstance(node.target, compat.HigherOrderOperator):
+        return None
+    given = node.args[0] if node.args else None
+    if not isinstance(given, fx.Node) or given.op != "get_attr":
+        return None
+    body = getattr(node.graph.owning_module, str(given.target), None)
+    return body if isinstance(body, fx.GraphModule) else None
+
+
+def _hoist_reads(gm: fx.GraphModule) -> None:
+    """Move reads of parameters out of the bodies of checkpoints, to before their calls.
+
+    Blocks do not read parameters, and whether a full parameter is gathered again for backward is
+    what passes decide.
+    """
+    users: dict[fx.GraphModule, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        body = _operator_body(node)
+        if body is not None:
+            users.setdefault(body, []).append(node)
+    for body, calls in users.items():
+        inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
+        if all(len(call.args) == 1 + len(inputs) for call in calls):
+            _hoist_reads_of(body, inputs, calls)
+
+
+def _hoist_reads_of(
+    body: fx.GraphModule, inputs: Sequence[fx.Node], calls: Sequence[fx.Node]
+) -> None:
+    copies = [dict(zip(inputs, call.args[1:], strict=True)) for call in calls]
+    for node in list(body.graph.nodes):
+        if not is_read_of_shard(node) or node.all_input_nodes[0] not in copies[0]:
+            continue
+        for call, known in zip(calls, copies, strict=True):
+            with call.graph.inserting_before(call):
+                known[node] = call.graph.node_copy(node, lambda each, known=known: known[each])
+    for node in reversed(list(body.graph.nodes)):
+        if node.op == "placeholder" or node not in copies[0]:
+            continue
+        if any(user not in copies[0] for user in node.users):
+            with body.graph.inserting_before(next(iter(body.graph.nodes))):
+                given = body.graph.placeholder(f"{node.name}_full")
+            given.meta = {key: node.meta[key] for key in _BODY_META if key in node.meta}
+            node.replace_all_uses_with(given)
+            for call, known in zip(calls, copies, strict=True):
+                call.args = (call.args[0], known[node], *call.args[1:])
+        body.graph.erase_node(node)
+    for node in inputs:
+        if not node.users and any(is_read_of_shard(user) for user in copies[0][node].users):
+            at = [each for each in body.graph.nodes if each.op == "placeholder"].index(node)
+            body.graph.erase_node(node)
+            for call in calls:
+                call.args = (*call.args[: at + 1], *call.args[at + 2 :])
+    body.recompile()
 
 
 def _stays_outside(node: fx.Node) -> bool:
@@ -134,7 +202,7 @@ def _body(gm: fx.GraphModule, block: _Block) -> fx.GraphModule:
         held = getattr(gm, str(source.target), None) if source.op == "get_attr" else None
         if isinstance(held, fx.GraphModule):
             name = f"graph_{len(copies)}"
-            root.add_module(name, held)
+            root.add_module(name, _renamed(held))
             copies[source] = graph.get_attr(name)
             continue
         _check_value(source, "reads")
@@ -154,6 +222,26 @@ def _body(gm: fx.GraphModule, block: _Block) -> fx.GraphModule:
     block.outputs.sort(key=lambda node: order[node])
     _check_memory(block)
     graph.output(tuple(copies[each] for each in block.outputs))
+    return fx.GraphModule(root, graph)
+
+
+def _renamed(gm: fx.GraphModule) -> fx.GraphModule:
+    """Returns a copy of a graph whose names do not tell which block it is from."""
+    graph, copies, root = fx.Graph(), dict[fx.Node, fx.Node](), torch.nn.Module()
+    for number, node in enumerate(gm.graph.nodes):
+        target = node.target
+        if node.op == "get_attr":
+            held = getattr(gm, str(target), None)
+            if not isinstance(held, fx.GraphModule):
+                raise _NotOutlinedError(f"a subgraph of it holds the value {target!r}")
+            target = f"graph_{number}"
+            root.add_module(target, _renamed(held))
+        elif node.op == "placeholder":
+            target = f"input_{number}"
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: copies[each])
+        made = graph.create_node(node.op, target, args, kwargs, f"node_{number}")
+        made.meta = {key: node.meta[key] for key in _BODY_META if key in node.meta}
+        copies[node] = made
     return fx.GraphModule(root, graph)
 
 

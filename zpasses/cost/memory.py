@@ -2,14 +2,15 @@
 
 The model executes the graph node by node and frees inputs at their last use. Views share the memory
 of their base. An all-reduce writes over its input where it may. The inputs and outputs of a
-collective live until its wait, and so does the scratch memory of its backend. Memory that the
-caller holds (parameters, the batch) is not counted: all figures are bytes above the state before
+collective live until its wait, and so does the scratch memory of its backend. All inputs and outputs
+of a subgraph live during its call. Memory that the caller holds (parameters, the batch) is not counted: all figures are bytes above the state before
 the call.
 """
 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ __all__ = [
     "reinplaceable_all_reduces",
     "saved_for_backward",
     "scratch_bytes",
+    "subgraph_bytes",
 ]
 
 aten = torch.ops.aten
@@ -59,7 +61,8 @@ class Buffer:
     last: int
     """Index of the last node that needs it."""
     scratch: bool = False
-    """Whether it is scratch memory of a collective's backend. It holds no value of the graph."""
+    """Whether it holds no value of the graph: scratch memory of a collective's backend, or what a
+    subgraph needs besides its inputs and outputs."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +229,9 @@ class _Tracker:
         elif node.op == "call_function":
             self._memory_of[node] = self._aliased(node) or self._allocate(index, node)
             self._communicate(index, node)
+            within = subgraph_bytes(node)
+            if within:
+                self.buffers.append(Buffer(node, within, index, index, scratch=True))
         tag = tag_of(node)
         if tag is not None and tag.cached:
             self._cached.append(node)
@@ -287,6 +293,22 @@ class _Tracker:
             source = started.all_input_nodes[0] if started.target is operator.getitem else started
             for buffer in self._pending.get(source, ()):
                 buffer.last = max(buffer.last, index)
+
+
+_subgraph_bytes: weakref.WeakKeyDictionary[fx.GraphModule, int] = weakref.WeakKeyDictionary()
+
+
+def subgraph_bytes(node: fx.Node) -> int:
+    """Returns the most bytes that the subgraph which a node calls needs besides its inputs and
+    outputs, all of which count as alive; 0 for other nodes.
+    """
+    body = compat.subgraph_of(node)
+    if body is None:
+        return 0
+    if body not in _subgraph_bytes:
+        peak, returned = liveness(body.graph).peak_bytes, nbytes(value_of(node))
+        _subgraph_bytes[body] = max(0, peak - returned)
+    return _subgraph_bytes[body]
 
 
 def _aliases_argument(node: fx.Node) -> bool:

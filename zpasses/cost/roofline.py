@@ -123,8 +123,14 @@ def copy_us(copied_bytes: int, target: Target) -> float:
 
 
 def compute_us(node: fx.Node, target: Target) -> float:
-    """Returns the duration of one call; 0 for views, graph inputs and communication."""
+    """Returns the duration of one call; 0 for views, graph inputs and communication.
+
+    The call of a subgraph takes as long as all calls in it.
+    """
     call: Any = node.target
+    body = compat.subgraph_of(node)
+    if body is not None:
+        return sum(durations_us(body.graph.nodes, target))
     if (
         node.op != "call_function"
         or not isinstance(call, compat.OpOverload)

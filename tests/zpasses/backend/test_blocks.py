@@ -1,0 +1,268 @@
+"""Equal blocks that are compiled once: same numbers as one graph, whatever the blocks contain."""
+
+import contextlib
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zpasses
+from zpasses import compat
+from zpasses.pipeline.observers import observe_graphs
+from zpasses.testing import run_on_ranks, world_mesh
+
+EAGER = {"codegen": "eager"}
+WIDTH, DEPTH = 8, 4
+
+
+class Layer(nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding, layers, head; what a layer is, and how it is called, differs between tests."""
+
+    def __init__(self, layer=Layer):
+        super().__init__()
+        self.tokens = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(layer() for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 11)
+
+    def call(self, layer, x):
+        return layer(x)
+
+    def forward(self, tokens, depth=DEPTH):
+        x = self.tokens(tokens)
+        for layer in self.layers[:depth]:
+            x = self.call(layer, x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+class Dropout(Layer):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.3, self.training)
+
+
+class Attention(Layer):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return super().forward(x + mixed.transpose(1, 2).flatten(2))
+
+
+class Pair(Layer):
+    def forward(self, x):
+        y = super().forward(x)
+        return y, y.detach().mean()
+
+
+class Pairs(Net):
+    def call(self, layer, x):
+        y, mean = layer(x)
+        return y + mean
+
+
+class InPlace(Layer):
+    def forward(self, x):
+        return F.relu(super().forward(x) * 2, inplace=True)
+
+
+class Checkpointed(Net):
+    def call(self, layer, x):
+        return checkpoint(layer, x, use_reentrant=False)
+
+
+class Shared(Net):
+    """The first two layers share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[1].down.weight = self.layers[0].down.weight
+
+
+class Frozen(Net):
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.up.weight.requires_grad_(False)
+
+
+class Broken(Net):
+    """A graph break after the second layer."""
+
+    def forward(self, tokens, depth=DEPTH):
+        x = self.tokens(tokens)
+        for layer in self.layers[:2]:
+            x = layer(x)
+        torch._dynamo.graph_break()
+        for layer in self.layers[2:]:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+class Repeated(Net):
+    """Each layer runs twice in a row."""
+
+    def call(self, layer, x):
+        return layer(layer(x))
+
+
+class Recurrent(Net):
+    """The first layer runs again at the end."""
+
+    def forward(self, tokens, depth=DEPTH):
+        x = self.layers[0](self.tokens(tokens))
+        for layer in self.layers[1:]:
+            x = layer(x)
+        x = self.layers[0](x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+class Statistics(Layer):
+    """A layer that writes to a buffer, which it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen.add_(1)
+        return super().forward(x)
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def train(build, options, steps=3, *, autocast=False, window=False, evaluate=False, depths=None):
+    """Returns losses and full parameters of this rank after some steps."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = build()
+    zpasses.shard(model, mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    mode = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
+    losses = []
+    for number in range(steps):
+        torch.manual_seed(number)
+        batches = [torch.randint(11, (2, 5), generator=draw) for _ in range(2)]
+        args = (depths[number],) if depths else ()
+        with zpasses.coalesce_grad_reduction(model) if window else contextlib.nullcontext():
+            for batch in batches:
+                with mode:
+                    loss = step(batch, *args)
+                loss.backward()
+                losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if evaluate:
+            with torch.no_grad():
+                losses.append(step(batches[0]).item())
+    return losses, [param.full_tensor().detach() for param in model.parameters()]
+
+
+def compare(build, options, **how):
+    """Train with and without blocks; returns the subgraph calls of every graph."""
+    calls = {}
+
+    def observe(graph):
+        number = sum(map(compat.is_subgraph_call, graph.graph.nodes))
+        calls.setdefault(graph.kind, []).append(number)
+
+    losses, params = train(build, options, **how)
+    with observe_graphs(observe):
+        found, others = train(build, {**options, "blocks": "layers.*"}, **how)
+    assert found == losses
+    for other, param in zip(others, params, strict=True):
+        assert torch.equal(other, param)
+    return calls
+
+
+CASES = {
+    "plain": (Net, {}),
+    "attention": (lambda: Net(Attention), {}),
+    "dropout": (lambda: Net(Dropout), {}),
+    "several results": (lambda: Pairs(Pair), {}),
+    "in place": (lambda: Net(InPlace), {}),
+    "checkpoint": (Checkpointed, {}),
+    "shared weight": (Shared, {}),
+    "frozen": (Frozen, {}),
+    "autocast": (Net, {"autocast": True}),
+    "window": (Net, {"window": True}),
+    "evaluation": (Net, {"evaluate": True}),
+    "repeated": (Repeated, {}),
+    "recurrent": (Recurrent, {}),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_all_stages_train_to_the_same_bits(stage):
+    (first, second) = run_on_ranks(compare, Net, {**EAGER, "zero_stage": stage}, window=True)
+    assert first == second
+    assert first["forward"] == first["backward"] == [DEPTH]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_of_all_kinds_train_to_the_same_bits(case, one_rank):
+    build, how = CASES[case]
+    calls = compare(build, {**EAGER, "zero_stage": 3}, **how)
+    assert min(calls["forward"]) >= DEPTH
+
+
+def test_graphs_between_breaks_have_their_own_blocks(one_rank):
+    calls = compare(Broken, {**EAGER, "zero_stage": 3})
+    assert calls["forward"] == [2, 2]
+
+
+def test_another_number_of_layers_is_compiled_again(one_rank):
+    calls = compare(Net, {**EAGER, "zero_stage": 3}, depths=[4, 2, 4])
+    assert calls["forward"] == [4, 2]
+
+
+def test_a_block_that_writes_to_its_inputs_stays_in_the_graph(one_rank, caplog):
+    with caplog.at_level(logging.INFO, "zpasses"):
+        calls = compare(lambda: Net(Statistics), {**EAGER, "zero_stage": 3})
+    assert calls["forward"] == [0]
+    assert "layers.0 is compiled by itself: it writes to a tensor that it is given" in caplog.text
+
+
+INDUCTOR_CASES = [
+    "attention",
+    *(
+        pytest.param(case, marks=pytest.mark.slow(quick="the same with attention"))
+        for case in CASES
+        if case not in ("attention", "dropout")
+    ),
+]
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("case", INDUCTOR_CASES)
+def test_generated_code_of_blocks_computes_the_same(case, one_rank):
+    build, how = CASES[case]
+    losses, params = train(build, {"zero_stage": 3}, **how)
+    found, others = train(build, {"zero_stage": 3, "blocks": "layers.*"}, **how)
+    torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-6)
+    for other, param in zip(others, params, strict=True):
+        torch.testing.assert_close(other, param, rtol=1e-4, atol=1e-5)
