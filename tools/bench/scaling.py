@@ -36,6 +36,8 @@ class ScalingConfig:
 
     layers: tuple[int, ...] = (2, 8, 32, 80)
     stage: int = 3
+    blocks: str | None = None
+    """The option `blocks` of the compile."""
     ranks: int = 512
     """Size of the fake process group."""
     hidden: int = 8192
@@ -118,7 +120,11 @@ def measure(job: dict[str, Any]) -> ScalingPoint:
         compiled: Any = torch.compile(
             model,
             backend="zpasses",
-            options={"zero_stage": job["stage"], "codegen": "eager"},
+            options={
+                "zero_stage": job["stage"],
+                "codegen": "eager",
+                "blocks": job["blocks"],
+            },
             fullgraph=True,
         )
         tokens = torch.zeros(1, job["seq"], dtype=torch.long)

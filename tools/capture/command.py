@@ -123,6 +123,11 @@ def shard_arguments(param_dtype: str | None, reduce_dtype: str | None) -> dict[s
     help='Passes to run instead, as text: "gather-params,reduce-grads,reshard-after-forward".',
 )
 @click.option(
+    "--blocks",
+    metavar="NAMES",
+    help='Equal modules to compile once: "layers.*", or "auto" for all modules in lists.',
+)
+@click.option(
     "--train/--no-train",
     default=True,
     help="Capture forward and backward, or a call without gradients.",
@@ -137,6 +142,7 @@ def capture(
     target: str | None,
     zero_stage: int | None,
     pipeline: str | None,
+    blocks: str | None,
     arguments: dict[str, Any],
     param_dtype: str | None,
     reduce_dtype: str | None,
@@ -151,7 +157,12 @@ def capture(
     """
     from zpasses.tools.capture.run import CaptureRequest, run_capture
 
-    given = {"zero_stage": zero_stage, "pipeline": pipeline, "target": target}
+    given = {
+        "zero_stage": zero_stage,
+        "pipeline": pipeline,
+        "blocks": blocks,
+        "target": target,
+    }
     if zero_stage is not None and pipeline is not None:
         raise CommandError("--zero-stage and --pipeline exclude each other; give only one of them.")
     shard = shard_arguments(param_dtype, reduce_dtype)

@@ -13,6 +13,7 @@ import fnmatch
 import itertools
 import operator
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ from zpasses.backend.capture import is_read_of_shard
 from zpasses.graph.nodes import value_of
 from zpasses.graph.sources import module_paths
 
-__all__ = ["Outlined", "outline_blocks", "read_subgraph_inputs_directly"]
+__all__ = ["Outlined", "blocks_of", "outline_blocks", "read_subgraph_inputs_directly"]
 
 
 @dataclass
@@ -335,37 +336,81 @@ def _call_meta(block: _Block) -> dict[str, Any]:
     }
 
 
+def blocks_of(graph: fx.Graph) -> dict[str, fx.GraphModule]:
+    """Returns the subgraphs that a graph calls, by the names that `outline_blocks` gave them.
+
+    A block of which a graph calls several forms, such as two backwards for gradients of different
+    strides, has the name "block_0.2" for the second.
+    """
+    found: dict[str, fx.GraphModule] = {}
+    seen: Counter[str] = Counter()
+    bodies = filter(None, map(compat.subgraph_of, graph.nodes))
+    names = (str(node.args[1]) for node in graph.nodes if compat.is_subgraph_call(node))
+    for text, body in dict(zip(names, bodies, strict=True)).items():
+        match = _NAME.search(text)
+        name = match.group() if match else text
+        seen[name] += 1
+        found[name if seen[name] == 1 else f"{name}.{seen[name]}"] = body
+    return found
+
+
+_NAME = re.compile(r"block_\d+")
+
+
 def read_subgraph_inputs_directly(gm: fx.GraphModule) -> None:
-    """Replace outputs of subgraph calls that are inputs of the same call, or views of one.
+    """Drop results of subgraph calls that are inputs of the same call, or views of one, in place.
 
     torch's partitioner returns what a subgraph's backward needs from its forward, also inputs and
     views of them. A full parameter would then be saved for backward, whatever the passes decide.
     """
-    for call in list(gm.graph.nodes):
-        body = compat.subgraph_of(call)
-        if body is None:
-            continue
-        inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
-        copies = dict(zip(inputs, call.args[2:], strict=True))
+    users: dict[fx.GraphModule, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        body = compat.subgraph_of(node)
+        if body is not None:
+            users.setdefault(body, []).append(node)
+    for body, calls in users.items():
         outputs: Any = body.graph.output_node().args[0]
-        for part in list(call.users):
-            chain = _views_of_input(outputs[part.args[1]])
-            if part.target is not operator.getitem or chain is None:
-                continue
-            with gm.graph.inserting_before(call):
-                for node in chain:
-                    if node not in copies:
-                        copies[node] = gm.graph.node_copy(node, lambda each: copies[each])
-            part.replace_all_uses_with(copies[outputs[part.args[1]]])
-            gm.graph.erase_node(part)
+        chains = [_views_of_input(each) for each in outputs]
+        if not any(chains):
+            continue
+        left = [number for number, chain in enumerate(chains) if not chain]
+        for call in calls:
+            _read_inputs_of(call, body, chains)
+            call.meta["val"] = tuple(value_of(call)[number] for number in left)
+            for part in list(call.users):
+                part.args = (call, left.index(part.args[1]))
+        body.graph.output_node().args = (tuple(outputs[number] for number in left),)
+        body.recompile()
 
 
-def _views_of_input(node: Any) -> list[fx.Node] | None:
-    """The nodes from an input of a subgraph to a view of it; None for other values."""
+def _read_inputs_of(
+    call: fx.Node, body: fx.GraphModule, chains: Sequence[Sequence[fx.Node]]
+) -> None:
+    """Replace results of one call by views of what it is given.
+
+    Args:
+        chains: for each result, the nodes of the subgraph from an input to it; empty for others.
+    """
+    inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
+    copies = dict(zip(inputs, call.args[2:], strict=True))
+    for part in list(call.users):
+        chain = chains[part.args[1]]
+        if not chain:
+            continue
+        with call.graph.inserting_before(call):
+            for node in chain:
+                if node not in copies:
+                    copies[node] = call.graph.node_copy(node, lambda each: copies[each])
+        part.replace_all_uses_with(copies[chain[-1]])
+        call.graph.erase_node(part)
+
+
+def _views_of_input(node: Any) -> list[fx.Node]:
+    """The nodes from an input of a subgraph to a view of it; empty for other values."""
     chain = [node]
     while isinstance(node, fx.Node) and node.op == "call_function":
         if not getattr(node.target, "is_view", False) or len(node.all_input_nodes) != 1:
-            return None
+            return []
         node = node.all_input_nodes[0]
         chain.append(node)
-    return chain[::-1] if isinstance(node, fx.Node) and node.op == "placeholder" else None
+    return chain[::-1] if isinstance(node, fx.Node) and node.op == "placeholder" else []

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.backend.blocks import outline_blocks, read_subgraph_inputs_directly
+from zpasses.backend.blocks import blocks_of, outline_blocks, read_subgraph_inputs_directly
 from zpasses.backend.cache.artifacts import GraphArtifacts
 from zpasses.backend.cache.graph_text import NotCacheableError
 from zpasses.backend.cache.key import graph_key, refusal
@@ -343,7 +343,12 @@ class _GraphCompiler:
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         if compat.is_joint_of_subgraph(gm):
-            return compat.partition(gm, joint_inputs, **kwargs)
+            return compat.partition(
+                gm,
+                joint_inputs,
+                recompute_elementwise=self._options.recomputes_elementwise(),
+                **kwargs,
+            )
         read_subgraph_inputs_directly(gm)
         reads = [
             node for node in gm.graph.nodes if node.op == "call_function" and node.target is UNSHARD
@@ -478,6 +483,9 @@ class _GraphCompiler:
             )
             if predictor is not None:
                 self._record_prediction(predictor, kind, gm.graph)
+            for block, body in blocks_of(gm.graph).items():
+                if level in (Level.FORWARD, Level.BACKWARD):
+                    self.recorder.before(f"{kind}.{block}", level.value, body.graph)
         gm.recompile()
         name = f"{self.name} {kind}"
         for record in records:

@@ -2,9 +2,9 @@
 
 The model executes the graph node by node and frees inputs at their last use. Views share the memory
 of their base. An all-reduce writes over its input where it may. The inputs and outputs of a
-collective live until its wait, and so does the scratch memory of its backend. All inputs and outputs
-of a subgraph live during its call. Memory that the caller holds (parameters, the batch) is not counted: all figures are bytes above the state before
-the call.
+collective live until its wait, and so does the scratch memory of its backend. All inputs and
+outputs of a subgraph live during its call. Memory that the caller holds (parameters, the batch) is
+not counted: all figures are bytes above the state before the call.
 """
 
 from __future__ import annotations

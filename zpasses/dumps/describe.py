@@ -142,7 +142,8 @@ class GraphDescriber:
         self._describer.remember(self._graph, {node.name: self._numbers[node] for node in nodes})
         memory = liveness(graph) if self._modelled else Liveness(nodes, (0,) * len(nodes), ())
         buffers = self._buffers(nodes, memory)
-        if self._modelled and self._graph.partition(".")[0] == "forward":
+        kind, _, part = self._graph.partition(".")
+        if self._modelled and kind == "forward" and not part.startswith("block"):
             self._describer.saved = output_contents(graph)
         described = tuple(self._node(node, buffers.get(node, ())) for node in nodes)
         return data.Snapshot(number, described, memory.live_bytes)

@@ -262,7 +262,7 @@ class CompileDump(Recorder):
     def before(self, graph_name: str, level: str, graph: fx.Graph) -> None:
         name = self._name(graph_name, level)
         trace = self._describer.graph(
-            name, _PARENTS.get(graph_name), modelled=graph_name in _MODELLED
+            name, _PARENTS.get(graph_name), modelled=graph_name.partition(".")[0] in _MODELLED
         )
         self._trace = (name, trace)
         self._snapshot(name, level, None, graph)

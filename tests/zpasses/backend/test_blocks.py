@@ -12,11 +12,16 @@ from torch.utils.checkpoint import checkpoint
 
 import zpasses
 from zpasses import compat
+from zpasses.cost.memory import liveness
+from zpasses.cost.step_time import step_time
+from zpasses.cost.target import TARGETS
+from zpasses.dumps import read
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.testing import run_on_ranks, world_mesh
 
 EAGER = {"codegen": "eager"}
 WIDTH, DEPTH = 8, 4
+H100 = TARGETS["h100"]
 
 
 class Layer(nn.Module):
@@ -245,6 +250,38 @@ def test_a_block_that_writes_to_its_inputs_stays_in_the_graph(one_rank, caplog):
         calls = compare(lambda: Net(Statistics), {**EAGER, "zero_stage": 3})
     assert calls["forward"] == [0]
     assert "layers.0 is compiled by itself: it writes to a tensor that it is given" in caplog.text
+
+
+def test_a_dump_has_one_graph_per_distinct_block(one_rank, tmp_path):
+    options = {**EAGER, "zero_stage": 3, "blocks": "layers.*", "dump": str(tmp_path)}
+    train(Net, options, 1)
+    (compiled,) = read(tmp_path).ranks[0].compiles
+    graphs = compiled.graphs
+    assert {"forward.block_0", "backward.block_0"} <= graphs.keys()
+    assert not any("block_1" in name for name in graphs)
+    block, whole = (graphs[name].last.snapshot for name in ("forward.block_0", "forward"))
+    assert sum("addmm" in node.target for node in block.nodes) == 1
+    calls = [node for node in whole.nodes if "invoke_subgraph" in node.target]
+    assert [node.source.module for node in calls] == [f"layers.{at}" for at in range(DEPTH)]
+    assert all(node.cost_us > 0 for node in calls)
+
+
+def test_the_time_of_a_call_is_that_of_its_block_and_so_is_its_memory(one_rank):
+    found = []
+
+    def observe(graph):
+        if graph.kind == "forward":
+            found.append(
+                (liveness(graph.graph).peak_bytes, step_time([graph.graph], H100).total_us)
+            )
+
+    with observe_graphs(observe):
+        for blocks in (None, "layers.*"):
+            options = {**EAGER, "pipeline": "", "blocks": blocks, "recompute_elementwise": False}
+            train(Net, options, 1)
+    (memory, time), (memory_of_calls, time_of_calls) = found
+    assert memory <= memory_of_calls < 1.3 * memory
+    assert time_of_calls == pytest.approx(time, rel=0.1)
 
 
 INDUCTOR_CASES = [

@@ -129,6 +129,7 @@ CHANGES = {
     "zero_stage": 2,
     "pipeline": "merge-reads,gather-params,reduce-grads",
     "recompute_elementwise": False,
+    "blocks": "auto",
     "target": "h100",
     "memory_budget": "1MiB",
     "verify": "off",
