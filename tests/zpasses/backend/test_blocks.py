@@ -2,16 +2,20 @@
 
 import contextlib
 import logging
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zpasses
 from zpasses import compat
+from zpasses.backend.blocks import outline_blocks
 from zpasses.cost.memory import liveness
 from zpasses.cost.step_time import step_time
 from zpasses.cost.target import TARGETS
@@ -25,11 +29,11 @@ H100 = TARGETS["h100"]
 
 
 class Layer(nn.Module):
-    def __init__(self, width=WIDTH):
+    def __init__(self, eps=1e-5):
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width, bias=False)
+        self.norm = nn.LayerNorm(WIDTH, eps=eps)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -235,6 +239,14 @@ def test_blocks_of_all_kinds_train_to_the_same_bits(case, one_rank):
     assert min(calls["forward"]) >= DEPTH
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("more", [{"memory_budget": "1MiB"}, {"verify": "simulate"}], ids=str)
+def test_budgets_and_simulated_ranks_take_blocks(more):
+    (first, second) = run_on_ranks(compare, Net, {**EAGER, **more})
+    assert first == second
+    assert first["forward"] == first["backward"] == [DEPTH]
+
+
 def test_graphs_between_breaks_have_their_own_blocks(one_rank):
     calls = compare(Broken, {**EAGER, "zero_stage": 3})
     assert calls["forward"] == [2, 2]
@@ -250,6 +262,49 @@ def test_a_block_that_writes_to_its_inputs_stays_in_the_graph(one_rank, caplog):
         calls = compare(lambda: Net(Statistics), {**EAGER, "zero_stage": 3})
     assert calls["forward"] == [0]
     assert "layers.0 is compiled by itself: it writes to a tensor that it is given" in caplog.text
+
+
+KINDS = {
+    "layer": Layer,
+    "attention": Attention,
+    "in place": InPlace,
+    "other constant": lambda: Layer(eps=1e-3),
+    "statistics": Statistics,
+}
+
+
+@given(
+    st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=4),
+    st.lists(st.integers(0, 3), min_size=1, max_size=7),
+)
+@settings(max_examples=20, deadline=None)
+def test_drawn_sequences_of_blocks_compute_the_same(kinds, order):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layers": nn.ModuleList(KINDS[kind]() for kind in kinds)})
+    order = [at % len(kinds) for at in order]
+
+    def run(x):
+        for at in order:
+            x = model.layers[at](x)
+        return x
+
+    graphs = []
+
+    def backend(gm, inputs):
+        outlined = compat.clone_graph_module(gm)
+        graphs.append((gm, outlined, outline_blocks(outlined, "layers.*"), inputs))
+        return gm
+
+    with torch.no_grad():
+        torch.compile(run, backend=backend)(torch.randn(2, 5, WIDTH))
+        ((gm, outlined, report, inputs),) = graphs
+        for found, expected in zip(outlined(*inputs), gm(*inputs), strict=True):
+            assert torch.equal(found, expected)
+    called = Counter(kinds[at] for at in order)
+    repeated = {kind: n for kind, n in called.items() if n > 1 and kind != "statistics"}
+    assert sorted(map(len, report.calls.values())) == sorted(repeated.values())
+    assert sum(map(compat.is_subgraph_call, outlined.graph.nodes)) == sum(repeated.values())
 
 
 def test_a_dump_has_one_graph_per_distinct_block(one_rank, tmp_path):
