@@ -155,13 +155,15 @@ def _hoist_reads(gm: fx.GraphModule) -> None:
 def _hoist_reads_of(
     body: fx.GraphModule, inputs: Sequence[fx.Node], calls: Sequence[fx.Node]
 ) -> None:
-    copies = [dict(zip(inputs, call.args[1:], strict=True)) for call in calls]
+    copies: list[dict[fx.Node, Any]] = [
+        dict(zip(inputs, call.args[1:], strict=True)) for call in calls
+    ]
     for node in list(body.graph.nodes):
         if not is_read_of_shard(node) or node.all_input_nodes[0] not in copies[0]:
             continue
         for call, known in zip(calls, copies, strict=True):
             with call.graph.inserting_before(call):
-                known[node] = call.graph.node_copy(node, lambda each, known=known: known[each])
+                known[node] = call.graph.node_copy(node, known.__getitem__)
     for node in reversed(list(body.graph.nodes)):
         if node.op == "placeholder" or node not in copies[0]:
             continue
@@ -378,7 +380,8 @@ def read_subgraph_inputs_directly(gm: fx.GraphModule) -> None:
             _read_inputs_of(call, body, chains)
             call.meta["val"] = tuple(value_of(call)[number] for number in left)
             for part in list(call.users):
-                part.args = (call, left.index(part.args[1]))
+                number: Any = part.args[1]
+                part.args = (call, left.index(number))
         body.graph.output_node().args = (tuple(outputs[number] for number in left),)
         body.recompile()
 
@@ -392,15 +395,16 @@ def _read_inputs_of(
         chains: for each result, the nodes of the subgraph from an input to it; empty for others.
     """
     inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
-    copies = dict(zip(inputs, call.args[2:], strict=True))
+    copies: dict[fx.Node, Any] = dict(zip(inputs, call.args[2:], strict=True))
     for part in list(call.users):
-        chain = chains[part.args[1]]
+        number: Any = part.args[1]
+        chain = chains[number]
         if not chain:
             continue
         with call.graph.inserting_before(call):
             for node in chain:
                 if node not in copies:
-                    copies[node] = call.graph.node_copy(node, lambda each: copies[each])
+                    copies[node] = call.graph.node_copy(node, copies.__getitem__)
         part.replace_all_uses_with(copies[chain[-1]])
         call.graph.erase_node(part)
 
