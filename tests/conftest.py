@@ -27,7 +27,10 @@ logging.getLogger("torch.__trace").propagate = False
 
 
 # `make test` draws half of the examples. See `drawn_examples` in tests/graphs.py.
-hypothesis.settings.register_profile("quick", max_examples=50)
+# An example may take long on a busy machine, so none has a deadline.
+hypothesis.settings.register_profile("all", deadline=None)
+hypothesis.settings.register_profile("quick", max_examples=50, deadline=None)
+hypothesis.settings.load_profile("all")
 
 
 def pytest_configure(config):

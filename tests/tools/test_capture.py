@@ -138,7 +138,7 @@ def test_a_file_can_import_its_neighbours(tmp_path):
 @forked_or_started
 def test_the_example_is_captured_from_the_command_line(tmp_path, forked):
     small = [
-        "layers=1",
+        "layers=2",
         "hidden=32",
         "intermediate=48",
         "heads=4",
@@ -161,6 +161,8 @@ def test_the_example_is_captured_from_the_command_line(tmp_path, forked):
         "mi300x",
         "--zero-stage",
         "3",
+        "--blocks",
+        "auto",
         "--no-train",
         "-o",
         str(tmp_path / "dump"),
@@ -179,3 +181,4 @@ def test_the_example_is_captured_from_the_command_line(tmp_path, forked):
     assert f"zpasses html {tmp_path / 'dump'}" in done.stdout
     (compiled,) = read(tmp_path / "dump").ranks[0].compiles
     assert "model.layers.0.mlp.up_proj.weight" in compiled.info.parameters
+    assert "inference.block_0" in compiled.graphs

@@ -42,6 +42,7 @@ class CompileConfig:
         "simple-fsdp",
         "zpasses-2",
         "zpasses-3",
+        "zpasses:zero_stage=3:blocks=auto",
     )
     layers: tuple[int, ...] = (6, 24)
     ranks: int = 2
