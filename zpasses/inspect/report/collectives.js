@@ -153,13 +153,19 @@ function drawCollectives(main) {
     label: "Collectives",
     role: "grid",
     height: 28,
-    row: (at) => collectiveRow(columns, shown[at]),
-    pick: (at) => go({ node: shown[at].id }),
+    row: (at) =>
+      shown[at].fold ? collectiveFold(columns, shown[at]) : collectiveRow(columns, shown[at]),
+    pick: (at) => {
+      if (!shown[at].fold) return go({ node: shown[at].id });
+      toggleFold(shown[at]);
+      return fill(at);
+    },
   });
   const count = el("span", { class: "muted", role: "status" });
   const none = el("p", { class: "muted pad", role: "status", hidden: true });
   const head = el("div", { class: "grid-head", style: extraColumns(columns), role: "row" });
-  const fill = () => {
+  const folds = () => state.view.fold === "yes";
+  const fill = (active) => {
     const { filter = "", kind = "", exposed = "" } = state.view;
     const { key, down } = sorting();
     const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
@@ -200,11 +206,12 @@ function drawCollectives(main) {
     );
     clear(
       head,
-      columns.map((each) => sortButton(each, fill)),
+      columns.map((each) => sortButton(each, () => fill())),
     );
+    if (folds()) shown = foldCollectives(shown, column, down);
     list.fill(
       shown.length,
-      shown.findIndex((each) => each.id === state.node),
+      active ?? shown.findIndex((each) => !each.fold && each.id === state.node),
     );
     // A scroll bar narrows the rows, so the header is narrowed by the same amount.
     requestAnimationFrame(() => {
@@ -217,7 +224,7 @@ function drawCollectives(main) {
     el(
       "div",
       { class: "bar" },
-      filterField("Filter by node, op, parameter or module", fill),
+      filterField("Filter by node, op, parameter or module", () => fill()),
       el(
         "select",
         {
@@ -245,6 +252,7 @@ function drawCollectives(main) {
         }),
         " exposed only",
       ),
+      foldSwitch(folds() ? FOLDS_FROM : 0, () => fill()),
       count,
     ),
     el("div", { class: "grid" }, head, list.element),
