@@ -44,7 +44,9 @@ function collectiveFold(columns, row) {
       case "number":
         return open ? "▾" : "▸";
       case "node":
-        return el("b", {}, `${name} × ${members.length}`);
+        return middleCut(name);
+      case "params":
+        return el("b", {}, `× ${members.length}`);
       case "kind":
       case "group":
         return column.text(members[0]);

@@ -199,7 +199,9 @@ function drawCollectives(main) {
     clear(
       count,
       shown.length === all.length ? "" : `${shown.length} of `,
-      `${plural(all.length, "collective")} · `,
+      `${plural(all.length, "collective")}`,
+      groups.size === 1 && ` of group ${COLUMNS[3].text(all[0])}`,
+      " · ",
       `${bytesText(sum((each) => each.node.collective.nbytes))} of input · `,
       `${timeText(sum((each) => each.time))} · `,
       el("b", { class: "exposed-text" }, `${timeText(sum((each) => each.exposed))} exposed`),
@@ -219,6 +221,7 @@ function drawCollectives(main) {
     });
   };
   const kinds = [...new Set(all.map((each) => each.node.collective.kind))];
+  const groups = new Set(all.map((each) => each.node.collective.group));
   put(
     main,
     el(
@@ -255,7 +258,12 @@ function drawCollectives(main) {
       foldSwitch(folds() ? FOLDS_FROM : 0, () => fill()),
       count,
     ),
-    el("div", { class: "grid" }, head, list.element),
+    el(
+      "div",
+      { class: groups.size > 1 ? "grid" : "grid one-group", style: leastWidth(columns) },
+      head,
+      list.element,
+    ),
     none,
   );
   fill();
@@ -264,6 +272,11 @@ function drawCollectives(main) {
 // Widths of the columns that only some graphs have.
 function extraColumns(columns) {
   return { "--extra": columns.map((column) => column.optional || "").join(" ") };
+}
+
+// Below this width, the table scrolls.
+function leastWidth(columns) {
+  return { "--extras": columns.filter((column) => column.optional).length };
 }
 
 function sortButton(column, fill) {
