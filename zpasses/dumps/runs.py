@@ -180,9 +180,10 @@ def _write_header(root: Path, world: int, how: str) -> None:
             f"run has {world}. {how}"
         )
     if version == data.VERSION and found.get("run") != run:
+        created = found.get("created", "an unknown time")
         raise OtherRunError(
-            f"dump: {root} contains the dump of another run, of {found.get('created', 'an unknown time')}; expected "
-            f"an empty folder, because two runs in one dump cannot be told apart. Remove it, or "
+            f"dump: {root} contains the dump of another run, of {created}; expected an "
+            f"empty folder, because two runs in one dump cannot be told apart. Remove it, or "
             f"n{how[1:]}"
         )
     if version != data.VERSION:
