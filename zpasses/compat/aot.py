@@ -14,6 +14,8 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from zpasses.compat.fx_graph import lazy_recompiles
+
 __all__ = [
     "CompilerState",
     "aot_compile",
@@ -176,7 +178,8 @@ def aot_compile(
         decompositions={},
         keep_inference_input_mutations=True,
     )
-    return compiler(gm, inputs)
+    with lazy_recompiles():
+        return compiler(gm, inputs)
 
 
 def user_outputs(outputs: Sequence[Any]) -> Sequence[Any]:

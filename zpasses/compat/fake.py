@@ -63,9 +63,11 @@ def planned_size(size: Any) -> int:
     """Returns a size as an integer to plan for: the largest that a dynamic size may become, if its
     range has an end (`torch._dynamo.mark_dynamic(x, dim, max=...)`), else its hint.
     """
+    if isinstance(size, int):
+        return size
     node: Any = getattr(size, "node", None)
     env = getattr(node, "shape_env", None)
-    if isinstance(size, int) or env is None:
+    if env is None:
         return size_hint(size)
     known = _upper_ends.setdefault(env, {})
     if node.expr not in known:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree as pytree
 
@@ -17,8 +19,10 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "clone_graph_module",
+    "compiled_forward",
     "flop_formula",
     "is_erased",
+    "lazy_recompiles",
     "op_name",
     "pytree",
 ]
@@ -62,12 +66,27 @@ def flop_formula(target: object) -> Callable[..., int] | None:
 def clone_graph_module(gm: fx.GraphModule, source: fx.Graph | None = None) -> fx.GraphModule:
     """Returns a copy of a module with a copy of its graph (or of `source`), to be rewritten.
 
-    Attributes and metadata values are shared with the original.
+    Attributes and metadata values are shared with the original. The copy generates its Python code
+    when it is first called or printed: most copies are neither.
     """
     graph = fx.Graph()
     output = graph.graph_copy(source or gm.graph, {}, return_output_node=True)
     value, old = cast(tuple[Any, fx.Node], output)
     graph.output(value).meta = copy.copy(old.meta)
-    clone = fx.GraphModule(gm, graph)
+    clone = _LazyGraphModule(gm, graph)
     clone.meta = copy.copy(gm.meta)
     return clone
+
+
+def lazy_recompiles() -> AbstractContextManager[None]:
+    """Context manager: graph modules that torch makes inside it generate their Python code when
+    they are first called or printed.
+    """
+    return _use_lazy_graph_module(True)
+
+
+def compiled_forward(gm: fx.GraphModule) -> Callable[..., Any]:
+    """Returns the function that runs a graph, of its current nodes."""
+    gm.recompile()
+    _LazyGraphModule.force_recompile(gm)
+    return gm.forward

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.graph.nodes import collective_of, is_wait, nbytes, value_of
+from zpasses.graph.nodes import Collective, collective_of, is_wait, nbytes, value_of
 from zpasses.graph.tags import tag_of
 
 __all__ = [
@@ -275,8 +275,9 @@ class _Tracker:
         return list(made)
 
     def _communicate(self, index: int, node: fx.Node) -> None:
-        if collective_of(node) is not None and node.target is not operator.getitem:
-            scratch = Buffer(node, scratch_bytes(node), index, index, scratch=True)
+        found = collective_of(node)
+        if found is not None:
+            scratch = Buffer(node, scratch_bytes(node, found), index, index, scratch=True)
             if scratch.nbytes:
                 self.buffers.append(scratch)
             # The outputs count too: none of several outputs is freed before all are awaited.
@@ -345,22 +346,27 @@ def gloo_packing_bytes(message_bytes: int, ranks: int) -> int:
     return (1 + ranks) * message_bytes if message_bytes <= GLOO_PACKED_BYTES else 0
 
 
-def scratch_bytes(node: fx.Node) -> int:
+def scratch_bytes(node: fx.Node, collective: Collective | None = None) -> int:
     """Returns the bytes that a collective needs besides its inputs and outputs.
 
     Over gloo, small tensors are packed, and a reduce-scatter receives a part from every other rank,
     one of them in its output. gloo itself packs the tensors of an all-reduce. A copy engine that
     gathers several tensors in one call packs them, and copies them out of a flat tensor.
+
+    Args:
+        node: a node that communicates.
+        collective: what `collective_of` returns for it, if the caller knows it.
     """
-    collective: Any = collective_of(node)
+    collective = collective or collective_of(node)
+    assert collective is not None
     call: Any = node.target
     if collective.op.startswith("sdma_"):
         several = len(collective.shapes) > 1
-        return int(collective.nbytes) + nbytes(value_of(node)) if several else 0
+        return collective.nbytes + nbytes(value_of(node)) if several else 0
     if call.namespace != "_c10d_functional" or not compat.is_gloo(collective.group):
         return 0
     if "all_reduce" in collective.op:
-        return int(collective.nbytes) if len(collective.shapes) > 1 else 0
+        return collective.nbytes if len(collective.shapes) > 1 else 0
     ranks = len(compat.group_ranks(collective.group))
     given: Any = node.args[0]
     sizes = [nbytes(value_of(each)) for each in (given if isinstance(given, list) else [given])]

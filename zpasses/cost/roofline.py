@@ -165,7 +165,7 @@ def durations_us(nodes: Iterable[fx.Node], target: Target) -> list[float]:
 
 def _shape(value: object) -> object:
     """What a value's bytes and operations depend on."""
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)):  # the text of a list of tensors takes milliseconds
         return tuple(map(_shape, value))
     return (str(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value)
 

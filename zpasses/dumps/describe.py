@@ -55,6 +55,8 @@ class Describer:
         self._next = 0
         self._numbers: dict[str, dict[str, int]] = {}
         self._group_sizes: dict[str, int] = {}
+        self._compute_us: dict[tuple[Any, int], tuple[Any, float]] = {}
+        """Target and id of the value -> the value, and the time of the call."""
         self._param_sources: dict[str, data.Source | None] = {}
         """Parameter -> source of the line that reads it."""
         self.saved: dict[str, Contents] = {}
@@ -100,6 +102,16 @@ class Describer:
         if found is not None:
             self._param_sources.setdefault(name, found)
         return found
+
+    def compute_us(self, node: fx.Node) -> float:
+        """Time of a call that does not communicate. Copies of a node in other graphs share its
+        value, so their time is known.
+        """
+        value = value_of(node)
+        key = node.target, id(value)
+        if key not in self._compute_us:
+            self._compute_us[key] = value, round(compute_us(node, self.target), 3)
+        return self._compute_us[key][1]
 
     def group_size(self, name: str) -> int:
         if name not in self._group_sizes:
@@ -262,7 +274,7 @@ class GraphDescriber:
                 ),
                 3,
             ), "communication"
-        cost_us = round(compute_us(node, target), 3)
+        cost_us = self._describer.compute_us(node)
         return cost_us, "compute" if cost_us else None
 
     def _argument(self, value: Any) -> data.Argument:

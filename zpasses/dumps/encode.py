@@ -13,12 +13,14 @@ from zpasses.dumps.format import Argument, Collective, Node, Ref, Repr, Snapshot
 
 __all__ = ["json_line", "python_source", "snapshot_lines"]
 
+_ENCODER = json.JSONEncoder(
+    ensure_ascii=False, check_circular=False, allow_nan=False, separators=(",", ":")
+)
+
 
 def json_line(value: Any) -> bytes:
     """One line of JSON as UTF-8, without the line break."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
-        "utf-8", "replace"
-    )
+    return _ENCODER.encode(value).encode("utf-8", "replace")
 
 
 def snapshot_lines(

@@ -96,7 +96,8 @@ def recorders_for(
     watching: list[Recorder] = []
     if dump is not None:
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        from zpasses.dumps.writer import CompileDump, create_rank_folder, write_progress
+        from zpasses.dumps.runs import create_rank_folder, write_progress
+        from zpasses.dumps.writer import CompileDump
 
         if ranks is None or rank in ranks:
             folder = create_rank_folder(dump, rank, world)

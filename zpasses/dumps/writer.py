@@ -6,187 +6,38 @@ Only `zpasses.dumps.recorders` imports this module, and only if a dump was reque
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import datetime
 import functools
-import json
 import logging
-import os
 import re
 import shutil
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, ParamSpec, cast
 
-import torch
 from torch import fx
 
 from zpasses.cost.prediction import Prediction
 from zpasses.cost.target import Target
 from zpasses.dumps import format as data
-from zpasses.dumps import progress
 from zpasses.dumps.describe import Describer, GraphDescriber, counts, plain_argument
 from zpasses.dumps.encode import json_line, python_source, snapshot_lines
-from zpasses.dumps.errors import DumpPathError, DumpVersionError, NotADumpError, OtherRunError
-from zpasses.dumps.reader import HEADER
+from zpasses.dumps.errors import DumpPathError
+from zpasses.dumps.runs import now, write
 from zpasses.errors import raising_line
 from zpasses.graph.verifier import CHECKS
 from zpasses.pipeline.pipeline import Pass, PassRecord
 from zpasses.pipeline.recorder import Recorder, pass_options
-from zpasses.version import __version__
 
-__all__ = ["CompileDump", "create_rank_folder", "write_progress"]
+__all__ = ["CompileDump"]
 
 log = logging.getLogger("zpasses")
 
 _P = ParamSpec("_P")
 
-_HOW = "Name a new folder with options={'dump': ...} or ZPASSES_DUMP."
-_TEMPORARY = ".zpasses-"
 _MODELLED = ("joint", "forward", "backward", "inference", "pack", "flush")
-
-
-def write_progress(root: str | Path, rank: int, world: int) -> None:
-    """Write what this rank does last into a dump, from now on. Any rank may be the first to write.
-
-    Raises:
-        DumpPathError: if `root` is a file or cannot be written to.
-        NotADumpError: if `root` contains something else.
-        OtherRunError: if `root` contains the dump of a run of another size.
-        DumpVersionError: if `root` contains a dump of another format version.
-    """
-    root = Path(root).absolute()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        _write_header(root, world, _HOW)
-        progress.start(root, rank, world)
-    except OSError as error:
-        raise DumpPathError(
-            f"dump: {root} cannot be written to: {error.strerror}. {_HOW}"
-        ) from error
-
-
-def create_rank_folder(root: str | Path, rank: int, world: int) -> Path:
-    """The folder of one rank in a dump. It is created if it does not exist.
-
-    Raises:
-        DumpPathError: if `root` is a file or cannot be written to, or if the rank's folder is a
-            link.
-        NotADumpError: if `root` contains something else.
-        OtherRunError: if `root` contains the dump of another run.
-        DumpVersionError: if `root` contains a dump of another format version.
-    """
-    root = Path(root).absolute()  # the program may change its working directory later
-    how = _HOW
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise DumpPathError(
-            f"dump: {root} is a file or is below a file; expected a folder. {how}"
-        ) from error
-    except OSError as error:
-        raise DumpPathError(f"dump: {root} cannot be created: {error.strerror}. {how}") from error
-    try:
-        _write_header(root, world, how)
-        folder = root / f"rank{rank}"
-        if folder.is_symlink():
-            raise DumpPathError(f"dump: {folder} is a symbolic link; expected a folder. {how}")
-        _claim(folder, root, how)
-    except OSError as error:
-        raise DumpPathError(
-            f"dump: {root} cannot be written to: {error.strerror}. {how}"
-        ) from error
-    return folder
-
-
-_claimed: set[Path] = set()
-"""Folders of ranks that this process has created. One process may compile many models into one
-dump, and may act as several ranks."""
-
-
-def _claim(folder: Path, root: Path, how: str) -> None:
-    """Create the folder of a rank, unless another process has created it: that was another run."""
-    key = folder.resolve()
-    if key in _claimed and folder.exists():
-        return
-    try:
-        folder.mkdir()
-    except FileExistsError as error:
-        raise OtherRunError(
-            f"dump: {root} contains the dump of another run, which wrote {folder.name}; expected "
-            f"an empty folder, because two runs in one dump cannot be told apart. Remove it, or "
-            f"name a new folder. {how}"
-        ) from error
-    _claimed.add(key)
-
-
-def _write_header(root: Path, world: int, how: str) -> None:
-    header = root / HEADER
-    if header.is_symlink():
-        raise DumpPathError(f"dump: {header} is a symbolic link; expected a file. {how}")
-    if not header.exists():
-        others = [each.name for each in root.iterdir() if not each.name.startswith(_TEMPORARY)]
-        if others and not header.exists():  # another rank may have written it in the meantime
-            raise NotADumpError(
-                f"dump: {root} contains {others[0]!r} and no dump; expected an empty folder or "
-                f"a dump. {how}"
-            )
-        meta = {
-            "format": data.FORMAT,
-            "version": data.VERSION,
-            "zpasses": _version(),
-            "torch": str(torch.__version__),
-            "created": _now(),
-            "world": world,
-        }
-        _write(header, [json_line(meta)])
-        return
-    try:
-        found = json.loads(header.read_text())
-        version = found["version"] if found["format"] == data.FORMAT else None
-    except (ValueError, KeyError, TypeError) as error:
-        raise NotADumpError(
-            f"dump: {header} is damaged ({error}); expected an empty folder or a dump. {how}"
-        ) from error
-    if not isinstance(version, int):
-        raise NotADumpError(f"dump: {header} is not the header of a dump. {how}")
-    if version == data.VERSION and found.get("world", world) != world:
-        raise OtherRunError(
-            f"dump: {root} contains the dump of another run on {found.get('world')} ranks; this "
-            f"run has {world}. {how}"
-        )
-    if version != data.VERSION:
-        raise DumpVersionError(
-            f"dump: {root} contains a dump of version {version}; this zpasses writes version "
-            f"{data.VERSION}. {how}"
-        )
-
-
-def _version() -> str:
-    return __version__
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
-def _write(path: Path, lines: Iterator[bytes] | Sequence[bytes]) -> None:
-    """Write a file atomically: it appears with its whole content or not at all."""
-    temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{threading.get_ident()}-{path.name}")
-    try:
-        temporary.unlink(missing_ok=True)
-        with open(temporary, "xb", buffering=1 << 20) as file:  # "x" does not follow a link
-            for line in lines:
-                file.write(line)
-                file.write(b"\n")
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def slug(name: str) -> str:
@@ -231,7 +82,7 @@ class CompileDump(Recorder):
         self._info = {
             **info,
             "state": "compiling",
-            "created": _now(),
+            "created": now(),
             "target": dataclasses.asdict(target),
             "error": None,
         }
@@ -428,13 +279,13 @@ class CompileDump(Recorder):
             return
         stem = f"{self._number:03d}-{slug(name)}" + (f"-{slug(after)}" if after else "")
         header = {"graph": name, "level": level, "after": after}
-        _write(self._folder / f"{stem}.jsonl", snapshot_lines(snapshot, header, base))
+        write(self._folder / f"{stem}.jsonl", snapshot_lines(snapshot, header, base))
         title = (
             f"{self._info['name']} {name}: {after or 'before passes'}; {len(snapshot.nodes)} "
             "nodes, "
             f"peak {snapshot.peak_bytes} bytes"
         )
-        _write(
+        write(
             self._folder / f"{stem}.py",
             [python_source(snapshot, name, title).rstrip("\n").encode("utf-8", "replace")],
         )
@@ -444,7 +295,7 @@ class CompileDump(Recorder):
 
     def _event(self, kind: str, **fields: Any) -> None:
         self._events.append(json_line({"event": kind, **fields}))
-        _write(self._folder / "events.jsonl", self._events)
+        write(self._folder / "events.jsonl", self._events)
 
     def _fail(self, where: str, error: BaseException) -> None:
         self._failure = error
@@ -453,12 +304,12 @@ class CompileDump(Recorder):
         self._write_sources()
 
     def _write_info(self) -> None:
-        _write(self._folder / "compile.json", [json_line(self._info)])
+        write(self._folder / "compile.json", [json_line(self._info)])
 
     def _write_sources(self) -> None:
         texts = self._describer.sources.texts()
         if texts:
-            _write(self._folder / "sources.json", [json_line(texts)])
+            write(self._folder / "sources.json", [json_line(texts)])
 
 
 _PARENTS = {"forward": "joint", "backward": "joint"}

@@ -44,7 +44,8 @@ def calls(graph: fx.Graph, *targets: Callable[..., Any]) -> list[fx.Node]:
 
 def value_of(node: fx.Node) -> Any:
     """Returns the fake value that the node produces, or None if none is recorded."""
-    return node.meta.get("val", node.meta.get("example_value"))
+    meta = node.meta
+    return meta["val"] if "val" in meta else meta.get("example_value")
 
 
 def nbytes(value: object) -> int:
@@ -96,8 +97,10 @@ def collective_of(node: fx.Node) -> Collective | None:
         or target.namespace not in _NAMESPACES
     ):
         return None
+    if target is _WAIT:
+        return None
     arguments = named_arguments(node, target)
-    if target is _WAIT or "group_name" not in arguments:
+    if "group_name" not in arguments:
         return None
     # Ranks may hold different numbers of rows, so `unshard` is described by its full parameter.
     given = node if target is UNSHARD else arguments[target._schema.arguments[0].name]

@@ -34,8 +34,7 @@ def eager_codegen(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[A
     for node in reinplaceable_all_reduces(gm.graph):
         node.target = _IN_PLACE[node.target]
     gm.graph.set_codegen(compat.BOXED_CODEGEN())
-    gm.recompile()
-    return boxed(gm.forward)
+    return boxed(compat.compiled_forward(gm))
 
 
 _IN_PLACE: dict[Any, Any] = {

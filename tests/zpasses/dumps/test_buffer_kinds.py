@@ -3,8 +3,6 @@
 import pytest
 
 from tests.zpasses.inspect.real import dump_training_step
-from zpasses.dumps import OtherRunError, read
-from zpasses.dumps.writer import _claimed, create_rank_folder
 from zpasses.inspect import open as open_dump
 
 COALESCED = (
@@ -77,26 +75,3 @@ def test_full_parameters_that_stage_2_keeps_for_backward_are_parameters(tmp_path
     assert {buffer.kind for buffer in kept} == {"parameter"}
     # The first layer's input needs no gradient, so its weight is not kept.
     assert {buffer.params for buffer in kept} == {(f"layers.{at}.weight",) for at in (1, 2)}
-
-
-# --- runs -----------------------------------------------------------------------------------------
-def test_the_dump_of_another_run_is_refused(tmp_path):
-    folder = create_rank_folder(tmp_path, 0, 2)
-    assert create_rank_folder(tmp_path, 0, 2) == folder  # another compile of this run
-    create_rank_folder(tmp_path, 1, 2)
-    _claimed.discard(folder.resolve())  # as in another process
-    with pytest.raises(OtherRunError, match=r"another run, which wrote rank0.*name a new folder"):
-        create_rank_folder(tmp_path, 0, 2)
-    with pytest.raises(OtherRunError, match=r"another run on 2 ranks; this run has 4"):
-        create_rank_folder(tmp_path, 2, 4)
-    assert [each.name for each in sorted(tmp_path.iterdir())] == [
-        "rank0",
-        "rank1",
-        "zpasses-dump.json",
-    ]
-
-
-def test_two_models_of_one_run_share_a_dump(tmp_path):
-    dump_training_step(tmp_path)
-    dump_training_step(tmp_path)
-    assert len(read(tmp_path).ranks[0].compiles) == 2

@@ -320,12 +320,12 @@ def test_unusable_dump_folders_are_refused_with_advice(tmp_path):
 
 
 def test_a_link_in_place_of_a_temporary_file_is_not_followed(tmp_path):
-    from zpasses.dumps import writer
+    from zpasses.dumps.runs import write
 
     (tmp_path / "secret").write_text("mine")
     planted = tmp_path / f".zpasses-{os.getpid()}-{threading.get_ident()}-events.jsonl"
     planted.symlink_to(tmp_path / "secret")
-    writer._write(tmp_path / "events.jsonl", [b"{}"])
+    write(tmp_path / "events.jsonl", [b"{}"])
     assert (tmp_path / "secret").read_text() == "mine"
     assert (tmp_path / "events.jsonl").read_text() == "{}\n"
 
@@ -333,14 +333,14 @@ def test_a_link_in_place_of_a_temporary_file_is_not_followed(tmp_path):
 def test_a_full_disk_ends_the_dump_and_not_the_training(tmp_path, monkeypatch, caplog):
     from zpasses.dumps import writer
 
-    write = writer._write
+    write = writer.write
 
     def full(path, lines):
         if "gather-params" in path.name:
             raise OSError(28, "No space left on device")
         write(path, lines)
 
-    monkeypatch.setattr(writer, "_write", full)
+    monkeypatch.setattr(writer, "write", full)
     model = train({"zero_stage": 3, "dump": tmp_path})
     assert all(param.grad is not None for param in model.parameters())
     assert "is incomplete: [Errno 28] No space left" in caplog.text

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zpasses
-from zpasses.dumps import writer
+from zpasses.dumps import runs
 from zpasses.passes.schedule import Schedule
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.ranks import heartbeat
@@ -56,7 +56,7 @@ def fail(*_args, **_kwargs):
     raise ValueError("told to fail")
 
 
-def fail_to_create_a_folder(root, rank, world, create=writer.create_rank_folder):
+def fail_to_create_a_folder(root, rank, world, create=runs.create_rank_folder):
     wait_for_the_other_rank()
     return create(__file__, rank, world)
 
@@ -64,7 +64,7 @@ def fail_to_create_a_folder(root, rank, world, create=writer.create_rank_folder)
 FAULTS = {
     "pass": lambda: mock.patch.object(Schedule, "rewrite", fail),
     "observer": lambda: observe_graphs(fail),
-    "dump": lambda: mock.patch.object(writer, "create_rank_folder", fail_to_create_a_folder),
+    "dump": lambda: mock.patch.object(runs, "create_rank_folder", fail_to_create_a_folder),
     # Code generation of a graph calls these functions.
     "eager": lambda: mock.patch("zpasses.runtime.codegen.reinplaceable_all_reduces", fail),
     "inductor": lambda: mock.patch("torch._inductor.compile_fx.compile_fx_inner", fail),

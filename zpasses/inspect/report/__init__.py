@@ -42,7 +42,9 @@ _SCRIPTS = (
     "memory",
     "alive",
     "timeline",
+    "timeline_modules",
     "collectives",
+    "collective_folds",
     "source",
     "app",
 )

@@ -153,13 +153,19 @@ function drawCollectives(main) {
     label: "Collectives",
     role: "grid",
     height: 28,
-    row: (at) => collectiveRow(columns, shown[at]),
-    pick: (at) => go({ node: shown[at].id }),
+    row: (at) =>
+      shown[at].fold ? collectiveFold(columns, shown[at]) : collectiveRow(columns, shown[at]),
+    pick: (at) => {
+      if (!shown[at].fold) return go({ node: shown[at].id });
+      toggleFold(shown[at]);
+      return fill(at);
+    },
   });
   const count = el("span", { class: "muted", role: "status" });
   const none = el("p", { class: "muted pad", role: "status", hidden: true });
   const head = el("div", { class: "grid-head", style: extraColumns(columns), role: "row" });
-  const fill = () => {
+  const folds = () => state.view.fold === "yes";
+  const fill = (active) => {
     const { filter = "", kind = "", exposed = "" } = state.view;
     const { key, down } = sorting();
     const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
@@ -193,18 +199,21 @@ function drawCollectives(main) {
     clear(
       count,
       shown.length === all.length ? "" : `${shown.length} of `,
-      `${plural(all.length, "collective")} · `,
+      `${plural(all.length, "collective")}`,
+      groups.size === 1 && ` of group ${COLUMNS[3].text(all[0])}`,
+      " · ",
       `${bytesText(sum((each) => each.node.collective.nbytes))} of input · `,
       `${timeText(sum((each) => each.time))} · `,
       el("b", { class: "exposed-text" }, `${timeText(sum((each) => each.exposed))} exposed`),
     );
     clear(
       head,
-      columns.map((each) => sortButton(each, fill)),
+      columns.map((each) => sortButton(each, () => fill())),
     );
+    if (folds()) shown = foldCollectives(shown, column, down);
     list.fill(
       shown.length,
-      shown.findIndex((each) => each.id === state.node),
+      active ?? shown.findIndex((each) => !each.fold && each.id === state.node),
     );
     // A scroll bar narrows the rows, so the header is narrowed by the same amount.
     requestAnimationFrame(() => {
@@ -212,12 +221,13 @@ function drawCollectives(main) {
     });
   };
   const kinds = [...new Set(all.map((each) => each.node.collective.kind))];
+  const groups = new Set(all.map((each) => each.node.collective.group));
   put(
     main,
     el(
       "div",
       { class: "bar" },
-      filterField("Filter by node, op, parameter or module", fill),
+      filterField("Filter by node, op, parameter or module", () => fill()),
       el(
         "select",
         {
@@ -245,9 +255,15 @@ function drawCollectives(main) {
         }),
         " exposed only",
       ),
+      foldSwitch(folds() ? FOLDS_FROM : 0, () => fill()),
       count,
     ),
-    el("div", { class: "grid" }, head, list.element),
+    el(
+      "div",
+      { class: groups.size > 1 ? "grid" : "grid one-group", style: leastWidth(columns) },
+      head,
+      list.element,
+    ),
     none,
   );
   fill();
@@ -256,6 +272,11 @@ function drawCollectives(main) {
 // Widths of the columns that only some graphs have.
 function extraColumns(columns) {
   return { "--extra": columns.map((column) => column.optional || "").join(" ") };
+}
+
+// Below this width, the table scrolls.
+function leastWidth(columns) {
+  return { "--extras": columns.filter((column) => column.optional).length };
 }
 
 function sortButton(column, fill) {

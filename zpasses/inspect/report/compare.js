@@ -177,8 +177,12 @@ function figureTable(title, rows, names) {
           el(
             "tr",
             {},
-            ["", ...names, "change"].map((name, at) =>
-              el("th", { scope: "col", class: at ? "right" : "" }, name),
+            [
+              ["figure", "Figures of the cost model"],
+              ...names.map((name) => [name, name]),
+              ["change", "From the first to the second, relative to the first"],
+            ].map(([name, title], at) =>
+              el("th", { scope: "col", class: at ? "right" : "", title }, name),
             ),
           ),
         ),
@@ -262,12 +266,20 @@ function kindColor(kind) {
 
 // Both graphs in one list, so that they scroll in step. A selected row selects both nodes.
 function drawSides(main, left, right, all) {
-  const rows = foldUnchanged(all);
+  const nodeCount = Math.max(left.graph.nodes.length, right.graph.nodes.length);
+  const rows = isFolded(nodeCount) ? foldSides(left.graph, right.graph, all) : foldUnchanged(all);
   const list = rowList({
     label: "Nodes of both graphs",
-    row: (at) => sidesRow(left, right, rows[at]),
+    row: (at) =>
+      rows[at].fold
+        ? foldRow(rows[at], blockNodes, kindChips(rows[at].blocks))
+        : sidesRow(left, right, rows[at]),
     pick: (at) => {
       const item = rows[at];
+      if (item.fold) {
+        toggleFold(item);
+        return redraw();
+      }
       if (item.gap) {
         openGaps.add(item.key);
         return redraw();
@@ -286,6 +298,8 @@ function drawSides(main, left, right, all) {
         chip(kind, `${SIGNS[kind]} ${count(kind)} ${kind}`, `${plural(count(kind), "node")} ${kind}`),
       ),
       !all.some((item) => item.kinds.length) && "The two graphs are equal.",
+      el("span", { class: "stretch" }),
+      foldSwitch(nodeCount, redraw),
     ),
     el(
       "div",
@@ -299,6 +313,19 @@ function drawSides(main, left, right, all) {
     rows.length,
     rows.findIndex(
       (item) => !item.gap && state.node !== null && item.before && item.before.id === state.node,
+    ),
+  );
+}
+
+// Both graphs by layer. A node that only one side has stands with the layer that runs there.
+function foldSides(one, other, all) {
+  const [layers, others] = [layersOf(one), layersOf(other)];
+  return withoutUnchanged(
+    foldRows(
+      all,
+      (item) => (item.after ? others.get(item.after.id) : layers.get(item.before.id)),
+      `${state.graph}/${state.step}/compare`,
+      (item) => Boolean(item.before) && item.before.id === state.node,
     ),
   );
 }

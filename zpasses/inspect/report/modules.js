@@ -170,7 +170,8 @@ function foldRow(row, nodesOf, extra) {
       [
         `${range("nodes", counted())} ${most("nodes") === 1 ? "node" : "nodes"}`,
         most("time") && `${range("time", timeText)} of compute${blocks.length > 1 ? " each" : ""}`,
-        most("collectives") && `${range("collectives", counted())} collectives`,
+        most("collectives") &&
+          `${range("collectives", counted())} ${most("collectives") === 1 ? "collective" : "collectives"}`,
         odd.length &&
           odd.length < blocks.length &&
           `not as the others: ${someOf(

@@ -166,10 +166,15 @@ function alignPairs(one, other, pairs) {
     common.map((node) => (communicates(other.node(pairs.get(node.id))) ? 0 : 1)),
   );
   const stays = new Set(common.filter((_, at) => kept.has(at)).map((node) => node.id));
+  const edited = new Map(); // A pair that moved is asked for twice.
+  const editsOf = (a, b) => {
+    if (!edited.has(a.id)) edited.set(a.id, edits(one, a, other, b, pairs));
+    return edited.get(a.id);
+  };
   const kindsOf = (a, b) => [
     ...(!a ? ["inserted"] : !b ? ["removed"] : []),
     ...(a && b && !stays.has(a.id) ? ["moved"] : []),
-    ...(a && b ? edits(one, a, other, b, pairs) : []),
+    ...(a && b ? editsOf(a, b) : []),
   ];
   const rows = [];
   const flush = (left, right) => {
@@ -208,10 +213,13 @@ function edits(graph, node, otherGraph, other, pairs) {
     node.inputs.length === other.inputs.length &&
     node.inputs.every((id, at) => pairs.get(id) === other.inputs[at]);
   const sameCode =
-    node.op === "placeholder" || codeWithoutNames(graph, node) === codeWithoutNames(otherGraph, other);
+    node.op === "placeholder" ||
+    (node.code === other.code && sameInputs) ||
+    codeWithoutNames(graph, node) === codeWithoutNames(otherGraph, other);
   if (!sameInputs || !sameCode) kinds.push("rewired");
   const tag = ({ tag: found, params }) => JSON.stringify([found, params]);
-  if (tag(node) !== tag(other)) kinds.push("retagged");
+  const tagged = node.tag || other.tag || node.params.length || other.params.length;
+  if (tagged && tag(node) !== tag(other)) kinds.push("retagged");
   if (node.mark !== other.mark) kinds.push("recompute-changed");
   if (node.values !== other.values) kinds.push("retyped");
   return kinds;

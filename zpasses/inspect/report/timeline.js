@@ -174,6 +174,10 @@ function drawTimeline(main) {
     ),
     chart,
     exposedTable(graph, stalls),
+    moduleTimes(graph, (from, to) => {
+      window_(from - (to - from) / 50, to + (to - from) / 50);
+      chart.scrollIntoView({ block: "nearest" });
+    }),
   );
 }
 
@@ -319,34 +323,6 @@ function paintTimeline(
     );
   }
   pen.restore();
-}
-
-// Above the stream of compute: which module each stretch of it computes.
-function paintModules(pen, x, view, graph) {
-  const blocks = graph.memoize("moduleBlocks", () => {
-    const layers = layersOf(graph);
-    return blocksOf(graph.spans, (span) => layers.get(span.node.id)).map((block) => ({
-      name: block.layer,
-      start: block.items[0].start,
-      end: block.items[block.items.length - 1].end,
-    }));
-  });
-  pen.textAlign = "left";
-  blocks.forEach((block, at) => {
-    if (!block.name || block.end < view.from || block.start > view.to) return;
-    const from = Math.max(x(block.start), TRACK.left),
-      to = x(block.end);
-    pen.fillStyle = themeColor(at % 2 ? "raised" : "line");
-    pen.fillRect(from, TRACK.top - TRACK.modules - 2, Math.max(to - from, 1), TRACK.modules);
-    if (to - from < 40) return;
-    pen.save();
-    pen.beginPath();
-    pen.rect(from, 0, to - from - 2, TRACK.top);
-    pen.clip();
-    pen.fillStyle = themeColor("text");
-    pen.fillText(block.name, from + 4, TRACK.top - 2 - TRACK.modules / 2);
-    pen.restore();
-  });
 }
 
 // Draws a line from a collective to its wait.

@@ -1,0 +1,154 @@
+"""Tests of the page: Timeline, Compare and Collectives show equal layers once, and every heading of
+a table explains itself.
+"""
+
+import pytest
+
+from tests.zpasses.inspect.graphs import (
+    MM,
+    dump_of,
+    gather,
+    graph_of,
+    node,
+    small_dump,
+    snapshot,
+    wait,
+)
+from tests.zpasses.inspect.test_report import (  # noqa: F401
+    all_of,
+    browser,
+    needs_browser,
+    one,
+    page,
+    wait_for,
+)
+from zpasses.dumps.format import Ref, Source
+from zpasses.inspect import Inspection
+
+LAYERS = 24
+TIMES = f"× {LAYERS}"  # noqa: RUF001
+
+
+def gathered_layers(*, odd=None, extra=None):
+    """A model of equal layers, each of a gather of 10 us and a product of 4 us.
+
+    Args:
+        odd: layer whose product takes 40 us.
+        extra: layer with one more node.
+    """
+    nodes = [node(0, "x", "x", op="placeholder")]
+    nodes += [node(1 + at, f"shard_{at}", f"shard_{at}", op="placeholder") for at in range(LAYERS)]
+    last = 0
+    for layer in range(LAYERS):
+        at, param = 100 + 10 * layer, f"model.layers.{layer}.up.weight"
+        source = Source("model.py", 7, "x = self.up(x)", f"model.layers.{layer}.up")
+        cost_us = 40.0 if layer == odd else 4.0
+        nodes += [
+            gather(at, f"gather_{layer}", 1 + layer, at + 1, param=param),
+            wait(at + 1, f"full_{layer}", at, param=param),
+            node(
+                at + 2, f"mm_{layer}", MM, (Ref(last), Ref(at + 1)), cost_us=cost_us, source=source
+            ),
+        ]
+        last = at + 2
+        if layer == extra:
+            nodes.append(node(at + 3, "relu", args=(Ref(last),), source=source))
+            last = at + 3
+    nodes.append(node(999, "output", "output", ((Ref(last),),), op="output"))
+    return snapshot(*nodes)
+
+
+def inspection(*graphs):
+    states = [(f"p{at}" if at else None, graph) for at, graph in enumerate(graphs)]
+    return Inspection(dump_of(graph_of("forward", *states)))
+
+
+def cells(shown, selector):
+    return [
+        [cell.text for cell in row.find_elements("css selector", "td, [role=gridcell]")]
+        for row in all_of(shown, selector)
+    ]
+
+
+@needs_browser
+def test_the_timeline_shows_equal_layers_once(page):  # noqa: F811
+    shown = page(inspection(gathered_layers(odd=3)), "0/forward/0/timeline/")
+    (row,) = cells(shown, ".by-module tbody tr")
+    compute = f"{4 * (LAYERS - 1) + 40} µs"
+    assert row[:4] == ["model.layers.*", str(LAYERS), compute, "4 µs to 40 µs"]
+    assert row[4:] == [f"{10 * LAYERS} µs", "10 µs", "model.layers.3"]
+
+
+@needs_browser
+def test_layers_that_are_too_narrow_for_names_share_one(page):  # noqa: F811
+    shown = page(inspection(gathered_layers()), "0/forward/0/timeline/")
+    shown.execute_script(
+        "window.texts = []; const old = CanvasRenderingContext2D.prototype.fillText;"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {"
+        "window.texts.push(text); return old.call(this, text, ...rest); };"
+    )
+    one(shown, ".view-timeline button", "All").click()
+    wait_for(shown, "window.texts.includes(arguments[0])", f"model.layers.* {TIMES}")
+    for _ in range(6):
+        one(shown, '[aria-label="Zoom in"]').click()
+    shown.execute_script("window.texts = []")
+    one(shown, '[aria-label="Zoom in"]').click()
+    wait_for(shown, "window.texts.some((text) => /^model.layers.[0-9]+$/.test(text))")
+    assert f"model.layers.* {TIMES}" not in shown.execute_script("return window.texts")
+
+
+@needs_browser
+def test_collectives_of_equal_layers_are_one_row(page):  # noqa: F811
+    shown = page(inspection(gathered_layers()), "0/forward/0/collectives/")
+    assert len(cells(shown, ".grid-row")) > 1
+    one(shown, '[aria-label="Fold by module"]').click()
+    wait_for(shown, "document.querySelectorAll('.grid-row').length === 1")
+    (row,) = cells(shown, ".grid-row")
+    assert {"model.layers.*.up", TIMES} < set(row)
+    assert f"{32 * LAYERS} B" in row
+    assert row.count(f"{10 * LAYERS} µs") == 2  # the transfers, and their exposed time
+    fold = one(shown, ".grid-row")
+    assert "bytes: 32 B each" in fold.get_attribute("title")
+    fold.click()
+    wait_for(shown, f"document.querySelectorAll('.grid-row').length > {LAYERS // 2}")
+    all_of(shown, ".grid-row")[2].click()
+    assert one(shown, ".detail h2").text == "gather_1"
+
+
+@needs_browser
+def test_compared_graphs_are_folded_by_layer(page):  # noqa: F811
+    graphs = gathered_layers(), gathered_layers(extra=5)
+    shown = page(inspection(*graphs), "0/forward/0/compare//fold=yes&with=0/forward/1")
+    texts = wait_for(shown, "[...document.querySelectorAll('.fold')].map((each) => each.innerText)")
+    (layers,) = [text for text in texts if "model.layers.*" in text]
+    assert TIMES in layers
+    assert "+ 0 to 1" in layers
+    one(shown, ".fold", "model.layers.*").click()
+    one(shown, ".fold.deep", "model.layers.5").click()
+    assert one(shown, ".cell.after.inserted", "relu")
+
+
+@needs_browser
+@pytest.mark.parametrize("fold", ["", "/fold=yes&by=module"])
+def test_headings_of_tables_explain_themselves(page, fold):  # noqa: F811
+    shown = page(Inspection(small_dump()))
+    for tab in ("overview", "diff", "memory", "timeline", "collectives", "compare"):
+        shown.execute_script("location.hash = arguments[0]", f"0/forward/2/{tab}/6{fold}")
+        shown.execute_script("fromAddress()")
+        heads = all_of(shown, "main th[scope=col], main [role=columnheader]")
+        assert heads or tab == "diff"
+        bare = [each.text for each in heads if not each.get_attribute("title")]
+        assert not bare, tab
+
+
+@needs_browser
+def test_needed_until_is_a_link_to_the_last_reader(page):  # noqa: F811
+    shown = page(Inspection(small_dump()), "0/forward/2/memory/6")
+    row = one(shown, ".alive tbody tr", "gather_v")
+    *_, until = row.find_elements("css selector", "td")
+    assert until.text == "mm_1"
+    until.find_element("css selector", "button.link").click()
+    assert one(shown, ".detail h2").text == "mm_1"
+    shown.execute_script("go({tab: 'listing', node: 6})")
+    one(shown, ".detail dd button.link", "mm_1").click()
+    assert one(shown, ".detail h2").text == "mm_1"
