@@ -20,12 +20,16 @@ from zpasses.cost.memory import liveness
 from zpasses.cost.step_time import step_time
 from zpasses.cost.target import TARGETS
 from zpasses.dumps import read
+from zpasses.graph.nodes import calls as calls_of
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.testing import run_on_ranks, world_mesh
 
 EAGER = {"codegen": "eager"}
 WIDTH, DEPTH = 8, 4
+VOCAB = 10
+"""As large as a batch, so that the gradient of the embedding can take the memory of activations."""
 H100 = TARGETS["h100"]
+SLOW = pytest.mark.slow(quick="the same without a compiler")
 
 
 class Layer(nn.Module):
@@ -44,9 +48,9 @@ class Net(nn.Module):
 
     def __init__(self, layer=Layer):
         super().__init__()
-        self.tokens = nn.Embedding(11, WIDTH)
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
         self.layers = nn.ModuleList(layer() for _ in range(DEPTH))
-        self.head = nn.Linear(WIDTH, 11)
+        self.head = nn.Linear(WIDTH, VOCAB)
 
     def call(self, layer, x):
         return layer(x)
@@ -174,7 +178,7 @@ def train(build, options, steps=3, *, autocast=False, window=False, evaluate=Fal
     losses = []
     for number in range(steps):
         torch.manual_seed(number)
-        batches = [torch.randint(11, (2, 5), generator=draw) for _ in range(2)]
+        batches = [torch.randint(VOCAB, (2, VOCAB // 2), generator=draw) for _ in range(2)]
         args = (depths[number],) if depths else ()
         with zpasses.coalesce_grad_reduction(model) if window else contextlib.nullcontext():
             for batch in batches:
@@ -305,6 +309,28 @@ def test_drawn_sequences_of_blocks_compute_the_same(kinds, order):
     repeated = {kind: n for kind, n in called.items() if n > 1 and kind != "statistics"}
     assert sorted(map(len, report.calls.values())) == sorted(repeated.values())
     assert sum(map(compat.is_subgraph_call, outlined.graph.nodes)) == sum(repeated.values())
+
+
+def gathers_in_backward(codegen):
+    found = []
+
+    def observe(graph):
+        if graph.kind == "backward":
+            gathers = compat.functional.all_gather_into_tensor.default
+            found.append(len(calls_of(graph.graph, gathers)))
+
+    pipeline = "gather-params,reduce-grads,reshard-after-forward"
+    with observe_graphs(observe):
+        for blocks in (None, "layers.*"):
+            train(Net, {"codegen": codegen, "pipeline": pipeline, "blocks": blocks}, 1)
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=SLOW)])
+def test_full_parameters_are_gathered_again_for_backward(codegen):
+    for plain, with_blocks in run_on_ranks(gathers_in_backward, codegen):
+        assert plain == with_blocks > 2 * DEPTH
 
 
 def test_a_dump_has_one_graph_per_distinct_block(one_rank, tmp_path):
