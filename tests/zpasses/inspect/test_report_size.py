@@ -1,5 +1,5 @@
-"""Tests of the page of a model of 80 layers: its size, and how many elements it has. Clocks are left
-to docs/measurements.md.
+"""Tests of the page of a model of 80 layers: its size, and how many elements it has. Times are in
+docs/measurements.md.
 """
 
 from dataclasses import replace
