@@ -1,0 +1,117 @@
+"""Tests of the page of a model of 80 layers: its size, and how many elements it has. Times are in
+docs/measurements.md.
+"""
+
+from dataclasses import replace
+
+from tests.zpasses.inspect.graphs import MM, dump_of, gather, graph_of, node, snapshot, value, wait
+from tests.zpasses.inspect.test_report import (  # noqa: F401
+    all_of,
+    browser,
+    needs_browser,
+    one,
+    page,
+    wait_for,
+)
+from zpasses.dumps.format import Buffer, Ref, Source
+from zpasses.inspect import Inspection
+
+LAYERS = 80
+MOST_BYTES = 11 << 20
+"""The page of the real dump is 1.4 times as large as this one: it has more steps and names."""
+MOST_ELEMENTS = 1500
+PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+OPS = ("aten.mul.Tensor", "aten.rsqrt.default", "aten.view.default", "aten.add.Tensor")
+
+
+def llama(first_id, calls):
+    """A graph as large as one of Llama with 80 layers.
+
+    Args:
+        first_id: id of its first node.
+        calls: computing calls per parameter.
+    """
+    ids = iter(range(first_id, first_id + 1_000_000))
+    nodes = [node(next(ids), "x", "primals_1", op="placeholder", shape=(1, 4096, 8192))]
+    last = nodes[0].id
+    for layer in range(LAYERS):
+        for part in PARTS:
+            param = f"model.layers.{layer}.{part}.weight"
+            source = Source(f"modeling_{part[:3]}.py", 100 + calls, "x = x * y", param[:-7])
+            shard, start, full = next(ids), next(ids), next(ids)
+            at = f"{layer}_{part.replace('.', '_')}"
+            nodes += [
+                node(shard, f"primals_{shard}", f"primals_{shard}", op="placeholder"),
+                gather(
+                    start,
+                    f"all_gather_into_tensor_{at}",
+                    shard,
+                    full,
+                    param=param,
+                    buffers=(Buffer(1 << 20, start, full, "parameter", (param,)),),
+                ),
+                wait(full, f"wait_tensor_{at}", start, param=param),
+            ]
+            for call in range(calls):
+                id, op = next(ids), MM if call == 0 else OPS[call % len(OPS)]
+                args = (Ref(last), Ref(full)) if call == 0 else (Ref(last), [1, 4096, 8192])
+                nodes.append(
+                    node(
+                        id,
+                        f"{op.split('.')[1]}_{id}",
+                        op,
+                        tuple(tuple(each) if isinstance(each, list) else each for each in args),
+                        shape=(1, 4096, 8192),
+                        source=source,
+                        buffers=(Buffer(64 << 20, id, id, "activation"),),
+                    )
+                )
+                last = id
+    nodes.append(node(next(ids), "output", "output", ((Ref(last),),), op="output"))
+    return snapshot(*nodes, live=[1 << 30] * len(nodes))
+
+
+def changed(graph, stride):
+    """The graph after a pass that changes every node of this distance, and moves a quarter."""
+    nodes = [
+        replace(each, vals=(value(2, 2),)) if at % stride == 0 and each.vals else each
+        for at, each in enumerate(graph.nodes)
+    ]
+    quarter = len(nodes) // 4
+    gathers = [each for each in nodes[:quarter] if each.collective]
+    early = {each.id for each in gathers}
+    inputs = [each for each in nodes if each.op == "placeholder"]
+    rest = [each for each in nodes if each.op != "placeholder" and each.id not in early]
+    return snapshot(*inputs, *gathers, *rest, live=graph.live_bytes)
+
+
+def page_of(**calls):
+    """Each graph before its passes, and after two of them."""
+    graphs = []
+    for at, (name, count) in enumerate(calls.items()):
+        graph = llama(100_000 * at, count)
+        passes = [("gather-params", changed(graph, 9)), ("schedule", changed(graph, 11))]
+        graphs.append(graph_of(name, (None, graph), *passes))
+    return Inspection(dump_of(*graphs))
+
+
+def test_the_page_of_80_layers_is_small():
+    inspected = page_of(joint=44, forward=16, backward=38)
+    (compiled,) = inspected.dump.ranks[0].compiles
+    nodes = [len(each.first.snapshot.nodes) for each in compiled.graphs.values()]
+    assert sum(nodes) > 40_000
+    assert len(inspected.html().encode()) < MOST_BYTES
+
+
+@needs_browser
+def test_a_page_of_80_layers_has_few_elements_in_every_view(page):  # noqa: F811
+    shown = page(page_of(backward=38))
+    count = "return document.querySelectorAll('*').length"
+    assert shown.execute_script(count) < MOST_ELEMENTS
+    for tab in ("diff", "memory", "timeline", "collectives", "listing", "source", "compare"):
+        shown.execute_script("go({graph: 'backward', step: 2, tab: arguments[0]})", tab)
+        assert one(shown, "main").text
+        assert shown.execute_script(count) < MOST_ELEMENTS, tab
+    for unfolded in ("diff", "listing", "compare"):
+        shown.execute_script("keep({fold: 'no'}); go({tab: arguments[0]}); redraw()", unfolded)
+        assert shown.execute_script(count) < MOST_ELEMENTS, unfolded
