@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from tests.zpasses.inspect.graphs import dump_of, graph_of, node, snapshot, two_
 from tests.zpasses.inspect.real import dump_training_step, real_dump
 from tests.zpasses.inspect.test_report import (  # noqa: F401
     HOSTILE,
+    all_of,
     browser,
     needs_browser,
     one,
@@ -127,6 +129,22 @@ def test_a_second_dump_is_one_click_away(both):
     assert "new at the peak: 160 B" in text
     one(shown, "button", "Swap").click()
     assert "gone at the peak: 160 B" in one(shown, "main").text
+
+
+@needs_browser
+def test_the_header_speaks_of_the_dump_that_is_shown(page):  # noqa: F811
+    dumps = []
+    for inspected, folder in zip(two_dumps(), ("old", "new"), strict=True):
+        dump = inspected.dump
+        meta = {**dump.meta, "torch": f"2.13.0+{folder}"}
+        dumps.append(Inspection(replace(dump, path=Path(folder) / "dump", meta=meta)))
+    shown = page(_Both(*dumps))
+    choices = [each.text for each in all_of(shown, "#compile option")]
+    assert [each.partition(",")[0] for each in choices] == ["old/dump", "new/dump"]
+    for at, folder in enumerate(("old", "new")):
+        shown.execute_script(f"go({{compile: {at}, graph: '', node: null}})")
+        assert f"torch 2.13.0+{folder}" in one(shown, "#about").text
+        assert one(shown, "#path").text == f"{folder}/dump"
 
 
 @needs_browser

@@ -152,3 +152,22 @@ def test_needed_until_is_a_link_to_the_last_reader(page):  # noqa: F811
     shown.execute_script("go({tab: 'listing', node: 6})")
     one(shown, ".detail dd button.link", "mm_1").click()
     assert one(shown, ".detail h2").text == "mm_1"
+
+
+@needs_browser
+def test_names_keep_their_ends_where_there_is_little_room(page):  # noqa: F811
+    shown = page(inspection(gathered_layers()), "0/forward/0/collectives/")
+    shown.execute_script(
+        "document.querySelectorAll('.col-params').forEach((each) => (each.style.width = '110px'))"
+    )
+    cut = (
+        "return [...document.querySelectorAll('.col-params .tail')]"
+        ".filter((each) => each.scrollWidth > each.clientWidth + 1).length"
+    )
+    assert all_of(shown, ".col-params .tail")
+    assert shown.execute_script(cut) == 0
+    beside = (
+        "return document.querySelector('.grid').scrollWidth"
+        " <= document.querySelector('.grid').clientWidth"
+    )
+    assert shown.execute_script(beside)  # at 1,280 px, the table does not scroll sideways

@@ -66,11 +66,7 @@ function drawHeader() {
       : compiles.length === 1 && el("span", {}, `compile ${compiles[0].name}`),
     el("span", { class: "muted", id: "about" }, aboutHere()),
     el("span", { class: "stretch" }),
-    el(
-      "span",
-      { class: "muted path", title: report.path },
-      report.path.split("/").slice(-3).join("/"),
-    ),
+    el("span", { class: "muted path", id: "path", title: pathHere() }, shortHere()),
     button("◐", nextTheme, {
       class: "quiet",
       id: "theme",
@@ -105,10 +101,20 @@ function aboutHere() {
   return [
     `rank ${compile ? compile.rank : report.rank} of ${compile ? compile.world : report.meta.world}`,
     compile && compile.target.name,
-    `torch ${report.meta.torch}`,
+    `torch ${(compile && compile.torch) || report.meta.torch}`,
   ]
     .filter(Boolean)
     .join(" · ");
+}
+
+// The dump that the shown compile is of.
+function pathHere() {
+  const compile = compiles[state.compile];
+  return (compile && compile.path) || report.path;
+}
+
+function shortHere() {
+  return pathHere().split("/").slice(-3).join("/");
 }
 
 function nextTheme() {
@@ -266,6 +272,8 @@ listeners.push((before) => {
   const select = document.getElementById("compile");
   if (select) select.value = state.compile;
   clear(document.getElementById("about"), aboutHere());
+  const path = clear(document.getElementById("path"), shortHere());
+  path.title = pathHere();
 });
 let drawnOnce = false;
 

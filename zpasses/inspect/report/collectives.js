@@ -21,7 +21,7 @@ const COLUMNS = [
     title: "What it does",
     name: "kind",
     value: (each) => each.node.collective.kind,
-    text: (each) => each.node.collective.kind.replace("_into_tensor", "").replace("_tensor", ""),
+    text: (each) => each.node.collective.kind.replace(/_into_tensor|_tensor|_coalesced/g, ""),
   },
   {
     key: "group",

@@ -8,6 +8,7 @@ line. The page computes memory curves from the buffers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from zpasses.dumps.format import Compile, Dump, Failure, Node, PassRun, Snapshot, Source, Step
@@ -42,9 +43,11 @@ def payload(
         others: further dumps, or ranks of a dump, whose compiles follow.
     """
     rank = select_rank(dump, rank)
-    compiles = _compiles(dump, rank, compile_name, measured)
+    names = _names([dump.path, *(other.path for other, _ in others)])
+    compiles = _compiles(dump, names[dump.path], rank, compile_name, measured)
     for other, of_rank in others:
-        compiles += _compiles(other, select_rank(other, of_rank), compile_name)
+        chosen = select_rank(other, of_rank)
+        compiles += _compiles(other, names[other.path], chosen, compile_name)
     return {
         "format": FORMAT,
         "title": one_line(f"zpasses report: {dump.path.name}"),
@@ -57,8 +60,18 @@ def payload(
     }
 
 
+def _names(paths: Sequence[Path]) -> dict[Path, str]:
+    """Path of each dump -> as many of its last parts as tell it from the others."""
+    names = {path: path.name for path in paths}
+    for count in range(2, 1 + max(len(path.parts) for path in paths)):
+        if len(set(names.values())) == len(names):
+            break
+        names = {path: "/".join(path.parts[-count:]) for path in paths}
+    return names
+
+
 def _compiles(
-    dump: Dump, rank: int, compile_name: str | None, measured: Measured | None = None
+    dump: Dump, name: str, rank: int, compile_name: str | None, measured: Measured | None = None
 ) -> list[dict[str, Any]]:
     picked = select_graphs(dump, rank=rank, compile_name=compile_name)
     chosen = dict.fromkeys(each.compile.folder for each in picked)
@@ -67,10 +80,16 @@ def _compiles(
         for each in dump.ranks[rank].compiles
         if each.folder in chosen or (compile_name is None and each.error is not None)
     ]
-    return [_compile(each, rank, dump.path.name, measured) for each in compiles]
+    about = {
+        "dump": one_line(name),
+        "path": one_line(str(dump.path)),
+        "torch": one_line(str(dump.meta.get("torch", ""))),
+        "rank": rank,
+    }
+    return [{**about, **_compile(each, rank, measured)} for each in compiles]
 
 
-def _compile(each: Compile, rank: int, dump: str, measured: Measured | None) -> dict[str, Any]:
+def _compile(each: Compile, rank: int, measured: Measured | None) -> dict[str, Any]:
     pool = _NodePool(each)
     graphs = [
         _graph(SelectedGraph(rank, each, graph), pool, measured) for graph in each.graphs.values()
@@ -80,8 +99,6 @@ def _compile(each: Compile, rank: int, dump: str, measured: Measured | None) -> 
     return {
         "name": one_line(info.name),
         "folder": one_line(each.folder),
-        "dump": one_line(dump),
-        "rank": rank,
         "world": info.world,
         "state": one_line(info.state),
         "codegen": one_line(info.codegen),
