@@ -31,7 +31,9 @@ __all__ = [
     "gloo_packs",
     "liveness",
     "memory_base",
+    "memory_root",
     "reinplaceable_all_reduces",
+    "root_output",
     "saved_for_backward",
     "scratch_bytes",
     "subgraph_bytes",
@@ -63,6 +65,8 @@ class Buffer:
     scratch: bool = False
     """Whether it holds no value of the graph: scratch memory of a collective's backend, or what a
     subgraph needs besides its inputs and outputs."""
+    output: int = 0
+    """Which of the node's outputs it holds, if the node has several."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +186,31 @@ def memory_base(node: fx.Node) -> fx.Node:
     return node
 
 
+def memory_root(node: fx.Node) -> fx.Node:
+    """Like `memory_base`, but returns the `getitem` that picks one of several outputs of a call."""
+    while _is_alias(node) and not _picks_output(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def root_output(root: fx.Node) -> tuple[fx.Node, int]:
+    """Returns the call that allocates the memory of a `memory_root`, and which of its outputs that
+    is, as `Buffer.node` and `Buffer.output` name them.
+    """
+    if not _picks_output(root):
+        return root, 0
+    at: Any = root.args[1]
+    return root.all_input_nodes[0], at
+
+
+def _picks_output(node: fx.Node) -> bool:
+    if node.target is not operator.getitem or not isinstance(node.args[1], int):
+        return False
+    source = node.all_input_nodes[0]
+    value = value_of(source)
+    return isinstance(value, (list, tuple)) and len(value) > 1 and not _is_alias(source)
+
+
 def buffer_readers(base: fx.Node) -> Iterator[fx.Node]:
     """Yields the users of a value and of all its aliases."""
     queue, seen = [base], {base}
@@ -266,7 +295,9 @@ class _Tracker:
         value = value_of(node)
         given = self._bytes_of(node) if self._bytes_of is not None else None
         parts = list(value) if isinstance(value, (list, tuple)) else [value]
-        made = [Buffer(node, nbytes(part), index, index) for part in parts]
+        made = [
+            Buffer(node, nbytes(part), index, index, output=at) for at, part in enumerate(parts)
+        ]
         if given is not None:
             for buffer in made:
                 buffer.nbytes = 0

@@ -26,8 +26,9 @@ from zpasses.cost.collective_moves import (
 )
 from zpasses.cost.memory import (
     buffer_readers,
-    memory_base,
+    memory_root,
     reinplaceable_all_reduces,
+    root_output,
     scratch_bytes,
 )
 from zpasses.cost.roofline import compute_us, copy_us, durations_us
@@ -341,7 +342,7 @@ class _Reader:
 
     def _natural_last(self, item: SchedulableCollective) -> int:
         """Index of the last node that needs a reduction's input for something else."""
-        base = memory_base(item.source)
+        base = memory_root(item.source)
         if item.started in self._in_place and any(
             node.op == "output" for node in buffer_readers(item.wait)
         ):
@@ -361,18 +362,18 @@ class _Reader:
         for item, at in uses.items():
             first_of.update(dict.fromkeys(item.inputs, size))
             first_of[item.started] = 0 if is_resident(item.wait) else self._kept[at]
-        last_of: dict[fx.Node, int] = {}
+        last_of: dict[tuple[fx.Node, int], int] = {}
         for item, at in ready.items():
             # Results exist beside the gradient, which is counted until the node before the slot.
             before = self._kept[max(0, at - 1)]
             first_of[item.started] = before
             first_of.update(dict.fromkeys(item.results, before))
-            last_of[memory_base(item.source)] = self._natural_last(item)
+            last_of[root_output(memory_root(item.source))] = self._natural_last(item)
         for buffer in self._curve.base.buffers:
             if buffer.scratch and buffer.node in self._moving:
                 continue
             first = first_of.get(buffer.node, buffer.first)
-            last = min(buffer.last, last_of.get(buffer.node, buffer.last))
+            last = min(buffer.last, last_of.get((buffer.node, buffer.output), buffer.last))
             if first <= last:
                 changes[first] += buffer.nbytes
                 changes[last + 1] -= buffer.nbytes

@@ -22,7 +22,7 @@ from zpasses.cost.target import TARGETS
 from zpasses.dumps import read
 from zpasses.graph.nodes import calls as calls_of
 from zpasses.pipeline.observers import observe_graphs
-from zpasses.testing import run_on_ranks, world_mesh
+from zpasses.testing import fake_world, run_on_ranks, world_mesh
 
 EAGER = {"codegen": "eager"}
 WIDTH, DEPTH = 8, 4
@@ -345,6 +345,21 @@ def test_a_dump_has_one_graph_per_distinct_block(one_rank, tmp_path):
     calls = [node for node in whole.nodes if "invoke_subgraph" in node.target]
     assert [node.source.module for node in calls] == [f"layers.{at}" for at in range(DEPTH)]
     assert all(node.cost_us > 0 for node in calls)
+
+
+def test_schedules_of_calls_keep_to_their_budget(tmp_path):
+    torch._dynamo.reset()
+    with fake_world(64):
+        width = 512
+        layers = [nn.TransformerEncoderLayer(width, 4, batch_first=True) for _ in range(4)]
+        model = zpasses.shard(nn.Sequential(*layers), mesh=world_mesh())
+        options = {**EAGER, "target": "h100", "blocks": "auto", "dump": str(tmp_path)}
+        step = torch.compile(model, backend="zpasses", options=options)
+        step(torch.randn(1, 8, width)).sum().backward()
+    (compiled,) = read(tmp_path).ranks[0].compiles
+    found = compiled.graphs["backward"].prediction
+    assert len([name for name in compiled.graphs if "block_" in name]) == 2
+    assert found.peak_bytes <= found.limit_bytes
 
 
 def test_the_time_of_a_call_is_that_of_its_block_and_so_is_its_memory(one_rank):

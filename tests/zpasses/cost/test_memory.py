@@ -12,7 +12,9 @@ from tests.graphs import Param, joint, rewritten
 from zpasses import compat
 from zpasses.cost.memory import (
     liveness,
+    memory_root,
     reinplaceable_all_reduces,
+    root_output,
     saved_for_backward,
     scratch_bytes,
 )
@@ -330,3 +332,24 @@ def test_modelled_peaks_are_what_a_step_allocates(last):
     assert back.peak_bytes + ahead.live_bytes[-1] - back.live_bytes[0] == pytest.approx(
         backward, rel=0.02
     )
+
+
+def test_each_output_of_a_call_has_memory_of_its_own():
+    built = GraphBuilder("x")
+    (x,) = built.inputs
+    call = built.call(aten.var_mean.correction, x, [0])
+    first, second = (built.call(operator.getitem, call, at) for at in range(2))
+    view = built.call(aten.view.default, second, [1])
+    built.graph.output((first, view))
+    assert [memory_root(each) for each in (first, view)] == [first, second]
+    assert [root_output(memory_root(each)) for each in (first, view, x)] == [
+        (call, 0),
+        (call, 1),
+        (x, 0),
+    ]
+    buffers = [each for each in liveness(built.graph).buffers if each.node is call]
+    assert [each.output for each in buffers] == [0, 1]
+    # Views share the memory of what they view, also if a call makes several.
+    parts = built.call(aten.split.Tensor, x, 512)
+    part = built.call(operator.getitem, parts, 1)
+    assert memory_root(part) is x
