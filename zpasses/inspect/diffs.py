@@ -229,7 +229,8 @@ def _peak_parts(title: str, one: Comparison, most: int) -> list[Table | Text | s
     for sign, held in (("new", one.new), ("gone", one.gone)):
         if len(held) > most:
             size = bytes_text(sum(each.nbytes for each in held[most:]))
-            lines.append(f"and {len(held) - most} more {sign} buffers, {size} together")
+            what = "buffer" if len(held) - most == 1 else "buffers"
+            lines.append(f"and {len(held) - most} more {sign} {what}, {size} together")
     buffers = table(
         ("at the peak", "allocated by", "kind", "bytes", "parameters"), rows, ("bytes",)
     )
