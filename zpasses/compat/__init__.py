@@ -162,7 +162,12 @@ from zpasses.compat.optim import (
     call_after_optimizer_load,
     newton_schulz,
 )
-from zpasses.compat.regions import call_subgraph, is_subgraph_call, subgraph_of
+from zpasses.compat.regions import (
+    call_subgraph,
+    is_subgraph_call,
+    subgraph_of,
+    subgraphs_write_no_inputs,
+)
 
 __all__ = [
     "BOXED_CODEGEN",
@@ -278,6 +283,7 @@ __all__ = [
     "storage_freed_check",
     "storage_id",
     "subgraph_of",
+    "subgraphs_write_no_inputs",
     "symm_mem_module",
     "symm_mem_stream",
     "trace_artifact",
