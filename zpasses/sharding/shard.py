@@ -234,6 +234,7 @@ def _shard_parameters(
 
 def _as_parameter(sharded: DTensor, param: nn.Parameter) -> nn.Parameter:
     made = nn.Parameter(sharded, requires_grad=param.requires_grad)
+    compat.set_spec(made, compat.spec_of(sharded))
     made.__dict__.update(param.__dict__)
     param._zpasses_sharded_as = weakref.ref(made)  # type: ignore[attr-defined]
     return made
