@@ -314,7 +314,7 @@ def _pickler_in_c(pickler: Any, stream: io.BytesIO) -> Any:
 
     Where dill is installed, torch's own is written in Python, and takes three times as long.
     """
-    own = type(pickler)
+    own: Any = type(pickler)
     methods = {name: value for name, value in vars(own).items() if not name.startswith("__")}
     made = type(own.__name__, (pickle.Pickler,), methods)(stream)
     inherited = getattr(own.__base__(io.BytesIO()), "__dict__", {})
