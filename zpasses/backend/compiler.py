@@ -40,7 +40,7 @@ from zpasses.backend.code import (
     forward_facts,
 )
 from zpasses.backend.free_memory import agreed_free_bytes
-from zpasses.backend.garbage import no_garbage_collection
+from zpasses.backend.garbage import no_garbage_collection, no_garbage_collection_in_compiles
 from zpasses.backend.partition import PartitionPolicy, partition_step
 from zpasses.backend.tuned import with_tuned_options
 from zpasses.backend.tuning import with_tried_options
@@ -80,6 +80,9 @@ __all__ = ["zpasses_backend"]
 
 log = logging.getLogger("zpasses")
 
+# torch.compile imports this module before the first trace.
+no_garbage_collection_in_compiles()
+
 
 def zpasses_backend(
     gm: fx.GraphModule,
@@ -105,6 +108,7 @@ def zpasses_backend(
             f"backend 'zpasses' has no modes (got {mode!r}); set Inductor's options with "
             f"options={{'inductor': {{...}}}}."
         )
+    no_garbage_collection_in_compiles()  # torch._dynamo.reset forgets it
     given = Options.parse(options)
     captured = capture(gm, example_inputs)
     parsed = _chosen_options(given, captured)

@@ -102,6 +102,7 @@ from zpasses.compat.dtensor import (
     wrap_local,
 )
 from zpasses.compat.dynamo import (
+    call_around_compiles,
     compile_counts,
     current_compile_id,
     dynamo_disable,
@@ -192,6 +193,7 @@ __all__ = [
     "artifacts_refusal",
     "as_fake",
     "call_after_optimizer_load",
+    "call_around_compiles",
     "call_subgraph",
     "clear_sharding_prop_cache",
     "clone_graph_module",

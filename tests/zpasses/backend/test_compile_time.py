@@ -46,6 +46,32 @@ def test_the_backend_collects_no_garbage(one_rank):
     assert gc.isenabled()
 
 
+def test_no_garbage_is_collected_in_the_trace_either(one_rank):
+    enabled = []
+
+    class Traced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers()
+
+        def forward(self, x):
+            enabled.append(seen())
+            return self.layers(x)
+
+    @torch._dynamo.assume_constant_result
+    def seen():
+        return gc.isenabled()
+
+    model = Traced()
+    step = step_of(model)
+    torch._dynamo.reset()  # forgets callbacks
+    step(torch.ones(2, WIDTH))
+    torch.compile(lambda x: x + 1, backend="zpasses")
+    step(torch.ones(3, WIDTH))
+    assert enabled[-1] is False
+    assert gc.isenabled()
+
+
 def test_a_collector_that_was_off_stays_off():
     gc.disable()
     try:
