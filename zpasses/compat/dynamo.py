@@ -166,7 +166,7 @@ def call_around_compiles(start: Callable[[object], None], end: Callable[[object]
 
     Compiles inside a compile are not told. Further calls with the same functions do nothing.
     """
-    from torch._dynamo import callback_handler, on_compile_end, on_compile_start
+    from torch._dynamo.callback import callback_handler, on_compile_end, on_compile_start
 
     if start not in callback_handler.start_callbacks:
         on_compile_start(start)
