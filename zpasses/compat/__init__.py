@@ -93,11 +93,13 @@ from zpasses.compat.c10d import (
 from zpasses.compat.dtensor import (
     DTensorSpec,
     clear_sharding_prop_cache,
+    concatenate_meshes,
     local_of,
     make_dtensor,
     set_local,
     spec_of,
     storage_id,
+    strided_shard,
     wrap_local,
 )
 from zpasses.compat.dynamo import (
@@ -193,6 +195,7 @@ __all__ = [
     "collective_timeout",
     "compile_counts",
     "compiled_forward",
+    "concatenate_meshes",
     "current_autograd_node",
     "current_compile_id",
     "current_graph_task_id",
@@ -277,6 +280,7 @@ __all__ = [
     "statically_known_true",
     "storage_freed_check",
     "storage_id",
+    "strided_shard",
     "subgraph_of",
     "symm_mem_module",
     "symm_mem_stream",

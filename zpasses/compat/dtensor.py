@@ -14,11 +14,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 __all__ = [
     "DTensorSpec",
     "clear_sharding_prop_cache",
+    "concatenate_meshes",
     "local_of",
     "make_dtensor",
     "set_local",
     "spec_of",
     "storage_id",
+    "strided_shard",
     "wrap_local",
 ]
 
@@ -41,6 +43,35 @@ def wrap_local(local: Tensor, spec: DTensorSpec) -> DTensor:
     """Builds a DTensor around `local` without dispatch (`from_local` is 20 times slower)."""
     build = cast(Callable[..., DTensor], DTensor)
     return build(local, spec, requires_grad=False)
+
+
+def concatenate_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh of the dimensions of `outer`, followed by those of `inner`.
+
+    Both are submeshes of one mesh, with names.
+
+    Raises:
+        RuntimeError: if they overlap, are of different meshes, or have no names.
+    """
+    if outer.mesh_dim_names is None or inner.mesh_dim_names is None:
+        raise RuntimeError("the dimensions of the meshes have no names")
+    if hasattr(DeviceMesh, "_concatenate"):
+        return DeviceMesh._concatenate([outer, inner])
+    root = outer._get_root_mesh()  # type: ignore[attr-defined]
+    if root != inner._get_root_mesh():  # type: ignore[attr-defined]
+        raise RuntimeError("the meshes are no submeshes of one mesh")
+    return cast(DeviceMesh, root[(*outer.mesh_dim_names, *inner.mesh_dim_names)])
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Returns the placement of a dimension that a later dimension of the mesh has cut before.
+
+    Args:
+        split_factor: into how many pieces it was cut before.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return cast(Placement, _StridedShard(dim, split_factor=split_factor))
 
 
 def clear_sharding_prop_cache() -> None:
