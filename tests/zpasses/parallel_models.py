@@ -110,5 +110,9 @@ def assert_near(actual, expected, rtol=1e-6):
     for name, value in expected.items():
         scale = value.abs().max().item() or 1.0
         torch.testing.assert_close(
-            actual[name].detach(), value, rtol=0, atol=rtol * scale, msg=lambda s, n=name: f"{n}: {s}"
+            actual[name].detach(),
+            value,
+            rtol=0,
+            atol=rtol * scale,
+            msg=lambda s, n=name: f"{n}: {s}",
         )

@@ -257,9 +257,7 @@ def groups_of(window: Window) -> list[str]:
     """Return the names of the process groups over which a window's parameters are sharded, in the
     same order on every rank.
     """
-    names = (
-        shard_group(param) for param in window.params if isinstance(param, DTensor)
-    )
+    names = (shard_group(param) for param in window.params if isinstance(param, DTensor))
     return list(dict.fromkeys(names))
 
 
@@ -358,10 +356,7 @@ def _reduce_with_dialect(
 
 def _accumulate(params: Sequence[Any], grads: Sequence[Tensor]) -> None:
     """Accumulate gradients into `param.grad` through autograd, which calls all hooks."""
-    wrapped = [
-        wrap_shard_grad(grad, param)
-        for param, grad in zip(params, grads, strict=True)
-    ]
+    wrapped = [wrap_shard_grad(grad, param) for param, grad in zip(params, grads, strict=True)]
     for param in params:
         drop_cached(param)  # an optimizer step is expected after every reduction
     torch.autograd.backward(list(params), wrapped)

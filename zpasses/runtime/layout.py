@@ -45,8 +45,8 @@ class ParamLayout:
     grad_scale: float = 1.0
     """Factor on the average of the gradients over `mesh`."""
     cuts: tuple[tuple[int, int, int], ...] = field(init=False)
-    """For each dimension of `inner_mesh` that cuts the parameter: dimension of the parameter, number
-    of pieces, and this rank's piece."""
+    """For each dimension of `inner_mesh` that cuts the parameter: the dimension of the parameter,
+    the number of pieces, and the number of this rank's piece."""
 
     def __post_init__(self) -> None:
         if self.whole_mesh is None:
@@ -189,9 +189,7 @@ def layout_of(param: DTensor) -> ParamLayout:
     known = getattr(param, LAYOUT_ATTRIBUTE, None)
     if known is None:
         placement = param.placements[0]
-        known = ParamLayout(
-            param.device_mesh, placement.dim if isinstance(placement, Shard) else 0
-        )
+        known = ParamLayout(param.device_mesh, placement.dim if isinstance(placement, Shard) else 0)
     return cast(ParamLayout, known)
 
 

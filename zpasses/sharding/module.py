@@ -280,9 +280,7 @@ def _gathering_property(spec: ParamShardSpec, class_name: str) -> property:
             )
             return traced if layout.inner_mesh is None else layout.wrap_piece(traced, param.shape)
         full = layout.rows_back(
-            torch.ops.zpasses.unshard(
-                to_local_shard(param), rows, param_dtype, reduce_dtype, group
-            )
+            torch.ops.zpasses.unshard(to_local_shard(param), rows, param_dtype, reduce_dtype, group)
         )
         if layout.inner_mesh is None:
             return _guard(full, label)

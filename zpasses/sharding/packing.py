@@ -84,9 +84,7 @@ def pack_local_rows(
     mesh = layouts[0].mesh if layouts else None
     if mesh is None:
         return []
-    reserve = [
-        _block_numel(shape, layout) for shape, layout in zip(shapes, layouts, strict=True)
-    ]
+    reserve = [_block_numel(shape, layout) for shape, layout in zip(shapes, layouts, strict=True)]
     rows = [layout.rows_first(shard) for layout, shard in zip(layouts, shards, strict=True)]
     packed: dict[int, Tensor] = {}
     group = compat.group_name(mesh.get_group())
@@ -102,6 +100,6 @@ def _block_numel(shape: torch.Size, layout: ParamLayout) -> int:
         return 1
     block = rows_per_rank(layout.rows(shape), layout.mesh.size())
     gathered = layout.gathered_shape(shape)
-    return block * torch.Size(
-        size for dim, size in enumerate(gathered) if dim != layout.dim
-    ).numel()
+    return (
+        block * torch.Size(size for dim, size in enumerate(gathered) if dim != layout.dim).numel()
+    )

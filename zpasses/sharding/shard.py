@@ -123,7 +123,7 @@ def shard(
                 floating = made.is_floating_point()
                 spec = ParamShardSpec(
                     name,
-                    layout_of(made),
+                    layouts[key],
                     group,
                     param_dtype if floating else None,
                     reduce_dtype if floating else None,
