@@ -4,6 +4,7 @@ import copy
 
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -116,3 +117,79 @@ def assert_near(actual, expected, rtol=1e-6):
             atol=rtol * scale,
             msg=lambda s, n=name: f"{n}: {s}",
         )
+
+
+# --- experts --------------------------------------------------------------------------------------
+class Experts(nn.Module):
+    """Two-layer experts, computed one after the other."""
+
+    def __init__(self, experts, width=8, hidden=6):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, width, hidden) / 3)
+        self.down = nn.Parameter(torch.randn(experts, hidden, width) / 3)
+
+    def forward(self, tokens):
+        """Takes and returns tokens [experts of this rank, tokens, width]."""
+        up, down = self.up, self.down
+        if isinstance(up, DTensor):
+            up, down = up.to_local(), down.to_local()
+        parts = [torch.tanh(part @ up[i]) @ down[i] for i, part in enumerate(tokens.unbind())]
+        return torch.stack(parts)
+
+
+class Mixture(nn.Module):
+    """Sends every token to the best expert, over `group` if the experts lie on its ranks.
+
+    Every expert has a place for every token, so shapes do not depend on the data.
+    """
+
+    def __init__(self, experts=4, width=8):
+        super().__init__()
+        self.router = nn.Linear(width, experts, bias=False)
+        self.experts = Experts(experts, width)
+        self.group = None
+
+    def forward(self, x):
+        shape, x = x.shape, x.flatten(0, -2)
+        scores = self.router(x).softmax(-1)
+        gate, chosen = scores.max(-1)
+        place = nn.functional.one_hot(chosen, scores.shape[1]).to(x.dtype).t()  # [experts, tokens]
+        sent = self._exchange(place.unsqueeze(-1) * x)
+        pieces = 1 if self.group is None else self.group.size()
+        sent = sent.unflatten(0, (pieces, -1)).transpose(0, 1).flatten(1, 2)
+        done = self.experts(sent)
+        done = done.unflatten(1, (pieces, -1)).transpose(0, 1).flatten(0, 1)
+        back = self._exchange(done)
+        return ((place.unsqueeze(-1) * back).sum(0) * gate.unsqueeze(-1)).view(shape)
+
+    def _exchange(self, tokens):
+        if self.group is None:
+            return tokens
+        return all_to_all_single_autograd(tokens.contiguous(), None, None, self.group)
+
+
+class MixtureModel(nn.Module):
+    def __init__(self, words=7, layers=2):
+        super().__init__()
+        self.embed = nn.Embedding(words, 8)
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(layers))
+        self.layers = nn.ModuleList(Mixture() for _ in range(layers))
+        self.head = nn.Linear(8, words)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))
+        return self.head(x)
+
+
+def expert_parallel(model, mesh, *, dtensors=True):
+    """Leaves each rank its experts, as DTensors on `mesh` or as plain parameters."""
+    for layer in model.layers:
+        layer.group = mesh.get_group()
+        for name, param in list(layer.experts.named_parameters()):
+            own = param.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+            if dtensors:
+                own = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+            setattr(layer.experts, name, nn.Parameter(own))
+    return model
