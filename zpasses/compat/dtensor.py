@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,12 +13,15 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 __all__ = [
     "DTensorSpec",
     "clear_sharding_prop_cache",
+    "concatenate_meshes",
     "local_of",
+    "local_range",
     "make_dtensor",
     "set_local",
     "set_spec",
     "spec_of",
     "storage_id",
+    "strided_shard",
     "wrap_local",
 ]
 
@@ -67,6 +70,67 @@ def wrap_local(local: Tensor, spec: DTensorSpec, kind: type[DTensor] = DTensor) 
 
 
 _new: Any = DTensor.__new__
+
+
+def concatenate_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh of the dimensions of `outer`, followed by those of `inner`.
+
+    Both are submeshes of one mesh, with names.
+
+    Raises:
+        RuntimeError: if they overlap, are of different meshes, or have no names.
+    """
+    if outer.mesh_dim_names is None or inner.mesh_dim_names is None:
+        raise RuntimeError("the dimensions of the meshes have no names")
+    if hasattr(DeviceMesh, "_concatenate"):
+        return DeviceMesh._concatenate([outer, inner])
+    root = cast(Any, outer)._get_root_mesh()
+    if root != cast(Any, inner)._get_root_mesh():
+        raise RuntimeError("the meshes are no submeshes of one mesh")
+    return cast(DeviceMesh, root[(*outer.mesh_dim_names, *inner.mesh_dim_names)])
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Returns the placement of a dimension that a later dimension of the mesh has cut before.
+
+    Args:
+        split_factor: into how many pieces it was cut before.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return cast(Placement, _StridedShard(dim, split_factor=split_factor))
+
+
+def local_range(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> list[tuple[int, int]]:
+    """Returns start and length of this rank's part of each dimension of a DTensor.
+
+    A strided placement cuts what the later dimensions of the mesh have left. No other dimension may
+    be cut in strides.
+
+    Args:
+        shape: shape of the whole tensor.
+    """
+    ranges = [(0, size) for size in shape]
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    cuts = [(_is_strided(each), at) for at, each in enumerate(placements) if _cut_dim(each) >= 0]
+    for _, at in sorted(cuts):
+        dim = _cut_dim(placements[at])
+        start, length = ranges[dim]
+        block = -(-length // mesh.size(at))
+        before = min(coordinate[at] * block, length)
+        ranges[dim] = (start + before, min(block, length - before))
+    return ranges
+
+
+def _is_strided(placement: Placement) -> bool:
+    return type(placement).__name__ == "_StridedShard"
+
+
+def _cut_dim(placement: Placement) -> int:
+    return int(getattr(placement, "dim", -1)) if not placement.is_partial() else -1
 
 
 def clear_sharding_prop_cache() -> None:
