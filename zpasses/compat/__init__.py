@@ -98,12 +98,14 @@ from zpasses.compat.dtensor import (
     local_range,
     make_dtensor,
     set_local,
+    set_spec,
     spec_of,
     storage_id,
     strided_shard,
     wrap_local,
 )
 from zpasses.compat.dynamo import (
+    call_around_compiles,
     compile_counts,
     current_compile_id,
     dynamo_disable,
@@ -165,7 +167,12 @@ from zpasses.compat.optim import (
     call_after_optimizer_load,
     newton_schulz,
 )
-from zpasses.compat.regions import call_subgraph, is_subgraph_call, subgraph_of
+from zpasses.compat.regions import (
+    call_subgraph,
+    is_subgraph_call,
+    subgraph_of,
+    subgraphs_write_no_inputs,
+)
 
 __all__ = [
     "BOXED_CODEGEN",
@@ -189,6 +196,7 @@ __all__ = [
     "artifacts_refusal",
     "as_fake",
     "call_after_optimizer_load",
+    "call_around_compiles",
     "call_subgraph",
     "clear_sharding_prop_cache",
     "clone_graph_module",
@@ -276,6 +284,7 @@ __all__ = [
     "second_group",
     "second_group_name",
     "set_local",
+    "set_spec",
     "size_hint",
     "size_ranges",
     "spec_of",
@@ -284,6 +293,7 @@ __all__ = [
     "storage_id",
     "strided_shard",
     "subgraph_of",
+    "subgraphs_write_no_inputs",
     "symm_mem_module",
     "symm_mem_stream",
     "trace_artifact",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -19,6 +18,7 @@ __all__ = [
     "local_range",
     "make_dtensor",
     "set_local",
+    "set_spec",
     "spec_of",
     "storage_id",
     "strided_shard",
@@ -34,16 +34,42 @@ def make_dtensor(
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    spec = DTensorSpec(
+    spec = _SharedSpec(
         mesh, placements, tensor_meta=TensorMeta(shape, tuple(reversed(strides)), local.dtype)
     )
     return wrap_local(local, spec)
 
 
-def wrap_local(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Builds a DTensor around `local` without dispatch (`from_local` is 20 times slower)."""
-    build = cast(Callable[..., DTensor], DTensor)
-    return build(local, spec, requires_grad=False)
+class _SharedSpec(DTensorSpec):
+    """A spec whose deep copies are itself, as nothing changes a spec.
+
+    Dynamo's guard compares a parameter's spec with a deep copy in every call. A copy of the mesh is
+    compared rank by rank, and the same mesh at once.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SharedSpec:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as a plain spec, so that checkpoints can be loaded without zpasses."""
+        plain = DTensorSpec.__new__(DTensorSpec)
+        plain.__dict__.update(self.__dict__)
+        return plain.__reduce_ex__(protocol)
+
+
+def wrap_local(local: Tensor, spec: DTensorSpec, kind: type[DTensor] = DTensor) -> DTensor:
+    """Builds a DTensor around `local` without dispatch (`from_local` is 20 times slower).
+
+    Args:
+        kind: the class of the result, DTensor or a subclass.
+    """
+    # Not by a call of the class: DTensor's `__init__` does nothing, behind two wrappers of Dynamo
+    # and export that take longer than the rest.
+    made: DTensor = _new(kind, local, spec, requires_grad=False)
+    return made
+
+
+_new: Any = DTensor.__new__
 
 
 def concatenate_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
@@ -138,3 +164,8 @@ def storage_id(tensor: Tensor) -> int:
 
 def spec_of(dtensor: DTensor) -> DTensorSpec:
     return dtensor._spec
+
+
+def set_spec(dtensor: Any, spec: DTensorSpec) -> None:
+    """Gives a DTensor another spec, equal to its own."""
+    dtensor._spec = spec

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -93,9 +93,9 @@ class _LocalShards(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # a missing gradient must stay None
         ctx.zpasses_params = params  # backward graphs find their parameters here
         ctx.zpasses_call = _calls.current
-        # Views, because autograd would mark a returned tensor as this node's output, and that must
-        # not happen to the parameter's own tensor.
-        return tuple([(rows := rows_of(param)).view_as(rows) for param in params])
+        # Other tensors of the same memory and version counter: autograd would mark a returned
+        # tensor as this node's output, and that must not happen to the parameter's own tensor.
+        return tuple([rows_of(param).detach() for param in params])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
@@ -192,7 +192,4 @@ def wrap_local_grad(local: Tensor, spec: compat.DTensorSpec, *, stored: bool = T
         return DTensor.from_local(
             local, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
         )
-    if not stored:
-        return compat.wrap_local(local, spec)
-    build = cast(Callable[..., DTensor], StealableGrad)
-    return build(local, spec, requires_grad=False)
+    return compat.wrap_local(local, spec, StealableGrad if stored else DTensor)

@@ -265,7 +265,9 @@ def _shard_parameters(
 
 
 def _as_parameter(part: Tensor, param: nn.Parameter, layout: ParamLayout) -> nn.Parameter:
-    made = nn.Parameter(layout.wrap(part, param.shape), requires_grad=param.requires_grad)
+    sharded = layout.wrap(part, param.shape)
+    made = nn.Parameter(sharded, requires_grad=param.requires_grad)
+    compat.set_spec(made, compat.spec_of(sharded))
     made.__dict__.update(param.__dict__)
     setattr(made, LAYOUT_ATTRIBUTE, layout)
     param._zpasses_sharded_as = weakref.ref(made)  # type: ignore[attr-defined]
