@@ -29,10 +29,10 @@ class Block(nn.Module):
 class Words(nn.Module):
     """Predicts one of 7 words from each. Dimensions that meshes of 2 x 2 do not divide."""
 
-    def __init__(self, words=7, layers=2):
+    def __init__(self, words=7, layers=2, hidden=10):
         super().__init__()
         self.embed = nn.Embedding(words, 8)
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(hidden=hidden) for _ in range(layers))
         self.head = nn.Linear(8, words, bias=False)
 
     def forward(self, tokens):

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import ShardingError
-from zpasses.graph.nodes import nbytes, value_of
+from zpasses.graph.nodes import collective_of, is_dialect, nbytes, value_of
 from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
-from zpasses.graph.tags import Tag, add_tag, tag_of
+from zpasses.graph.tags import Tag, add_tag, mark_of_model, tag_of
 from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.layout import layout_of, rows_of, shard_group
 from zpasses.runtime.windows import grad_state_of
@@ -386,7 +386,7 @@ def _trains_on_several_ranks() -> bool:
 
 def tag_joint(graph: fx.Graph, shards: dict[int, str]) -> None:
     """Tag the dialect's ops of a joint graph, and the inputs that hold shards, with their
-    parameters.
+    parameters. Mark the collectives of the model itself.
 
     Tags that AOTAutograd's re-tracing has preserved are used as they are. For the other ops
     (checkpointed regions, gradients), AOTAutograd's descriptors of inputs and outputs give the
@@ -409,6 +409,10 @@ def tag_joint(graph: fx.Graph, shards: dict[int, str]) -> None:
         name = shards.get(i)
         if name is not None:
             _tag_reductions(node, name)
+    if shards:
+        for node in graph.nodes:
+            if collective_of(node) is not None and not is_dialect(node):
+                mark_of_model(node)
 
 
 def _described_inputs(graph: fx.Graph) -> dict[fx.Node, int]:

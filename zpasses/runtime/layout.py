@@ -44,6 +44,9 @@ class ParamLayout:
     """The mesh of the sharded parameter: `mesh`, followed by the dimensions of `inner_mesh`."""
     grad_scale: float = 1.0
     """Factor on the average of the gradients over `mesh`."""
+    group_names: tuple[str, ...] = field(init=False)
+    """Process groups of the dimensions of `whole_mesh`. Two meshes over the same ranks compare
+    equal, but may have different groups."""
     cuts: tuple[tuple[int, int, int], ...] = field(init=False)
     """For each dimension of `inner_mesh` that cuts the parameter: the dimension of the parameter,
     the number of pieces, and the number of this rank's piece."""
@@ -56,6 +59,10 @@ class ParamLayout:
                 else compat.concatenate_meshes(self.mesh, self.inner_mesh)
             )
             object.__setattr__(self, "whole_mesh", whole)
+        names = [compat.group_name(self.mesh.get_group())]
+        for at in range(self.inner_mesh.ndim if self.inner_mesh is not None else 0):
+            names.append(compat.group_name(cast(DeviceMesh, self.inner_mesh).get_group(at)))
+        object.__setattr__(self, "group_names", tuple(names))
         # Kept, because Dynamo traces reads.
         coordinate = self.inner_mesh.get_coordinate() if self.inner_mesh is not None else None
         cuts = tuple(

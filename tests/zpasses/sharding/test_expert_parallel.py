@@ -48,11 +48,11 @@ def _experts_of_all(values, mesh, dtensors):
     return found
 
 
-def _train(stage, dtensors=True, along=None, windows=1):
+def _train(stage, dtensors=True, along=None, windows=1, clip=None):
     torch.manual_seed(0)
     plain, mesh = MixtureModel(), mesh_2d(names=("edp", "ep"))
     batches = token_batches(STEPS, 4 * windows)
-    expected = train_unsharded(plain, batches)
+    expected = train_unsharded(plain, batches, clip=clip)
     model = _sharded(plain, mesh, dtensors=dtensors, along=along)
     run = model
     if stage:
@@ -70,6 +70,8 @@ def _train(stage, dtensors=True, along=None, windows=1):
             loss = word_loss(run(part), part)
             (loss / windows).backward()
             losses.append(loss.item())
+        if clip is not None:
+            zpasses.clip_grad_norm_(model.parameters(), clip)
         optim.step()
     own = torch.tensor(expected[0]).unflatten(1, (windows, 4))[:, :, rank].flatten()
     torch.testing.assert_close(torch.tensor(losses), own, rtol=2e-6, atol=0)
@@ -79,20 +81,35 @@ def _train(stage, dtensors=True, along=None, windows=1):
     assert_near(_experts_of_all(params, mesh, dtensors), expected[2])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_training_equals_the_unsharded_model(stage):
+def test_training_equals_the_unsharded_model():
+    run_on_ranks(_train, 3, ranks=4)
+
+
+@pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_all_stages(stage):
     run_on_ranks(_train, stage, ranks=4)
 
 
-@pytest.mark.parametrize("along", [0, 1, 2])
-def test_experts_cut_along_any_dimension(along):
-    run_on_ranks(_train, 3, True, along, ranks=4)
+def test_experts_cut_along_another_dimension_in_windows():
+    run_on_ranks(_train, 3, along=1, windows=2, ranks=4)
+
+
+@pytest.mark.slow(quick="test_experts_cut_along_another_dimension_in_windows")
+@pytest.mark.parametrize(("stage", "along"), [(0, 2), (2, 1), (3, 2)])
+def test_experts_cut_along_all_dimensions(stage, along):
+    run_on_ranks(_train, stage, along=along, ranks=4)
 
 
 def test_experts_as_plain_parameters():
     run_on_ranks(_train, 3, False, 2, ranks=4)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.slow(quick="test_experts_cut_along_another_dimension_in_windows")
+@pytest.mark.parametrize("stage", [0, 2])
 def test_windows(stage):
     run_on_ranks(_train, stage, windows=2, ranks=4)
+
+
+def test_clipping_over_all_meshes():
+    run_on_ranks(_train, 2, clip=0.1, ranks=4)

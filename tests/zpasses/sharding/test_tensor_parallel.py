@@ -13,8 +13,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 import zpasses
 from tests.zpasses.parallel_models import (
@@ -28,9 +35,132 @@ from tests.zpasses.parallel_models import (
     whole,
     word_loss,
 )
-from zpasses.testing import run_on_ranks
+from zpasses.errors import ShardingError
+from zpasses.graph.nodes import collective_of
+from zpasses.graph.patterns import tag_foreign_gathers, tag_foreign_reductions
+from zpasses.graph.tags import tag_of
+from zpasses.pipeline.observers import observe_graphs
+from zpasses.testing import (
+    assert_step_equals_reference,
+    capture_ranks,
+    fake_world,
+    run_on_ranks,
+)
 
 STEPS = 10
+
+
+@pytest.fixture
+def mesh():
+    """A mesh of 2 x 2 fake ranks, of which this process is the last."""
+    with fake_world(4, rank=3):
+        yield mesh_2d()
+
+
+# --- structure ------------------------------------------------------------------------------------
+def test_parameters_are_what_fsdp2_makes_of_them(mesh):
+    models = [parallelized(Words(), mesh["tp"]) for _ in range(2)]
+    ours, theirs = zpasses.shard(models[0], mesh=mesh["dp"]), models[1]
+    fully_shard(theirs, mesh=mesh["dp"])
+    for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert a.placements == b.placements, name
+        assert a.device_mesh == b.device_mesh, name
+        assert (a.shape, a.to_local().shape) == (b.shape, b.to_local().shape), name
+
+
+def test_reads_return_dtensors_on_the_mesh_of_tensor_parallelism(mesh):
+    model = zpasses.shard(parallelized(Words(), mesh["tp"]), mesh=mesh["dp"])
+    read = model.blocks[0].down.weight
+    assert isinstance(read, DTensor)
+    assert (read.device_mesh, read.placements) == (mesh["tp"], (Shard(1),))
+    assert (read.shape, read.to_local().shape) == ((8, 10), (8, 5))
+    assert model.blocks[0].norm.weight.placements == (Replicate(),)
+
+
+def test_writes_to_reads_raise(mesh):
+    model = zpasses.shard(parallelized(Words(), mesh["tp"]), mesh=mesh["dp"])
+    with pytest.raises(ShardingError, match="add_ would write to parameter 'weight' of a Linear"):
+        model.head.weight.add_(1)
+
+
+def test_gradients_are_dtensors_over_both_meshes(mesh):
+    model = zpasses.shard(parallelized(Words(), mesh["tp"]), mesh=mesh["dp"])
+    model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
+    for param in model.parameters():
+        assert param.grad.placements == param.placements
+        assert param.grad.device_mesh == param.device_mesh
+
+
+def test_collectives_of_tensor_parallelism_are_not_taken_for_those_of_parameters(mesh):
+    # The input is gathered, and its gradient is reduced, as if it were a parameter.
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    plan = {"0": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel()}
+    zpasses.shard(parallelize_module(model, mesh["tp"], plan), mesh=mesh["dp"])
+    options = {"zero_stage": 3, "codegen": "eager", "agreement": False, "backwards_per_step": 2}
+    compiled = torch.compile(model, backend="zpasses", options=options, fullgraph=True)
+    logs = []
+    with observe_graphs(logs.append):
+        compiled(torch.randn(3, 8, requires_grad=True)).sum().backward()
+    assert {log.kind for log in logs} >= {"joint", "forward", "backward"}
+    for log in logs:
+        for node in log.graph.nodes:
+            collective = collective_of(node)
+            if collective is not None and collective.group == mesh["tp"].get_group().group_name:
+                assert tag_of(node) is None, node.format_node()
+        assert not tag_foreign_gathers(log.graph, "test")
+        assert not tag_foreign_reductions(log.graph, "test")
+
+
+# --- refusals -------------------------------------------------------------------------------------
+def test_mesh_of_tensor_parallelism_is_refused(mesh):
+    with pytest.raises(ShardingError, match=r"embed\.weight is a DTensor already"):
+        zpasses.shard(parallelized(Words(), mesh["tp"]), mesh=mesh["tp"])
+
+
+def test_mesh_of_other_origin_is_refused(mesh):
+    unnamed = DeviceMesh("cpu", [1, 3])
+    with pytest.raises(ShardingError, match="does not go together with the mesh to shard over"):
+        zpasses.shard(parallelized(Words(), mesh["tp"]), mesh=unnamed)
+
+
+def test_sharded_models_are_refused(mesh):
+    model = parallelized(Words(), mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"])
+    with pytest.raises(ShardingError, match="shard it once"):
+        zpasses.shard(model, mesh=mesh["dp"])
+
+
+def test_optimizers_of_whole_matrices_are_refused(mesh):
+    model = zpasses.shard(parallelized(Words(), mesh["tp"]), mesh=mesh["dp"])
+    model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
+    with pytest.raises(ShardingError, match="does not hold whole rows"):
+        zpasses.optim.Muon([model.head._parameters["weight"]]).step()
+
+
+# --- simulated ranks ------------------------------------------------------------------------------
+def _capture(dp, tp, pipeline):
+    def shard(model, _):
+        mesh = mesh_2d(dp, tp)
+        zpasses.shard(parallelized(model, mesh["tp"]), mesh=mesh["dp"])
+
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    return capture_ranks(
+        Words(hidden=12), [tokens], world_size=dp * tp, shard=shard, pipeline=pipeline
+    )
+
+
+@pytest.mark.parametrize("pipeline", ["zero3", "zero2-one-ahead"])
+def test_simulated_steps_equal_the_unlowered_graph(pipeline):
+    assert_step_equals_reference(_capture(2, 2, pipeline))
+
+
+@pytest.mark.slow(quick="test_simulated_steps_equal_the_unlowered_graph")
+@pytest.mark.parametrize(("dp", "tp"), [(4, 2), (4, 4)])
+def test_more_simulated_ranks(dp, tp):
+    assert_step_equals_reference(_capture(dp, tp, "zero3"))
+
+
+# --- training -------------------------------------------------------------------------------------
 
 
 def _train(stage, sequence, loss_cut, windows=1, clip=None):
@@ -72,11 +202,17 @@ def _train(stage, sequence, loss_cut, windows=1, clip=None):
     assert_near({n: whole(p) for n, p in model.named_parameters()}, expected[2])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_training_equals_the_unsharded_model(stage):
+def test_training_equals_the_unsharded_model():
+    run_on_ranks(_train, 3, True, False, ranks=4)
+
+
+@pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_all_stages(stage):
     run_on_ranks(_train, stage, True, False, ranks=4)
 
 
+@pytest.mark.slow(quick="test_loss_parallel")
 def test_without_sequence_parallelism():
     run_on_ranks(_train, 3, False, False, ranks=4)
 
@@ -85,8 +221,13 @@ def test_loss_parallel():
     run_on_ranks(_train, 3, True, True, ranks=4)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_windows(stage):
+def test_windows():
+    run_on_ranks(_train, 3, True, False, windows=2, ranks=4)
+
+
+@pytest.mark.slow(quick="test_windows")
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_windows_of_all_stages(stage):
     run_on_ranks(_train, stage, True, False, windows=2, ranks=4)
 
 
