@@ -201,7 +201,7 @@ class _GraphCompiler:
         self._find_budget()
         compiled = self._from_cache(example_inputs)
         if compiled is None:
-            compiled = self._compile()
+            compiled = compat.call_with_stack_room(self._compile)
         self.recorder.done()
         positions, names = list(self._captured.shards), list(self._captured.shards.values())
         return with_local_shards(
@@ -430,8 +430,11 @@ class _GraphCompiler:
         def run(args: list[Any]) -> Any:
             if not compiled:
                 copied = compat.clone_graph_module(original)
+                compile_it = functools.partial(
+                    self._compile_backward, graphs, codegen, copied, inputs
+                )
                 with state.restored(), graphs.reporting():
-                    compiled.append(self._compile_backward(graphs, codegen, copied, inputs))
+                    compiled.append(compat.call_with_stack_room(compile_it))
             return compiled[0](args)
 
         return boxed(run)
