@@ -13,6 +13,7 @@ as one rank of the fake process group, and returns `(model, inputs)` or `(model,
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import importlib.util
@@ -104,7 +105,9 @@ def run_capture(request: CaptureRequest) -> CaptureReport:
         if number:
             gc.collect()
         with no_garbage_collection():
-            _capture_rank(request, function, rank, options, seconds)
+            compat.call_with_stack_room(
+                functools.partial(_capture_rank, request, function, rank, options, seconds)
+            )
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return CaptureReport(seconds, usage * (1 if sys.platform == "darwin" else 1024))
 

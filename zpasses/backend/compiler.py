@@ -13,6 +13,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -60,6 +61,7 @@ from zpasses.pipeline.recorder import (
     pass_options,
     run_recorded_passes,
 )
+from zpasses.ranks.compiling import compiling
 from zpasses.ranks.vote import (
     has_other_ranks,
     is_reported,
@@ -215,7 +217,8 @@ class _GraphCompiler:
         self._find_budget()
         compiled = self._from_cache(example_inputs)
         if compiled is None:
-            compiled = self._compile()
+            with self._compiling():
+                compiled = compat.call_with_stack_room(self._compile)
         self.recorder.done()
         positions, names = list(self._captured.shards), list(self._captured.shards.values())
         return with_local_shards(
@@ -225,6 +228,9 @@ class _GraphCompiler:
             self._bound if self._caches_params else None,
             self._accumulation(),
         )
+
+    def _compiling(self) -> AbstractContextManager[None]:
+        return compiling(self.name, list(self._captured.shards.values()))
 
     def _compile(self) -> Callable[..., Any]:
         gm, inputs = self._captured.gm, self._captured.inputs
@@ -449,8 +455,16 @@ class _GraphCompiler:
         def run(args: list[Any]) -> Any:
             if not compiled:
                 copied = compat.clone_graph_module(original)
-                with no_garbage_collection(), state.restored(), graphs.reporting():
-                    compiled.append(self._compile_backward(graphs, codegen, copied, inputs))
+                compile_it = functools.partial(
+                    self._compile_backward, graphs, codegen, copied, inputs
+                )
+                with (
+                    no_garbage_collection(),
+                    state.restored(),
+                    graphs.reporting(),
+                    self._compiling(),
+                ):
+                    compiled.append(compat.call_with_stack_room(compile_it))
             return compiled[0](args)
 
         return boxed(run)

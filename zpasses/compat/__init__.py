@@ -13,6 +13,7 @@ import compat`) and calls `compat.<name>`.
 | DTensor | `dtensor.py` |
 | Dynamo, the structured trace | `dynamo.py` |
 | fake tensors, symbolic sizes | `fake.py` |
+| CPython's stack of frames | `frames.py` |
 | FX graphs, operators, pytrees | `fx_graph.py` |
 | Inductor | `inductor.py` |
 | optimizers | `optim.py` |
@@ -136,6 +137,7 @@ from zpasses.compat.fake import (
     statically_known_true,
     trace_aten,
 )
+from zpasses.compat.frames import call_with_stack_room
 from zpasses.compat.fx_graph import (
     BOXED_CODEGEN,
     HigherOrderOperator,
@@ -198,6 +200,7 @@ __all__ = [
     "call_after_optimizer_load",
     "call_around_compiles",
     "call_subgraph",
+    "call_with_stack_room",
     "clear_sharding_prop_cache",
     "clone_graph_module",
     "code_environment",

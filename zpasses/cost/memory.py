@@ -9,6 +9,7 @@ not counted: all figures are bytes above the state before the call.
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -223,8 +224,7 @@ def buffer_readers(base: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_alias(node: fx.Node) -> bool:
-    known = node.target is operator.getitem or node.target in _ALIASES or _aliases_argument(node)
-    return node.op == "call_function" and bool(node.all_input_nodes) and known
+    return node.op == "call_function" and _returns_alias(node.target) and bool(node.all_input_nodes)
 
 
 class _Tracker:
@@ -343,9 +343,11 @@ def subgraph_bytes(node: fx.Node) -> int:
     return _subgraph_bytes[body]
 
 
-def _aliases_argument(node: fx.Node) -> bool:
-    """Whether a call returns a view of an argument, or an argument that it writes to."""
-    call = node.target
+@functools.lru_cache(maxsize=1 << 12)
+def _returns_alias(call: Any) -> bool:
+    """Whether a call returns a part or a view of an argument, or an argument that it writes to."""
+    if call is operator.getitem or call in _ALIASES:
+        return True
     if not isinstance(call, compat.OpOverload):
         return False
     returned = [each.alias_info for each in call._schema.returns]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -85,22 +86,22 @@ class Job:
     """For gathers: the full tensor counts as live in the whole graph, because the parameter is
     cached between calls."""
 
-    @property
+    @cached_property
     def ahead_bytes(self) -> int:
         """For gathers: bytes that the full tensor adds from its start to its first consumer."""
         return 0 if self.resident else self.full_bytes
 
-    @property
+    @cached_property
     def per_launch_us(self) -> float:
         """What a launch costs besides its bytes."""
         return self.latency_us + self.timing.issue_us
 
-    @property
+    @cached_property
     def transfer_us(self) -> float:
         """The part of its duration that depends on its bytes."""
         return max(0.0, self.timing.duration_us - self.latency_us)
 
-    @property
+    @cached_property
     def channel(self) -> int:
         """0 for the links within a node, 1 for the network between nodes."""
         return int(self.timing.between_nodes)

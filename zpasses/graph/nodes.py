@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -90,15 +91,9 @@ class Collective:
 
 def collective_of(node: fx.Node) -> Collective | None:
     """Describes what a node communicates; None if the node does not communicate."""
-    target = node.target
-    if (
-        node.op != "call_function"
-        or not isinstance(target, compat.OpOverload)
-        or target.namespace not in _NAMESPACES
-    ):
+    if node.op != "call_function" or not _takes_group(node.target):
         return None
-    if target is _WAIT:
-        return None
+    target: Any = node.target
     arguments = named_arguments(node, target)
     if "group_name" not in arguments:
         return None
@@ -121,6 +116,17 @@ def collective_of(node: fx.Node) -> Collective | None:
         dtypes=tuple(str(value.dtype).removeprefix("torch.") for value in tensors),
         reduce_op=reduce_op if isinstance(reduce_op, str) else None,
         nbytes=nbytes(tensors),
+    )
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _takes_group(target: object) -> bool:
+    """Whether calls of a target communicate, if they name a process group."""
+    return (
+        isinstance(target, compat.OpOverload)
+        and target.namespace in _NAMESPACES
+        and target is not _WAIT
+        and any(argument.name == "group_name" for argument in target._schema.arguments)
     )
 
 

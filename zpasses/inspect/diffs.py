@@ -56,11 +56,9 @@ def pass_differences(
     found = []
     for each, end in ends:
         start = each.graph.first if pass_name is None else step_before(each, end)
-        scope = (
-            f"all {sum(1 for step in each.graph.steps if step.run)} passes"
-            if pass_name is None
-            else step_title(end)
-        )
+        ran = sum(1 for step in each.graph.steps if step.run)
+        all_passes = f"all {ran} passes" if ran else "before its first pass"
+        scope = all_passes if pass_name is None else step_title(end)
         found.append(
             TitledDifference(
                 f"{each.title}, {scope}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from dataclasses import asdict
 from typing import Any
@@ -66,7 +67,8 @@ def _agreement_parts(found: list[RankAgreement]) -> list[Text]:
         missing = f"; missing on rank {ranks_text(each.missing)}" if each.missing else ""
         state = "agrees" if each.agree else "DIFFERS"
         lines.append(f"{each.compile} {each.graph} {state}: ranks {sets}{missing}")
-        lines += [f"    {each.difference}"] if each.difference else []
+        parts = re.sub(r" (?=Only on rank |Shown by: )", "\n", each.difference)
+        lines += [f"    {part}" for part in parts.splitlines()]
     return [Text(tuple(lines))]
 
 
@@ -180,7 +182,11 @@ def _step_row(graph: Graph, step: Step) -> tuple[Any, ...]:
     )
     run = step.run
     times = (run.changes, time_text(run.time_us), time_text(run.check_us)) if run else ("", "", "")
-    message = f"FAILED: {step.error.type}" if step.error else "; ".join(run.notes) if run else ""
+    if step.error is not None:
+        place = f", raised at {step.error.raised}" if step.error.raised else ""
+        message = f"FAILED: {step.error.type}{place}"
+    else:
+        message = "; ".join(run.notes) if run else ""
     return (
         graph.name if step.index == 0 else "",
         step.index,

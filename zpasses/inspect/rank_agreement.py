@@ -63,20 +63,49 @@ def rank_agreements(dump: Dump) -> list[RankAgreement]:
         for order, each in enumerate(rank.compiles):
             names.setdefault(order, each.name)
             for graph in each.graphs.values():
-                if graph.name.partition(".")[0] not in ("captured", "joint"):
+                if graph.name.partition(".")[0] not in _EARLY:
                     found[order, graph.name][rank.rank] = graph
-    # A graph after a failure is on no rank. The last common graph shows where ranks part.
-    for rank in dump.ranks.values():
-        for order, each in enumerate(rank.compiles):
-            if not any(key[0] == order for key in found):
-                for name in ("joint", "captured"):
-                    if name in each.graphs:
-                        found[order, name][rank.rank] = each.graphs[name]
-                        break
+    _add_common_graphs(dump, found)
     return [
         _agreement(dump, names[order], name, graphs)
-        for (order, name), graphs in sorted(found.items(), key=lambda item: item[0][0])
+        for (order, name), graphs in sorted(
+            found.items(), key=lambda item: (item[0][0], item[0][1] not in _EARLY)
+        )
     ]
+
+
+def _place(item: tuple[tuple[int, str], object]) -> tuple[int, bool]:
+    (order, name), _ = item
+    return order, name not in _EARLY
+
+
+def _add_common_graphs(dump: Dump, found: dict[tuple[int, str], dict[int, Graph]]) -> None:
+    """Adds the last graph before partitioning of each compile in which a rank has not all graphs.
+
+    A compile that failed leaves out the graphs after the failure, on some ranks or on all. The
+    graph before shows where ranks part.
+    """
+    for order in range(max(len(rank.compiles) for rank in dump.ranks.values())):
+        compiled = {
+            rank.rank: rank.compiles[order].graphs
+            for rank in dump.ranks.values()
+            if order < len(rank.compiles)
+        }
+        late = [graphs for (at, _), graphs in found.items() if at == order]
+        if late and all(len(graphs) == len(dump.ranks) for graphs in late):
+            continue
+        # The first of them that all ranks have; else the first that any has.
+        for name in sorted(
+            _EARLY, key=lambda each: -sum(each in graphs for graphs in compiled.values())
+        ):
+            graphs = {rank: each[name] for rank, each in compiled.items() if name in each}
+            if graphs:
+                found[order, name] = graphs
+                break
+
+
+_EARLY = ("joint", "captured")
+"""Graphs that do not run."""
 
 
 def _agreement(dump: Dump, compiled: str, name: str, graphs: dict[int, Graph]) -> RankAgreement:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
+from zpasses.ranks.compiling import compiled_graph, graphs_differ
 
 __all__ = [
     "COMPILE_TIMEOUT",
@@ -362,7 +363,8 @@ class _VoteRound:
         rejoin_after_failure([self.group])
         key = state.key()
         state.votes += 1
-        store.set(f"{key}/{rank}", _pack({"occasion": self.occasion, "ballot": ballot}))
+        sent = {"occasion": self.occasion, "ballot": ballot, "compiles": compiled_graph()}
+        store.set(f"{key}/{rank}", _pack(sent))
         with heartbeat.activity(f"waiting for other ranks at {self.occasion}"):
             if rank == 0:
                 result = self._collect(store, key, combine, started)
@@ -399,6 +401,7 @@ class _VoteRound:
         for rank, ballot in zip(ranks, ballots, strict=True):
             if ballot["occasion"] != self.occasion:
                 error = _mismatch_error(ranks[0], self.occasion, rank, ballot["occasion"])
+                error += graphs_differ(ranks[0], compiled_graph(), rank, ballot.get("compiles"))
                 return {"error": error, "diverged": True}
         return {"error": None, "combined": combine([ballot["ballot"] for ballot in ballots])}
 

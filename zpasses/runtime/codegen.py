@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.cost.memory import reinplaceable_all_reduces
+from zpasses.graph.nodes import value_of
 
-__all__ = ["boxed", "eager_codegen"]
+__all__ = ["boxed", "eager_codegen", "eager_module"]
 
 
 def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -28,13 +29,64 @@ def boxed(fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 def eager_codegen(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
     """Return a function that runs the graph node by node.
 
-    It frees inputs at their last use, and all-reduces in place where Inductor's code does.
+    It frees inputs at their last use, and all-reduces in place where Inductor's code does. For
+    fake inputs, it returns fake outputs with the shapes and strides of the graph's metadata,
+    without running the nodes, which would take as long as tracing them.
     """
+    module = eager_module(gm)
+    outputs = _static_outputs(module.graph)
+    compiled: list[Callable[[list[Any]], Any]] = []
+
+    def run(args: list[Any]) -> Any:
+        if outputs is not None and any(isinstance(each, compat.FakeTensor) for each in args):
+            given = list(args)
+            args.clear()
+            return [given[each] if isinstance(each, int) else _like(each) for each in outputs]
+        if not compiled:
+            compiled.append(compat.compiled_forward(module))
+        return compiled[0](args)
+
+    return boxed(run)
+
+
+def eager_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a graph, as it runs without a compiler."""
     gm = compat.clone_graph_module(gm)  # observers and variants use the original graph
     for node in reinplaceable_all_reduces(gm.graph):
         node.target = _IN_PLACE[node.target]
     gm.graph.set_codegen(compat.BOXED_CODEGEN())
-    return boxed(compat.compiled_forward(gm))
+    return gm
+
+
+def _static_outputs(graph: fx.Graph) -> list[int | Tensor | None] | None:
+    """Returns for each output of a graph the position of the input that it is, or its fake value.
+
+    Returns None if the metadata does not tell: for dynamic shapes, and values that are no tensors.
+    """
+    position = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+    found: list[int | Tensor | None] = []
+    returned = graph.output_node().args[0]
+    for item in returned if isinstance(returned, (list, tuple)) else [returned]:
+        if item is None:
+            found.append(None)
+            continue
+        if item in position:
+            found.append(position[item])
+            continue
+        value = value_of(item) if isinstance(item, fx.Node) else None
+        if not isinstance(value, compat.FakeTensor) or not all(
+            type(size) is int for size in (*value.shape, *value.stride())
+        ):
+            return None
+        found.append(value)
+    return found
+
+
+def _like(value: Tensor | None) -> Tensor | None:
+    """Returns a new tensor with the shape and strides of another; None for None."""
+    if value is None:
+        return None
+    return value.new_empty_strided(value.shape, value.stride())
 
 
 _IN_PLACE: dict[Any, Any] = {

@@ -104,3 +104,25 @@ def test_the_page_says_which_ranks_differ(page, disagreeing):  # noqa: F811
     text = one(page(disagreeing), ".failure").text
     assert "Ranks run different collectives" in text
     assert "Only on rank 1: scale." in text
+
+
+def test_a_compile_that_failed_on_all_ranks_is_compared_on_all_of_them():
+    joint = graph_of("joint", (None, two_gathers()))
+    (found,) = rank_agreements(ranks_of(joint, joint))
+    assert (found.graph, found.agree, found.missing) == ("joint", True, ())
+
+
+def test_ranks_that_stopped_at_different_places_are_compared_before_they_part():
+    first = dump_of(graph_of("joint", (None, two_gathers())))
+    second = dump_of(
+        graph_of("joint", (None, chain(3))), graph_of("forward", (None, chain(3))), rank=1
+    )
+    dump = Dump(first.path, 2, first.meta, {**first.ranks, **second.ranks})
+    joint, forward = rank_agreements(dump)
+    assert (joint.graph, joint.alike) == ("joint", ((0,), (1,)))
+    assert "collective 1 is all_gather_into_tensor" in joint.difference
+    assert joint.difference.endswith("zpasses diff dump joint --ranks 0 1")
+    assert (forward.graph, forward.missing) == ("forward", (0,))
+    text = str(Inspection(dump).overview())
+    assert text.index("0/0 joint DIFFERS") < text.index("0/0 forward DIFFERS")
+    assert "\n    Shown by: zpasses diff dump joint --ranks 0 1" in text

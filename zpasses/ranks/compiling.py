@@ -1,0 +1,74 @@
+"""What each rank compiles, for the errors of votes to which ranks come with different graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+__all__ = ["compiled_graph", "compiling", "graphs_differ"]
+
+_current: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
+    "zpasses.compiled_graph", default=None
+)
+_MOST = 4
+
+
+@contextlib.contextmanager
+def compiling(name: str, params: Sequence[str]) -> Iterator[None]:
+    """Context manager: votes inside it are about the compile of a graph.
+
+    Args:
+        name: of the graph, such as `0/0`.
+        params: names of the sharded parameters that it reads.
+    """
+    token = _current.set({"name": name, "params": list(params)})
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def compiled_graph() -> dict[str, Any] | None:
+    """Returns the graph that is compiled here, as plain values; None outside of compiles."""
+    return _current.get()
+
+
+def graphs_differ(
+    rank: int, graph: Mapping[str, Any] | None, other_rank: int, other: Mapping[str, Any] | None
+) -> str:
+    """Returns how the graphs that two ranks compile differ, and what shows it. Empty if one of them
+    compiles none.
+    """
+    if graph is None or other is None:
+        return ""
+    own, others = (dict.fromkeys(map(str, each["params"])) for each in (graph, other))
+    said = [
+        f"Only rank {at} reads {_named(only)} in graph {name}."
+        for at, name, only in (
+            (rank, graph["name"], [each for each in own if each not in others]),
+            (other_rank, other["name"], [each for each in others if each not in own]),
+        )
+        if only
+    ]
+    if not said and graph["name"] == other["name"]:
+        said = [f"Both compile graph {graph['name']}, and read the same parameters in it."]
+    elif not said:
+        said = [
+            f"Rank {rank} compiles graph {graph['name']}, and rank {other_rank} {other['name']}."
+        ]
+    low, high = sorted((rank, other_rank))
+    return (
+        f" {' '.join(said)} To see the graphs, run with options={{'dump': DIR, 'dump_ranks': "
+        f"'all'}}, and then: zpasses diff DIR --ranks {low} {high}"
+    )
+
+
+def _named(params: Sequence[str]) -> str:
+    """`up.weight (module blocks.1.up) and 3 more`."""
+    shown = ", ".join(
+        f"{name} (module {name.rpartition('.')[0]})" if "." in name else name
+        for name in params[:_MOST]
+    )
+    return shown + (f" and {len(params) - _MOST} more" if len(params) > _MOST else "")
