@@ -12,6 +12,7 @@ import time
 import pytest
 from click.testing import CliRunner
 
+from tests.tools.limited import run_limited
 from tests.zpasses.inspect.real import dump_training_step
 from tests.zpasses.inspect.traces import graph_run, memory, span, write
 from zpasses.inspect import open as open_dump
@@ -170,9 +171,10 @@ def check_traces(two_ranks, tmp_path, seed, count):
     whole = a_trace(tmp_path / "whole.json", two_ranks)
     done = CliRunner().invoke(cli, ["collectives", str(two_ranks), "--trace", str(whole)])
     assert "100.0% of the measured time" in done.stdout
-    damaged = tmp_path / "trace.json"
+    commands = []
     for number in range(count):
         draw = random.Random(f"{seed} {number}")
+        damaged = tmp_path / f"trace-{number}.json"
         shutil.copy(whole, damaged)
         for _ in range(draw.choice([1, 1, 3])):
             with contextlib.suppress(ValueError):
@@ -180,12 +182,16 @@ def check_traces(two_ranks, tmp_path, seed, count):
         if draw.random() < 0.2:
             data = gzip.compress(damaged.read_bytes())
             damaged.write_bytes(data[: draw.randrange(len(data) + 1)])
-        for command in (
-            ["collectives", str(two_ranks), "--module", "--trace", str(damaged)],
-            ["collectives", str(two_ranks), "--json", "--trace", str(damaged)],
-            ["html", str(two_ranks), "-o", "-", "--trace", str(damaged)],
-        ):
-            run(command, number)
+        commands += trace_commands(two_ranks, damaged)
+    return run_limited(commands)
+
+
+def trace_commands(dump, trace):
+    return [
+        ["collectives", str(dump), "--module", "--trace", str(trace)],
+        ["collectives", str(dump), "--json", "--trace", str(trace)],
+        ["html", str(dump), "-o", "-", "--trace", str(trace)],
+    ]
 
 
 def test_damaged_traces_are_shown_or_refused(two_ranks, tmp_path):
@@ -234,7 +240,29 @@ def test_hostile_traces_take_little_time(two_ranks, tmp_path, shape):
         "numbers": [span(f"zpasses.launch:{10**14 + at}", at, 1) for at in range(40_000)],
     }[shape]
     trace = write(tmp_path / "trace.json", events)
-    run(["collectives", str(two_ranks), "--trace", str(trace)], shape)
+    run_limited(trace_commands(two_ranks, trace))
+
+
+@pytest.mark.parametrize("shape", ["zeros", "blanks", "brackets", "events", "text", "number"])
+def test_traces_that_grow_are_refused(two_ranks, tmp_path, shape):
+    trace = tmp_path / "trace.json.gz"
+    with gzip.open(trace, "wb", compresslevel=1) as file:
+        if shape == "events":
+            file.write(b'{"traceEvents": [{}')
+        for _ in range(600):
+            file.write(
+                {
+                    "zeros": b"\0",
+                    "blanks": b" ",
+                    "brackets": b"[",
+                    "events": b",{}" * 2,
+                    "text": b'"' if file.tell() == 0 else b"x",
+                    "number": b"9",
+                }[shape]
+                * (1 << 20)
+            )
+    figures = run_limited(trace_commands(two_ranks, trace))
+    assert figures["refused"] == figures["count"]
 
 
 def test_damaged_dumps_are_shown_or_refused_by_every_command(two_ranks, tmp_path):

@@ -398,7 +398,7 @@ def test_missing_graph_does_not_hide_the_others():
     )
     assert [each["graph"] for each in inspection.show().data] == ["joint"]
     assert [each["title"] for each in inspection.diff().data["graphs"]] == [
-        "0/0 joint, all 0 passes"
+        "0/0 joint, before its first pass"
     ]
     with pytest.raises(
         NotInDumpError, match="0/0 forward before the first pass is not in the dump"

@@ -243,6 +243,7 @@ function redraw() {
     state.tab !== "overview" && failedStep(current.step),
   );
   DRAW[state.tab](parts.main);
+  prepareComparison();
   if (!focus) return;
   const again = [...parts.main.querySelectorAll("[aria-label]")].find(
     (each) => each.getAttribute("aria-label") === focus,

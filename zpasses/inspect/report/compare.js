@@ -117,8 +117,11 @@ const FIGURES = [
   ["collectives", (step) => step.schedule.collectives.length, (count) => count.toLocaleString("en")],
 ];
 
-// The whole step: all graphs that run, of both compiles.
+// The whole step: all graphs that run, of both compiles. A compile that failed lacks some of them, so
+// its sums are no step.
 function stepTotals(one, other) {
+  const names = (compile) => compile.executed.map((graph) => graph.name).join();
+  if (names(one) !== names(other)) return null;
   const steps = (compile) =>
     compile.executed.map((graph) => compile.stepWithGraph(graph, compile.last(graph)));
   const sums = (compile, name, pick) => {

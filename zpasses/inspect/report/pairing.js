@@ -112,6 +112,7 @@ function pairByInputs(one, other, pairs, taken) {
 // Returns the indices of a longest increasing subsequence of distinct values. Among those of equal
 // length, one with the largest sum of preferences (0 or 1) is taken.
 function longestRising(values, preference) {
+  if (values.every((value, at) => !at || values[at - 1] < value)) return new Set(values.keys());
   const sorted = [...values].sort((a, b) => a - b);
   const rank = new Map(sorted.map((value, at) => [value, at + 1]));
   const size = values.length;
@@ -154,6 +155,32 @@ function compared(one, other) {
   }
   return known.get(other);
 }
+
+// Computes what Compare will show first, when nothing else is to do. Each step leaves room for input.
+function prepareComparison() {
+  const asked = current.graph;
+  const steps = [
+    (left, right) => left.compile === right.compile || expressions(left),
+    (left, right) => left.compile === right.compile || expressions(right),
+    (left, right) => layersOf(left) && layersOf(right),
+    (left, right) => compared(left, right),
+  ];
+  const next = () => {
+    if (!steps.length || current.graph !== asked || !asked || state.tab === "compare") return;
+    const right = otherSide();
+    if (!right || !right.graph || right.graph === asked) return;
+    steps.shift()(asked, right.graph);
+    whenIdle(next);
+  };
+  whenIdle(next);
+}
+
+function whenIdle(work) {
+  if (window.requestIdleCallback) requestIdleCallback(work, { timeout: 5000 });
+  else setTimeout(work, 200);
+}
+
+const UNCHANGED = []; // steps share the nodes that do not change
 
 // Returns rows {before, after, kinds, counted} of two graphs, as `alignRows` does for a pass.
 function alignPairs(one, other, pairs) {
@@ -199,7 +226,7 @@ function alignPairs(one, other, pairs) {
     next += 1;
     flush(left, right);
     const after = other.node(twin);
-    const kinds = kindsOf(node, after);
+    const kinds = node === after ? UNCHANGED : editsOf(node, after);
     rows.push({ before: node, after, kinds, counted: kinds, anchor: true });
   }
   flush(one.nodes.slice(at), other.nodes.slice(next));
@@ -212,11 +239,11 @@ function edits(graph, node, otherGraph, other, pairs) {
   const sameInputs =
     node.inputs.length === other.inputs.length &&
     node.inputs.every((id, at) => pairs.get(id) === other.inputs[at]);
-  const sameCode =
+  const sameCode = () =>
     node.op === "placeholder" ||
-    (node.code === other.code && sameInputs) ||
+    node.code === other.code ||
     codeWithoutNames(graph, node) === codeWithoutNames(otherGraph, other);
-  if (!sameInputs || !sameCode) kinds.push("rewired");
+  if (!sameInputs || !sameCode()) kinds.push("rewired");
   const tag = ({ tag: found, params }) => JSON.stringify([found, params]);
   const tagged = node.tag || other.tag || node.params.length || other.params.length;
   if (tagged && tag(node) !== tag(other)) kinds.push("retagged");

@@ -25,10 +25,17 @@ function ranksCard() {
         "p",
         {},
         el("b", {}, `${each.compile} ${each.graph}: `),
-        each.alike.map((ranks) => `ranks ${someOf(ranks.map(String), 8)}`).join("; "),
+        each.alike.map(rankNames).join("; "),
         each.missing.length ? `; missing on ${someOf(each.missing.map(String), 8)}` : "",
       ),
-      each.difference && el("p", {}, each.difference),
+      each.difference
+        .split(/ (?=Only on rank |Shown by: )/)
+        .filter(Boolean)
+        .map((part) => el("p", {}, part)),
     ]),
   );
+}
+
+function rankNames(ranks) {
+  return `${ranks.length > 1 ? "ranks" : "rank"} ${someOf(ranks.map(String), 8)}`;
 }

@@ -77,10 +77,11 @@ function drawSource(main) {
             `${timeText(weight(line))} of compute and communication`
         : "no nodes",
     );
+    const layer = (node) => (node.source ? layerOf(node.source.module) : "");
     if (isFolded(graph.nodes.length))
       lineNodes = foldRows(
-        lineNodes,
-        (node) => (node.source ? layerOf(node.source.module) : ""),
+        together(lineNodes, layer),
+        layer,
         `${state.graph}/${state.step}/${sourceFile}:${line}`,
         (node) => node.id === state.node,
       );
@@ -124,6 +125,14 @@ function drawSource(main) {
     ),
   );
   fill();
+}
+
+// Items with those of one layer next to each other. Nodes of one line come from all of its calls, and
+// their order says nothing here.
+function together(items, layer) {
+  const byLayer = new Map();
+  for (const item of items) listIn(byLayer, layer(item)).push(item);
+  return [...byLayer.values()].flat();
 }
 
 // The lines that nodes know, for a file whose text is not in the dump.
