@@ -62,7 +62,7 @@ REDUCE_ROLES: frozenset[Role] = frozenset({"reduce_input", "reduce", "reduced", 
 
 @dataclass(frozen=True)
 class Reduction:
-    """The arguments of `zpasses::reduce_grad` that are equal on all ranks."""
+    """How the gradient of a parameter is reduced, equally on all ranks."""
 
     rows: int
     """Rows of the full parameter; 0 for a 0-dimensional one."""
@@ -71,7 +71,9 @@ class Reduction:
     reduce_dtype: torch.dtype | None
     """Dtype of the communication and of the sum; None uses the gradient's."""
     group: str
-    """Name of the process group."""
+    """Name of the process group over which the parameter is sharded."""
+    replicate_group: str | None = None
+    """Name of the process group of the ranks that hold equal shards; None without replicas."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ nodes of its reduction that read it, and as many reduced gradients, whose sum th
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.graph.nodes import value_of
-from zpasses.graph.ops import REDUCE_GRAD
+from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD
 from zpasses.graph.tags import REDUCE_ROLES, Reduction, Tag, retag, tag_of
 
 __all__ = [
@@ -136,8 +136,12 @@ def grad_sites(graph: fx.Graph) -> dict[GradSlot, GradSlotNodes]:
 
 
 def _reduction(grad: fx.Node, tag: Tag) -> Reduction | None:
+    arguments: Any = grad.args
+    if grad.target is AVERAGE_GRAD and tag.reduction is None:
+        inner, dtype, replicas = arguments
+        found = _reduction(inner, tag) if inner.target is REDUCE_GRAD else None
+        return found and replace(found, dtype=dtype, replicate_group=compat.group_name(replicas))
     if grad.target is REDUCE_GRAD:
-        arguments: Any = grad.args
         return Reduction(arguments[1], arguments[3], arguments[4], compat.group_name(arguments[5]))
     return tag.reduction
 
@@ -155,7 +159,8 @@ def returned_gradients(graph: fx.Graph) -> dict[int, list[fx.Node]]:
 
 def _summands(node: fx.Node) -> list[fx.Node]:
     tag = tag_of(node)
-    if tag is not None and (tag.role == "shard_grad" or node.target is REDUCE_GRAD):
+    reduces = node.target in (REDUCE_GRAD, AVERAGE_GRAD)
+    if tag is not None and (tag.role == "shard_grad" or reduces):
         return [node]
     if node.target is not aten.add.Tensor or len(node.all_input_nodes) != 2:
         return []

@@ -28,7 +28,7 @@ from zpasses import compat
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.graph.ops import set_grad_hook
 from zpasses.graph.tags import Reduction
-from zpasses.runtime.layout import ParamLayout, layout_of
+from zpasses.runtime.layout import layout_of
 from zpasses.runtime.local_shards import local_shards_node
 from zpasses.runtime.run_checks import check_optimizer_step
 
@@ -347,9 +347,7 @@ def step_windows(params: Sequence[Any]) -> list[StepWindow]:
 
 
 # --- eager code -----------------------------------------------------------------------------------
-def maybe_defer_grad(
-    grad: Tensor, rows: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None, group: str
-) -> Tensor | None:
+def maybe_defer_grad(grad: Tensor, reduction: Reduction) -> Tensor | None:
     """Defer the gradient of a parameter that eager code has read, if its window says so.
 
     Runs in the backward of `unshard`, outside of compiled code.
@@ -371,13 +369,13 @@ def maybe_defer_grad(
     if not wanted:
         return None
     if not window.reduces(EngineRun.current()):
-        state.add(grad, Reduction(rows, dtype, reduce_dtype, group), window.accum_dtype)
+        state.add(grad, reduction, window.accum_dtype)
         return None
     pending = state.pending.pop(grad.dtype, None)
     if pending is None:
         return grad
     total: Tensor = pending.total.add_(grad)
-    return total if reduce_dtype is not None else total.to(grad.dtype)
+    return total if reduction.reduce_dtype is not None else total.to(grad.dtype)
 
 
 def mark_failed(windows: Sequence[Window], reason: str) -> None:
@@ -401,7 +399,7 @@ def install_step_guard() -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     early: dict[StepWindow, None] = {}
-    layouts: dict[int, ParamLayout] = {}
+    names: set[str] = set()
     for group in optimizer.param_groups:
         for param in group["params"]:
             state = getattr(param, GRAD_STATE_ATTRIBUTE, None)
@@ -414,10 +412,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
                 )
             if state.step_window is not None and state.step_window.count:
                 early[state.step_window] = None
-            layout = layout_of(param)
-            layouts[id(layout.mesh)] = layout
-    names = sorted({compat.group_name(each.mesh.get_group()) for each in layouts.values()})
-    check_optimizer_step(names, type(optimizer).__name__)
+            names.update(layout_of(param).sharding_groups)
+    check_optimizer_step(sorted(names), type(optimizer).__name__)
     for window in early:
         window.close()  # the step comes before the Nth backward: reduce the gradients so far
 
