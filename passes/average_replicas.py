@@ -152,6 +152,9 @@ def _finish(
         add_tag(result, Tag("reduced", _params(node), origin=AverageReplicas.name))
     if value_of(result).dtype != dtype:
         result = edit.call(aten._to_copy.default, result, dtype=dtype)
+    elif not awaits:
+        # Of no bytes, or on one replica. The gradient before the average stays a node of its own.
+        result = edit.call(aten.clone.default, result)
     if tag is not None:
         add_tag(result, replace(tag, role="shard_grad", nbytes=0, origin=AverageReplicas.name))
     replace_node(node, result)

@@ -50,6 +50,10 @@ class Capture:
     that the graph reads; 0 if it is not known."""
     frozen: tuple[str, ...] = ()
     """Names of the parameters that need no gradient."""
+    is_hybrid: bool = False
+    """Whether a parameter has replicas, or would have on more ranks."""
+    has_one_mesh: bool = True
+    """Whether all parameters are sharded over one mesh."""
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
@@ -89,7 +93,10 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
     params = [example_inputs[i] for i in positions]
     frozen = [name for name, each in zip(names, params, strict=True) if not each.requires_grad]
     shards = dict(zip(positions, names, strict=True))
-    return Capture(gm, inputs, shards, groups, _share(params), tuple(frozen))
+    layouts = [layout_of(each) for each in params]
+    hybrid = any(each.hybrid_mesh is not None for each in layouts)
+    one_mesh = len({each.sharding_groups for each in layouts}) < 2
+    return Capture(gm, inputs, shards, groups, _share(params), tuple(frozen), hybrid, one_mesh)
 
 
 def _share(params: Sequence[DTensor]) -> float:

@@ -17,12 +17,12 @@ __all__ = [
     "local_of",
     "local_range",
     "make_dtensor",
-    "mesh_dimension",
     "set_local",
     "set_spec",
     "spec_of",
     "storage_id",
     "strided_shard",
+    "submesh_of_dimension",
     "wrap_local",
 ]
 
@@ -91,7 +91,7 @@ def concatenate_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     return cast(DeviceMesh, root[(*outer.mesh_dim_names, *inner.mesh_dim_names)])
 
 
-def mesh_dimension(mesh: DeviceMesh, dim: int) -> DeviceMesh:
+def submesh_of_dimension(mesh: DeviceMesh, dim: int) -> DeviceMesh:
     """Returns the one-dimensional submesh of this rank along a dimension of a mesh with names."""
     assert mesh.mesh_dim_names is not None
     name = mesh.mesh_dim_names[dim]

@@ -240,7 +240,7 @@ def reduction_calls(
 ) -> list[tuple[compat.OpOverload, tuple[Any, ...]]]:
     """Returns the operators that reduce a gradient, and their arguments after the first.
 
-    The first argument is the full gradient, or the result of the operator before.
+    The first argument is the gradient, or the result of the operator before.
 
     Args:
         how: rows, dtypes and process groups.
@@ -249,10 +249,13 @@ def reduction_calls(
     """
     if how.replicate_group is None:
         return [(REDUCE_GRAD, (how.rows, shard_rows, how.dtype, how.reduce_dtype, how.group))]
+    average = (AVERAGE_GRAD, (how.dtype, how.replicate_group))
+    if how.group is None:
+        return [average]
     between = how.reduce_dtype or dtype  # replicas communicate in the same dtype
     return [
         (REDUCE_GRAD, (how.rows, shard_rows, between, how.reduce_dtype, how.group)),
-        (AVERAGE_GRAD, (how.dtype, how.replicate_group)),
+        average,
     ]
 
 

@@ -37,6 +37,7 @@ from zpasses.ranks.vote import (
 )
 from zpasses.runtime.codegen import eager_codegen
 from zpasses.runtime.gloo import replace_gloo_collectives
+from zpasses.runtime.grad_slots import pending_key
 from zpasses.runtime.layout import layout_of, rows_of
 from zpasses.runtime.local_shards import wrap_shard_grad
 from zpasses.runtime.param_cache import drop_cached
@@ -75,16 +76,22 @@ class FlushEntry:
             how.rows,
             _name(how.dtype),
             _name(how.reduce_dtype),
+            how.group is None,
         ]
 
     @staticmethod
     def from_json(values: Sequence[Any], window: Window, group: str) -> FlushEntry:
         """Read an entry of another rank of `group`. Its other groups are those of this rank."""
-        param_index, dtype, total_dtype, shape, rows, shard_dtype, reduce_dtype = values
+        param_index, dtype, total_dtype, shape, rows, shard_dtype, reduce_dtype, of_shard = values
         param = window.params[param_index]
         groups = layout_of(param).sharding_groups if isinstance(param, DTensor) else (group,)
+        inside = None if of_shard else groups[0]
         reduction = Reduction(
-            rows, _dtype(shard_dtype), _dtype(reduce_dtype) if reduce_dtype else None, *groups
+            rows,
+            _dtype(shard_dtype),
+            _dtype(reduce_dtype) if reduce_dtype else None,
+            inside,
+            *groups[1:],
         )
         return FlushEntry(param_index, _dtype(dtype), _dtype(total_dtype), tuple(shape), reduction)
 
@@ -198,7 +205,7 @@ def _pending_entries(window: Window) -> dict[FlushEntry, str]:
     """
     held = {}
     for param_index, param in enumerate(window.params):
-        for dtype, part in (
+        for (dtype, _), part in (
             sorted(grad_state_of(param).pending.items(), key=str) if param is not None else ()
         ):
             entry = FlushEntry(
@@ -246,8 +253,8 @@ def _agree_on_entries(
     return sorted(entries, key=_order), _common_pipeline(texts)
 
 
-def _order(entry: FlushEntry) -> tuple[int, str]:
-    return entry.param_index, str(entry.dtype)
+def _order(entry: FlushEntry) -> tuple[int, str, bool]:
+    return entry.param_index, str(entry.dtype), entry.reduction.group is None
 
 
 def _common_pipeline(texts: Any) -> str:
@@ -264,8 +271,7 @@ def _union(ballots: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _groups(reduction: Reduction) -> tuple[str, ...]:
-    replicas = reduction.replicate_group
-    return (reduction.group,) if replicas is None else (reduction.group, replicas)
+    return tuple(name for name in (reduction.group, reduction.replicate_group) if name is not None)
 
 
 def groups_of(window: Window) -> list[str]:
@@ -295,7 +301,8 @@ def _reduce(
                 "every rank."
             )
         shard = rows_of(param)
-        grad = grad_state_of(param).pending.pop(entry.dtype, None)
+        key = pending_key(entry.dtype, entry.reduction)
+        grad = grad_state_of(param).pending.pop(key, None)
         totals.append(
             grad.total
             if grad is not None

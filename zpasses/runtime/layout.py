@@ -215,7 +215,7 @@ def layout_of(param: DTensor) -> ParamLayout:
         known = (
             ParamLayout(mesh, dim)
             if mesh.ndim == 1
-            else ParamLayout(compat.mesh_dimension(mesh, 1), dim, hybrid_mesh=mesh)
+            else ParamLayout(compat.submesh_of_dimension(mesh, 1), dim, hybrid_mesh=mesh)
         )
     return cast(ParamLayout, known)
 

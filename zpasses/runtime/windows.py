@@ -1,9 +1,10 @@
 """Pending gradients, and the windows that determine when they are reduced.
 
-A pending gradient is a full gradient whose reduction is deferred. Each sharded parameter has one
+A pending gradient is a full gradient whose reduction is deferred, or the gradient of a shard that
+is still to be averaged over replicas. Each sharded parameter has one
 `ParamGradState`, stored as an attribute of the parameter. All code that gives the parameter a
 gradient (both halves of a graph break, recompilations, eager code) adds to the same buffers: one
-full-size buffer per dtype of the gradient, written in place.
+buffer per dtype of the gradient, written in place.
 
 A window is a sequence of backwards whose gradients are reduced once. A backward is one run of the
 autograd engine that gives a gradient to at least one parameter of the window. Nested runs
@@ -28,6 +29,7 @@ from zpasses import compat
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.graph.ops import set_grad_hook
 from zpasses.graph.tags import Reduction
+from zpasses.runtime.grad_slots import PendingKey, pending_key
 from zpasses.runtime.layout import layout_of
 from zpasses.runtime.local_shards import local_shards_node
 from zpasses.runtime.run_checks import check_optimizer_step
@@ -72,7 +74,8 @@ class PendingGrad:
     """The pending gradient of one parameter in one dtype."""
 
     total: Tensor
-    """[rows, ...], contiguous, in the accumulation dtype; nothing else shares its memory."""
+    """[rows, ...] or, for the gradient of the shard, [shard_rows, ...]; contiguous, in the
+    accumulation dtype; nothing else shares its memory."""
     reduction: Reduction
     lowering: Lowering | None
     """Lowering of the graph that produced the gradient; None for eager code."""
@@ -84,8 +87,8 @@ class ParamGradState:
     __slots__ = ("explicit_window", "identity", "pending", "step_window")
 
     def __init__(self) -> None:
-        self.pending: dict[torch.dtype, PendingGrad] = {}
-        """Pending gradients by dtype of the gradient."""
+        self.pending: dict[PendingKey, PendingGrad] = {}
+        """Pending gradients, full ones and those of the shard apart."""
         self.explicit_window: Window | None = None
         """The open window of a `coalesce_grad_reduction` block."""
         self.step_window: StepWindow | None = None
@@ -110,13 +113,14 @@ class ParamGradState:
 
     def add(self, grad: Tensor, reduction: Reduction, accum_dtype: torch.dtype | None) -> None:
         """Add a full gradient to the pending one. `grad` is copied."""
-        pending = self.pending.get(grad.dtype)
+        key = pending_key(grad.dtype, reduction)
+        pending = self.pending.get(key)
         if pending is not None:
             pending.total.add_(grad)
             return
         dtype = accum_dtype if accum_dtype is not None and grad.is_floating_point() else grad.dtype
         total = grad.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
-        self.pending[grad.dtype] = PendingGrad(total, reduction, None)
+        self.pending[key] = PendingGrad(total, reduction, None)
 
 
 def grad_state_of(param: Any) -> ParamGradState:
@@ -371,7 +375,7 @@ def maybe_defer_grad(grad: Tensor, reduction: Reduction) -> Tensor | None:
     if not window.reduces(EngineRun.current()):
         state.add(grad, reduction, window.accum_dtype)
         return None
-    pending = state.pending.pop(grad.dtype, None)
+    pending = state.pending.pop(pending_key(grad.dtype, reduction), None)
     if pending is None:
         return grad
     total: Tensor = pending.total.add_(grad)

@@ -113,7 +113,7 @@ def shard(
     _check_parameters(places, params, mesh, pack_mb)
     names = {key: found[0][0] for key, found in places.items()}
     hybrid_mesh = mesh if mesh.ndim == 2 else None
-    shard_mesh = mesh if hybrid_mesh is None else compat.mesh_dimension(mesh, 1)
+    shard_mesh = mesh if hybrid_mesh is None else compat.submesh_of_dimension(mesh, 1)
     layouts = layouts_of(
         params, names, shard_mesh, hybrid_mesh, shard_placement_fn, grad_divide_factor
     )

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zpasses
 from tests.zpasses.parallel_models import (
@@ -29,9 +30,10 @@ from tests.zpasses.parallel_models import (
     whole,
     word_loss,
 )
-from zpasses.errors import ShardingError
+from zpasses.errors import OptionError, ShardingError
 from zpasses.graph.nodes import collectives
 from zpasses.pipeline.observers import observe_graphs
+from zpasses.pipeline.options import Options
 from zpasses.testing import (
     assert_step_equals_reference,
     capture_ranks,
@@ -128,6 +130,32 @@ def test_gradients_have_the_placements_of_their_parameters(mesh):
         assert param.grad.device_mesh == param.device_mesh
 
 
+class Reductions(TorchDispatchMode):
+    """Collects the names of reductions that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found |= {name for name in ("reduce_scatter", "all_reduce") if name in str(func)}
+        return func(*args, **(kwargs or {}))
+
+
+def test_variants_reduce_within_a_replica_and_defer_the_average(mesh):
+    torch.compiler.reset()
+    model = zpasses.shard(Words(), mesh=mesh)
+    options = {"codegen": "eager", "agreement": False, "grad_accum": "shards"}
+    compiled = torch.compile(model, backend="zpasses", options=options | {"backwards_per_step": 2})
+    ran = []
+    for _ in range(4):  # the first two also compile
+        loss = compiled(torch.zeros(2, 4, dtype=torch.long)).sum()
+        with Reductions() as reductions:
+            loss.backward()
+        ran.append(reductions.found)
+    assert ran[2:] == [{"reduce_scatter"}, {"reduce_scatter", "all_reduce"}]
+
+
 # --- refusals -------------------------------------------------------------------------------------
 def test_meshes_without_names_are_refused():
     with fake_world(4), pytest.raises(ShardingError, match=r"sizes \(2, 2\) without names"):
@@ -139,6 +167,20 @@ def test_meshes_of_three_dimensions_are_refused():
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
         with pytest.raises(ShardingError, match="mesh has 3 dimensions"):
             zpasses.shard(Words(), mesh=mesh)
+
+
+def test_the_average_cannot_be_deferred_without_replicas():
+    with fake_world(2) as line:
+        model = zpasses.shard(Words(), mesh=line)
+        compiled = torch.compile(model, backend="zpasses", options={"grad_accum": "shards"})
+        with pytest.raises(Exception, match="no parameter of this graph has replicas"):
+            compiled(torch.zeros(2, 4, dtype=torch.long))
+
+
+def test_the_average_cannot_be_deferred_without_the_pass():
+    options = {"grad_accum": "shards", "pipeline": "gather-params,reduce-grads"}
+    with pytest.raises(OptionError, match="needs the pass 'defer-reduction'"):
+        Options.parse(options)
 
 
 # --- simulated ranks ------------------------------------------------------------------------------
@@ -168,8 +210,13 @@ def test_more_simulated_ranks(replicas, shards):
 
 
 # --- training -------------------------------------------------------------------------------------
-def _train(stage, windows=1, clip=None, explicit=False, tp=1, **shard):
-    """Trains on a mesh of 2 x 2, and compares with the unsharded model."""
+def _train(stage, windows=1, clip=None, explicit=False, tp=1, accum="full", most=None, **shard):
+    """Trains on a mesh of 2 x 2, and compares with the unsharded model.
+
+    Args:
+        windows: backwards per optimizer step.
+        most: backwards that the option announces; None for `windows`.
+    """
     torch.manual_seed(0)
     plain = Words()
     shards = dist.get_world_size() // 2 // tp
@@ -184,8 +231,8 @@ def _train(stage, windows=1, clip=None, explicit=False, tp=1, **shard):
     zpasses.shard(model, mesh=mesh[NAMES], **shard)
     run = model
     if stage:
-        options = {"zero_stage": stage, "codegen": "eager"}
-        steps = {"backwards_per_step": windows} if windows > 1 and not explicit else {}
+        options = {"zero_stage": stage, "codegen": "eager", "grad_accum": accum}
+        steps = {"backwards_per_step": most or windows} if windows > 1 and not explicit else {}
         run = torch.compile(model, backend="zpasses", options=options | steps, fullgraph=True)
     optim, losses = sgd(model), []
 
@@ -231,6 +278,26 @@ def test_windows():
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_windows_of_all_stages(stage):
     run_on_ranks(_train, stage, 2, ranks=4)
+
+
+def test_windows_of_the_average_over_replicas():
+    run_on_ranks(_train, 3, 2, accum="shards", ranks=4)
+
+
+def test_a_step_before_the_window_ends_reduces_what_is_pending():
+    run_on_ranks(_train, 3, 2, accum="shards", most=3, ranks=4)
+    run_on_ranks(_train, 3, 2, accum="full", most=3, ranks=4)
+
+
+@pytest.mark.slow(quick="test_windows_of_the_average_over_replicas")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_explicit_windows_of_the_average_over_replicas(stage):
+    run_on_ranks(_train, stage, 2, None, True, accum="shards", ranks=4)
+
+
+@pytest.mark.slow(quick="test_windows_of_the_average_over_replicas")
+def test_windows_of_the_average_in_another_dtype():
+    run_on_ranks(_train, 3, 2, accum="shards", reduce_dtype=torch.float64, ranks=4)
 
 
 @pytest.mark.slow(quick="test_windows")
