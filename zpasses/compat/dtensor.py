@@ -17,6 +17,7 @@ __all__ = [
     "local_of",
     "local_range",
     "make_dtensor",
+    "root_mesh",
     "set_local",
     "set_spec",
     "spec_of",
@@ -89,6 +90,11 @@ def concatenate_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     if root != cast(Any, inner)._get_root_mesh():
         raise RuntimeError("the meshes are no submeshes of one mesh")
     return cast(DeviceMesh, root[(*outer.mesh_dim_names, *inner.mesh_dim_names)])
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh that a mesh was cut from, or the mesh itself."""
+    return cast(DeviceMesh, cast(Any, mesh)._get_root_mesh())
 
 
 def submesh_of_dimension(mesh: DeviceMesh, dim: int) -> DeviceMesh:

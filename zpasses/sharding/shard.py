@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import ShardingError
+from zpasses.ranks.meshes import register_mesh
 from zpasses.runtime.layout import LAYOUT_ATTRIBUTE, ParamLayout, layout_of
 from zpasses.runtime.param_cache import drop_cached_params
 from zpasses.runtime.windows import register_step_window
@@ -99,6 +100,7 @@ def shard(
     Raises:
         ShardingError: for a model that cannot be sharded, before anything is changed. The message
             names the module.
+        AgreementError: if another rank has made another device mesh of the same ranks.
     """
     _check_arguments(mesh, param_dtype, reduce_dtype)
     check_divide_factor(grad_divide_factor)
@@ -107,6 +109,7 @@ def shard(
     places, params = _find(model, ignored)
     if not params:
         raise ShardingError(_nothing_to_do(model))
+    register_mesh(mesh)
     check_no_ddp_inside(model)
     for path, module in model.named_modules():
         _check_module(path, module, ignored)
