@@ -14,6 +14,7 @@ import zpasses
 from tests.programs import forked_or_started, run_program
 from zpasses.dumps import read
 from zpasses.errors import OptionError, PassError, ShardingError
+from zpasses.inspect.rank_agreement import rank_agreements
 from zpasses.tools.capture.meshes import MeshShape
 from zpasses.tools.capture.run import CaptureError, CaptureRequest, load, run_capture
 
@@ -166,12 +167,17 @@ def test_a_model_with_tensor_parallelism_is_sharded_over_the_other_dimension(tmp
         (compiled,) = read(tmp_path).ranks[rank].compiles
         # 64 x 16 in fp32, cut by 2 and by 4
         assert compiled.info.parameters["0.weight"].shard_bytes == 512
-        ranks = {
-            node.collective.ranks: compiled.info.groups[node.collective.group]
+        collectives = [
+            node.collective
             for node in compiled.graphs["forward"].last.snapshot.nodes
             if node.collective
-        }
-        assert ranks == {4: (rank % 2, *range(2 + rank % 2, 8, 2)), 2: (rank & 6, (rank & 6) + 1)}
+        ]
+        ranks = {each.label: compiled.info.groups[each.group] for each in collectives}
+        dp, tp = (rank % 2, *range(2 + rank % 2, 8, 2)), (rank & 6, (rank & 6) + 1)
+        assert ranks == {"dp": dp, "tp": tp}
+        assert {each.label: each.ranks for each in collectives} == {"dp": 4, "tp": 2}
+        assert sorted(compiled.info.group_labels.values()) == ["dp", "tp"]
+    assert [each.agree for each in rank_agreements(read(tmp_path))] == [True] * 3
 
 
 def test_a_function_that_shards_its_model_is_left_alone(tmp_path):

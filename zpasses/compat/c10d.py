@@ -35,6 +35,7 @@ __all__ = [
     "low_contention_all_gather",
     "low_contention_reduce_scatter",
     "make_second_group",
+    "mesh_dimension",
     "parent_group",
     "process_group",
     "process_groups",
@@ -74,6 +75,20 @@ def group_name(group: object) -> str:
 def group_ranks(name: str) -> list[int]:
     """Returns the global ranks of a group, in group order."""
     return dist.get_process_group_ranks(process_group(name))
+
+
+def mesh_dimension(name: str) -> str:
+    """Returns the name of the mesh dimension that a group was made for, "" if there is none.
+
+    Dimensions of meshes without names are "dim_0", "dim_1", ... torch takes the default group for a
+    dimension of all ranks, and does not note the dimension there.
+    """
+    text = str(getattr(process_group(name), "group_desc", ""))
+    return text.removeprefix("mesh_") if text.startswith("mesh_") and text != _WHOLE else ""
+
+
+_WHOLE = "mesh_default"
+"""Description of a group that torch makes of all ranks, for a dimension of any name."""
 
 
 def group_backends() -> dict[str, str]:

@@ -48,10 +48,16 @@ class Describer:
 
     A node has the same id in all passes of its graph. A node of a graph that was made from another
     has the id of the other graph's node with the same name.
+
+    Args:
+        target: the hardware of the memory and cost models.
+        labels: process group -> its label (`zpasses.graph.groups.group_labels`).
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, labels: Mapping[str, str] | None = None) -> None:
         self.target, self.sources = target, SourceTable()
+        self.labels = labels or {}
+        """Process group -> its label."""
         self._next = 0
         self._numbers: dict[str, dict[str, int]] = {}
         self._group_sizes: dict[str, int] = {}
@@ -120,6 +126,14 @@ class Describer:
             except (RuntimeError, ValueError, KeyError):  # this process does not know the group
                 self._group_sizes[name] = 1
         return self._group_sizes[name]
+
+    def label(self, group: str) -> str:
+        """Label of a process group, also of one that was made after the compile started."""
+        parent = compat.parent_group(group)
+        known = self.labels.get(group) or (
+            self.labels.get(parent, "") and (self.labels[parent] + group[len(parent) :])
+        )
+        return known or ""
 
 
 class GraphDescriber:
@@ -210,8 +224,17 @@ class GraphDescriber:
             put_in = input_nbytes(node, communicates)
             route = self._route(communicates, tag)
             decision = tag.note if tag is not None else ""
+            label = self._describer.label(communicates.group)
             collective = data.Collective(
-                communicates.op, communicates.group, ranks, put_in, full, waits, route, decision
+                communicates.op,
+                communicates.group,
+                ranks,
+                put_in,
+                full,
+                waits,
+                route,
+                decision,
+                label,
             )
         cost_us, stream = self._cost(node, communicates, collective)
         described = data.Node(
