@@ -3,15 +3,20 @@ ranks on a machine that has none of them.
 
     zpasses capture examples/capture_llama.py:llama --arg seq=4096 --world 512 --target mi300x \\
         --zero-stage 3 -o llama-dump
+    zpasses capture examples/capture_llama.py:llama --arg seq=4096 --mesh dp=64,tp=8 \\
+        --target h100 -o tp-dump
     zpasses capture examples/capture_llama.py:llama --arg layers=2 --world 64 --target h100 \\
         -o small-dump
     zpasses html llama-dump -o report.html
 
 A function to capture returns a model and its inputs. It runs on fake tensors, so nothing of the
-model's size is allocated.
+model's size is allocated. With `--mesh`, it gets the device mesh. It applies tensor parallelism
+over dimension "tp", and the command shards the model over "dp" afterwards.
 """
 
 import torch
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -23,9 +28,10 @@ def llama(
     kv_heads: int = 8,
     vocab: int = 128256,
     seq: int = 128,
+    mesh=None,
 ):
     """Returns a model, and one sample of `seq` tokens as keyword arguments. The model returns its
-    loss.
+    loss. If `mesh` has a dimension "tp", the model is parallel over it.
     """
     config = LlamaConfig(
         hidden_size=hidden,
@@ -37,4 +43,23 @@ def llama(
         use_cache=False,
     )
     tokens = torch.zeros(1, seq, dtype=torch.long)
-    return LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+    model = LlamaForCausalLM(config)
+    if mesh is not None and "tp" in mesh.mesh_dim_names:
+        tensor_parallel(model, mesh["tp"])
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def tensor_parallel(model, mesh):
+    """Cuts embedding, attention, MLP and head over `mesh`. The activations between are equal on all
+    of its ranks.
+    """
+    attention, mlp = "model.layers.*.self_attn", "model.layers.*.mlp"
+    plan = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        **{f"{attention}.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")},
+        f"{attention}.o_proj": RowwiseParallel(),
+        **{f"{mlp}.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")},
+        f"{mlp}.down_proj": RowwiseParallel(),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, plan)

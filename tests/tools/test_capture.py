@@ -7,10 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import zpasses
 from tests.programs import forked_or_started, run_program
 from zpasses.dumps import read
-from zpasses.errors import OptionError, PassError
+from zpasses.errors import OptionError, PassError, ShardingError
+from zpasses.inspect.rank_agreement import rank_agreements
+from zpasses.tools.capture.meshes import MeshShape
 from zpasses.tools.capture.run import CaptureError, CaptureRequest, load, run_capture
 
 HERE = "tests.tools.test_capture"
@@ -30,6 +35,20 @@ def with_loss():
 
 def without_gradient():
     return nn.Linear(2, 2), torch.ones(1, 2), lambda out: out.detach()
+
+
+def two_layers(mesh=None, width=8, shards_itself=False):
+    """Two layers that are column and row parallel over dimension "tp"."""
+    model = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    if mesh is not None and "tp" in mesh.mesh_dim_names:
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    if shards_itself:
+        zpasses.shard(model, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    return model, torch.ones(2, width)
+
+
+def needs_a_mesh(mesh):
+    raise AssertionError
 
 
 def returns_int():
@@ -133,6 +152,90 @@ def test_a_file_can_import_its_neighbours(tmp_path):
         "import beside\n\ndef build():\n    return beside.VALUE\n"
     )
     assert load(f"{tmp_path}/model_of_mine.py:build")() == 7
+
+
+def _of_mesh(text, tmp_path, **more):
+    shape = MeshShape.parse(text)
+    return CaptureRequest(
+        more.pop("function", f"{HERE}:two_layers"), tmp_path, shape.ranks, mesh=shape, **more
+    )
+
+
+def test_a_model_with_tensor_parallelism_is_sharded_over_the_other_dimension(tmp_path):
+    run_capture(_of_mesh("dp=4,tp=2", tmp_path, ranks=(0, 5), arguments={"width": 16}))
+    for rank in (0, 5):
+        (compiled,) = read(tmp_path).ranks[rank].compiles
+        # 64 x 16 in fp32, cut by 2 and by 4
+        assert compiled.info.parameters["0.weight"].shard_bytes == 512
+        collectives = [
+            node.collective
+            for node in compiled.graphs["forward"].last.snapshot.nodes
+            if node.collective
+        ]
+        ranks = {each.label: compiled.info.groups[each.group] for each in collectives}
+        dp, tp = (rank % 2, *range(2 + rank % 2, 8, 2)), (rank & 6, (rank & 6) + 1)
+        assert ranks == {"dp": dp, "tp": tp}
+        assert {each.label: each.ranks for each in collectives} == {"dp": 4, "tp": 2}
+        assert sorted(compiled.info.group_labels.values()) == ["dp", "tp"]
+    assert [each.agree for each in rank_agreements(read(tmp_path))] == [True] * 3
+
+
+def test_a_function_that_shards_its_model_is_left_alone(tmp_path):
+    run_capture(_of_mesh("dp=2,tp=2", tmp_path, arguments={"shards_itself": True}))
+    (compiled,) = read(tmp_path).ranks[0].compiles
+    # The 32 x 8 weight of the first layer is cut along dimension 1, after rows were halved.
+    (found,) = [node for node in compiled.info.inputs if node["param"] == "0.weight"]
+    assert tuple(found["shape"]) in ((16, 4), (4, 16))
+
+
+def test_a_mesh_of_one_dimension_needs_no_argument_of_the_function(tmp_path):
+    run_capture(_of_mesh("dp=4", tmp_path, function=f"{HERE}:with_loss"))
+    assert read(tmp_path).ranks[0].compiles[0].info.world == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dp", "cannot read 'dp'; expected name=size"),
+        ("dp=4,", "cannot read ''"),
+        ("dp=0", "cannot read 'dp=0'"),
+        ("dp=x", "cannot read 'dp=x'"),
+        ("dp=2,dp=2", "dimension dp stands twice"),
+        ("tp=8", "no dimensions to shard over; name exactly one"),
+        ("dp=2,shard=2", "several dimensions to shard over: dp, shard"),
+        ("shard=4,replicate=2", "before shard: replicate=8,shard=64"),
+        ("replicate=2,dp_replicate=2,shard=2", "at most one dimension of replicas"),
+    ],
+)
+def test_texts_of_meshes_that_are_refused(text, message):
+    with pytest.raises(OptionError, match=message):
+        MeshShape.parse(text)
+
+
+def test_the_dimensions_of_a_mesh_are_those_of_the_data_and_those_of_the_model():
+    shape = MeshShape.parse("replicate=2, shard=4 ,cp=2,tp=8")
+    assert str(shape) == "replicate=2,shard=4,cp=2,tp=8"
+    assert shape.ranks == 128
+    assert shape.data_names == ("replicate", "shard")
+    assert shape.model_names == ("cp", "tp")
+
+
+def test_meshes_that_do_not_fit_the_function_are_refused(tmp_path):
+    with pytest.raises(CaptureError, match=r"no parameter named mesh, so nothing would use .* tp "):
+        run_capture(_of_mesh("dp=4,tp=2", tmp_path, function=f"{HERE}:with_loss"))
+    with pytest.raises(CaptureError, match=r"missing .* 'mesh'.* a device mesh as --mesh dp=4"):
+        run_capture(CaptureRequest(f"{HERE}:needs_a_mesh", tmp_path))
+    with pytest.raises(CaptureError, match="argument mesh is given twice"):
+        run_capture(_of_mesh("dp=2,tp=2", tmp_path, arguments={"mesh": 3}))
+    request = CaptureRequest(f"{HERE}:two_layers", tmp_path, mesh=MeshShape.parse("dp=2,tp=2"))
+    with pytest.raises(OptionError, match=r"mesh dp=2,tp=2 has 4 ranks; expected .* 8"):
+        run_capture(request)
+
+
+def test_a_refusal_of_shard_is_the_error_of_the_capture(tmp_path):
+    request = _of_mesh("dp=2,tp=2", tmp_path, shard={"param_dtype": torch.int32})
+    with pytest.raises(ShardingError, match="floating-point"):
+        run_capture(request)
 
 
 @forked_or_started

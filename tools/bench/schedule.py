@@ -243,7 +243,7 @@ def _node_us(node: fx.Node, target: Target) -> float:
     collective = collective_of(node)
     if collective is None:
         return compute_us(node, target)
-    ranks = len(compat.group_ranks(collective.group))
+    ranks = compat.group_ranks(collective.group)
     return estimate_collective_us(node, collective, ranks, target)
 
 

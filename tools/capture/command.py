@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 
 import click
 
+from zpasses.errors import OptionError
+from zpasses.tools.capture.meshes import MeshShape
 from zpasses.tools.cli.common import CommandError, errors_as_messages, versioned
 
-__all__ = ["capture", "shard_arguments", "step_options"]
+__all__ = ["capture", "shard_arguments", "step_options", "world_of"]
 
 
 def _arguments(
@@ -37,6 +39,27 @@ def _ranks(context: click.Context, option: click.Parameter, value: str) -> tuple
     if not all(part.isdecimal() for part in parts):
         raise click.BadParameter(f"got {value!r}; expected rank numbers such as 0,3.")
     return tuple(map(int, parts))
+
+
+def _mesh(context: click.Context, option: click.Parameter, value: str | None) -> MeshShape | None:
+    try:
+        return None if value is None else MeshShape.parse(value)
+    except OptionError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def world_of(world: int | None, mesh: MeshShape | None) -> int:
+    """The number of ranks that --world and --mesh give; 8 without both.
+
+    Raises:
+        CommandError: if they give different numbers.
+    """
+    if world is not None and mesh is not None and world != mesh.ranks:
+        raise CommandError(
+            f"--world {world} does not go together with --mesh {mesh}, which has {mesh.ranks} "
+            "ranks; leave --world out."
+        )
+    return mesh.ranks if mesh is not None else world or 8
 
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -64,11 +87,16 @@ def step_options(command: Command) -> Command:
             help='Hardware to plan for: "mi300x", "h100,ranks_per_node=4". Default: this machine.',
         ),
         click.option(
+            "--mesh",
+            metavar="NAME=SIZE,...",
+            callback=_mesh,
+            help="Device mesh of the ranks: dp=64,tp=8 or replicate=8,shard=64. The model is "
+            "sharded over dp or shard. The function gets the mesh as argument `mesh`.",
+        ),
+        click.option(
             "--world",
             type=click.IntRange(min=1),
-            default=8,
-            show_default=True,
-            help="Ranks of the fake process group.",
+            help="Ranks of the fake process group. Default: those of --mesh, or 8.",
         ),
         click.argument("function", metavar="MODULE:FUNCTION"),
     ):
@@ -137,7 +165,8 @@ def shard_arguments(param_dtype: str | None, reduce_dtype: str | None) -> dict[s
 def capture(
     function: str,
     out: Path,
-    world: int,
+    world: int | None,
+    mesh: MeshShape | None,
     ranks: tuple[int, ...],
     target: str | None,
     zero_stage: int | None,
@@ -165,10 +194,10 @@ def capture(
     }
     if zero_stage is not None and pipeline is not None:
         raise CommandError("--zero-stage and --pipeline exclude each other; give only one of them.")
-    shard = shard_arguments(param_dtype, reduce_dtype)
+    shard, size = shard_arguments(param_dtype, reduce_dtype), world_of(world, mesh)
     options = {key: value for key, value in given.items() if value is not None}
     report = run_capture(
-        CaptureRequest(function, out, world, ranks, arguments, train, shard, options)
+        CaptureRequest(function, out, size, ranks, arguments, train, shard, options, mesh)
     )
     if as_json:
         click.echo(
@@ -186,7 +215,8 @@ def capture(
         return
     took = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.seconds.items())
     click.echo(
-        f"{function} as rank {', '.join(map(str, ranks))} of {world}: {took}; "
+        f"{function} as rank {', '.join(map(str, ranks))} of {size}"
+        f"{f' (mesh {mesh})' if mesh is not None else ''}: {took}; "
         f"{report.peak_rss_bytes / 2**30:.1f} GiB"
     )
     click.echo(

@@ -4,10 +4,15 @@ allocated, computed or communicated.
 A capture names a function, `MODULE:FUNCTION` or `FILE.py:FUNCTION`. It is called on fake tensors,
 as one rank of the fake process group, and returns `(model, inputs)` or `(model, inputs, loss)`:
 
-    model    an nn.Module. It is sharded over all ranks unless it has DTensor parameters.
+    model    an nn.Module. Without a mesh, it is sharded over all ranks unless it has DTensor
+             parameters. With a mesh, it is sharded over the dimensions of data parallelism, unless
+             the function has called `zpasses.shard`.
     inputs   a tensor, a tuple of positional arguments, or a dict of keyword arguments
     loss     maps the model's result to the scalar to differentiate. Without it, the result's
              attribute `loss` is used, or else the sum of all differentiable tensors of the result.
+
+A function with a parameter `mesh` gets the device mesh of the request, and applies tensor or expert
+parallelism over its other dimensions.
 """
 
 from __future__ import annotations
@@ -29,13 +34,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zpasses
 from zpasses import compat
 from zpasses.backend.garbage import no_garbage_collection
-from zpasses.errors import OptionError, ZpassesError, suggestion
+from zpasses.errors import OptionError, ShardingError, ZpassesError, suggestion
+from zpasses.sharding.module import ShardedModule
 from zpasses.testing.worlds import fake_world
+from zpasses.tools.capture.meshes import MeshShape
 
 __all__ = ["CaptureError", "CaptureReport", "CaptureRequest", "load", "run_capture"]
 
@@ -66,6 +74,8 @@ class CaptureRequest:
     """Keyword arguments of `zpasses.shard`: param_dtype, reduce_dtype."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the backend: zero_stage, pipeline, target, ..."""
+    mesh: MeshShape | None = None
+    """Device mesh of the `world` ranks. None is one dimension, over which the model is sharded."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,8 @@ def run_capture(request: CaptureRequest) -> CaptureReport:
 
     Raises:
         CaptureError: if the function or the model fails. The original exception is its cause.
-        OptionError: for options that the backend does not know.
+        ShardingError: if `zpasses.shard` refuses the model or the mesh.
+        OptionError: for options that the backend does not know, or a mesh of other ranks.
         PassError: if a pass fails. The dump has the graph before it.
         DumpError: if the dump cannot be written to the folder.
     """
@@ -94,8 +105,13 @@ def run_capture(request: CaptureRequest) -> CaptureReport:
             f"capture: got ranks {request.ranks}; expected numbers from 0 to "
             f"{request.world - 1} in a world of {request.world}."
         )
+    if request.mesh is not None and request.mesh.ranks != request.world:
+        raise OptionError(
+            f"capture: mesh {request.mesh} has {request.mesh.ranks} ranks; expected those of the "
+            f"world, {request.world}."
+        )
     function = load(request.function)
-    _check_arguments(request.function, function, request.arguments)
+    _check_arguments(request, function)
     options = {"codegen": "eager", "agreement": False, **request.options}
     if request.out is not None:
         options |= {"dump": request.out, "dump_ranks": "all"}
@@ -168,12 +184,31 @@ def _module_of_file(path: Path) -> Any:
     return module
 
 
-def _check_arguments(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    try:
-        inspect.signature(function).bind(**arguments)
-    except TypeError as error:
+def _takes_mesh(function: Callable[..., Any]) -> bool:
+    return "mesh" in inspect.signature(function).parameters
+
+
+def _check_arguments(request: CaptureRequest, function: Callable[..., Any]) -> None:
+    name, signature, arguments = request.function, inspect.signature(function), request.arguments
+    if request.mesh is not None and _takes_mesh(function):
+        if "mesh" in arguments:
+            raise CaptureError(
+                f"{name}: argument mesh is given twice; give the device mesh as --mesh only."
+            )
+        arguments = {**arguments, "mesh": request.mesh}
+    elif request.mesh is not None and request.mesh.model_names:
         raise CaptureError(
-            f"{name}{inspect.signature(function)}: {error}. Give arguments as --arg NAME=VALUE."
+            f"{name}{signature} has no parameter named mesh, so nothing would use dimension "
+            f"{', '.join(request.mesh.model_names)} of --mesh {request.mesh}. Add the parameter, "
+            "and apply the model's own parallelism in the function, e.g. "
+            f"parallelize_module(model, mesh[{request.mesh.model_names[0]!r}], ...)."
+        )
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        hint = "" if request.mesh is not None else " and a device mesh as --mesh dp=4,tp=2"
+        raise CaptureError(
+            f"{name}{signature}: {error}. Give arguments as --arg NAME=VALUE{hint}."
         ) from error
 
 
@@ -185,18 +220,27 @@ def _capture_rank(
     seconds: dict[str, float],
 ) -> None:
     torch.compiler.reset()
-    with fake_world(request.world, rank) as mesh, compat.FakeTensorMode(allow_non_fake_inputs=True):
+    with contextlib.ExitStack() as stack:
+        mesh = stack.enter_context(fake_world(request.world, rank))
+        if request.mesh is not None:  # a mesh holds real tensors of ranks
+            names = request.mesh.names
+            mesh = init_device_mesh("cpu", request.mesh.sizes, mesh_dim_names=names)
+        stack.enter_context(compat.FakeTensorMode(allow_non_fake_inputs=True))
         with _timed(seconds, "build"):
+            given = dict(request.arguments)
+            if request.mesh is not None and _takes_mesh(function):
+                given["mesh"] = mesh
             try:
-                made = function(**request.arguments)
+                made = function(**given)
+            except ShardingError:
+                raise
             except Exception as error:
                 raise CaptureError(
                     f"{request.function} raised {type(error).__name__}: {error}"
                 ) from error
             model, inputs, loss = _unpacked(request.function, made)
         with _timed(seconds, "shard"):
-            if not any(isinstance(param, DTensor) for param in model.parameters()):
-                zpasses.shard(model, mesh=mesh, **request.shard)
+            _shard(request, model, mesh)
         with _timed(seconds, "step"), torch.set_grad_enabled(request.train):
             compiled = torch.compile(model, backend="zpasses", options=dict(options))
             try:
@@ -204,6 +248,18 @@ def _capture_rank(
             except Exception as error:
                 raise _unwrapped_error(error) from error
     torch.compiler.reset()
+
+
+def _shard(request: CaptureRequest, model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shards the model, unless its function has done so."""
+    if any(isinstance(module, ShardedModule) for module in model.modules()):
+        return
+    if request.mesh is not None:
+        names = request.mesh.data_names
+        part = mesh if names == request.mesh.names else mesh[names if len(names) > 1 else names[0]]
+        zpasses.shard(model, mesh=part, **request.shard)
+    elif not any(isinstance(param, DTensor) for param in model.parameters()):
+        zpasses.shard(model, mesh=mesh, **request.shard)
 
 
 def _unpacked(name: str, made: Any) -> tuple[nn.Module, Any, Callable[[Any], Any] | None]:

@@ -8,7 +8,8 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from zpasses.tools.capture.command import shard_arguments, step_options
+from zpasses.tools.capture.command import shard_arguments, step_options, world_of
+from zpasses.tools.capture.meshes import MeshShape
 from zpasses.tools.cli.common import (
     CommandError,
     as_json,
@@ -56,7 +57,8 @@ __all__ = ["plan"]
 def plan(
     ctx: click.Context,
     function: str,
-    world: int,
+    world: int | None,
+    mesh: MeshShape | None,
     target: str | None,
     memory: str | None,
     points: int,
@@ -84,7 +86,15 @@ def plan(
         )
     shard = shard_arguments(param_dtype, reduce_dtype)
     request = PlanRequest(
-        function, world, target, memory, points, arguments, shard, backwards_per_step
+        function,
+        world_of(world, mesh),
+        target,
+        memory,
+        points,
+        arguments,
+        shard,
+        backwards_per_step,
+        mesh,
     )
     with tqdm(desc="plans", unit="plan", disable=None, leave=False) as bar:
         found = plan_step(request, lambda point: bar.update())

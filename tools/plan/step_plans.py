@@ -42,6 +42,7 @@ from zpasses.runtime.forward_variants import (
     build_forward_variant,
     param_slots,
 )
+from zpasses.tools.capture.meshes import MeshShape
 from zpasses.tools.capture.run import CaptureError, CaptureRequest, run_capture
 from zpasses.tools.plan.table import GraphFigures, PlanPoint, PlanTable, not_dominated
 
@@ -67,6 +68,8 @@ class PlanRequest:
     """Keyword arguments of `zpasses.shard`: param_dtype, reduce_dtype."""
     backwards_per_step: int = 1
     """Forwards, each with its backward, from one optimizer step to the next."""
+    mesh: MeshShape | None = None
+    """Device mesh of the ranks. None is one dimension, over which the model is sharded."""
 
 
 def plan_step(
@@ -108,6 +111,7 @@ def plan_step(
         arguments=request.arguments,
         shard=request.shard,
         options={key: value for key, value in options.items() if value is not None},
+        mesh=request.mesh,
     )
     with observe_steps(observe):
         run_capture(capture)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import ShardingError
+from zpasses.graph.groups import mesh_dimensions
 from zpasses.graph.nodes import collective_of, is_dialect, nbytes, value_of
 from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD, UNSHARD
 from zpasses.graph.tags import Tag, add_tag, mark_of_model, tag_of
@@ -131,7 +132,7 @@ def describe_inputs(captured: Capture, example_inputs: Sequence[Any]) -> dict[st
         example_inputs: Dynamo's example inputs, with DTensors in place of shards.
     """
     placeholders = [node for node in captured.gm.graph.nodes if node.op == "placeholder"]
-    inputs, parameters = [], {}
+    inputs, parameters, meshes = [], {}, {}
     for i, (node, value) in enumerate(zip(placeholders, captured.inputs, strict=True)):
         record: dict[str, Any] = {"name": node.name, "param": captured.shards.get(i)}
         if isinstance(value, torch.Tensor):
@@ -143,6 +144,7 @@ def describe_inputs(captured: Capture, example_inputs: Sequence[Any]) -> dict[st
         full = example_inputs[i]
         if i in captured.shards and isinstance(full, DTensor):
             layout = layout_of(full)
+            meshes[layout.group_names] = layout.whole_mesh
             gathered = layout.gathered_shape(full.shape)
             replicated = len(layout.sharding_groups) > 1
             parameters[captured.shards[i]] = {
@@ -154,7 +156,11 @@ def describe_inputs(captured: Capture, example_inputs: Sequence[Any]) -> dict[st
                 "group": layout.sharding_groups[0],
                 **({"replicate_group": layout.sharding_groups[1]} if replicated else {}),
             }
-    return {"inputs": inputs, "parameters": parameters}
+    return {
+        "inputs": inputs,
+        "parameters": parameters,
+        "mesh_dimensions": mesh_dimensions(meshes.values()),
+    }
 
 
 def _plain_shape(value: torch.Tensor) -> list[int | str]:

@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from zpasses.compat.fake import no_dispatch_modes
+
 __all__ = [
     "DTensorSpec",
     "clear_sharding_prop_cache",
@@ -17,6 +19,7 @@ __all__ = [
     "local_of",
     "local_range",
     "make_dtensor",
+    "mesh_ranks",
     "root_mesh",
     "set_local",
     "set_spec",
@@ -85,7 +88,8 @@ def concatenate_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     if outer.mesh_dim_names is None or inner.mesh_dim_names is None:
         raise RuntimeError("the dimensions of the meshes have no names")
     if hasattr(DeviceMesh, "_concatenate"):
-        return DeviceMesh._concatenate([outer, inner])
+        with no_dispatch_modes():  # a mesh holds real tensors of ranks
+            return DeviceMesh._concatenate([outer, inner])
     root = cast(Any, outer)._get_root_mesh()
     if root != cast(Any, inner)._get_root_mesh():
         raise RuntimeError("the meshes are no submeshes of one mesh")
@@ -105,6 +109,12 @@ def submesh_of_dimension(mesh: DeviceMesh, dim: int) -> DeviceMesh:
         return mesh[name]
     except RuntimeError:  # older torch cuts only a whole mesh, and no submesh
         return cast(DeviceMesh, cast(Any, mesh)._get_root_mesh()[name])
+
+
+def mesh_ranks(mesh: DeviceMesh) -> list[int]:
+    """Returns the global ranks of a mesh, also inside a fake mode."""
+    with no_dispatch_modes():
+        return [int(rank) for rank in mesh.mesh.flatten().tolist()]
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

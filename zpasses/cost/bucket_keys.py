@@ -7,7 +7,7 @@ from typing import Any, Literal
 from zpasses import compat
 from zpasses.cost.bucket_planner import BucketKey, Mode
 from zpasses.cost.collective_moves import SchedulableCollective
-from zpasses.cost.roofline import copy_us, latency_us
+from zpasses.cost.roofline import copy_us, latency_us, nodes_of
 from zpasses.cost.target import current_target
 from zpasses.graph.nodes import collective_of, value_of
 
@@ -70,8 +70,9 @@ def _cheapest_mode(item: SchedulableCollective) -> Mode:
     """
     collective, target = collective_of(item.started), current_target()
     assert collective is not None
-    ranks = len(compat.group_ranks(collective.group))
-    costs: dict[Mode, float] = {"single": latency_us(collective.op, ranks, target)}
+    group = compat.group_ranks(collective.group)
+    ranks, nodes = len(group), nodes_of(group, target)
+    costs: dict[Mode, float] = {"single": latency_us(collective.op, ranks, target, nodes)}
     # A coalesced call starts without copies, except that gloo packs what it all-reduces.
     packs = "all_reduce" in collective.op and compat.is_gloo(collective.group)
     costs["coalesced"] = 2 * copy_us(item.full_bytes, target) if packs else 0.0

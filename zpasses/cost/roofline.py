@@ -31,11 +31,17 @@ __all__ = [
     "copy_us",
     "durations_us",
     "latency_us",
+    "nodes_of",
     "ring_collective_us",
 ]
 
 
-def latency_us(kind: str, ranks: int, target: Target) -> float:
+def nodes_of(ranks: Iterable[int], target: Target) -> int:
+    """Returns on how many nodes ranks are. Ranks fill one node after the other."""
+    return len({rank // target.ranks_per_node for rank in ranks})
+
+
+def latency_us(kind: str, ranks: int, target: Target, nodes: int | None = None) -> float:
     """Returns the part of a collective's duration that does not depend on its bytes.
 
     Args:
@@ -43,15 +49,18 @@ def latency_us(kind: str, ranks: int, target: Target) -> float:
             "reduce_scatter" or "all_reduce".
         ranks: size of the group.
         target: hardware that the graph runs on.
+        nodes: on how many nodes the group is (`nodes_of`). None for one that fills its nodes.
     """
-    nodes = math.ceil(ranks / target.ranks_per_node)
+    nodes = nodes or math.ceil(ranks / target.ranks_per_node)
     rounds = 2 if _is_all_reduce(kind) else 1
     between = rounds * (nodes - 1)
     within = rounds * (ranks - 1) - between
     return target.launch_us + within * target.hop_us + between * target.network_hop_us
 
 
-def ring_collective_us(kind: str, full_bytes: int, ranks: int, target: Target) -> float:
+def ring_collective_us(
+    kind: str, full_bytes: int, ranks: int, target: Target, nodes: int | None = None
+) -> float:
     """Returns the duration of one collective over a ring.
 
     Args:
@@ -59,16 +68,19 @@ def ring_collective_us(kind: str, full_bytes: int, ranks: int, target: Target) -
         full_bytes: bytes of the full tensor: an all-gather's output, a reduction's input.
         ranks: size of the group.
         target: hardware that the graph runs on.
+        nodes: as in `latency_us`.
     """
     if ranks <= 1:
         return 0.0
-    bandwidth = (
-        target.link_gb_s
-        if ranks <= target.ranks_per_node
-        else min(target.link_gb_s, target.network_gb_s)
+    nodes = nodes or math.ceil(ranks / target.ranks_per_node)
+    # Rings of a group use the network adapters of all its ranks, each for a part of the bytes.
+    local = ranks / nodes
+    bandwidth = min(
+        target.link_gb_s * target.link_share(round(local)) if local > 1 else math.inf,
+        target.network_gb_s * local if nodes > 1 else math.inf,
     )
     passes = 2 if _is_all_reduce(kind) else 1
-    return latency_us(kind, ranks, target) + passes * (ranks - 1) / ranks * full_bytes / (
+    return latency_us(kind, ranks, target, nodes) + passes * (ranks - 1) / ranks * full_bytes / (
         bandwidth * 1e3
     )
 
@@ -86,7 +98,8 @@ def collective_on_route_us(
     if ranks <= 1:
         return 0.0
     passes = 2 if _is_all_reduce(kind) else 1
-    moving = passes * (ranks - 1) / ranks * full_bytes / (figures.gb_s * 1e3)
+    bandwidth = figures.gb_s * target.link_share(ranks)
+    moving = passes * (ranks - 1) / ranks * full_bytes / (bandwidth * 1e3)
     copied = figures.copied_full * full_bytes + figures.copied_parts * full_bytes / ranks
     return figures.latency_us + moving + (copy_us(int(copied), target) if copied else 0.0)
 

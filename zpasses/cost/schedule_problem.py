@@ -33,7 +33,7 @@ from zpasses.cost.memory import (
     scratch_bytes,
 )
 from zpasses.cost.roofline import compute_us, copy_us, durations_us
-from zpasses.cost.step_time import collective_timing, started_by
+from zpasses.cost.step_time import collective_timing, groups_of_model, started_by
 from zpasses.cost.target import Target
 from zpasses.graph.nodes import (
     Collective,
@@ -212,6 +212,7 @@ class _Reader:
     ) -> None:
         self._items, self._bucket_key, self._target = items, bucket_key, target
         self._regrouped = reducing_groups(item.started for item in items) if second_group else ()
+        self._of_model = groups_of_model(graph)
         self._curve = MemoryCurve(graph)
         self._index = self._curve.position
         self._in_place = reinplaceable_all_reduces(graph)
@@ -289,6 +290,7 @@ class _Reader:
     def _timing(self, node: fx.Node, collective: Collective) -> CollectiveTiming:
         timing = collective_timing(node, collective, self._target)
         second = collective.group in self._regrouped and is_regroupable(node)
+        second = second or collective.group in self._of_model
         return replace(timing, second_group=True) if second else timing
 
     def _jobs(

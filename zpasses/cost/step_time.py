@@ -1,10 +1,12 @@
 """Estimate the duration of graphs on a target, with collectives that overlap compute.
 
-The nodes of a graph run in order on one stream, and its collectives beside them. Collectives that
-share links run one after another, whatever their group and route. Collectives within a node share
-its links, and collectives between nodes share the network; the two kinds do not delay each other.
-Only those of a second group of the same ranks (`zpasses.ranks.reduction_groups`) run beside the
-others: two that are in flight on the same links take twice as long each. A
+The nodes of a graph run in order on one stream, and its collectives beside them. Collectives within
+a node share its links, and collectives between nodes share the network; the two kinds do not delay
+each other. Where a group's ranks are decides this, not its size. Collectives that share links run
+one after another, whatever their group and route, with two exceptions. Those of a second group of
+the same ranks (`zpasses.ranks.reduction_groups`) run beside the others, and so do those of groups
+that only the model uses, as for tensor parallelism. Two that are in flight on the same links take
+twice as long each. A
 kernel takes its roofline time, and longer while a collective that needs compute units runs beside
 it. A collective takes longer while kernels run beside it. The model ignores fusion, the CPU and the
 optimizer. It compares forms of one step, and does not predict real durations.
@@ -24,6 +26,7 @@ from zpasses.cost.roofline import (
     collective_on_route_us,
     copy_engine_launch_us,
     durations_us,
+    nodes_of,
     ring_collective_us,
 )
 from zpasses.cost.routes import route_figures
@@ -38,12 +41,14 @@ from zpasses.graph.nodes import (
     value_of,
 )
 from zpasses.graph.reduction_groups import is_regroupable
+from zpasses.graph.tags import tag_of
 
 __all__ = [
     "StepTime",
     "Timeline",
     "collective_timing",
     "estimate_collective_us",
+    "groups_of_model",
     "is_copy_engine_collective",
     "started_by",
     "step_time",
@@ -99,6 +104,7 @@ class Timeline:
 
     def __init__(self, graph: fx.Graph, target: Target, *, regrouped: Collection[str] = ()) -> None:
         self._target, self._regrouped = target, regrouped
+        self._of_model = groups_of_model(graph)
         self._events: list[_Event] = []
         self._by_engine: set[fx.Node] = set()
         self._collectives: dict[fx.Node, Collective] = {}
@@ -167,11 +173,28 @@ class Timeline:
 
     def _measure(self, node: fx.Node, by_engine: bool) -> CollectiveTiming:
         collective = self._collectives[node]
-        ranks = len(compat.group_ranks(collective.group))
-        parts = _full_bytes(node, collective, ranks)
+        ranks = compat.group_ranks(collective.group)
+        parts = _full_bytes(node, collective, len(ranks))
         timing = _collective_timing(parts, collective, ranks, self._target, by_engine)
         second = collective.group in self._regrouped and is_regroupable(node)
+        second = second or collective.group in self._of_model
         return replace(timing, second_group=True) if second else timing
+
+
+def groups_of_model(graph: fx.Graph) -> frozenset[str]:
+    """Returns the process groups over which a graph communicates, but not for its parameters.
+
+    Their collectives, such as those of tensor parallelism, have a stream of their own. The result
+    is empty for a graph without collectives of parameters.
+    """
+    own: set[str] = set()
+    others: set[str] = set()
+    for node in graph.nodes:
+        collective = collective_of(node)
+        if collective is not None:
+            of_params = tag_of(node) is not None or is_dialect(node)
+            (own if of_params else others).add(compat.parent_group(collective.group))
+    return frozenset(others - own) if own else frozenset()
 
 
 def started_by(wait: fx.Node) -> fx.Node:
@@ -191,9 +214,9 @@ def collective_timing(
         target: hardware that the graph runs on.
         full_bytes: bytes of the full tensors, instead of those of the node.
     """
-    ranks = len(compat.group_ranks(collective.group))
+    ranks = compat.group_ranks(collective.group)
     by_engine = is_copy_engine_collective(collective)
-    parts = _full_bytes(node, collective, ranks) if full_bytes is None else [full_bytes]
+    parts = _full_bytes(node, collective, len(ranks)) if full_bytes is None else [full_bytes]
     return _collective_timing(parts, collective, ranks, target, by_engine)
 
 
@@ -203,7 +226,7 @@ def is_copy_engine_collective(collective: Collective) -> bool:
 
 
 def estimate_collective_us(
-    node: fx.Node, collective: Collective, ranks: int, target: Target
+    node: fx.Node, collective: Collective, ranks: Sequence[int], target: Target
 ) -> float:
     """Returns the duration of a collective as the graph has it, with nothing running beside it.
 
@@ -212,11 +235,11 @@ def estimate_collective_us(
     Args:
         node: the collective's node.
         collective: `collective_of(node)`, which must be no dialect op.
-        ranks: size of its group.
+        ranks: of its group.
         target: hardware that the graph runs on.
     """
     return _collective_timing(
-        _full_bytes(node, collective, ranks),
+        _full_bytes(node, collective, len(ranks)),
         collective,
         ranks,
         target,
@@ -225,14 +248,19 @@ def estimate_collective_us(
 
 
 def _collective_timing(
-    parts: Sequence[int], collective: Collective, ranks: int, target: Target, by_engine: bool
+    parts: Sequence[int],
+    collective: Collective,
+    group: Sequence[int],
+    target: Target,
+    by_engine: bool,
 ) -> CollectiveTiming:
     figures = route_figures(target).get(target.routes[0] if by_engine and target.routes else "c10d")
     second = compat.parent_group(collective.group) != collective.group
-    if figures is None or ranks > target.ranks_per_node:
+    ranks, nodes = len(group), nodes_of(group, target)
+    if figures is None or nodes > 1:
         return CollectiveTiming(
-            ring_collective_us(collective.op, sum(parts), ranks, target),
-            between_nodes=ranks > target.ranks_per_node,
+            ring_collective_us(collective.op, sum(parts), ranks, target, nodes),
+            between_nodes=nodes > 1,
             issue_us=target.issue_us,
             second_group=second,
         )

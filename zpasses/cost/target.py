@@ -127,6 +127,17 @@ class Target:
             memory_bytes=properties.total_memory,
         )
 
+    def link_share(self, ranks: int) -> float:
+        """Returns the share of `link_gb_s` that a group with so many ranks on a node can use.
+
+        AMD's devices have one link to each other device of the node. A group uses those between its
+        own ranks. Elsewhere, a switch gives a device all of its bandwidth to any other.
+        """
+        others = self.ranks_per_node - 1
+        if not self.architecture.startswith("gfx") or ranks <= 1 or others < 1:
+            return 1.0
+        return min(1.0, (ranks - 1) / others)
+
     def __str__(self) -> str:
         base = TARGETS.get(self.name)
         if base is None or base == self:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.cost.memory import Liveness, liveness
-from zpasses.cost.roofline import compute_us, ring_collective_us
+from zpasses.cost.roofline import compute_us, nodes_of, ring_collective_us
 from zpasses.cost.step_time import estimate_collective_us, is_copy_engine_collective
 from zpasses.cost.target import Target
 from zpasses.dumps import format as data
@@ -48,13 +48,19 @@ class Describer:
 
     A node has the same id in all passes of its graph. A node of a graph that was made from another
     has the id of the other graph's node with the same name.
+
+    Args:
+        target: the hardware of the memory and cost models.
+        labels: process group -> its label (`zpasses.graph.groups.group_labels`).
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, labels: Mapping[str, str] | None = None) -> None:
         self.target, self.sources = target, SourceTable()
+        self.labels = labels or {}
+        """Process group -> its label."""
         self._next = 0
         self._numbers: dict[str, dict[str, int]] = {}
-        self._group_sizes: dict[str, int] = {}
+        self._group_ranks: dict[str, tuple[int, ...]] = {}
         self._compute_us: dict[tuple[Any, int], tuple[Any, float]] = {}
         """Target and id of the value -> the value, and the time of the call."""
         self._param_sources: dict[str, data.Source | None] = {}
@@ -113,13 +119,21 @@ class Describer:
             self._compute_us[key] = value, round(compute_us(node, self.target), 3)
         return self._compute_us[key][1]
 
-    def group_size(self, name: str) -> int:
-        if name not in self._group_sizes:
+    def group_ranks(self, name: str) -> tuple[int, ...]:
+        if name not in self._group_ranks:
             try:
-                self._group_sizes[name] = len(compat.group_ranks(name))
+                self._group_ranks[name] = tuple(compat.group_ranks(name))
             except (RuntimeError, ValueError, KeyError):  # this process does not know the group
-                self._group_sizes[name] = 1
-        return self._group_sizes[name]
+                self._group_ranks[name] = (0,)
+        return self._group_ranks[name]
+
+    def label(self, group: str) -> str:
+        """Label of a process group, also of one that was made after the compile started."""
+        parent = compat.parent_group(group)
+        known = self.labels.get(group) or (
+            self.labels.get(parent, "") and (self.labels[parent] + group[len(parent) :])
+        )
+        return known or ""
 
 
 class GraphDescriber:
@@ -204,14 +218,23 @@ class GraphDescriber:
         collective = None
         communicates = collective_of(node) if _may_communicate(node) else None
         if communicates is not None:
-            ranks = self._describer.group_size(communicates.group)
+            ranks = len(self._describer.group_ranks(communicates.group))
             gathers = "gather" in communicates.op or node.target is UNSHARD
             full = nbytes(value) if gathers else communicates.nbytes
             put_in = input_nbytes(node, communicates)
             route = self._route(communicates, tag)
             decision = tag.note if tag is not None else ""
+            label = self._describer.label(communicates.group)
             collective = data.Collective(
-                communicates.op, communicates.group, ranks, put_in, full, waits, route, decision
+                communicates.op,
+                communicates.group,
+                ranks,
+                put_in,
+                full,
+                waits,
+                route,
+                decision,
+                label,
             )
         cost_us, stream = self._cost(node, communicates, collective)
         described = data.Node(
@@ -264,16 +287,19 @@ class GraphDescriber:
             return 0.0, None
         target = self._describer.target
         if communicates is not None and collective is not None:
-            if target.routes and not is_dialect(node):
-                return round(
-                    estimate_collective_us(node, communicates, collective.ranks, target), 3
-                ), "communication"
-            return round(
-                ring_collective_us(
-                    collective.kind, collective.full_bytes, collective.ranks, target
-                ),
-                3,
-            ), "communication"
+            ranks = self._describer.group_ranks(communicates.group)
+            took = (
+                estimate_collective_us(node, communicates, ranks, target)
+                if target.routes and not is_dialect(node)
+                else ring_collective_us(
+                    collective.kind,
+                    collective.full_bytes,
+                    len(ranks),
+                    target,
+                    nodes_of(ranks, target),
+                )
+            )
+            return round(took, 3), "communication"
         cost_us = self._describer.compute_us(node)
         return cost_us, "compute" if cost_us else None
 

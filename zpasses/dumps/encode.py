@@ -146,7 +146,12 @@ def _collective(collective: Collective) -> dict[str, Any]:
         **required,
         **sizes,
         **_full(
-            {"waits": collective.waits, "route": collective.route, "decision": collective.decision}
+            {
+                "waits": collective.waits,
+                "route": collective.route,
+                "decision": collective.decision,
+                "label": collective.label,
+            }
         ),
     }
 

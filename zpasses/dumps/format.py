@@ -163,6 +163,8 @@ class Agreement:
     """ "agreed", "off" (option agreement=False) or "single-rank" (the group has no other real
     ranks).
     """
+    label: str = ""
+    """Label of the group; see `Collective.label`."""
 
 
 @dataclass(frozen=True)
@@ -266,10 +268,16 @@ class CompileInfo:
     """All figures of `zpasses.cost.target.Target`."""
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Process group -> its ranks."""
+    group_labels: Mapping[str, str] = field(default_factory=dict)
+    """Process group -> its label, for groups of mesh dimensions; see `Collective.label`."""
     inputs: tuple[Mapping[str, Any], ...] = ()
     """{name, shape, dtype, param} of each input of the captured graph."""
     parameters: Mapping[str, Param] = field(default_factory=dict)
     """Name -> sharded parameter."""
+
+    def group_title(self, group: str) -> str:
+        """What pages call a process group: its label, or its name if it has none."""
+        return self.group_labels.get(group) or group
 
 
 @dataclass(frozen=True)

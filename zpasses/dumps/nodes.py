@@ -165,6 +165,14 @@ class Collective:
     """
     decision: str = ""
     """The pass's reason to replace the collective or to keep it."""
+    label: str = ""
+    """Name of the mesh dimension of the group, with a number from the second group of that name on:
+    "dp", "dp/2". Empty if the group belongs to no mesh, and in older dumps."""
+
+    @property
+    def title(self) -> str:
+        """What pages call the group: its label, or its name if it has none."""
+        return self.label or self.group
 
 
 @dataclass(frozen=True, slots=True)

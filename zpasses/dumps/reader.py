@@ -188,6 +188,7 @@ def _info(record: Record, limits: Limits) -> CompileInfo:
     if state not in ("compiling", "done", "failed"):
         raise record.fail("state", "'compiling', 'done' or 'failed'")
     groups = Record(record.mapping("groups"), f"{record.where}, 'groups'")
+    labels = Record(record.mapping("group_labels"), f"{record.where}, 'group_labels'")
     params = Record(record.mapping("parameters"), f"{record.where}, 'parameters'")
     inputs: list[Mapping[str, Any]] = [each.data for each in record.records("inputs")]
     return CompileInfo(
@@ -202,6 +203,7 @@ def _info(record: Record, limits: Limits) -> CompileInfo:
         recompile_reason=record.optional_text("recompile_reason") or "",
         target=record.mapping("target"),
         groups={name: groups.integers(name) for name in groups.data},
+        group_labels={name: labels.text(name) for name in labels.data},
         inputs=tuple(inputs),
         parameters={name: _param(name, params.record(name)) for name in params.data},
     )
@@ -344,4 +346,5 @@ def _agreement(record: Record) -> Agreement:
         digest=record.text("digest"),
         collectives=record.integer("collectives"),
         result=record.text("result"),
+        label=record.text("label", ""),
     )

@@ -13,6 +13,7 @@ from zpasses import compat
 from zpasses.cost.target import Target
 from zpasses.dumps import progress
 from zpasses.dumps.errors import DumpError
+from zpasses.graph.groups import group_labels
 from zpasses.graph.printer import listing
 from zpasses.pipeline.pipeline import Pass, PassRecord
 from zpasses.pipeline.recorder import Recorder, Recorders, enable_runtime_notes
@@ -88,7 +89,9 @@ def recorders_for(
     Args:
         dump: folder of the dump; None writes no dump.
         ranks: ranks that write a dump; None is all.
-        describe: returns the fields of compile.json. It is called only if this rank writes a dump.
+        describe: returns the fields of compile.json, and, as "mesh_dimensions", those of
+            `zpasses.graph.groups.mesh_dimensions` that are known. It is called only if this rank
+            writes a dump.
 
     Raises:
         DumpError: if the path is no folder, cannot be written to, or contains something else.
@@ -101,16 +104,16 @@ def recorders_for(
 
         if ranks is None or rank in ranks:
             folder = create_rank_folder(dump, rank, world)
-            groups = (
-                {name: compat.group_ranks(name) for name in compat.group_backends()}
-                if dist.is_initialized()
-                else {}
-            )
-            watching.append(
-                CompileDump(
-                    folder, {"rank": rank, "world": world, "groups": groups, **describe()}, target
-                )
-            )
+            described = dict(describe())
+            known = described.pop("mesh_dimensions", {})
+            groups: dict[str, Any] = {"groups": {}, "group_labels": {}}
+            if dist.is_initialized():
+                groups["groups"] = {
+                    name: compat.group_ranks(name) for name in compat.group_backends()
+                }
+                groups["group_labels"] = group_labels(known)
+            info = {"rank": rank, "world": world, **groups, **described}
+            watching.append(CompileDump(folder, info, target))
         if dist.is_initialized() and not compat.is_fake_world():
             try:
                 write_progress(dump, rank, world)

@@ -284,4 +284,5 @@ def _collective(record: Record) -> Collective:
         waits=record.integers("waits"),
         route=record.text("route", ""),
         decision=record.text("decision", ""),
+        label=record.text("label", ""),
     )

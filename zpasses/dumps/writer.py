@@ -86,7 +86,7 @@ class CompileDump(Recorder):
             "target": dataclasses.asdict(target),
             "error": None,
         }
-        self._describer = Describer(target)
+        self._describer = Describer(target, self._info.get("group_labels", {}))
         self._lock = threading.RLock()
         self._events: list[bytes] = []
         self._number = 0
@@ -209,6 +209,7 @@ class CompileDump(Recorder):
             digest=digest,
             collectives=collectives,
             result=result,
+            label=self._describer.label(group),
         )
 
     @_locked

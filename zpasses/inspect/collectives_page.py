@@ -195,7 +195,7 @@ def _cells(each: _Row, show: CollectiveRows) -> tuple[object, ...]:
     return (
         row.node,
         cut(row.kind.replace("_into_tensor", "").replace("_tensor", ""), 28),
-        row.group,
+        row.label or row.group,
         row.ranks,
         params_text(row.params),
         modules_text(modules_of(each.node), 1) if show.module else "",

@@ -23,6 +23,8 @@ class CollectiveRow:
     """Name of its node."""
     kind: str
     group: str
+    label: str
+    """Mesh dimension of the group, or empty."""
     ranks: int
     params: tuple[str, ...]
     nbytes: int
@@ -91,6 +93,7 @@ def _row(span: CollectiveSpan) -> CollectiveRow:
         node=node.name,
         kind=collective.kind,
         group=collective.group,
+        label=collective.label,
         ranks=collective.ranks,
         params=node.params,
         nbytes=collective.nbytes,

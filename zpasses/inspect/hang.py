@@ -59,6 +59,8 @@ class GroupHang:
     ranks: tuple[RankHang, ...]
     mismatch: str = ""
     """How the ranks' collectives of this number differ; empty if they do not."""
+    label: str = ""
+    """Mesh dimension of the group; see `zpasses.dumps.Collective.label`."""
 
     def of_state(self, state: str) -> list[int]:
         return [each.rank for each in self.ranks if each.state == state]
@@ -99,7 +101,16 @@ def _group(
         places = finder.places(rank, name, last, of_group.history) if last is not None else ()
         what = _what(of_group, number)
         ranks.append(RankHang(rank, what, last, places, state.activity, state.activity_s))
-    return GroupHang(name, number, tuple(ranks), _mismatch(name, number, states))
+    label = next(
+        (
+            each.info.group_labels[name]
+            for rank in dump.ranks.values()
+            for each in rank.compiles
+            if name in each.info.group_labels
+        ),
+        "",
+    )
+    return GroupHang(name, number, tuple(ranks), _mismatch(name, number, states), label)
 
 
 def _what(state: GroupState, number: int) -> str:

@@ -101,8 +101,8 @@ def _group_parts(hang: GroupHang) -> list[Table | Text | str]:
 
 def _summary(hang: GroupHang) -> list[str]:
     lines = [
-        f"Group {hang.group}: {_ranks(hang.of_state('waits'))} in collective {hang.number} of the "
-        "group."
+        f"Group {hang.group}{f' (mesh dimension {hang.label})' if hang.label else ''}: "
+        f"{_ranks(hang.of_state('waits'))} in collective {hang.number} of the group."
     ]
     if missing := hang.of_state("missing"):
         has = "has" if len(missing) == 1 else "have"
@@ -183,6 +183,7 @@ def _activity(rank: int, activity: str, at_s: float | None) -> str:
 def _group_data(hang: GroupHang) -> dict[str, Any]:
     return {
         "group": hang.group,
+        "label": hang.label,
         "number": hang.number,
         "mismatch": hang.mismatch,
         "waiting": hang.of_state("waits"),

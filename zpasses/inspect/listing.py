@@ -208,5 +208,7 @@ def note_text(node: Node, most: int | None = MAX_ITEMS) -> str:
         notes += [tag.note] if tag.note else []
     elif node.params:
         notes.append(_joined(node.params, most))
+    of = node.collective
+    notes += [f"over {of.label} ({of.ranks})"] if of is not None and of.label else []
     notes += [node.mark.text] if node.mark is not None else []
     return "; ".join(note for note in notes if note)

@@ -8,7 +8,16 @@ from dataclasses import asdict
 from typing import Any
 
 from zpasses.dumps.errors import DumpError
-from zpasses.dumps.format import Compile, Counts, Dump, Failure, Graph, Prediction, Step
+from zpasses.dumps.format import (
+    Compile,
+    CompileInfo,
+    Counts,
+    Dump,
+    Failure,
+    Graph,
+    Prediction,
+    Step,
+)
 from zpasses.inspect.find import select_rank
 from zpasses.inspect.rank_agreement import RankAgreement, rank_agreements, ranks_text
 from zpasses.inspect.shared import cut, to_json_value
@@ -95,6 +104,8 @@ def _compile_parts(each: Compile) -> list[Table | Text | str]:
         "notes",
     )
     said = [head, f"pipeline: {info.pipeline or '(none)'}"]
+    if info.group_labels:
+        said.append(f"groups: {_groups_text(info)}")
     if info.recompile_reason:
         said.append(f"compiled again: {' '.join(info.recompile_reason.split())}")
     shown: list[Table | Text | str] = [Text(tuple(said))]
@@ -216,6 +227,20 @@ def _counts(graph: Graph, step: Step) -> dict[str, int] | None:
     except DumpError:
         # The pages of this graph report the error. The overview lists the rest.
         return None
+
+
+def _groups_text(info: CompileInfo) -> str:
+    """Mesh dimensions with the ranks of their groups: "dp (4 ranks: 0, 2, 4, 6)"."""
+    texts = []
+    for name, label in info.group_labels.items():
+        ranks = info.groups.get(name, ())
+        shown = ", ".join(map(str, ranks[:_RANKS])) + (", ..." if len(ranks) > _RANKS else "")
+        texts.append(f"{label} ({len(ranks)} rank{'' if len(ranks) == 1 else 's'}: {shown})")
+    return ", ".join(texts)
+
+
+_RANKS = 8
+"""Ranks of a group that `list` shows."""
 
 
 def _compile_data(each: Compile) -> dict[str, Any]:

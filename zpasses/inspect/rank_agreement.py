@@ -131,7 +131,12 @@ def _nodes(graph: Graph) -> int:
 
 
 def _digests(graph: Graph) -> tuple[tuple[str, str], ...]:
-    return tuple((each.group, each.digest) for each in graph.agreements if each.result == "agreed")
+    """What the ranks exchanged. Group names differ between subgroups, and labels do not."""
+    return tuple(
+        (each.label or each.group, each.digest)
+        for each in graph.agreements
+        if each.result == "agreed"
+    )
 
 
 def _signature(graph: Graph, *, exchanged: bool, small: bool) -> Hashable:
@@ -154,7 +159,7 @@ def _identity(node: Node) -> Hashable:
     collective = node.collective
     assert collective is not None
     values = tuple((each.shape, each.dtype) for each in node.vals)
-    return (collective.group, node.target, values, node.params)
+    return (collective.title, node.target, values, node.params)
 
 
 def collective_text(node: Node) -> str:

@@ -95,6 +95,20 @@ class Schedule:
         return tuple(dict.fromkeys(span.group for span in self.collectives))
 
     @property
+    def group_titles(self) -> dict[str, str]:
+        """Process group -> its mesh dimension, or its name, and its size: "dp (4 ranks)"."""
+        return {
+            span.group: f"{of.title} ({of.ranks} rank{'' if of.ranks == 1 else 's'})"
+            for span in reversed(self.collectives)
+            if (of := span.node.collective) is not None
+        }
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether a group belongs to a mesh dimension with a name."""
+        return any(span.node.collective and span.node.collective.label for span in self.collectives)
+
+    @property
     def compute_us(self) -> float:
         return sum(span.end_us - span.start_us for span in self.compute)
 

@@ -36,9 +36,10 @@ def chrome_trace(graphs: Sequence[tuple[str, Snapshot]]) -> dict[str, Any]:
             {**base, "ph": "M", "name": "process_sort_index", "args": {"sort_index": number}}
         )
         tracks = {group: thread for thread, group in enumerate(plan.groups, start=_COMPUTE + 1)}
+        titles = plan.group_titles
         named = {
-            thread: f"communication, group {one_line(group)}"
-            if len(tracks) > 1
+            thread: f"communication, group {one_line(titles[group])}"
+            if len(tracks) > 1 or plan.has_labels
             else "communication"
             for group, thread in tracks.items()
         }
@@ -91,7 +92,7 @@ def _collective_events(
     assert collective is not None
     about = {
         "kind": collective.kind,
-        "group": collective.group,
+        "group": collective.title,
         "ranks": collective.ranks,
         "bytes": collective.nbytes,
         "params": ", ".join(node.params),

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.runtime.layout import ParamLayout
 
@@ -126,7 +127,7 @@ def _check_piece(param: DTensor, name: str, mesh: DeviceMesh) -> None:
                 f"{param.device_mesh}; zpasses.shard takes Shard and Replicate. If FSDP2 or "
                 "another call of zpasses.shard has sharded it already, shard it once."
             )
-    shared = set(param.device_mesh.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist())
+    shared = set(compat.mesh_ranks(param.device_mesh)) & set(compat.mesh_ranks(mesh))
     if len(shared) > 1:
         raise ShardingError(
             f"parameter {name} is a DTensor already ({param.placements} on {param.device_mesh}) "

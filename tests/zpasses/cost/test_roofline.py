@@ -1,4 +1,5 @@
 import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from zpasses.cost.roofline import (
     copy_engine_launch_us,
     copy_us,
     latency_us,
+    nodes_of,
     ring_collective_us,
 )
 from zpasses.cost.routes import RouteFigures
@@ -49,9 +51,46 @@ def test_bytes_take_time_on_the_slowest_link():
     assert ring_collective_us("all_reduce", 8_000_000, 8, T) == pytest.approx(
         24 + 2 * 7 / 8 * moved / 1e5
     )
+    # Each of the 8 ranks of a node has a network adapter of 10 GB/s.
     assert ring_collective_us("all_gather", 8_000_000, 16, T) == pytest.approx(
-        124 + 15 / 16 * moved / 1e4
+        124 + 15 / 16 * moved / 8e4
     )
+
+
+def test_ranks_fill_one_node_after_the_other():
+    assert nodes_of(range(8), T) == 1
+    assert nodes_of(range(4, 12), T) == 2
+    assert nodes_of(range(0, 64, 8), T) == 8
+    assert nodes_of([0, 4, 8, 12], T) == 2
+    assert nodes_of([3], T) == 1
+
+
+def test_a_group_with_one_rank_on_each_node_has_one_adapter_and_only_hops_of_the_network():
+    assert latency_us("all_gather", 8, T, nodes=8) == 10 + 7 * 100
+    assert latency_us("all_reduce", 8, T, nodes=2) == 10 + 2 * (6 + 100)
+    strided = ring_collective_us("all_gather", 8_000_000, 8, T, nodes=8)
+    assert strided == pytest.approx(710 + 7 / 8 * 8e6 / 1e4)
+    assert strided > ring_collective_us("all_gather", 8_000_000, 8, T, nodes=1)
+    fast = replace(T, network_gb_s=1000.0)  # links within the nodes are the slowest
+    assert ring_collective_us("all_gather", 8_000_000, 8, fast, nodes=2) == pytest.approx(
+        latency_us("all_gather", 8, fast, nodes=2) + 7 / 8 * 8e6 / 1e5
+    )
+    # No link within a node is used.
+    assert ring_collective_us("all_gather", 8_000_000, 8, fast, nodes=8) == pytest.approx(
+        710 + 7 / 8 * 8e6 / 1e6
+    )
+
+
+def test_a_part_of_a_node_has_a_part_of_the_links_where_there_is_no_switch():
+    amd, nvidia = TARGETS["mi300x"], TARGETS["h100"]
+    assert [amd.link_share(ranks) for ranks in (1, 2, 8, 16)] == [1.0, 1 / 7, 1.0, 1.0]
+    assert nvidia.link_share(2) == TARGETS["cpu"].link_share(2) == 1.0
+    moved = 1 / 2 * 8e6
+    took = ring_collective_us("all_gather", 8_000_000, 2, amd)
+    assert took == pytest.approx(latency_us("all_gather", 2, amd) + moved / 64e3)
+    by_route = collective_on_route_us(ENGINE, "all_gather", 8_000_000, 2, amd)
+    copied = copy_us(8_000_000, amd)
+    assert by_route == pytest.approx(ENGINE.latency_us + moved / (100e3 / 7) + copied)
 
 
 def test_collectives_of_one_rank_are_free():

@@ -3,10 +3,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from zpasses import compat
-from zpasses.cost.step_time import step_time
+from zpasses.cost.step_time import collective_timing, groups_of_model, step_time
 from zpasses.cost.target import Target
+from zpasses.graph.nodes import collective_of
+from zpasses.graph.tags import Tag, add_tag
 from zpasses.sdma.ops import SDMA_ALL_GATHER
 from zpasses.testing import fake_world
 
@@ -129,3 +132,78 @@ def test_groups_share_links_only_at_the_same_level(ranks_per_node, beside):
         separately = times_of((8, "0")), times_of((4, part))
         both = times_of((8, "0"), (4, part))
     assert both == pytest.approx(max(separately) if beside else sum(separately))
+
+
+# --- groups of a mesh -----------------------------------------------------------------------------
+H100 = Target.parse(
+    "h100,launch_us=10,hop_us=1,network_hop_us=10,link_gb_s=100,network_gb_s=10,tflops=1"
+)
+
+
+def two_group_times(mesh_size, of_model, products=0):
+    """Returns the timings of a gather of parameters over "dp" and an all-reduce over "tp", and of
+    both at once, on two nodes of eight ranks.
+
+    Args:
+        mesh_size: of dp and tp.
+        of_model: whether the all-reduce is one of the model, else it is for a parameter.
+        products: matmuls of 2 ms between the waits.
+    """
+    mode = compat.FakeTensorMode()
+    with fake_world(mesh_size[0] * mesh_size[1]):
+        mesh = init_device_mesh("cpu", mesh_size, mesh_dim_names=("dp", "tp"))
+        dp, tp = (mesh.get_group(name).group_name for name in ("dp", "tp"))
+
+        def fn(shard, x):
+            gathered = GATHER(shard, mesh_size[0], dp)
+            summed = FUNCTIONAL.wait_tensor(FUNCTIONAL.all_reduce(x, "sum", tp))
+            for _ in range(products):
+                summed = torch.mm(summed, summed)
+            return FUNCTIONAL.wait_tensor(gathered), summed
+
+        with mode:
+            inputs = [
+                torch.empty(16 * PART // mesh_size[0], dtype=torch.uint8),
+                torch.empty(1000, 1000),
+            ]
+        graph = compat.trace_aten(fn, inputs).graph
+        gather, reduce = (
+            node for node in graph.nodes if compat.parent_group(group_in(node)) in (dp, tp)
+        )
+        add_tag(gather, Tag("gather", ("w",)))
+        if not of_model:
+            add_tag(reduce, Tag("reduce", ("v",)))
+        assert groups_of_model(graph) == ({tp} if of_model else set())
+        parts = [collective_timing(node, collective_of(node), H100) for node in (gather, reduce)]
+        return [*parts, step_time([graph], H100).waited_us]
+
+
+def group_in(node):
+    collective = collective_of(node)
+    return collective.group if collective is not None else ""
+
+
+@pytest.mark.parametrize("of_model", [False, True])
+def test_a_group_within_a_node_and_one_across_nodes_use_different_links(of_model):
+    # tp has 8 neighbours, and dp ranks 0 and 8, which are on two nodes.
+    gather, reduce, both = two_group_times((2, 8), of_model)
+    assert (gather.between_nodes, reduce.between_nodes) == (True, False)
+    assert gather.duration_us == pytest.approx(10 + 10 + 1 / 2 * 16 * PART / 1e4)
+    assert both == pytest.approx(max(gather.duration_us, reduce.duration_us))
+
+
+def test_groups_of_one_node_share_its_links():
+    gather, reduce, both = two_group_times((2, 4), of_model=True)
+    assert (gather.between_nodes, reduce.between_nodes) == (False, False)
+    assert (gather.second_group, reduce.second_group) == (False, False)
+    # Both move their bytes in the time of one after the other. The all-reduce, which is awaited
+    # first, gets half of the links instead of queueing behind the gather.
+    assert both == pytest.approx(gather.duration_us + reduce.duration_us)
+
+
+def test_a_collective_of_the_model_does_not_queue_behind_a_gather_of_parameters():
+    # A product of 2 ms reads what the all-reduce makes. It hides the rest of the gather.
+    queued, beside = (two_group_times((2, 4), of_model, products=1) for of_model in (False, True))
+    gather, reduce, waited = queued
+    assert waited == pytest.approx(gather.duration_us + reduce.duration_us)
+    assert beside[2] == pytest.approx(2 * reduce.duration_us)

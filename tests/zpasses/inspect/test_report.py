@@ -354,6 +354,19 @@ def test_timeline_and_memory_react_to_pointer_and_keys(page):
         offset = (int(across - chart.size["width"] / 2), int(down - chart.size["height"] / 2))
         ActionChains(browser).move_to_element_with_offset(chart, *offset).perform()
         assert name in one(browser, ".tooltip").text
+    # Lanes are named after mesh dimensions, or after groups if they have none.
+    collectives = [
+        {"node": {"collective": {"group": name, "ranks": ranks}}}
+        for name, ranks in (("dp", 64), ("tp", 8), ("0", 2))
+    ]
+    lanes = "return laneNames(arguments[0], arguments[1])"
+    assert browser.execute_script(lanes, ["dp", "tp", "0"], collectives) == [
+        "dp (64)",
+        "tp (8)",
+        "group 0 (2)",
+    ]
+    assert browser.execute_script(lanes, ["dp"], collectives) == ["dp (64)"]
+    assert browser.execute_script(lanes, ["0"], collectives) == ["communication"]
 
     browser = page(Inspection(small_dump()), "0/forward/2/memory/")
     assert one(browser, ".alive h2").text.startswith("320 B")

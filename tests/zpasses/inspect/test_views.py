@@ -1,5 +1,7 @@
 """Tests of the inspector's pages and figures."""
 
+from dataclasses import replace
+
 import expecttest
 import pytest
 
@@ -24,6 +26,7 @@ from zpasses.inspect import (
     schedule,
 )
 from zpasses.inspect.overview_page import prediction_bar
+from zpasses.inspect.report.payload import payload
 
 
 def expect(view, text):
@@ -210,6 +213,50 @@ def test_collectives_of_a_group_share_one_stream():
     assert plan.exposed_us == plan.total_us - plan.compute_us == 12
 
 
+def labelled(snapshot, **labels):
+    """The graph with labels of groups."""
+    return replace(
+        snapshot,
+        nodes=tuple(
+            replace(
+                each,
+                collective=replace(each.collective, label=labels[f"group_{each.collective.group}"]),
+            )
+            if each.collective
+            else each
+            for each in snapshot.nodes
+        ),
+    )
+
+
+def test_groups_of_a_mesh_are_called_after_their_dimensions():
+    graph = labelled(two_groups().step_of("forward").snapshot, group_0="dp", group_1="tp")
+    dump = Inspection(
+        dump_of(
+            graph_of("forward", (None, graph)),
+            groups={"0": (0, 2), "1": tuple(range(0, 40, 4)), "2": (0, 1)},
+            group_labels={"0": "dp", "1": "tp"},
+        )
+    )
+    assert schedule(graph).group_titles == {"0": "dp (2 ranks)", "1": "tp (2 ranks)"}
+    events = dump.timeline("forward")["traceEvents"]
+    names = [each["args"]["name"] for each in events if each["name"] == "thread_name"]
+    groups = ["communication, group dp (2 ranks)", "communication, group tp (2 ranks)"]
+    assert names == ["compute", *groups]
+    columns = [line.split() for line in str(dump.collectives("forward")).splitlines()]
+    assert [each[2] for each in columns if each[:1] in (["gather_w"], ["gather_v"])] == ["dp", "tp"]
+    rows = dump.collectives_of("forward").to_json()["collectives"]
+    assert [(each["group"], each["label"]) for each in rows] == [("0", "dp"), ("1", "tp")]
+    assert "gather: v; over tp (2)" in str(dump.show("forward"))
+    line = "groups: dp (2 ranks: 0, 2), tp (10 ranks: 0, 4, 8, 12, 16, 20, 24, 28, ...)"
+    assert line in str(dump.overview())
+    (compiled,) = payload(dump.dump, None, None)["compiles"]
+    assert compiled["groups"]["dp"] == [0, 2]
+    assert compiled["groups"]["2"] == [0, 1]
+    gathers = [row for row in compiled["nodes"] if row[-2]]
+    assert [compiled["strings"][row[-2][1]] for row in gathers] == ["dp", "tp"]
+
+
 def test_each_group_has_its_own_stream():
     dump = two_groups()
     plan = dump.schedule_of("forward")
@@ -226,7 +273,8 @@ def test_each_group_has_its_own_stream():
     tracks = {
         event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
     }
-    assert tracks == {1: "compute", 2: "communication, group 0", 3: "communication, group 1"}
+    groups = ["communication, group 0 (2 ranks)", "communication, group 1 (2 ranks)"]
+    assert tracks == {1: "compute", 2: groups[0], 3: groups[1]}
     assert {
         event["name"]: event["tid"]
         for event in events

@@ -324,7 +324,7 @@ function aboutCompile(compile) {
       agreements
         .map(
           (each) =>
-            `${each.graph}, group ${each.group}: ${each.result}, ` +
+            `${each.graph}, group ${each.label || each.group}: ${each.result}, ` +
             `${plural(each.collectives, "collective")} (${each.digest.slice(0, 12)})`,
         )
         .join("; "),

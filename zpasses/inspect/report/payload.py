@@ -105,7 +105,9 @@ def _compile(each: Compile, rank: int, measured: Measured | None) -> dict[str, A
         "pipeline": one_line(info.pipeline),
         "target": one_line_values(info.target),
         "options": one_line_values(info.options),
-        "groups": one_line_values(info.groups),
+        "groups": one_line_values(
+            {info.group_title(name): ranks for name, ranks in info.groups.items()}
+        ),
         "parameters": {
             one_line(name): [
                 param.nbytes,
@@ -341,7 +343,7 @@ class _NodePool:
             if collective is None
             else [
                 self._text(collective.kind),
-                self._text(collective.group),
+                self._text(collective.title),
                 collective.ranks,
                 collective.nbytes,
                 collective.full_bytes,

@@ -228,6 +228,18 @@ function collectiveColor(node) {
   return themeColor(/reduce|grad/.test(node.collective.kind) ? "reduce" : "gather");
 }
 
+// Lanes are called after mesh dimensions, or after process groups, whose names are numbers.
+function laneNames(groups, collectives) {
+  const numbered = (group) => /^\d+$/.test(group);
+  if (!groups.length || (groups.length === 1 && numbered(groups[0]))) return ["communication"];
+  const sizes = new Map(
+    collectives.map(({ node }) => [node.collective.group, node.collective.ranks]),
+  );
+  return groups.map(
+    (group) => `${numbered(group) ? `group ${group}` : group} (${sizes.get(group)})`,
+  );
+}
+
 function paintTimeline(
   pen,
   width,
@@ -244,7 +256,7 @@ function paintTimeline(
   pen.fillStyle = themeColor("muted");
   pen.fillText("compute", 8, TRACK.top + TRACK.height / 2);
   pen.fillText("module", 8, TRACK.top - 2 - TRACK.modules / 2);
-  const named = groups.length > 1 ? groups.map((group) => `group ${group}`) : ["communication"];
+  const named = laneNames(groups, collectives);
   named.forEach((name, lane) =>
     pen.fillText(
       name.length > 16 ? `${name.slice(0, 15)}…` : name,

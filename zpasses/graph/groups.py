@@ -1,0 +1,58 @@
+"""What process groups are called: the dimension of a device mesh that a group belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from zpasses import compat
+
+__all__ = ["group_labels", "mesh_dimensions"]
+
+
+def mesh_dimensions(meshes: Iterable[DeviceMesh]) -> dict[str, str]:
+    """Returns process group -> name of its dimension, for the dimensions of meshes that have names.
+
+    A group knows the dimension that it was made for, except for the default group, which torch
+    takes for a dimension of all ranks.
+    """
+    found: dict[str, str] = {}
+    for mesh in meshes:
+        for at, name in enumerate(mesh.mesh_dim_names or ()):
+            found.setdefault(compat.group_name(mesh.get_group(at)), name)
+    return found
+
+
+def group_labels(known: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns process group -> its label, for all groups of this process that have one.
+
+    The label is the name of the mesh dimension: "dp". Other groups of dimensions of the same name,
+    in the order in which they were made, are "dp/2", "dp/3", ...; groups of one rank come last. The
+    label of a second group, which runs gradient reductions, is that of its parent group with the
+    same ending. Ranks that make the same meshes have the same labels, whereas the names of their
+    groups differ. Groups that belong to no mesh have no label.
+
+    Args:
+        known: `mesh_dimensions` of the meshes in use.
+    """
+    names = compat.group_names()
+    parents = {name: compat.parent_group(name) for name in names}
+    dimensions = {
+        name: (known or {}).get(name) or compat.mesh_dimension(name)
+        for name in dict.fromkeys(parents.values())
+        if name in names
+    }
+    owners: dict[str, list[str]] = {}
+    for name, dimension in dimensions.items():
+        owners.setdefault(dimension, []).append(name)
+    labels = {}
+    for dimension, groups in owners.items():
+        groups.sort(key=lambda name: len(compat.group_ranks(name)) == 1)
+        for number, name in enumerate(groups, 1):
+            labels[name] = dimension if number == 1 else f"{dimension}/{number}"
+    return {
+        name: labels[parent] + name[len(parent) :]
+        for name, parent in parents.items()
+        if dimensions.get(parent)
+    }
