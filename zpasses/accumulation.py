@@ -15,11 +15,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zpasses import compat
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.ranks.vote import WINDOW_TIMEOUT, is_reported, reported_failure, store_barrier
 from zpasses.runtime.flush import flush, groups_of
 from zpasses.runtime.run_checks import barriers_enabled, timeout_of
-from zpasses.runtime.windows import EngineRun, Window, grad_state_of, install_step_guard
+from zpasses.runtime.windows import (
+    EngineRun,
+    Window,
+    grad_state_of,
+    install_step_guard,
+    scale_pending,
+)
 from zpasses.sharding.module import sharded_parameters
 
 __all__ = ["GradientWindow", "coalesce_grad_reduction"]
@@ -113,6 +120,7 @@ class coalesce_grad_reduction:  # noqa: N801 - used as a context manager, like t
     def __enter__(self) -> GradientWindow:
         _check_not_nested(self._params)
         install_step_guard()
+        compat.call_when_gradients_are_scaled(scale_pending)
         window = GradientWindow(self._params, self._backwards, self._dtype, self._timeout_s)
         self._barriers = barriers_enabled(groups_of(window), self._timeout_s)
         self._barriers.__enter__()

@@ -173,6 +173,7 @@ from zpasses.compat.optim import (
     call_after_optimizer_load,
     newton_schulz,
 )
+from zpasses.compat.pipelining import call_when_gradients_are_scaled
 from zpasses.compat.regions import (
     call_subgraph,
     is_subgraph_call,
@@ -204,6 +205,7 @@ __all__ = [
     "call_after_optimizer_load",
     "call_around_compiles",
     "call_subgraph",
+    "call_when_gradients_are_scaled",
     "call_with_stack_room",
     "clear_sharding_prop_cache",
     "clone_graph_module",

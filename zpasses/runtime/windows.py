@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -262,6 +262,7 @@ class StepWindow(Window):
 
     def begin_backward(self, run: EngineRun) -> bool:
         if self.count < self.backwards_per_step:
+            compat.call_when_gradients_are_scaled(scale_pending)
             return False
         run.at_end(self.close)
         return True
@@ -380,6 +381,14 @@ def maybe_defer_grad(grad: Tensor, reduction: Reduction) -> Tensor | None:
         return grad
     total: Tensor = pending.total.add_(grad)
     return total if reduction.reduce_dtype is not None else total.to(grad.dtype)
+
+
+def scale_pending(params: Iterable[Any], divisor: float) -> None:
+    """Divide the pending gradients of parameters, in place, as their gradients are."""
+    for param in params:
+        state = getattr(param, GRAD_STATE_ATTRIBUTE, None)
+        for part in state.pending.values() if state is not None else ():
+            part.total.div_(divisor)
 
 
 def mark_failed(windows: Sequence[Window], reason: str) -> None:

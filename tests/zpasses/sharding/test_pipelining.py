@@ -1,0 +1,100 @@
+"""Stages of torch.distributed.pipelining whose parameters are sharded over data parallelism."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+import zpasses
+from tests.zpasses.parallel_models import assert_near, whole
+from zpasses.testing import run_on_ranks
+
+MICRO_BATCHES = 4
+
+
+def _loss(out, target):
+    return (out - target).square().mean()
+
+
+def _block():
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6))
+
+
+def _train(schedule, explicit=False, stage=3, most=MICRO_BATCHES):
+    """Trains on 2 pipeline stages x 2 data-parallel ranks, and compares with one process.
+
+    Args:
+        explicit: use `coalesce_grad_reduction` in the place of `backwards_per_step`.
+        most: micro-batches that the option announces.
+    """
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(_block() for _ in range(4)))
+    reference = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pp, dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    several = issubclass(schedule, ScheduleInterleaved1F1B)
+    owned = {pp: plain[pp], pp + 2: plain[pp + 2]} if several else {pp: plain[2 * pp : 2 * pp + 2]}
+    model = nn.ModuleList(owned.values())
+    zpasses.shard(model, mesh=mesh["dp"])
+    options = {"zero_stage": stage, "codegen": "eager"}
+    options |= {} if explicit else {"backwards_per_step": most}
+    stages = [
+        PipelineStage(
+            torch.compile(part, backend="zpasses", options=options),
+            number,
+            4 if several else 2,
+            torch.device("cpu"),
+            group=mesh["pp"].get_group(),
+        )
+        for number, part in owned.items()
+    ]
+    run = schedule(stages if several else stages[0], MICRO_BATCHES, loss_fn=_loss)
+    optim = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.2, momentum=0.9)
+    for step in range(5):
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(2, 2, 8, 6, generator=generator)
+        optim.zero_grad()
+        theirs.zero_grad()
+        with zpasses.coalesce_grad_reduction(model) if explicit else contextlib.nullcontext():
+            run.step(*([x[dp]] if pp == 0 else []), **({"target": y[dp]} if pp == 1 else {}))
+        optim.step()
+        _loss(reference(x.flatten(0, 1)), y.flatten(0, 1)).backward()
+        theirs.step()
+    if several:
+        expected = nn.ModuleList([reference[pp], reference[pp + 2]])
+    else:
+        expected = nn.ModuleList([reference[2 * pp : 2 * pp + 2]])
+    ours = {name: whole(param) for name, param in model.named_parameters()}
+    assert_near(ours, dict(expected.named_parameters()), 2e-6)
+
+
+def test_training_equals_one_process():
+    run_on_ranks(_train, Schedule1F1B, ranks=4)
+
+
+def test_windows_are_divided_by_the_number_of_micro_batches():
+    """The schedule divides gradients before the window ends and reduces them."""
+    run_on_ranks(_train, Schedule1F1B, True, ranks=4)
+
+
+@pytest.mark.slow(quick="test_training_equals_one_process")
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, ScheduleInterleaved1F1B])
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_other_schedules(schedule, explicit, stage):
+    run_on_ranks(_train, schedule, explicit, stage, ranks=4)
+
+
+@pytest.mark.slow(quick="test_windows_are_divided_by_the_number_of_micro_batches")
+def test_windows_that_the_optimizer_ends():
+    run_on_ranks(_train, Schedule1F1B, most=MICRO_BATCHES + 1, ranks=4)
