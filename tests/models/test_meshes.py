@@ -1,0 +1,114 @@
+"""Models of transformers, and that of the benchmark, on device meshes of 2 x 2."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+import zpasses
+from tests.models.test_huggingface import MODELS, VOCABULARY
+from tests.zpasses.parallel_models import assert_near, whole
+from zpasses.testing import run_on_ranks
+from zpasses.tools.bench.model import GPT, ModelSize
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.processes
+
+STEPS = 10
+
+
+def _qwen3():
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=32,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def _gpt():
+    return GPT(ModelSize(width=32, layers=2, heads=4, vocab=VOCABULARY, seq=7, batch=2))
+
+
+BUILDERS = {"llama": MODELS["llama"], "mixtral": MODELS["mixtral"], "qwen3": _qwen3, "gpt": _gpt}
+
+
+def _loss(model, tokens):
+    if isinstance(getattr(model, "_orig_mod", model), GPT):
+        return model(tokens[:, :-1], tokens[:, 1:])
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def _train(name, kind, stage, windows):
+    """Trains by SGD, and compares losses, gradients and parameters with the unsharded model."""
+    torch.manual_seed(0)
+    plain = BUILDERS[name]().train()
+    model = copy.deepcopy(plain)
+    if kind == "hybrid":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        zpasses.shard(model, mesh=mesh)
+        row, rows = dist.get_rank(), 4
+    else:
+        from examples.capture_llama import tensor_parallel
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        tensor_parallel(model, mesh["tp"])
+        if name == "qwen3":  # each rank norms its own heads
+            norm = SequenceParallel(sequence_dim=2, use_local_output=True)
+            names = ("q_norm", "k_norm")
+            plan = {f"model.layers.*.self_attn.{each}": norm for each in names}
+            parallelize_module(model, mesh["tp"], plan)
+        zpasses.shard(model, mesh=mesh["dp"])
+        row, rows = mesh.get_local_rank("dp"), 2
+    options = {"zero_stage": stage, "codegen": "eager", "backwards_per_step": windows}
+    run = torch.compile(model, backend="zpasses", options=options)
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, VOCABULARY, (windows, rows, 2, 8), generator=generator)
+        for part in tokens:
+            loss = _loss(run, part[row])
+            (loss / windows).backward()
+            expected = [_loss(plain, each) for each in part]
+            (sum(expected) / rows / windows).backward()
+            torch.testing.assert_close(loss, expected[row], rtol=2e-6, atol=0)
+        if step == STEPS - 1:
+            mine = {n: whole(p.grad) for n, p in model.named_parameters()}
+            assert_near(mine, {n: p.grad for n, p in plain.named_parameters()}, 2e-5)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    mine = {n: whole(p) for n, p in model.named_parameters()}
+    assert_near(mine, dict(plain.named_parameters()), 2e-6)
+
+
+def test_hybrid_sharding_of_experts():
+    run_on_ranks(_train, "mixtral", "hybrid", 3, 1, ranks=4)
+
+
+def test_tensor_parallelism_of_llama():
+    run_on_ranks(_train, "llama", "tp", 3, 1, ranks=4)
+
+
+@pytest.mark.slow(quick="test_hybrid_sharding_of_experts")
+@pytest.mark.parametrize(("stage", "windows"), [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_hybrid_sharding(name, stage, windows):
+    run_on_ranks(_train, name, "hybrid", stage, windows, ranks=4)
+
+
+@pytest.mark.slow(quick="test_tensor_parallelism_of_llama")
+@pytest.mark.parametrize(("stage", "windows"), [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_tensor_parallelism(name, stage, windows):
+    run_on_ranks(_train, name, "tp", stage, windows, ranks=4)
