@@ -184,6 +184,7 @@ def test_a_trial_runs_only_the_first_passes_and_records_results(tmp_path, start_
         "reduce-grads",
         "reshard-after-forward",
         "schedule",
+        "average-replicas",
         "defer-reduction",
     ]
     assert [call["call"] for call in journal.calls] == [

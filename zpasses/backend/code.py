@@ -290,4 +290,6 @@ class GraphCompiler:
             return with_vote_limit(code, events, timeout_s)
         every_run = self._options.agreement != "first"
         name = f"{self._name} {kind}"
-        return with_run_check(code, events, name, timeout_s, every_run=every_run)
+        return with_run_check(
+            code, events, name, timeout_s, every_run=every_run, report=self._report
+        )

@@ -62,9 +62,11 @@ from zpasses.pipeline.recorder import (
     run_recorded_passes,
 )
 from zpasses.ranks.compiling import compiling
+from zpasses.ranks.meshes import check_meshes
 from zpasses.ranks.vote import (
     has_other_ranks,
     is_reported,
+    pass_on_failure,
     recorded_answers,
     rejoin_after_failure,
     report_failure,
@@ -113,6 +115,12 @@ def zpasses_backend(
     no_garbage_collection_in_compiles()  # torch._dynamo.reset forgets it
     given = Options.parse(options)
     captured = capture(gm, example_inputs)
+    if given.grad_accum == "shards" and captured.shards and not captured.is_hybrid:
+        raise OptionError(
+            "grad_accum='shards' is for hybrid sharding, and no parameter of this graph has "
+            "replicas. Pass a mesh of two dimensions (replicate, shard) to zpasses.shard, or leave "
+            "grad_accum out."
+        )
     parsed = _chosen_options(given, captured)
     pipeline, result_hook = apply_bisect_limits(parsed.passes(), compat.current_compile_id())
     compiler = _GraphCompiler(captured, parsed, pipeline, result_hook)
@@ -130,6 +138,7 @@ def zpasses_backend(
             )
     except AgreementError as error:
         compiler.recorder.problem("agreement", error)
+        compiler.report(error)
         raise
     except Exception as error:
         if compat.is_dynamo_restart(error):
@@ -144,6 +153,7 @@ def _chosen_options(options: Options, captured: Capture) -> Options:
     """Return the options with what `zpasses tune` tries now, or found before."""
     with vote_timeout(options.agreement_timeout_s):
         if options.agreement:
+            check_meshes()
             rejoin_after_failure(captured.groups)
         return with_tuned_options(with_tried_options(options, captured), captured)
 
@@ -434,8 +444,10 @@ class _GraphCompiler:
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this rank failed to compile, if it has not told them yet."""
-        if self._options.agreement and not is_reported(error):
-            groups = self._captured.groups
+        groups = self._captured.groups
+        if self._options.agreement and isinstance(error, AgreementError):
+            pass_on_failure(groups, error)
+        elif self._options.agreement and not is_reported(error):
             # A window ends in an error on all ranks, also if this rank's program catches it.
             report_failure(groups, self.name, error, recoverable=not in_window(groups))
 

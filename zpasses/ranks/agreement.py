@@ -29,7 +29,7 @@ from zpasses.graph.nodes import Collective, collectives
 from zpasses.graph.sources import describe_source
 from zpasses.graph.tags import tag_of
 from zpasses.ranks.run_order import RunEvent
-from zpasses.ranks.vote import Ballot, group_state, has_other_ranks, vote
+from zpasses.ranks.vote import Ballot, group_state, has_other_ranks, name_group, vote
 
 __all__ = [
     "Sequences",
@@ -150,9 +150,10 @@ def _first_difference(group: str, rank_a: int, a: Ballot, rank_b: int, b: Ballot
     shared = min(len(lines_a), len(lines_b))
     at = next((i for i in range(shared) if lines_a[i] != lines_b[i]), shared)
     return (
-        f"ranks would run different collectives on group {group!r}. First difference: collective "
-        f"{at} is {_said(a, at)} on rank {rank_a} (graph {a['graph']}, {len(lines_a)} collectives) "
-        f"but {_said(b, at)} on rank {rank_b} (graph {b['graph']}, {len(lines_b)} collectives). "
+        f"ranks would run different collectives on {name_group(group)}. First difference: "
+        f"collective {at} is {_said(a, at)} on rank {rank_a} (graph {a['graph']}, {len(lines_a)} "
+        f"collectives) but {_said(b, at)} on rank {rank_b} (graph {b['graph']}, {len(lines_b)} "
+        "collectives). "
         "Every rank must take the same branches and read the same parameters in the same order. "
         "To see the graphs, run with options={'dump': DIR, 'dump_ranks': 'all'}, and then: "
         f"zpasses diff DIR --ranks {rank_a} {rank_b}"

@@ -22,7 +22,14 @@ from dataclasses import dataclass
 
 from zpasses import compat
 from zpasses.errors import AgreementError
-from zpasses.ranks.vote import COMPILE_TIMEOUT, Ballot, GroupState, group_state, vote
+from zpasses.ranks.vote import (
+    COMPILE_TIMEOUT,
+    Ballot,
+    GroupState,
+    group_state,
+    name_group,
+    vote,
+)
 
 __all__ = ["RunEvent", "check_run_event", "forget_events"]
 
@@ -111,7 +118,7 @@ def _vote(
 
 def _difference(group: str, rank_a: int, a: str, rank_b: int, b: str) -> str:
     return (
-        f"ranks of group {group!r} are about to do different things: rank {rank_a} comes to {a}, "
-        f"but rank {rank_b} to {b}. Every rank must take the same branches, and run as many "
+        f"ranks of {name_group(group)} are about to do different things: rank {rank_a} comes to "
+        f"{a}, but rank {rank_b} to {b}. Every rank must take the same branches, and run as many "
         "forwards, backwards and optimizer steps as the others."
     )

@@ -44,6 +44,8 @@ __all__ = [
     "has_other_ranks",
     "is_remembered",
     "is_reported",
+    "name_group",
+    "pass_on_failure",
     "recorded_answers",
     "rejoin_after_failure",
     "report_failure",
@@ -141,6 +143,15 @@ def current_timeout_s() -> float:
 def has_other_ranks(group: str) -> bool:
     """Whether a group has ranks besides this one that can vote: those of a fake world cannot."""
     return compat.group_backend(group) != "fake" and compat.process_group(group).size() > 1
+
+
+def name_group(name: str) -> str:
+    """A group in an error: "group '3' (mesh dimension 'replicate', ranks 0, 2)"."""
+    dimension, ranks = compat.mesh_dimension(name), compat.group_ranks(name)
+    if not dimension:
+        return f"group {name!r}"
+    listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"group {name!r} (mesh dimension {dimension!r}, ranks {listed})"
 
 
 def group_state(name: str) -> GroupState:
@@ -380,7 +391,9 @@ class _VoteRound:
             if result.get("diverged"):
                 state.events = ()
             heartbeat.set_activity(f"in an error after waiting for other ranks to {self.missed}")
-            raise AgreementError(str(result["error"]))
+            error = AgreementError(str(result["error"]))
+            error._zpasses_group = self.group  # type: ignore[attr-defined]
+            raise error
         if state.last_vote is not None:  # all ranks came to a later vote, so all have read it
             store.delete_key(f"{state.last_vote}/{rank}")
             if rank == 0:
@@ -452,9 +465,9 @@ class _VoteRound:
         missing = missing or ranks[:1]
         seen = heartbeat.describe(missing[:4])
         return (
-            f"rank {', '.join(map(str, missing))} of group {self.group!r} did not {self.missed} "
-            f"within {self.timeout_s:g} s, but the others did. {seen} Look at its log; "
-            f"{self.timeout_option} waits longer."
+            f"rank {', '.join(map(str, missing))} of {name_group(self.group)} did not "
+            f"{self.missed} within {self.timeout_s:g} s, but the others did. {seen} Look at its "
+            f"log; {self.timeout_option} waits longer."
         )
 
 
@@ -488,6 +501,21 @@ def report_failure(
     for name in groups:
         _post_failure(name, text, recoverable=recoverable)
     error._zpasses_reported = True  # type: ignore[attr-defined]
+
+
+def pass_on_failure(groups: Sequence[str], error: AgreementError) -> None:
+    """Tell the ranks of all groups of a graph about an error that the ranks of one have found.
+
+    A rank of several groups, such as those of hybrid sharding, fails with the ranks of one. Those
+    of the others do not know of it, and would wait for this rank until their time limit.
+    """
+    others = [name for name in groups if has_other_ranks(name)]
+    if len(others) < 2 or hasattr(error, "_zpasses_passed_on"):
+        return
+    error._zpasses_passed_on = True  # type: ignore[attr-defined]
+    for name in others:
+        if name != getattr(error, "_zpasses_group", None):
+            _post_failure(name, str(error), recoverable=False)
 
 
 def is_reported(error: BaseException | None) -> bool:

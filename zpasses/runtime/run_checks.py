@@ -18,12 +18,14 @@ from typing import Any
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
+from zpasses.ranks.meshes import check_meshes
 from zpasses.ranks.run_order import RunEvent, check_run_event, forget_events
 from zpasses.ranks.vote import (
     COMPILE_TIMEOUT,
     WINDOW_TIMEOUT,
     current_timeout_s,
     has_other_ranks,
+    pass_on_failure,
     rejoin_after_failure,
     reported_failure,
     vote_timeout,
@@ -100,6 +102,7 @@ def with_run_check(
     timeout_s: float,
     *,
     every_run: bool,
+    report: Callable[[AgreementError], None] = lambda error: None,
 ) -> Callable[[list[Any]], Any]:
     """The code of a graph, with a check before each run.
 
@@ -108,6 +111,7 @@ def with_run_check(
         events: process group -> the event that a run of the graph is.
         timeout_s: seconds to wait for the other ranks.
         every_run: check every run. False checks only inside windows.
+        report: called with the error of a check. It tells the ranks of other groups.
 
     Raises:
         AgreementError: when the code is called and another rank failed, comes to another graph, or
@@ -117,12 +121,9 @@ def with_run_check(
         return code
     name = f"graph {graph_name}"
 
-    def run(args: list[Any]) -> Any:
-        asked = [group for group in events if has_other_ranks(group)]
-        if not asked:
-            return code(args)
+    def check_groups(asked: Sequence[str], call: CallParams | None) -> tuple[float, str]:
+        """Returns the longest time limit of the run, in seconds, and the option that sets it."""
         longest, longest_option = timeout_s, COMPILE_TIMEOUT
-        call = current_call()
         for group in asked:
             event = events[group] if call is None else _with_params(events[group], call)
             _vote_timeouts[group] = timeout_s
@@ -138,6 +139,18 @@ def with_run_check(
                 check_run_event(group, event, limit, always_vote=True, timeout_option=option)
             elif every_run:
                 check_run_event(group, event, timeout_s)
+        return longest, longest_option
+
+    def run(args: list[Any]) -> Any:
+        asked = [group for group in events if has_other_ranks(group)]
+        if not asked:
+            return code(args)
+        call = current_call()
+        try:
+            longest, longest_option = check_groups(asked, call)
+        except AgreementError as error:
+            report(error)
+            raise
         if not every_run:
             rejoin_after_failure(asked)
             with vote_timeout(timeout_s):
@@ -204,13 +217,18 @@ def check_optimizer_step(groups: Sequence[str], optimizer: str) -> None:
     Only groups whose graphs are checked on every run take part. Steps before the first such graph
     are counted, and its first run compares the counts.
     """
+    check_meshes()
     event = RunEvent.of(f"{optimizer}.step()")
-    for group in groups:
-        if group not in _checked_groups:
-            _steps_before_graphs[group] = _steps_before_graphs.get(group, 0) + 1
-        elif has_other_ranks(group):
-            check_run_event(group, event, _vote_timeouts[group])
-            heartbeat.set_activity(f"in {optimizer}.step()")
+    try:
+        for group in groups:
+            if group not in _checked_groups:
+                _steps_before_graphs[group] = _steps_before_graphs.get(group, 0) + 1
+            elif has_other_ranks(group):
+                check_run_event(group, event, _vote_timeouts[group])
+                heartbeat.set_activity(f"in {optimizer}.step()")
+    except AgreementError as error:
+        pass_on_failure(groups, error)
+        raise
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -84,8 +84,8 @@ def test_empty_text_is_the_empty_pipeline(text):
     [
         (
             "gather-param",
-            r"no pass is called 'gather-param'. Did you mean \"gather-params\"\? Known: bucket, "
-            r"cache-params, defer-reduction, flatten",
+            r"no pass is called 'gather-param'. Did you mean \"gather-params\"\? Known: "
+            r"average-replicas, bucket, cache-params, defer-reduction, flatten",
         ),
         ("zebra", r"no pass is called 'zebra'"),
         (
@@ -209,6 +209,7 @@ CHANGED = {
     "keep": "nothing",
     "reduction_group": "own",
     "plan_for_overlap": True,
+    "part": "average",
     "min_mb": 7.0,
     "min_hidden": 0.7,
 }

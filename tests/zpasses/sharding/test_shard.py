@@ -291,22 +291,6 @@ def test_parameters_tied_over_two_meshes_are_refused(mesh):
     assert type(model.head) is nn.Linear
 
 
-def test_two_dimensional_mesh_is_refused():
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        with pytest.raises(
-            zpasses.ShardingError,
-            match=r"2 dimensions \('replicate', 'shard'\).*hybrid sharding.*mesh\['shard'\]",
-        ):
-            zpasses.shard(nn.Linear(2, 2), mesh=mesh)
-        zpasses.shard(nn.Linear(2, 2), mesh=mesh["shard"])
-    finally:
-        dist.destroy_process_group()
-
-
 def test_parameter_on_another_device_type_is_refused():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -1,0 +1,113 @@
+"""Ranks compare their device meshes when they shard: a mesh of other names or shape is an error.
+
+A rank that takes the replicas of hybrid sharding for the shards would gather with the wrong ranks.
+If these use their own groups only, no vote of a group would ever see it.
+
+Each rank writes what it takes its process groups for into the store. The first rank that writes
+about a group is right. A rank that takes the group for something else raises an error, and leaves a
+note that the other ranks find when they compile or step next. Nobody waits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zpasses import compat
+from zpasses.errors import AgreementError
+from zpasses.ranks.vote import has_other_ranks
+
+__all__ = ["check_meshes", "register_mesh"]
+
+_MOST_CHECKS = 200
+"""Checks of a mesh that some rank never registers, as ranks of other pipeline stages may not."""
+
+
+@dataclass
+class _Mesh:
+    """A device mesh that this rank has registered."""
+
+    ranks: int
+    keys: list[str] = field(default_factory=list)
+    """Keys of its process groups in the store."""
+    checks: int = 0
+
+
+_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], _Mesh]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Default process group -> names of the groups of a mesh -> what this rank knows of it."""
+
+
+def register_mesh(mesh: DeviceMesh) -> None:
+    """Tell the other ranks what this rank takes the process groups of a mesh for.
+
+    Args:
+        mesh: a mesh to shard over. The mesh that it is a part of is compared as a whole.
+
+    Raises:
+        AgreementError: if another rank takes one of these groups for another dimension, or for a
+            dimension of a mesh of another shape.
+    """
+    whole = compat.root_mesh(mesh)
+    groups = [whole.get_group(dim) for dim in range(whole.ndim)]
+    names = tuple(compat.group_name(group) for group in groups)
+    world = dist.group.WORLD
+    assert world is not None
+    known = _meshes.setdefault(world, {})
+    if whole.ndim < 2 or names in known or not any(map(has_other_ranks, names)):
+        return
+    found = known[names] = _Mesh(whole.size())
+    store, sizes = compat.default_store(), _sizes(whole)
+    for dim, name in enumerate(names):
+        if name == compat.group_name(world) or not has_other_ranks(name):
+            continue  # torch takes the default group for any dimension of all ranks
+        key = f"zpasses/mesh/{name}"
+        found.keys.append(key)
+        mine = f"dimension {_named(whole, dim)} of a mesh of {sizes}"
+        first = store.compare_set(key, "", f"{dist.get_rank()}:{mine}").decode()
+        rank, _, taken = first.partition(":")
+        if taken != mine:
+            ranks = ", ".join(map(str, compat.group_ranks(name)))
+            error = (
+                f"ranks have different device meshes: for rank {dist.get_rank()}, the process "
+                f"group {name!r} of ranks {ranks} is {mine}, but for rank {rank} it is {taken}. "
+                "Make the mesh with the same sizes and the same names in the same order on every "
+                "rank."
+            )
+            store.set(f"{key}/conflict", error)
+            raise AgreementError(error)
+        store.add(f"{key}/registered", 1)
+
+
+def check_meshes() -> None:
+    """Raise what a rank with other meshes has noted since this rank registered its own.
+
+    Raises:
+        AgreementError: if another rank has other meshes.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    for mesh in _meshes.get(world, {}).values() if world is not None else ():
+        if not mesh.keys:
+            continue
+        store = compat.default_store()
+        complete = True
+        for key in mesh.keys:
+            if store.check([f"{key}/conflict"]):
+                raise AgreementError(store.get(f"{key}/conflict").decode())
+            ranks = len(compat.group_ranks(key.rpartition("/")[2]))
+            complete &= store.add(f"{key}/registered", 0) >= ranks
+        mesh.checks += 1
+        if complete or mesh.checks >= _MOST_CHECKS:
+            mesh.keys.clear()
+
+
+def _sizes(mesh: DeviceMesh) -> str:
+    return " x ".join(f"{_named(mesh, dim)}={mesh.size(dim)}" for dim in range(mesh.ndim))
+
+
+def _named(mesh: DeviceMesh, dim: int) -> str:
+    return mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else str(dim)
