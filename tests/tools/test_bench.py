@@ -17,7 +17,7 @@ from zpasses.tools.bench.__main__ import main
 from zpasses.tools.bench.hf_trainer import TrainerConfig, TrainerReport, TrainerResult
 from zpasses.tools.bench.hf_trainer import _relate as _relate_trainers
 from zpasses.tools.bench.measure import ResidentMemory
-from zpasses.tools.bench.model import ModelSize, ParallelBlock, batches, build_model
+from zpasses.tools.bench.model import Block, ModelSize, ParallelBlock, batches, build_model
 from zpasses.tools.bench.report import schedule_table, trainer_table
 from zpasses.tools.bench.schedule import ScheduleConfig, ScheduleReport
 from zpasses.tools.bench.schedule_models import ModelShape
@@ -144,9 +144,13 @@ def test_compute_does_not_communicate_and_rounds_repeat_it(measured):
 
 
 @pytest.mark.slow(quick="test_parts_of_a_block_add_up_to_the_block")
-def test_train_compares_peers_on_a_mesh_with_tensor_parallelism(measured):
+@pytest.mark.parametrize(
+    ("mesh", "block", "parts"),
+    [("dp=2,tp=2", ParallelBlock, 2), ("replicate=2,shard=2", Block, 4)],
+)
+def test_train_compares_peers_on_a_mesh(measured, mesh, block, parts):
     peers = "fsdp2-eager,zpasses:zero_stage=3:codegen=eager"
-    table, result = measured(*TINY, "--mesh", "dp=2,tp=2", "--peers", peers)
+    table, result = measured(*TINY, "--mesh", mesh, "--peers", peers)
     assert result["config"]["ranks"] == 4
     assert not result["failed"]
     fsdp2, zpasses = result["peers"]
@@ -157,9 +161,9 @@ def test_train_compares_peers_on_a_mesh_with_tensor_parallelism(measured):
     assert zpasses["communication_s"] is None
     assert "peak ratio" in table
     size = ModelSize(**result["config"]["size"])
-    model = build_model(size, ParallelBlock)
-    first = [model(*batches(size, 1, part)[0]).item() for part in range(2)]
-    assert zpasses["losses"][0] == pytest.approx(sum(first) / 2, rel=1e-5)
+    model = build_model(size, block)
+    first = [model(*batches(size, 1, part)[0]).item() for part in range(parts)]
+    assert zpasses["losses"][0] == pytest.approx(sum(first) / parts, rel=1e-5)
 
 
 def test_parts_of_a_block_add_up_to_the_block():
