@@ -1,11 +1,14 @@
 """Tests of the benchmarks, as real processes on tiny models."""
 
+import copy
 import importlib.util
 import json
 import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
 
 from tests.programs import ForkedPython, forked_subprocess
 from tests.zpasses.inspect.real import real_dump
@@ -14,7 +17,7 @@ from zpasses.tools.bench.__main__ import main
 from zpasses.tools.bench.hf_trainer import TrainerConfig, TrainerReport, TrainerResult
 from zpasses.tools.bench.hf_trainer import _relate as _relate_trainers
 from zpasses.tools.bench.measure import ResidentMemory
-from zpasses.tools.bench.model import ModelSize, batches, build_model
+from zpasses.tools.bench.model import Block, ModelSize, ParallelBlock, batches, build_model
 from zpasses.tools.bench.report import schedule_table, trainer_table
 from zpasses.tools.bench.schedule import ScheduleConfig, ScheduleReport
 from zpasses.tools.bench.schedule_models import ModelShape
@@ -138,6 +141,57 @@ def test_compute_does_not_communicate_and_rounds_repeat_it(measured):
     assert compute["collectives"] == {}
     assert result["compute_s"] == compute["step_s"]
     assert "compute without communication" in table
+
+
+@pytest.mark.slow(quick="test_parts_of_a_block_add_up_to_the_block")
+@pytest.mark.parametrize(
+    ("mesh", "block", "parts"),
+    [("dp=2,tp=2", ParallelBlock, 2), ("replicate=2,shard=2", Block, 4)],
+)
+def test_train_compares_peers_on_a_mesh(measured, mesh, block, parts):
+    peers = "fsdp2-eager,zpasses:zero_stage=3:codegen=eager"
+    table, result = measured(*TINY, "--mesh", mesh, "--peers", peers)
+    assert result["config"]["ranks"] == 4
+    assert not result["failed"]
+    fsdp2, zpasses = result["peers"]
+    assert (fsdp2["ratio"], fsdp2["peak_ratio"]) == (1.0, 1.0)
+    assert zpasses["peak_ratio"] == pytest.approx(zpasses["peak_bytes"] / fsdp2["peak_bytes"])
+    assert zpasses["losses"] == pytest.approx(fsdp2["losses"], rel=1e-4)
+    assert zpasses["gradient_norm"] == pytest.approx(fsdp2["gradient_norm"], rel=1e-4)
+    assert zpasses["communication_s"] is None
+    assert "peak ratio" in table
+    size = ModelSize(**result["config"]["size"])
+    model = build_model(size, block)
+    first = [model(*batches(size, 1, part)[0]).item() for part in range(parts)]
+    assert zpasses["losses"][0] == pytest.approx(sum(first) / parts, rel=1e-5)
+
+
+def test_parts_of_a_block_add_up_to_the_block():
+    torch.manual_seed(0)
+    whole, x = ParallelBlock(16, 4), torch.randn(2, 3, 16)
+    nn.init.zeros_(whole.down.weight)
+    nn.init.zeros_(whole.down.bias)
+    nn.init.zeros_(whole.project.bias)
+    total = torch.zeros_like(x)
+    for rank in range(2):
+        part = copy.deepcopy(whole)
+        for name, dim in (("qkv", 0), ("project", 1)):
+            layer = getattr(part, name)
+            layer.weight = nn.Parameter(layer.weight.chunk(2, dim)[rank])
+        part.qkv.bias = nn.Parameter(part.qkv.bias.chunk(2)[rank])
+        total += part(x) - x
+    torch.testing.assert_close(total, whole(x) - x)
+
+
+def test_peak_ratios_are_those_of_the_peaks():
+    config = TrainConfig(ModelSize(), ("fsdp2-eager", "zpasses-3"), "fsdp2-eager")
+    peaks = {"fsdp2-eager": 40, "zpasses-3": 30}
+    results = [
+        PeerResult(name, "", rounds_s=[1.0], losses=[6.0], peak_bytes=peak)
+        for name, peak in peaks.items()
+    ]
+    _relate(TrainReport(config, {}, None, results, {}, {}))
+    assert [each.peak_ratio for each in results] == [1.0, 0.75]
 
 
 def test_time_limit_ends_a_run_and_is_reported():
@@ -394,6 +448,12 @@ def test_dump_compares_compiles_with_and_without_a_dump(measured):
         (["--vocab", "100"], "at least 256"),
         (["--steps", "0"], "'0' is not a whole number of at least 1"),
         (["--stepz", "3"], "--stepz"),
+        (["--mesh", "dp"], "cannot read 'dp'"),
+        (["--mesh", "dp=2,tp=2", "--ranks", "2"], "dp=2,tp=2 has 4 ranks; expected 2"),
+        (["--mesh", "dp=2,ep=2"], "the model has no use for dimension ep"),
+        (["--mesh", "dp=1,tp=3"], "--heads 8 is not divisible by the 3 ranks of dimension tp"),
+        (["--mesh", "dp=2,tp=2", "--peers", "ddp,zpasses-3"], "ddp takes no such mesh"),
+        (["--mesh", "dp=2,tp=2", "--baseline", "ddp"], "ddp takes no such mesh"),
         (["overhead", "--codegens", "inductr"], 'Did you mean "inductor"?'),
         (["scaling", "--layers", "2,x"], "'x' is not a whole number"),
         (["scaling", "--zero-stage", "4"], "--zero-stage"),

@@ -44,6 +44,7 @@ from zpasses.tools.bench.schedule import SCHEDULERS, ScheduleConfig, run_schedul
 from zpasses.tools.bench.schedule_models import MODELS
 from zpasses.tools.bench.startup import StartupConfig, run_startup
 from zpasses.tools.bench.train import TrainConfig, run_train
+from zpasses.tools.capture.meshes import MeshShape
 
 __all__ = ["main"]
 
@@ -119,14 +120,28 @@ def _peers(text: str) -> tuple[str, ...]:
     return names
 
 
+def _mesh(text: str) -> MeshShape:
+    try:
+        return MeshShape.parse(text)
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 # --- train ----------------------------------------------------------------------------------------
 def _train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers",
         type=_peers,
-        default=",".join(PEERS),
         metavar="A,B",
-        help="what to run, in this order; zpasses:OPTION=VALUE is zpasses with other options",
+        help="what to run, in this order; zpasses:OPTION=VALUE is zpasses with other options "
+        "(default: all that take the mesh)",
+    )
+    parser.add_argument(
+        "--mesh",
+        type=_mesh,
+        metavar="NAME=SIZE,...",
+        help="device mesh of the ranks: dp=2,tp=2 for tensor parallelism, replicate=2,shard=2 for "
+        "hybrid sharding",
     )
     parser.add_argument(
         "--baseline",
@@ -135,7 +150,12 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         metavar="PEER",
         help="peer that ratios and losses are compared with",
     )
-    parser.add_argument("--ranks", type=_at_least(1), default=2, help="processes, one thread each")
+    parser.add_argument(
+        "--ranks",
+        type=_at_least(1),
+        default=argparse.SUPPRESS,
+        help="processes, one thread each (default: those of the mesh, or 2)",
+    )
     parser.add_argument("--steps", type=_at_least(1), default=20, help="timed steps of a run")
     parser.add_argument("--warmup", type=_at_least(1), default=3, help="untimed steps before them")
     parser.add_argument(
@@ -152,12 +172,19 @@ def _train(options: argparse.Namespace) -> int:
     wrong = size.check()
     if wrong:
         options.parser.error(wrong)
-    names = ("peers", "baseline", "ranks", "steps", "warmup", "rounds")
-    report = run_train(
-        TrainConfig(
-            size, timeout_s=options.timeout, **{name: getattr(options, name) for name in names}
-        )
+    names = ("baseline", "steps", "warmup", "rounds", "mesh")
+    mesh = options.mesh
+    config = TrainConfig(
+        size,
+        options.peers or tuple(peer for peer in PEERS if mesh is None or PEERS[peer].any_mesh),
+        ranks=getattr(options, "ranks", 2 if mesh is None else mesh.ranks),
+        timeout_s=options.timeout,
+        **{name: getattr(options, name) for name in names},
     )
+    try:
+        report = run_train(config)
+    except OptionError as error:
+        options.parser.error(str(error))
     print(train_table(report))
     if options.json:
         write_json(options.json, "train", report)

@@ -9,8 +9,24 @@ from pydoc_data import topics
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
-__all__ = ["GPT", "Block", "ModelSize", "batches", "build_model"]
+__all__ = [
+    "GPT",
+    "Block",
+    "ModelSize",
+    "ParallelBlock",
+    "batches",
+    "build_model",
+    "parallelize",
+]
 
 
 @dataclass(frozen=True)
@@ -26,8 +42,14 @@ class ModelSize:
     batch: int = 4
     """Samples per rank and step."""
 
-    def check(self) -> str | None:
-        """The error in these numbers, or None."""
+    def check(self, parts: int = 1) -> str | None:
+        """The error in these numbers, or None.
+
+        Args:
+            parts: ranks of tensor parallelism.
+        """
+        if self.heads % parts:
+            return f"--heads {self.heads} is not divisible by the {parts} ranks of dimension tp"
         if min(self.width, self.layers, self.heads, self.seq, self.batch) < 1:
             return "--width, --layers, --heads, --seq and --batch must be at least 1"
         if self.width % self.heads:
@@ -65,14 +87,34 @@ class Block(nn.Module):
         return y
 
 
-class GPT(nn.Module):
-    """A byte-level GPT that returns its loss."""
+class ParallelBlock(Block):
+    """The block for tensor parallelism: outputs of `qkv` are ordered by head, so that a part of its
+    rows is a part of the heads.
+    """
 
-    def __init__(self, size: ModelSize) -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, width = x.shape
+        heads = self.qkv(self.attention_norm(x)).view(batch, seq, -1, 3, width // self.heads)
+        q, k, v = (part.transpose(1, 2) for part in heads.unbind(3))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).reshape(batch, seq, -1))
+        y: Tensor = x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return y
+
+
+class GPT(nn.Module):
+    """A byte-level GPT that returns its loss.
+
+    Args:
+        size: its shape.
+        block: class of its blocks.
+    """
+
+    def __init__(self, size: ModelSize, block: type[Block] = Block) -> None:
         super().__init__()
         self.tokens = nn.Embedding(size.vocab, size.width)
         self.positions = nn.Embedding(size.seq, size.width)
-        self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(block(size.width, size.heads) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, size.vocab, bias=False)
 
@@ -84,10 +126,10 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def build_model(size: ModelSize) -> GPT:
+def build_model(size: ModelSize, block: type[Block] = Block) -> GPT:
     """The model, with the same weights in every process."""
     torch.manual_seed(0)
-    model = GPT(size)
+    model = GPT(size, block)
     for name, param in model.named_parameters():
         if param.dim() > 1:
             nn.init.normal_(
@@ -97,6 +139,18 @@ def build_model(size: ModelSize) -> GPT:
                 else 0.02,
             )
     return model
+
+
+def parallelize(model: GPT, mesh: DeviceMesh) -> None:
+    """Cuts the layers of a model of `ParallelBlock` over the ranks of a mesh."""
+    plan: dict[str, ParallelStyle] = {
+        "tokens": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for number in range(len(model.blocks)):
+        plan |= {f"blocks.{number}.{name}": ColwiseParallel() for name in ("qkv", "up")}
+        plan |= {f"blocks.{number}.{name}": RowwiseParallel() for name in ("project", "down")}
+    parallelize_module(model, mesh, plan)
 
 
 @functools.cache

@@ -7,9 +7,10 @@ measurements are the same for all peers.
 from __future__ import annotations
 
 import importlib.util
+import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,9 @@ class Trainer:
         self.model, self._forward, self._gradient_scale = model, step, gradient_scale
         self.untracked_bytes = 0
         """Memory that no Python object holds and that is kept between steps."""
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+        # A fused update takes parameters of one mesh.
+        groups = [{"params": group} for group in _by_mesh(model.parameters())]
+        self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, fused=True)
 
     def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run forward and backward. Returns the loss of this rank's batch."""
@@ -58,10 +61,20 @@ class Trainer:
         """Norm of the averaged gradient of the whole model, between `backward` and `update`; None
         if the peer does not expose gradients.
         """
-        norm: Any = nn.utils.get_total_norm(
-            [param.grad for param in self.model.parameters() if param.grad is not None]
-        )
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        norms = []
+        for group in _by_mesh(self.model.parameters()):
+            grads = [param.grad for param in group if param.grad is not None]
+            norm: Any = nn.utils.get_total_norm(grads)
+            norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        return math.hypot(*norms)
+
+
+def _by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters of each device mesh."""
+    found: dict[object, list[nn.Parameter]] = {}
+    for param in params:
+        found.setdefault(getattr(param, "device_mesh", None), []).append(param)
+    return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,8 @@ class Peer:
     """Number of processes; None is the requested number."""
     reduces: bool = True
     """Whether gradients are averaged over ranks. If so, losses must equal those of other peers."""
+    any_mesh: bool = False
+    """Whether it takes meshes of hybrid sharding, and models with tensor parallelism."""
 
     def missing(self) -> str | None:
         """Why the peer cannot run here, or None."""
@@ -200,15 +215,18 @@ PEERS: dict[str, Peer] = {
             reduces=False,
         ),
         Peer("ddp", "DistributedDataParallel, compiled", _ddp),
-        Peer("fsdp2-eager", "fully_shard per block and root", _fsdp2(compiled=False)),
-        Peer("fsdp2-compiled", "the same, blocks compiled", _fsdp2(compiled=True)),
-        Peer("zpasses-1", "zpasses, ZeRO stage 1", _zpasses(zero_stage=1)),
-        Peer("zpasses-2", "zpasses, ZeRO stage 2", _zpasses(zero_stage=2)),
-        Peer("zpasses-3", "zpasses, ZeRO stage 3", _zpasses(zero_stage=3)),
+        Peer(
+            "fsdp2-eager", "fully_shard per block and root", _fsdp2(compiled=False), any_mesh=True
+        ),
+        Peer("fsdp2-compiled", "the same, blocks compiled", _fsdp2(compiled=True), any_mesh=True),
+        Peer("zpasses-1", "zpasses, ZeRO stage 1", _zpasses(zero_stage=1), any_mesh=True),
+        Peer("zpasses-2", "zpasses, ZeRO stage 2", _zpasses(zero_stage=2), any_mesh=True),
+        Peer("zpasses-3", "zpasses, ZeRO stage 3", _zpasses(zero_stage=3), any_mesh=True),
         Peer(
             "zpasses-3-one-ahead",
             "the same with fixed buckets, one in flight",
             _zpasses(pipeline="zero3-one-ahead"),
+            any_mesh=True,
         ),
         *(
             Peer(
@@ -250,4 +268,4 @@ def peer_of(name: str) -> Peer:
         )
     options = {key: int(value) if value.isdecimal() else value for key, value in given.items()}
     Options.parse(options)
-    return Peer(name, "zpasses with these options", _zpasses(**options))
+    return Peer(name, "zpasses with these options", _zpasses(**options), any_mesh=True)

@@ -102,6 +102,7 @@ def _train_row(result: PeerResult, baseline: str) -> dict[str, str]:
         "comm ms": "-" if result.communication_s is None else f"{result.communication_s * 1e3:.1f}",
         "waste ms": "-" if result.waste_s is None else f"{result.waste_s * 1e3:.1f}",
         "peak MiB": f"{result.peak_bytes / _MIB:.1f}",
+        "peak ratio": "-" if result.peak_ratio is None else f"{result.peak_ratio:.2f}",
         "fwd+bwd MiB": f"{result.backward_peak_bytes / _MIB:.1f}",
         "rest MiB": f"{result.resting_bytes / _MIB:.1f}",
         "collectives": f"{sum(result.collectives.values()):g}",

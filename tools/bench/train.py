@@ -12,10 +12,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+from zpasses.errors import OptionError
 from zpasses.tools.bench.launch import RankError, run_ranks
 from zpasses.tools.bench.measure import ResidentMemory
 from zpasses.tools.bench.model import ModelSize
 from zpasses.tools.bench.peers import Peer, peer_of
+from zpasses.tools.capture.meshes import MeshShape
 
 __all__ = [
     "LOSS_TOLERANCE",
@@ -55,6 +57,9 @@ class TrainConfig:
     """Runs per peer, interleaved, so that a peer and the baseline run close together in time."""
     timeout_s: float = 600.0
     """Time limit of one run."""
+    mesh: MeshShape | None = None
+    """Device mesh of the ranks: for hybrid sharding, or with dimension "tp" for tensor parallelism.
+    None is one dimension."""
 
 
 @dataclass
@@ -71,6 +76,8 @@ class PeerResult:
     """Median of the rounds."""
     ratio: float | None = None
     """Median over rounds of the step time relative to the baseline's in the same round."""
+    peak_ratio: float | None = None
+    """`peak_bytes` relative to the baseline's."""
     peak_bytes: int = 0
     """Peak of a step, including its update, above the resting state."""
     backward_peak_bytes: int = 0
@@ -124,6 +131,7 @@ def run_train(config: TrainConfig) -> TrainReport:
     """Measure every peer that is installed. A peer that fails is reported and does not stop the
     others.
     """
+    _check_mesh(config)
     chosen = [peer_of(name) for name in config.peers]
     skipped = {peer.name: reason for peer in chosen if (reason := peer.missing())}
     results = {
@@ -132,7 +140,8 @@ def run_train(config: TrainConfig) -> TrainReport:
         if peer.name not in skipped
     }
     failed: dict[str, str] = {}
-    bounds = _run(config, "bounds", None, {})[0] if config.ranks > 1 else {}
+    bare = config.ranks > 1 and config.mesh is None
+    bounds = _run(config, "bounds", None, {})[0] if bare else {}
     with (
         tempfile.TemporaryDirectory(prefix="zpasses-bench-caches-") as caches,
         tqdm(total=len(results) * (config.rounds + 1)) as bar,
@@ -150,6 +159,29 @@ def run_train(config: TrainConfig) -> TrainReport:
     report = TrainReport(config, bounds, None, measured, skipped, failed)
     _relate(report)
     return report
+
+
+def _check_mesh(config: TrainConfig) -> None:
+    """Raise OptionError for a mesh that the ranks, the model or the peers do not fit."""
+    mesh = config.mesh
+    if mesh is None:
+        return
+    if mesh.ranks != config.ranks:
+        raise OptionError(f"mesh {mesh} has {mesh.ranks} ranks; expected {config.ranks}.")
+    if mesh.model_names not in ((), ("tp",)):
+        raise OptionError(
+            f"mesh {mesh}: the model has no use for dimension {', '.join(mesh.model_names)}; "
+            "expected tp, or only dimensions of data parallelism."
+        )
+    parts = dict(zip(mesh.names, mesh.sizes, strict=True)).get("tp", 1)
+    if wrong := config.size.check(parts):
+        raise OptionError(f"mesh {mesh}: {wrong}.")
+    others = [name for name in config.peers if not peer_of(name).any_mesh]
+    if others or not peer_of(config.baseline).any_mesh:
+        raise OptionError(
+            f"mesh {mesh}: {', '.join(others) or config.baseline} takes no such mesh; name FSDP2 "
+            "and zpasses peers, e.g. --peers fsdp2-eager,zpasses-3."
+        )
 
 
 def _run_round(config: TrainConfig, result: PeerResult, number: int, caches: str) -> None:
@@ -182,6 +214,7 @@ def _run(
         "steps": config.steps,
         "warmup": config.warmup,
         "peer": peer and peer.name,
+        "mesh": None if config.mesh is None else str(config.mesh),
     }
     ranks = (peer.ranks if peer else None) or config.ranks
     return run_ranks(_WORKER, job, ranks=ranks, timeout_s=config.timeout_s, env=env)
@@ -202,10 +235,13 @@ def _relate(report: TrainReport) -> None:
                 ours / theirs
                 for ours, theirs in zip(result.rounds_s, baseline.rounds_s, strict=True)
             )
+            if baseline.peak_bytes:
+                result.peak_ratio = result.peak_bytes / baseline.peak_bytes
     report.compute_s = compute.step_s if compute else None
     for result in report.peers:
-        result.communication_s = _bare_time(result.sent_bytes, report.bounds)
-        if compute:
+        if report.config.mesh is None:
+            result.communication_s = _bare_time(result.sent_bytes, report.bounds)
+        if compute and result.communication_s is not None:
             result.waste_s = result.step_s - compute.step_s - result.communication_s
     reference = (
         baseline

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,16 @@ from zpasses.tools.bench.measure import (
     sent_bytes,
     traffic,
 )
-from zpasses.tools.bench.model import ModelSize, batches, build_model
+from zpasses.tools.bench.model import (
+    GPT,
+    ModelSize,
+    ParallelBlock,
+    batches,
+    build_model,
+    parallelize,
+)
 from zpasses.tools.bench.peers import peer_of
+from zpasses.tools.capture.meshes import MeshShape
 
 _MEMORY_WARMUP = 3
 _SETTLE_S = 0.2
@@ -41,21 +50,52 @@ def main(job_file: str, result_file: str) -> None:
     job = json.loads(Path(job_file).read_text())
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    result = _JOBS[job["kind"]](job, ModelSize(**job["size"]), mesh)
+    result = _JOBS[job["kind"]](job, ModelSize(**job["size"]), _meshes_of(job))
     dist.barrier()
     Path(result_file).write_text(json.dumps(result))
     dist.destroy_process_group()
 
 
-def _time(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Meshes:
+    data: DeviceMesh
+    """Over which the model is sharded: one dimension, or (replicate, shard)."""
+    tensor: DeviceMesh | None
+    """That of tensor parallelism."""
+    part: int
+    """Number of this rank's batches: ranks of tensor parallelism share theirs."""
+
+
+def _meshes_of(job: dict[str, Any]) -> _Meshes:
+    if job["mesh"] is None:
+        data = init_device_mesh("cpu", (dist.get_world_size(),))
+        return _Meshes(data, None, dist.get_rank())
+    shape = MeshShape.parse(job["mesh"])
+    mesh = init_device_mesh("cpu", shape.sizes, mesh_dim_names=shape.names)
+    names = shape.data_names
+    part = 0
+    for name in names:
+        part = part * mesh[name].size() + mesh[name].get_local_rank()
+    data = mesh if names == shape.names else mesh[names if len(names) > 1 else names[0]]
+    return _Meshes(data, mesh["tp"] if "tp" in shape.names else None, part)
+
+
+def _model(size: ModelSize, meshes: _Meshes) -> GPT:
+    if meshes.tensor is None:
+        return build_model(size)
+    model = build_model(size, ParallelBlock)
+    parallelize(model, meshes.tensor)
+    return model
+
+
+def _time(job: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, Any]:
     """Seconds of every step, the losses, and what communicated in the timed steps."""
     warmup, steps = job["warmup"], job["steps"]
-    data = batches(size, warmup + steps, dist.get_rank())
+    data = batches(size, warmup + steps, meshes.part)
     losses: list[Tensor] = []
     times = []
     with observe_pass_time() as work:
-        trainer = peer_of(job["peer"]).build(build_model(size), mesh)
+        trainer = peer_of(job["peer"]).build(_model(size, meshes), meshes.data)
         for number, batch in enumerate(data):
             if number == warmup:
                 before = traffic()
@@ -77,10 +117,10 @@ def _time(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str, A
     }
 
 
-def _memory(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str, Any]:
+def _memory(job: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, Any]:
     """Bytes held between steps, the peak that a step adds, and the norm of its gradient."""
-    data = batches(size, _MEMORY_WARMUP + 1, dist.get_rank())
-    trainer = peer_of(job["peer"]).build(build_model(size), mesh)
+    data = batches(size, _MEMORY_WARMUP + 1, meshes.part)
+    trainer = peer_of(job["peer"]).build(_model(size, meshes), meshes.data)
     for batch in data[:-1]:
         trainer.backward(*batch)
         norm = trainer.gradient_norm()
@@ -101,14 +141,14 @@ def _memory(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str,
     }
 
 
-def _bounds(job: dict[str, Any], size: ModelSize, mesh: DeviceMesh) -> dict[str, Any]:
+def _bounds(job: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, Any]:
     """Median seconds of one collective over the bytes of all parameters, and what a rank sends for
     it.
     """
     ranks = dist.get_world_size()
     rows = -(-sum(param.numel() for param in build_model(size).parameters()) // ranks)
     full, part = torch.zeros(rows * ranks), torch.zeros(rows)
-    group, functional = mesh.get_group().group_name, torch.ops._c10d_functional
+    group, functional = meshes.data.get_group().group_name, torch.ops._c10d_functional
     started: dict[str, Callable[[], Tensor]] = {
         "all_gather": lambda: functional.all_gather_into_tensor(part, ranks, group),
         "reduce_scatter": lambda: functional.reduce_scatter_tensor(full, "avg", ranks, group),

@@ -13,10 +13,13 @@ from typing import Any, TypeVar
 import click
 
 from zpasses.errors import OptionError
-from zpasses.tools.capture.meshes import MeshShape
+from zpasses.tools.capture.meshes import AutoMesh, MeshShape
 from zpasses.tools.cli.common import CommandError, errors_as_messages, versioned
 
-__all__ = ["capture", "shard_arguments", "step_options", "world_of"]
+__all__ = ["capture", "mesh_option", "shard_arguments", "step_options", "world_of"]
+
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def _arguments(
@@ -48,6 +51,33 @@ def _mesh(context: click.Context, option: click.Parameter, value: str | None) ->
         raise click.BadParameter(str(error)) from error
 
 
+def _mesh_or_auto(
+    context: click.Context, option: click.Parameter, value: str | None
+) -> MeshShape | AutoMesh | None:
+    if value is None or not value.strip().startswith("auto"):
+        return _mesh(context, option, value)
+    try:
+        return AutoMesh.parse(value)
+    except OptionError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def mesh_option(*, auto: bool) -> Callable[[Command], Command]:
+    """Decorator: add --mesh.
+
+    Args:
+        auto: whether "auto" may be given.
+    """
+    more = " `auto` tries all shapes of hybrid sharding: auto or auto,tp=8." if auto else ""
+    return click.option(
+        "--mesh",
+        metavar="NAME=SIZE,...",
+        callback=_mesh_or_auto if auto else _mesh,
+        help="Device mesh of the ranks: dp=64,tp=8 or replicate=8,shard=64. The model is sharded "
+        f"over dp or shard. The function gets the mesh as argument `mesh`.{more}",
+    )
+
+
 def world_of(world: int | None, mesh: MeshShape | None) -> int:
     """The number of ranks that --world and --mesh give; 8 without both.
 
@@ -60,9 +90,6 @@ def world_of(world: int | None, mesh: MeshShape | None) -> int:
             "ranks; leave --world out."
         )
     return mesh.ranks if mesh is not None else world or 8
-
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def step_options(command: Command) -> Command:
@@ -85,13 +112,6 @@ def step_options(command: Command) -> Command:
         click.option(
             "--target",
             help='Hardware to plan for: "mi300x", "h100,ranks_per_node=4". Default: this machine.',
-        ),
-        click.option(
-            "--mesh",
-            metavar="NAME=SIZE,...",
-            callback=_mesh,
-            help="Device mesh of the ranks: dp=64,tp=8 or replicate=8,shard=64. The model is "
-            "sharded over dp or shard. The function gets the mesh as argument `mesh`.",
         ),
         click.option(
             "--world",
@@ -124,6 +144,7 @@ def shard_arguments(param_dtype: str | None, reduce_dtype: str | None) -> dict[s
 
 @click.command()
 @step_options
+@mesh_option(auto=False)
 @click.option(
     "-o",
     "--output",

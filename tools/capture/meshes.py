@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from zpasses.errors import OptionError
 
-__all__ = ["REPLICATE_DIMENSIONS", "SHARD_DIMENSIONS", "MeshShape"]
+__all__ = ["REPLICATE_DIMENSIONS", "SHARD_DIMENSIONS", "AutoMesh", "MeshShape"]
 
 SHARD_DIMENSIONS = ("dp", "fsdp", "shard", "dp_shard")
 """Names of the dimension over which parameters are sharded."""
@@ -86,3 +86,56 @@ class MeshShape:
     def model_names(self) -> tuple[str, ...]:
         """The other dimensions, which the model has to use: those of tensor parallelism, ..."""
         return tuple(name for name in self.names if name not in self.data_names)
+
+
+@dataclass(frozen=True)
+class AutoMesh:
+    """Meshes of hybrid sharding of every shape, "auto". All have the same further dimensions."""
+
+    model: tuple[tuple[str, int], ...] = ()
+    """Names and sizes of the dimensions of the model, which come last."""
+
+    @classmethod
+    def parse(cls, text: str) -> AutoMesh:
+        """Parses "auto", or "auto,tp=8".
+
+        Raises:
+            OptionError: for other text, or a dimension of data parallelism.
+        """
+        first, _, rest = text.partition(",")
+        if first.strip() != "auto":
+            raise OptionError(f"mesh {text!r}: expected auto, or auto,tp=8.")
+        if not rest:
+            return cls()
+        shape = MeshShape.parse(f"{_SHARD}=1,{rest}")
+        if len(shape.data_names) > 1:
+            raise OptionError(
+                f"mesh {text!r}: auto chooses the dimensions of data parallelism; leave out "
+                f"{shape.data_names[0]}."
+            )
+        return cls(tuple(zip(shape.names, shape.sizes, strict=True))[1:])
+
+    def shapes(self, world: int) -> list[MeshShape]:
+        """The meshes of a number of ranks: one replica, two, ..., down to two shards each.
+
+        Raises:
+            OptionError: if fewer than two ranks are left for data parallelism, or the dimensions of
+                the model do not divide the ranks.
+        """
+        model = math.prod(size for _, size in self.model)
+        data = world // model
+        if world % model or data < 2:
+            raise OptionError(
+                f"--mesh auto: {world} ranks, and {model} for the dimensions of the model; "
+                "expected a multiple of it, by at least 2."
+            )
+        found = []
+        for shard in range(data, 1, -1):
+            if data % shard == 0:
+                replicate = ((_REPLICATE, data // shard),) if shard < data else ()
+                items = (*replicate, (_SHARD, shard), *self.model)
+                found.append(MeshShape(*map(tuple, zip(*items, strict=True))))
+        return found
+
+
+_SHARD, _REPLICATE = "shard", "replicate"

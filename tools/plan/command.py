@@ -8,8 +8,13 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from zpasses.tools.capture.command import shard_arguments, step_options, world_of
-from zpasses.tools.capture.meshes import MeshShape
+from zpasses.tools.capture.command import (
+    mesh_option,
+    shard_arguments,
+    step_options,
+    world_of,
+)
+from zpasses.tools.capture.meshes import AutoMesh, MeshShape
 from zpasses.tools.cli.common import (
     CommandError,
     as_json,
@@ -18,6 +23,7 @@ from zpasses.tools.cli.common import (
     write_output,
 )
 from zpasses.tools.plan.picture import plan_page
+from zpasses.tools.plan.shape_table import shape_view
 from zpasses.tools.plan.table import plan_view
 
 __all__ = ["plan"]
@@ -25,6 +31,7 @@ __all__ = ["plan"]
 
 @click.command()
 @step_options
+@mesh_option(auto=True)
 @click.option(
     "--memory",
     metavar="SIZE",
@@ -58,7 +65,7 @@ def plan(
     ctx: click.Context,
     function: str,
     world: int | None,
-    mesh: MeshShape | None,
+    mesh: MeshShape | AutoMesh | None,
     target: str | None,
     memory: str | None,
     points: int,
@@ -75,7 +82,11 @@ def plan(
     the leanest to the fastest, and stages 2 and 3 without a budget. Times and memory are those of
     the cost model. The last line but the legend has the options that reproduce the chosen plan.
 
-    The exit status is 0, 1 if no plan fits --memory, and 2 for an error.
+    With --mesh auto, the table has one line for each shape of hybrid sharding, with its plan for
+    --memory, or its fastest that fits in a device together with the state of AdamW. The chosen
+    shape is the fastest that fits.
+
+    The exit status is 0, 1 if no plan fits, and 2 for an error.
     """
     from zpasses.tools.plan.step_plans import PlanRequest, plan_step
 
@@ -87,15 +98,24 @@ def plan(
     shard = shard_arguments(param_dtype, reduce_dtype)
     request = PlanRequest(
         function,
-        world_of(world, mesh),
+        (world or 8) if isinstance(mesh, AutoMesh) else world_of(world, mesh),
         target,
         memory,
         points,
         arguments,
         shard,
         backwards_per_step,
-        mesh,
+        None if isinstance(mesh, AutoMesh) else mesh,
     )
+    if isinstance(mesh, AutoMesh):
+        if picture is not None:
+            raise CommandError("--html shows the plans of one mesh; give one instead of auto.")
+        from zpasses.tools.plan.shapes import plan_shapes
+
+        with tqdm(desc="meshes", unit="mesh", disable=None, leave=False) as bar:
+            shapes = plan_shapes(request, mesh, lambda point: bar.update())
+        print_view(shape_view(shapes), as_json)
+        ctx.exit(0 if shapes.chosen is not None else 1)
     with tqdm(desc="plans", unit="plan", disable=None, leave=False) as bar:
         found = plan_step(request, lambda point: bar.update())
     if picture is not None:

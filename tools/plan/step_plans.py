@@ -30,6 +30,8 @@ from zpasses.cost.bound import schedule_bound
 from zpasses.cost.kept_params import KeptParam
 from zpasses.cost.target import Target, current_target, use_target
 from zpasses.errors import OptionError
+from zpasses.graph.nodes import nbytes, value_of
+from zpasses.graph.tags import tagged
 from zpasses.option_values import parse_budget
 from zpasses.passes.defer_reduction import DeferReduction
 from zpasses.passes.pipelines import ZERO2, ZERO3
@@ -171,6 +173,7 @@ class _Planner:
         self._progress = progress
         self._graphs: dict[Any, Graphs] = {}
         self._made: dict[str, PlanPoint] = {}
+        self._shard_bytes = sum(nbytes(value_of(node)) for node, _ in tagged(joint.graph, "shard"))
 
     def run(self) -> PlanTable:
         started, memory = time.perf_counter(), self._request.memory
@@ -193,6 +196,7 @@ class _Planner:
             chosen if chosen is not None or missing is not None else plans[-1],
             missing,
             time.perf_counter() - started,
+            self._shard_bytes,
         )
 
     def _chosen(self) -> tuple[PlanPoint | None, str | None]:

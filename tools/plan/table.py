@@ -120,6 +120,8 @@ class PlanTable:
     """Why no plan fits; None if one does."""
     seconds: float
     """Duration of the planning."""
+    shard_bytes: int = 0
+    """Bytes of this rank's shards of the parameters that the step reads."""
 
     @property
     def options(self) -> dict[str, str | int] | None:

@@ -1,0 +1,209 @@
+"""The table of meshes of hybrid sharding for one training step. This file loads no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from zpasses.inspect.units import bytes_text, time_text
+from zpasses.inspect.view import Text, View, table, text_of
+from zpasses.tools.plan.table import PlanPoint, PlanTable
+
+__all__ = ["ShapePoint", "ShapeTable", "shape_point", "shape_view"]
+
+_MOMENTS = 2
+"""State tensors of AdamW per parameter, in the parameter's dtype."""
+
+
+@dataclass(frozen=True)
+class ShapePoint:
+    """One mesh, and the plan of the step on it."""
+
+    mesh: str
+    """As the option `--mesh` takes it."""
+    plan: PlanPoint | None
+    """The plan of the budget, or the fastest that fits in a device, or the leanest. None if none
+    fits the budget."""
+    missing: str | None
+    """Why none fits."""
+    shard_bytes: int
+    """Bytes of this rank's shards of all parameters."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Peak of the step, with the shards and the state of AdamW, which rest between steps."""
+        peak = self.plan.peak_bytes if self.plan is not None else 0
+        return peak + (1 + _MOMENTS) * self.shard_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "mesh": self.mesh,
+            "plan": None if self.plan is None else self.plan.to_json(),
+            "missing": self.missing,
+            "shard_bytes": self.shard_bytes,
+            "total_bytes": self.total_bytes if self.plan is not None else None,
+        }
+
+
+def shape_point(mesh: str, found: PlanTable, device_bytes: int) -> ShapePoint:
+    """The plan of a mesh: that of the budget, else the fastest that fits in a device.
+
+    If none fits in a device, it is the leanest.
+    """
+    points = [ShapePoint(mesh, plan, None, found.shard_bytes) for plan in found.plans]
+    if found.memory is not None or not points:
+        return ShapePoint(mesh, found.chosen, found.missing, found.shard_bytes)
+    fitting = [each for each in points if each.total_bytes <= device_bytes]
+    if fitting:
+        return min(fitting, key=_time)
+    return min(points, key=lambda each: each.total_bytes)
+
+
+@dataclass(frozen=True)
+class ShapeTable:
+    """All meshes, from one replica to the smallest shard groups."""
+
+    function: str
+    world: int
+    target: str
+    given_target: str | None
+    memory: str | None
+    """Budget of each plan; None takes the fastest plan of each mesh that fits in a device."""
+    device_bytes: int
+    """Memory of a device of the target."""
+    backwards_per_step: int
+    points: tuple[ShapePoint, ...]
+
+    @property
+    def chosen(self) -> ShapePoint | None:
+        """The fastest mesh that fits in a device, with the least memory among equally fast ones."""
+        fitting = [
+            each
+            for each in self.points
+            if each.plan is not None and each.total_bytes <= self.device_bytes
+        ]
+        if not fitting:
+            return None
+        best = min(_time(each) for each in fitting)
+        return min(
+            (each for each in fitting if _time(each) <= best * _EQUAL),
+            key=lambda each: each.total_bytes,
+        )
+
+    @property
+    def reason(self) -> str:
+        """Why the chosen mesh is chosen, or why there is none."""
+        chosen = self.chosen
+        if chosen is None:
+            missing = [each.missing for each in self.points if each.missing]
+            return (
+                missing[0]
+                if len(missing) == len(self.points)
+                else _TOO_LARGE.format(self.target, bytes_text(self.device_bytes))
+            )
+        faster = [
+            each
+            for each in self.points
+            if each.plan is not None and _time(each) * _EQUAL < _time(chosen)
+        ]
+        why = f"It is the fastest that fits in the {bytes_text(self.device_bytes)} of a device."
+        if not faster:
+            return why
+        first = min(faster, key=_time)
+        return (
+            f"{why} {first.mesh} takes {time_text(_time(first))}, and needs "
+            f"{bytes_text(first.total_bytes)}."
+        )
+
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """The options of the backend that reproduce the chosen plan."""
+        if self.chosen is None or self.chosen.plan is None:
+            return None
+        found: dict[str, Any] = {}
+        if self.chosen.plan.budget is not None:
+            found["memory_budget"] = self.chosen.plan.budget
+        if self.backwards_per_step > 1:
+            found["backwards_per_step"] = self.backwards_per_step
+        if self.given_target is not None:
+            found["target"] = self.given_target
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "function": self.function,
+            "world": self.world,
+            "target": self.target,
+            "memory": self.memory,
+            "device_bytes": self.device_bytes,
+            "shapes": [{**each.to_json(), "chosen": each is self.chosen} for each in self.points],
+            "options": self.options,
+            "reason": self.reason,
+        }
+
+
+_EQUAL = 1.001
+"""Durations that differ by a smaller factor are equal."""
+_TOO_LARGE = (
+    "No mesh fits in a device of {}, which has {}. Give a budget with --memory, more ranks, or "
+    "ranks of tensor parallelism, e.g. --mesh auto,tp=8."
+)
+
+
+def _time(point: ShapePoint) -> float:
+    assert point.plan is not None
+    return point.plan.total_us
+
+
+# --- text -----------------------------------------------------------------------------------------
+_COLUMNS = ("mesh", "step", "exposed", "bound", "peak", "shards", "with AdamW", "collectives", "")
+
+
+def shape_view(found: ShapeTable) -> View:
+    """The table as a page."""
+    rows = [_row(each, found) for each in found.points]
+    parts: list[Any] = [table(_COLUMNS, rows, right=_COLUMNS[1:-1])]
+    if found.chosen is None:
+        parts.append(text_of(f"None is chosen. {found.reason}"))
+    else:
+        parts += [
+            f"Chosen: {found.chosen.mesh}. {found.reason}",
+            f"options={json.dumps(found.options)}",
+        ]
+    parts.append(_LEGEND)
+    title = f"{found.function}, {found.world} ranks, target {found.target}"
+    return View(title, tuple(parts), found.to_json())
+
+
+_LEGEND = Text(
+    (
+        "step: predicted mean duration of a forward and its backward. exposed: its part in which "
+        "only collectives run.",
+        "bound: what no schedule of the same collectives can beat. peak: memory above what rests "
+        "between steps.",
+        "shards: this rank's part of all parameters. with AdamW: peak, shards and the two moments "
+        "of each.",
+    )
+)
+
+
+def _row(point: ShapePoint, found: ShapeTable) -> tuple[str, ...]:
+    shards = bytes_text(point.shard_bytes)
+    plan = point.plan
+    if plan is None:
+        return (point.mesh, "", "", "", "", shards, "", "", "no plan fits the budget")
+    mark = "chosen" if point is found.chosen else ""
+    return (
+        point.mesh,
+        time_text(plan.total_us),
+        time_text(plan.exposed_us),
+        time_text(plan.bound_us),
+        bytes_text(plan.peak_bytes),
+        shards,
+        bytes_text(point.total_bytes),
+        str(plan.collectives),
+        mark if point.total_bytes <= found.device_bytes else "does not fit a device",
+    )
