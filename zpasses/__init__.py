@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ZpassesError,
     )
     from zpasses.pipeline import Level, Options, Pass, PassRecord, Pipeline
+    from zpasses.sharding.clipping import clip_grad_norm_
     from zpasses.sharding.flat_buffers import pack_parameters
     from zpasses.sharding.module import local_shards
     from zpasses.sharding.shard import invalidate, pack_shards, shard
@@ -44,6 +45,7 @@ __all__ = [
     "Target",
     "ZpassesError",
     "__version__",
+    "clip_grad_norm_",
     "coalesce_grad_reduction",
     "full_state_dict",
     "invalidate",
@@ -69,6 +71,7 @@ _HOMES = {
     "ShardingError": "zpasses.errors",
     "Target": "zpasses.cost.target",
     "ZpassesError": "zpasses.errors",
+    "clip_grad_norm_": "zpasses.sharding.clipping",
     "coalesce_grad_reduction": "zpasses.accumulation",
     "full_state_dict": "zpasses.checkpoint.full",
     "invalidate": "zpasses.sharding.shard",

@@ -22,7 +22,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 import zpasses
 from zpasses import compat
+from zpasses.backend.garbage import no_garbage_collection
 from zpasses.errors import OptionError, ZpassesError, suggestion
 from zpasses.testing.worlds import fake_world
 
@@ -103,28 +104,12 @@ def run_capture(request: CaptureRequest) -> CaptureReport:
     for number, rank in enumerate(request.ranks):
         if number:
             gc.collect()
-        with _no_garbage_collection():
+        with no_garbage_collection():
             compat.call_with_stack_room(
                 functools.partial(_capture_rank, request, function, rank, options, seconds)
             )
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return CaptureReport(seconds, usage * (1 if sys.platform == "darwin" else 1024))
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Context manager: no cyclic garbage is collected inside it.
-
-    The nodes and fake tensors of a large graph are millions of objects that stay, and each full
-    collection visits all of them: with 80 layers of Llama a third of the processor time.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def load(name: str) -> Callable[..., Any]:

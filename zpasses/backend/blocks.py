@@ -27,7 +27,13 @@ from zpasses.backend.capture import is_read_of_shard
 from zpasses.graph.nodes import value_of
 from zpasses.graph.sources import module_paths
 
-__all__ = ["Outlined", "blocks_of", "outline_blocks", "read_subgraph_inputs_directly"]
+__all__ = [
+    "Outlined",
+    "blocks_of",
+    "has_subgraph_calls",
+    "outline_blocks",
+    "read_subgraph_inputs_directly",
+]
 
 
 @dataclass
@@ -85,6 +91,12 @@ def outline_blocks(gm: fx.GraphModule, patterns: str) -> Outlined:
         gm.graph.lint()
         gm.recompile()
     return outlined
+
+
+def has_subgraph_calls(gm: fx.GraphModule) -> bool:
+    """Whether the graph, or a graph that it contains, calls a subgraph."""
+    graphs = (each.graph for each in gm.modules() if isinstance(each, fx.GraphModule))
+    return any(compat.is_subgraph_call(node) for graph in graphs for node in graph.nodes)
 
 
 class _NotOutlinedError(Exception):

@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import ShardingError
-from zpasses.graph.nodes import nbytes, value_of
+from zpasses.graph.nodes import collective_of, is_dialect, nbytes, value_of
 from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
-from zpasses.graph.tags import Tag, add_tag, tag_of
+from zpasses.graph.tags import Tag, add_tag, mark_of_model, tag_of
 from zpasses.ranks.vote import has_other_ranks
+from zpasses.runtime.layout import layout_of, rows_of, shard_group
 from zpasses.runtime.windows import grad_state_of
 from zpasses.sharding.module import is_ignored
 
@@ -71,9 +72,11 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
     names = _unique_names([placeholders[i] for i in positions])
     for i in positions:
         dtensor = inputs[i]
-        local = compat.local_of(dtensor).detach().requires_grad_(dtensor.requires_grad)
+        local = rows_of(dtensor).detach().requires_grad_(dtensor.requires_grad)
         inputs[i] = compat.as_fake(local, mode)
         placeholders[i].meta["example_value"] = inputs[i]
+    for i in positions:
+        _take_rows_first(gm, placeholders[i], layout_of(example_inputs[i]).dim)
     if positions:
         _read_shards_directly(gm)
     groups = _check_and_tag_reads(
@@ -110,7 +113,7 @@ def _share(params: Sequence[DTensor]) -> float:
 
 
 def _full_bytes(param: DTensor) -> int:
-    return param.numel() * param.element_size()
+    return layout_of(param).gathered_shape(param.shape).numel() * param.element_size()
 
 
 def describe_inputs(captured: Capture, example_inputs: Sequence[Any]) -> dict[str, Any]:
@@ -132,13 +135,15 @@ def describe_inputs(captured: Capture, example_inputs: Sequence[Any]) -> dict[st
         inputs.append(record)
         full = example_inputs[i]
         if i in captured.shards and isinstance(full, DTensor):
+            layout = layout_of(full)
+            gathered = layout.gathered_shape(full.shape)
             parameters[captured.shards[i]] = {
-                "shape": list(full.shape),
+                "shape": list(gathered),
                 "dtype": record["dtype"],
-                "bytes": full.numel() * full.element_size(),
+                "bytes": gathered.numel() * full.element_size(),
                 "shard_bytes": nbytes(value),
-                "rows": full.shape[0] if full.dim() else 0,
-                "group": compat.group_name(full.device_mesh.get_group()),
+                "rows": layout.rows(full.shape),
+                "group": shard_group(full),
             }
     return {"inputs": inputs, "parameters": parameters}
 
@@ -158,6 +163,36 @@ def _only_read_locally(gm: fx.GraphModule, node: fx.Node) -> bool:
         ):
             return False
     return True
+
+
+def _local_reads(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the uses of a node that are `to_local()`, including those in subgraphs."""
+    for user in node.users:
+        if compat.is_to_local(user):
+            yield user
+        for owner, placeholder in _subgraph_inputs(gm, user, node):
+            yield from _local_reads(owner, placeholder)
+
+
+def _take_rows_first(gm: fx.GraphModule, param: fx.Node, dim: int) -> None:
+    """Drop the exchange of dimensions after the reads of a parameter's shard, because the graph
+    gets the shard with the cut dimension first.
+
+    Raises:
+        ShardingError: if the model reads the shard itself.
+    """
+    for read in _local_reads(gm, param) if dim else ():
+        for user in list(read.users):
+            exchanges = user.op == "call_method" and user.target == "movedim"
+            if not exchanges or tuple(user.args[1:]) != (dim, 0):
+                raise ShardingError(
+                    f"the model reads the local shard of parameter {compat.parameter_name(param)} "
+                    f"in compiled code ({user.format_node()}). The parameter is cut along "
+                    f"dimension {dim} (shard_placement_fn), and its shard is only read to gather "
+                    f"it. Read the shard outside of the compiled code.\n{user.stack_trace or ''}"
+                )
+            user.replace_all_uses_with(read)
+            read.graph.erase_node(user)
 
 
 def _subgraph_inputs(
@@ -351,7 +386,7 @@ def _trains_on_several_ranks() -> bool:
 
 def tag_joint(graph: fx.Graph, shards: dict[int, str]) -> None:
     """Tag the dialect's ops of a joint graph, and the inputs that hold shards, with their
-    parameters.
+    parameters. Mark the collectives of the model itself.
 
     Tags that AOTAutograd's re-tracing has preserved are used as they are. For the other ops
     (checkpointed regions, gradients), AOTAutograd's descriptors of inputs and outputs give the
@@ -374,6 +409,10 @@ def tag_joint(graph: fx.Graph, shards: dict[int, str]) -> None:
         name = shards.get(i)
         if name is not None:
             _tag_reductions(node, name)
+    if shards:
+        for node in graph.nodes:
+            if collective_of(node) is not None and not is_dialect(node):
+                mark_of_model(node)
 
 
 def _described_inputs(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -20,7 +20,12 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.backend.blocks import blocks_of, outline_blocks, read_subgraph_inputs_directly
+from zpasses.backend.blocks import (
+    blocks_of,
+    has_subgraph_calls,
+    outline_blocks,
+    read_subgraph_inputs_directly,
+)
 from zpasses.backend.cache.artifacts import GraphArtifacts
 from zpasses.backend.cache.graph_text import NotCacheableError
 from zpasses.backend.cache.key import graph_key, refusal
@@ -36,6 +41,7 @@ from zpasses.backend.code import (
     forward_facts,
 )
 from zpasses.backend.free_memory import agreed_free_bytes
+from zpasses.backend.garbage import no_garbage_collection, no_garbage_collection_in_compiles
 from zpasses.backend.partition import PartitionPolicy, partition_step
 from zpasses.backend.tuned import with_tuned_options
 from zpasses.backend.tuning import with_tried_options
@@ -76,6 +82,9 @@ __all__ = ["zpasses_backend"]
 
 log = logging.getLogger("zpasses")
 
+# torch.compile imports this module before the first trace.
+no_garbage_collection_in_compiles()
+
 
 def zpasses_backend(
     gm: fx.GraphModule,
@@ -101,6 +110,7 @@ def zpasses_backend(
             f"backend 'zpasses' has no modes (got {mode!r}); set Inductor's options with "
             f"options={{'inductor': {{...}}}}."
         )
+    no_garbage_collection_in_compiles()  # torch._dynamo.reset forgets it
     given = Options.parse(options)
     captured = capture(gm, example_inputs)
     parsed = _chosen_options(given, captured)
@@ -109,7 +119,11 @@ def zpasses_backend(
     if not parsed.agreement:
         _log_remaining_votes(pipeline, captured.groups, given)
     try:
-        with use_target(compiler.target), vote_timeout(parsed.agreement_timeout_s):
+        with (
+            no_garbage_collection(),
+            use_target(compiler.target),
+            vote_timeout(parsed.agreement_timeout_s),
+        ):
             compiler.open_recorders(example_inputs)
             return result_hook(
                 with_plain_inputs(compiler.compile(example_inputs), example_inputs), "outputs"
@@ -220,9 +234,11 @@ class _GraphCompiler:
 
     def _compile(self) -> Callable[..., Any]:
         gm, inputs = self._captured.gm, self._captured.inputs
-        with self._recording_answers():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._recording_answers())
             self._run_level(gm, Level.CAPTURED, "captured")
-            self._outline_blocks(gm)
+            if self._outline_blocks(gm):
+                stack.enter_context(compat.subgraphs_write_no_inputs())
             compiled: Callable[..., Any]
             if self._options.codegen == "eager":
                 compiled = compat.aot_compile(
@@ -246,15 +262,18 @@ class _GraphCompiler:
         self._artifacts.write_if_complete()
         return compiled
 
-    def _outline_blocks(self, gm: fx.GraphModule) -> None:
+    def _outline_blocks(self, gm: fx.GraphModule) -> bool:
+        """Returns whether the graph has blocks now, and no subgraphs of the model's own."""
         if self._options.blocks is None:
-            return
+            return False
+        own = has_subgraph_calls(gm)
         outlined = outline_blocks(gm, self._options.blocks)
         for name, modules in outlined.calls.items():
             several = f"{modules[0]} to {modules[-1]}"
             log.info("graph %s: %s is %s (%d calls)", self.name, name, several, len(modules))
         for module, reason in outlined.kept.items():
             log.info("graph %s: %s is compiled by itself: %s", self.name, module, reason)
+        return bool(outlined.calls) and not own
 
     def _patches(self) -> dict[str, Any]:
         partitioner = _Partitioner(self._partition, self._pipeline.digest())
@@ -423,7 +442,7 @@ class _GraphCompiler:
     def _backward(self, codegen: Codegen, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         graphs = self._graph_compiler(self._artifacts)
         if compat.in_backward():
-            with graphs.reporting():
+            with no_garbage_collection(), graphs.reporting():
                 return self._compile_backward(graphs, codegen, gm, inputs)
         # torch compiles backwards of dynamic shapes ahead, and others when they first run. Ranks
         # may hold one of each, but must vote in one order: all compile when the backward first
@@ -439,7 +458,12 @@ class _GraphCompiler:
                 compile_it = functools.partial(
                     self._compile_backward, graphs, codegen, copied, inputs
                 )
-                with state.restored(), graphs.reporting(), self._compiling():
+                with (
+                    no_garbage_collection(),
+                    state.restored(),
+                    graphs.reporting(),
+                    self._compiling(),
+                ):
                     compiled.append(compat.call_with_stack_room(compile_it))
             return compiled[0](args)
 

@@ -102,24 +102,37 @@ def _names_that_transformers_ties(model: nn.Module) -> frozenset[str]:
 
 # --- ranks ----------------------------------------------------------------------------------------
 def sharding_groups(model: nn.Module) -> list[str]:
-    """Return the names of the process groups over which a model is sharded, sorted."""
-    return sorted(
-        {
-            spec.group_name
-            for module in model.modules()
-            if isinstance(module, ShardedModule)
-            for spec in module._zpasses_specs.values()
-        }
-    )
+    """Return the names of the process groups over which a model is sharded, sorted: also those of
+    tensor and expert parallelism, over which whole parameters are gathered.
+    """
+    specs = [
+        spec
+        for module in model.modules()
+        if isinstance(module, ShardedModule)
+        for spec in module._zpasses_specs.values()
+    ]
+    inner = {
+        compat.group_name(spec.layout.inner_mesh.get_group(dim))
+        for spec in specs
+        if spec.layout.inner_mesh is not None
+        for dim in range(spec.layout.inner_mesh.ndim)
+    }
+    return sorted({*inner, *(spec.group_name for spec in specs)})
 
 
 def writing_rank(model: nn.Module) -> int:
     """Return the global rank that keeps what only one rank keeps.
 
-    It is the first rank of the largest group over which the model is sharded.
+    It is the first rank of the largest mesh over which the model is sharded.
     """
-    groups = [compat.group_ranks(group) for group in sharding_groups(model)]
-    return max(groups, key=len)[0] if groups else compat.global_rank() if _ranks() else 0
+    meshes = [
+        spec.layout.whole_mesh.mesh.flatten().tolist()
+        for module in model.modules()
+        if isinstance(module, ShardedModule)
+        for spec in module._zpasses_specs.values()
+    ]
+    largest: list[int] = max(meshes, key=len, default=[])
+    return min(largest) if largest else compat.global_rank() if _ranks() else 0
 
 
 def _ranks() -> bool:
@@ -152,20 +165,22 @@ def agree(
     digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
     failures = {} if failure is None else {dist.get_rank() if _ranks() else 0: failure}
     different: list[int] = []
-    # Every vote is held, also after a failure: ranks of another group wait in it.
-    for group in groups:
-        answers = exchange(
-            group,
-            occasion,
-            {"failure": failure, "digest": digest},
-            timeout_s,
-            timeout_option=TIMEOUT,
-        )
-        for rank, answer in zip(compat.group_ranks(group), answers, strict=False):
-            if answer["failure"] is not None:
-                failures[rank] = answer["failure"]
-            if answer["digest"] != answers[0]["digest"]:
-                different.append(rank)
+    # Every vote is held, also after a failure: ranks of another group wait in it. A failure reaches
+    # ranks that share no group with it in the rounds after the first.
+    groups = list(groups)
+    for _ in groups:
+        for group in groups:
+            answers = exchange(
+                group,
+                occasion,
+                {"failures": sorted(failures.items()), "digest": digest},
+                timeout_s,
+                timeout_option=TIMEOUT,
+            )
+            for rank, answer in zip(compat.group_ranks(group), answers, strict=False):
+                failures.update((int(who), text) for who, text in answer["failures"])
+                if answer["digest"] != answers[0]["digest"]:
+                    different.append(rank)
     if failures:
         rank, text = min(failures.items())
         raise ShardingError(f"{occasion} failed on rank {rank}: {text}")

@@ -19,7 +19,6 @@ from zpasses import compat
 from zpasses.checkpoint.model_tensors import ModelTensor, agree, model_tensors, sharding_groups
 from zpasses.checkpoint.safetensors_writer import DTYPE_CODES
 from zpasses.errors import ShardingError, ZpassesError
-from zpasses.graph.ops import rows_per_rank
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 from zpasses.runtime.param_cache import drop_cached_params
 
@@ -300,16 +299,11 @@ def _read(plan: _Plan) -> None:
 
 
 def _own_part(opened: Any, name: str, tensor: Tensor) -> Tensor:
-    """Read this rank's rows of a tensor: all of one that is not sharded."""
+    """Read this rank's part of a tensor: all of one that is not sharded."""
     part: Tensor
-    if not isinstance(tensor, DTensor) or not tensor.placements[0].is_shard():
+    if not isinstance(tensor, DTensor) or compat.local_of(tensor).shape == tensor.shape:
         part = opened.get_tensor(name)
         return part
-    mesh, rows = tensor.device_mesh, compat.local_of(tensor).shape[0]
-    start = min(
-        mesh.get_local_rank() * rows_per_rank(tensor.shape[0], mesh.size()), tensor.shape[0]
-    )
-    if not rows:
-        return torch.empty((0, *tensor.shape[1:]))
-    part = opened.get_slice(name)[start : start + rows]
+    own = compat.local_range(tensor.shape, tensor.device_mesh, tensor.placements)
+    part = opened.get_slice(name)[tuple(slice(start, start + length) for start, length in own)]
     return part

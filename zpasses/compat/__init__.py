@@ -94,14 +94,19 @@ from zpasses.compat.c10d import (
 from zpasses.compat.dtensor import (
     DTensorSpec,
     clear_sharding_prop_cache,
+    concatenate_meshes,
     local_of,
+    local_range,
     make_dtensor,
     set_local,
+    set_spec,
     spec_of,
     storage_id,
+    strided_shard,
     wrap_local,
 )
 from zpasses.compat.dynamo import (
+    call_around_compiles,
     compile_counts,
     current_compile_id,
     dynamo_disable,
@@ -164,7 +169,12 @@ from zpasses.compat.optim import (
     call_after_optimizer_load,
     newton_schulz,
 )
-from zpasses.compat.regions import call_subgraph, is_subgraph_call, subgraph_of
+from zpasses.compat.regions import (
+    call_subgraph,
+    is_subgraph_call,
+    subgraph_of,
+    subgraphs_write_no_inputs,
+)
 
 __all__ = [
     "BOXED_CODEGEN",
@@ -188,6 +198,7 @@ __all__ = [
     "artifacts_refusal",
     "as_fake",
     "call_after_optimizer_load",
+    "call_around_compiles",
     "call_subgraph",
     "call_with_stack_room",
     "clear_sharding_prop_cache",
@@ -196,6 +207,7 @@ __all__ = [
     "collective_timeout",
     "compile_counts",
     "compiled_forward",
+    "concatenate_meshes",
     "current_autograd_node",
     "current_compile_id",
     "current_graph_task_id",
@@ -245,6 +257,7 @@ __all__ = [
     "lazy_recompiles",
     "limited_timeouts",
     "local_of",
+    "local_range",
     "low_contention_all_gather",
     "low_contention_reduce_scatter",
     "make_dtensor",
@@ -274,13 +287,16 @@ __all__ = [
     "second_group",
     "second_group_name",
     "set_local",
+    "set_spec",
     "size_hint",
     "size_ranges",
     "spec_of",
     "statically_known_true",
     "storage_freed_check",
     "storage_id",
+    "strided_shard",
     "subgraph_of",
+    "subgraphs_write_no_inputs",
     "symm_mem_module",
     "symm_mem_stream",
     "trace_artifact",

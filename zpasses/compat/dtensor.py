@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,11 +13,15 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 __all__ = [
     "DTensorSpec",
     "clear_sharding_prop_cache",
+    "concatenate_meshes",
     "local_of",
+    "local_range",
     "make_dtensor",
     "set_local",
+    "set_spec",
     "spec_of",
     "storage_id",
+    "strided_shard",
     "wrap_local",
 ]
 
@@ -31,16 +34,103 @@ def make_dtensor(
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    spec = DTensorSpec(
+    spec = _SharedSpec(
         mesh, placements, tensor_meta=TensorMeta(shape, tuple(reversed(strides)), local.dtype)
     )
     return wrap_local(local, spec)
 
 
-def wrap_local(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Builds a DTensor around `local` without dispatch (`from_local` is 20 times slower)."""
-    build = cast(Callable[..., DTensor], DTensor)
-    return build(local, spec, requires_grad=False)
+class _SharedSpec(DTensorSpec):
+    """A spec whose deep copies are itself, as nothing changes a spec.
+
+    Dynamo's guard compares a parameter's spec with a deep copy in every call. A copy of the mesh is
+    compared rank by rank, and the same mesh at once.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SharedSpec:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as a plain spec, so that checkpoints can be loaded without zpasses."""
+        plain = DTensorSpec.__new__(DTensorSpec)
+        plain.__dict__.update(self.__dict__)
+        return plain.__reduce_ex__(protocol)
+
+
+def wrap_local(local: Tensor, spec: DTensorSpec, kind: type[DTensor] = DTensor) -> DTensor:
+    """Builds a DTensor around `local` without dispatch (`from_local` is 20 times slower).
+
+    Args:
+        kind: the class of the result, DTensor or a subclass.
+    """
+    # Not by a call of the class: DTensor's `__init__` does nothing, behind two wrappers of Dynamo
+    # and export that take longer than the rest.
+    made: DTensor = _new(kind, local, spec, requires_grad=False)
+    return made
+
+
+_new: Any = DTensor.__new__
+
+
+def concatenate_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh of the dimensions of `outer`, followed by those of `inner`.
+
+    Both are submeshes of one mesh, with names.
+
+    Raises:
+        RuntimeError: if they overlap, are of different meshes, or have no names.
+    """
+    if outer.mesh_dim_names is None or inner.mesh_dim_names is None:
+        raise RuntimeError("the dimensions of the meshes have no names")
+    if hasattr(DeviceMesh, "_concatenate"):
+        return DeviceMesh._concatenate([outer, inner])
+    root = cast(Any, outer)._get_root_mesh()
+    if root != cast(Any, inner)._get_root_mesh():
+        raise RuntimeError("the meshes are no submeshes of one mesh")
+    return cast(DeviceMesh, root[(*outer.mesh_dim_names, *inner.mesh_dim_names)])
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Returns the placement of a dimension that a later dimension of the mesh has cut before.
+
+    Args:
+        split_factor: into how many pieces it was cut before.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return cast(Placement, _StridedShard(dim, split_factor=split_factor))
+
+
+def local_range(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> list[tuple[int, int]]:
+    """Returns start and length of this rank's part of each dimension of a DTensor.
+
+    A strided placement cuts what the later dimensions of the mesh have left. No other dimension may
+    be cut in strides.
+
+    Args:
+        shape: shape of the whole tensor.
+    """
+    ranges = [(0, size) for size in shape]
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    cuts = [(_is_strided(each), at) for at, each in enumerate(placements) if _cut_dim(each) >= 0]
+    for _, at in sorted(cuts):
+        dim = _cut_dim(placements[at])
+        start, length = ranges[dim]
+        block = -(-length // mesh.size(at))
+        before = min(coordinate[at] * block, length)
+        ranges[dim] = (start + before, min(block, length - before))
+    return ranges
+
+
+def _is_strided(placement: Placement) -> bool:
+    return type(placement).__name__ == "_StridedShard"
+
+
+def _cut_dim(placement: Placement) -> int:
+    return int(getattr(placement, "dim", -1)) if not placement.is_partial() else -1
 
 
 def clear_sharding_prop_cache() -> None:
@@ -74,3 +164,8 @@ def storage_id(tensor: Tensor) -> int:
 
 def spec_of(dtensor: DTensor) -> DTensorSpec:
     return dtensor._spec
+
+
+def set_spec(dtensor: Any, spec: DTensorSpec) -> None:
+    """Gives a DTensor another spec, equal to its own."""
+    dtensor._spec = spec

@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch._guards import CompileContext
 
 __all__ = [
+    "call_around_compiles",
     "compile_counts",
     "current_compile_id",
     "dynamo_disable",
@@ -157,3 +158,16 @@ def warm_up_compilers() -> None:
         torch.compile(torch.sin)(torch.ones(2))
     torch.compiler.reset()
     counters.clear()
+
+
+def call_around_compiles(start: Callable[[object], None], end: Callable[[object], None]) -> None:
+    """Calls these functions when Dynamo or a late backward compile starts and ends, until
+    `torch._dynamo.reset`.
+
+    Compiles inside a compile are not told. Further calls with the same functions do nothing.
+    """
+    from torch._dynamo.callback import callback_handler, on_compile_end, on_compile_start
+
+    if start not in callback_handler.start_callbacks:
+        on_compile_start(start)
+        on_compile_end(end)

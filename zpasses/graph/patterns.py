@@ -7,6 +7,9 @@ collectives call this module first, so that they find all of them by tag. Two pa
   and views only. Its wait returns the full parameter.
 - A gradient reduction is a reduce-scatter or all-reduce (sum or average) whose result reaches one
   graph output through casts, views and scaling only.
+
+In graphs that zpasses captured, the other collectives are of the model itself: those of tensor,
+expert and context parallelism, or of a metric. They are marked as such, and never matched.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 from torch import fx
 
 from zpasses.graph.nodes import collective_of, is_wait, nbytes, value_of
-from zpasses.graph.tags import Tag, add_tag, tag_of
+from zpasses.graph.tags import Tag, add_tag, is_of_model, tag_of
 
 __all__ = ["tag_foreign_gathers", "tag_foreign_reductions"]
 
@@ -40,7 +43,7 @@ def tag_foreign_gathers(graph: fx.Graph, origin: str) -> int:
     """Tags untagged parameter gathers with `origin`, and returns how many it found."""
     found = 0
     for node in graph.nodes:
-        if tag_of(node) is not None or not _is_all_gather(node):
+        if tag_of(node) is not None or is_of_model(node) or not _is_all_gather(node):
             continue
         chain = _chain_to_input(node)
         waits = [user for user in node.users if is_wait(user)]
@@ -90,7 +93,7 @@ def tag_foreign_reductions(graph: fx.Graph, origin: str) -> int:
     places = {node: i for i, node in enumerate(_returned(graph)) if isinstance(node, fx.Node)}
     found = 0
     for node in graph.nodes:
-        if tag_of(node) is not None or not _is_reduction(node):
+        if tag_of(node) is not None or is_of_model(node) or not _is_reduction(node):
             continue
         after, before = _chain_to_output(node, places), _chain_before(node)
         if after is None:

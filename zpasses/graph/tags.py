@@ -22,7 +22,9 @@ __all__ = [
     "Tag",
     "add_tag",
     "full_param",
+    "is_of_model",
     "is_resident",
+    "mark_of_model",
     "retag",
     "tag_of",
     "tagged",
@@ -147,6 +149,24 @@ def tagged(graph: fx.Graph, *roles: Role) -> Iterator[tuple[fx.Node, Tag]]:
         tag = tag_of(node)
         if tag is not None and (not roles or tag.role in roles):
             yield node, tag
+
+
+_OF_MODEL = "zpasses_of_model"
+
+
+def mark_of_model(node: fx.Node) -> None:
+    """Marks a collective of the model itself, such as one of tensor parallelism.
+
+    Passes never take it for one that gathers a parameter or reduces a gradient.
+    """
+    custom = node.meta.get("custom")
+    node.meta["custom"] = {**(custom if isinstance(custom, dict) else {}), _OF_MODEL: True}
+
+
+def is_of_model(node: fx.Node) -> bool:
+    """Whether a collective is marked as one of the model itself."""
+    custom = node.meta.get("custom")
+    return isinstance(custom, dict) and bool(custom.get(_OF_MODEL))
 
 
 def full_param(wait: fx.Node) -> fx.Node | None:

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from zpasses import compat
+from zpasses.errors import ShardingError
+from zpasses.runtime.layout import layout_of
 
 __all__ = ["Rows", "SumOverRanks", "run_in_rounds"]
 
@@ -31,12 +33,30 @@ class Rows:
     """The parameter in the optimizer."""
 
     @classmethod
-    def of(cls, param: Tensor) -> Rows:
+    def of(cls, param: Tensor, *, elementwise: bool = False) -> Rows:
+        """Return what this rank holds of a parameter.
+
+        Args:
+            elementwise: the optimizer treats every element by itself, so the part of a parameter
+                may have any form.
+
+        Raises:
+            ShardingError: if this rank does not hold whole rows, unless `elementwise`.
+        """
         grad = param.grad
         assert grad is not None
         if not isinstance(param, DTensor):
             return cls(param, grad, param.shape, None, param)
-        mesh = param.device_mesh if param.placements[0].is_shard() else None
+        layout = layout_of(param)
+        if not elementwise and (layout.dim or layout.inner_mesh is not None):
+            raise ShardingError(
+                f"a parameter of shape {tuple(param.shape)} has placements {param.placements} on "
+                f"{param.device_mesh}: a rank does not hold whole rows of it, which this optimizer "
+                "needs. Use an optimizer that treats elements one by one, such as AdamW, for "
+                "parameters under tensor parallelism and for those that shard_placement_fn cuts "
+                "along another dimension than 0."
+            )
+        mesh = layout.mesh if param.placements[0].is_shard() else None
         return cls(compat.local_of(param), local(grad), param.shape, mesh, param)
 
     def state(self, rows: Tensor, shape: Sequence[int], *, replicated: bool = False) -> Tensor:

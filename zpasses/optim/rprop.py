@@ -49,7 +49,7 @@ def _local_rows(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         for param in group["params"]:
             if param.grad is None:
                 continue
-            found = Rows.of(param)
+            found = Rows.of(param, elementwise=True)
             own.append(nn.Parameter(found.param, requires_grad=False))
             own[-1].grad = found.grad
             rows[own[-1]] = found

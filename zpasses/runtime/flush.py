@@ -37,7 +37,8 @@ from zpasses.ranks.vote import (
 )
 from zpasses.runtime.codegen import eager_codegen
 from zpasses.runtime.gloo import replace_gloo_collectives
-from zpasses.runtime.local_shards import wrap_local_grad
+from zpasses.runtime.layout import rows_of, shard_group
+from zpasses.runtime.local_shards import wrap_shard_grad
 from zpasses.runtime.param_cache import drop_cached
 from zpasses.runtime.profiling import TraceNames, with_profiler_range
 from zpasses.runtime.run_checks import limited_collectives, timeout_of
@@ -256,11 +257,7 @@ def groups_of(window: Window) -> list[str]:
     """Return the names of the process groups over which a window's parameters are sharded, in the
     same order on every rank.
     """
-    names = (
-        compat.group_name(param.device_mesh.get_group())
-        for param in window.params
-        if isinstance(param, DTensor)
-    )
+    names = (shard_group(param) for param in window.params if isinstance(param, DTensor))
     return list(dict.fromkeys(names))
 
 
@@ -279,7 +276,7 @@ def _reduce(
                 "other ranks hold a gradient of it. Keep the model until the window has ended on "
                 "every rank."
             )
-        shard = compat.local_of(param)
+        shard = rows_of(param)
         grad = grad_state_of(param).pending.pop(entry.dtype, None)
         totals.append(
             grad.total
@@ -359,10 +356,7 @@ def _reduce_with_dialect(
 
 def _accumulate(params: Sequence[Any], grads: Sequence[Tensor]) -> None:
     """Accumulate gradients into `param.grad` through autograd, which calls all hooks."""
-    wrapped = [
-        wrap_local_grad(grad, compat.spec_of(param))
-        for param, grad in zip(params, grads, strict=True)
-    ]
+    wrapped = [wrap_shard_grad(grad, param) for param, grad in zip(params, grads, strict=True)]
     for param in params:
         drop_cached(param)  # an optimizer step is expected after every reduction
     torch.autograd.backward(list(params), wrapped)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
+from zpasses.runtime.layout import layout_of, rows_of
 from zpasses.runtime.param_cache import drop_cached
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "to_local_shard",
     "to_local_shards",
     "wrap_local_grad",
+    "wrap_shard_grad",
 ]
 
 
@@ -91,9 +93,9 @@ class _LocalShards(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # a missing gradient must stay None
         ctx.zpasses_params = params  # backward graphs find their parameters here
         ctx.zpasses_call = _calls.current
-        # Views, because autograd would mark a returned tensor as this node's output, and that must
-        # not happen to the parameter's own tensor.
-        return tuple([compat.local_of(param).view_as(compat.local_of(param)) for param in params])
+        # Other tensors of the same memory and version counter: autograd would mark a returned
+        # tensor as this node's output, and that must not happen to the parameter's own tensor.
+        return tuple([rows_of(param).detach() for param in params])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
@@ -107,7 +109,7 @@ class _LocalShards(torch.autograd.Function):
             drop_cached(param)
             # Any other gradient goes to the caller of torch.autograd.grad, or first to a hook.
             stored = compat.will_accumulate(consumer) is True and not compat.has_tensor_hooks(param)
-            result.append(wrap_local_grad(grad, compat.spec_of(param), stored=stored))
+            result.append(wrap_shard_grad(grad, param, stored=stored))
         return tuple(result)
 
 
@@ -116,7 +118,7 @@ def to_local_shard(param: DTensor) -> Tensor:
     deferred.
     """
     if not (torch.is_grad_enabled() and param.requires_grad):
-        return compat.local_of(param)
+        return rows_of(param)
     (shard,) = _LocalShards.apply(param)  # type: ignore[no-untyped-call]
     return cast(Tensor, shard)
 
@@ -161,6 +163,21 @@ class StealableGrad(DTensor):
 _DETACH = torch.ops.aten.detach.default
 
 
+def wrap_shard_grad(rows: Tensor, param: DTensor, *, stored: bool = True) -> DTensor:
+    """Wrap the gradient of a parameter's shard as a DTensor.
+
+    Args:
+        rows: the average over the ranks, with the cut dimension first. Nothing else may reference
+            it.
+        stored: whether autograd adds the gradient to `param.grad`. False returns a plain DTensor.
+    """
+    layout = layout_of(param)
+    if layout.grad_scale != 1.0:
+        in_place = not rows.requires_grad and rows.is_floating_point()
+        rows = rows.mul_(layout.grad_scale) if in_place else rows * layout.grad_scale
+    return wrap_local_grad(layout.rows_back(rows), compat.spec_of(param), stored=stored)
+
+
 def wrap_local_grad(local: Tensor, spec: compat.DTensorSpec, *, stored: bool = True) -> DTensor:
     """Wrap a local gradient as a DTensor of `spec`.
 
@@ -175,7 +192,4 @@ def wrap_local_grad(local: Tensor, spec: compat.DTensorSpec, *, stored: bool = T
         return DTensor.from_local(
             local, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
         )
-    if not stored:
-        return compat.wrap_local(local, spec)
-    build = cast(Callable[..., DTensor], StealableGrad)
-    return build(local, spec, requires_grad=False)
+    return compat.wrap_local(local, spec, StealableGrad if stored else DTensor)

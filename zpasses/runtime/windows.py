@@ -28,6 +28,7 @@ from zpasses import compat
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.graph.ops import set_grad_hook
 from zpasses.graph.tags import Reduction
+from zpasses.runtime.layout import ParamLayout, layout_of
 from zpasses.runtime.local_shards import local_shards_node
 from zpasses.runtime.run_checks import check_optimizer_step
 
@@ -314,11 +315,11 @@ def register_step_window(
 
     params = find()
     _join_step_window(params, StepWindow(find))
-    for mesh in dict.fromkeys(param.device_mesh for param in params):
-        group = mesh.get_group()
+    groups = [layout_of(param).mesh.get_group() for param in params]
+    for group in dict.fromkeys(groups):
         number = _shard_calls[group] = _shard_calls.get(group, 0) + 1
-        for (module, name), param in zip(holders, params, strict=True):
-            if param.device_mesh is mesh:
+        for (module, name), param, own in zip(holders, params, groups, strict=True):
+            if own is group:
                 path = f"{paths[module]}.{name}".lstrip(".")
                 grad_state_of(param).identity = f"{number}:{path}"
     install_step_guard()
@@ -400,7 +401,7 @@ def install_step_guard() -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     early: dict[StepWindow, None] = {}
-    meshes: dict[int, Any] = {}
+    layouts: dict[int, ParamLayout] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             state = getattr(param, GRAD_STATE_ATTRIBUTE, None)
@@ -413,9 +414,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
                 )
             if state.step_window is not None and state.step_window.count:
                 early[state.step_window] = None
-            mesh = compat.spec_of(param).mesh
-            meshes[id(mesh)] = mesh
-    names = sorted({compat.group_name(mesh.get_group()) for mesh in meshes.values()})
+            layout = layout_of(param)
+            layouts[id(layout.mesh)] = layout
+    names = sorted({compat.group_name(each.mesh.get_group()) for each in layouts.values()})
     check_optimizer_step(names, type(optimizer).__name__)
     for window in early:
         window.close()  # the step comes before the Nth backward: reduce the gradients so far

@@ -27,12 +27,11 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from zpasses import compat
 from zpasses.errors import ShardingError
-from zpasses.graph.ops import rows_per_rank
 
 __all__ = ["DTensorDataMode", "DTensorInplaceMode"]
 
@@ -51,8 +50,8 @@ class _CopiedView:
 class DTensorInplaceMode(compat.TorchDispatchMode):
     """Dispatch mode in which in-place operations on DTensors act as they do on full tensors.
 
-    Applies to DTensors on a one-dimensional mesh that are not partial. Some operations communicate,
-    so every rank must run them.
+    Applies to DTensors that are not partial. Some operations communicate, so every rank must run
+    them.
     """
 
     def __init__(self) -> None:
@@ -182,11 +181,7 @@ def _placed_like(target: DTensor, value: Any) -> Any:
 
 
 def _is_sharded(value: object) -> TypeGuard[DTensor]:
-    return (
-        isinstance(value, DTensor)
-        and len(value.placements) == 1
-        and not value.placements[0].is_partial()
-    )
+    return isinstance(value, DTensor) and not any(each.is_partial() for each in value.placements)
 
 
 def _has_rng_tracker(tensor: DTensor) -> bool:
@@ -198,15 +193,10 @@ def _full_like(tensor: DTensor) -> Tensor:
 
 
 def _copy_local_rows(target: Any, full: Tensor) -> DTensor:
-    local, placement = compat.local_of(target), target.placements[0]
-    if isinstance(placement, Shard):
-        length, dim = full.shape[placement.dim], placement.dim
-        start = min(
-            target.device_mesh.get_local_rank() * rows_per_rank(length, target.device_mesh.size()),
-            length,
-        )
-        full = full.narrow(dim, start, local.shape[dim])
-    local.copy_(full)
+    own = compat.local_range(full.shape, target.device_mesh, target.placements)
+    for dim, (start, length) in enumerate(own):
+        full = full.narrow(dim, start, length)
+    compat.local_of(target).copy_(full)
     kept: DTensor = target
     return kept
 

@@ -12,17 +12,15 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import ShardingError
-from zpasses.graph.ops import rows_per_rank
+from zpasses.runtime.layout import LAYOUT_ATTRIBUTE, ParamLayout
 from zpasses.runtime.local_shards import to_local_shard
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE, grad_state_of
 from zpasses.sharding.inplace import DTensorDataMode, DTensorInplaceMode
@@ -32,9 +30,8 @@ __all__ = [
     "GatheredCopy",
     "ParamShardSpec",
     "ShardedModule",
-    "dtensor_from_rows",
-    "local_rows",
     "local_shards",
+    "own_part",
     "shard_tensor",
     "sharded_class",
     "sharded_parameters",
@@ -47,49 +44,39 @@ class ParamShardSpec:
     """How one parameter of a module is sharded and read."""
 
     name: str
-    mesh: DeviceMesh
+    layout: ParamLayout
     group_name: str
-    """The mesh's process group. Two meshes over the same ranks compare equal, but may have
-    different groups."""
+    """The process group of the layout's mesh. Two meshes over the same ranks compare equal, but may
+    have different groups."""
     param_dtype: torch.dtype | None
     """Gather and compute in this dtype; None keeps the shard's dtype."""
     reduce_dtype: torch.dtype | None
     """Reduce gradients in this dtype; None keeps the gradient's dtype."""
 
 
-def shard_tensor(param: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Shard a full parameter along dimension 0, as a DTensor with memory of its own.
+def shard_tensor(param: Tensor, layout: ParamLayout) -> DTensor:
+    """Shard a full parameter, as a DTensor with memory of its own.
 
-    Nothing is communicated. The rows are copied, so that the full tensor can be freed.
+    Nothing is communicated. The shard is copied, so that the full tensor can be freed.
 
     Args:
-        param: the full parameter, equal on every rank. A 0-dimensional one is replicated.
+        param: the full parameter, equal on every rank; or a DTensor on the layout's inner mesh. A
+            0-dimensional one is replicated.
     """
-    return dtensor_from_rows(
-        local_rows(param, mesh).clone(memory_format=torch.contiguous_format), param.shape, mesh
-    )
+    return layout.wrap(layout.owned(own_part(param, layout)), param.shape)
 
 
-def local_rows(param: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's block of rows as a detached view; the whole of a 0-dimensional
-    parameter.
+def own_part(param: Tensor, layout: ParamLayout) -> Tensor:
+    """Return this rank's shard of a parameter as a detached view: the whole of a 0-dimensional one.
+
+    Args:
+        param: as for `shard_tensor`.
     """
     full = param.detach()
-    if full.dim() == 0:
-        return full
-    block = rows_per_rank(full.shape[0], mesh.size())
-    start = min(mesh.get_local_rank() * block, full.shape[0])
-    return full.narrow(0, start, min(block, full.shape[0] - start))
-
-
-def dtensor_from_rows(rows: Tensor, shape: torch.Size, mesh: DeviceMesh) -> DTensor:
-    """Wrap this rank's rows of a parameter as a DTensor.
-
-    Args:
-        shape: shape of the full parameter.
-    """
-    placements: tuple[Placement, ...] = (Shard(0),) if len(shape) else (Replicate(),)
-    return compat.make_dtensor(rows, mesh, placements, shape)
+    if not isinstance(full, DTensor):
+        return layout.local_part(full)
+    piece = compat.local_of(full)
+    return piece.narrow(layout.dim, *layout.row_range(full.shape)) if full.dim() else piece
 
 
 class GatheredCopy(Tensor):
@@ -122,13 +109,7 @@ class GatheredCopy(Tensor):
             )
         target = _written_copy(func, args, kwargs)
         if target is not None and not compat.is_tracing():
-            raise ShardingError(
-                f"{_name(func)} would write to {target._label}, which is sharded. A read returns a "
-                "gathered copy, so the write would be lost. Write to the shards instead: inside "
-                "`with zpasses.local_shards(model):` every parameter read returns its DTensor, and "
-                "model.parameters() always does. "
-                "(model.apply and reset_parameters use the shards already.)"
-            )
+            raise ShardingError(_lost_write(func, target._label))
         with compat.DisableTorchFunctionSubclass():
             try:
                 result = func(*args, **kwargs)
@@ -148,6 +129,15 @@ _BASE: Any = getattr(Tensor, "_base").__get__  # noqa: B009
 _ITEM_WRITES = frozenset({"__setitem__", "__set__", "__delete__"})
 
 
+def _lost_write(func: Callable[..., Any], label: str) -> str:
+    return (
+        f"{_name(func)} would write to {label}, which is sharded. A read returns a gathered copy, "
+        "so the write would be lost. Write to the shards instead: inside "
+        "`with zpasses.local_shards(model):` every parameter read returns its DTensor, and "
+        "model.parameters() always does. (model.apply and reset_parameters use the shards already.)"
+    )
+
+
 def _writes(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
@@ -164,7 +154,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 def _written_copy(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> GatheredCopy | None:
+) -> GatheredCopy | GatheredPiece | None:
     """Return the gathered copy that a call would write to; None if there is none."""
     written = [kwargs.get("out")]
     if _writes(func):
@@ -175,7 +165,7 @@ def _written_copy(
         for value in written
         for item in (value if isinstance(value, (list, tuple)) else [value])
     ]
-    return next((item for item in flat if isinstance(item, GatheredCopy)), None)
+    return next((item for item in flat if isinstance(item, (GatheredCopy, GatheredPiece))), None)
 
 
 def _dtype_hint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -226,6 +216,37 @@ def with_plain_inputs(
     return compat.dynamo_disable(run)
 
 
+class GatheredPiece(DTensor):
+    """What a read of a parameter under tensor parallelism returns: a DTensor on the mesh of tensor
+    parallelism. Writing to it raises ShardingError.
+    """
+
+    _label: str
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        target = _written_copy(func, args, kwargs)
+        if target is not None and not compat.is_tracing():
+            raise ShardingError(_lost_write(func, target._label))
+        with compat.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def _guard_piece(piece: DTensor, label: str) -> DTensor:
+    if type(piece) is not DTensor:
+        return piece
+    cast(Any, piece).__class__ = GatheredPiece
+    cast(Any, piece)._label = label
+    return piece
+
+
 def _guard_views(result: Any, source: GatheredCopy) -> Any:
     if isinstance(result, (list, tuple)) and type(result) in (list, tuple):
         return type(result)(_guard_views(item, source) for item in result)
@@ -237,6 +258,7 @@ def _guard_views(result: Any, source: GatheredCopy) -> Any:
 def _gathering_property(spec: ParamShardSpec, class_name: str) -> property:
     name, param_dtype, reduce_dtype = spec.name, spec.param_dtype, spec.reduce_dtype
     group, label = spec.group_name, f"parameter {spec.name!r} of a {class_name}"
+    layout = spec.layout
 
     def gather(module: nn.Module) -> Tensor | None:
         try:
@@ -247,18 +269,22 @@ def _gathering_property(spec: ParamShardSpec, class_name: str) -> property:
             raise AttributeError(message) from None
         if not isinstance(param, DTensor):
             return param  # None, or a tensor swapped in by torch.func.functional_call
-        rows = param.shape[0] if param.dim() else 0
+        rows = layout.rows(param.shape)
         if torch.compiler.is_compiling():
-            traced: Tensor = torch.ops.zpasses.unshard(
-                param.to_local(), rows, param_dtype, reduce_dtype, group
+            # zpasses.backend.capture looks for this exchange of dimensions.
+            shard = param.to_local()
+            traced: Tensor = layout.rows_back(
+                torch.ops.zpasses.unshard(
+                    layout.rows_first(shard), rows, param_dtype, reduce_dtype, group
+                )
             )
-            return traced
-        return _guard(
-            torch.ops.zpasses.unshard(
-                to_local_shard(param), rows, param_dtype, reduce_dtype, group
-            ),
-            label,
+            return traced if layout.inner_mesh is None else layout.wrap_piece(traced, param.shape)
+        full = layout.rows_back(
+            torch.ops.zpasses.unshard(to_local_shard(param), rows, param_dtype, reduce_dtype, group)
         )
+        if layout.inner_mesh is None:
+            return _guard(full, label)
+        return _guard_piece(layout.wrap_piece(full, param.shape), label)
 
     return property(gather, doc=f"{name}, gathered for reading")
 
@@ -301,7 +327,7 @@ class ShardedModule(nn.Module):
                 if isinstance(value, StateShard):
                     state_dict[prefix + name] = plain_dtensor(value)
             elif value.shape == current.shape:
-                state_dict[prefix + name] = shard_tensor(value, spec.mesh)
+                state_dict[prefix + name] = shard_tensor(value, spec.layout)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _save_to_state_dict(
@@ -314,8 +340,8 @@ class ShardedModule(nn.Module):
                 destination[prefix + name] = as_state_shard(value)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedModule:
-        """Keep the gradient state of parameters, because moves and casts replace their
-        attributes.
+        """Keep the gradient state and the layout of parameters, because moves and casts replace
+        their attributes.
         """
         before = {
             name: grad_state_of(param)
@@ -325,6 +351,7 @@ class ShardedModule(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, entry in before.items():
             setattr(self._parameters[name], GRAD_STATE_ATTRIBUTE, entry)
+            setattr(self._parameters[name], LAYOUT_ATTRIBUTE, self._zpasses_specs[name].layout)
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> ShardedModule:
@@ -353,22 +380,27 @@ class _Namespace:
 
 
 def _shard_assigned(param: nn.Parameter, spec: ParamShardSpec) -> nn.Parameter:
+    layout = spec.layout
     if not isinstance(param, DTensor):
-        if param.device.type not in (spec.mesh.device_type, "meta"):
+        device = layout.mesh.device_type
+        if param.device.type not in (device, "meta"):
             raise ShardingError(
                 f"assigned to {spec.name!r}: a parameter on {param.device.type}, but the mesh is "
-                f"on {spec.mesh.device_type}. "
-                f"Move it first: value.to({spec.mesh.device_type!r})."
+                f"on {device}. "
+                f"Move it first: value.to({device!r})."
             )
-        return nn.Parameter(shard_tensor(param, spec.mesh), requires_grad=param.requires_grad)
-    expected: Placement = Shard(0) if param.dim() else Replicate()
-    if param.device_mesh != spec.mesh or param.placements != (expected,):
+        made = nn.Parameter(shard_tensor(param, layout), requires_grad=param.requires_grad)
+        setattr(made, LAYOUT_ATTRIBUTE, layout)
+        return made
+    expected = layout.placements(param.dim())
+    if param.device_mesh != layout.whole_mesh or param.placements != expected:
         raise ShardingError(
             f"assigned to {spec.name!r}: a DTensor with placements {param.placements} on "
             f"{param.device_mesh}, but the module is "
-            f"sharded as ({expected},) on {spec.mesh}. Assign a full tensor, or redistribute the "
-            "DTensor first."
+            f"sharded as {expected} on {layout.whole_mesh}. Assign a full tensor, or redistribute "
+            "the DTensor first."
         )
+    setattr(param, LAYOUT_ATTRIBUTE, layout)
     return param
 
 

@@ -87,8 +87,10 @@ def plain_dtensor(value: DTensor) -> DTensor:
 
 
 def _not_the_model(value: DTensor) -> str:
-    rows, ranks = compat.local_of(value).shape[:1], value.device_mesh.size()
-    held = f"{rows[0]} of {value.shape[0]} rows" if value.dim() else "a copy"
+    own, ranks = tuple(compat.local_of(value).shape), value.device_mesh.size()
+    held = f"{own[0]} of {value.shape[0]} rows" if value.dim() else "a copy"
+    if own[1:] != tuple(value.shape[1:]):
+        held = f"{list(own)} of {list(value.shape)}"
     return (
         f"this value of a state dict is not a whole parameter: the model is sharded by zpasses "
         f"over {ranks} ranks, and this rank holds {held}. Its memory alone would be saved as if it "

@@ -6,28 +6,28 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import ShardingError
+from zpasses.runtime.layout import LAYOUT_ATTRIBUTE, ParamLayout, layout_of
 from zpasses.runtime.param_cache import drop_cached_params
 from zpasses.runtime.windows import register_step_window
 from zpasses.sharding.adapters import edit_adapters_as_shards
 from zpasses.sharding.dynamo_backends import explain_dynamo_backend
+from zpasses.sharding.layouts import PlacementFn, check_divide_factor, layouts_of
 from zpasses.sharding.module import (
     ParamShardSpec,
     ShardedModule,
-    dtensor_from_rows,
-    local_rows,
     mark_ignored,
-    shard_tensor,
+    own_part,
     sharded_class,
     sharded_parameters,
 )
@@ -52,6 +52,8 @@ def shard(
     reduce_dtype: torch.dtype | None = None,
     ignored_params: Collection[nn.Parameter] = (),
     pack_mb: float | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    grad_divide_factor: float | None = None,
 ) -> M:
     """Shard every parameter of `model` over `mesh`, in place, and return `model`.
 
@@ -59,6 +61,10 @@ def shard(
     the parameter gathers it, and its gradient is averaged over the ranks. Dimension 0 need not be
     divisible by the world size. 0-dimensional parameters are replicated (`Replicate()`). Tied
     parameters are sharded once. Nothing is communicated, so every rank must hold the same values.
+
+    A parameter that is a DTensor already, cut by `parallelize_module` over another dimension of the
+    same device mesh, is sharded further: it becomes a DTensor over both dimensions. Reading it
+    returns a DTensor on the mesh on which it was before.
 
     Parameters are sharded one after the other. Each full parameter is freed before the next one is
     sharded, if nothing else references it. So there is never a second full copy of the model.
@@ -76,6 +82,12 @@ def shard(
         reduce_dtype: reduce gradients in this dtype; None reduces in the dtype in which they were
             computed.
         ignored_params: parameters to leave unsharded. Their gradients are not reduced.
+        shard_placement_fn: called with each parameter; returns `Shard(dim)` for the dimension to
+            cut, or None for dimension 0. A parameter whose dimension 0 is smaller than the mesh is
+            cut better along another one, because no rank is left with an empty shard then.
+        grad_divide_factor: divide the sum of the gradients over the ranks of `mesh` by this number
+            instead of their number. Experts that get tokens from all data-parallel ranks are
+            sharded over fewer ranks, and divide by the number of all.
         pack_mb: put the shards of consecutive parameters, up to this many MiB, into one flat buffer
             per dtype; None gives each shard memory of its own. With `pack_mb`, the model may be on
             the host while the mesh is on accelerators: each rank then moves only its own shards.
@@ -86,6 +98,7 @@ def shard(
             names the module.
     """
     _check_arguments(mesh, param_dtype, reduce_dtype)
+    check_divide_factor(grad_divide_factor)
     check_pack_mb(pack_mb)
     ignored = {id(param) for param in ignored_params}
     places, params = _find(model, ignored)
@@ -95,19 +108,22 @@ def shard(
     for path, module in model.named_modules():
         _check_module(path, module, ignored)
     _check_parameters(places, params, mesh, pack_mb)
+    names = {key: found[0][0] for key, found in places.items()}
+    layouts = layouts_of(params, names, mesh, shard_placement_fn, grad_divide_factor)
+    _check_tied(places, params, layouts)
     mark_ignored(ignored_params)
 
     group = compat.group_name(mesh.get_group())
     specs: dict[nn.Module, list[ParamShardSpec]] = {}
     while params:
-        batch = next_batch(params, mesh, pack_mb)
-        for key, made in _shard_parameters(batch, places, mesh, pack_mb).items():
+        batch = next_batch(params, layouts, pack_mb)
+        for key, made in _shard_parameters(batch, names, layouts, pack_mb).items():
             for _, module, name in places.pop(key):
                 module._parameters[name] = made
                 floating = made.is_floating_point()
                 spec = ParamShardSpec(
                     name,
-                    mesh,
+                    layouts[key],
                     group,
                     param_dtype if floating else None,
                     reduce_dtype if floating else None,
@@ -153,11 +169,12 @@ def pack_shards(model: M, pack_mb: float) -> M:
             "to_empty(device=...) first."
         )
     names = {id(param): name for name, param in model.named_parameters()}
+    layouts = {id(param): layout_of(param) for param in left}
     while left:
-        mesh = left[0].device_mesh
-        batch = next_batch(left, mesh, pack_mb)
+        batch = next_batch(left, layouts, pack_mb)
+        owns = [layouts[id(param)] for param in batch]
         shapes, called = [param.shape for param in batch], [names[id(param)] for param in batch]
-        packed = pack_local_rows([compat.local_of(param) for param in batch], shapes, called, mesh)
+        packed = pack_local_rows([compat.local_of(param) for param in batch], shapes, called, owns)
         for param, rows in zip(batch, packed, strict=True):
             compat.set_local(param, rows)
         # The new address invalidates cached copies only on ranks whose shard has rows, and ranks
@@ -212,29 +229,47 @@ def _check_parameters(
             _check_parameter(path, param, mesh, pack_mb is not None)
 
 
+def _check_tied(
+    places: _Places, params: Iterable[nn.Parameter], layouts: Mapping[int, ParamLayout]
+) -> None:
+    for param in params:
+        known = _sharded_earlier(param)
+        if isinstance(known, DTensor) and layout_of(known) != layouts[id(param)]:
+            raise ShardingError(
+                f"parameter {places[id(param)][0][0]} is tied to one that an earlier call sharded "
+                f"over another mesh, along another dimension or with another grad_divide_factor "
+                f"({known.placements} on {known.device_mesh}). Shard both the same way, or untie "
+                "them by giving one module a copy."
+            )
+
+
 def _shard_parameters(
-    batch: Sequence[nn.Parameter], places: _Places, mesh: DeviceMesh, pack_mb: float | None
+    batch: Sequence[nn.Parameter],
+    names: Mapping[int, str],
+    layouts: Mapping[int, ParamLayout],
+    pack_mb: float | None,
 ) -> dict[int, nn.Parameter]:
     """Shard a batch of parameters. Returns identity of the full parameter -> sharded parameter."""
     made = {id(param): _sharded_earlier(param) for param in batch}
     todo = [param for param in batch if made[id(param)] is None]
+    owns = [layouts[id(param)] for param in todo]
+    parts = [own_part(param, layout) for param, layout in zip(todo, owns, strict=True)]
     if pack_mb is None:
-        cuts = [shard_tensor(param, mesh) for param in todo]
+        parts = [layout.owned(part) for part, layout in zip(parts, owns, strict=True)]
     else:
         shapes = [param.shape for param in todo]
-        names = [places[id(param)][0][0] for param in todo]
-        rows = pack_local_rows([local_rows(param, mesh) for param in todo], shapes, names, mesh)
-        cuts = [
-            dtensor_from_rows(own, shape, mesh) for own, shape in zip(rows, shapes, strict=True)
-        ]
-    for param, sharded in zip(todo, cuts, strict=True):
-        made[id(param)] = _as_parameter(sharded, param)
+        parts = pack_local_rows(parts, shapes, [names[id(param)] for param in todo], owns)
+    for param, part, layout in zip(todo, parts, owns, strict=True):
+        made[id(param)] = _as_parameter(part, param, layout)
     return {key: param for key, param in made.items() if param is not None}
 
 
-def _as_parameter(sharded: DTensor, param: nn.Parameter) -> nn.Parameter:
+def _as_parameter(part: Tensor, param: nn.Parameter, layout: ParamLayout) -> nn.Parameter:
+    sharded = layout.wrap(part, param.shape)
     made = nn.Parameter(sharded, requires_grad=param.requires_grad)
+    compat.set_spec(made, compat.spec_of(sharded))
     made.__dict__.update(param.__dict__)
+    setattr(made, LAYOUT_ATTRIBUTE, layout)
     param._zpasses_sharded_as = weakref.ref(made)  # type: ignore[attr-defined]
     return made
 
@@ -338,18 +373,6 @@ def _holds_parameter(value: object, depth: int = 3) -> bool:
 
 
 def _check_parameter(path: str, param: nn.Parameter, mesh: DeviceMesh, packs: bool) -> None:
-    if isinstance(param, DTensor):
-        raise ShardingError(
-            f"parameter {path} is a DTensor already ({param.placements} on {param.device_mesh}). "
-            "Shard a model once; sharding on top of tensor parallelism is not supported yet."
-        )
-    known = _sharded_earlier(param)
-    if isinstance(known, DTensor) and known.device_mesh != mesh:
-        raise ShardingError(
-            f"parameter {path} is tied to one that an earlier call sharded over another mesh "
-            f"({known.device_mesh}). Shard both over the same mesh, or untie them by giving one "
-            "module a copy."
-        )
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ShardingError(
             f"parameter {path} has no shape yet (lazy module). Run one forward on a small input "

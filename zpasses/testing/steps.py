@@ -89,15 +89,17 @@ def simulate_step(captures: Sequence[StepCapture], inputs: Sequence[Sequence[Any
     joint = _present(captures[0].before.joint)
     user = number_of_outputs(joint)
     tangents = len([node for node in _placeholders(joint) if "tangents" in node.name])
+    groups = groups_of_captures(captures)
     forward = simulate(
         [_present(each.after.forward) for each in captures],
         [values[: len(values) - tangents] for values in inputs],
+        groups,
     )
     given = [
         [*run.outputs[user:], *values[len(values) - tangents :]]
         for run, values in zip(forward, inputs, strict=True)
     ]
-    backward = simulate([_present(each.after.backward) for each in captures], given)
+    backward = simulate([_present(each.after.backward) for each in captures], given, groups)
     outputs = [(*f.outputs[:user], *b.outputs) for f, b in zip(forward, backward, strict=True)]
     return StepRun(outputs, forward, backward)
 
@@ -117,7 +119,8 @@ def assert_step_equals_reference(captures: Sequence[StepCapture], *, seed: int =
     """
     reference = [_present(each.before.joint) for each in captures]
     inputs = random_inputs(reference, seed=seed)
-    expected = simulate(reference, [list(values) for values in inputs])
+    groups = groups_of_captures(captures)
+    expected = simulate(reference, [list(values) for values in inputs], groups)
     run = simulate_step(captures, inputs)
     for rank, (ours, theirs) in enumerate(zip(run.outputs, expected, strict=True)):
         if len(ours) != len(theirs.outputs):
@@ -128,6 +131,11 @@ def assert_step_equals_reference(captures: Sequence[StepCapture], *, seed: int =
         for i, (got, wanted) in enumerate(zip(ours, theirs.outputs, strict=True)):
             check_equal(got, wanted, f"rank {rank}, output {i}")
     return run
+
+
+def groups_of_captures(captures: Sequence[StepCapture]) -> dict[str, tuple[int, ...]]:
+    """Process group -> its ranks, of all groups that any rank knows."""
+    return {name: ranks for each in captures for name, ranks in each.groups.items()}
 
 
 def number_of_outputs(joint: fx.GraphModule) -> int:

@@ -17,6 +17,7 @@ import zpasses
 from tests.graphs import drawn_examples
 from tests.zpasses.models import integers
 from zpasses import ZpassesError
+from zpasses.runtime.layout import layout_of
 from zpasses.runtime.windows import grad_state_of
 from zpasses.testing import run_on_ranks
 
@@ -243,7 +244,7 @@ def run_programs(examples, **options):
             for seed, param in enumerate(model.parameters()):
                 param.copy_(
                     zpasses.sharding.module.shard_tensor(
-                        integers(*param.shape, seed=seed).sign(), param.device_mesh
+                        integers(*param.shape, seed=seed).sign(), layout_of(param)
                     )
                 )
                 param.grad = None

@@ -20,6 +20,7 @@ from zpasses.pipeline.observers import has_observers
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Pipeline, package_digest
 from zpasses.ranks.vote import has_other_ranks
+from zpasses.runtime.layout import layout_of
 
 __all__ = ["GraphKey", "graph_key", "refusal"]
 
@@ -122,7 +123,9 @@ def _shard_text(captured: Capture, at: int, param: Any) -> str:
     if not isinstance(param, DTensor):
         raise NotCacheableError(f"input {at} is a {type(param).__name__}, not a DTensor")
     mesh, placements = param.device_mesh, param.placements
-    described = (captured.shards[at], tuple(param.shape), param.stride(), placements)
+    layout = layout_of(param)
+    cut = (layout.dim, layout.cuts)
+    described = (captured.shards[at], tuple(param.shape), param.stride(), placements, *cut)
     return f"shard {at} {described} mesh {mesh.mesh.tolist()} {mesh.mesh_dim_names}"
 
 

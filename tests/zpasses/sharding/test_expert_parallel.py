@@ -1,0 +1,115 @@
+"""Modules that are sharded over different meshes: experts, and the layers around them."""
+
+import copy
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+import zpasses
+from tests.zpasses.parallel_models import (
+    MixtureModel,
+    assert_near,
+    expert_parallel,
+    mesh_2d,
+    sgd,
+    token_batches,
+    train_unsharded,
+    whole,
+    word_loss,
+)
+from zpasses.testing import run_on_ranks
+
+STEPS = 10
+
+
+def _sharded(plain, mesh, *, dtensors=True, along=None):
+    model = expert_parallel(copy.deepcopy(plain), mesh["ep"], dtensors=dtensors)
+    for layer in model.layers:
+        zpasses.shard(
+            layer.experts,
+            mesh=mesh["edp"],
+            grad_divide_factor=mesh.size(),
+            shard_placement_fn=None if along is None else lambda _: Shard(along),
+        )
+    return zpasses.shard(model, mesh=mesh["edp", "ep"]._flatten("dp"))
+
+
+def _experts_of_all(values, mesh, dtensors):
+    """Whole parameters or gradients, by name."""
+    found = {}
+    for name, value in values.items():
+        full = whole(value)
+        if "experts" in name and not dtensors:
+            parts = [torch.empty_like(full) for _ in range(mesh["ep"].size())]
+            torch.distributed.all_gather(parts, full.contiguous(), group=mesh["ep"].get_group())
+            full = torch.cat(parts)
+        found[name] = full
+    return found
+
+
+def _train(stage, dtensors=True, along=None, windows=1, clip=None):
+    torch.manual_seed(0)
+    plain, mesh = MixtureModel(), mesh_2d(names=("edp", "ep"))
+    batches = token_batches(STEPS, 4 * windows)
+    expected = train_unsharded(plain, batches, clip=clip)
+    model = _sharded(plain, mesh, dtensors=dtensors, along=along)
+    run = model
+    if stage:
+        options = {"zero_stage": stage, "codegen": "eager"}
+        run = torch.compile(
+            model,
+            backend="zpasses",
+            options=options | ({"backwards_per_step": windows} if windows > 1 else {}),
+            fullgraph=True,
+        )
+    optim, losses, rank = sgd(model), [], torch.distributed.get_rank()
+    for step in batches:
+        optim.zero_grad()
+        for part in step.unflatten(0, (windows, 4))[:, rank]:
+            loss = word_loss(run(part), part)
+            (loss / windows).backward()
+            losses.append(loss.item())
+        if clip is not None:
+            zpasses.clip_grad_norm_(model.parameters(), clip)
+        optim.step()
+    own = torch.tensor(expected[0]).unflatten(1, (windows, 4))[:, :, rank].flatten()
+    torch.testing.assert_close(torch.tensor(losses), own, rtol=2e-6, atol=0)
+    params = dict(model.named_parameters())
+    grads = {name: param.grad for name, param in params.items()}
+    assert_near(_experts_of_all(grads, mesh, dtensors), expected[1], 1e-5)
+    assert_near(_experts_of_all(params, mesh, dtensors), expected[2])
+
+
+def test_training_equals_the_unsharded_model():
+    run_on_ranks(_train, 3, ranks=4)
+
+
+@pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_all_stages(stage):
+    run_on_ranks(_train, stage, ranks=4)
+
+
+def test_experts_cut_along_another_dimension_in_windows():
+    run_on_ranks(_train, 3, along=1, windows=2, ranks=4)
+
+
+@pytest.mark.slow(quick="test_experts_cut_along_another_dimension_in_windows")
+@pytest.mark.parametrize(("stage", "along"), [(0, 2), (2, 1), (3, 2)])
+def test_experts_cut_along_all_dimensions(stage, along):
+    run_on_ranks(_train, stage, along=along, ranks=4)
+
+
+def test_experts_as_plain_parameters():
+    run_on_ranks(_train, 3, False, 2, ranks=4)
+
+
+@pytest.mark.slow(quick="test_experts_cut_along_another_dimension_in_windows")
+@pytest.mark.parametrize("stage", [0, 2])
+def test_windows(stage):
+    run_on_ranks(_train, stage, windows=2, ranks=4)
+
+
+def test_clipping_over_all_meshes():
+    run_on_ranks(_train, 2, clip=0.1, ranks=4)

@@ -1,0 +1,197 @@
+"""`shard_placement_fn` and `grad_divide_factor` of `zpasses.shard`."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+
+import zpasses
+from tests.zpasses.models import assert_same, integers, with_integer_weights
+from zpasses.errors import ShardingError
+from zpasses.testing import (
+    assert_step_equals_reference,
+    capture_ranks,
+    fake_world,
+    run_on_ranks,
+    world_mesh,
+)
+
+
+class Wide(nn.Module):
+    """Parameters with fewer rows than there are ranks, and longer other dimensions."""
+
+    def __init__(self, columns=7):
+        super().__init__()
+        self.short = nn.Parameter(torch.empty(2, columns))
+        self.deep = nn.Parameter(torch.empty(2, 3, 8 if columns == 8 else 9))
+        self.bias = nn.Parameter(torch.empty(5))
+        self.scale = nn.Parameter(torch.empty(()))
+        with_integer_weights(self)
+
+    def forward(self, x):
+        hidden = x @ self.short.t()  # [n, 2]
+        return torch.einsum("nk,kij->nij", hidden, self.deep).sum() * self.scale + self.bias.sum()
+
+
+def longest(param):
+    return Shard(max(range(param.dim()), key=lambda dim: param.shape[dim])) if param.dim() else None
+
+
+@pytest.fixture
+def mesh():
+    with fake_world(4, rank=1) as mesh:
+        yield mesh
+
+
+def test_parameters_are_cut_where_the_function_says(mesh):
+    plain = Wide()
+    model = zpasses.shard(copy.deepcopy(plain), mesh=mesh, shard_placement_fn=longest)
+    params = dict(model.named_parameters())
+    assert {name: param.placements[0] for name, param in params.items()} == {
+        "short": Shard(1),
+        "deep": Shard(2),
+        "bias": Shard(0),
+        "scale": Replicate(),
+    }
+    assert torch.equal(params["short"].to_local(), plain.short[:, 2:4])
+    assert torch.equal(params["deep"].to_local(), plain.deep[..., 3:6])
+
+
+def test_the_dimension_that_is_cut_comes_first_in_memory(mesh):
+    model = zpasses.shard(Wide(), mesh=mesh, shard_placement_fn=longest)
+    assert model._parameters["deep"].to_local().movedim(2, 0).is_contiguous()
+    assert not model._parameters["deep"].to_local().is_contiguous()
+
+
+def test_negative_dimensions_count_from_the_end(mesh):
+    model = zpasses.shard(nn.Linear(8, 2), mesh=mesh, shard_placement_fn=lambda _: Shard(-1))
+    assert model._parameters["weight"].placements == (Shard(1),)
+    assert model._parameters["bias"].placements == (Shard(0),)
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [(Shard(2), "has 2 dimensions"), (Replicate(), "expected a torch.distributed.tensor.Shard")],
+)
+def test_other_placements_are_refused(mesh, placement, message):
+    with pytest.raises(ShardingError, match=f"for parameter weight.*{message}|{message}"):
+        zpasses.shard(nn.Linear(8, 2), mesh=mesh, shard_placement_fn=lambda _: placement)
+
+
+@pytest.mark.parametrize("factor", [0, -1, "4", True])
+def test_other_divisors_are_refused(mesh, factor):
+    with pytest.raises(ShardingError, match="grad_divide_factor is"):
+        zpasses.shard(nn.Linear(8, 2), mesh=mesh, grad_divide_factor=factor)
+
+
+def test_ties_that_are_cut_in_two_ways_are_refused(mesh):
+    a, b = (nn.Linear(8, 8, bias=False) for _ in range(2))
+    b.weight = a.weight
+    zpasses.shard(a, mesh=mesh)
+    with pytest.raises(ShardingError, match="Shard both the same way"):
+        zpasses.shard(b, mesh=mesh, shard_placement_fn=lambda _: Shard(1))
+
+
+def test_reading_the_shard_in_compiled_code_is_refused(mesh):
+    class Peeking(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + self._parameters["weight"].to_local().sum()
+
+    model = zpasses.shard(Peeking(8, 2), mesh=mesh, shard_placement_fn=longest)
+    options = {"codegen": "eager", "agreement": False}
+    compiled = torch.compile(model, backend="zpasses", options=options)
+    with pytest.raises(Exception, match="reads the local shard of parameter"):
+        compiled(torch.ones(1, 8))
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        "zero2",
+        "zero3-one-ahead",
+        "gather-params,reduce-grads,bucket{cap_mb=1,mode=flat},overlap,flatten-on-device",
+        "gather-params,reduce-grads{form=all_reduce},schedule",
+    ],
+)
+def test_passes_deal_with_any_dimension(pipeline):
+    captures = capture_ranks(
+        Wide(),
+        [torch.zeros(3, 7)],
+        world_size=4,
+        shard={"shard_placement_fn": longest},
+        pipeline=pipeline,
+    )
+    assert_step_equals_reference(captures)
+
+
+def _step(pack_mb, stage, factor):
+    plain, mesh = Wide(), world_mesh()
+    batches = [integers(3, 7, seed=10 + rank) for rank in range(mesh.size())]
+    reference = copy.deepcopy(plain)
+    for batch in batches:
+        (reference(batch) / (factor or mesh.size())).backward()
+    model = zpasses.shard(
+        copy.deepcopy(plain),
+        mesh=mesh,
+        shard_placement_fn=longest,
+        grad_divide_factor=factor,
+        pack_mb=pack_mb,
+    )
+    run = model
+    if stage:
+        options = {"zero_stage": stage, "codegen": "eager"}
+        run = torch.compile(model, backend="zpasses", options=options, fullgraph=True)
+    run(batches[mesh.get_local_rank()]).backward()
+    assert_same(
+        {name: param.grad.full_tensor() for name, param in model.named_parameters()},
+        {name: param.grad for name, param in reference.named_parameters()},
+    )
+    with zpasses.coalesce_grad_reduction(model):
+        for _ in range(2):
+            run(batches[mesh.get_local_rank()]).backward()
+    assert_same(
+        {name: param.grad.full_tensor() for name, param in model.named_parameters()},
+        {name: 3 * param.grad for name, param in reference.named_parameters()},
+    )
+
+
+@pytest.mark.parametrize(
+    ("pack_mb", "stage", "factor"), [(None, 0, None), (1, 2, 1), (None, 3, 8), (1, 3, None)]
+)
+def test_gradients_equal_those_of_the_unsharded_model(pack_mb, stage, factor):
+    run_on_ranks(_step, pack_mb, stage, factor)
+
+
+def _interchange(folder):
+    plain, mesh = Wide(columns=8), world_mesh()  # FSDP2 cuts other dimensions evenly only
+    del plain.scale  # and refuses 0-dimensional parameters
+    ours = zpasses.shard(copy.deepcopy(plain), mesh=mesh, shard_placement_fn=longest)
+    theirs = copy.deepcopy(plain)
+    fully_shard(theirs, mesh=mesh, shard_placement_fn=longest)
+    for source, target in ((ours, theirs), (theirs, ours)):
+        with torch.no_grad():
+            for param in target.parameters():
+                param.zero_()
+        dcp.save(get_model_state_dict(source), checkpoint_id=f"{folder}/{type(source).__name__}")
+        state = get_model_state_dict(target)
+        dcp.load(state, checkpoint_id=f"{folder}/{type(source).__name__}")
+        set_model_state_dict(target, state)
+        full = {name: value.full_tensor() for name, value in target.state_dict().items()}
+        assert_same(full, plain.state_dict())
+    zpasses.save_safetensors(ours, f"{folder}/files")
+    with torch.no_grad():
+        for param in ours.parameters():
+            param.zero_()
+    zpasses.load_safetensors(ours, f"{folder}/files")
+    assert_same(zpasses.full_state_dict(ours), plain.state_dict())
+    ours.load_state_dict(plain.state_dict())
+    assert_same(zpasses.full_state_dict(ours), plain.state_dict())
+
+
+def test_checkpoints_go_to_and_from_fsdp2(tmp_path):
+    run_on_ranks(_interchange, str(tmp_path))

@@ -1,0 +1,120 @@
+"""Which layout each parameter of a call of `zpasses.shard` gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from zpasses.errors import ShardingError
+from zpasses.runtime.layout import ParamLayout
+
+__all__ = ["PlacementFn", "check_divide_factor", "layouts_of"]
+
+PlacementFn = Callable[[nn.Parameter], Shard | None]
+
+
+def check_divide_factor(factor: object) -> None:
+    """Raise ShardingError unless `factor` is None or a number above 0."""
+    if factor is not None and not (
+        isinstance(factor, (int, float)) and not isinstance(factor, bool) and factor > 0
+    ):
+        raise ShardingError(
+            f"grad_divide_factor is {factor!r}; expected a number above 0 by which to divide the "
+            "sum of the gradients, or None for the size of the mesh."
+        )
+
+
+def layouts_of(
+    params: Iterable[nn.Parameter],
+    names: Mapping[int, str],
+    mesh: DeviceMesh,
+    placement_fn: PlacementFn | None,
+    divide_factor: float | None,
+) -> dict[int, ParamLayout]:
+    """Returns the layout of each parameter, by its identity. Equal layouts are one object.
+
+    Args:
+        params: full parameters, and DTensors of tensor or expert parallelism.
+        names: their names, by their identity.
+        mesh: over which they are sharded.
+        placement_fn: argument `shard_placement_fn` of `zpasses.shard`.
+        divide_factor: argument `grad_divide_factor` of `zpasses.shard`.
+
+    Raises:
+        ShardingError: for a DTensor that cannot be sharded further, or a dimension that cannot be
+            cut.
+    """
+    scale = 1.0 if divide_factor is None else mesh.size() / divide_factor
+    known: dict[Any, ParamLayout] = {}
+    found: dict[int, ParamLayout] = {}
+    for param in params:
+        name = names[id(param)]
+        dim = _cut_dim(param, name, placement_fn)
+        key: tuple[Any, ...] = (dim,)
+        if isinstance(param, DTensor):
+            _check_piece(param, name, mesh)
+            key = (dim, param.device_mesh, param.placements)
+        if key not in known:
+            known[key] = _layout(param, name, mesh, dim, scale)
+        found[id(param)] = known[key]
+    return found
+
+
+def _layout(
+    param: nn.Parameter, name: str, mesh: DeviceMesh, dim: int, scale: float
+) -> ParamLayout:
+    if not isinstance(param, DTensor):
+        return ParamLayout(mesh, dim, grad_scale=scale)
+    try:
+        return ParamLayout(mesh, dim, param.device_mesh, param.placements, grad_scale=scale)
+    except RuntimeError as error:
+        raise ShardingError(
+            f"parameter {name} is a DTensor on {param.device_mesh}, which does not go together "
+            f"with the mesh to shard over, {mesh}: {error}. Make one device mesh of all dimensions,"
+            ' mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp")); pass '
+            'mesh["tp"] to parallelize_module and mesh["dp"] to zpasses.shard.'
+        ) from error
+
+
+def _cut_dim(param: nn.Parameter, name: str, placement_fn: PlacementFn | None) -> int:
+    placement = placement_fn(param) if placement_fn is not None else None
+    if placement is None:
+        return 0
+    if type(placement) is not Shard:
+        raise ShardingError(
+            f"shard_placement_fn returned {placement!r} for parameter {name}; expected a "
+            "torch.distributed.tensor.Shard, or None to cut dimension 0."
+        )
+    dim = placement.dim + param.dim() if placement.dim < 0 else placement.dim
+    if not param.dim():
+        return 0
+    if not 0 <= dim < param.dim():
+        raise ShardingError(
+            f"shard_placement_fn returned {placement} for parameter {name}, which has "
+            f"{param.dim()} dimensions {tuple(param.shape)}. Return Shard(dim) with dim below "
+            f"{param.dim()}, or None to cut dimension 0."
+        )
+    return dim
+
+
+def _check_piece(param: DTensor, name: str, mesh: DeviceMesh) -> None:
+    """Raise ShardingError unless a DTensor parameter is the piece of a rank."""
+    for placement in param.placements:
+        if type(placement) not in (Shard, Replicate):
+            raise ShardingError(
+                f"parameter {name} is a DTensor with placements {param.placements} on "
+                f"{param.device_mesh}; zpasses.shard takes Shard and Replicate. If FSDP2 or "
+                "another call of zpasses.shard has sharded it already, shard it once."
+            )
+    shared = set(param.device_mesh.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist())
+    if len(shared) > 1:
+        raise ShardingError(
+            f"parameter {name} is a DTensor already ({param.placements} on {param.device_mesh}) "
+            f"over ranks of {mesh}, the mesh to shard over. A model is sharded over ranks that "
+            "hold the same parameters: shard over another dimension of the device mesh than tensor "
+            'parallelism uses, e.g. mesh["dp"].'
+        )
