@@ -1,5 +1,6 @@
 """The catalogue of passes, one rewrite per file, and the named pipelines that combine them."""
 
+from zpasses.passes.average_replicas import AverageReplicas
 from zpasses.passes.bucket import Bucket
 from zpasses.passes.cache_params import CacheParams
 from zpasses.passes.defer_reduction import DeferReduction
@@ -27,6 +28,7 @@ __all__ = [
     "ZERO3",
     "ZERO3_ONE_AHEAD",
     "ZERO3_SDMA",
+    "AverageReplicas",
     "Bucket",
     "CacheParams",
     "DeferReduction",

@@ -45,6 +45,7 @@ from zpasses.cost.memory import NOTABLE_BYTES
 from zpasses.cost.target import current_target
 from zpasses.errors import OptionError
 from zpasses.graph.patterns import tag_foreign_gathers
+from zpasses.graph.reduction_groups import replicate_groups
 from zpasses.option_values import MemoryBudget, parse_budget
 from zpasses.passes.bucket_writer import merge_collectives
 from zpasses.pipeline.pipeline import Level, Pass
@@ -181,6 +182,7 @@ def _agree_on_buckets(
     buckets, as long as the target is the same.
     """
     adopted: list[tuple[Mode, list[SchedulableCollective]]] = []
+    replicas = replicate_groups(items[0].started.graph)
     for group in dict.fromkeys(str(compatibility_key(item)[1]) for item in items):
         own = [item for item in items if str(compatibility_key(item)[1]) == group]
         numbers = {item: number for number, item in enumerate(own)}
@@ -189,18 +191,24 @@ def _agree_on_buckets(
             for bucket in planned
             if bucket.items[0] in numbers
         ]
+        # Without the group, whose name differs between the replicas of hybrid sharding.
+        keys = [compatibility_key(item) for item in own]
         described = [
-            (*map(str, compatibility_key(item)), item.tag.params, item.full_bytes) for item in own
+            (key[0], *map(str, key[2:]), item.tag.params, item.full_bytes)
+            for key, item in zip(keys, own, strict=True)
         ]
         signature = hashlib.sha256(repr((options, described)).encode()).hexdigest()
-        answers = exchange(
-            group,
-            "the bucket plan",
-            [signature, mine],
-            remember=f"{signature} {current_target()!r}",
-        )
-        # If another rank has other collectives, the agreement check on collectives reports it
-        # later.
-        agreed = answers[0][1] if all(answer[0] == signature for answer in answers) else mine
-        adopted += [(mode, [own[number] for number in members]) for mode, members in agreed]
+        # Replicas reduce in one order, so each passes on the plan of the first.
+        for voters in (group, *replicas):
+            answers = exchange(
+                voters,
+                "the bucket plan",
+                [signature, mine],
+                remember=f"{signature} {current_target()!r}",
+            )
+            # If another rank has other collectives, the agreement check on collectives reports it
+            # later.
+            if all(answer[0] == signature for answer in answers):
+                mine = answers[0][1]
+        adopted += [(mode, [own[number] for number in members]) for mode, members in mine]
     return adopted

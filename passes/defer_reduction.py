@@ -16,13 +16,15 @@ identified. `zpasses.runtime.backward_variants` cuts the graph there into varian
 lie between the full and the reduced gradient (a single, coalesced or flat-packed reduction). The
 runtime chooses a variant at each call by the open window (`zpasses.coalesce_grad_reduction`) or by
 `backwards_per_step`. Runs after every pass that inserts or merges reductions. The deferred gradient
-is the one that the model computed, before the cast to the reduction dtype.
+is the one that the model computed, before the cast to the reduction dtype. With `part=average`,
+gradients are reduced within their replica in every backward, and only the average over replicas is
+deferred. Pending gradients are then as small as shards.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import fx
 
@@ -38,7 +40,11 @@ class DeferReduction(Pass):
     name: ClassVar[str] = "defer-reduction"
     level: ClassVar[Level] = Level.BACKWARD
 
+    part: Literal["all", "average"] = "all"
+    """`average` defers only the average over the replicas of hybrid sharding. Gradients without
+    replicas are deferred as by `all`."""
+
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of gradients whose reduction can be deferred."""
         tag_foreign_reductions(graph, origin=self.name)
-        return mark_deferrable(graph)
+        return mark_deferrable(graph, only_average=self.part == "average")

@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from zpasses.graph.nodes import Editor, calls, nbytes, replace_node, value_of
-from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD, UNSHARD
 from zpasses.graph.tags import Tag, add_tag, tag_of
 from zpasses.pipeline.pipeline import Level, Pass
 
@@ -82,22 +82,39 @@ def _sum_gradients(graph: fx.Graph) -> int:
     """Rewrite add(reduce(a), reduce(b)) to reduce(add(a, b)) until no such pair is left."""
     saved = 0
     for total in calls(graph, aten.add.Tensor):
-        left, right = total.args[:2]
-        if _same_parameter(left, right) and not total.kwargs:
-            assert isinstance(left, fx.Node)
-            assert isinstance(right, fx.Node)
-            _reduce_sum(graph, total, left, right)
+        if total.kwargs:
+            continue
+        if (averages := _equal_calls(AVERAGE_GRAD, *total.args[:2])) is not None:
+            total = _average_sum(graph, total, *averages)
+        if (reductions := _equal_calls(REDUCE_GRAD, *total.args[:2])) is not None:
+            _reduce_sum(graph, total, *reductions)
             saved += 1
     return saved
 
 
-def _same_parameter(left: object, right: object) -> bool:
-    nodes = [
-        node
-        for node in (left, right)
-        if isinstance(node, fx.Node) and node.target is REDUCE_GRAD and len(node.users) == 1
-    ]
-    return len(nodes) == 2 and nodes[0] is not nodes[1] and nodes[0].args[1:] == nodes[1].args[1:]
+def _equal_calls(target: object, left: object, right: object) -> tuple[fx.Node, fx.Node] | None:
+    """Returns two calls of `target` that differ in their first argument only and are read once."""
+    for node in (left, right):
+        if not isinstance(node, fx.Node) or node.target is not target or len(node.users) != 1:
+            return None
+    assert isinstance(left, fx.Node)
+    assert isinstance(right, fx.Node)
+    return (left, right) if left is not right and left.args[1:] == right.args[1:] else None
+
+
+def _average_sum(graph: fx.Graph, total: fx.Node, left: fx.Node, right: fx.Node) -> fx.Node:
+    """Rewrites add(average(a), average(b)) to average(add(a, b)), and returns the sum."""
+    edit = Editor(graph, before=total, like=left)
+    parts: Any = left.args[0], right.args[0]
+    summed = edit.call(aten.add.Tensor, *parts)
+    average = edit.call(AVERAGE_GRAD, summed, *left.args[1:])
+    tag = tag_of(left)
+    if tag is not None:
+        add_tag(average, tag)
+    replace_node(total, average)
+    graph.erase_node(left)
+    graph.erase_node(right)
+    return summed
 
 
 def _reduce_sum(graph: fx.Graph, total: fx.Node, left: fx.Node, right: fx.Node) -> None:

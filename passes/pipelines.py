@@ -7,6 +7,7 @@
 | 3 | around each use; gathered again in backward | as in stage 1 |
 """
 
+from zpasses.passes.average_replicas import AverageReplicas
 from zpasses.passes.bucket import Bucket
 from zpasses.passes.cache_params import CacheParams
 from zpasses.passes.defer_reduction import DeferReduction
@@ -31,14 +32,16 @@ __all__ = [
 _STAGE2 = (MergeReads(), GatherParams(), ReduceGrads(), CacheParams())
 _STAGE3 = (MergeReads(max_hold_mb=1.0), GatherParams(), ReduceGrads(), ReshardAfterForward())
 
-ZERO2 = Pipeline((*_STAGE2, Schedule(), DeferReduction()))
+_LAST = (AverageReplicas(), DeferReduction())
+
+ZERO2 = Pipeline((*_STAGE2, Schedule(), *_LAST))
 ZERO1 = ZERO2
 """The same passes as stage 2. The stages differ in windows (`backwards_per_step`), which determine
 how long gradients stay full.
 """
-ZERO3 = Pipeline((*_STAGE3, Schedule(), DeferReduction()))
+ZERO3 = Pipeline((*_STAGE3, Schedule(), *_LAST))
 
-_ONE_AHEAD = (Overlap(), DeferReduction())
+_ONE_AHEAD = (Overlap(), *_LAST)
 
 ZERO2_ONE_AHEAD = Pipeline((*_STAGE2, Bucket(plan_for_overlap=True), *_ONE_AHEAD))
 ZERO3_ONE_AHEAD = Pipeline((*_STAGE3, Bucket(cap_mb=12.0, plan_for_overlap=True), *_ONE_AHEAD))

@@ -16,7 +16,7 @@ only if they change something.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -24,8 +24,8 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.graph.nodes import Editor, calls, nbytes, replace_node, value_of
-from zpasses.graph.ops import REDUCE_GRAD, group_size, rows_per_rank
-from zpasses.graph.tags import Reduction, Tag, add_tag, tag_of
+from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD, group_size, rows_per_rank
+from zpasses.graph.tags import Reduction, Tag, add_tag, retag, tag_of
 from zpasses.pipeline.pipeline import Level, Pass
 
 aten = torch.ops.aten
@@ -84,16 +84,13 @@ class ReduceGrads(Pass):
             * dtype.itemsize
         )
         reduction = Reduction(rows, dtype, reduce_dtype, lowering.group)
-        add_tag(
-            mine,
-            Tag(
-                "shard_grad",
-                lowering.params,
-                origin=self.name,
-                block_bytes=whole,
-                reduction=reduction,
-            ),
-        )
+        done = Tag("shard_grad", lowering.params, origin=self.name, block_bytes=whole)
+        average = _average_of(node)
+        if average is None:
+            done = replace(done, reduction=reduction)
+        else:
+            _complete_tag(average, reduction, whole)
+        add_tag(mine, done)
         replace_node(node, mine)
 
 
@@ -170,6 +167,27 @@ class _Lowering:
         done = self.edit.call(compat.functional.wait_tensor.default, started)
         add_tag(done, Tag("reduced", self.params, origin=self.origin))
         return done
+
+
+def _average_of(reduced: fx.Node) -> fx.Node | None:
+    """Returns the average over replicas that reads a reduced gradient, if it is the only reader."""
+    readers = list(reduced.users)
+    return readers[0] if len(readers) == 1 and readers[0].target is AVERAGE_GRAD else None
+
+
+def _complete_tag(average: fx.Node, within: Reduction, block_bytes: int) -> None:
+    """Tags an average over replicas with the whole reduction of its gradient.
+
+    Args:
+        within: the reduction within a replica.
+        block_bytes: bytes of a full block, in the dtype of that reduction.
+    """
+    _, dtype, group = average.args
+    assert isinstance(dtype, torch.dtype)
+    how = replace(within, dtype=dtype, replicate_group=compat.group_name(group))
+    if tag_of(average) is not None:
+        whole = block_bytes // within.dtype.itemsize * dtype.itemsize
+        retag(average, reduction=how, block_bytes=whole)
 
 
 def _group_rank(group: str) -> int:

@@ -42,7 +42,7 @@ from zpasses.cost.schedule_problem import ScheduleProblem, problem_of
 from zpasses.cost.target import current_target
 from zpasses.graph.nodes import collective_of, is_dialect, is_wait
 from zpasses.graph.patterns import tag_foreign_gathers
-from zpasses.graph.reduction_groups import regroup_reductions
+from zpasses.graph.reduction_groups import regroup_reductions, replicate_groups
 from zpasses.option_values import MemoryBudget, parse_budget
 from zpasses.passes.one_ahead import fastest_one_ahead
 from zpasses.passes.schedule_writer import copied, exact_cost, write_plan
@@ -220,9 +220,17 @@ def _agree_on_plan(
         options: of the pass.
     """
     keys = [compatibility_key(item) for item in problem.items]
+    # Groups by number, because their names differ between the replicas of hybrid sharding.
+    numbers = {name: at for at, name in enumerate(dict.fromkeys(str(key[1]) for key in keys))}
     described = [
-        (*map(str, key), item.tag.params, item.full_bytes, job.resident)
-        for key, item, job in zip(keys, problem.items, problem.jobs, strict=True)
+        (key[0], numbers[str(key[1])], tuple(map(str, key[2:])), *about)
+        for key, *about in zip(
+            keys,
+            [item.tag.params for item in problem.items],
+            [item.full_bytes for item in problem.items],
+            [job.resident for job in problem.jobs],
+            strict=True,
+        )
     ]
     signature = hashlib.sha256(repr((options, described)).encode()).hexdigest()
     fixed = _fixed_starts(problem)
@@ -236,7 +244,8 @@ def _agree_on_plan(
     ]
     # Ranks of several groups end with the plan of one rank, since each group passes it on.
     agreed_groups = []
-    for group in dict.fromkeys(compat.parent_group(str(key[1])) for key in keys):
+    groups = [compat.parent_group(str(key[1])) for key in keys]
+    for group in dict.fromkeys([*groups, *replicate_groups(problem.nodes[-1].graph)]):
         answers = exchange(
             group, "the schedule", [signature, mine], remember=f"{signature} {current_target()!r}"
         )

@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.graph.nodes import collective_of, is_dialect, nbytes, value_of
-from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD, UNSHARD
 from zpasses.graph.tags import Tag, add_tag, mark_of_model, tag_of
 from zpasses.ranks.vote import has_other_ranks
-from zpasses.runtime.layout import layout_of, rows_of, shard_group
+from zpasses.runtime.layout import layout_of, rows_of
 from zpasses.runtime.windows import grad_state_of
 from zpasses.sharding.module import is_ignored
 
@@ -50,6 +50,10 @@ class Capture:
     that the graph reads; 0 if it is not known."""
     frozen: tuple[str, ...] = ()
     """Names of the parameters that need no gradient."""
+    is_hybrid: bool = False
+    """Whether a parameter has replicas, or would have on more ranks."""
+    has_one_mesh: bool = True
+    """Whether all parameters are sharded over one mesh."""
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
@@ -89,7 +93,10 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
     params = [example_inputs[i] for i in positions]
     frozen = [name for name, each in zip(names, params, strict=True) if not each.requires_grad]
     shards = dict(zip(positions, names, strict=True))
-    return Capture(gm, inputs, shards, groups, _share(params), tuple(frozen))
+    layouts = [layout_of(each) for each in params]
+    hybrid = any(each.hybrid_mesh is not None for each in layouts)
+    one_mesh = len({each.sharding_groups for each in layouts}) < 2
+    return Capture(gm, inputs, shards, groups, _share(params), tuple(frozen), hybrid, one_mesh)
 
 
 def _share(params: Sequence[DTensor]) -> float:
@@ -137,13 +144,15 @@ def describe_inputs(captured: Capture, example_inputs: Sequence[Any]) -> dict[st
         if i in captured.shards and isinstance(full, DTensor):
             layout = layout_of(full)
             gathered = layout.gathered_shape(full.shape)
+            replicated = len(layout.sharding_groups) > 1
             parameters[captured.shards[i]] = {
                 "shape": list(gathered),
                 "dtype": record["dtype"],
                 "bytes": gathered.numel() * full.element_size(),
                 "shard_bytes": nbytes(value),
                 "rows": layout.rows(full.shape),
-                "group": shard_group(full),
+                "group": layout.sharding_groups[0],
+                **({"replicate_group": layout.sharding_groups[1]} if replicated else {}),
             }
     return {"inputs": inputs, "parameters": parameters}
 
@@ -267,7 +276,7 @@ def _check_and_tag_reads(gm: fx.GraphModule, names: dict[fx.Node, str]) -> tuple
             continue
         for node in module.graph.nodes:
             if _is_unshard(node):
-                groups[str(node.args[-1])] = None
+                groups.update((str(name), None) for name in node.args[4:] if name is not None)
                 source = node.all_input_nodes[0].all_input_nodes
                 name = names.get(source[0]) if source else None
                 _check_no_writes(node, name)
@@ -446,8 +455,9 @@ def _tag_reductions(node: fx.Node, name: str) -> None:
     queue = [node]
     while queue:
         node = queue.pop()
-        if node.target is REDUCE_GRAD:
+        if node.target in (REDUCE_GRAD, AVERAGE_GRAD):
             source = node.all_input_nodes[0]
             add_tag(node, Tag("reduce", (name,), nbytes(source.meta["val"]), origin="capture"))
+            queue += [source] if node.target is AVERAGE_GRAD else []
         elif node.target is torch.ops.aten.add.Tensor:
             queue.extend(node.all_input_nodes)

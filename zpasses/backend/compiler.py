@@ -113,6 +113,12 @@ def zpasses_backend(
     no_garbage_collection_in_compiles()  # torch._dynamo.reset forgets it
     given = Options.parse(options)
     captured = capture(gm, example_inputs)
+    if given.grad_accum == "shards" and captured.shards and not captured.is_hybrid:
+        raise OptionError(
+            "grad_accum='shards' is for hybrid sharding, and no parameter of this graph has "
+            "replicas. Pass a mesh of two dimensions (replicate, shard) to zpasses.shard, or leave "
+            "grad_accum out."
+        )
     parsed = _chosen_options(given, captured)
     pipeline, result_hook = apply_bisect_limits(parsed.passes(), compat.current_compile_id())
     compiler = _GraphCompiler(captured, parsed, pipeline, result_hook)

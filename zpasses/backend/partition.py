@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -158,7 +158,9 @@ class _Partitioner:
             [at for at, (node, *_) in enumerate(full) if node.name in choice.cached],
             plan.limit_bytes,
         ]
-        key = hashlib.sha256(repr((described, self._policy)).encode()).hexdigest()
+        # Names of groups differ between the replicas of hybrid sharding.
+        policy = replace(self._policy, groups=())
+        key = hashlib.sha256(repr((described, policy)).encode()).hexdigest()
         for group in self._policy.groups:
             answers = exchange(
                 group,

@@ -117,7 +117,7 @@ def sharding_groups(model: nn.Module) -> list[str]:
         if spec.layout.inner_mesh is not None
         for dim in range(spec.layout.inner_mesh.ndim)
     }
-    return sorted({*inner, *(spec.group_name for spec in specs)})
+    return sorted({*inner, *(name for spec in specs for name in spec.layout.sharding_groups)})
 
 
 def writing_rank(model: nn.Module) -> int:

@@ -103,6 +103,7 @@ from zpasses.compat.dtensor import (
     spec_of,
     storage_id,
     strided_shard,
+    submesh_of_dimension,
     wrap_local,
 )
 from zpasses.compat.dynamo import (
@@ -297,6 +298,7 @@ __all__ = [
     "strided_shard",
     "subgraph_of",
     "subgraphs_write_no_inputs",
+    "submesh_of_dimension",
     "symm_mem_module",
     "symm_mem_stream",
     "trace_artifact",

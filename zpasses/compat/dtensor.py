@@ -22,6 +22,7 @@ __all__ = [
     "spec_of",
     "storage_id",
     "strided_shard",
+    "submesh_of_dimension",
     "wrap_local",
 ]
 
@@ -88,6 +89,16 @@ def concatenate_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     if root != cast(Any, inner)._get_root_mesh():
         raise RuntimeError("the meshes are no submeshes of one mesh")
     return cast(DeviceMesh, root[(*outer.mesh_dim_names, *inner.mesh_dim_names)])
+
+
+def submesh_of_dimension(mesh: DeviceMesh, dim: int) -> DeviceMesh:
+    """Returns the one-dimensional submesh of this rank along a dimension of a mesh with names."""
+    assert mesh.mesh_dim_names is not None
+    name = mesh.mesh_dim_names[dim]
+    try:
+        return mesh[name]
+    except RuntimeError:  # older torch cuts only a whole mesh, and no submesh
+        return cast(DeviceMesh, cast(Any, mesh)._get_root_mesh()[name])
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

@@ -17,6 +17,7 @@ from torch import fx
 from zpasses import compat
 from zpasses.cost.memory import Liveness, liveness, scratch_bytes
 from zpasses.graph.nodes import collective_of, is_wait, nbytes, value_of
+from zpasses.graph.ops import AVERAGE_GRAD
 from zpasses.graph.tags import Tag, tag_of
 from zpasses.option_values import MemoryBudget
 
@@ -118,7 +119,9 @@ def _reduction(node: fx.Node) -> SchedulableCollective | None:
 def epilogue(wait: fx.Node) -> tuple[fx.Node, ...] | None:
     """Returns the nodes between a wait and the graph's output.
 
-    Returns None if they include a collective, or read a value other than the wait and each other.
+    The average over replicas is one of them, because a later pass starts it after its own launch.
+    Returns None if they include another collective, or read a value other than the wait and each
+    other.
     """
     found: dict[fx.Node, None] = {}
     queue = list(wait.users)
@@ -126,7 +129,8 @@ def epilogue(wait: fx.Node) -> tuple[fx.Node, ...] | None:
         node = queue.pop(0)
         if node.op == "output" or node in found:
             continue
-        if collective_of(node) is not None or any(
+        communicates = collective_of(node) is not None and node.target is not AVERAGE_GRAD
+        if communicates or any(
             item is not wait and item not in found for item in node.all_input_nodes
         ):
             return None
@@ -280,7 +284,10 @@ def _rank_independent_bytes(node: fx.Node) -> int | None:
     """Returns the bytes of a full block for values whose size depends on the rank, else None."""
     tag = tag_of(node)
     return (
-        tag.block_bytes if tag is not None and tag.role in ("gather_input", "shard_grad") else None
+        tag.block_bytes
+        if tag is not None
+        and (tag.role in ("gather_input", "shard_grad") or node.target is AVERAGE_GRAD)
+        else None
     )
 
 

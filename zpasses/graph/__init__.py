@@ -18,11 +18,12 @@ from zpasses.graph.nodes import (
     propagate,
     value_of,
 )
-from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD, UNSHARD
 from zpasses.graph.printer import listing
 from zpasses.graph.tags import Tag, add_tag, retag, tag_of, tagged
 
 __all__ = [
+    "AVERAGE_GRAD",
     "REDUCE_GRAD",
     "UNSHARD",
     "Collective",

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from zpasses import compat
-from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.ops import DIALECT, UNSHARD
 from zpasses.graph.tags import drop_tag
 
 __all__ = [
@@ -172,8 +172,8 @@ def append_placeholder(graph: fx.Graph, name: str) -> fx.Node:
 
 
 def is_dialect(node: fx.Node) -> bool:
-    """Whether a node calls `zpasses::unshard` or `zpasses::reduce_grad`."""
-    return node.op == "call_function" and node.target in (UNSHARD, REDUCE_GRAD)
+    """Whether a node calls an operator of the dialect (`zpasses.graph.ops`)."""
+    return node.op == "call_function" and node.target in DIALECT
 
 
 def propagate(node: fx.Node) -> Any:

@@ -1,12 +1,18 @@
-"""The dialect: two operators that state that a parameter is gathered and its gradient reduced.
+"""The dialect: operators that state that a parameter is gathered and its gradient reduced.
 
-    zpasses::unshard(shard, rows, param_dtype, reduce_dtype, group) -> full parameter
+    zpasses::unshard(shard, rows, param_dtype, reduce_dtype, group, replicate_group)
+        -> full parameter
     zpasses::reduce_grad(grad, rows, shard_rows, dtype, reduce_dtype, group) -> shard's gradient
+    zpasses::average_grad(grad, dtype, group) -> shard's gradient, averaged over replicas
 
 Passes lower them to collectives. Their eager implementations are the reference: every lowered graph
 must compute the same values. A parameter of `rows` rows is split into blocks of ceil(rows / world
 size) rows, one block per rank; the last ranks may hold fewer rows, or none. A 0-dimensional
 parameter is not split: every rank holds a full copy, and only its gradient communicates.
+
+With hybrid sharding, `group` is one replica of the model, and the ranks of `replicate_group` hold
+equal shards in different replicas. `unshard` gathers within its replica and only hands the second
+group on: its backward is `reduce_grad` within the replica, then `average_grad` over replicas.
 """
 
 from __future__ import annotations
@@ -19,13 +25,23 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from zpasses import compat
+from zpasses.graph.tags import Reduction
 
-__all__ = ["REDUCE_GRAD", "UNSHARD", "group_size", "rows_per_rank", "set_grad_hook"]
+__all__ = [
+    "AVERAGE_GRAD",
+    "DIALECT",
+    "REDUCE_GRAD",
+    "UNSHARD",
+    "group_size",
+    "reduction_calls",
+    "rows_per_rank",
+    "set_grad_hook",
+]
 
 _library = torch.library.Library("zpasses", "DEF")
 _library.define(
     "unshard(Tensor shard, SymInt rows, ScalarType? param_dtype, ScalarType? reduce_dtype, str "
-    "group_name) -> Tensor",
+    "group_name, str? replicate_group=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -33,9 +49,15 @@ _library.define(
     "reduce_dtype, str group_name) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_library.define(
+    "average_grad(Tensor grad, ScalarType dtype, str group_name) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 
 UNSHARD: compat.OpOverload = torch.ops.zpasses.unshard.default
 REDUCE_GRAD: compat.OpOverload = torch.ops.zpasses.reduce_grad.default
+AVERAGE_GRAD: compat.OpOverload = torch.ops.zpasses.average_grad.default
+DIALECT: frozenset[compat.OpOverload] = frozenset({UNSHARD, REDUCE_GRAD, AVERAGE_GRAD})
 
 
 def group_size(group_name: str) -> int:
@@ -54,6 +76,7 @@ def _unshard(
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     group_name: str,
+    replicate_group: str | None = None,
 ) -> Tensor:
     """Gathers a parameter.
 
@@ -64,6 +87,8 @@ def _unshard(
         param_dtype: dtype of the communication and of the result; None keeps the shard's.
         reduce_dtype: dtype in which backward reduces the gradient. Forward ignores it.
         group_name: process group over which the parameter is sharded.
+        replicate_group: process group of the ranks that hold equal shards, over which backward
+            averages the gradient; None if there is no other such rank. Forward ignores it.
 
     Returns:
         The full parameter, [rows, ...], in `param_dtype`; never an alias of `shard`.
@@ -89,6 +114,7 @@ def _unshard_fake(
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     group_name: str,
+    replicate_group: str | None = None,
 ) -> Tensor:
     shape = (rows, *shard.shape[1:]) if shard.dim() else ()
     return shard.new_empty(shape, dtype=param_dtype or shard.dtype)
@@ -145,22 +171,45 @@ def _reduce_grad_fake(
     return grad.new_empty(shape, dtype=dtype)
 
 
+def _average_grad(grad: Tensor, dtype: torch.dtype, group_name: str) -> Tensor:
+    """Averages the gradient of a shard over the replicas.
+
+    Args:
+        grad: gradient of the shard, [shard_rows, ...], averaged within this replica. Its dtype is
+            that of the communication and of the sum.
+        dtype: dtype of the result, the shard's.
+        group_name: process group of the ranks that hold equal shards.
+
+    Returns:
+        The gradient of the shard, [shard_rows, ...], in `dtype`; never an alias of `grad`.
+    """
+    if grad.numel() == 0:
+        return grad.to(dtype, copy=True)
+    total: Tensor = compat.functional.wait_tensor(
+        compat.functional.all_reduce(grad, "avg", group_name)
+    )
+    return total.to(dtype, copy=True)
+
+
+def _average_grad_fake(grad: Tensor, dtype: torch.dtype, group_name: str) -> Tensor:
+    return grad.new_empty(grad.shape, dtype=dtype)
+
+
 def _unshard_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shard, rows, _, reduce_dtype, group_name = inputs
+    shard, rows, _, reduce_dtype, group_name, replicate_group = inputs
     state: Any = ctx
     state.call = (rows, shard.shape[0] if shard.dim() else 0, shard.dtype, reduce_dtype, group_name)
+    state.replicate_group = replicate_group
 
 
-GradHook = Callable[[Tensor, int, torch.dtype, torch.dtype | None, str], Tensor | None]
-"""Called with the arguments of `reduce_grad` except `shard_rows`.
+GradHook = Callable[[Tensor, Reduction], Tensor | None]
+"""Called with the full gradient and how it is to be reduced.
 
 Returns the gradient to reduce now, or None to skip the reduction.
 """
 
 
-def _reduce_immediately(
-    grad: Tensor, rows: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None, group_name: str
-) -> Tensor | None:
+def _reduce_immediately(grad: Tensor, reduction: Reduction) -> Tensor | None:
     return grad
 
 
@@ -177,10 +226,37 @@ def set_grad_hook(hook: GradHook) -> None:
 
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    rows, _, *how = ctx.call
-    total = _grad_hook(grad, rows, *how)
-    mine = None if total is None else torch.ops.zpasses.reduce_grad(total, *ctx.call)
-    return mine, None, None, None, None
+    rows, shard_rows, dtype, reduce_dtype, group_name = ctx.call
+    how = Reduction(rows, dtype, reduce_dtype, group_name, ctx.replicate_group)
+    value = _grad_hook(grad, how)
+    if value is not None:
+        for operator, arguments in reduction_calls(how, shard_rows, grad.dtype):
+            value = operator(value, *arguments)
+    return value, None, None, None, None, None
+
+
+def reduction_calls(
+    how: Reduction, shard_rows: int, dtype: torch.dtype
+) -> list[tuple[compat.OpOverload, tuple[Any, ...]]]:
+    """Returns the operators that reduce a gradient, and their arguments after the first.
+
+    The first argument is the gradient, or the result of the operator before.
+
+    Args:
+        how: rows, dtypes and process groups.
+        shard_rows: rows that this rank holds.
+        dtype: of the gradient.
+    """
+    if how.replicate_group is None:
+        return [(REDUCE_GRAD, (how.rows, shard_rows, how.dtype, how.reduce_dtype, how.group))]
+    average = (AVERAGE_GRAD, (how.dtype, how.replicate_group))
+    if how.group is None:
+        return [average]
+    between = how.reduce_dtype or dtype  # replicas communicate in the same dtype
+    return [
+        (REDUCE_GRAD, (how.rows, shard_rows, between, how.reduce_dtype, how.group)),
+        average,
+    ]
 
 
 def _reduce_grad_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -197,7 +273,27 @@ def _reduce_grad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return full / group_size(group_name), None, None, None, None, None
 
 
+def _average_grad_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad, _, group_name = inputs
+    state: Any = ctx
+    state.call = (grad.dtype, group_name)
+
+
+def _average_grad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    # Every replica uses the average in its own loss, so each gradient is the average of theirs.
+    dtype, group_name = ctx.call
+    return torch.ops.zpasses.average_grad(grad, dtype, group_name), None, None
+
+
 _library.impl("unshard", _unshard, "CompositeExplicitAutograd")
+_library.impl("average_grad", _average_grad, "CompositeExplicitAutograd")
+torch.library.register_fake("zpasses::average_grad", _average_grad_fake, lib=_library)
+torch.library.register_autograd(
+    "zpasses::average_grad",
+    _average_grad_backward,
+    setup_context=_average_grad_setup_context,
+    lib=_library,
+)
 _library.impl("reduce_grad", _reduce_grad, "CompositeExplicitAutograd")
 torch.library.register_fake("zpasses::unshard", _unshard_fake, lib=_library)
 torch.library.register_fake("zpasses::reduce_grad", _reduce_grad_fake, lib=_library)

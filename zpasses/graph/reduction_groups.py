@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from zpasses import compat
-from zpasses.graph.nodes import collective_of, is_dialect, is_wait
+from zpasses.graph.nodes import calls, collective_of, is_dialect, is_wait
+from zpasses.graph.ops import AVERAGE_GRAD
 from zpasses.graph.tags import tag_of
 
-__all__ = ["is_regroupable", "reducing_groups", "regroup_reductions"]
+__all__ = ["is_regroupable", "reducing_groups", "regroup_reductions", "replicate_groups"]
 
 
 def is_regroupable(node: fx.Node) -> bool:
@@ -58,6 +59,16 @@ def regroup_reductions(graph: fx.Graph, groups: Mapping[str, str]) -> int:
             node.update_kwarg("group_name", groups[name])
         moved += 1
     return moved
+
+
+def replicate_groups(graph: fx.Graph) -> list[str]:
+    """Returns the process groups over which gradients are averaged between replicas, in order.
+
+    All replicas must reduce in one order. So what the ranks of a replica decide about reductions,
+    the ranks of these groups have to agree on as well.
+    """
+    averages = calls(graph, AVERAGE_GRAD)
+    return list(dict.fromkeys(_group_of(node) for node in averages))
 
 
 def _group_of(node: fx.Node) -> str:

@@ -62,7 +62,7 @@ REDUCE_ROLES: frozenset[Role] = frozenset({"reduce_input", "reduce", "reduced", 
 
 @dataclass(frozen=True)
 class Reduction:
-    """The arguments of `zpasses::reduce_grad` that are equal on all ranks."""
+    """How the gradient of a parameter is reduced, equally on all ranks."""
 
     rows: int
     """Rows of the full parameter; 0 for a 0-dimensional one."""
@@ -70,8 +70,11 @@ class Reduction:
     """Dtype of the shard and of its gradient."""
     reduce_dtype: torch.dtype | None
     """Dtype of the communication and of the sum; None uses the gradient's."""
-    group: str
-    """Name of the process group."""
+    group: str | None
+    """Name of the process group over which the parameter is sharded; None for the gradient of a
+    shard, which is reduced over this group already."""
+    replicate_group: str | None = None
+    """Name of the process group of the ranks that hold equal shards; None without replicas."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,8 @@ class Tag:
     """On a shard_grad: how to reduce a gradient that this graph leaves unreduced."""
     deferrable: bool = False
     """On a shard_grad: the reduction may be deferred to a later call."""
+    defers_average: bool = False
+    """On a deferrable shard_grad: only its average over replicas is deferred."""
 
 
 _KEY = "zpasses"

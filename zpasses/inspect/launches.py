@@ -130,6 +130,8 @@ def kind_of(name: str) -> str:
         return "all_gather"
     if "reduce_grad" in name:
         return "reduce_scatter"
+    if "average_grad" in name:
+        return "all_reduce"
     plain = name.replace("allgather", "all_gather").replace("allreduce", "all_reduce")
     plain = plain.replace("alltoall", "all_to_all")
     return next((kind for kind in _KINDS if kind in plain), name)

@@ -56,7 +56,7 @@ class Rows:
                 "parameters under tensor parallelism and for those that shard_placement_fn cuts "
                 "along another dimension than 0."
             )
-        mesh = layout.mesh if param.placements[0].is_shard() else None
+        mesh = layout.mesh if param.dim() else None
         return cls(compat.local_of(param), local(grad), param.shape, mesh, param)
 
     def state(self, rows: Tensor, shape: Sequence[int], *, replicated: bool = False) -> Tensor:
@@ -68,8 +68,9 @@ class Rows:
         """
         if not isinstance(self.source, DTensor):
             return rows
-        placements = (Replicate(),) if replicated else self.source.placements
-        mesh = self.source.device_mesh
+        mesh, placements = self.source.device_mesh, self.source.placements
+        if replicated:
+            placements = (Replicate(),) * mesh.ndim
         return compat.make_dtensor(rows, mesh, placements, torch.Size(shape))
 
 

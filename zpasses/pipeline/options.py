@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -68,6 +68,10 @@ class Options:
     grad_accum_dtype: torch.dtype | None = None
     """Add up pending gradients in this dtype, such as `torch.float32`; `None` keeps the dtype in
     which they are computed."""
+    grad_accum: Literal["full", "shards"] = "full"
+    """What accumulates between reductions: `"full"` gradients, and nothing is communicated before
+    the last backward; or `"shards"`, for hybrid sharding: every backward reduces within a replica,
+    and only the average over replicas waits. Needs less memory and more communication."""
     blocks: str | None = None
     """Compile equal blocks once: names of modules with wildcards, separated by commas, such as
     `"layers.*"`, or `"auto"` for all modules in lists. See docs/equal-blocks.md."""
@@ -195,6 +199,22 @@ class Options:
     def passes(self) -> Pipeline:
         """Return the pipeline that these options select."""
         if isinstance(self.pipeline, Pipeline):
-            return self.pipeline
+            return self._with_grad_accum(self.pipeline)
         stage = f"zero{self.zero_stage or 3}"
-        return Pipeline.parse(stage if self.pipeline is None else self.pipeline)
+        pipeline = Pipeline.parse(stage if self.pipeline is None else self.pipeline)
+        return self._with_grad_accum(pipeline)
+
+    def _with_grad_accum(self, pipeline: Pipeline) -> Pipeline:
+        if self.grad_accum == "full":
+            return pipeline
+        if not any(each.name == "defer-reduction" for each in pipeline):
+            raise OptionError(
+                f"grad_accum={self.grad_accum!r} needs the pass 'defer-reduction'; the pipeline "
+                f"{str(pipeline)!r} has none. Put it at the end."
+            )
+        return Pipeline(
+            tuple(
+                replace(cast(Any, each), part="average") if each.name == "defer-reduction" else each
+                for each in pipeline
+            )
+        )

@@ -96,7 +96,7 @@ class BackwardDispatch:
         for i, total in zip(new, values[self._outputs :], strict=True):
             slot = self._slots[i]
             assert slot.reduction is not None
-            plan.states[i].pending[slot.dtype] = PendingGrad(total, slot.reduction, self._lowering)
+            plan.states[i].pending[slot.key] = PendingGrad(total, slot.reduction, self._lowering)
         return values[: self._outputs]
 
     # --- planning ---------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class BackwardDispatch:
             if window not in reduces:
                 reduces[window] = window.reduces(EngineRun.current())
             plan.states[i] = state
-            if self._slots[i].dtype in state.pending:
+            if self._slots[i].key in state.pending:
                 given.add(i)
             if not reduces[window]:
                 deferred.add(i)
@@ -152,7 +152,7 @@ class BackwardDispatch:
         If this call reduces the gradient, it is removed from the parameter's state.
         """
         slot, pending = self._slots[i], plan.states[i].pending
-        grad = pending.get(slot.dtype)
+        grad = pending.get(slot.key)
         if grad is None:
             assert slot.reduction is not None
             like = next(iter(plan.states.values()))
@@ -160,9 +160,9 @@ class BackwardDispatch:
             total = torch.zeros(slot.shape, dtype=plan.variant.pending_dtype(slot), device=device)
             grad = PendingGrad(total, slot.reduction, self._lowering)
             if i in plan.variant.deferred:
-                pending[slot.dtype] = grad
+                pending[slot.key] = grad
         elif i not in plan.variant.deferred:
-            del pending[slot.dtype]
+            del pending[slot.key]
         elif grad.lowering is None:
             grad.lowering = self._lowering
         return grad.total

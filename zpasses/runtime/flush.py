@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from zpasses import compat
 from zpasses.errors import AgreementError, OptionError, ZpassesError
 from zpasses.graph.nodes import nbytes
-from zpasses.graph.ops import REDUCE_GRAD
+from zpasses.graph.ops import reduction_calls
 from zpasses.graph.tags import Reduction, Tag, add_tag
 from zpasses.pipeline.pipeline import Level, Pipeline, Verify
 from zpasses.pipeline.recorder import Recorders, run_recorded_passes
@@ -37,7 +37,8 @@ from zpasses.ranks.vote import (
 )
 from zpasses.runtime.codegen import eager_codegen
 from zpasses.runtime.gloo import replace_gloo_collectives
-from zpasses.runtime.layout import rows_of, shard_group
+from zpasses.runtime.grad_slots import pending_key
+from zpasses.runtime.layout import layout_of, rows_of
 from zpasses.runtime.local_shards import wrap_shard_grad
 from zpasses.runtime.param_cache import drop_cached
 from zpasses.runtime.profiling import TraceNames, with_profiler_range
@@ -75,13 +76,22 @@ class FlushEntry:
             how.rows,
             _name(how.dtype),
             _name(how.reduce_dtype),
+            how.group is None,
         ]
 
     @staticmethod
-    def from_json(values: Sequence[Any], group: str) -> FlushEntry:
-        param_index, dtype, total_dtype, shape, rows, shard_dtype, reduce_dtype = values
+    def from_json(values: Sequence[Any], window: Window, group: str) -> FlushEntry:
+        """Read an entry of another rank of `group`. Its other groups are those of this rank."""
+        param_index, dtype, total_dtype, shape, rows, shard_dtype, reduce_dtype, of_shard = values
+        param = window.params[param_index]
+        groups = layout_of(param).sharding_groups if isinstance(param, DTensor) else (group,)
+        inside = None if of_shard else groups[0]
         reduction = Reduction(
-            rows, _dtype(shard_dtype), _dtype(reduce_dtype) if reduce_dtype else None, group
+            rows,
+            _dtype(shard_dtype),
+            _dtype(reduce_dtype) if reduce_dtype else None,
+            inside,
+            *groups[1:],
         )
         return FlushEntry(param_index, _dtype(dtype), _dtype(total_dtype), tuple(shape), reduction)
 
@@ -93,6 +103,11 @@ class FlushEntry:
         in which a single gradient would be.
         """
         return self.reduction.reduce_dtype or self.dtype
+
+    def calls(self, shard_rows: int) -> list[tuple[compat.OpOverload, tuple[Any, ...]]]:
+        """Return the dialect's operators that reduce the gradient, as `reduction_calls` does."""
+        how = replace(self.reduction, reduce_dtype=self.reduce_dtype)
+        return reduction_calls(how, shard_rows, self.total_dtype)
 
 
 def _name(dtype: torch.dtype | None) -> str:
@@ -190,7 +205,7 @@ def _pending_entries(window: Window) -> dict[FlushEntry, str]:
     """
     held = {}
     for param_index, param in enumerate(window.params):
-        for dtype, part in (
+        for (dtype, _), part in (
             sorted(grad_state_of(param).pending.items(), key=str) if param is not None else ()
         ):
             entry = FlushEntry(
@@ -205,16 +220,17 @@ def _agree_on_entries(
 ) -> tuple[list[FlushEntry], str]:
     if timeout_s is None:
         return sorted(held, key=_order), _common_pipeline(held.values())
-    entries: list[FlushEntry] = []
-    texts: set[str] = set()
+    # A gradient that is pending on one rank is reduced in its replica, and then in all replicas:
+    # each group votes on what the groups before it have found.
+    entries = dict.fromkeys(held)
+    texts = set(held.values())
     error: AgreementError | None = None
     for group in groups_of(window):
-        mine = {
-            json.dumps(entry.to_json()): text
-            for entry, text in held.items()
-            if entry.reduction.group == group
+        mine = [entry for entry in entries if group in _groups(entry.reduction)]
+        ballot = {
+            "entries": [json.dumps(entry.to_json()) for entry in mine],
+            "texts": sorted(texts) if mine else [],
         }
-        ballot = {"entries": list(mine), "texts": sorted(set(mine.values()))}
         try:
             why = failure or (str(error) if error else None)
             decision = vote(
@@ -229,15 +245,16 @@ def _agree_on_entries(
         except AgreementError as caught:
             error = error or caught
             continue
-        entries += [FlushEntry.from_json(json.loads(entry), group) for entry in decision["entries"]]
+        for entry in decision["entries"]:
+            entries[FlushEntry.from_json(json.loads(entry), window, group)] = None
         texts.update(decision["texts"])
     if error is not None:
         raise error
     return sorted(entries, key=_order), _common_pipeline(texts)
 
 
-def _order(entry: FlushEntry) -> tuple[int, str]:
-    return entry.param_index, str(entry.dtype)
+def _order(entry: FlushEntry) -> tuple[int, str, bool]:
+    return entry.param_index, str(entry.dtype), entry.reduction.group is None
 
 
 def _common_pipeline(texts: Any) -> str:
@@ -253,12 +270,19 @@ def _union(ballots: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _groups(reduction: Reduction) -> tuple[str, ...]:
+    return tuple(name for name in (reduction.group, reduction.replicate_group) if name is not None)
+
+
 def groups_of(window: Window) -> list[str]:
-    """Return the names of the process groups over which a window's parameters are sharded, in the
-    same order on every rank.
+    """Return the names of the process groups over which a window's parameters are sharded, then
+    those of their replicas, in the same order on every rank.
     """
-    names = (shard_group(param) for param in window.params if isinstance(param, DTensor))
-    return list(dict.fromkeys(names))
+    found = [
+        layout_of(param).sharding_groups for param in window.params if isinstance(param, DTensor)
+    ]
+    ordered = [groups[0] for groups in found] + [name for groups in found for name in groups[1:]]
+    return list(dict.fromkeys(ordered))
 
 
 # --- reducing -------------------------------------------------------------------------------------
@@ -277,7 +301,8 @@ def _reduce(
                 "every rank."
             )
         shard = rows_of(param)
-        grad = grad_state_of(param).pending.pop(entry.dtype, None)
+        key = pending_key(entry.dtype, entry.reduction)
+        grad = grad_state_of(param).pending.pop(key, None)
         totals.append(
             grad.total
             if grad is not None
@@ -348,9 +373,10 @@ def _reduce_with_dialect(
 ) -> list[Tensor]:
     grads = []
     for entry, rows in zip(entries, shard_rows, strict=True):
-        how = entry.reduction
-        total = totals.pop(0)  # so that it is freed
-        grads.append(REDUCE_GRAD(total, how.rows, rows, how.dtype, entry.reduce_dtype, how.group))
+        grad = totals.pop(0)  # so that it is freed
+        for operator, arguments in entry.calls(rows):
+            grad = operator(grad, *arguments)
+        grads.append(grad)
     return grads
 
 
@@ -379,17 +405,14 @@ def flush_graph(
         inputs[-1].meta["val"] = fake
     outputs = []
     for node, fake, entry, rows in zip(inputs, fakes, entries, shard_rows, strict=True):
-        how = entry.reduction
-        reduced = graph.call_function(
-            REDUCE_GRAD, (node, how.rows, rows, how.dtype, entry.reduce_dtype, how.group)
-        )
-        with mode:
-            reduced.meta["val"] = REDUCE_GRAD(
-                fake, how.rows, rows, how.dtype, entry.reduce_dtype, how.group
-            )
-        add_tag(
-            reduced, Tag("reduce", (f"pending_{entry.param_index}",), nbytes(fake), origin="flush")
-        )
+        reduced, name = node, f"pending_{entry.param_index}"
+        for operator, arguments in entry.calls(rows):
+            sent = fake
+            with mode:
+                fake = operator(fake, *arguments)
+            reduced = graph.call_function(operator, (reduced, *arguments))
+            reduced.meta["val"] = fake
+            add_tag(reduced, Tag("reduce", (name,), nbytes(sent), origin="flush"))
         outputs.append(reduced)
     graph.output(tuple(outputs))
     return fx.GraphModule(torch.nn.Module(), graph), fakes

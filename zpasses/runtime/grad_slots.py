@@ -8,7 +8,7 @@ nodes of its reduction that read it, and as many reduced gradients, whose sum th
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.graph.nodes import value_of
-from zpasses.graph.ops import REDUCE_GRAD
+from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD
 from zpasses.graph.tags import REDUCE_ROLES, Reduction, Tag, retag, tag_of
 
 __all__ = [
@@ -24,10 +24,12 @@ __all__ = [
     "GradSlot",
     "GradSlotNodes",
     "GradSource",
+    "PendingKey",
     "always_reduced",
     "grad_sites",
     "grad_slots",
     "mark_deferrable",
+    "pending_key",
     "returned_gradients",
 ]
 
@@ -45,6 +47,20 @@ class GradSlot:
     shape: tuple[int, ...]
     reduction: Reduction | None
     """How to reduce the gradient; None in graphs that zpasses did not capture."""
+
+    @property
+    def key(self) -> PendingKey:
+        """Which pending gradient of the parameter the slot adds to."""
+        return pending_key(self.dtype, self.reduction)
+
+
+PendingKey = tuple[torch.dtype, bool]
+"""Dtype of a gradient, and whether it is the gradient of the shard, reduced within its replica."""
+
+
+def pending_key(dtype: torch.dtype, reduction: Reduction | None) -> PendingKey:
+    """Returns which pending gradient of a parameter a gradient adds to."""
+    return dtype, reduction is not None and reduction.group is None
 
 
 @dataclass(frozen=True)
@@ -73,7 +89,7 @@ class GradReader:
 
 @dataclass(frozen=True)
 class GradSource:
-    """A full gradient, and the nodes of its reduction that read it."""
+    """A gradient before what is deferred, and the nodes of its reduction that read it."""
 
     node: fx.Node
     readers: tuple[GradReader, ...]
@@ -91,15 +107,27 @@ class GradSlotNodes:
         return [source.node for source in self.sources]
 
 
-def mark_deferrable(graph: fx.Graph) -> int:
-    """Mark the reductions of a backward graph that can be deferred; returns their number."""
+def mark_deferrable(graph: fx.Graph, *, only_average: bool = False) -> int:
+    """Mark the reductions of a backward graph that can be deferred; returns their number.
+
+    Args:
+        graph: a backward graph.
+        only_average: defer only the average over replicas, where there are replicas.
+    """
     found = 0
     for grads in returned_gradients(graph).values():
-        if all(_find_source(grad) for grad in grads):
+        part = only_average and all(map(_has_replicas, grads))
+        if all(_find_source(grad, only_average=part) for grad in grads):
             for grad in grads:
-                retag(grad, deferrable=True)
+                retag(grad, deferrable=True, defers_average=part)
                 found += 1
     return found
+
+
+def _has_replicas(grad: fx.Node) -> bool:
+    tag = tag_of(grad)
+    reduction = _reduction(grad, tag) if tag is not None else None
+    return reduction is not None and reduction.replicate_group is not None
 
 
 def grad_slots(graph: fx.Graph) -> list[GradSlot]:
@@ -123,11 +151,15 @@ def grad_sites(graph: fx.Graph) -> dict[GradSlot, GradSlotNodes]:
     for grads in returned_gradients(graph).values():
         for grad in grads:
             tag = tag_of(grad)
-            source = _find_source(grad) if tag is not None and tag.deferrable else None
-            if tag is None or source is None:
+            if tag is None or not tag.deferrable:
                 continue
+            source, reduction = _find_source(grad), _reduction(grad, tag)
+            if source is None:
+                continue
+            if tag.defers_average and reduction is not None:
+                reduction = replace(reduction, group=None)
             value = value_of(source.node)
-            slot = GradSlot(tag.params[0], value.dtype, tuple(value.shape), _reduction(grad, tag))
+            slot = GradSlot(tag.params[0], value.dtype, tuple(value.shape), reduction)
             site = found.setdefault(slot, GradSlotNodes())
             if grad not in site.reduced:
                 site.sources.append(source)
@@ -136,8 +168,12 @@ def grad_sites(graph: fx.Graph) -> dict[GradSlot, GradSlotNodes]:
 
 
 def _reduction(grad: fx.Node, tag: Tag) -> Reduction | None:
+    arguments: Any = grad.args
+    if grad.target is AVERAGE_GRAD and tag.reduction is None:
+        inner, dtype, replicas = arguments
+        found = _reduction(inner, tag) if inner.target is REDUCE_GRAD else None
+        return found and replace(found, dtype=dtype, replicate_group=compat.group_name(replicas))
     if grad.target is REDUCE_GRAD:
-        arguments: Any = grad.args
         return Reduction(arguments[1], arguments[3], arguments[4], compat.group_name(arguments[5]))
     return tag.reduction
 
@@ -155,7 +191,8 @@ def returned_gradients(graph: fx.Graph) -> dict[int, list[fx.Node]]:
 
 def _summands(node: fx.Node) -> list[fx.Node]:
     tag = tag_of(node)
-    if tag is not None and (tag.role == "shard_grad" or node.target is REDUCE_GRAD):
+    reduces = node.target in (REDUCE_GRAD, AVERAGE_GRAD)
+    if tag is not None and (tag.role == "shard_grad" or reduces):
         return [node]
     if node.target is not aten.add.Tensor or len(node.all_input_nodes) != 2:
         return []
@@ -163,11 +200,18 @@ def _summands(node: fx.Node) -> list[fx.Node]:
     return [grad for part in parts for grad in part] if all(parts) else []
 
 
-def _find_source(grad: fx.Node) -> GradSource | None:
-    """Find the full gradient of a reduced one; None if it cannot be determined."""
+def _find_source(grad: fx.Node, *, only_average: bool = False) -> GradSource | None:
+    """Find the full gradient of a reduced one; None if it cannot be determined.
+
+    Args:
+        grad: a gradient that the graph returns.
+        only_average: find the gradient of the shard before its average over replicas. It is also
+            found if the tag says so.
+    """
     tag = tag_of(grad)
     assert tag is not None
-    if grad.target is REDUCE_GRAD:
+    only_average = only_average or tag.defers_average
+    if grad.target is REDUCE_GRAD or (only_average and grad.target is AVERAGE_GRAD):
         return GradSource(grad.all_input_nodes[0], (GradReader(grad),))
     found: dict[fx.Node, dict[GradReader, None]] = {}
     queue, seen = [grad], {grad}
@@ -177,7 +221,9 @@ def _find_source(grad: fx.Node) -> GradSource | None:
         if not inputs:
             return None
         for item, through in inputs:
-            if not _in_reduction(item, tag.params[0]):
+            if only_average and _is_shard_grad(item):
+                found.setdefault(item, {})[through] = None
+            elif not _in_reduction(item, tag.params[0]):
                 source, reader = _skip_packing_views(item, through, tag.reduction)
                 found.setdefault(source, {})[reader] = None
             elif item not in seen:
@@ -187,6 +233,11 @@ def _find_source(grad: fx.Node) -> GradSource | None:
         return None
     ((source, readers),) = found.items()
     return GradSource(source, tuple(readers)) if isinstance(value_of(source), Tensor) else None
+
+
+def _is_shard_grad(node: fx.Node) -> bool:
+    tag = tag_of(node)
+    return tag is not None and tag.role == "shard_grad"
 
 
 def _skip_packing_views(

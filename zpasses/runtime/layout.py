@@ -2,7 +2,9 @@
 
 `zpasses.shard` cuts a parameter over one mesh. The parameter may be a piece already, cut by tensor
 or expert parallelism over another mesh of the same ranks. A read then gathers that piece, not the
-whole parameter. The sharded parameter is one DTensor over both meshes, as FSDP2 makes it.
+whole parameter. With hybrid sharding, several replicas of the model are sharded the same way, and
+gradients are averaged over them. The sharded parameter is one DTensor over all these meshes, as
+FSDP2 makes it.
 
 The dialect and all passes see parameters that are cut along dimension 0. For a parameter that is
 cut along another dimension, they see that dimension first: shards are stored in that order, so
@@ -22,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from zpasses import compat
 from zpasses.graph.ops import rows_per_rank
 
-__all__ = ["LAYOUT_ATTRIBUTE", "ParamLayout", "layout_of", "rows_of", "shard_group"]
+__all__ = ["LAYOUT_ATTRIBUTE", "ParamLayout", "layout_of", "rows_of"]
 
 LAYOUT_ATTRIBUTE = "_zpasses_layout"
 
@@ -32,7 +34,7 @@ class ParamLayout:
     """How a parameter is cut. Equal for all parameters of any shape that are cut the same way."""
 
     mesh: DeviceMesh
-    """One-dimensional: the ranks that gather the parameter and average its gradient."""
+    """One-dimensional: the ranks that gather the parameter and average its gradient first."""
     dim: int = 0
     """The dimension that is cut over `mesh`."""
     inner_mesh: DeviceMesh | None = None
@@ -40,10 +42,17 @@ class ParamLayout:
     expert parallelism. None for a plain parameter."""
     inner_placements: tuple[Placement, ...] = ()
     """Its placements on `inner_mesh`."""
+    hybrid_mesh: DeviceMesh | None = None
+    """Two-dimensional (replicate, shard), with `mesh` as its second dimension; None without
+    replicas."""
     whole_mesh: DeviceMesh = field(default=cast(DeviceMesh, None))
-    """The mesh of the sharded parameter: `mesh`, followed by the dimensions of `inner_mesh`."""
+    """The mesh of the sharded parameter: `hybrid_mesh` or `mesh`, followed by the dimensions of
+    `inner_mesh`."""
     grad_scale: float = 1.0
-    """Factor on the average of the gradients over `mesh`."""
+    """Factor on the average of the gradients over `mesh` and all replicas."""
+    sharding_groups: tuple[str, ...] = field(init=False)
+    """Names of the process groups of `mesh`, and of the ranks that hold equal shards if there are
+    replicas."""
     group_names: tuple[str, ...] = field(init=False)
     """Process groups of the dimensions of `whole_mesh`. Two meshes over the same ranks compare
     equal, but may have different groups."""
@@ -52,14 +61,19 @@ class ParamLayout:
     the number of pieces, and the number of this rank's piece."""
 
     def __post_init__(self) -> None:
+        hybrid = self.hybrid_mesh
         if self.whole_mesh is None:
+            outer = self.mesh if hybrid is None else hybrid
             whole = (
-                self.mesh
+                outer
                 if self.inner_mesh is None
-                else compat.concatenate_meshes(self.mesh, self.inner_mesh)
+                else compat.concatenate_meshes(outer, self.inner_mesh)
             )
             object.__setattr__(self, "whole_mesh", whole)
         names = [compat.group_name(self.mesh.get_group())]
+        if hybrid is not None and hybrid.size(0) > 1:
+            names.append(compat.group_name(hybrid.get_group(0)))
+        object.__setattr__(self, "sharding_groups", tuple(names))
         for at in range(self.inner_mesh.ndim if self.inner_mesh is not None else 0):
             names.append(compat.group_name(cast(DeviceMesh, self.inner_mesh).get_group(at)))
         object.__setattr__(self, "group_names", tuple(names))
@@ -123,15 +137,16 @@ class ParamLayout:
         Args:
             ndim: number of its dimensions.
         """
+        replicas = () if self.hybrid_mesh is None else (Replicate(),)
         if not ndim:
-            return (Replicate(), *self.inner_placements)
+            return (*replicas, Replicate(), *self.inner_placements)
         factor = 1
         for cut, pieces, _ in self.cuts:
             factor *= pieces if cut == self.dim else 1
         outer: Placement = (
             Shard(self.dim) if factor == 1 else compat.strided_shard(self.dim, factor)
         )
-        return (outer, *self.inner_placements)
+        return (*replicas, outer, *self.inner_placements)
 
     # --- pieces -----------------------------------------------------------------------------------
     def gathered_part(self, full: Tensor) -> Tensor:
@@ -195,16 +210,16 @@ def layout_of(param: DTensor) -> ParamLayout:
     """Returns how a sharded parameter is cut."""
     known = getattr(param, LAYOUT_ATTRIBUTE, None)
     if known is None:
-        placement = param.placements[0]
-        known = ParamLayout(param.device_mesh, placement.dim if isinstance(placement, Shard) else 0)
+        mesh, placement = param.device_mesh, param.placements[-1]
+        dim = placement.dim if isinstance(placement, Shard) else 0
+        known = (
+            ParamLayout(mesh, dim)
+            if mesh.ndim == 1
+            else ParamLayout(compat.submesh_of_dimension(mesh, 1), dim, hybrid_mesh=mesh)
+        )
     return cast(ParamLayout, known)
 
 
 def rows_of(param: DTensor) -> Tensor:
     """Returns the local tensor of a parameter as the dialect sees it: the cut dimension first."""
     return layout_of(param).rows_first(compat.local_of(param))
-
-
-def shard_group(param: DTensor) -> str:
-    """Returns the name of the process group over which a parameter is sharded."""
-    return compat.group_name(layout_of(param).mesh.get_group())

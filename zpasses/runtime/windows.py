@@ -1,9 +1,10 @@
 """Pending gradients, and the windows that determine when they are reduced.
 
-A pending gradient is a full gradient whose reduction is deferred. Each sharded parameter has one
+A pending gradient is a full gradient whose reduction is deferred, or the gradient of a shard that
+is still to be averaged over replicas. Each sharded parameter has one
 `ParamGradState`, stored as an attribute of the parameter. All code that gives the parameter a
 gradient (both halves of a graph break, recompilations, eager code) adds to the same buffers: one
-full-size buffer per dtype of the gradient, written in place.
+buffer per dtype of the gradient, written in place.
 
 A window is a sequence of backwards whose gradients are reduced once. A backward is one run of the
 autograd engine that gives a gradient to at least one parameter of the window. Nested runs
@@ -28,7 +29,8 @@ from zpasses import compat
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.graph.ops import set_grad_hook
 from zpasses.graph.tags import Reduction
-from zpasses.runtime.layout import ParamLayout, layout_of
+from zpasses.runtime.grad_slots import PendingKey, pending_key
+from zpasses.runtime.layout import layout_of
 from zpasses.runtime.local_shards import local_shards_node
 from zpasses.runtime.run_checks import check_optimizer_step
 
@@ -72,7 +74,8 @@ class PendingGrad:
     """The pending gradient of one parameter in one dtype."""
 
     total: Tensor
-    """[rows, ...], contiguous, in the accumulation dtype; nothing else shares its memory."""
+    """[rows, ...] or, for the gradient of the shard, [shard_rows, ...]; contiguous, in the
+    accumulation dtype; nothing else shares its memory."""
     reduction: Reduction
     lowering: Lowering | None
     """Lowering of the graph that produced the gradient; None for eager code."""
@@ -84,8 +87,8 @@ class ParamGradState:
     __slots__ = ("explicit_window", "identity", "pending", "step_window")
 
     def __init__(self) -> None:
-        self.pending: dict[torch.dtype, PendingGrad] = {}
-        """Pending gradients by dtype of the gradient."""
+        self.pending: dict[PendingKey, PendingGrad] = {}
+        """Pending gradients, full ones and those of the shard apart."""
         self.explicit_window: Window | None = None
         """The open window of a `coalesce_grad_reduction` block."""
         self.step_window: StepWindow | None = None
@@ -110,13 +113,14 @@ class ParamGradState:
 
     def add(self, grad: Tensor, reduction: Reduction, accum_dtype: torch.dtype | None) -> None:
         """Add a full gradient to the pending one. `grad` is copied."""
-        pending = self.pending.get(grad.dtype)
+        key = pending_key(grad.dtype, reduction)
+        pending = self.pending.get(key)
         if pending is not None:
             pending.total.add_(grad)
             return
         dtype = accum_dtype if accum_dtype is not None and grad.is_floating_point() else grad.dtype
         total = grad.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
-        self.pending[grad.dtype] = PendingGrad(total, reduction, None)
+        self.pending[key] = PendingGrad(total, reduction, None)
 
 
 def grad_state_of(param: Any) -> ParamGradState:
@@ -347,9 +351,7 @@ def step_windows(params: Sequence[Any]) -> list[StepWindow]:
 
 
 # --- eager code -----------------------------------------------------------------------------------
-def maybe_defer_grad(
-    grad: Tensor, rows: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None, group: str
-) -> Tensor | None:
+def maybe_defer_grad(grad: Tensor, reduction: Reduction) -> Tensor | None:
     """Defer the gradient of a parameter that eager code has read, if its window says so.
 
     Runs in the backward of `unshard`, outside of compiled code.
@@ -371,13 +373,13 @@ def maybe_defer_grad(
     if not wanted:
         return None
     if not window.reduces(EngineRun.current()):
-        state.add(grad, Reduction(rows, dtype, reduce_dtype, group), window.accum_dtype)
+        state.add(grad, reduction, window.accum_dtype)
         return None
-    pending = state.pending.pop(grad.dtype, None)
+    pending = state.pending.pop(pending_key(grad.dtype, reduction), None)
     if pending is None:
         return grad
     total: Tensor = pending.total.add_(grad)
-    return total if reduce_dtype is not None else total.to(grad.dtype)
+    return total if reduction.reduce_dtype is not None else total.to(grad.dtype)
 
 
 def mark_failed(windows: Sequence[Window], reason: str) -> None:
@@ -401,7 +403,7 @@ def install_step_guard() -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     early: dict[StepWindow, None] = {}
-    layouts: dict[int, ParamLayout] = {}
+    names: set[str] = set()
     for group in optimizer.param_groups:
         for param in group["params"]:
             state = getattr(param, GRAD_STATE_ATTRIBUTE, None)
@@ -414,10 +416,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
                 )
             if state.step_window is not None and state.step_window.count:
                 early[state.step_window] = None
-            layout = layout_of(param)
-            layouts[id(layout.mesh)] = layout
-    names = sorted({compat.group_name(each.mesh.get_group()) for each in layouts.values()})
-    check_optimizer_step(names, type(optimizer).__name__)
+            names.update(layout_of(param).sharding_groups)
+    check_optimizer_step(sorted(names), type(optimizer).__name__)
     for window in early:
         window.close()  # the step comes before the Nth backward: reduce the gradients so far
 

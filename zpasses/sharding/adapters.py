@@ -126,8 +126,9 @@ def _check_is_sharded(module: nn.Module, args: Any) -> None:
 
 def _groups(module: nn.Module) -> set[str]:
     return {
-        spec.group_name
+        name
         for each in module.modules()
         if isinstance(each, ShardedModule)
         for spec in each._zpasses_specs.values()
+        for name in spec.layout.sharding_groups
     }

@@ -32,6 +32,7 @@ def layouts_of(
     params: Iterable[nn.Parameter],
     names: Mapping[int, str],
     mesh: DeviceMesh,
+    hybrid_mesh: DeviceMesh | None,
     placement_fn: PlacementFn | None,
     divide_factor: float | None,
 ) -> dict[int, ParamLayout]:
@@ -40,7 +41,9 @@ def layouts_of(
     Args:
         params: full parameters, and DTensors of tensor or expert parallelism.
         names: their names, by their identity.
-        mesh: over which they are sharded.
+        mesh: one-dimensional, over which they are sharded.
+        hybrid_mesh: two-dimensional (replicate, shard), with `mesh` as its second dimension; None
+            without replicas.
         placement_fn: argument `shard_placement_fn` of `zpasses.shard`.
         divide_factor: argument `grad_divide_factor` of `zpasses.shard`.
 
@@ -48,7 +51,8 @@ def layouts_of(
         ShardingError: for a DTensor that cannot be sharded further, or a dimension that cannot be
             cut.
     """
-    scale = 1.0 if divide_factor is None else mesh.size() / divide_factor
+    outer = hybrid_mesh or mesh
+    scale = 1.0 if divide_factor is None else outer.size() / divide_factor
     known: dict[Any, ParamLayout] = {}
     found: dict[int, ParamLayout] = {}
     for param in params:
@@ -56,21 +60,33 @@ def layouts_of(
         dim = _cut_dim(param, name, placement_fn)
         key: tuple[Any, ...] = (dim,)
         if isinstance(param, DTensor):
-            _check_piece(param, name, mesh)
+            _check_piece(param, name, outer)
             key = (dim, param.device_mesh, param.placements)
         if key not in known:
-            known[key] = _layout(param, name, mesh, dim, scale)
+            known[key] = _layout(param, name, mesh, hybrid_mesh, dim, scale)
         found[id(param)] = known[key]
     return found
 
 
 def _layout(
-    param: nn.Parameter, name: str, mesh: DeviceMesh, dim: int, scale: float
+    param: nn.Parameter,
+    name: str,
+    mesh: DeviceMesh,
+    hybrid_mesh: DeviceMesh | None,
+    dim: int,
+    scale: float,
 ) -> ParamLayout:
     if not isinstance(param, DTensor):
-        return ParamLayout(mesh, dim, grad_scale=scale)
+        return ParamLayout(mesh, dim, hybrid_mesh=hybrid_mesh, grad_scale=scale)
     try:
-        return ParamLayout(mesh, dim, param.device_mesh, param.placements, grad_scale=scale)
+        return ParamLayout(
+            mesh,
+            dim,
+            param.device_mesh,
+            param.placements,
+            hybrid_mesh=hybrid_mesh,
+            grad_scale=scale,
+        )
     except RuntimeError as error:
         raise ShardingError(
             f"parameter {name} is a DTensor on {param.device_mesh}, which does not go together "

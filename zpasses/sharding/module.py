@@ -53,6 +53,11 @@ class ParamShardSpec:
     reduce_dtype: torch.dtype | None
     """Reduce gradients in this dtype; None keeps the gradient's dtype."""
 
+    @property
+    def replicate_groups(self) -> tuple[str, ...]:
+        """The process group over which gradients are averaged next; empty without replicas."""
+        return self.layout.sharding_groups[1:]
+
 
 def shard_tensor(param: Tensor, layout: ParamLayout) -> DTensor:
     """Shard a full parameter, as a DTensor with memory of its own.
@@ -257,7 +262,8 @@ def _guard_views(result: Any, source: GatheredCopy) -> Any:
 
 def _gathering_property(spec: ParamShardSpec, class_name: str) -> property:
     name, param_dtype, reduce_dtype = spec.name, spec.param_dtype, spec.reduce_dtype
-    group, label = spec.group_name, f"parameter {spec.name!r} of a {class_name}"
+    groups = (spec.group_name, *spec.replicate_groups)
+    label = f"parameter {spec.name!r} of a {class_name}"
     layout = spec.layout
 
     def gather(module: nn.Module) -> Tensor | None:
@@ -275,12 +281,14 @@ def _gathering_property(spec: ParamShardSpec, class_name: str) -> property:
             shard = param.to_local()
             traced: Tensor = layout.rows_back(
                 torch.ops.zpasses.unshard(
-                    layout.rows_first(shard), rows, param_dtype, reduce_dtype, group
+                    layout.rows_first(shard), rows, param_dtype, reduce_dtype, *groups
                 )
             )
             return traced if layout.inner_mesh is None else layout.wrap_piece(traced, param.shape)
         full = layout.rows_back(
-            torch.ops.zpasses.unshard(to_local_shard(param), rows, param_dtype, reduce_dtype, group)
+            torch.ops.zpasses.unshard(
+                to_local_shard(param), rows, param_dtype, reduce_dtype, *groups
+            )
         )
         if layout.inner_mesh is None:
             return _guard(full, label)

@@ -133,7 +133,8 @@ def check_owner(value: DTensor, param: DTensor, what: str) -> None:
         "let each rank save and load a file of its own. For the model, zpasses.full_state_dict(...)"
         " and zpasses.save_safetensors(...) give the whole parameters."
     )
-    report_failure([compat.group_name(mesh.get_group())], "", error, doing="loading saved shards")
+    groups = [compat.group_name(mesh.get_group(dim)) for dim in range(mesh.ndim)]
+    report_failure(groups, "", error, doing="loading saved shards")
     raise error
 
 

@@ -76,7 +76,10 @@ def shard(
     remaining parameters.
 
     Args:
-        mesh: one-dimensional; its size is the number of shards.
+        mesh: one-dimensional; its size is the number of shards. With two dimensions, which need
+            names, sharding is hybrid: the first has replicas of the model, the second the shards of
+            each. Parameters are gathered within a replica, and gradients are averaged over all
+            ranks of the mesh. Parameters become DTensors with placements `Replicate(), Shard(0)`.
         param_dtype: gather and compute in this dtype, e.g. torch.bfloat16. The shards, and so the
             optimizer, keep their dtype. Inputs are not cast: pass them in this dtype.
         reduce_dtype: reduce gradients in this dtype; None reduces in the dtype in which they were
@@ -109,11 +112,15 @@ def shard(
         _check_module(path, module, ignored)
     _check_parameters(places, params, mesh, pack_mb)
     names = {key: found[0][0] for key, found in places.items()}
-    layouts = layouts_of(params, names, mesh, shard_placement_fn, grad_divide_factor)
+    hybrid_mesh = mesh if mesh.ndim == 2 else None
+    shard_mesh = mesh if hybrid_mesh is None else compat.submesh_of_dimension(mesh, 1)
+    layouts = layouts_of(
+        params, names, shard_mesh, hybrid_mesh, shard_placement_fn, grad_divide_factor
+    )
     _check_tied(places, params, layouts)
     mark_ignored(ignored_params)
 
-    group = compat.group_name(mesh.get_group())
+    group = compat.group_name(shard_mesh.get_group())
     specs: dict[nn.Module, list[ParamShardSpec]] = {}
     while params:
         batch = next_batch(params, layouts, pack_mb)
@@ -302,11 +309,17 @@ def _check_arguments(mesh: Any, param_dtype: Any, reduce_dtype: Any) -> None:
             f"mesh is a {type(mesh).__name__}; expected a DeviceMesh, e.g. "
             "init_device_mesh('cuda', (world_size,))."
         )
-    if mesh.ndim != 1:
+    if mesh.ndim > 2:
         raise ShardingError(
-            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}; sharding over more than "
-            "one (hybrid sharding) is not supported yet. Pass the one-dimensional submesh to shard "
-            "over, e.g. mesh['shard']."
+            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}; expected one, or two "
+            "for hybrid sharding (replicate, shard). Pass the submesh to shard over, e.g. "
+            "mesh['shard'] or mesh['replicate', 'shard']."
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ShardingError(
+            f"mesh has two dimensions of sizes {tuple(mesh.shape)} without names; hybrid sharding "
+            "needs names, e.g. init_device_mesh('cuda', (2, 4), mesh_dim_names=('replicate', "
+            "'shard'))."
         )
     for label, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

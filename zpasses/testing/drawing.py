@@ -35,16 +35,20 @@ OPTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "plan_for_overlap": (False, True),
     },
     "overlap": {},
+    "average-replicas": {},
     "defer-reduction": {},
 }
 """Pass -> option -> values to draw; the default stands first. The passes that are missing need a
 device or a copy engine.
 """
 
+_LATER = ("bucket", "overlap", "average-replicas", "defer-reduction")
+
 _LEVELS = {
     "cache-params": Level.FORWARD,
     "bucket": Level.PARTITIONED,
     "overlap": Level.PARTITIONED,
+    "average-replicas": Level.BACKWARD,
     "defer-reduction": Level.BACKWARD,
 }
 """Levels of passes that are not at the joint level."""
@@ -67,12 +71,26 @@ def draw_param(choose: Choose) -> ParamSpec:
 
 
 def draw_joint_recipe(
-    choose: Choose, *, max_params: int = 4, world_sizes: Sequence[int] = WORLD_SIZES
+    choose: Choose,
+    *,
+    max_params: int = 4,
+    world_sizes: Sequence[int] = WORLD_SIZES,
+    replicas: Sequence[int] = (1,),
 ) -> JointRecipe:
-    """Draw joint graphs for all ranks of a world."""
+    """Draw joint graphs for all ranks of a world.
+
+    Args:
+        choose: picks a value.
+        max_params: largest number of parameters.
+        world_sizes: the numbers of ranks to draw from.
+        replicas: the numbers of replicas to draw from. Those that do not divide the number of ranks
+            are left out; one of them must.
+    """
     count = choose(range(1, max_params + 1))
     params = tuple(draw_param(choose) for _ in range(count))
-    return JointRecipe(params, choose(world_sizes), choose((False, True)))
+    world_size, interleaved = choose(world_sizes), choose((False, True))
+    fitting = [each for each in replicas if world_size % each == 0]
+    return JointRecipe(params, world_size, interleaved, choose(fitting))
 
 
 def draw_pipeline(
@@ -96,7 +114,7 @@ def draw_pipeline(
     if "gather-params" in names:
         kept = choose(("", "reshard-after-forward", "cache-params"))
         names += [kept] if kept else []
-    names += [name for name in ("bucket", "overlap", "defer-reduction") if choose((False, True))]
+    names += [name for name in _LATER if choose((False, True))]
     return ",".join(
         name + _drawn_options(choose, name)
         for name in names

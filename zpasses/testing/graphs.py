@@ -7,12 +7,14 @@ stay small integers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zpasses import compat
 from zpasses.graph.ops import rows_per_rank
 from zpasses.pipeline.pipeline import Pass, Pipeline
 from zpasses.testing.capture import trace_joint
@@ -40,6 +42,9 @@ class ParamSpec:
     """How many times the graph reads it."""
     group: str = "0"
     """The process group over which it is sharded."""
+    replicate_group: str | None = None
+    """The process group of the ranks with equal shards, over which its gradient is averaged; None
+    without replicas."""
 
     def shard(self, rank: int, world_size: int) -> Tensor:
         """The zeros that stand for one rank's shard when a graph is traced."""
@@ -52,8 +57,9 @@ class ParamSpec:
     def read(self, shard: Tensor) -> Tensor:
         """The full parameter, in the dialect."""
         rows = self.shape[0] if self.shape else 0
+        groups = (self.group, *([] if self.replicate_group is None else [self.replicate_group]))
         full: Tensor = torch.ops.zpasses.unshard(
-            shard, rows, self.param_dtype, self.reduce_dtype, self.group
+            shard, rows, self.param_dtype, self.reduce_dtype, *groups
         )
         return full
 
@@ -114,14 +120,42 @@ class JointRecipe:
     world_size: int
     interleaved: bool = False
     """As for `joint_graph`."""
+    replicas: int = 1
+    """Number of replicas. Each is sharded over world_size / replicas consecutive ranks."""
 
     def graphs(self) -> list[fx.GraphModule]:
         """Trace the graph of each rank. Call it outside of any world."""
         graphs = []
         for rank in range(self.world_size):
             with fake_world(self.world_size, rank):
-                graphs.append(joint_graph(self.params, interleaved=self.interleaved))
+                graphs.append(self._graph())
         return graphs
+
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """Process group -> its ranks, as `simulate` and `assert_equal_bits` take them. Call it
+        outside of any world.
+        """
+        found = {"0": tuple(range(self.world_size))}
+        for rank in range(self.world_size if self.replicas > 1 else 0):
+            with fake_world(self.world_size, rank):
+                for name in _group_names(self._mesh()):
+                    found[name] = tuple(compat.group_ranks(name))
+        return found
+
+    def _mesh(self) -> DeviceMesh:
+        shape = (self.replicas, self.world_size // self.replicas)
+        return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+    def _graph(self) -> fx.GraphModule:
+        """Trace the graph of the rank of this world."""
+        if self.replicas == 1:
+            return joint_graph(self.params, interleaved=self.interleaved)
+        mesh = self._mesh()
+        across, inside = _group_names(mesh)
+        params = [replace(param, group=inside, replicate_group=across) for param in self.params]
+        return joint_graph(
+            params, mesh.get_local_rank(1), mesh.size(1), interleaved=self.interleaved
+        )
 
     def run_pipeline(
         self, pipeline: Pipeline | Pass | str
@@ -139,6 +173,11 @@ class JointRecipe:
         before, after = [], []
         for rank in range(self.world_size):
             with fake_world(self.world_size, rank):
-                before.append(joint_graph(self.params, interleaved=self.interleaved))
+                before.append(self._graph())
                 after.append(run_pipeline(before[-1], pipeline).graph)
         return before, after
+
+
+def _group_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Names of this rank's process groups, by dimension of the mesh."""
+    return tuple(compat.group_name(mesh.get_group(dim)) for dim in range(mesh.ndim))

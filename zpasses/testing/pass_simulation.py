@@ -20,11 +20,11 @@ from torch import Tensor, fx
 from zpasses import compat
 from zpasses.errors import PassError
 from zpasses.graph.nodes import collectives, value_of
-from zpasses.graph.ops import REDUCE_GRAD, UNSHARD, rows_per_rank
+from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD, UNSHARD, rows_per_rank
 from zpasses.pipeline.simulation import PassCheck
 from zpasses.testing.capture import copy_graph
 from zpasses.testing.compare import check_equal, random_inputs
-from zpasses.testing.semantics import Semantics, reduce
+from zpasses.testing.semantics import Semantics, average_grad, reduce
 from zpasses.testing.simulator import simulate
 
 __all__ = ["start_simulation"]
@@ -230,7 +230,11 @@ def _padded(value: Tensor, rows: int) -> Tensor:
     return torch.cat([value, missing])
 
 
-_SEMANTICS: Mapping[Any, Semantics] = {UNSHARD: _unshard, REDUCE_GRAD: _reduce_grad}
+_SEMANTICS: Mapping[Any, Semantics] = {
+    UNSHARD: _unshard,
+    REDUCE_GRAD: _reduce_grad,
+    AVERAGE_GRAD: average_grad,
+}
 """The dialect with this rank's number of rows on every simulated rank."""
 
 

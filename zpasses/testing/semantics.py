@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zpasses.graph.ops import rows_per_rank
 
-__all__ = ["SEMANTICS", "Semantics"]
+__all__ = ["SEMANTICS", "Semantics", "average_grad", "reduce"]
 
 Semantics = Callable[[Sequence[Tensor], Sequence[Mapping[str, Any]]], Sequence[Tensor]]
 """(one input per rank, each rank's call arguments by name) -> one output per rank. No output
@@ -91,6 +91,11 @@ def _reduce_grad(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -
     ]
 
 
+def average_grad(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    total = reduce(inputs, "avg")
+    return [total.to(calls[0]["dtype"], copy=True) for _ in inputs]
+
+
 def reduce(inputs: Sequence[Tensor], reduce_op: str) -> Tensor:
     """Combine in rank order; "avg" divides after the sum."""
     if reduce_op == "avg":
@@ -146,6 +151,7 @@ SEMANTICS: Mapping[str, Semantics] = {
     "all_to_all_single": _all_to_all,
     "unshard": _unshard,
     "reduce_grad": _reduce_grad,
+    "average_grad": average_grad,
 }
 """Reference implementations by op name, without the suffixes `_coalesced`, `_out` and `_`, which
 only change where outputs go.

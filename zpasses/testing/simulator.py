@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from zpasses import compat
 from zpasses.errors import ZpassesError
 from zpasses.graph.nodes import Collective
-from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.ops import AVERAGE_GRAD, DIALECT, REDUCE_GRAD, UNSHARD
 from zpasses.testing.semantics import SEMANTICS, Semantics
 
 __all__ = ["RankRun", "SimulationError", "simulate"]
@@ -54,7 +54,7 @@ def simulate(
     """Run one graph per rank, all in this process, with real collectives between them.
 
     The simulator supports the functional collectives (plain, coalesced, in place and `out=`) and
-    the dialect's `unshard` and `reduce_grad`, so a graph can run before and after it is lowered.
+    the dialect's operators, so a graph can run before and after it is lowered.
     Reductions add in rank order; "avg" divides after the sum. Collectives are asynchronous: before
     `wait_tensor`, nothing may read what a collective writes or write what it reads. Values are
     freed at their last use. No process group is needed.
@@ -366,7 +366,7 @@ class _Rank:
         self._board.post(call)
         started = [_Started(call, i, source) for i, source in enumerate(inputs)]
         self._in_flight.extend(started)
-        if target in (UNSHARD, REDUCE_GRAD):
+        if target in DIALECT:
             return (yield from self._wait(started[0]))
         return started if isinstance(given, (list, tuple)) else started[0]
 
@@ -500,6 +500,8 @@ def _local_result(target: Any, source: Tensor, arguments: Mapping[str, Any]) -> 
         return source.new_empty(
             (arguments["shard_rows"], *source.shape[1:]), dtype=arguments["dtype"]
         )
+    if target is AVERAGE_GRAD and source.numel() == 0:
+        return source.to(arguments["dtype"], copy=True)
     return None
 
 

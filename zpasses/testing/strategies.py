@@ -72,15 +72,21 @@ def joint_recipes(
     *,
     max_params: int = 4,
     world_sizes: Sequence[int] = WORLD_SIZES,
+    replicas: Sequence[int] = (1,),
 ) -> JointRecipe:
     """Joint graphs for all ranks of a world: `recipe.graphs()` traces them.
 
     Args:
         max_params: largest number of parameters.
         world_sizes: the numbers of ranks to draw from.
+        replicas: the numbers of replicas to draw from, of those that divide the number of ranks.
+            With several, `simulate` and `assert_equal_bits` need `recipe.groups()`.
     """
     return draw_joint_recipe(
-        lambda values: draw(st.sampled_from(values)), max_params=max_params, world_sizes=world_sizes
+        lambda values: draw(st.sampled_from(values)),
+        max_params=max_params,
+        world_sizes=world_sizes,
+        replicas=replicas,
     )
 
 

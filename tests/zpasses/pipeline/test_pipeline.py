@@ -209,6 +209,7 @@ CHANGED = {
     "keep": "nothing",
     "reduction_group": "own",
     "plan_for_overlap": True,
+    "part": "average",
     "min_mb": 7.0,
     "min_hidden": 0.7,
 }

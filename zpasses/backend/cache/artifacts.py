@@ -12,6 +12,7 @@ import logging
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from uuid import uuid4
 
 from torch import fx
@@ -91,16 +92,20 @@ class Entry:
     answers: Answers = field(default_factory=dict)
     """What the votes of the passes came to."""
 
-    def fingerprint(self) -> str:
-        """Equal on all ranks that compiled the graph together."""
+    def answers_of(self, group: str) -> Answers:
+        """What the votes of one process group came to."""
+        return {key: each for key, each in self.answers.items() if key[0] == group}
+
+    def fingerprint(self, group: str) -> str:
+        """Equal on all ranks of a process group that compiled the graph together."""
         assert self.forward is not None
-        parts = [
-            sorted((*key, each) for key, each in self.answers.items()),
-            [(group, each.lines) for group, each in self.forward.sequences.items()],
+        parts: list[Any] = [
+            sorted((asked, each) for (_, asked), each in self.answers_of(group).items()),
             self.forward.kind,
         ]
-        if self.backward is not None:
-            parts.append([(key, each.lines) for key, each in self.backward.sequences.items()])
+        for facts in (self.forward, self.backward):
+            sequence = facts.sequences.get(group) if facts is not None else None
+            parts.append(sequence.lines if sequence is not None else None)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 

@@ -74,8 +74,9 @@ def refusal(
             return f"pass {each.name!r} is not one of zpasses; nothing tells when it changes"
         if not each.is_cacheable():
             return f"pass {str(each)!r} sets up collectives when it runs"
-    if sum(map(has_other_ranks, captured.groups)) > 1:
-        return f"the graph communicates over several groups ({', '.join(captured.groups)})"
+    if not captured.has_one_mesh and sum(map(has_other_ranks, captured.groups)) > 1:
+        groups = ", ".join(captured.groups)
+        return f"the graph communicates over groups of several meshes ({groups})"
     return compat.artifacts_refusal(captured.gm, [local_shard], options.inductor)
 
 

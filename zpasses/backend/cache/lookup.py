@@ -40,20 +40,27 @@ def find_artifacts(
     found = GraphArtifacts.read(key.digest)
     if isinstance(found, GraphArtifacts):
         found = _loaded(found, free_bytes, load)
-    mine = found.entry.fingerprint() if isinstance(found, GraphArtifacts) else None
     question = f"compile cache {key.question}"
+    agreed = []
+    # With hybrid sharding, the first group tells the ranks of each replica whether one of them has
+    # no entry, and the second tells it to all replicas.
     for group in groups:
+        mine = found.entry.fingerprint(group) if isinstance(found, GraphArtifacts) else None
         asked_before = is_remembered(group, question)
         answers = exchange(group, "taking a graph from the compile cache", mine, remember=question)
         if isinstance(found, str) or asked_before:
             continue
         other = next((at for at, each in enumerate(answers) if each != mine), None)
         if other is None:
-            restore_answers(found.entry.answers)
+            agreed.append(group)
         else:
             has = "no entry" if answers[other] is None else "another entry"
             found = f"rank {compat.group_ranks(group)[other]} has {has}"
-    if isinstance(found, GraphArtifacts) and not are_remembered(found.entry.answers):
+    if isinstance(found, str):
+        return found
+    for group in agreed:
+        restore_answers(found.entry.answers_of(group))
+    if not are_remembered(found.entry.answers):
         return "the ranks have not agreed on its schedule since they started"
     return found
 

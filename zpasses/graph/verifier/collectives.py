@@ -11,7 +11,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.errors import PassError
-from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.ops import DIALECT
 from zpasses.graph.verifier.operators import (
     GETITEM,
     REDUCE_OPS,
@@ -55,7 +55,7 @@ def _waiting_error(version: GraphVersion, node: fx.Node) -> str | None:
     tensor that they write; `zpasses.graph.verifier.memory` looks at them.
     """
     record = version.record(node)
-    if record.target in (UNSHARD, REDUCE_GRAD) or written_arguments(record.target):
+    if record.target in DIALECT or written_arguments(record.target):
         return None
     readers = list(version.users(node))
     if not isinstance(record.value, (list, tuple)):

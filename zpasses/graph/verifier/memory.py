@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from zpasses.errors import PassError
 from zpasses.graph.nodes import nbytes
-from zpasses.graph.ops import REDUCE_GRAD, UNSHARD
+from zpasses.graph.ops import DIALECT
 from zpasses.graph.verifier.operators import (
     GETITEM,
     WAIT,
@@ -169,7 +169,7 @@ def _hazards(version: GraphVersion) -> Iterator[_Hazard]:
                 yield _Hazard(node, owner, text)
         if record.target is WAIT:
             _finish(aliases.roots(node), writing, reading)
-        elif is_collective(record.target) and record.target not in (UNSHARD, REDUCE_GRAD):
+        elif is_collective(record.target) and record.target not in DIALECT:
             outputs = written or aliases.roots(node)
             writing.update(dict.fromkeys(outputs, node))
             reads = frozenset[Root]().union(*map(aliases.roots, version.inputs(node)))

@@ -135,6 +135,7 @@ CHANGES = {
     "verify": "off",
     "backwards_per_step": 2,
     "grad_accum_dtype": torch.float32,
+    "grad_accum": "shards",
     "inductor": {"max_autotune": True},
 }
 """Option -> another value. Options that only matter when code runs are in UNCHANGED."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
 from zpasses.backend.cache import artifacts, key
@@ -55,7 +56,16 @@ SIGNS = {
 }
 
 
-def start(folder, options=None, *, lengths=(4, 4, 4), evaluate=False, dynamic=False, patch=None):
+def start(
+    folder,
+    options=None,
+    *,
+    lengths=(4, 4, 4),
+    evaluate=False,
+    dynamic=False,
+    patch=None,
+    mesh=world_mesh,
+):
     """Train for a few steps; returns the losses, the parameters, and what the cache did."""
     os.environ["ZPASSES_CACHE_DIR"] = str(folder)
     observers._observers.clear()  # that of all tests keeps graphs out of the cache
@@ -66,7 +76,7 @@ def start(folder, options=None, *, lengths=(4, 4, 4), evaluate=False, dynamic=Fa
     log.setLevel(logging.INFO)
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = zpasses.shard(Net(), mesh=world_mesh())
+    model = zpasses.shard(Net(), mesh=mesh())
     step = torch.compile(model, backend="zpasses", options=options or {}, dynamic=dynamic or None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
@@ -185,11 +195,28 @@ def test_a_rank_with_a_cold_cache_makes_all_compile(tmp_path):
     assert (both, said) == (cold, [["hit"], ["hit"]])
 
 
+def hybrid_mesh():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def test_replicas_take_graphs_from_the_cache_together(tmp_path):
+    """A rank without an entry makes the other replica compile, too."""
+    kinds = {"mesh": hybrid_mesh, "ranks": 4}
+    cold, said = starts(tmp_path / "cache", **kinds)
+    assert [words(each) for each in said] == [COLD] * 4
+    warm, said = starts(tmp_path / "cache", **kinds)
+    assert (warm, said) == (cold, [["hit"]] * 4)
+    other, said = starts(tmp_path / "cache", patch=without_own_entry, **kinds)
+    assert other == cold
+    assert [words(each) for each in said] == [COLD] * 4
+    assert "rank 1 has no entry" in said[0][0]
+
+
 def other_answers():
     """On rank 1, the entry is of a compile in which the ranks agreed on another schedule."""
     original = artifacts.Entry.fingerprint
     rank = dist.get_rank()
-    artifacts.Entry.fingerprint = lambda self: f"{original(self)} {rank}"
+    artifacts.Entry.fingerprint = lambda self, group: f"{original(self, group)} {rank}"
 
 
 @pytest.mark.slow(quick="test_a_rank_with_a_cold_cache_makes_all_compile")
