@@ -37,7 +37,7 @@ const COLUMNS = [
     value: (each) => each.node.params[0] || "",
     text: (each) =>
       each.node.params.length > 1
-        ? [middleCut(each.node.params[0]), ` +${each.node.params.length - 1}`]
+        ? [middleCut(each.node.params[0]), `\u00a0+${each.node.params.length - 1}`]
         : each.node.params[0]
           ? middleCut(each.node.params[0])
           : "",

@@ -443,7 +443,7 @@ function exposedTable(graph, stalls) {
               {},
               nodeLink(stall.collective.node),
             ),
-            el("td", {}, paramLine(stall.collective.node)),
+            el("td", { class: "wrap" }, paramLine(stall.collective.node)),
             el("td", {}, nodeLink(graph.node(stall.at) || stall.collective.node)),
           ),
         ),
