@@ -222,7 +222,9 @@ function runLine(step) {
 function comparePeaks() {
   const at = `${compiles.indexOf(current.compile)}/${state.graph}/${state.step}`;
   state.view = { ...state.view, with: at, other: "" };
-  go({ step: current.data.steps.indexOf(current.before.step), tab: "compare", node: null });
+  let step = state.step - 1;
+  while (step > 0 && !current.compile.at(current.data, step)) step--;
+  go({ step, tab: "compare", node: null });
 }
 
 // Returns rows {before, after, kinds}. A node that was not moved is one row with both sides set.
