@@ -51,7 +51,7 @@ from zpasses.pipeline.recorder import note
 from zpasses.ranks.reduction_groups import reduction_group
 from zpasses.ranks.vote import exchange
 
-_MIB, _GIB = float(1 << 20), float(1 << 30)
+_MIB = float(1 << 20)
 _log = logging.getLogger("zpasses")
 
 
@@ -196,10 +196,10 @@ def _summary(problem: ScheduleProblem, planned: Planned, adopted: Plan) -> str:
     gathers = sum(problem.jobs[members[0]].is_gather for members in adopted.launches)
     cost = planned.cost
     return (
-        f"{len(problem.jobs)} collectives in {gathers} launches of gathers and "
+        f"{len(problem.jobs)} collectives in launches: {gathers} of gathers and "
         f"{len(adopted.launches) - gathers} of reductions; predicted {cost.total_us / 1e3:.2f} ms, "
         f"of which {cost.waited_us / 1e3:.2f} ms wait, bound {planned.bound.total_us / 1e3:.2f} "
-        f"ms; peak {cost.peak_bytes / _GIB:.2f} of {planned.limit_bytes / _GIB:.2f} GiB"
+        f"ms; peak {cost.peak_bytes / _MIB:,.1f} of {planned.limit_bytes / _MIB:,.1f} MiB"
     )
 
 

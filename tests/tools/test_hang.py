@@ -103,7 +103,7 @@ def test_ranks_that_wait_in_a_vote_are_told_from_those_in_a_collective(tmp_path)
     assert survivor.result == "raised", survivor
     text, data = text_and_data(tmp_path / "dump")
     assert data["groups"] == []
-    assert "Rank 0 waits for other ranks in a vote, and rank 1 did not come." in text
+    assert "Rank 0 waited for other ranks in a vote that failed, and rank 1 did not come." in text
 
 
 # --- the file of progress -------------------------------------------------------------------------
@@ -151,6 +151,37 @@ def write_progress(folder, rank, *, collectives, waits=None, activity=""):
 
 def inspection(tmp_path, **more):
     return Inspection(replace(a_dump(**more), path=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("activities", "said"),
+    [
+        (
+            ("waiting for other ranks at the schedule", "after graph 0/0 forward"),
+            "Rank 0 waits for other ranks in a vote, and rank 1 did not come.",
+        ),
+        (
+            (
+                "in an error after waiting for other ranks to reach the schedule",
+                "in an error after waiting for other ranks to compile",
+            ),
+            "Ranks 0, 1 waited for other ranks in a vote that failed.",
+        ),
+        (
+            (
+                "waiting for other ranks at the schedule",
+                "in an error after waiting for other ranks to compile",
+            ),
+            "Rank 0 waits for other ranks in a vote.\nRank 1 waited for other ranks in a vote that "
+            "failed.",
+        ),
+    ],
+    ids=["one waits", "both failed", "one failed"],
+)
+def test_ranks_whose_vote_failed_do_not_wait(tmp_path, activities, said):
+    for rank, activity in enumerate(activities):
+        write_progress(tmp_path, rank, collectives=0, activity=activity)
+    assert said in str(inspection(tmp_path).hang())
 
 
 def test_every_line_of_a_file_of_progress_stays_in_its_place(tmp_path):

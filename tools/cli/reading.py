@@ -11,6 +11,7 @@ from zpasses.inspect import CollectiveRows, Inspection, Limits, NodeFilter
 from zpasses.inspect import open as open_dump
 from zpasses.inspect.collectives_page import SORTS
 from zpasses.inspect.json_text import batched, json_pieces
+from zpasses.inspect.rank_agreement import ranks_that_differ
 from zpasses.tools.cli.common import (
     CommandError,
     as_json,
@@ -387,12 +388,15 @@ def html(
 ) -> None:
     """Write the whole dump as one page that needs neither network nor server.
 
-    With a second dump, or with --ranks, the page also compares the two. With --trace, it shows
-    measured times beside the predicted ones.
+    With a second dump, or with --ranks, the page also compares the two. Of ranks that run
+    different collectives, it shows two without being asked. With --trace, it shows measured times
+    beside the predicted ones.
     """
     if ranks is not None and (other is not None or rank is not None):
         raise CommandError("--ranks compares ranks of one dump; omit the second dump and --rank.")
     first = _open(dump, ranks[0] if ranks else rank, compile_name, limits)
+    if ranks is None and other is None and rank is None:
+        ranks = ranks_that_differ(first.dump)
     others = []
     if ranks is not None:
         others.append(Inspection(first.dump, ranks[1], compile_name))

@@ -240,7 +240,10 @@ class _GraphCompiler:
         )
 
     def _compiling(self) -> AbstractContextManager[None]:
-        return compiling(self.name, list(self._captured.shards.values()))
+        ranks = self._options.dumping_ranks()
+        dumps = ranks is None or compat.global_rank() in ranks
+        folder = self._options.dump_folder() if dumps else None
+        return compiling(self.name, list(self._captured.shards.values()), folder)
 
     def _compile(self) -> Callable[..., Any]:
         gm, inputs = self._captured.gm, self._captured.inputs

@@ -177,7 +177,7 @@ def parse_object(text: str, where: str, work: Work) -> Record:
     """
     values = work.text(where, text)
     try:
-        loaded = json.loads(text, parse_constant=_no_constant)
+        loaded = _DECODER.decode(text)
         if "\\ud" in text.lower():
             json.dumps(
                 loaded, ensure_ascii=False
@@ -186,7 +186,8 @@ def parse_object(text: str, where: str, work: Work) -> Record:
         raise DamagedDumpError(
             f"{where}: is not JSON ({str(error) or type(error).__name__}). Dump or copy it again."
         ) from error
-    _check_depth(loaded, where, work.limits)
+    if text.count("[") + text.count("{") > work.limits.depth:  # else it cannot be deeper
+        _check_depth(loaded, where, work.limits)
     if not isinstance(loaded, dict):
         raise DamagedDumpError(f"{where}: is {_name(loaded)}; expected an object.")
     return Record(loaded, where, values)
@@ -194,6 +195,10 @@ def parse_object(text: str, where: str, work: Work) -> Record:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+"""`json.loads` would make one for each line."""
 
 
 def _check_depth(value: Any, where: str, limits: Limits) -> None:
@@ -292,7 +297,7 @@ class Record:
 
     def texts(self, key: str) -> tuple[str, ...]:
         value = self.items(key)
-        if not all(isinstance(item, str) for item in value):
+        if value and not all(isinstance(item, str) for item in value):
             raise self.fail(key, "a list of texts")
         return tuple(value)
 

@@ -26,7 +26,7 @@ from zpasses.dumps.describe import Describer, GraphDescriber, counts, plain_argu
 from zpasses.dumps.encode import json_line, python_source, snapshot_lines
 from zpasses.dumps.errors import DumpPathError
 from zpasses.dumps.runs import now, write
-from zpasses.errors import raising_line
+from zpasses.errors import AgreementError, raising_line
 from zpasses.graph.verifier import CHECKS
 from zpasses.pipeline.pipeline import Pass, PassRecord
 from zpasses.pipeline.recorder import Recorder, pass_options
@@ -351,7 +351,8 @@ def _failure(error: BaseException, where: str) -> dict[str, str]:
         "message": str(error)[:20_000],
         "where": where,
         "traceback": text[-50_000:],
-        "raised": raising_line(error)[:1_000],
+        # Ranks that disagree have no line that is to blame.
+        "raised": "" if isinstance(error, AgreementError) else raising_line(error)[:1_000],
     }
 
 

@@ -62,13 +62,19 @@ def _nothing(states: Mapping[int, RankState]) -> list[Table | Text | str]:
 
 
 def _votes(states: Mapping[int, RankState]) -> list[str]:
-    """Ranks that wait in a vote of zpasses, which uses no collective."""
-    voting = [rank for rank, state in states.items() if _VOTE in state.activity]
-    others = [rank for rank in states if rank not in voting]
-    if not voting:
-        return []
-    missing = f", and {_ranks(others, '')} did not come" if others else ""
-    return [f"{_ranks(voting).capitalize()} for other ranks in a vote{missing}."]
+    """Ranks that wait in a vote of zpasses, which uses no collective, or whose vote failed."""
+    said = {rank: state.activity for rank, state in states.items() if _VOTE in state.activity}
+    waiting = [rank for rank, activity in said.items() if activity.startswith(_VOTE)]
+    failed = [rank for rank in said if rank not in waiting]
+    absent = [rank for rank in states if rank not in said]
+    missing = f", and {_ranks(absent, '')} did not come" if absent else ""
+    found = []
+    if waiting:
+        found.append(f"{_ranks(waiting).capitalize()} for other ranks in a vote{missing}.")
+    if failed:
+        where = f"{_ranks(failed, '').capitalize()} waited for other ranks in a vote that failed"
+        found.append(f"{where}{'' if waiting else missing}.")
+    return found
 
 
 def _group_parts(hang: GroupHang) -> list[Table | Text | str]:

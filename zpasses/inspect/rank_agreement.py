@@ -13,7 +13,7 @@ from zpasses.inspect.listing import op_text, value_text
 from zpasses.inspect.modules import modules_of, modules_text
 from zpasses.inspect.shared import params_text
 
-__all__ = ["RankAgreement", "collective_text", "rank_agreements", "ranks_text"]
+__all__ = ["RankAgreement", "collective_text", "rank_agreements", "ranks_text", "ranks_that_differ"]
 
 _READ_NODES = 200_000
 """Nodes of all ranks' graphs up to which they are read if the ranks recorded no digest."""
@@ -74,9 +74,18 @@ def rank_agreements(dump: Dump) -> list[RankAgreement]:
     ]
 
 
-def _place(item: tuple[tuple[int, str], object]) -> tuple[int, bool]:
-    (order, name), _ = item
-    return order, name not in _EARLY
+def ranks_that_differ(dump: Dump) -> tuple[int, int] | None:
+    """Returns the lowest rank, and the lowest that runs other collectives than it in some graph;
+    None if no graph is known to differ.
+    """
+    first = min(dump.ranks, default=0)
+    found = [
+        ranks[0]
+        for each in rank_agreements(dump)
+        for ranks in each.alike
+        if first not in ranks and any(first in others for others in each.alike)
+    ]
+    return (first, min(found)) if found else None
 
 
 def _add_common_graphs(dump: Dump, found: dict[tuple[int, str], dict[int, Graph]]) -> None:

@@ -28,6 +28,7 @@ from zpasses.errors import AgreementError
 from zpasses.graph.nodes import Collective, collectives
 from zpasses.graph.sources import describe_source
 from zpasses.graph.tags import tag_of
+from zpasses.ranks.compiling import compiled_graph, how_to_compare
 from zpasses.ranks.run_order import RunEvent
 from zpasses.ranks.vote import Ballot, group_state, has_other_ranks, name_group, vote
 
@@ -129,7 +130,8 @@ def _compare(group: str, graph_name: str, sequence: CallSequence, timeout_s: flo
     mine, agreed = sequence.digest(), group_state(group).agreed
     if mine in agreed:
         return
-    ballot = {"graph": graph_name, "digest": mine, **asdict(sequence)}
+    dump = (compiled_graph() or {}).get("dump")
+    ballot = {"graph": graph_name, "digest": mine, "dump": dump, **asdict(sequence)}
     ranks = compat.group_ranks(group)
 
     def combine(ballots: Sequence[Ballot]) -> Ballot:
@@ -155,8 +157,7 @@ def _first_difference(group: str, rank_a: int, a: Ballot, rank_b: int, b: Ballot
         f"collectives) but {_said(b, at)} on rank {rank_b} (graph {b['graph']}, {len(lines_b)} "
         "collectives). "
         "Every rank must take the same branches and read the same parameters in the same order. "
-        "To see the graphs, run with options={'dump': DIR, 'dump_ranks': 'all'}, and then: "
-        f"zpasses diff DIR --ranks {rank_a} {rank_b}"
+        + how_to_compare(rank_a, a.get("dump"), rank_b, b.get("dump"))
     )
 
 

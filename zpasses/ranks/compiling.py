@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["compiled_graph", "compiling", "graphs_differ"]
+__all__ = ["compiled_graph", "compiling", "graphs_differ", "how_to_compare"]
 
 _current: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
     "zpasses.compiled_graph", default=None
@@ -16,14 +17,15 @@ _MOST = 4
 
 
 @contextlib.contextmanager
-def compiling(name: str, params: Sequence[str]) -> Iterator[None]:
+def compiling(name: str, params: Sequence[str], dump: str | None = None) -> Iterator[None]:
     """Context manager: votes inside it are about the compile of a graph.
 
     Args:
         name: of the graph, such as `0/0`.
         params: names of the sharded parameters that it reads.
+        dump: folder that this rank writes the graph into; None if it does not.
     """
-    token = _current.set({"name": name, "params": list(params)})
+    token = _current.set({"name": name, "params": list(params), "dump": dump})
     try:
         yield
     finally:
@@ -58,10 +60,26 @@ def graphs_differ(
         said = [
             f"Rank {rank} compiles graph {graph['name']}, and rank {other_rank} {other['name']}."
         ]
+    return f" {' '.join(said)} " + how_to_compare(
+        rank, graph.get("dump"), other_rank, other.get("dump")
+    )
+
+
+def how_to_compare(rank: int, dump: str | None, other_rank: int, other_dump: str | None) -> str:
+    """Returns a sentence with the command that shows how the graphs of two ranks differ.
+
+    Args:
+        rank: one of the ranks.
+        dump: folder that it writes its graphs into; None if it does not.
+        other_rank: the other rank.
+        other_dump: the folder of the other rank.
+    """
     low, high = sorted((rank, other_rank))
+    if dump and dump == other_dump:
+        return f"To see the graphs: zpasses diff {shlex.quote(dump)} --ranks {low} {high}"
     return (
-        f" {' '.join(said)} To see the graphs, run with options={{'dump': DIR, 'dump_ranks': "
-        f"'all'}}, and then: zpasses diff DIR --ranks {low} {high}"
+        "To see the graphs, run with options={'dump': DIR, 'dump_ranks': 'all'}, and then: "
+        f"zpasses diff DIR --ranks {low} {high}"
     )
 
 

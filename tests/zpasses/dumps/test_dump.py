@@ -78,7 +78,7 @@ def test_a_dump_holds_every_graph_before_and_after_every_pass(tmp_path):
         if step.run and step.run.name == "schedule"
     )
     assert scheduled.notes[0].startswith("schedule: ")
-    assert "4 collectives in 0 launches of gathers and 1 of reductions" in scheduled.notes[0]
+    assert "4 collectives in launches: 0 of gathers and 1 of reductions" in scheduled.notes[0]
     gathers = [
         node
         for node in joint.last.snapshot.nodes

@@ -1,17 +1,32 @@
 """Which ranks of a dump agree, and where the first difference is."""
 
-from dataclasses import replace
+import json
+import re
+from dataclasses import dataclass, replace
 
 import pytest
+from click.testing import CliRunner
 
-from tests.zpasses.inspect.graphs import chain, dump_of, graph_of, two_gathers
+from tests.zpasses.inspect.graphs import chain, dump_of, graph_of, node, snapshot, two_gathers
 from tests.zpasses.inspect.real import dump_training_step
 from tests.zpasses.inspect.test_real_dump import ExtraParameter
 from tests.zpasses.inspect.test_report import browser, needs_browser, one, page  # noqa: F401
 from zpasses.dumps.format import Agreement, Dump
 from zpasses.inspect import Inspection
 from zpasses.inspect import open as open_dump
-from zpasses.inspect.rank_agreement import rank_agreements, ranks_text
+from zpasses.inspect.rank_agreement import rank_agreements, ranks_text, ranks_that_differ
+from zpasses.tools.cli.main import cli
+
+
+@dataclass
+class Side:
+    """Two inspections on one page."""
+
+    first: Inspection
+    second: Inspection
+
+    def html(self):
+        return self.first.html(self.second)
 
 
 def ranks_of(*graphs):
@@ -104,6 +119,33 @@ def test_the_page_says_which_ranks_differ(page, disagreeing):  # noqa: F811
     text = one(page(disagreeing), ".failure").text
     assert "Ranks run different collectives" in text
     assert "Only on rank 1: scale." in text
+
+
+@needs_browser
+def test_ranks_that_differ_are_compared_in_one_click(page, disagreeing):  # noqa: F811
+    both = ranks_that_differ(disagreeing.dump)
+    assert both == (0, 1)
+    shown = page(Side(disagreeing, Inspection(disagreeing.dump, 1)))
+    one(shown, ".failure button", "Compare these ranks").click()
+    assert "scale" in one(shown, ".cell.after.inserted").text
+
+
+def test_ranks_that_agree_are_not_compared():
+    assert ranks_that_differ(ranks_of(*[forward(two_gathers())] * 3)) is None
+    assert ranks_that_differ(ranks_of(forward(two_gathers()), None)) is None
+    other = forward(snapshot(node(0, "output", "output", op="output")))
+    assert ranks_that_differ(ranks_of(forward(two_gathers()), forward(two_gathers()), other)) == (
+        0,
+        2,
+    )
+
+
+def test_the_page_of_ranks_that_differ_has_both(disagreeing, tmp_path):
+    written = tmp_path / "page.html"
+    done = CliRunner().invoke(cli, ["html", str(disagreeing.dump.path), "-o", str(written)])
+    assert done.exit_code == 0, done.output
+    data = re.search(r'id="data"[^>]*>(.*?)</script>', written.read_text(), re.DOTALL)
+    assert [each["rank"] for each in json.loads(data[1])["compiles"]] == [0, 1]
 
 
 def test_a_compile_that_failed_on_all_ranks_is_compared_on_all_of_them():

@@ -172,6 +172,16 @@ def test_next_change_goes_from_block_to_block(page):  # noqa: F811
 
 
 @needs_browser
+def test_why_the_peak_changed_is_one_click(page):  # noqa: F811
+    shown = page(Inspection(small_dump()), "0/forward/2/memory/")
+    one(shown, ".runline button", "Why?").click()
+    first, second = (each.text for each in all_of(shown, ".compared thead th.right")[:2])
+    assert "bucket" in first
+    assert "overlap" in second  # what the pass added is new
+    assert "v" in one(shown, ".peak-delta", "new at the peak").text
+
+
+@needs_browser
 @pytest.mark.parametrize("width", [390, 640, 1280, 1920])
 def test_every_view_fits_the_width(page, width):  # noqa: F811
     shown = page(Inspection(small_dump()))
@@ -181,8 +191,8 @@ def test_every_view_fits_the_width(page, width):  # noqa: F811
         for tab in ("overview", "diff", "memory", "timeline", "collectives", "listing", "source"):
             shown.execute_script(f"go({{tab: '{tab}', node: 6, step: 2}})")
             assert shown.execute_script("return document.documentElement.scrollWidth") == width
-            reach = "const t = document.getElementById('tab-source'); t.scrollIntoView();"
-            assert shown.execute_script(f"{reach} return t.getBoundingClientRect().right") <= width
+            last = "return document.getElementById('tab-compare').getBoundingClientRect().right"
+            assert shown.execute_script(last) <= width  # all tabs are visible without scrolling
         one(shown, ".detail button").click()
         if width < 700:
             assert not shown.execute_script("return document.querySelector('.nav').offsetHeight")

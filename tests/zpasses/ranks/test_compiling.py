@@ -31,3 +31,14 @@ def test_equal_parameters_and_other_graphs_are_said():
 def test_outside_of_compiles_nothing_is_said():
     assert compiled_graph() is None
     assert graphs_differ(0, None, 1, _graph("w")) == ""
+
+
+def test_a_dump_of_both_ranks_is_named():
+    def graph(*params, dump):
+        with compiling("0/0", params, dump):
+            return compiled_graph()
+
+    text = graphs_differ(1, graph("a.w", dump="my dump"), 0, graph("b.w", dump="my dump"))
+    assert text.endswith(" To see the graphs: zpasses diff 'my dump' --ranks 0 1")
+    text = graphs_differ(1, graph("a.w", dump=None), 0, graph("b.w", dump="my dump"))
+    assert text.endswith(SHOW)

@@ -130,7 +130,7 @@ function bufferTable(graph, alive, at) {
             el("td", { class: "right" }, bytesText(buffer.nbytes)),
             el(
               "td",
-              { title: buffer.params.join("\n") },
+              { class: "wrap", title: buffer.params.join("\n") },
               buffer.params.length > 1
                 ? `${buffer.params[0]} and ${buffer.params.length - 1} more`
                 : buffer.params[0] || "",

@@ -37,7 +37,7 @@ const COLUMNS = [
     value: (each) => each.node.params[0] || "",
     text: (each) =>
       each.node.params.length > 1
-        ? [middleCut(each.node.params[0]), ` +${each.node.params.length - 1}`]
+        ? [middleCut(each.node.params[0]), `\u00a0+${each.node.params.length - 1}`]
         : each.node.params[0]
           ? middleCut(each.node.params[0])
           : "",
@@ -127,6 +127,11 @@ const COLUMNS = [
   },
 ];
 
+// Whether a column of routes would repeat one word, and take the room of the parameters' names.
+function isOneRoute(all) {
+  return all.every((each) => each.node.collective.route === all[0].node.collective.route);
+}
+
 // Columns that make room for measured times. The panel of the node shows them too.
 const YIELDS = ["distance", "route"];
 
@@ -146,7 +151,8 @@ function drawCollectives(main) {
   const columns = COLUMNS.filter(
     (column) =>
       (!column.optional || all.some((each) => column.value(each))) &&
-      !(current.step.measured && YIELDS.includes(column.key)),
+      !(current.step.measured && YIELDS.includes(column.key)) &&
+      !(column.key === "route" && isOneRoute(all)),
   );
   let shown = [];
   const list = rowList({

@@ -196,6 +196,13 @@ function runLine(step) {
         {},
         `peak ${bytesText(before.step.peak[0])} → ${bytesText(after.step.peak[0])} `,
         delta(before.step.peak[0], after.step.peak[0]),
+        before.step.peak[0] !== after.step.peak[0] && [
+          " ",
+          button("Why?", comparePeaks, {
+            class: "link",
+            title: "The buffers that are new or gone at the peak, in Compare",
+          }),
+        ],
       ),
     before &&
       before !== after &&
@@ -209,6 +216,15 @@ function runLine(step) {
     el("span", { class: "muted" }, `checks: ${run.checks.join(", ") || "none"}`),
     run.notes.map((note) => el("p", {}, note)),
   );
+}
+
+// Compare with the graph before this pass on the left, so that what the pass added is new.
+function comparePeaks() {
+  const at = `${compiles.indexOf(current.compile)}/${state.graph}/${state.step}`;
+  state.view = { ...state.view, with: at, other: "" };
+  let step = state.step - 1;
+  while (step > 0 && !current.compile.at(current.data, step)) step--;
+  go({ step, tab: "compare", node: null });
 }
 
 // Returns rows {before, after, kinds}. A node that was not moved is one row with both sides set.

@@ -32,8 +32,39 @@ function ranksCard() {
         .split(/ (?=Only on rank |Shown by: )/)
         .filter(Boolean)
         .map((part) => el("p", {}, part)),
+      rankPair(each) &&
+        button("Compare these ranks", () => compareRanks(each.graph, rankPair(each)), {
+          class: "link",
+        }),
     ]),
   );
+}
+
+// The compiles on this page of a rank of the first set and of one of the second, or null.
+function rankPair({ compile, graph, alike }) {
+  const found = alike
+    .slice(0, 2)
+    .map((ranks) =>
+      compiles.find(
+        (each) =>
+          each.name === compile &&
+          ranks.includes(each.rank) &&
+          each.graphs.some((data) => data.name === graph),
+      ),
+    );
+  return found.length === 2 && found.every(Boolean) ? found : null;
+}
+
+function compareRanks(graph, [one, other]) {
+  const data = other.graphData(graph);
+  state.view = { ...state.view, with: `${compiles.indexOf(other)}/${graph}/${other.last(data)}` };
+  go({
+    compile: compiles.indexOf(one),
+    graph,
+    step: one.last(one.graphData(graph)),
+    tab: "compare",
+    node: null,
+  });
 }
 
 function rankNames(ranks) {

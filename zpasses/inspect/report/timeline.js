@@ -400,13 +400,13 @@ function timelineTooltip(graph, { span, collective, stall }) {
   ];
 }
 
-function paramLine(node) {
+function paramLine(node, most = 3) {
   if (!node.params.length) return null;
-  const rest = node.params.length - 3;
+  const rest = node.params.length - most;
   return el(
     "p",
-    { class: "muted" },
-    node.params.slice(0, 3).join(", "),
+    { class: "muted", title: node.params.join("\n") },
+    node.params.slice(0, most).join(", "),
     rest > 0 ? ` and ${rest} more` : "",
   );
 }
@@ -455,7 +455,7 @@ function exposedTable(graph, stalls) {
               {},
               nodeLink(stall.collective.node),
             ),
-            el("td", {}, paramLine(stall.collective.node)),
+            el("td", { class: "wrap" }, paramLine(stall.collective.node, 1)),
             el("td", {}, nodeLink(graph.node(stall.at) || stall.collective.node)),
           ),
         ),
