@@ -402,3 +402,14 @@ def test_torchs_structured_trace_receives_the_graphs_of_every_pass(monkeypatch):
     ]
     assert "all_gather_into_tensor" in artifacts["zpasses_02_joint_after_gather-params"]
     assert "all_gather_into_tensor" not in artifacts["zpasses_01_joint_before_joint_passes"]
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(zpasses.AgreementError, False), (zpasses.PassError, True)]
+)
+def test_ranks_that_disagree_have_no_line_that_raised(error, raised):
+    from zpasses.dumps import writer
+
+    with pytest.raises(error) as caught:
+        raise error("wrong")
+    assert bool(writer._failure(caught.value, "somewhere")["raised"]) is raised

@@ -40,7 +40,7 @@ def gathered_layers(*, odd=None, extra=None):
     nodes += [node(1 + at, f"shard_{at}", f"shard_{at}", op="placeholder") for at in range(LAYERS)]
     last = 0
     for layer in range(LAYERS):
-        at, param = 100 + 10 * layer, f"model.layers.{layer}.up.weight"
+        at, param = 100 + 10 * layer, f"model.layers.{layer}.up.base_layer.weight"
         source = Source("model.py", 7, "x = self.up(x)", f"model.layers.{layer}.up")
         cost_us = 40.0 if layer == odd else 4.0
         nodes += [
@@ -171,3 +171,18 @@ def test_names_keep_their_ends_where_there_is_little_room(page):  # noqa: F811
         " <= document.querySelector('.grid').clientWidth"
     )
     assert shown.execute_script(beside)  # at 1,280 px, the table does not scroll sideways
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("name", "shown_as"),
+    [
+        ("model.layers.34.mlp.up.weight", "layers.34.mlp.up.weight"),
+        ("model.decoder.layers.3.w", "layers.3.w"),
+        ("blocks.1.mlp.0.weight", "blocks.1.mlp.0.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+    ],
+)
+def test_parameters_of_collectives_begin_at_their_layer(page, name, shown_as):  # noqa: F811
+    shown = page(inspection(gathered_layers()))
+    assert shown.execute_script("return fromLayer(arguments[0])", name) == shown_as

@@ -37,9 +37,9 @@ const COLUMNS = [
     value: (each) => each.node.params[0] || "",
     text: (each) =>
       each.node.params.length > 1
-        ? [middleCut(each.node.params[0]), `\u00a0+${each.node.params.length - 1}`]
+        ? [middleCut(fromLayer(each.node.params[0])), `\u00a0+${each.node.params.length - 1}`]
         : each.node.params[0]
-          ? middleCut(each.node.params[0])
+          ? middleCut(fromLayer(each.node.params[0]))
           : "",
   },
   {
@@ -134,6 +134,12 @@ function isOneRoute(all) {
 
 // Columns that make room for measured times. The panel of the node shows them too.
 const YIELDS = ["distance", "route"];
+
+// "layers.34.mlp.weight" of "model.layers.34.mlp.weight": the number of the layer must be visible where
+// there is little room. The row's tooltip has the whole name.
+function fromLayer(name) {
+  return name.replace(/^(?:[^.\d][^.]*\.)+?(?=[^.\d][^.]*\.\d+\.)/, "");
+}
 
 function sorting() {
   const { sort, down } = state.view;

@@ -156,20 +156,35 @@ function compared(one, other) {
   return known.get(other);
 }
 
-// Computes what Compare will show first, when nothing else is to do. Each step leaves room for input.
+// Computes what Compare will show first, and what "Why?" shows, when nothing else is to do. Each step
+// leaves room for input.
 function prepareComparison() {
   const asked = current.graph;
-  const steps = [
-    (left, right) => left.compile === right.compile || expressions(left),
-    (left, right) => left.compile === right.compile || expressions(right),
-    (left, right) => layersOf(left) && layersOf(right),
-    (left, right) => compared(left, right),
+  const defaultPair = () => {
+    const right = otherSide();
+    return right && right.graph && right.graph !== asked
+      ? { one: asked, other: right.graph, sameCompile: right.compile === current.compile }
+      : null;
+  };
+  const passPair = () =>
+    current.before && current.before !== asked
+      ? { one: current.before, other: asked, sameCompile: true }
+      : null;
+  const parts = [
+    ({ one, sameCompile }) => sameCompile || expressions(one),
+    ({ other, sameCompile }) => sameCompile || expressions(other),
+    ({ one, other }) => layersOf(one) && layersOf(other),
+    ({ one, other }) => compared(one, other),
   ];
+  const steps = [defaultPair, passPair].flatMap((pair) =>
+    parts.map((part) => () => {
+      const found = pair(); // the other side may have changed since the last step
+      if (found) part(found);
+    }),
+  );
   const next = () => {
     if (!steps.length || current.graph !== asked || !asked || state.tab === "compare") return;
-    const right = otherSide();
-    if (!right || !right.graph || right.graph === asked) return;
-    steps.shift()(asked, right.graph);
+    steps.shift()();
     whenIdle(next);
   };
   whenIdle(next);
