@@ -2,7 +2,7 @@
 
 A small file can cost much: a list of empty lists, a record of nothing, a snapshot that repeats its
 base. `Work` therefore counts what a reader does, over all files that one `read` opens, and refuses
-to go on beyond `Limits.work`. One unit is about half a microsecond of the most expensive command.
+to go on beyond `Limits.work`. One unit is about 0.4 microseconds of the most expensive command.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _UNLIMITED = 1 << 62
 class Limits:
     """Upper bounds for a reader. With the defaults, every command ends within 5 s and 500 MB."""
 
-    work: int = 8_000_000
-    """Work of all files together, in units of about half a microsecond. A graph of 1,000 nodes
+    work: int = 12_000_000
+    """Work of all files together, in units of about 0.4 microseconds. A graph of 1,000 nodes
     costs some 200,000 units, and its state after one more pass some 60,000."""
     file_bytes: int = 64 << 20
     """Size of one file."""
