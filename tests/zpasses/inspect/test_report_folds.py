@@ -40,7 +40,7 @@ def gathered_layers(*, odd=None, extra=None):
     nodes += [node(1 + at, f"shard_{at}", f"shard_{at}", op="placeholder") for at in range(LAYERS)]
     last = 0
     for layer in range(LAYERS):
-        at, param = 100 + 10 * layer, f"model.layers.{layer}.up.base_layer.weight"
+        at, param = 100 + 10 * layer, f"model.layers.{layer}.up_1.weight"
         source = Source("model.py", 7, "x = self.up(x)", f"model.layers.{layer}.up")
         cost_us = 40.0 if layer == odd else 4.0
         nodes += [
@@ -104,7 +104,7 @@ def test_collectives_of_equal_layers_are_one_row(page):  # noqa: F811
     one(shown, '[aria-label="Fold by module"]').click()
     wait_for(shown, "document.querySelectorAll('.grid-row').length === 1")
     (row,) = cells(shown, ".grid-row")
-    assert {"model.layers.*.up", TIMES} < set(row)
+    assert {"model.layers.*.up_1", TIMES} < set(row)
     assert f"{32 * LAYERS} B" in row
     assert row.count(f"{10 * LAYERS} µs") == 2  # the transfers, and their exposed time
     fold = one(shown, ".grid-row")
