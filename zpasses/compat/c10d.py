@@ -279,8 +279,8 @@ def is_collective_timeout(error: BaseException) -> bool:
 
 
 def global_rank() -> int:
-    """Returns this process's rank in the default group."""
-    return dist.get_rank()
+    """Returns this process's rank in the default group; 0 without one."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def default_store() -> Any:

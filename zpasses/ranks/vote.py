@@ -497,7 +497,7 @@ def report_failure(
     """
     reason = f"{type(error).__name__}: {str(error)[:500]}"
     doing = doing or f"compiling graph {graph_name}"
-    text = f"rank {dist.get_rank()} failed while {doing}: {reason}"
+    text = f"rank {compat.global_rank()} failed while {doing}: {reason}"
     for name in groups:
         _post_failure(name, text, recoverable=recoverable)
     error._zpasses_reported = True  # type: ignore[attr-defined]
