@@ -89,7 +89,7 @@ def _completes_reduction(node: fx.Node, completing: set[fx.Node]) -> bool:
         return False
     tag = tag_of(node)
     if tag is not None:
-        return tag.role in ("reduced", "shard_grad") and tag.role in REDUCE_ROLES
+        return tag.role in ("reduced", "shard_grad")
     inputs = node.all_input_nodes
     if is_wait(node) or node.target is operator.getitem:
         source = tag_of(inputs[0])
