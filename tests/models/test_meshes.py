@@ -96,10 +96,6 @@ def test_hybrid_sharding_of_experts():
     run_on_ranks(_train, "mixtral", "hybrid", 3, 1, ranks=4)
 
 
-def test_tensor_parallelism_of_llama():
-    run_on_ranks(_train, "llama", "tp", 3, 1, ranks=4)
-
-
 @pytest.mark.slow(quick="test_hybrid_sharding_of_experts")
 @pytest.mark.parametrize(("stage", "windows"), [(1, 1), (2, 1), (3, 2)])
 @pytest.mark.parametrize("name", BUILDERS)
@@ -107,7 +103,7 @@ def test_hybrid_sharding(name, stage, windows):
     run_on_ranks(_train, name, "hybrid", stage, windows, ranks=4)
 
 
-@pytest.mark.slow(quick="test_tensor_parallelism_of_llama")
+@pytest.mark.slow(quick="test_training_equals_the_unsharded_model of test_tensor_parallel.py")
 @pytest.mark.parametrize(("stage", "windows"), [(1, 1), (2, 1), (3, 2)])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_tensor_parallelism(name, stage, windows):

@@ -130,7 +130,15 @@ SAID = {
 """What the last rank is told."""
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+QUICK = (other_names, a_replica_that_fails_in_a_window)
+other_fault = pytest.mark.slow(quick="the other faults")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [each if each in QUICK else pytest.param(each, marks=other_fault) for each in FAULTS],
+    ids=lambda fault: fault.__name__,
+)
 def test_every_rank_gets_an_error_in_time(fault):
     outcomes = run_in_fresh_ranks(timed, fault, ranks=4, timeout_s=100)
     results = [outcome.result for outcome in outcomes]

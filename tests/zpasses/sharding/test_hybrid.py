@@ -284,6 +284,7 @@ def test_windows_of_the_average_over_replicas():
     run_on_ranks(_train, 3, 2, accum="shards", ranks=4)
 
 
+@pytest.mark.slow(quick="test_windows_of_the_average_over_replicas")
 def test_a_step_before_the_window_ends_reduces_what_is_pending():
     run_on_ranks(_train, 3, 2, accum="shards", most=3, ranks=4)
     run_on_ranks(_train, 3, 2, accum="full", most=3, ranks=4)
