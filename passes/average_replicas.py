@@ -13,15 +13,17 @@ After
   mean_a = wait(s[0]);  mean_b = wait(s[1])
   return mean_a, mean_b, ...
 
-Contract: gradients that are awaited together share one all-reduce, which starts as soon as they are
-there and is awaited before its first reader, mostly the graph's output. It so runs beside the
-kernels that are left, on links that gathers and reductions within a replica do not use. Runs after
-the passes that move reductions, since these take the average for a part of what completes a
-reduction.
+Contract: gradients that are awaited together are averaged together, which starts as soon as they
+are there. They share one all-reduce. Only over gloo, which copies what shares one, large gradients
+have one each. Averages are awaited before their first reader, mostly the graph's output, or where
+later ones start that would exceed `in_flight_mb` with them. They so run beside the kernels that are
+left, on links that gathers and reductions within a replica do not use. Runs after the passes that
+move reductions, since these take the average for a part of what completes a reduction.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -30,6 +32,8 @@ import torch
 from torch import fx
 
 from zpasses import compat
+from zpasses.cost.memory import gloo_packs
+from zpasses.errors import OptionError
 from zpasses.graph.nodes import (
     Editor,
     calls,
@@ -53,13 +57,29 @@ class AverageReplicas(Pass):
     name: ClassVar[str] = "average-replicas"
     level: ClassVar[Level] = Level.BACKWARD
 
+    in_flight_mb: float = 8.0
+    """Await averages, the oldest first, before those in flight send more MiB than this from one
+    rank. Each gradient in flight may have a second copy. One average is always in flight."""
+
+    def __post_init__(self) -> None:
+        if not self.in_flight_mb >= 0:
+            raise OptionError(
+                f"pass {self.name!r}, option 'in_flight_mb': got {self.in_flight_mb}; expected MiB "
+                ">= 0 (0: one average at a time)."
+            )
+
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of averages lowered."""
-        found = 0
-        for before, members in _launches(graph):
-            found += len(members)
-            _lower(graph, before, members)
-        return found
+        launches = _launches(graph)
+        sizes = [sum(nbytes(value_of(node)) for node in members) for _, members in launches]
+        most = self.in_flight_mb * (1 << 20)
+        for number, (before, members) in enumerate(launches):
+            sent = itertools.accumulate(sizes[number:])
+            full = next((at for at, size in enumerate(sent, number) if size > most), len(launches))
+            until = max(full, number + 1)
+            last = launches[until][0] if until < len(launches) else graph.output_node()
+            _lower(graph, before, members, until=last)
+        return sum(len(members) for _, members in launches)
 
 
 def _launches(graph: fx.Graph) -> list[tuple[fx.Node, list[fx.Node]]]:
@@ -74,13 +94,16 @@ def _launches(graph: fx.Graph) -> list[tuple[fx.Node, list[fx.Node]]]:
         if node.target is AVERAGE_GRAD:
             value = value_of(node.all_input_nodes[0])
             together.setdefault((node.args[2], value.dtype, value.device), []).append(node)
-            completing.add(node)
-        elif _completes_reduction(node, completing):
+        elif not _reads_average(node) and _completes_reduction(node, completing):
             completing.add(node)
         else:
             found += [(node, members) for members in together.values()]
             together.clear()
     return found
+
+
+def _reads_average(node: fx.Node) -> bool:
+    return any(each.target is AVERAGE_GRAD for each in node.all_input_nodes)
 
 
 def _completes_reduction(node: fx.Node, completing: set[fx.Node]) -> bool:
@@ -98,7 +121,8 @@ def _completes_reduction(node: fx.Node, completing: set[fx.Node]) -> bool:
     return bool(inputs) and all(each in completing for each in inputs)
 
 
-def _lower(graph: fx.Graph, before: fx.Node, members: list[fx.Node]) -> None:
+def _lower(graph: fx.Graph, before: fx.Node, members: list[fx.Node], *, until: fx.Node) -> None:
+    """Starts averages before a node, and awaits them before another one at the latest."""
     sources = {node: node.all_input_nodes[0] for node in members}
     group: Any = members[0].args[2]
     sent = [
@@ -107,27 +131,36 @@ def _lower(graph: fx.Graph, before: fx.Node, members: list[fx.Node]) -> None:
         if nbytes(value_of(sources[node])) and group_size(compat.group_name(group)) > 1
     ]
     results = dict(sources)
-    if len(sent) == 1:
-        edit = Editor(graph, before, like=sent[0])
-        results[sent[0]] = edit.call(
-            compat.functional.all_reduce.default, sources[sent[0]], "avg", group
-        )
-        _tag_start(results[sent[0]], sent)
-    elif sent:
-        edit = Editor(graph, before, like=sent[0])
-        started = edit.call(
-            compat.functional.all_reduce_coalesced.default,
-            [sources[node] for node in sent],
-            "avg",
-            group,
-        )
-        _tag_start(started, sent)
-        for at, node in enumerate(sent):
-            results[node] = edit.call(operator.getitem, started, at)
+    for together in _sharing(sent, sources, group):
+        edit = Editor(graph, before, like=together[0])
+        if len(together) == 1:
+            (node,) = together
+            started = edit.call(compat.functional.all_reduce.default, sources[node], "avg", group)
+            results[node] = started
+        else:
+            started = edit.call(
+                compat.functional.all_reduce_coalesced.default,
+                [sources[node] for node in together],
+                "avg",
+                group,
+            )
+            for at, node in enumerate(together):
+                results[node] = edit.call(operator.getitem, started, at)
+        _tag_start(started, together)
     order = {node: at for at, node in enumerate(graph.nodes)}
     for node in members:
-        first = min(node.users, key=lambda user: order.get(user, len(order)), default=None)
+        first = min((until, *node.users), key=order.__getitem__)
         _finish(graph, node, results[node], first, awaits=node in sent)
+
+
+def _sharing(
+    members: list[fx.Node], sources: dict[fx.Node, fx.Node], group: Any
+) -> list[list[fx.Node]]:
+    """Returns which averages share an all-reduce."""
+    if not members or not compat.is_gloo(compat.group_name(group)):
+        return [members] if members else []
+    packed = [members[at] for at in gloo_packs([nbytes(value_of(sources[m])) for m in members])]
+    return [*([packed] if packed else []), *([node] for node in members if node not in packed)]
 
 
 def _tag_start(started: fx.Node, members: list[fx.Node]) -> None:
@@ -142,10 +175,10 @@ def _params(node: fx.Node) -> tuple[str, ...]:
 
 
 def _finish(
-    graph: fx.Graph, node: fx.Node, result: fx.Node, reader: fx.Node | None, *, awaits: bool
+    graph: fx.Graph, node: fx.Node, result: fx.Node, before: fx.Node, *, awaits: bool
 ) -> None:
-    """Replaces an average by its result, which is awaited before its first reader."""
-    edit = Editor(graph, reader or graph.output_node(), like=node)
+    """Replaces an average by its result, which is awaited before a node."""
+    edit = Editor(graph, before, like=node)
     tag, dtype = tag_of(node), value_of(node).dtype
     if awaits:
         result = edit.call(compat.functional.wait_tensor.default, result)
