@@ -121,6 +121,19 @@ def eliminate_common_subexpressions(gm: fx.GraphModule, distinct: Sequence[fx.No
             node.args = (*node.args[:-1], node.args[-1].rpartition("#")[0])
 
 
+_SCRIPT_OBJECT_SIZE = "unsafe_treat_script_objects_as_zero_size"
+
+
+def _hold_no_tensors(graph: fx.Graph) -> bool:
+    """Whether all inputs of a graph that are no values describe devices, such as meshes."""
+    names = (
+        getattr(node.meta.get("val"), "script_class_name", None)
+        for node in graph.find_nodes(op="placeholder")
+    )
+    described = ("torch.distributed.", "__torch__.torch.classes.c10d.")
+    return all(name is None or name.startswith(described) for name in names)
+
+
 def partition(
     gm: fx.GraphModule,
     joint_inputs: Sequence[Any],
@@ -150,6 +163,8 @@ def partition(
     settings: dict[str, Any] = {"ban_recompute_materialized_backward": materialized}
     if activation_budget < 1.0:
         settings["activation_memory_budget"] = activation_budget
+        if hasattr(functorch_config, _SCRIPT_OBJECT_SIZE) and _hold_no_tensors(gm.graph):
+            settings[_SCRIPT_OBJECT_SIZE] = True
     with functorch_config.patch(cse=False, **settings):
         return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 

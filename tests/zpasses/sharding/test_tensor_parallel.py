@@ -111,6 +111,22 @@ def test_collectives_of_tensor_parallelism_are_not_taken_for_those_of_parameters
         assert not tag_foreign_reductions(log.graph, "test")
 
 
+def test_a_memory_budget_takes_device_meshes_that_are_inputs(mesh):
+    model = zpasses.shard(parallelized(Words(), mesh["tp"]), mesh=mesh["dp"])
+    options = {"zero_stage": 3, "codegen": "eager", "agreement": False}
+    counts = []
+    for budget in ("1GiB", "0%"):
+        torch.compiler.reset()
+        logs = []
+        compiled = torch.compile(
+            model, backend="zpasses", options={**options, "memory_budget": budget}, fullgraph=True
+        )
+        with observe_graphs(logs.append):
+            compiled(token_batches(1, 2)[0][0]).sum().backward()
+        counts.append(sum(len(log.graph.nodes) for log in logs if log.kind == "backward"))
+    assert counts[0] < counts[1]  # "0%" gathers again, and may recompute
+
+
 # --- refusals -------------------------------------------------------------------------------------
 def test_mesh_of_tensor_parallelism_is_refused(mesh):
     with pytest.raises(ShardingError, match=r"embed\.weight is a DTensor already"):
