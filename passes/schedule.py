@@ -198,8 +198,8 @@ def _summary(problem: ScheduleProblem, planned: Planned, adopted: Plan) -> str:
     return (
         f"{len(problem.jobs)} collectives in launches: {gathers} of gathers and "
         f"{len(adopted.launches) - gathers} of reductions; predicted {cost.total_us / 1e3:.2f} ms, "
-        f"of which {cost.waited_us / 1e3:.2f} ms wait, bound {planned.bound.total_us / 1e3:.2f} "
-        f"ms; peak {cost.peak_bytes / _MIB:,.1f} of {planned.limit_bytes / _MIB:,.1f} MiB"
+        f"bound {planned.bound.total_us / 1e3:.2f} ms; peak {cost.peak_bytes / _MIB:,.1f} of "
+        f"{planned.limit_bytes / _MIB:,.1f} MiB"
     )
 
 

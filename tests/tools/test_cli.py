@@ -10,7 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from tests.zpasses.inspect.real import real_dump
-from zpasses.inspect import Limits
+from zpasses.inspect import CollectiveRows, Limits
+from zpasses.inspect import open as open_dump
+from zpasses.inspect.view import Table
 from zpasses.tools.cli.main import cli
 
 
@@ -166,7 +168,8 @@ def test_show_full_shows_long_lists(dump):
 def test_diff_shows_the_changes_of_a_pass(dump):
     shown = run("diff", dump, "backward", "--pass", "bucket")
     assert shown.exit_code == 1
-    assert shown.output.startswith("0/0 backward, after bucket{memory_budget=1MiB}: ")
+    assert shown.output.startswith("graph ")  # the figures of both graphs come first
+    assert "\n0/0 backward, after bucket{memory_budget=1MiB}: " in shown.output
     assert "+ inserted all_gather_into_tensor_coalesced_default = " in shown.output
     found = values("diff", dump, "backward", "--pass", "bucket")
     assert not found["same"]
@@ -335,18 +338,41 @@ def test_memory_by_module_adds_up(dump):
     assert "allocated by" not in text
 
 
-def test_tables_are_cut_to_the_width_of_a_terminal_and_nowhere_else(dump):
-    from zpasses.inspect import open as open_dump
+TABLES = {
+    "list": lambda dump: dump.overview(),
+    "memory": lambda dump: dump.memory(),
+    "memory-by-module": lambda dump: dump.memory(by="module"),
+    "collectives": lambda dump: dump.collectives(),
+    "collectives-source-module": lambda dump: dump.collectives(
+        show=CollectiveRows(source=True, module=True)
+    ),
+    "diff": lambda dump: dump.diff(),
+}
 
-    view = open_dump(dump).collectives("backward")
-    wide = "".join(view.pieces())
-    for width in (80, 120):
-        narrow = "".join(view.pieces(width=width))
-        table = narrow.split("\n\n")[0].splitlines()[1:]
-        assert max(map(len, table)) <= max(width, 114)  # figures are not cut
-    assert "…" not in wide
-    assert "…" in "".join(view.pieces(width=100))
-    assert "".join(view.pieces(width=1000)) == wide
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_fit_a_terminal_of_80_columns_and_are_whole_in_a_pipe(dump, name, width):
+    view = TABLES[name](open_dump(dump))
+    tables = [part for part in view.parts if isinstance(part, Table)]
+    assert tables
+    for each in tables:
+        shown = each.text(width=width)
+        assert max(map(len, shown.splitlines())) <= width
+        assert "…" not in each.text()
+        assert each.text(width=1000) == each.text()
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_narrow_tables_still_tell_collectives_apart(dump, more):
+    view = open_dump(dump).collectives("backward", 0, CollectiveRows(source=more, module=more))
+    table = next(part for part in view.parts if isinstance(part, Table))
+    lines = table.text(width=80).partition("----")[2].splitlines()[1:]
+    shown = [line.split()[0] for line in lines if line.startswith(("all_", "reduce_"))]
+    assert len(shown) == len(set(shown)) == len(table.rows) > 3
+    hint = "Not shown at this width:"
+    assert hint in table.text(width=80)
+    assert hint not in table.text()
 
 
 def completions(*words):

@@ -50,8 +50,20 @@ def all_passes_view() -> View:
             )
     pipelines = [(name, str(entry)) for name, entry in known.items() if isinstance(entry, Pipeline)]
     parts = (
-        table(("pass", "level", "what it does", "options"), rows),
-        table(("pipeline", "passes"), pipelines),
+        table(
+            ("pass", "level", "what it does", "options"),
+            rows,
+            yields=("options", "what it does"),
+            below=("options", "what it does"),
+            whole=("what it does",),
+        ),
+        table(
+            ("pipeline", "passes"),
+            pipelines,
+            yields=("passes",),
+            below=("passes",),
+            whole=("passes",),
+        ),
         "zpasses passes NAME shows one pass and the graph before and after it.",
     )
     return View("", parts, {"passes": data, "pipelines": dict(pipelines)})
@@ -82,7 +94,15 @@ def pass_view(name: str) -> View:
             )
             for option in options
         ]
-        parts.append(table(("option", "type", "default", ""), rows))
+        parts.append(
+            table(
+                ("option", "type", "default", "meaning"),
+                rows,
+                yields=("meaning",),
+                below=("meaning",),
+                whole=("type", "default", "meaning"),
+            )
+        )
     example = _example(name, entry)
     for title, before, after in example:
         parts += [

@@ -165,13 +165,15 @@ _COLUMNS = ("mesh", "step", "exposed", "bound", "peak", "shards", "with AdamW", 
 def shape_view(found: ShapeTable) -> View:
     """The table as a page."""
     rows = [_row(each, found) for each in found.points]
-    parts: list[Any] = [table(_COLUMNS, rows, right=_COLUMNS[1:-1])]
+    parts: list[Any] = [
+        table(_COLUMNS, rows, right=_COLUMNS[1:-1], yields=("collectives", "bound", "shards"))
+    ]
     if found.chosen is None:
         parts.append(text_of(f"None is chosen. {found.reason}"))
     else:
         parts += [
             f"Chosen: {found.chosen.mesh}. {found.reason}",
-            f"options={json.dumps(found.options)}",
+            Text((f"options={json.dumps(found.options)}",)),
         ]
     parts.append(_LEGEND)
     title = f"{found.function}, {found.world} ranks, target {found.target}"

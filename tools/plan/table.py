@@ -229,7 +229,14 @@ def plan_view(found: PlanTable) -> View:
         for number, each in enumerate(found.plans, 1)
     ]
     rows += [_row(f"{each.name}, no budget", each) for each in found.stages]
-    parts: list[Any] = [table(_COLUMNS, rows, right=_COLUMNS[2:])]
+    parts: list[Any] = [
+        table(
+            _COLUMNS,
+            rows,
+            right=_COLUMNS[2:],
+            yields=("cached", "activations", "collectives", "kept"),
+        )
+    ]
     if found.chosen is None:
         parts.append(text_of(f"No plan fits. {found.reason}"))
     else:
@@ -237,7 +244,7 @@ def plan_view(found: PlanTable) -> View:
         parts += [
             f"Chosen: memory_budget={chosen.budget!r}. {found.reason}",
             Text(tuple(_graph_line(name, each) for name, each in _graphs(chosen))),
-            f"options={json.dumps(found.options)}",
+            Text((f"options={json.dumps(found.options)}",)),
         ]
     parts.append(_LEGEND)
     title = f"{found.function}, {found.world} ranks, target {found.target}"

@@ -60,7 +60,13 @@ def tune_view(found: Tuned) -> View:
     """The plans as a page."""
     rows = [_row(each, found) for each in found.plans]
     parts = (
-        table(_COLUMNS, rows, right=_COLUMNS[2:]),
+        table(
+            _COLUMNS,
+            rows,
+            right=_COLUMNS[2:],
+            yields=("options", "min", "max", "its peak"),
+            below=("options",),
+        ),
         Text((f"Chosen: {found.chosen.name}; {found.reason}.", _advice(found))),
         Text(
             (

@@ -43,6 +43,23 @@ _FIGURES = (
 )
 
 
+_YIELDS = (
+    "distance",
+    "ranks",
+    "compute between",
+    "kind",
+    "route",
+    "decision",
+    "queueing",
+    "bytes",
+    "source",
+    "module",
+    "group",
+    "parameters",
+)
+"""Columns that a narrow terminal has no room for, least telling first."""
+
+
 SORTS = ("order", "exposed", "queueing", "time", "bytes", "distance", "compute")
 """What rows may be sorted by: the order of their start, or a figure, largest first."""
 
@@ -187,6 +204,9 @@ def _collectives_table(title: str, rows: Sequence[_Row], show: CollectiveRows) -
         [[row[at] for at in kept] for row in cells],
         right=_FIGURES,
         title=title,
+        yields=_YIELDS,
+        below=("decision", "source", "module", "parameters"),
+        whole=("decision",),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zpasses.inspect.comparison import Comparison
+from zpasses.inspect.comparison import Comparison, Figures
 from zpasses.inspect.difference import KINDS, Change, Difference, compare
 from zpasses.inspect.find import (
     NotInDumpError,
@@ -35,6 +35,9 @@ class TitledDifference:
     difference: Difference
     failure: str = ""
     """A warning if the second graph is the one that a failed pass left."""
+    compile: str = ""
+    graph: str = ""
+    """Names of the compile and of the graph."""
 
 
 def pass_differences(
@@ -64,6 +67,8 @@ def pass_differences(
                 f"{each.title}, {scope}",
                 compare(snapshot_of(each, start), snapshot_of(each, end)),
                 failure_text(end) if pass_name is not None else _failed_after(each),
+                each.compile.name,
+                each.graph.name,
             )
         )
     return found
@@ -97,6 +102,8 @@ def differences_between(
                 TitledDifference(
                     f"{one[key].title}, {step_title(step_after(one[key], after))}",
                     compare(a, b, pair_nodes(a, b)),
+                    compile=one[key].compile.name,
+                    graph=one[key].graph.name,
                 )
             )
     only_one_side = [f"only in the first: {one[key].title}" for key in one if key not in other]
@@ -144,8 +151,9 @@ def differences_view(
     data = []
     found = list(found)
     summary = [("", f"{each.title}: {each.difference.summary}") for each in found]
-    parts.append(ChangeLines((*summary, *(("", each) for each in only_one_side))))
-    parts += _summary_parts(found, limit)
+    counts = ChangeLines((*summary, *(("", each) for each in only_one_side)))
+    figures, peaks = _summary_parts(found, limit)
+    parts += [*figures, counts, *peaks]
     for each in found:
         title, difference = each.title, each.difference
         if each.failure:
@@ -181,40 +189,85 @@ def _is_modelled(difference: Difference) -> bool:
     return any(node.cost_us for node in (*difference.before.nodes, *difference.after.nodes))
 
 
-def _summary_parts(found: Sequence[TitledDifference], limit: int) -> list[Table | Text | str]:
+Parts = list[ChangeLines | Table | Text | str]
+
+
+def _summary_parts(found: Sequence[TitledDifference], limit: int) -> tuple[Parts, Parts]:
     """Figures of both graphs of each difference, and the buffers that make the peaks differ."""
     compared = [
         (each, Comparison(each.difference)) for each in found if _is_modelled(each.difference)
     ]
-    modelled = [(each, one) for each, one in compared if each.difference or one.before != one.after]
-    rows = [
-        (
-            each.title,
-            _both(one.before.nodes, one.after.nodes, str),
-            _both(one.before.collectives, one.after.collectives, str),
-            _both(one.before.time_us, one.after.time_us, time_text),
-            _both(one.before.exposed_us, one.after.exposed_us, time_text),
-            _both(one.before.peak_bytes, one.after.peak_bytes, bytes_text),
-        )
-        for each, one in modelled
-    ]
-    parts: list[Table | Text | str] = []
+    modelled = [(each, one) for each, one in compared if one.before != one.after]
+    rows = _step_rows(compared) if modelled else []
+    for each, one in sorted(modelled, key=lambda pair: _interest(pair[0].graph)):
+        rows += _figure_rows(each.title, one.before, one.after)
+    figures: Parts = []
     if rows:
-        headers = ("graph", "nodes", "collectives", "time", "exposed", "peak")
-        parts.append(table(headers, rows, headers[1:]))
+        headers = ("graph", "figure", "before", "after", "change")
+        figures.append(table(headers, rows, headers[2:]))
+    peaks: Parts = []
     for each, one in modelled:
         if one.before.peak_bytes != one.after.peak_bytes:
-            parts += _peak_parts(each.title, one, min(limit or 8, 8))
-    return parts
+            peaks += _peak_parts(each.title, one, min(limit or 8, 8))
+    return figures, peaks
 
 
-def _both(before: float, after: float, text: Callable[[Any], str]) -> str:
-    if before == after:
-        return text(before)
-    return f"{text(before)} -> {text(after)} ({change_text(before, after)})"
+_EXECUTED = ("forward", "inference", "backward")
 
 
-def _peak_parts(title: str, one: Comparison, most: int) -> list[Table | Text | str]:
+def _interest(graph: str) -> int:
+    """Graphs that run come first, and the joint graph, which is split before it runs, last."""
+    return 0 if graph in _EXECUTED else 2 if graph == "joint" else 1
+
+
+def _step_rows(compared: Sequence[tuple[TitledDifference, Comparison]]) -> list[Row]:
+    """Figures of a whole step: of all graphs that run, for each compile that has several."""
+    rows: list[Row] = []
+    for name in dict.fromkeys(each.compile for each, _ in compared):
+        run = [
+            (each.graph, one)
+            for each, one in compared
+            if each.compile == name and each.graph in _EXECUTED
+        ]
+        if len(run) > 1:
+            graphs = " + ".join(graph for graph, _ in run)
+            before, after = (
+                _sum_of([getattr(one, side) for _, one in run]) for side in ("before", "after")
+            )
+            rows += _figure_rows(f"{name} {graphs}", before, after)
+    return rows
+
+
+def _sum_of(graphs: Sequence[Figures]) -> Figures:
+    """The figures of graphs that run one after another."""
+    return Figures(
+        sum(each.nodes for each in graphs),
+        sum(each.collectives for each in graphs),
+        sum(each.time_us for each in graphs),
+        sum(each.exposed_us for each in graphs),
+        max(each.peak_bytes for each in graphs),
+    )
+
+
+Row = tuple[str, ...]
+_FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("time", "time_us", time_text),
+    ("exposed", "exposed_us", time_text),
+    ("peak", "peak_bytes", bytes_text),
+    ("collectives", "collectives", str),
+    ("nodes", "nodes", str),
+)
+
+
+def _figure_rows(title: str, before: Figures, after: Figures) -> list[Row]:
+    rows = []
+    for name, field, text in _FIGURES:
+        was, now = getattr(before, field), getattr(after, field)
+        rows.append(("" if rows else title, name, text(was), text(now), change_text(was, now)))
+    return rows
+
+
+def _peak_parts(title: str, one: Comparison, most: int) -> Parts:
     kinds = ", ".join(
         f"{kind} {bytes_text(was)} -> {bytes_text(now)}" for kind, (was, now) in one.by_kind.items()
     )
@@ -229,9 +282,7 @@ def _peak_parts(title: str, one: Comparison, most: int) -> list[Table | Text | s
             size = bytes_text(sum(each.nbytes for each in held[most:]))
             what = "buffer" if len(held) - most == 1 else "buffers"
             lines.append(f"and {len(held) - most} more {sign} {what}, {size} together")
-    buffers = table(
-        ("at the peak", "allocated by", "kind", "bytes", "parameters"), rows, ("bytes",)
-    )
+    buffers = table(("at peak", "allocated by", "kind", "bytes", "parameters"), rows, ("bytes",))
     return [lines[0], *([buffers] if rows else []), *lines[1:]]
 
 

@@ -95,7 +95,12 @@ def _group_parts(hang: GroupHang) -> list[Table | Text | str]:
     left = len(ranks) - len(rows)
     return [
         Text(tuple(_summary(hang))),
-        table(headers, rows),
+        table(
+            headers,
+            rows,
+            yields=("at (UTC)", "pass", "module", "source", "parameters"),
+            below=("source", "parameters", "pass", "module"),
+        ),
         f"and {left} more ranks (--json has all)." if left else "",
         *(
             _activity(each.rank, each.activity, each.activity_s)

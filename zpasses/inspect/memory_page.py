@@ -103,6 +103,7 @@ def _buffer_parts(found: Memory, limit: int) -> list[Table | Text | str]:
         ("allocated by", "kind", "bytes", "parameters", "last use"),
         largest[:most],
         ("bytes",),
+        yields=("last use",),
     )
     shared = list(found.by_parameter.items())
     by_param = table(
@@ -134,7 +135,13 @@ def _module_parts(found: Memory, limit: int) -> list[Table | Text | str]:
     ]
     headers = ("module", "times", "bytes", "share", "each", "not as the others")
     return [
-        table(headers, rows, ("times", "bytes", "share", "each")),
+        table(
+            headers,
+            rows,
+            ("times", "bytes", "share", "each"),
+            yields=("not as the others",),
+            below=("not as the others",),
+        ),
         _more(len(folded), limit, "smaller modules"),
     ]
 
@@ -143,7 +150,7 @@ def _more(count: int, limit: int, what: str) -> str:
     return f"and {count - limit} {what} (--limit 0 shows all)." if limit and count > limit else ""
 
 
-def sparkline(live_bytes: Sequence[int], width: int = 72) -> str:
+def sparkline(live_bytes: Sequence[int], width: int = 68) -> str:
     """A curve as a line of bars. Each bar is the maximum of its section."""
     width = min(width, len(live_bytes))
     peak = max(live_bytes, default=0)

@@ -115,6 +115,9 @@ def _compile_parts(each: Compile) -> list[Table | Text | str]:
                 columns,
                 rows,
                 right=("step", "rewrites", "nodes", "collectives", "input bytes", "pass", "checks"),
+                yields=("notes", "checks", "pass", "input bytes"),
+                below=("notes",),
+                whole=("notes",),
             )
         )
     else:
@@ -147,7 +150,6 @@ def _predictions(each: Compile) -> Table:
         (
             graph.name,
             time_text(found.total_us),
-            time_text(found.waited_us),
             time_text(found.possible_us),
             time_text(found.bound_us),
             bytes_text(found.peak_bytes),
@@ -157,12 +159,15 @@ def _predictions(each: Compile) -> Table:
         for graph in each.graphs.values()
         if (found := graph.prediction) is not None
     ]
-    columns = ("graph", "achieved", "of it waiting", "possible", "bound", "peak", "budget")
+    columns = ("graph", "achieved", "possible", "bound", "peak", "budget")
+    bar = "bound█ possible▓ achieved░"
     return table(
-        (*columns, "bound█ possible▓ achieved░"),
+        (*columns, bar),
         rows,
         right=columns[1:],
         title="Predicted time",
+        yields=(bar,),
+        whole=(bar,),
     )
 
 

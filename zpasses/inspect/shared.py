@@ -69,13 +69,9 @@ def cut(text: str, limit: int) -> str:
 
 
 def params_text(params: Sequence[str]) -> str:
-    return (
-        f"{cut(params[0], 40)} and {len(params) - 1} more"
-        if len(params) > 1
-        else cut(params[0], 40)
-        if params
-        else ""
-    )
+    if len(params) > 1:
+        return f"{params[0]} and {len(params) - 1} more"
+    return params[0] if params else ""
 
 
 def unmodelled(each: SelectedGraph, step: Step) -> list[str]:

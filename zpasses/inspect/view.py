@@ -5,10 +5,12 @@ plain values for programs.
 from __future__ import annotations
 
 import html
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zpasses.inspect.columns import Layout, fitted_table
 from zpasses.inspect.escape import one_line
 
 __all__ = ["ChangeLines", "Code", "Table", "Text", "View", "text_of"]
@@ -54,34 +56,47 @@ class Table:
     right: frozenset[str] = frozenset()
     """Headers of right-aligned columns."""
     title: str = ""
+    yields: tuple[str, ...] = ()
+    """Headers of columns that a narrow terminal has no room for, least telling first."""
+    below: frozenset[str] = frozenset()
+    """Those of `yields` whose cells stand below their row then. The others are left out, and are
+    named below the table."""
+    whole: frozenset[str] = frozenset()
+    """Headers of left-aligned columns whose cells are never cut."""
 
     def text(self, color: bool = False, width: int | None = None) -> str:
-        """The table as text. With a width, the longest texts are cut in their middle to fit."""
-        rendered = self._render("simple", width).splitlines()
-        body = "\n".join(line.rstrip() for line in rendered)
+        """The table as text. With a width, it is fitted into it."""
+        body = "\n".join(line.rstrip() for line in self._render("simple").splitlines())
+        if width is not None and self.rows and max(map(len, body.splitlines())) > width:
+            body = self._fitted(width)
         return f"{_bold(one_line(self.title), color)}\n{body}" if self.title else body
+
+    def _fitted(self, width: int) -> str:
+        layout = Layout(self.right, self.yields, self.below, self.whole)
+        body, omitted = fitted_table(self.headers, self._cells(), layout, width)
+        if not omitted:
+            return body
+        hint = f"Not shown at this width: {', '.join(omitted)}. A pipe and --json have all columns."
+        return f"{body}\n{_wrapped(hint, width)}"
 
     def html(self) -> str:
         title = f"<h4>{html.escape(one_line(self.title))}</h4>" if self.title else ""
         return title + self._render("html")
 
-    def _render(self, style: str, width: int | None = None) -> str:
-        from tabulate import tabulate
-
-        align = ["right" if header in self.right else "left" for header in self.headers]
+    def _cells(self) -> list[list[tuple[str, ...]]]:
         rows = _shown_cells(self.rows, _CELL_CHARS, _CELL_LINES)
         if _table_chars(rows) > _TABLE_CHARS:
             rows = _shown_cells(self.rows, _NARROW_CHARS, _NARROW_LINES)
-        headers: Sequence[str] = self.headers
-        if width is not None:
-            fixed = [each == "right" for each in align]
-            if _natural_width(headers, rows) > width:
-                headers = [header.replace(" ", "\n") for header in headers]
-            rows = _fitted(headers, rows, width, fixed)
+        return rows
+
+    def _render(self, style: str) -> str:
+        from tabulate import tabulate
+
+        align = ["right" if header in self.right else "left" for header in self.headers]
         return tabulate(
-            [["\n".join(cell) for cell in row] for row in rows],
-            headers=headers,
-            colalign=align if rows else None,
+            [["\n".join(cell) for cell in row] for row in self._cells()],
+            headers=self.headers,
+            colalign=align if self.rows else None,
             disable_numparse=True,
             tablefmt=style,
         )
@@ -98,65 +113,6 @@ def _shown_cells(
         return tuple(_cut(one_line(line[: chars + 1]), chars) for line in kept)
 
     return [[shown(cell) for cell in row] for row in rows]
-
-
-_LEAST = 9
-"""Columns of texts are not cut to fewer characters, even if the table is too wide then."""
-
-
-def _fitted(
-    headers: Sequence[str],
-    rows: list[list[tuple[str, ...]]],
-    width: int,
-    fixed: Sequence[bool],
-) -> list[list[tuple[str, ...]]]:
-    """Rows whose longest columns are cut so that the table has `width` characters. Figures are not
-    cut.
-    """
-    if not rows:
-        return rows
-    sizes = _column_widths(headers, rows)
-    excess = sum(sizes) + 2 * (len(sizes) - 1) - width
-    least = [
-        size if keep else min(size, max(_LEAST, _header_width(header)))
-        for size, keep, header in zip(sizes, fixed, headers, strict=True)
-    ]
-    while excess > 0:
-        widest = max(range(len(sizes)), key=lambda at: sizes[at] - least[at])
-        others = [sizes[at] for at in range(len(sizes)) if at != widest and not fixed[at]]
-        room = sizes[widest] - max(least[widest], max(others, default=0))
-        by = min(excess, max(room, 1))
-        if sizes[widest] - by < least[widest]:
-            break
-        sizes[widest] -= by
-        excess -= by
-    return [
-        [tuple(_middle(line, sizes[at]) for line in cell) for at, cell in enumerate(row)]
-        for row in rows
-    ]
-
-
-def _column_widths(headers: Sequence[str], rows: Sequence[Sequence[tuple[str, ...]]]) -> list[int]:
-    return [
-        max(_header_width(header), *(len(line) for row in rows for line in row[at] or ("",)))
-        for at, header in enumerate(headers)
-    ]
-
-
-def _header_width(header: str) -> int:
-    return max(map(len, header.split("\n"))) + 2  # tabulate pads headers by two spaces
-
-
-def _natural_width(headers: Sequence[str], rows: Sequence[Sequence[tuple[str, ...]]]) -> int:
-    return sum(_column_widths(headers, rows)) + 2 * (len(headers) - 1) if rows else 0
-
-
-def _middle(text: str, limit: int) -> str:
-    """A text cut in its middle, because its ends distinguish names best."""
-    if len(text) <= limit:
-        return text
-    head = (limit - 1) // 2
-    return f"{text[:head]}…{text[len(text) - (limit - 1 - head) :]}"
 
 
 def _table_chars(rows: Sequence[Sequence[tuple[str, ...]]]) -> int:
@@ -273,7 +229,7 @@ class View:
 
     title: str
     parts: tuple[Table | Code | ChangeLines | Text | str, ...]
-    """A part that is a str is one line."""
+    """A part that is a str is one sentence or more, which a terminal's width may wrap."""
     data: Any
 
     def text(self, color: bool = False) -> str:
@@ -298,8 +254,10 @@ class View:
                 yield part.pieces(color)
             elif isinstance(part, Table):
                 yield [part.text(color, width)]
+            elif isinstance(part, str):
+                yield [_wrapped(one_line(part), width)]
             else:
-                yield [one_line(part) if isinstance(part, str) else part.text(color)]
+                yield [part.text(color)]
 
     def __str__(self) -> str:
         return self.text()
@@ -315,6 +273,15 @@ class View:
         return f"<h3>{html.escape(one_line(self.title))}</h3>{''.join(parts)}"
 
 
+def _wrapped(text: str, width: int | None) -> str:
+    """A sentence as lines of at most `width` characters. The time of textwrap grows with the square
+    of a word's length.
+    """
+    if width is None or len(text) <= width or max(map(len, text.split())) > _CELL_CHARS:
+        return text
+    return textwrap.fill(text, max(width, 30), break_long_words=False, break_on_hyphens=False)
+
+
 def _bold(text: str, color: bool) -> str:
     return f"\x1b[1m{text}\x1b[0m" if color else text
 
@@ -324,15 +291,21 @@ def table(
     rows: Iterable[Sequence[object]],
     right: Iterable[str] = (),
     title: str = "",
+    yields: Iterable[str] = (),
+    below: Iterable[str] = (),
+    whole: Iterable[str] = (),
 ) -> Table:
     """A table of values, which are converted by `str`; None becomes an empty cell. A tuple of texts
-    is a cell of several lines.
+    is a cell of several lines. The other arguments are the fields of `Table`.
     """
     return Table(
         tuple(headers),
         tuple(tuple(_cell(cell) for cell in row) for row in rows),
         frozenset(right),
         title,
+        tuple(yields),
+        frozenset(below),
+        frozenset(whole),
     )
 
 

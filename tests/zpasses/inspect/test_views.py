@@ -99,18 +99,22 @@ def test_difference_of_a_pass():
     expect(
         Inspection(small_dump()).diff("forward", "overlap"),
         """\
-0/0 forward, after overlap: 1 moved
+graph                       figure         before    after    change
+--------------------------  -----------  --------  -------  --------
+0/0 forward, after overlap  time            36 us    28 us    -22.2%
+                            exposed         20 us    12 us    -40.0%
+                            peak            256 B    320 B    +25.0%
+                            collectives         2        2         =
+                            nodes              10       10         =
 
-graph                         nodes    collectives                     time                  exposed                     peak
---------------------------  -------  -------------  -----------------------  -----------------------  -----------------------
-0/0 forward, after overlap       10              2  36 us -> 28 us (-22.2%)  20 us -> 12 us (-40.0%)  256 B -> 320 B (+25.0%)
+0/0 forward, after overlap: 1 moved
 
 0/0 forward, after overlap, what is alive at the peaks: parameter 128 B -> 256 B, activation 128 B -> 64 B
 
-at the peak    allocated by    kind          bytes  parameters
--------------  --------------  ----------  -------  ------------
-new            gather_w        parameter     128 B  w
-gone           mm_1            activation     64 B
+at peak    allocated by    kind          bytes  parameters
+---------  --------------  ----------  -------  ------------
+new        gather_w        parameter     128 B  w
+gone       mm_1            activation     64 B
 
 0/0 forward, after overlap:
 > moved gather_v: after w (-1)""",  # noqa: E501
@@ -126,10 +130,6 @@ def test_difference_groups_what_moved_together():
         Inspection(dump).diff("joint", "shuffle"),
         """\
 0/0 joint, after shuffle: 2 moved
-
-graph                       nodes    collectives    time    exposed    peak
-------------------------  -------  -------------  ------  ---------  ------
-0/0 joint, after shuffle        9              0    7 us          0     0 B
 
 0/0 joint, after shuffle:
 > moved n5 to n6 (2 nodes): after x (-4)""",
