@@ -260,7 +260,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 def _figure_rows(title: str, before: Figures, after: Figures) -> list[Row]:
-    rows = []
+    rows: list[Row] = []
     for name, field, text in _FIGURES:
         was, now = getattr(before, field), getattr(after, field)
         rows.append(("" if rows else title, name, text(was), text(now), change_text(was, now)))

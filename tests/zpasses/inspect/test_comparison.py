@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.zpasses.inspect.graphs import dump_of, graph_of, node, snapshot, two_gathers
+from tests.zpasses.inspect.graphs import chain, dump_of, graph_of, node, snapshot, two_gathers
 from tests.zpasses.inspect.real import dump_training_step, real_dump
 from tests.zpasses.inspect.test_report import (  # noqa: F401
     HOSTILE,
@@ -171,6 +171,41 @@ def test_passes_of_one_graph_can_be_compared(page):  # noqa: F811
     assert one(shown, ".chip.moved").get_attribute("title") == "1 node moved"
     select = one(shown, '[aria-label="Compare with"]')
     assert select.get_attribute("value") == "0/forward/2"
+
+
+def titles(shown):
+    return [each.text for each in all_of(shown, ".compared thead th.right")[:2]]
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("address", "left", "right"),
+    [
+        ("0/forward/2/compare/", "before the first pass", "after overlap"),
+        ("0/forward/0/compare/", "before the first pass", "after overlap"),
+        ("0/forward/1/compare//with=0%2Fforward%2F2", "after bucket", "after overlap"),
+        ("0/forward/2/compare//with=0%2Fforward%2F1", "after bucket", "after overlap"),
+        ("0/forward/2/compare//with=0%2Fforward%2F1&swap=1", "after overlap", "after bucket"),
+    ],
+)
+def test_the_earlier_graph_is_on_the_left(page, address, left, right):  # noqa: F811
+    graph = graph_of(
+        "forward", (None, two_gathers()), ("bucket", two_gathers()), ("overlap", two_gathers(True))
+    )
+    shown = page(Inspection(dump_of(graph)), address)
+    names = [each.removeprefix("after ") for each in (left, right)]
+    assert [name.removeprefix("forward, ") for name in titles(shown)] == names
+    one(shown, "button", "Swap").click()
+    assert [name.removeprefix("forward, ") for name in titles(shown)] == names[::-1]
+    assert shown.execute_script("return state.step") == int(address.split("/")[2])
+
+
+@needs_browser
+def test_a_node_of_the_left_graph_alone_is_shown(page):  # noqa: F811
+    graph = graph_of("forward", (None, two_gathers()), ("drop", chain(3)))
+    shown = page(Inspection(dump_of(graph)), "0/forward/1/compare/")
+    one(shown, ".cell.before.removed", "gather_v").click()
+    assert one(shown, ".detail h2").text == "gather_v"
 
 
 @needs_browser

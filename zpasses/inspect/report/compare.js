@@ -29,6 +29,18 @@ function closeness(compile) {
   );
 }
 
+// The two sides. Of one graph, the earlier step is on the left, so that what passes added is new;
+// otherwise the shown graph is. "Swap" exchanges them.
+function sidesOfComparison() {
+  const shown = sideOf(current.compile, current.data, state.step),
+    other = otherSide();
+  const isLater = Boolean(
+    other && other.compile === shown.compile && other.data === shown.data && other.step < shown.step,
+  );
+  const onRight = Boolean(other) && isLater !== (state.view.swap === "1");
+  return { shown, other, left: onRight ? other : shown, right: onRight ? shown : other };
+}
+
 function sideOf(compile, data, step) {
   return { compile, data, step, graph: compile.at(data, step) };
 }
@@ -39,11 +51,10 @@ function sideName({ compile, data, step }) {
 }
 
 function drawCompare(main) {
-  const left = sideOf(current.compile, current.data, state.step),
-    right = otherSide();
-  put(main, sideChooser(left, right));
-  if (!left.graph) return put(main, notWritten());
-  if (!right || !right.graph)
+  const { shown, other, left, right } = sidesOfComparison();
+  put(main, sideChooser(shown, other, left, right));
+  if (!shown.graph) return put(main, notWritten());
+  if (!other || !other.graph)
     return put(
       main,
       el("p", { class: "muted pad" }, "There is no second graph. Choose one, or add a report."),
@@ -54,60 +65,65 @@ function drawCompare(main) {
     left.compile !== right.compile && stepTotals(left.compile, right.compile),
     isModelled(current.step) && graphFigures(left, right, pairs),
   );
-  drawSides(main, left, right, rows);
+  drawSides(main, left, right, rows, left === shown ? "before" : "after");
 }
 
-function sideChooser(left, right) {
+function sideChooser(shown, other, left, right) {
+  const choice = otherChoice(other);
+  const name = el("b", {}, sideName(shown));
   return el(
     "div",
     { class: "bar" },
-    el("b", {}, sideName(left)),
-    "with",
-    el(
-      "select",
-      {
-        "aria-label": "Compare with",
-        onchange: (event) => {
-          keep({ with: event.target.value, other: "" });
-          redraw();
-        },
-      },
-      !right && el("option", { value: "" }, "choose a graph"),
-      compiles.map((compile, at) =>
-        el(
-          "optgroup",
-          { label: compileName(compile) },
-          byInterest(compile.graphs).flatMap((graph) =>
-            graph.steps.map((step, index) =>
-              el(
-                "option",
-                {
-                  value: `${at}/${graph.name}/${index}`,
-                  selected: Boolean(
-                    right &&
-                      right.compile === compile &&
-                      right.data === graph &&
-                      right.step === index,
-                  ),
-                },
-                sideName({ compile, data: graph, step: index }),
-              ),
-            ),
-          ),
-        ),
-      ),
-    ),
-    button("Swap", () => swapSides(left, right), { title: "Exchange the two sides" }),
+    left === shown ? name : choice,
+    right ? "→" : "with",
+    left === shown ? choice : name,
+    right &&
+      button("Swap", () => keepAndRedraw({ swap: state.view.swap === "1" ? "" : "1" }), {
+        title: "Exchange the two sides",
+      }),
     el("span", { class: "stretch" }),
     addReportField(),
   );
 }
 
-function swapSides(left, right) {
-  if (!right) return;
-  const at = (side) => compiles.indexOf(side.compile);
-  state.view = { ...state.view, with: `${at(left)}/${left.data.name}/${left.step}`, other: "" };
-  go({ compile: at(right), graph: right.data.name, step: right.step, node: null });
+function keepAndRedraw(changes) {
+  keep(changes);
+  redraw();
+}
+
+function otherChoice(right) {
+  return el(
+    "select",
+    {
+      "aria-label": "Compare with",
+      onchange: (event) =>
+        keepAndRedraw({ with: event.target.value, other: "", swap: "" }),
+    },
+    !right && el("option", { value: "" }, "choose a graph"),
+    compiles.map((compile, at) =>
+      el(
+        "optgroup",
+        { label: compileName(compile) },
+        byInterest(compile.graphs).flatMap((graph) =>
+          graph.steps.map((step, index) =>
+            el(
+              "option",
+              {
+                value: `${at}/${graph.name}/${index}`,
+                selected: Boolean(
+                  right &&
+                    right.compile === compile &&
+                    right.data === graph &&
+                    right.step === index,
+                ),
+              },
+              sideName({ compile, data: graph, step: index }),
+            ),
+          ),
+        ),
+      ),
+    ),
+  );
 }
 
 const FIGURES = [
@@ -268,9 +284,9 @@ function kindColor(kind) {
 }
 
 // Both graphs in one list, so that they scroll in step. A selected row selects both nodes.
-function drawSides(main, left, right, all) {
+function drawSides(main, left, right, all, shown) {
   const nodeCount = Math.max(left.graph.nodes.length, right.graph.nodes.length);
-  const rows = isFolded(nodeCount) ? foldSides(left.graph, right.graph, all) : foldUnchanged(all);
+  const rows = isFolded(nodeCount) ? foldSides(left.graph, right.graph, all, shown) : foldUnchanged(all);
   const list = rowList({
     label: "Nodes of both graphs",
     row: (at) =>
@@ -287,8 +303,10 @@ function drawSides(main, left, right, all) {
         openGaps.add(item.key);
         return redraw();
       }
-      keep({ other: item.before ? "" : String(item.after.id) });
-      return go({ node: item.before ? item.before.id : null });
+      const own = item[shown],
+        its = item.before || item.after;
+      keep({ other: own ? "" : String(its.id) });
+      return go({ node: own ? own.id : null });
     },
   });
   const count = (kind) => all.filter((item) => item.counted.includes(kind)).length;
@@ -315,20 +333,20 @@ function drawSides(main, left, right, all) {
   list.fill(
     rows.length,
     rows.findIndex(
-      (item) => !item.gap && state.node !== null && item.before && item.before.id === state.node,
+      (item) => !item.gap && state.node !== null && item[shown] && item[shown].id === state.node,
     ),
   );
 }
 
 // Both graphs by layer. A node that only one side has stands with the layer that runs there.
-function foldSides(one, other, all) {
+function foldSides(one, other, all, shown) {
   const [layers, others] = [layersOf(one), layersOf(other)];
   return withoutUnchanged(
     foldRows(
       all,
       (item) => (item.after ? others.get(item.after.id) : layers.get(item.before.id)),
       `${state.graph}/${state.step}/compare`,
-      (item) => Boolean(item.before) && item.before.id === state.node,
+      (item) => Boolean(item[shown]) && item[shown].id === state.node,
     ),
   );
 }

@@ -218,13 +218,13 @@ function runLine(step) {
   );
 }
 
-// Compare with the graph before this pass on the left, so that what the pass added is new.
+// Compare with the graph before this pass, which stands on the left: what the pass added is new.
 function comparePeaks() {
-  const at = `${compiles.indexOf(current.compile)}/${state.graph}/${state.step}`;
-  state.view = { ...state.view, with: at, other: "" };
   let step = state.step - 1;
   while (step > 0 && !current.compile.at(current.data, step)) step--;
-  go({ step, tab: "compare", node: null });
+  const at = `${compiles.indexOf(current.compile)}/${state.graph}/${step}`;
+  state.view = { ...state.view, with: at, other: "", swap: "" };
+  go({ tab: "compare", node: null });
 }
 
 // Returns rows {before, after, kinds}. A node that was not moved is one row with both sides set.

@@ -32,7 +32,7 @@ async function addReport(file) {
     if (compiles.length === before) throw new Error("it contains no compile");
     const same = compiles.slice(before).find((each) => each.graphs.length);
     drawHeader();
-    if (same) keep({ with: "", other: "" });
+    if (same) keep({ with: "", other: "", swap: "" });
     go({ tab: "compare" });
   } catch (error) {
     notice = `${file.name} cannot be added: ${error.message}. Expected a report.html of this version.`;

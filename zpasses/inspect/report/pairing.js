@@ -161,9 +161,9 @@ function compared(one, other) {
 function prepareComparison() {
   const asked = current.graph;
   const defaultPair = () => {
-    const right = otherSide();
-    return right && right.graph && right.graph !== asked
-      ? { one: asked, other: right.graph, sameCompile: right.compile === current.compile }
+    const { left, right } = sidesOfComparison();
+    return right && left.graph && right.graph && right.graph !== left.graph
+      ? { one: left.graph, other: right.graph, sameCompile: right.compile === left.compile }
       : null;
   };
   const passPair = () =>

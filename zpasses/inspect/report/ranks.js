@@ -57,7 +57,8 @@ function rankPair({ compile, graph, alike }) {
 
 function compareRanks(graph, [one, other]) {
   const data = other.graphData(graph);
-  state.view = { ...state.view, with: `${compiles.indexOf(other)}/${graph}/${other.last(data)}` };
+  const at = `${compiles.indexOf(other)}/${graph}/${other.last(data)}`;
+  state.view = { ...state.view, with: at, other: "", swap: "" };
   go({
     compile: compiles.indexOf(one),
     graph,
