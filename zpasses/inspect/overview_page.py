@@ -27,6 +27,8 @@ from zpasses.inspect.view import Table, Text, View, table, text_of
 __all__ = ["list_view", "prediction_text"]
 
 _NOTE_CHARS = 320
+_NOTABLE = 0.005
+"""Part of a time below which a difference is not worth a word."""
 
 
 def list_view(dump: Dump, rank: int | None = None) -> View:
@@ -279,10 +281,21 @@ def _compile_data(each: Compile) -> dict[str, Any]:
     }
 
 
-def prediction_text(found: Prediction) -> str:
-    """One sentence about a prediction."""
+def prediction_text(found: Prediction, total_us: float) -> str:
+    """One sentence about a prediction.
+
+    Args:
+        total_us: time of the same graph without what the prediction adds: by how much collectives
+            and the compute beside them slow each other.
+    """
+    slowed = found.total_us - total_us
+    more = (
+        f" ({time_text(slowed)} of it because collectives and compute slow each other)"
+        if slowed > _NOTABLE * found.total_us
+        else ""
+    )
     return (
-        f"Achieved {time_text(found.total_us)}, possible within the budget "
+        f"Achieved {time_text(found.total_us)}{more}, possible within the budget "
         f"({bytes_text(found.limit_bytes)}) {time_text(found.possible_us)}, bound "
         f"{time_text(found.bound_us)}."
     )

@@ -116,6 +116,60 @@ def test_collectives_of_equal_layers_are_one_row(page):  # noqa: F811
 
 
 @needs_browser
+def test_a_fold_of_collectives_keeps_selection_order_and_heading(page):  # noqa: F811
+    shown = page(inspection(gathered_layers()), "0/forward/0/collectives//sort=params&down=1")
+    shown.execute_script(
+        "window.heading = document.querySelector('.grid-head button'); window.compared = 0;"
+        "const old = String.prototype.localeCompare;"
+        "String.prototype.localeCompare = function (...given) {"
+        "window.compared += 1; return old.apply(this, given); };"
+    )
+    one(shown, '[aria-label="Fold by module"]').click()
+    wait_for(shown, "document.querySelectorAll('.grid-row').length === 1")
+    one(shown, ".grid-row").click()
+    wait_for(shown, f"document.querySelectorAll('.grid-row').length > {LAYERS // 2}")
+    assert shown.execute_script("return [window.heading.isConnected, window.compared]") == [True, 0]
+    one(shown, ".grid-head button", "parameters").click()
+    assert not shown.execute_script("return window.heading.isConnected")
+    assert shown.execute_script("return window.compared") > 0
+
+
+@needs_browser
+def test_layers_are_found_once_per_module(page):  # noqa: F811
+    shown = page(inspection(gathered_layers()), "0/forward/0/overview/")
+    splits = (
+        "const graph = compiles[0].at(compiles[0].graphs[0], 0); delete graph.memo.layers;"
+        "let splits = 0; const old = String.prototype.split;"
+        "String.prototype.split = function (...given) { splits++; return old.apply(this, given); };"
+        "layersOf(graph); String.prototype.split = old;"
+        "return [splits, graph.memo.layers.size];"
+    )
+    shown.execute_script(splits)
+    count, nodes = shown.execute_script(splits)
+    assert count == 0
+    assert nodes > LAYERS
+
+
+@needs_browser
+def test_likely_views_are_prepared_when_idle(page):  # noqa: F811
+    joint = graph_of(
+        "joint", *[(f"p{at}" if at else None, gathered_layers(odd=at)) for at in (0, 1)]
+    )
+    forward = graph_of(
+        "forward", *[(f"p{at}" if at else None, gathered_layers(odd=at)) for at in range(4)]
+    )
+    shown = page(Inspection(dump_of(joint, forward)), "0/forward/2/listing/")
+    ready = (
+        "[[1, 1], [1, 3], [0, 1]].every(([graph, step]) => {"
+        "const found = compiles[0].builtGraphs.get("
+        "`${compiles[0].graphs[graph].name}\\n${step}`);"
+        "return found && ['layers', 'curves', 'changes', 'collectives'].every("
+        "(key) => key in found.memo); })"
+    )
+    assert wait_for(shown, ready)
+
+
+@needs_browser
 def test_compared_graphs_are_folded_by_layer(page):  # noqa: F811
     graphs = gathered_layers(), gathered_layers(extra=5)
     shown = page(inspection(*graphs), "0/forward/0/compare//fold=yes&with=0/forward/1")

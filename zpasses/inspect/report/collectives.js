@@ -160,7 +160,9 @@ function drawCollectives(main) {
       !(current.step.measured && YIELDS.includes(column.key)) &&
       !(column.key === "route" && isOneRoute(all)),
   );
-  let shown = [];
+  let shown = [],
+    matching = [],
+    matchedFor = null;
   const list = rowList({
     label: "Collectives",
     role: "grid",
@@ -177,18 +179,33 @@ function drawCollectives(main) {
   const none = el("p", { class: "muted pad", role: "status", hidden: true });
   const head = el("div", { class: "grid-head", style: extraColumns(columns), role: "row" });
   const folds = () => state.view.fold === "yes";
+  // Shows the rows. A fold that opens or closes needs no new selection, order or heading.
   const fill = (active) => {
     const { filter = "", kind = "", exposed = "" } = state.view;
     const { key, down } = sorting();
-    const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
     const column = columns.find((each) => each.key === key) || columns[0];
-    shown = all.filter(
+    const asked = JSON.stringify([filter, kind, exposed, key, down]);
+    if (asked !== matchedFor) select(filter, kind, exposed, column, down);
+    matchedFor = asked;
+    shown = folds() ? foldCollectives(matching, column, down) : matching;
+    list.fill(
+      shown.length,
+      active ?? shown.findIndex((each) => !each.fold && each.id === state.node),
+    );
+    // A scroll bar narrows the rows, so the header is narrowed by the same amount.
+    requestAnimationFrame(() => {
+      head.style.paddingRight = `${14 + list.element.offsetWidth - list.element.clientWidth}px`;
+    });
+  };
+  const select = (filter, kind, exposed, column, down) => {
+    const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
+    matching = all.filter(
       (each) =>
         words.every((word) => matches(each.node, word)) &&
         (!kind || each.node.collective.kind === kind) &&
         (!exposed || each.exposed > 0),
     );
-    shown.sort((a, b) => {
+    matching.sort((a, b) => {
       const one = column.value(a),
         other = column.value(b);
       return (
@@ -198,7 +215,7 @@ function drawCollectives(main) {
             : one - other) || a.number - b.number
       );
     });
-    none.hidden = shown.length > 0;
+    none.hidden = matching.length > 0;
     clear(
       none,
       words.length
@@ -207,10 +224,10 @@ function drawCollectives(main) {
           ? "No collective is exposed: compute waits for none of them."
           : `This graph has no collective of the kind ${kind}.`,
     );
-    const sum = (pick) => shown.reduce((total, each) => total + pick(each), 0);
+    const sum = (pick) => matching.reduce((total, each) => total + pick(each), 0);
     clear(
       count,
-      shown.length === all.length ? "" : `${shown.length} of `,
+      matching.length === all.length ? "" : `${matching.length} of `,
       `${plural(all.length, "collective")}`,
       groups.size === 1 && ` of group ${COLUMNS[3].text(all[0])}`,
       " · ",
@@ -222,15 +239,6 @@ function drawCollectives(main) {
       head,
       columns.map((each) => sortButton(each, () => fill())),
     );
-    if (folds()) shown = foldCollectives(shown, column, down);
-    list.fill(
-      shown.length,
-      active ?? shown.findIndex((each) => !each.fold && each.id === state.node),
-    );
-    // A scroll bar narrows the rows, so the header is narrowed by the same amount.
-    requestAnimationFrame(() => {
-      head.style.paddingRight = `${14 + list.element.offsetWidth - list.element.clientWidth}px`;
-    });
   };
   const kinds = [...new Set(all.map((each) => each.node.collective.kind))];
   const groups = new Set(all.map((each) => each.node.collective.group));

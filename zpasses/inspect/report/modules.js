@@ -25,20 +25,30 @@ function foldSwitch(count, change) {
   );
 }
 
+// Computes a text of a module once. A graph of 20,000 nodes has some hundred modules.
+function perModule(compute) {
+  const known = new Map();
+  return (module) => {
+    let found = known.get(module);
+    if (found === undefined) known.set(module, (found = compute(module)));
+    return found;
+  };
+}
+
 // "layers.12.mlp.0" -> "layers.*.mlp.0"
-function template(module) {
+const template = perModule((module) => {
   const parts = module.split(".");
   const numbers = parts.flatMap((part, at) => (/^\d+$/.test(part) ? [at] : []));
   for (const at of numbers) if (at < parts.length - 1 || at === numbers[0]) parts[at] = "*";
   return parts.join(".");
-}
+});
 
 // The layer that a module is in: its path up to the first number, or the module itself.
-function layerOf(module) {
+const layerOf = perModule((module) => {
   const parts = module.split(".");
   const at = parts.findIndex((part) => /^\d+$/.test(part));
   return at < 0 ? module : parts.slice(0, at + 1).join(".");
-}
+});
 
 // Node id -> the layer whose computation it stands in. A collective that a pass has moved stands
 // with the layer that runs there, and not with that of its parameters.

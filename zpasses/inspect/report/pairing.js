@@ -156,8 +156,8 @@ function compared(one, other) {
   return known.get(other);
 }
 
-// Computes what Compare will show first, and what "Why?" shows, when nothing else is to do. Each step
-// leaves room for input.
+// Computes what Compare will show first, what "Why?" shows, and what the views of the neighbouring
+// passes and of the other graphs need, when nothing else is to do. Each step leaves room for input.
 function prepareComparison() {
   const asked = current.graph;
   const defaultPair = () => {
@@ -182,12 +182,42 @@ function prepareComparison() {
       if (found) part(found);
     }),
   );
+  if (state.tab === "compare") steps.length = 0;
+  steps.push(...likelyGraphs().flatMap(partsOfGraph));
+  const { compile, graph, step } = state;
   const next = () => {
-    if (!steps.length || current.graph !== asked || !asked || state.tab === "compare") return;
+    const moved = state.compile !== compile || state.graph !== graph || state.step !== step;
+    if (!steps.length || moved || !asked) return;
     steps.shift()();
     whenIdle(next);
   };
   whenIdle(next);
+}
+
+// The graphs that a reader will likely see next: those of the passes beside the shown one, and the
+// last of each other graph.
+function likelyGraphs() {
+  const { compile, data } = current;
+  return [
+    ...[state.step + 1, state.step - 1]
+      .filter((step) => data.steps[step])
+      .map((step) => [data, step]),
+    ...byInterest(compile.graphs)
+      .filter((each) => each !== data)
+      .map((each) => [each, compile.last(each)]),
+  ];
+}
+
+// Steps that compute what every view of a graph reads.
+function partsOfGraph([data, step]) {
+  const { compile } = current;
+  const graph = () => compile.at(data, step);
+  return [
+    graph,
+    () => graph() && layersOf(graph()),
+    () => graph() && graph().curves,
+    () => graph() && graph().changes && graph().collectives,
+  ];
 }
 
 function whenIdle(work) {
