@@ -2,6 +2,8 @@
 a table explains itself.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from tests.zpasses.inspect.graphs import (
@@ -132,6 +134,19 @@ def test_a_fold_of_collectives_keeps_selection_order_and_heading(page):  # noqa:
     one(shown, ".grid-head button", "parameters").click()
     assert not shown.execute_script("return window.heading.isConnected")
     assert shown.execute_script("return window.compared") > 0
+
+
+@needs_browser
+def test_collectives_without_parameters_say_their_module(page):  # noqa: F811
+    source = Source("model.py", 7, "x = self.up(x)", "model.layers.3.mlp.up_proj")
+    nodes = [
+        replace(each, params=(), source=source) if each.collective else each
+        for each in gathered_layers().nodes
+    ]
+    shown = page(inspection(snapshot(*nodes)), "0/forward/0/collectives/")
+    cell = one(shown, ".grid-row .col-params")
+    assert cell.get_attribute("textContent") == "layers.3.mlp.up_proj"
+    assert "model.layers.3.mlp.up_proj" in one(shown, ".grid-row").get_attribute("title")
 
 
 @needs_browser

@@ -32,15 +32,15 @@ const COLUMNS = [
   },
   {
     key: "params",
-    title: "Parameters that it carries",
+    title: "Parameters that it carries; without any, the module of the line that calls it",
     name: "parameters",
-    value: (each) => each.node.params[0] || "",
+    value: (each) => each.node.params[0] || moduleOfLine(each.node),
     text: (each) =>
       each.node.params.length > 1
         ? [middleCut(fromLayer(each.node.params[0])), `\u00a0+${each.node.params.length - 1}`]
         : each.node.params[0]
           ? middleCut(fromLayer(each.node.params[0]))
-          : "",
+          : el("span", { class: "muted" }, middleCut(fromLayer(moduleOfLine(each.node)))),
   },
   {
     key: "bytes",
@@ -134,6 +134,11 @@ function isOneRoute(all) {
 
 // Columns that make room for measured times. The panel of the node shows them too.
 const YIELDS = ["distance", "route"];
+
+// A collective of the model itself, as of tensor parallelism, carries no parameter.
+function moduleOfLine(node) {
+  return (node.source && node.source.module) || "";
+}
 
 // "layers.34.mlp.weight" of "model.layers.34.mlp.weight": the number of the layer must be visible where
 // there is little room. The row's tooltip has the whole name.
@@ -328,7 +333,9 @@ function collectiveRow(columns, each) {
     {
       class: "grid-row",
       style: extraColumns(columns),
-      title: [each.node.name, ...each.node.params].join("\n"),
+      title: [each.node.name, ...each.node.params, !each.node.params.length && moduleOfLine(each.node)]
+        .filter(Boolean)
+        .join("\n"),
     },
     columns.map((column) =>
       el(

@@ -401,7 +401,7 @@ function timelineTooltip(graph, { span, collective, stall }) {
 }
 
 function paramLine(node, most = 3) {
-  if (!node.params.length) return null;
+  if (!node.params.length) return el("p", { class: "muted" }, moduleOfLine(node));
   const rest = node.params.length - most;
   return el(
     "p",
