@@ -148,7 +148,7 @@ def draw_page(address: str, out: Path, size: tuple[int, int], folder: Path) -> N
     "--pass",
     "after",
     metavar="PASS",
-    default="overlap",
+    default="schedule",
     show_default=True,
     help="Show the graph after this pass.",
 )

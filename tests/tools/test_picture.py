@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.zpasses.inspect.real import real_dump
+from zpasses.pipeline.pipeline import catalogue
 from zpasses.tools import picture
 
 COMMITTED = Path(__file__).parents[2] / "docs" / "images" / "report.png"
@@ -30,6 +31,11 @@ def test_picture_of_the_readme_is_small():
     assert width <= 1280
     assert height <= width
     assert COMMITTED.stat().st_size < 300_000
+
+
+def test_the_default_pass_runs_in_the_demo():
+    (default,) = [each.default for each in picture.main.params if each.name == "after"]
+    assert default in [each.name for each in catalogue()["zero3"]]
 
 
 @needs_browser
