@@ -17,6 +17,7 @@ from zpasses.cost.target import Target
 from zpasses.graph.nodes import collective_of
 from zpasses.graph.tags import tagged
 from zpasses.inspect.escape import one_line
+from zpasses.inspect.view import Table
 from zpasses.testing import capture_graphs, fake_world
 from zpasses.tools.cli.main import cli
 from zpasses.tools.picture import draw_page, find_browser
@@ -279,6 +280,17 @@ def test_what_shares_a_place_is_drawn_around_the_chosen_plan():
         for kind in ("stage", drawn[-1][0])
     )
     assert stage < chosen
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_the_table_of_plans_fits_a_terminal(width):
+    points = [(123 << 30, 1234567.0), (234 << 30, 1134567.0)]
+    found = plan_view(table_of(points, [(345 << 30, 999999.0), (1 << 30, 2e6)]))
+    table = next(part for part in found.parts if isinstance(part, Table))
+    shown = table.text(width=width)
+    assert max(map(len, shown.splitlines())) <= width
+    assert "2 chosen" in shown
+    assert {"step", "exposed", "peak"} <= set(shown.splitlines()[0].split())
 
 
 HOSTILE = "</title><script>alert(1)</script>\u202e\x1b[31m.py:step"

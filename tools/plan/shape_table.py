@@ -166,7 +166,14 @@ def shape_view(found: ShapeTable) -> View:
     """The table as a page."""
     rows = [_row(each, found) for each in found.points]
     parts: list[Any] = [
-        table(_COLUMNS, rows, right=_COLUMNS[1:-1], yields=("collectives", "bound", "shards"))
+        table(
+            _COLUMNS,
+            rows,
+            right=_COLUMNS[1:-1],
+            yields=("collectives", "bound", "shards", ""),
+            below=("",),
+            whole=("",),
+        )
     ]
     if found.chosen is None:
         parts.append(text_of(f"None is chosen. {found.reason}"))
