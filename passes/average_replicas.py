@@ -13,17 +13,16 @@ After
   mean_a = wait(s[0]);  mean_b = wait(s[1])
   return mean_a, mean_b, ...
 
-Contract: gradients that are awaited together are averaged together, which starts as soon as they
-are there. They share one all-reduce. Only over gloo, which copies what shares one, large gradients
-have one each. Averages are awaited before their first reader, mostly the graph's output, or where
-later ones start that would exceed `in_flight_mb` with them. They so run beside the kernels that are
-left, on links that gathers and reductions within a replica do not use. Runs after the passes that
-move reductions, since these take the average for a part of what completes a reduction.
+Contract: gradients that are awaited together are averaged together, as soon as they are there. They
+share one all-reduce; only over gloo, which copies what shares one, large gradients have one each.
+Averages are awaited before their first reader, mostly the graph's output. They so run beside the
+kernels that are left, on links that gathers and reductions within a replica do not use. Runs after
+the passes that move reductions, since these take the average for a part of what completes a
+reduction.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -33,7 +32,6 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.cost.memory import gloo_packs
-from zpasses.errors import OptionError
 from zpasses.graph.nodes import (
     Editor,
     calls,
@@ -57,29 +55,13 @@ class AverageReplicas(Pass):
     name: ClassVar[str] = "average-replicas"
     level: ClassVar[Level] = Level.BACKWARD
 
-    in_flight_mb: float = 8.0
-    """Await averages, the oldest first, before those in flight send more MiB than this from one
-    rank. Each gradient in flight may have a second copy. One average is always in flight."""
-
-    def __post_init__(self) -> None:
-        if not self.in_flight_mb >= 0:
-            raise OptionError(
-                f"pass {self.name!r}, option 'in_flight_mb': got {self.in_flight_mb}; expected MiB "
-                ">= 0 (0: one average at a time)."
-            )
-
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of averages lowered."""
-        launches = _launches(graph)
-        sizes = [sum(nbytes(value_of(node)) for node in members) for _, members in launches]
-        most = self.in_flight_mb * (1 << 20)
-        for number, (before, members) in enumerate(launches):
-            sent = itertools.accumulate(sizes[number:])
-            full = next((at for at, size in enumerate(sent, number) if size > most), len(launches))
-            until = max(full, number + 1)
-            last = launches[until][0] if until < len(launches) else graph.output_node()
-            _lower(graph, before, members, until=last)
-        return sum(len(members) for _, members in launches)
+        found = 0
+        for before, members in _launches(graph):
+            found += len(members)
+            _lower(graph, before, members)
+        return found
 
 
 def _launches(graph: fx.Graph) -> list[tuple[fx.Node, list[fx.Node]]]:
@@ -121,8 +103,7 @@ def _completes_reduction(node: fx.Node, completing: set[fx.Node]) -> bool:
     return bool(inputs) and all(each in completing for each in inputs)
 
 
-def _lower(graph: fx.Graph, before: fx.Node, members: list[fx.Node], *, until: fx.Node) -> None:
-    """Starts averages before a node, and awaits them before another one at the latest."""
+def _lower(graph: fx.Graph, before: fx.Node, members: list[fx.Node]) -> None:
     sources = {node: node.all_input_nodes[0] for node in members}
     group: Any = members[0].args[2]
     sent = [
@@ -149,7 +130,7 @@ def _lower(graph: fx.Graph, before: fx.Node, members: list[fx.Node], *, until: f
         _tag_start(started, together)
     order = {node: at for at, node in enumerate(graph.nodes)}
     for node in members:
-        first = min((until, *node.users), key=order.__getitem__)
+        first = min((*node.users, graph.output_node()), key=order.__getitem__)
         _finish(graph, node, results[node], first, awaits=node in sent)
 
 

@@ -6,8 +6,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
 from tests.graphs import expect_listing, few_examples
-from zpasses.errors import OptionError, PassError
-from zpasses.graph.nodes import calls, collectives, is_wait
+from zpasses.errors import PassError
+from zpasses.graph.nodes import calls, collectives
 from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD
 from zpasses.graph.tags import tag_of
 from zpasses.passes import AverageReplicas, MergeReads
@@ -53,26 +53,6 @@ all_reduce p0
 wait_tensor p0
 """,
     )
-
-
-@pytest.mark.parametrize(("mebibytes", "most"), [(0, 1), (8.5 / 1024, 2), (1.0, 3)])
-def test_averages_in_flight_are_awaited_before_later_ones_start(mebibytes, most):
-    params = [ParamSpec((64, 32))] * 4  # shards of 4 KiB
-    pipeline = f"reduce-grads,average-replicas{{in_flight_mb={mebibytes}}}"
-    gm = lowered(*params, pipeline=pipeline)
-    flying, seen = 0, []
-    for node in gm.graph.nodes:
-        source = node.all_input_nodes[0] if is_wait(node) else None
-        flying += node in operators(gm, "all_reduce")
-        flying -= source in operators(gm, "all_reduce")
-        seen.append(flying)
-    assert max(seen) == most
-    assert seen[-1] == 0
-
-
-def test_negative_limits_are_refused():
-    with pytest.raises(OptionError, match=r"in_flight_mb.*got -1.*expected MiB"):
-        AverageReplicas(in_flight_mb=-1)
 
 
 def test_large_gradients_share_no_all_reduce_over_gloo(monkeypatch):

@@ -101,6 +101,7 @@ def inductor_codegen(
 
     register_collective_lowerings()
     _decompose_casts(gm)
+    _reduce_views_of_awaited(gm)
     with config.patch(patches):
         return cast(Callable[..., Any], compile_fx_inner(gm, cast(Any, inputs), **kwargs))
 
@@ -184,6 +185,51 @@ def _decompose_casts(gm: fx.GraphModule) -> None:
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
     gm.recompile()
+
+
+def _reduce_views_of_awaited(gm: fx.GraphModule) -> None:
+    """Has every all-reduce of an awaited tensor reduce a view of it.
+
+    Inductor reduces in place, so both collectives return the same buffer. It keeps the input of a
+    collective whose output is awaited until the last wait for that buffer: a full gradient would
+    stay until the average over replicas has arrived, not only until its reduce-scatter has.
+    Inductor does not follow views there (`_WaitKernel.get_volatile_reads`).
+    """
+    c10d = torch.ops._c10d_functional
+    for target in (c10d.all_reduce.default, c10d.all_reduce_coalesced.default):
+        for started in gm.graph.find_nodes(op="call_function", target=target):
+            given: Any = started.args[0]
+            single = isinstance(given, fx.Node)
+            results = [started] if single else list(started.users)
+            waits = [user for result in results for user in result.users]
+            awaited = [given] if single else list(given)
+            if all(each.target is c10d.wait_tensor.default for each in (*awaited, *waits)):
+                views = [_view_before(started, source) for source in awaited]
+                started.update_arg(0, views[0] if single else views)
+                for node in dict.fromkeys((started, *results)):
+                    node.meta["val"] = pytree.tree_map(_with_leading_one, node.meta["val"])
+                for node in waits:
+                    _view_back(node)
+    gm.recompile()
+
+
+def _with_leading_one(value: torch.Tensor) -> torch.Tensor:
+    return value.unsqueeze(0)
+
+
+def _view_before(node: fx.Node, source: fx.Node) -> fx.Node:
+    with node.graph.inserting_before(node):
+        view = node.graph.call_function(torch.ops.aten.unsqueeze.default, (source, 0))
+    view.meta["val"] = _with_leading_one(source.meta["val"])
+    return view
+
+
+def _view_back(wait: fx.Node) -> None:
+    with wait.graph.inserting_after(wait):
+        view = wait.graph.call_function(torch.ops.aten.squeeze.dim, (wait, 0))
+    view.meta["val"] = wait.meta["val"]
+    wait.meta["val"] = _with_leading_one(wait.meta["val"])
+    wait.replace_all_uses_with(view, delete_user_cb=lambda user: user is not view)
 
 
 def _copy_meta(node: fx.Node, source: fx.Node) -> fx.Node:

@@ -35,7 +35,7 @@ OPTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "plan_for_overlap": (False, True),
     },
     "overlap": {},
-    "average-replicas": {"in_flight_mb": (8.0, 0.0, 0.001)},
+    "average-replicas": {},
     "defer-reduction": {},
 }
 """Pass -> option -> values to draw; the default stands first. The passes that are missing need a

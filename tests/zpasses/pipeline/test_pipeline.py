@@ -204,7 +204,6 @@ CHANGED = {
     "device": "cuda",
     "timeout_s": 7.0,
     "cap_mb": 7.0,
-    "in_flight_mb": 7.0,
     "mode": "flat",
     "memory_budget": "7MiB",
     "keep": "nothing",
