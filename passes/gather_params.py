@@ -50,10 +50,11 @@ class GatherParams(Pass):
     def _lower(self, graph: fx.Graph, read: fx.Node) -> None:
         shard: Any = read.args[0]
         rows, dtype, group = read.args[1], read.args[2], read.args[4]
+        again = read.args[6] if len(read.args) > 6 else None
         tag = tag_of(read)
         params = tag.params if tag else (shard.name,)
         edit = Editor(graph, before=read)
-        full = self._gather(edit, shard, rows, dtype, group, params)
+        full = self._gather(edit, shard, rows, dtype, group, again, params)
         add_tag(full, Tag("full", params, origin=self.name))
         replace_node(read, full)
 
@@ -64,6 +65,7 @@ class GatherParams(Pass):
         rows: Any,
         dtype: Any,
         group: Any,
+        again: Any,
         params: tuple[str, ...],
     ) -> fx.Node:
         value = value_of(shard)
@@ -103,7 +105,8 @@ class GatherParams(Pass):
             source = edit.call(aten.constant_pad_nd.default, source, padding, 0.0)
             add_tag(source, Tag("gather_input", params, origin=self.name, block_bytes=whole))
         started = edit.call(compat.functional.all_gather_into_tensor.default, source, size, group)
-        add_tag(started, Tag("gather", params, nbytes(value_of(source)), origin=self.name))
+        sent = nbytes(value_of(source))
+        add_tag(started, Tag("gather", params, sent, origin=self.name, reshard_group=again))
         full = edit.call(compat.functional.wait_tensor.default, started)
         if block * size != rows:
             add_tag(full, Tag("gathered", params, origin=self.name))

@@ -12,8 +12,10 @@ After partitioning
 Contract: marks nodes for recomputation, and the partitioner moves them. The marked nodes are the
 gathers, the nodes that prepare their inputs, and every forward value that is computed only from
 parameters (such as views, casts or a weight norm). Saving such a value would save a full parameter
-in another form. After a trial partition, the backend takes the marks off the parameters that `keep`
-selects (zpasses.backend.partition).
+in another form. Where a parameter has a group to gather it again from, forward saves this rank's
+part of the full parameter, and the marked gather is one of these parts (zpasses.graph.regathers).
+After a trial partition, the backend takes the marks off the parameters that `keep` selects
+(zpasses.backend.partition).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.graph.patterns import tag_foreign_gathers
+from zpasses.graph.regathers import insert_regathers
 from zpasses.graph.tags import GATHER_ROLES, tag_of
 from zpasses.pipeline.pipeline import Level, Pass
 
@@ -45,10 +48,13 @@ class ReshardAfterForward(Pass):
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of nodes that backward recomputes."""
         tag_foreign_gathers(graph, origin=self.name)
+        only_forward = insert_regathers(graph, origin=self.name)
         marked: set[fx.Node] = set()
         for node in graph.nodes:
-            if node.op == "call_function" and (
-                _is_part_of_gather(node) or _depends_only_on_parameters(node, marked)
+            if (
+                node.op == "call_function"
+                and node not in only_forward
+                and (_is_part_of_gather(node) or _depends_only_on_parameters(node, marked))
             ):
                 compat.mark_recompute(node)
                 marked.add(node)

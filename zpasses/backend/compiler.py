@@ -50,6 +50,7 @@ from zpasses.cost.target import Target, current_target, use_target
 from zpasses.dumps.recorders import recorders_for
 from zpasses.errors import AgreementError, OptionError
 from zpasses.graph.ops import UNSHARD
+from zpasses.graph.regathers import remove_regathers
 from zpasses.pipeline.observers import ObservedGraph, notify_observers
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Level, Pass, Pipeline
@@ -426,6 +427,8 @@ class _GraphCompiler:
     ) -> Compiled:
         if inference:
             self._run_level(gm, Level.JOINT, "inference")
+            remove_regathers(gm.graph)
+            gm.recompile()
         self._run_level(gm, Level.FORWARD, "inference" if inference else "forward")
         kind = "inference" if inference else "forward"
         graphs = self._graph_compiler(self._artifacts)

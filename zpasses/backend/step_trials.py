@@ -27,6 +27,7 @@ from zpasses.cost.schedule_evaluation import Evaluation, single_plan
 from zpasses.cost.schedule_problem import problem_of
 from zpasses.cost.target import current_target
 from zpasses.graph.nodes import nbytes, value_of
+from zpasses.graph.regathers import drop_unread_parts, remove_regathers
 from zpasses.graph.tags import GATHER_ROLES, retag, tag_of, tagged
 from zpasses.option_values import parse_budget
 
@@ -285,13 +286,18 @@ class StepTrials:
         """Partitions the joint graph, or a copy of it, which is changed."""
         if recompute_elementwise is None:
             recompute_elementwise = self._recompute
-        return compat.partition(
+        forward, backward = compat.partition(
             gm,
             self._inputs,
             recompute_elementwise=recompute_elementwise,
             activation_budget=activations,
             **self._options,
         )
+        drop_unread_parts(forward.graph, backward.graph)
+        remove_regathers(forward.graph)
+        for each in (forward, backward):
+            each.recompile()
+        return forward, backward
 
     def _keepable(self, trial: Trial) -> Sequence[KeptParam]:
         return keepable_params(trial.step) if self._keeps else ()

@@ -34,6 +34,7 @@ __all__ = [
     "limited_timeouts",
     "low_contention_all_gather",
     "low_contention_reduce_scatter",
+    "make_group",
     "make_second_group",
     "mesh_dimension",
     "parent_group",
@@ -210,6 +211,22 @@ def _live_second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     reference = _second_groups.get(group)
     second = reference() if reference is not None else None
     return second if second in c10d._world.pg_names else None
+
+
+def make_group(ranks: Sequence[int], label: str) -> str:
+    """Makes a process group and returns its name, which is equal on all of its ranks.
+
+    Only its ranks take part, and wait for each other as long as the default group does.
+
+    Args:
+        ranks: of the default group, in the order of the new one.
+        label: what `mesh_dimension` returns for it.
+    """
+    with _without_bound_device(c10d._get_default_group()):
+        group = dist.new_group(
+            list(ranks), use_local_synchronization=True, group_desc=f"mesh_{label}"
+        )
+    return c10d._world.pg_names[cast(Any, group)]
 
 
 def make_second_group(name: str, second_name: str, limit: timedelta) -> None:

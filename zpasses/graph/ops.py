@@ -1,6 +1,6 @@
 """The dialect: operators that state that a parameter is gathered and its gradient reduced.
 
-    zpasses::unshard(shard, rows, param_dtype, reduce_dtype, group, replicate_group)
+    zpasses::unshard(shard, rows, param_dtype, reduce_dtype, group, replicate_group, reshard_group)
         -> full parameter
     zpasses::reduce_grad(grad, rows, shard_rows, dtype, reduce_dtype, group) -> shard's gradient
     zpasses::average_grad(grad, dtype, group) -> shard's gradient, averaged over replicas
@@ -41,7 +41,7 @@ __all__ = [
 _library = torch.library.Library("zpasses", "DEF")
 _library.define(
     "unshard(Tensor shard, SymInt rows, ScalarType? param_dtype, ScalarType? reduce_dtype, str "
-    "group_name, str? replicate_group=None) -> Tensor",
+    "group_name, str? replicate_group=None, str? reshard_group=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -77,6 +77,7 @@ def _unshard(
     reduce_dtype: torch.dtype | None,
     group_name: str,
     replicate_group: str | None = None,
+    reshard_group: str | None = None,
 ) -> Tensor:
     """Gathers a parameter.
 
@@ -89,6 +90,9 @@ def _unshard(
         group_name: process group over which the parameter is sharded.
         replicate_group: process group of the ranks that hold equal shards, over which backward
             averages the gradient; None if there is no other such rank. Forward ignores it.
+        reshard_group: process group of consecutive ranks of the group, from which the pass
+            `reshard-after-forward` gathers the parameter again; None for the whole group. Only the
+            pass reads it.
 
     Returns:
         The full parameter, [rows, ...], in `param_dtype`; never an alias of `shard`.
@@ -115,6 +119,7 @@ def _unshard_fake(
     reduce_dtype: torch.dtype | None,
     group_name: str,
     replicate_group: str | None = None,
+    reshard_group: str | None = None,
 ) -> Tensor:
     shape = (rows, *shard.shape[1:]) if shard.dim() else ()
     return shard.new_empty(shape, dtype=param_dtype or shard.dtype)
@@ -196,7 +201,7 @@ def _average_grad_fake(grad: Tensor, dtype: torch.dtype, group_name: str) -> Ten
 
 
 def _unshard_setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shard, rows, _, reduce_dtype, group_name, replicate_group = inputs
+    shard, rows, _, reduce_dtype, group_name, replicate_group, _ = inputs
     state: Any = ctx
     state.call = (rows, shard.shape[0] if shard.dim() else 0, shard.dtype, reduce_dtype, group_name)
     state.replicate_group = replicate_group
@@ -232,7 +237,7 @@ def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if value is not None:
         for operator, arguments in reduction_calls(how, shard_rows, grad.dtype):
             value = operator(value, *arguments)
-    return value, None, None, None, None, None
+    return value, None, None, None, None, None, None
 
 
 def reduction_calls(

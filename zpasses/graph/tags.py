@@ -106,6 +106,8 @@ class Tag:
     """On a shard_grad: how to reduce a gradient that this graph leaves unreduced."""
     deferrable: bool = False
     """On a shard_grad: the reduction may be deferred to a later call."""
+    reshard_group: str | None = None
+    """On a gather: process group of some of its ranks, from which backward gathers again."""
     defers_average: bool = False
     """On a deferrable shard_grad: only its average over replicas is deferred."""
 

@@ -20,7 +20,7 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks.vote import has_other_ranks
 
-__all__ = ["check_meshes", "register_mesh"]
+__all__ = ["check_meshes", "consecutive_ranks", "register_mesh"]
 
 _MOST_CHECKS = 200
 """Checks of a mesh that some rank never registers, as ranks of other pipeline stages may not."""
@@ -40,6 +40,34 @@ _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], _Mes
     weakref.WeakKeyDictionary()
 )
 """Default process group -> names of the groups of a mesh -> what this rank knows of it."""
+
+
+def consecutive_ranks(mesh: DeviceMesh, size: int) -> str:
+    """Returns the process group of this rank among each `size` consecutive ranks of a mesh.
+
+    Only these ranks make it, and wait for each other at the first call with the same ranks.
+
+    Args:
+        mesh: one-dimensional; `size` divides its size.
+        size: ranks of the group.
+    """
+    ranks = compat.group_ranks(compat.group_name(mesh.get_group()))
+    first = mesh.get_local_rank() // size * size
+    members = tuple(ranks[first : first + size])
+    name = compat.group_name(mesh.get_group())
+    label = f"{(mesh.mesh_dim_names or (compat.mesh_dimension(name),))[0] or 'ranks'}_of_{size}"
+    world = dist.group.WORLD
+    assert world is not None
+    known = _consecutive.setdefault(world, {})
+    if members not in known:
+        known[members] = compat.make_group(members, label)
+    return known[members]
+
+
+_consecutive: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Default process group -> ranks -> the group that `consecutive_ranks` made of them."""
 
 
 def register_mesh(mesh: DeviceMesh) -> None:

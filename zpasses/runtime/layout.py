@@ -50,6 +50,9 @@ class ParamLayout:
     `inner_mesh`."""
     grad_scale: float = 1.0
     """Factor on the average of the gradients over `mesh` and all replicas."""
+    reshard_group: str | None = None
+    """Process group of consecutive ranks of `mesh`, from which stage 3 gathers the parameter again
+    in backward; None for all ranks of `mesh`."""
     sharding_groups: tuple[str, ...] = field(init=False)
     """Names of the process groups of `mesh`, and of the ranks that hold equal shards if there are
     replicas."""

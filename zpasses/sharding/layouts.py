@@ -13,7 +13,7 @@ from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.runtime.layout import ParamLayout
 
-__all__ = ["PlacementFn", "check_divide_factor", "layouts_of"]
+__all__ = ["PlacementFn", "check_divide_factor", "check_reshard_size", "layouts_of"]
 
 PlacementFn = Callable[[nn.Parameter], Shard | None]
 
@@ -29,6 +29,28 @@ def check_divide_factor(factor: object) -> None:
         )
 
 
+def check_reshard_size(size: object, ranks: int) -> None:
+    """Raise ShardingError unless `size` is None or a number of ranks to gather from again.
+
+    Args:
+        size: argument `reshard_after_forward` of `zpasses.shard`.
+        ranks: ranks over which the model is sharded.
+    """
+    if isinstance(size, bool):
+        raise ShardingError(
+            f"reshard_after_forward is {size}; expected a number of ranks, or None. Whether full "
+            'parameters are freed after forward is decided where the model is compiled: options={"'
+            'zero_stage": 3} frees them, 2 keeps them.'
+        )
+    if size is not None and not (isinstance(size, int) and 1 < size < ranks and ranks % size == 0):
+        raise ShardingError(
+            f"reshard_after_forward is {size!r}; expected None, or a number of ranks above 1 that "
+            f"divides the {ranks} ranks over which the model is sharded and is smaller. To gather "
+            "from all of them again, leave it out; to keep full parameters, compile with "
+            'options={"zero_stage": 2}.'
+        )
+
+
 def layouts_of(
     params: Iterable[nn.Parameter],
     names: Mapping[int, str],
@@ -36,6 +58,7 @@ def layouts_of(
     hybrid_mesh: DeviceMesh | None,
     placement_fn: PlacementFn | None,
     divide_factor: float | None,
+    reshard_group: str | None = None,
 ) -> dict[int, ParamLayout]:
     """Returns the layout of each parameter, by its identity. Equal layouts are one object.
 
@@ -47,6 +70,7 @@ def layouts_of(
             without replicas.
         placement_fn: argument `shard_placement_fn` of `zpasses.shard`.
         divide_factor: argument `grad_divide_factor` of `zpasses.shard`.
+        reshard_group: process group from which stage 3 gathers again.
 
     Raises:
         ShardingError: for a DTensor that cannot be sharded further, or a dimension that cannot be
@@ -64,7 +88,7 @@ def layouts_of(
             _check_piece(param, name, outer)
             key = (dim, param.device_mesh, param.placements)
         if key not in known:
-            known[key] = _layout(param, name, mesh, hybrid_mesh, dim, scale)
+            known[key] = _layout(param, name, mesh, hybrid_mesh, dim, scale, reshard_group)
         found[id(param)] = known[key]
     return found
 
@@ -76,9 +100,12 @@ def _layout(
     hybrid_mesh: DeviceMesh | None,
     dim: int,
     scale: float,
+    reshard_group: str | None,
 ) -> ParamLayout:
     if not isinstance(param, DTensor):
-        return ParamLayout(mesh, dim, hybrid_mesh=hybrid_mesh, grad_scale=scale)
+        return ParamLayout(
+            mesh, dim, hybrid_mesh=hybrid_mesh, grad_scale=scale, reshard_group=reshard_group
+        )
     try:
         return ParamLayout(
             mesh,
@@ -87,6 +114,7 @@ def _layout(
             param.placements,
             hybrid_mesh=hybrid_mesh,
             grad_scale=scale,
+            reshard_group=reshard_group,
         )
     except RuntimeError as error:
         raise ShardingError(

@@ -54,9 +54,12 @@ class ParamShardSpec:
     """Reduce gradients in this dtype; None keeps the gradient's dtype."""
 
     @property
-    def replicate_groups(self) -> tuple[str, ...]:
-        """The process group over which gradients are averaged next; empty without replicas."""
-        return self.layout.sharding_groups[1:]
+    def other_groups(self) -> tuple[str | None, ...]:
+        """The process groups that `unshard` takes after the first, as few as it needs."""
+        replicas = self.layout.sharding_groups[1:]
+        if self.layout.reshard_group is None:
+            return replicas
+        return (*(replicas or (None,)), self.layout.reshard_group)
 
 
 def shard_tensor(param: Tensor, layout: ParamLayout) -> DTensor:
@@ -262,7 +265,7 @@ def _guard_views(result: Any, source: GatheredCopy) -> Any:
 
 def _gathering_property(spec: ParamShardSpec, class_name: str) -> property:
     name, param_dtype, reduce_dtype = spec.name, spec.param_dtype, spec.reduce_dtype
-    groups = (spec.group_name, *spec.replicate_groups)
+    groups = (spec.group_name, *spec.other_groups)
     label = f"parameter {spec.name!r} of a {class_name}"
     layout = spec.layout
 

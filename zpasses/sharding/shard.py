@@ -17,13 +17,18 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import ShardingError
-from zpasses.ranks.meshes import register_mesh
+from zpasses.ranks.meshes import consecutive_ranks, register_mesh
 from zpasses.runtime.layout import LAYOUT_ATTRIBUTE, ParamLayout, layout_of
 from zpasses.runtime.param_cache import drop_cached_params
 from zpasses.runtime.windows import register_step_window
 from zpasses.sharding.adapters import edit_adapters_as_shards
 from zpasses.sharding.dynamo_backends import explain_dynamo_backend
-from zpasses.sharding.layouts import PlacementFn, check_divide_factor, layouts_of
+from zpasses.sharding.layouts import (
+    PlacementFn,
+    check_divide_factor,
+    check_reshard_size,
+    layouts_of,
+)
 from zpasses.sharding.module import (
     ParamShardSpec,
     ShardedModule,
@@ -55,6 +60,7 @@ def shard(
     pack_mb: float | None = None,
     shard_placement_fn: PlacementFn | None = None,
     grad_divide_factor: float | None = None,
+    reshard_after_forward: int | None = None,
 ) -> M:
     """Shard every parameter of `model` over `mesh`, in place, and return `model`.
 
@@ -92,6 +98,11 @@ def shard(
         grad_divide_factor: divide the sum of the gradients over the ranks of `mesh` by this number
             instead of their number. Experts that get tokens from all data-parallel ranks are
             sharded over fewer ranks, and divide by the number of all.
+        reshard_after_forward: with stage 3, keep a part of each full parameter after forward, and
+            gather it again in backward from this many consecutive ranks of the mesh, such as those
+            of one node, instead of all. It takes the memory of the parts: the bytes of the full
+            parameters, divided by this number. None keeps nothing. The ranks connect to each other
+            here, so every rank must come to the call.
         pack_mb: put the shards of consecutive parameters, up to this many MiB, into one flat buffer
             per dtype; None gives each shard memory of its own. With `pack_mb`, the model may be on
             the host while the mesh is on accelerators: each rank then moves only its own shards.
@@ -105,6 +116,7 @@ def shard(
     _check_arguments(mesh, param_dtype, reduce_dtype)
     check_divide_factor(grad_divide_factor)
     check_pack_mb(pack_mb)
+    check_reshard_size(reshard_after_forward, mesh.size(mesh.ndim - 1))
     ignored = {id(param) for param in ignored_params}
     places, params = _find(model, ignored)
     if not params:
@@ -117,8 +129,17 @@ def shard(
     names = {key: found[0][0] for key, found in places.items()}
     hybrid_mesh = mesh if mesh.ndim == 2 else None
     shard_mesh = mesh if hybrid_mesh is None else compat.submesh_of_dimension(mesh, 1)
+    reshard_group = None
+    if reshard_after_forward is not None:
+        reshard_group = consecutive_ranks(shard_mesh, reshard_after_forward)
     layouts = layouts_of(
-        params, names, shard_mesh, hybrid_mesh, shard_placement_fn, grad_divide_factor
+        params,
+        names,
+        shard_mesh,
+        hybrid_mesh,
+        shard_placement_fn,
+        grad_divide_factor,
+        reshard_group,
     )
     _check_tied(places, params, layouts)
     mark_ignored(ignored_params)

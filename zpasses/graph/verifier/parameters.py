@@ -19,7 +19,6 @@ from zpasses.graph.verifier.provenance import (
     Provenance,
     computes_the_same,
     has_one_rank,
-    names_of,
     numel,
 )
 from zpasses.graph.verifier.reductions import check_reduced_outputs
@@ -78,8 +77,8 @@ def _check_gather_input(
     packed = len(members) > 1
     pairs = zip(members if packed else members * len(tag.params), tag.params, strict=True)
     for member, param in pairs if members else ():
-        shards, ends = new.shards(param), new.source_placeholders(member)
-        known = {name for end in ends for name in names_of(new.version.record(end).tag)}
+        shards, ends = new.shards(param), new.source_shards(member)
+        known = new.shard_params(member)
         expected = {param} if packed else set(tag.params)
         if known & expected or not shards or _shard_unread_before(old, param):
             continue

@@ -117,12 +117,16 @@ class Provenance:
             return None
         if param not in tag.params:
             return None
-        ends = [
-            end
-            for each in self.inputs_by_param(node, tag.params)
-            for end in self.source_placeholders(each)
-        ]
-        return any(param in names_of(self.version.record(end).tag) for end in ends)
+        members = self.inputs_by_param(node, tag.params)
+        return any(param in self.shard_params(each) for each in members)
+
+    def shard_params(self, node: fx.Node) -> set[str]:
+        """The parameters of whose shards a value is made."""
+        found = set[str]()
+        for end in self.source_shards(node):
+            names = names_of(self.version.record(end).tag)
+            found |= set(names) if end.op == "placeholder" else self.params(end) & set(names)
+        return found
 
     def skip_links(self, node: fx.Node) -> fx.Node:
         """The value that a chain of links passes on."""
@@ -134,15 +138,18 @@ class Provenance:
                 return node
             node = inputs[0]
 
-    def source_placeholders(self, node: fx.Node) -> set[fx.Node]:
-        """The graph inputs that a value comes from."""
+    def source_shards(self, node: fx.Node) -> set[fx.Node]:
+        """The graph inputs that a value comes from, or the parts that a pass cut out of full
+        parameters to gather them again.
+        """
         found, queue, seen = set[fx.Node](), [node], set[fx.Node]()
         while queue:
             at = queue.pop()
             if at in seen:
                 continue
             seen.add(at)
-            if self.version.record(at).op == "placeholder":
+            record = self.version.record(at)
+            if record.op == "placeholder" or (record.tag and record.tag.role == "shard"):
                 found.add(at)
             elif self.follows_through(at, "gather"):
                 queue += self.version.inputs(at)

@@ -1,0 +1,272 @@
+"""Gathering parameters again in backward from fewer ranks: `shard(reshard_after_forward=...)`."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import zpasses
+from zpasses import compat
+from zpasses.errors import ShardingError
+from zpasses.graph.nodes import collective_of, collectives
+from zpasses.graph.regathers import remove_regathers
+from zpasses.graph.tags import tagged
+from zpasses.pipeline.observers import observe_graphs
+from zpasses.testing import (
+    assert_step_equals_reference,
+    capture_graphs,
+    capture_ranks,
+    fake_world,
+    run_on_ranks,
+)
+
+STAGE3 = (
+    "merge-reads,gather-params,reduce-grads,reshard-after-forward{keep=nothing},{schedule}"
+    "average-replicas,defer-reduction"
+)
+LEAN = STAGE3.replace("{schedule}", "schedule,")
+KEEPING = LEAN.replace("{keep=nothing}", "")
+SINGLE = STAGE3.replace("{schedule}", "")
+
+
+class Net(nn.Module):
+    """Its rows are not divisible by the ranks, and one block is recomputed in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.mid, self.down = (
+            nn.Linear(7, 13),
+            nn.Linear(13, 9, bias=False),
+            nn.Linear(9, 5),
+        )
+
+    def forward(self, x):
+        x = self.up(x).tanh()
+        return self.down(checkpoint(lambda y: self.mid(y).tanh(), x, use_reentrant=False))
+
+
+def hybrid(model, mesh):
+    ranks = mesh.size()
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    zpasses.shard(model, mesh=mesh, reshard_after_forward=2)
+
+
+def in_bfloat16(model, mesh):
+    zpasses.shard(model, mesh=mesh, reshard_after_forward=2, param_dtype=torch.bfloat16)
+
+
+def along_columns(model, mesh):
+    def place(param):
+        return Shard(1) if param.dim() == 2 else None
+
+    zpasses.shard(model, mesh=mesh, reshard_after_forward=2, shard_placement_fn=place)
+
+
+def with_tensor_parallelism(model, mesh):
+    mesh = init_device_mesh("cpu", (mesh.size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"up": ColwiseParallel(), "mid": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    zpasses.shard(model, mesh=mesh["dp"], reshard_after_forward=2)
+
+
+# --- graphs ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("ranks", "shard"),
+    [
+        (4, {"reshard_after_forward": 2}),
+        (6, {"reshard_after_forward": 3}),
+        (8, {"reshard_after_forward": 4}),
+        (8, hybrid),
+        (4, in_bfloat16),
+        (4, along_columns),
+    ],
+)
+@pytest.mark.parametrize("pipeline", [LEAN, SINGLE], ids=["scheduled", "single"])
+def test_simulated_ranks_compute_the_same_step(ranks, shard, pipeline):
+    dtype = torch.bfloat16 if shard is in_bfloat16 else torch.float32
+    x = torch.ones(3, 7, dtype=dtype)
+    assert_step_equals_reference(
+        capture_ranks(Net(), (x,), world_size=ranks, shard=shard, pipeline=pipeline)
+    )
+
+
+def gathers(gm):
+    return [
+        (len(compat.group_ranks(each.group)), tuple(shape))
+        for _, each in collectives(gm.graph)
+        if "gather" in each.op
+        for shape in each.shapes
+    ]
+
+
+def test_forward_gathers_once_and_backward_from_fewer_ranks():
+    with fake_world(4, rank=3):
+        found = capture_graphs(
+            Net(), (torch.ones(3, 7),), shard={"reshard_after_forward": 2}, pipeline=SINGLE
+        )
+        forward, backward = gathers(found.after.forward), gathers(found.after.backward)
+        groups = {
+            each.group for _, each in collectives(found.after.backward.graph) if "gather" in each.op
+        }
+        assert [compat.group_ranks(name) for name in groups] == [[2, 3]]
+        assert {size for size, _ in forward} == {4}
+        assert len(forward) == 5
+        # `mid` and `down`: blocks of 3 and 2 rows, of which a part has those of two ranks.
+        assert sorted(backward) == [(2, (4, 9)), (2, (6, 13))]
+        parts = [node for node, _ in tagged(found.after.forward.graph, "shard") if _made(node)]
+        assert len(parts) == 2
+
+
+def _made(node):
+    return node.op != "placeholder"
+
+
+def test_a_parameter_that_is_kept_is_not_saved_in_parts():
+    with fake_world(4, rank=1):
+        found = capture_graphs(
+            Net(), (torch.ones(3, 7),), shard={"reshard_after_forward": 2}, pipeline=KEEPING
+        )
+        assert not gathers(found.after.backward)  # so small a model fits
+        assert not any(_made(node) for node, _ in tagged(found.after.forward.graph, "shard"))
+
+
+def test_without_gradients_nothing_is_gathered_again():
+    with fake_world(4):
+        found = capture_graphs(
+            Net(),
+            (torch.ones(3, 7),),
+            shard={"reshard_after_forward": 2},
+            pipeline=LEAN,
+            train=False,
+        )
+        assert {size for size, _ in gathers(found.after.inference)} == {4}
+
+
+def test_memory_budgets_count_the_parts():
+    counts = {}
+    for budget in ("0%", "1GiB"):
+        options = {"memory_budget": budget}
+        with fake_world(4):
+            found = capture_graphs(
+                Net(),
+                (torch.ones(3, 7),),
+                shard={"reshard_after_forward": 2},
+                pipeline=KEEPING,
+                options=options,
+            )
+            counts[budget] = len(gathers(found.after.backward))
+    assert counts["0%"] >= counts["1GiB"] == 0
+
+
+def test_labels_name_the_dimension():
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        for _ in range(2):  # the group is made once
+            zpasses.shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=2)
+        labels = [compat.mesh_dimension(name) for name in compat.group_names()]
+        assert labels.count("dp_of_2") == 1
+
+
+def test_a_step_with_tensor_parallelism():
+    with fake_world(8, rank=5):
+        model = nn.ModuleDict({"up": nn.Linear(8, 16), "mid": nn.Linear(16, 8)})
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+        plan = {"up": ColwiseParallel(), "mid": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], plan)
+        zpasses.shard(model, mesh=mesh["dp"], reshard_after_forward=2)
+        logs = []
+        step = torch.compile(
+            lambda x: model["mid"](model["up"](x)),
+            backend="zpasses",
+            options={"pipeline": LEAN, "codegen": "eager", "agreement": False},
+        )
+        with observe_graphs(logs.append):
+            step(torch.ones(3, 8)).sum().backward()
+        (backward,) = (each.graph for each in logs if each.kind == "backward")
+        ranks = [
+            tuple(compat.group_ranks(each.group))
+            for _, each in collectives(backward)
+            if "gather" in each.op
+        ]
+        assert (5, 7) in ranks  # of tp 1: ranks 1, 3, 5, 7
+
+
+# --- refusals -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        (True, r"True; expected a number of ranks.*zero_stage"),
+        (1, "is 1; expected None, or a number of ranks above 1 that divides the 4 ranks"),
+        (3, "is 3; expected None"),
+        (4, "is 4; expected None.*leave it out"),
+        ("2", "is '2'; expected None"),
+    ],
+)
+def test_other_sizes_are_refused(size, says):
+    with fake_world(4):
+        model = nn.Linear(4, 4)
+        with pytest.raises(ShardingError, match=says):
+            zpasses.shard(model, mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=size)
+        assert not isinstance(model._parameters["weight"], torch.distributed.tensor.DTensor)
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+def _train(rank, size, options):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Net()
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    zpasses.shard(model, mesh=mesh, reshard_after_forward=size)
+    step = torch.compile(model, backend="zpasses", options={"pipeline": LEAN, **options})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, groups = [], set()
+
+    def note(log):
+        if log.kind == "backward":
+            found = map(collective_of, log.graph.nodes)
+            groups.update(len(compat.group_ranks(each.group)) for each in found if each)
+
+    with observe_graphs(note):
+        for batch in range(6):
+            generator = torch.Generator().manual_seed(10 * batch + rank)
+            loss = step(torch.randn(3, 7, generator=generator)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            if batch % options.get("backwards_per_step", 1) == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return losses, [param.full_tensor() for param in model.parameters()], groups
+
+
+def _train_both(options):
+    rank = dist.get_rank()
+    whole, parts = (_train(rank, size, options) for size in (None, 2))
+    assert whole[0] == parts[0]
+    assert all(map(torch.equal, whole[1], parts[1]))
+    assert (whole[2], parts[2]) == ({4}, {2, 4})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"codegen": "eager"},
+        {"codegen": "eager", "backwards_per_step": 2},
+        pytest.param({"codegen": "inductor"}, marks=pytest.mark.inductor),
+    ],
+    ids=["eager", "window", "inductor"],
+)
+def test_training_equals_gathering_from_all_ranks(options):
+    run_on_ranks(_train_both, options, ranks=4)
+
+
+def test_removing_leaves_other_graphs_alone():
+    with fake_world(4):
+        found = capture_graphs(Net(), (torch.ones(3, 7),), pipeline=SINGLE)
+        for gm in (found.after.forward, found.after.backward):
+            before = [node.name for node in gm.graph.nodes]
+            remove_regathers(gm.graph)
+            assert [node.name for node in gm.graph.nodes] == before
