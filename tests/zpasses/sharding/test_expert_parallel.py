@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import zpasses
@@ -109,6 +110,37 @@ def test_experts_as_plain_parameters():
 @pytest.mark.parametrize("stage", [0, 2])
 def test_windows(stage):
     run_on_ranks(_train, stage, windows=2, ranks=4)
+
+
+def _train_replicas(stage):
+    """Two replicas of the model, of four ranks each."""
+    torch.manual_seed(0)
+    plain, rank = MixtureModel(), torch.distributed.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "edp", "ep"))
+    batches = token_batches(STEPS, 8)
+    losses, _, params = train_unsharded(plain, batches)
+    model = expert_parallel(copy.deepcopy(plain), mesh["ep"])
+    for layer in model.layers:
+        zpasses.shard(layer.experts, mesh=mesh["replicate", "edp"], grad_divide_factor=8)
+    rest = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "dp"))
+    zpasses.shard(model, mesh=rest)
+    options = {"zero_stage": stage, "codegen": "eager"}
+    run = torch.compile(model, backend="zpasses", options=options, fullgraph=True)
+    optim, own = sgd(model), []
+    for step in batches:
+        optim.zero_grad()
+        loss = word_loss(run(step[rank]), step[rank])
+        loss.backward()
+        own.append(loss.item())
+        optim.step()
+    torch.testing.assert_close(own, [each[rank] for each in losses], rtol=2e-6, atol=0)
+    assert_near({name: whole(param) for name, param in model.named_parameters()}, params)
+
+
+@pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_replicas_of_experts(stage):
+    run_on_ranks(_train_replicas, stage, ranks=8)
 
 
 def test_clipping_over_all_meshes():

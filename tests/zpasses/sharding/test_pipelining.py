@@ -13,6 +13,7 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zpasses
 from tests.zpasses.parallel_models import assert_near, whole
@@ -25,25 +26,29 @@ def _loss(out, target):
     return (out - target).square().mean()
 
 
-def _block():
-    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6))
+def _block(hidden):
+    return nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 6))
 
 
-def _train(schedule, explicit=False, stage=3, most=MICRO_BATCHES):
-    """Trains on 2 pipeline stages x 2 data-parallel ranks, and compares with one process.
+def _train(schedule, explicit=False, stage=3, most=MICRO_BATCHES, tp=1):
+    """Trains on 2 pipeline stages x 2 data-parallel ranks x `tp` ranks of tensor parallelism, and
+    compares with one process.
 
     Args:
         explicit: use `coalesce_grad_reduction` in the place of `backwards_per_step`.
         most: micro-batches that the option announces.
     """
     torch.manual_seed(0)
-    plain = nn.Sequential(*(_block() for _ in range(4)))
+    hidden = 7 if tp == 1 else 8  # torch refuses layers that it cannot cut evenly
+    plain = nn.Sequential(*(_block(hidden) for _ in range(4)))
     reference = copy.deepcopy(plain)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh("cpu", (2, 2, tp), mesh_dim_names=("pp", "dp", "tp"))
     pp, dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     several = issubclass(schedule, ScheduleInterleaved1F1B)
     owned = {pp: plain[pp], pp + 2: plain[pp + 2]} if several else {pp: plain[2 * pp : 2 * pp + 2]}
     model = nn.ModuleList(owned.values())
+    for block in (each for part in owned.values() for each in part) if tp > 1 else ():
+        parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     zpasses.shard(model, mesh=mesh["dp"])
     options = {"zero_stage": stage, "codegen": "eager"}
     options |= {} if explicit else {"backwards_per_step": most}
@@ -85,6 +90,12 @@ def test_training_equals_one_process():
 def test_windows_are_divided_by_the_number_of_micro_batches():
     """The schedule divides gradients before the window ends and reduces them."""
     run_on_ranks(_train, Schedule1F1B, True, ranks=4)
+
+
+@pytest.mark.slow(quick="test_training_equals_one_process")
+@pytest.mark.parametrize("explicit", [False, True])
+def test_stages_with_tensor_parallelism(explicit):
+    run_on_ranks(_train, Schedule1F1B, explicit, tp=2, ranks=8)
 
 
 @pytest.mark.slow(quick="test_training_equals_one_process")
