@@ -79,7 +79,11 @@ def drop_unread_parts(forward: fx.Graph, backward: fx.Graph) -> None:
 
 
 def remove_regathers(graph: fx.Graph) -> None:
-    """Have a forward graph read what it gathered first, and gather nothing again."""
+    """Have a forward graph read what it gathered first, and gather nothing again.
+
+    What it gathered first takes the name of what it gathered again, which is the name of the full
+    parameter in backward: the backend finds by their names which parameters both graphs gather.
+    """
     for again, _ in list(tagged(graph, "gather")):
         kept: Any = again.args[0]
         source = tag_of(kept)
@@ -97,3 +101,4 @@ def remove_regathers(graph: fx.Graph) -> None:
         for node in (full, again, kept, part):
             if not node.users:
                 graph.erase_node(node)
+        wait.name = full.name

@@ -49,6 +49,13 @@ class Net(nn.Module):
         return self.down(checkpoint(lambda y: self.mid(y).tanh(), x, use_reentrant=False))
 
 
+class EvenNet(nn.Sequential):
+    """Its rows are divisible by the ranks, so a full parameter is the gathered value itself."""
+
+    def __init__(self):
+        super().__init__(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)))
+
+
 def hybrid(model, mesh):
     ranks = mesh.size()
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
@@ -134,6 +141,42 @@ def test_a_parameter_that_is_kept_is_not_saved_in_parts():
         assert not any(_made(node) for node, _ in tagged(found.after.forward.graph, "shard"))
 
 
+def _even_step(pipeline, **options):
+    """Returns how many parameters backward gathers again, and how many parts forward saves."""
+    with fake_world(4, rank=1):
+        found = capture_graphs(
+            EvenNet(),
+            (torch.ones(3, 16),),
+            shard={"reshard_after_forward": 2},
+            pipeline=pipeline,
+            options=options,
+        )
+        parts = [node for node, _ in tagged(found.after.forward.graph, "shard") if _made(node)]
+        return len(gathers(found.after.backward)), len(parts)
+
+
+def test_even_parameters_that_fit_are_kept_whole():
+    assert _even_step(LEAN) == (2, 2)
+    again, parts = _even_step(KEEPING)
+    assert again == parts < 2
+
+
+def test_a_large_budget_keeps_all_even_parameters_whole():
+    assert _even_step(KEEPING, memory_budget="1GiB") == (0, 0)
+
+
+@pytest.mark.parametrize("pipeline", [LEAN, KEEPING], ids=["gathered", "kept"])
+def test_simulated_ranks_compute_the_same_step_with_even_parameters(pipeline):
+    found = capture_ranks(
+        EvenNet(),
+        (torch.ones(3, 16),),
+        world_size=4,
+        shard={"reshard_after_forward": 2},
+        pipeline=pipeline,
+    )
+    assert_step_equals_reference(found)
+
+
 def test_without_gradients_nothing_is_gathered_again():
     with fake_world(4):
         found = capture_graphs(
@@ -215,10 +258,10 @@ def test_other_sizes_are_refused(size, says):
 
 
 # --- ranks ----------------------------------------------------------------------------------------
-def _train(rank, size, options):
+def _train(rank, size, options, make=Net, width=7):
     torch.compiler.reset()
     torch.manual_seed(0)
-    model = Net()
+    model = make()
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     zpasses.shard(model, mesh=mesh, reshard_after_forward=size)
     step = torch.compile(model, backend="zpasses", options={"pipeline": LEAN, **options})
@@ -233,7 +276,7 @@ def _train(rank, size, options):
     with observe_graphs(note):
         for batch in range(6):
             generator = torch.Generator().manual_seed(10 * batch + rank)
-            loss = step(torch.randn(3, 7, generator=generator)).square().mean()
+            loss = step(torch.randn(3, width, generator=generator)).square().mean()
             loss.backward()
             losses.append(loss.item())
             if batch % options.get("backwards_per_step", 1) == 0:
@@ -261,6 +304,24 @@ def _train_both(options):
 )
 def test_training_equals_gathering_from_all_ranks(options):
     run_on_ranks(_train_both, options, ranks=4)
+
+
+def _train_with_cached_params():
+    rank = dist.get_rank()
+    options = {
+        "pipeline": KEEPING,
+        "codegen": "eager",
+        "memory_budget": "1GiB",
+        "backwards_per_step": 2,
+    }
+    whole, parts = (_train(rank, size, options, EvenNet, 16) for size in (None, 2))
+    assert whole[0] == parts[0]
+    assert all(map(torch.equal, whole[1], parts[1]))
+    assert whole[2] == parts[2] == {4}
+
+
+def test_parameters_cached_in_a_window_are_not_gathered_again():
+    run_on_ranks(_train_with_cached_params, ranks=4)
 
 
 def test_removing_leaves_other_graphs_alone():
