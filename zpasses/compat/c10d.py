@@ -213,20 +213,23 @@ def _live_second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     return second if second in c10d._world.pg_names else None
 
 
-def make_group(ranks: Sequence[int], label: str) -> str:
-    """Makes a process group and returns its name, which is equal on all of its ranks.
+def make_group(like: str, name: str, ranks: Sequence[int], label: str, limit: timedelta) -> None:
+    """Makes a process group of some ranks, with the backends and timeouts of another group.
 
-    Only its ranks take part, and wait for each other as long as the default group does.
+    NCCL connects it in its first collective. All of its ranks must call this at the same time;
+    others take no part.
 
     Args:
+        like: the other group.
+        name: of the new group. It must be equal on all of its ranks and was never used before.
         ranks: of the default group, in the order of the new one.
         label: what `mesh_dimension` returns for it.
+        limit: how long to wait for the other ranks.
+
+    Raises:
+        RuntimeError: if the other ranks do not come in time.
     """
-    with _without_bound_device(c10d._get_default_group()):
-        group = dist.new_group(
-            list(ranks), use_local_synchronization=True, group_desc=f"mesh_{label}"
-        )
-    return c10d._world.pg_names[cast(Any, group)]
+    _make_group(process_group(like), name, ranks, f"mesh_{label}", limit)
 
 
 def make_second_group(name: str, second_name: str, limit: timedelta) -> None:
@@ -243,27 +246,35 @@ def make_second_group(name: str, second_name: str, limit: timedelta) -> None:
     Raises:
         RuntimeError: if the other ranks do not come in time.
     """
-    group, default = process_group(name), c10d._get_default_group()
-    ranks = dist.get_process_group_ranks(group)
+    group = process_group(name)
+    ranks, description = dist.get_process_group_ranks(group), f"zpasses: reductions of group {name}"
+    second = _make_group(group, second_name, ranks, description, limit)
+    _second_groups[group] = weakref.ref(second)
+
+
+def _make_group(
+    like: dist.ProcessGroup, name: str, ranks: Sequence[int], description: str, limit: timedelta
+) -> dist.ProcessGroup:
+    default = c10d._get_default_group()
     with _without_bound_device(default):
         # torch's new_group() would name the group by how many groups this process is in, which
         # may differ between ranks.
-        second, _ = c10d._new_process_group_helper(
+        made, _ = c10d._new_process_group_helper(
             len(ranks),
-            ranks.index(default.rank()),
-            ranks,
-            c10d.Backend(c10d._world.pg_map[group][0]),
+            list(ranks).index(default.rank()),
+            list(ranks),
+            c10d.Backend(c10d._world.pg_map[like][0]),
             c10d._get_default_store(),
-            cast(Any, second_name),
+            cast(Any, name),
             timeout=limit,
-            group_desc=f"zpasses: reductions of group {name}",
+            group_desc=description,
         )
-    c10d._world.pg_group_ranks[second] = {rank: place for place, rank in enumerate(ranks)}
-    _second_groups[group] = weakref.ref(second)
-    for device in group._device_types:
-        usual = _timeout_on(group, device)
+    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    for device in like._device_types:
+        usual = _timeout_on(like, device)
         if usual is not None:
-            _set_timeout(group, device, usual)
+            cast(Any, made._get_backend(device))._set_default_timeout(usual)
+    return made
 
 
 @contextlib.contextmanager

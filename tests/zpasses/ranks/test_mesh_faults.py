@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -97,7 +98,45 @@ def other_names():
         time.sleep(0.1)
 
 
+def consecutive(size):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    backend = mesh.get_group()._get_backend(torch.device("cpu"))
+    backend._set_default_timeout(timedelta(seconds=LIMIT_S))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    zpasses.shard(model, mesh=mesh, reshard_after_forward=size)
+    options = {"codegen": "eager", "agreement_timeout_s": LIMIT_S, "zero_stage": 3}
+    return torch.compile(model, backend="zpasses", options=options)
+
+
+def other_numbers_to_gather_from():
+    train(consecutive(2 if dist.get_rank() < 3 else 3))
+
+
+def one_gathers_from_all():
+    train(consecutive(2 if dist.get_rank() != 1 else None))
+
+
+def one_never_shards():
+    if dist.get_rank() != 1:
+        train(consecutive(2))
+
+
+def a_rank_that_dies_between_forward_and_backward():
+    step = consecutive(2)
+    train(step)
+    loss = step(batch()).sum()
+    if dist.get_rank() == 1:
+        os._exit(3)
+    loss.backward()
+    train(step)
+
+
 FAULTS = {
+    other_numbers_to_gather_from: "AAAAAA",
+    one_gathers_from_all: "AAAA",
+    one_never_shards: "A-AA",
+    a_rank_that_dies_between_forward_and_backward: "A-AA",
     another_width: "AAAA",
     other_names: "AAAA",
     a_rank_that_dies: "AA-A",
@@ -119,6 +158,11 @@ def timed(fault):
 
 
 SAID = {
+    other_numbers_to_gather_from: r"rank 0 called shard\(reshard_after_forward=2\), but rank 3 "
+    r"called shard\(reshard_after_forward=3\)",
+    one_gathers_from_all: "reshard_after_forward",
+    one_never_shards: "rank 1 did not reach shard",
+    a_rank_that_dies_between_forward_and_backward: "rank 1",
     another_width: "ranks would run different collectives on group",
     other_names: r"is dimension (shard of a mesh of shard=2 x replicate=2, but for rank [01] it is "
     "dimension replicate|replicate of a mesh of replicate=2 x shard=2, but for rank [23])",
@@ -130,7 +174,7 @@ SAID = {
 """What the last rank is told."""
 
 
-QUICK = (other_names, a_replica_that_fails_in_a_window)
+QUICK = (other_names, other_numbers_to_gather_from, a_replica_that_fails_in_a_window)
 other_fault = pytest.mark.slow(quick="the other faults")
 
 
@@ -140,9 +184,9 @@ other_fault = pytest.mark.slow(quick="the other faults")
     ids=lambda fault: fault.__name__,
 )
 def test_every_rank_gets_an_error_in_time(fault):
-    outcomes = run_in_fresh_ranks(timed, fault, ranks=4, timeout_s=100)
+    outcomes = run_in_fresh_ranks(timed, fault, ranks=len(FAULTS[fault]), timeout_s=100)
     results = [outcome.result for outcome in outcomes]
-    letters = ["-" if each is None else each[1][:1] for each in results]
+    letters = ["-" if each is None else each[1][:1] or "-" for each in results]
     assert "".join(letters) == FAULTS[fault], results
     assert max(each[0] for each in results if each is not None) < MOST_S, results
     told = results[0] if fault is a_replica_that_fails_in_a_window else results[3]
