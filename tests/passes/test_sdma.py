@@ -5,7 +5,9 @@ import torch
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
+import zpasses
 from tests.foreign import already_sharded, simple_fsdp
 from tests.graphs import Param, drawn_examples, few_examples, joint, rewritten
 from zpasses import OptionError, Pipeline, compat
@@ -44,6 +46,12 @@ PARAMS = [Param((4, 2)), Param((6, 2)), Param((8, 2))]
 @pytest.fixture(autouse=True)
 def mi300x(monkeypatch):
     monkeypatch.setenv("ZPASSES_TARGET", "mi300x")
+
+
+def replicated(model, mesh):
+    ranks = mesh.size()
+    whole = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("replicate", "shard"))
+    return zpasses.shard(model, mesh=whole)
 
 
 def lowered(*params, world_size=2, rank=0, passes=()):
@@ -140,6 +148,34 @@ def test_step_of_a_model_equals_the_dialect():
     assert [record.changes > 0 for record in captures[0].records if record.name == "sdma"] == [
         True,
         True,
+    ]
+    assert_step_equals_reference(captures)
+
+
+@pytest.mark.parametrize(
+    ("shard", "swapped"),
+    [
+        ({}, [False, False]),
+        ({"reshard_after_forward": 2}, [False, True]),
+        (replicated, [True, True]),
+    ],
+    ids=["all ranks", "backward from a node", "replicas of nodes"],
+)
+def test_gathers_within_a_node_are_swapped(monkeypatch, shard, swapped):
+    """Four ranks on two nodes, after passes of stage 3; a step equals that of the dialect."""
+    monkeypatch.setenv("ZPASSES_TARGET", "mi300x,ranks_per_node=2")
+    pipeline = (
+        "merge-reads,gather-params,reduce-grads,reshard-after-forward{keep=nothing},"
+        "average-replicas,sdma{min_mb=0,min_hidden=0}"
+    )
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    captures = capture_ranks(
+        model, (torch.zeros(2, 8),), world_size=4, shard=shard, pipeline=pipeline
+    )
+    after = captures[0].after
+    found = [[op for op in ops(gm) if "gather" in op] for gm in (after.forward, after.backward)]
+    assert [{op.startswith("sdma") for op in each} for each in found] == [
+        {each} for each in swapped
     ]
     assert_step_equals_reference(captures)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -17,6 +18,7 @@ from zpasses.errors import OptionError, PassError, ShardingError
 from zpasses.inspect.rank_agreement import rank_agreements
 from zpasses.tools.capture.meshes import MeshShape
 from zpasses.tools.capture.run import CaptureError, CaptureRequest, load, run_capture
+from zpasses.tools.cli.main import cli
 
 HERE = "tests.tools.test_capture"
 ROOT = Path(__file__).parents[2]
@@ -235,6 +237,29 @@ def test_meshes_that_do_not_fit_the_function_are_refused(tmp_path):
 def test_a_refusal_of_shard_is_the_error_of_the_capture(tmp_path):
     request = _of_mesh("dp=2,tp=2", tmp_path, shard={"param_dtype": torch.int32})
     with pytest.raises(ShardingError, match="floating-point"):
+        run_capture(request)
+
+
+def test_backward_gathers_again_from_the_ranks_given(tmp_path):
+    sizes = {}
+    passes = "merge-reads,gather-params,reduce-grads,reshard-after-forward{keep=nothing}"
+    for size in (None, "2"):
+        folder = tmp_path / str(size)
+        given = [] if size is None else ["--reshard-after-forward", size]
+        command = ["capture", f"{HERE}:two_layers", "--world", "4", "--pipeline", passes]
+        done = CliRunner().invoke(cli, [*command, *given, "-o", str(folder)])
+        assert done.exit_code == 0, done.output
+        (compiled,) = read(folder).ranks[0].compiles
+        nodes = compiled.graphs["backward"].last.snapshot.nodes
+        found = [each.collective for each in nodes if each.collective]
+        sizes[size] = {each.ranks for each in found if "gather" in each.kind}
+    assert sizes == {None: {4}, "2": {2}}
+
+
+def test_arguments_of_shard_that_the_function_leaves_no_use_for_are_refused(tmp_path):
+    shard = {"param_dtype": torch.bfloat16}
+    request = _of_mesh("dp=2,tp=2", tmp_path, arguments={"shards_itself": True}, shard=shard)
+    with pytest.raises(CaptureError, match="sharded already, so param_dtype would change nothing"):
         run_capture(request)
 
 

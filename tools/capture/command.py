@@ -102,6 +102,13 @@ def step_options(command: Command) -> Command:
             "--param-dtype", metavar="DTYPE", help="Gather parameters in this dtype: bfloat16."
         ),
         click.option(
+            "--reshard-after-forward",
+            "reshard_size",
+            metavar="RANKS",
+            type=click.IntRange(min=2),
+            help="In stage 3, gather again in backward from this many consecutive ranks.",
+        ),
+        click.option(
             "--arg",
             "arguments",
             metavar="NAME=VALUE",
@@ -124,7 +131,9 @@ def step_options(command: Command) -> Command:
     return command
 
 
-def shard_arguments(param_dtype: str | None, reduce_dtype: str | None) -> dict[str, Any]:
+def shard_arguments(
+    param_dtype: str | None, reduce_dtype: str | None, reshard_size: int | None
+) -> dict[str, Any]:
     """The arguments of `zpasses.shard` that these options give.
 
     Raises:
@@ -135,11 +144,12 @@ def shard_arguments(param_dtype: str | None, reduce_dtype: str | None) -> dict[s
     from zpasses.option_values import parse_value
 
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
-    return {
+    found: dict[str, Any] = {
         key: parse_value(text, torch.dtype, f"--{key.replace('_', '-')}")
         for key, text in dtypes.items()
         if text is not None
     }
+    return found if reshard_size is None else {**found, "reshard_after_forward": reshard_size}
 
 
 @click.command()
@@ -196,6 +206,7 @@ def capture(
     arguments: dict[str, Any],
     param_dtype: str | None,
     reduce_dtype: str | None,
+    reshard_size: int | None,
     train: bool,
     as_json: bool,
 ) -> None:
@@ -215,7 +226,8 @@ def capture(
     }
     if zero_stage is not None and pipeline is not None:
         raise CommandError("--zero-stage and --pipeline exclude each other; give only one of them.")
-    shard, size = shard_arguments(param_dtype, reduce_dtype), world_of(world, mesh)
+    shard = shard_arguments(param_dtype, reduce_dtype, reshard_size)
+    size = world_of(world, mesh)
     options = {key: value for key, value in given.items() if value is not None}
     report = run_capture(
         CaptureRequest(function, out, size, ranks, arguments, train, shard, options, mesh)

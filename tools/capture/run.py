@@ -71,7 +71,7 @@ class CaptureRequest:
     train: bool = True
     """Capture forward and backward; False captures a call without gradients."""
     shard: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `zpasses.shard`: param_dtype, reduce_dtype."""
+    """Keyword arguments of `zpasses.shard`: param_dtype, reduce_dtype, reshard_after_forward."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the backend: zero_stage, pipeline, target, ..."""
     mesh: MeshShape | None = None
@@ -252,13 +252,22 @@ def _capture_rank(
 
 def _shard(request: CaptureRequest, model: nn.Module, mesh: DeviceMesh) -> None:
     """Shards the model, unless its function has done so."""
-    if any(isinstance(module, ShardedModule) for module in model.modules()):
+    sharded = any(isinstance(module, ShardedModule) for module in model.modules())
+    if request.mesh is None:
+        sharded = sharded or any(isinstance(param, DTensor) for param in model.parameters())
+    if sharded:
+        if request.shard:
+            raise CaptureError(
+                f"{request.function} returned a model that is sharded already, so "
+                f"{', '.join(request.shard)} would change nothing; give it to the function's own "
+                "call of zpasses.shard, or return a model that is not sharded."
+            )
         return
     if request.mesh is not None:
         names = request.mesh.data_names
         part = mesh if names == request.mesh.names else mesh[names if len(names) > 1 else names[0]]
         zpasses.shard(model, mesh=part, **request.shard)
-    elif not any(isinstance(param, DTensor) for param in model.parameters()):
+    else:
         zpasses.shard(model, mesh=mesh, **request.shard)
 
 

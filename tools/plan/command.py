@@ -73,6 +73,7 @@ def plan(
     arguments: dict[str, Any],
     param_dtype: str | None,
     reduce_dtype: str | None,
+    reshard_size: int | None,
     picture: Path | None,
     as_json: bool,
 ) -> None:
@@ -95,7 +96,11 @@ def plan(
             f"cannot write {picture}: there is no folder {picture.parent}; name a file in a folder "
             "that exists with --html."
         )
-    shard = shard_arguments(param_dtype, reduce_dtype)
+    if reshard_size is not None and isinstance(mesh, AutoMesh):
+        raise CommandError(
+            "--reshard-after-forward divides the ranks of one mesh; give one instead of auto."
+        )
+    shard = shard_arguments(param_dtype, reduce_dtype, reshard_size)
     request = PlanRequest(
         function,
         (world or 8) if isinstance(mesh, AutoMesh) else world_of(world, mesh),

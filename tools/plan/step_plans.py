@@ -67,7 +67,7 @@ class PlanRequest:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function."""
     shard: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `zpasses.shard`: param_dtype, reduce_dtype."""
+    """Keyword arguments of `zpasses.shard`: param_dtype, reduce_dtype, reshard_after_forward."""
     backwards_per_step: int = 1
     """Forwards, each with its backward, from one optimizer step to the next."""
     mesh: MeshShape | None = None

@@ -274,7 +274,7 @@ def _make_group(
         usual = _timeout_on(like, device)
         if usual is not None:
             cast(Any, made._get_backend(device))._set_default_timeout(usual)
-    return made
+    return cast(dist.ProcessGroup, made)
 
 
 @contextlib.contextmanager

@@ -19,10 +19,13 @@ import numpy as np
 
 from zpasses.cost.memory import buffer_readers, memory_base
 from zpasses.cost.one_ahead import OneAheadPeak
+from zpasses.cost.roofline import compute_us
 from zpasses.cost.schedule_evaluation import Plan, live_bytes, one_ahead_plan
 from zpasses.cost.schedule_planner import plan_schedule
 from zpasses.cost.schedule_problem import Job, ScheduleProblem
-from zpasses.graph.tags import full_param
+from zpasses.cost.target import current_target
+from zpasses.graph.nodes import nbytes, value_of
+from zpasses.graph.tags import full_param, tag_of
 
 __all__ = [
     "KeptChoice",
@@ -75,6 +78,13 @@ class KeptParam:
     """Share of forwards whose gather caching it saves, from 0 to 1."""
     forward_us: float
     """Duration of its gather in forward."""
+    part_bytes: int = 0
+    """Bytes of the part that forward saves instead, if backward would gather the parameter from
+    fewer ranks (`zpasses.graph.regathers`)."""
+    part_slot: int = 0
+    """Segment of forward that copies the part."""
+    part_us: float = 0.0
+    """Duration of the copy."""
 
     @property
     def value(self) -> float:
@@ -137,8 +147,9 @@ class StepProblem:
         backward = np.zeros(len(self.backward.slots) + 1, dtype=np.int64)
         for each in (*kept, *cached):
             forward[each.forward_slot] += each.nbytes
-            backward[0] += each.nbytes
-            backward[self.backward.jobs[each.backward_job].latest] -= each.nbytes
+            forward[each.part_slot] -= each.part_bytes
+            backward[0] += each.nbytes - each.part_bytes
+            backward[self.backward.jobs[each.backward_job].latest] -= each.nbytes - each.part_bytes
         for each in cached:
             forward[0] += each.nbytes
             forward[self.forward.jobs[each.forward_job].latest] -= each.nbytes
@@ -156,10 +167,14 @@ class StepProblem:
         """
         forward, backward = self.added_bytes(kept, cached)
         resident = {each.forward_job for each in cached}
+        work_us = list(self.forward.work_us)
+        for each in (*kept, *cached):
+            work_us[each.part_slot] -= each.part_us
         return replace(
             self,
             forward=replace(
                 self.forward,
+                work_us=tuple(work_us),
                 live_bytes=self.forward.live_bytes + forward,
                 jobs=tuple(
                     replace(job, resident=job.number in resident) for job in self.forward.jobs
@@ -180,11 +195,12 @@ def keepable_params(step: StepProblem) -> list[KeptParam]:
     work = np.concatenate([[0.0], np.cumsum(forward.work_us)])
     before = np.concatenate([[0.0], np.cumsum(backward.work_us)])
     slot_after_use, slot_after_backward = _last_uses(forward), _last_uses(backward)
+    parts = _parts(forward)
     found = []
     for name, job in _gathers(backward):
         if name not in gathered:
             continue
-        first = gathered[name]
+        first, source = gathered[name], backward.items[job.number].source
         slot = slot_after_use(first)
         held = float(work[-1] - work[slot] + before[job.latest])
         params = forward.items[first.number].tag.params
@@ -201,9 +217,26 @@ def keepable_params(step: StepProblem) -> list[KeptParam]:
                 job.number,
                 step.repetition.unchanged(params),
                 first.timing.duration_us,
+                *parts.get(source.name, ()),
             )
         )
     return sorted(found, key=lambda each: (-each.value, each.name))
+
+
+def _parts(forward: ScheduleProblem) -> dict[str, tuple[int, int, float]]:
+    """Returns the parts of parameters that a forward saves: name of the node -> bytes, segment,
+    duration of the copy.
+    """
+    target = current_target()
+    return {
+        node.name: (
+            nbytes(value_of(node)),
+            bisect_right(forward.slots, index) - 1,
+            compute_us(node, target),
+        )
+        for index, node in enumerate(forward.nodes)
+        if (tag := tag_of(node)) is not None and tag.role == "part"
+    }
 
 
 def _last_uses(problem: ScheduleProblem) -> Callable[[Job], int]:

@@ -203,6 +203,7 @@ class _ListScheduler:
         after = self._work_after(first.latest)
         enough = policy.gather_latencies * first.per_launch_us
         total, moving = bucket_duration_us(members), first.transfer_us
+        live: np.ndarray | None = None
         for job in itertools.islice(self._gathers, first.number + 1, None):
             if moving >= enough or len(members) >= _MOST_MEMBERS:
                 break
@@ -214,9 +215,15 @@ class _ListScheduler:
                 or clock.now_us + arrives + after <= policy.end_us
                 or job.transfer_us <= first.timing.issue_us  # a launch of its own costs more
             )
-            if not in_time or not self._fits(job, members):
+            if not in_time:
+                break
+            if live is None:
+                live = self._live[self._slot :].copy()
+                live[: max(0, first.latest - self._slot)] += first.ahead_bytes
+            if not self._fits(job, members, live):
                 break
             members.append(job)
+            live[: max(0, job.latest - self._slot)] += job.ahead_bytes
             total += job.transfer_us
             moving += job.transfer_us
         return members
@@ -291,8 +298,14 @@ class _ListScheduler:
         """Bytes that reductions hold during a segment, and that `self._live` does not contain."""
         return self._held.nbytes(slot) + sum(each.nbytes for each in self._flying)
 
-    def _fits(self, job: Job, others: Sequence[Job]) -> bool:
-        """Whether a gather can start now, together with others that were found to fit."""
+    def _fits(self, job: Job, others: Sequence[Job], live: np.ndarray | None = None) -> bool:
+        """Whether a gather can start now, together with others that were found to fit.
+
+        Args:
+            job: the gather.
+            others: that start with it.
+            live: `self._live` from this slot on, with what the others hold ahead of their use.
+        """
         start, use = self._slot, job.latest
         members = [*others, job]
         more = launch_bytes(members) + unpacked_bytes(members)
@@ -300,11 +313,7 @@ class _ListScheduler:
         if use > start:
             first = members[0].latest
             room = self._limit - self._policy.reserved_bytes
-            live = self._live[start:end]
-            if others:
-                live = live.copy()
-                for other in others:
-                    live[: max(0, other.latest - start)] += other.ahead_bytes
+            live = self._live[start:end] if live is None else live[: end - start]
             held = self._held_bytes(start)
             until = self._held_until(start, end)
             extra = job.ahead_bytes + more

@@ -100,7 +100,7 @@ class Liveness:
 
 def saved_for_backward(graph: fx.Graph) -> set[fx.Node]:
     """Returns the inputs of a backward graph that are freed at their last use: saved values, kept
-    parameters and incoming gradients.
+    parameters, parts of parameters (`zpasses.graph.regathers`) and incoming gradients.
 
     Other inputs, such as parameters and the batch, belong to the caller. Returns an empty set for
     graphs that are no backward.
@@ -111,7 +111,8 @@ def saved_for_backward(graph: fx.Graph) -> set[fx.Node]:
     return {
         node
         for node in inputs
-        if ((tag := tag_of(node)) is None or tag.kept) and not node.name.startswith("primals")
+        if ((tag := tag_of(node)) is None or tag.kept or tag.role == "part")
+        and not node.name.startswith("primals")
     }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from zpasses import compat
 from zpasses.cost.memory import Buffer, memory_base
 from zpasses.graph.nodes import value_of
-from zpasses.graph.tags import GATHER_ROLES, REDUCE_ROLES, Tag, tag_of
+from zpasses.graph.tags import GATHER_ROLES, REDUCE_ROLES, SOURCE_ROLES, Tag, tag_of
 
 __all__ = ["Contents", "buffer_contents", "output_contents"]
 
@@ -101,7 +101,7 @@ def _contents(
         return "scratch", tag.params if tag is not None else ()
     if tag is not None and (tag.role == "flat" or (tag.bucket is not None and len(tag.params) > 1)):
         return "bucket", _params_of_output(node, place, tag)
-    if tag is not None and (tag.role in GATHER_ROLES or tag.role == "shard"):
+    if tag is not None and (tag.role in GATHER_ROLES | SOURCE_ROLES):
         return "parameter", tag.params
     if tag is not None and tag.role in REDUCE_ROLES:
         return "gradient", tag.params

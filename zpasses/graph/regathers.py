@@ -38,7 +38,7 @@ def insert_regathers(graph: fx.Graph, origin: str) -> set[fx.Node]:
         edit = Editor(graph, wait.next, like=wait)
         part = edit.call(aten.slice.Tensor, wait, 0, rank * rows, (rank + 1) * rows)
         kept = edit.call(aten.clone.default, part)
-        add_tag(kept, Tag("shard", tag.params, origin=origin))
+        add_tag(kept, Tag("part", tag.params, origin=origin))
         compat.mark_saved(kept)
         again = edit.call(compat.functional.all_gather_into_tensor.default, kept, size, group)
         add_tag(again, Tag("gather", tag.params, nbytes(value_of(kept)), origin=origin))
@@ -63,12 +63,12 @@ def drop_unread_parts(forward: fx.Graph, backward: fx.Graph) -> None:
     """
     inputs = {
         node.name: node
-        for node, _ in tagged(backward, "shard")
+        for node, _ in tagged(backward, "part")
         if node.op == "placeholder" and not node.users
     }
     unread = [
         node
-        for node, _ in tagged(forward, "shard")
+        for node, _ in tagged(forward, "part")
         if node.op == "call_function" and node.name in inputs
     ]
     output = forward.output_node()
@@ -87,7 +87,7 @@ def remove_regathers(graph: fx.Graph) -> None:
     for again, _ in list(tagged(graph, "gather")):
         kept: Any = again.args[0]
         source = tag_of(kept)
-        if kept.op != "call_function" or source is None or source.role != "shard":
+        if kept.op != "call_function" or source is None or source.role != "part":
             continue
         wait = kept.all_input_nodes[0].all_input_nodes[0]
         (full,) = again.users

@@ -17,6 +17,7 @@ from torch import fx
 __all__ = [
     "GATHER_ROLES",
     "REDUCE_ROLES",
+    "SOURCE_ROLES",
     "Reduction",
     "Role",
     "Tag",
@@ -32,6 +33,7 @@ __all__ = [
 
 Role = Literal[
     "shard",
+    "part",
     "gather_input",
     "gather",
     "gathered",
@@ -45,6 +47,7 @@ Role = Literal[
 """What a node does for a parameter.
 
 - shard: the graph input that holds the shard.
+- part: rows of a full parameter that forward saves and backward gathers again.
 - gather_input, reduce_input: a step that prepares a collective's input (cast, padding).
 - gather, reduce: starts the collective, or is the dialect op for it.
 - gathered, reduced: the collective's wait, if later nodes complete the result.
@@ -52,6 +55,9 @@ Role = Literal[
 - shard_grad: the reduced gradient of the shard.
 - flat: builds a flat buffer of several tensors.
 """
+
+SOURCE_ROLES: frozenset[Role] = frozenset({"shard", "part"})
+"""Roles of what gathers read."""
 
 GATHER_ROLES: frozenset[Role] = frozenset({"gather_input", "gather", "gathered", "full"})
 """Roles of the nodes between a shard and its full parameter."""

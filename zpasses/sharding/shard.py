@@ -111,7 +111,9 @@ def shard(
     Raises:
         ShardingError: for a model that cannot be sharded, before anything is changed. The message
             names the module.
-        AgreementError: if another rank has made another device mesh of the same ranks.
+        AgreementError: if another rank has made another device mesh of the same ranks. With
+            `reshard_after_forward`: if a rank gives another number, or does not come within the
+            time limit of the mesh's process group (`init_process_group(timeout=...)`).
     """
     _check_arguments(mesh, param_dtype, reduce_dtype)
     check_divide_factor(grad_divide_factor)

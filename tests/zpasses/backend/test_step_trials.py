@@ -4,6 +4,7 @@ import contextlib
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.zpasses.backend.test_memory_budget import SCHEDULED, Blocks, X
 from zpasses.backend.step_trials import Choice, observe_steps
@@ -13,7 +14,7 @@ from zpasses.cost.target import current_target
 from zpasses.testing import capture_graphs
 
 
-def within_compile(check, model=None, **options):
+def within_compile(check, model=None, *, world_size=2, shard=None, **options):
     """Runs `check` with the trials of a step, while the backend compiles it."""
     done = []
 
@@ -25,7 +26,8 @@ def within_compile(check, model=None, **options):
         capture_graphs(
             model or Blocks(),
             (X,),
-            world_size=2,
+            world_size=world_size,
+            shard=shard,
             pipeline=SCHEDULED,
             options={"target": "h100", **options},
         )
@@ -38,7 +40,8 @@ def names(graph):
 
 @pytest.mark.parametrize("activations", [1.0, 0.4, 0.1])
 @pytest.mark.parametrize(("kept", "cached"), [(0, 0), (2, 0), (100, 0), (1, 2), (0, 100)])
-def test_kept_parameters_change_nothing_but_their_gathers(activations, kept, cached):
+@pytest.mark.parametrize("reshard", [None, 2])
+def test_kept_parameters_change_nothing_but_their_gathers(activations, kept, cached, reshard):
     """torch's activation budget counts kept parameters, and would recompute more for them."""
 
     def check(trials):
@@ -58,7 +61,12 @@ def test_kept_parameters_change_nothing_but_their_gathers(activations, kept, cac
             assert sum(actual.work_us) == pytest.approx(sum(expected.work_us))
         assert step.peak_bytes() == predicted.peak_bytes()
 
-    within_compile(check)
+    if reshard is None:
+        within_compile(check)
+    else:
+        even = Blocks()
+        even.head = torch.nn.Linear(32, 48)
+        within_compile(check, even, world_size=4, shard={"reshard_after_forward": reshard})
 
 
 def test_less_activations_recompute_more():

@@ -1,5 +1,7 @@
 """Gathering parameters again in backward from fewer ranks: `shard(reshard_after_forward=...)`."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import zpasses
+from tests.graphs import expect_listing
 from zpasses import compat
+from zpasses.cost.step_time import estimate_collective_us
+from zpasses.cost.target import Target
 from zpasses.errors import ShardingError
 from zpasses.graph.nodes import collective_of, collectives
 from zpasses.graph.regathers import remove_regathers
@@ -21,6 +26,7 @@ from zpasses.testing import (
     capture_graphs,
     capture_ranks,
     fake_world,
+    listing,
     run_on_ranks,
 )
 
@@ -124,12 +130,81 @@ def test_forward_gathers_once_and_backward_from_fewer_ranks():
         assert len(forward) == 5
         # `mid` and `down`: blocks of 3 and 2 rows, of which a part has those of two ranks.
         assert sorted(backward) == [(2, (4, 9)), (2, (6, 13))]
-        parts = [node for node, _ in tagged(found.after.forward.graph, "shard") if _made(node)]
+        parts = [node for node, _ in tagged(found.after.forward.graph, "part")]
         assert len(parts) == 2
 
 
-def _made(node):
-    return node.op != "placeholder"
+def test_one_parameter_as_text():
+    with fake_world(4, rank=3):
+        found = capture_graphs(
+            nn.Linear(4, 8, bias=False),
+            (torch.ones(3, 4, requires_grad=True),),
+            shard={"reshard_after_forward": 2},
+            pipeline=SINGLE,
+        )
+        expect_listing(
+            _short(listing(found.after.forward)),
+            """\
+primals_1: f32[2, 4]  # shard: weight
+primals_2: f32[3, 4]
+all_gather = all_gather(primals_1, 4, '0')  # f32[8, 4]; gather: weight
+wait_tensor_2 = wait_tensor(all_gather)  # f32[8, 4]; full: weight
+slice_tensor = slice(wait_tensor_2, 0, 4, 8)  # f32[4, 4]
+clone = clone(slice_tensor)  # f32[4, 4]; part: weight
+t = t(wait_tensor_2)  # f32[4, 8]; recomputed
+mm = mm(primals_2, t)  # f32[3, 8]
+return (mm, primals_2, clone)
+""",
+        )
+        expect_listing(
+            _short(listing(found.after.backward)),
+            """\
+primals_2: f32[3, 4]
+clone: f32[4, 4]  # part: weight
+tangents_1: f32[3, 8]
+t_1 = t(tangents_1)  # f32[8, 3]
+mm_1 = mm(t_1, primals_2)  # f32[8, 4]
+t_2 = t(mm_1)  # f32[4, 8]
+all_gather_1 = all_gather(clone, 2, '0.ranks_of_2.2-0')  # f32[8, 4]; gather: weight; recomputed
+wait_tensor_2 = wait_tensor(all_gather_1)  # f32[8, 4]; full: weight; recomputed
+t = t(wait_tensor_2)  # f32[4, 8]; recomputed
+t_3 = t(t)  # f32[8, 4]; recomputed
+mm_2 = mm(tangents_1, t_3)  # f32[3, 4]
+t_4 = t(t_2)  # f32[8, 4]
+reduce_scatter_tensor = reduce_scatter_tensor(t_4, 'avg', 4, '0')  # f32[2, 4]; reduce: weight
+wait_tensor_1 = wait_tensor(reduce_scatter_tensor)  # f32[2, 4]; shard_grad: weight
+return (wait_tensor_1, mm_2)
+""",
+        )
+
+
+def _short(text):
+    return re.sub(" +#", "  #", text.replace("_into_tensor", "").replace("_default", ""))
+
+
+def test_the_cost_model_takes_the_network_of_fewer_ranks():
+    """Two nodes of two ranks each: forward gathers over the network, backward within a node."""
+    target = Target.parse("h100,ranks_per_node=2")
+    sums = {}
+    for size in (None, 2):
+        shard = {} if size is None else {"reshard_after_forward": size}
+        with fake_world(4):
+            found = capture_graphs(Wide(), (torch.ones(3, 512),), shard=shard, pipeline=SINGLE)
+            sums[size] = [
+                sum(
+                    estimate_collective_us(node, each, compat.group_ranks(each.group), target)
+                    for node, each in collectives(gm.graph)
+                    if "gather" in each.op
+                )
+                for gm in (found.after.forward, found.after.backward)
+            ]
+    assert sums[2][0] == sums[None][0]
+    assert sums[2][1] < sums[None][1] / 2
+
+
+class Wide(nn.Sequential):
+    def __init__(self):
+        super().__init__(*(nn.Linear(512, 512, bias=False) for _ in range(3)))
 
 
 def test_a_parameter_that_is_kept_is_not_saved_in_parts():
@@ -138,7 +213,7 @@ def test_a_parameter_that_is_kept_is_not_saved_in_parts():
             Net(), (torch.ones(3, 7),), shard={"reshard_after_forward": 2}, pipeline=KEEPING
         )
         assert not gathers(found.after.backward)  # so small a model fits
-        assert not any(_made(node) for node, _ in tagged(found.after.forward.graph, "shard"))
+        assert not any(tagged(found.after.forward.graph, "part"))
 
 
 def _even_step(pipeline, **options):
@@ -151,7 +226,7 @@ def _even_step(pipeline, **options):
             pipeline=pipeline,
             options=options,
         )
-        parts = [node for node, _ in tagged(found.after.forward.graph, "shard") if _made(node)]
+        parts = [node for node, _ in tagged(found.after.forward.graph, "part")]
         return len(gathers(found.after.backward)), len(parts)
 
 

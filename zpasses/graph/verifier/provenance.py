@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.graph.nodes import nbytes
-from zpasses.graph.tags import Role, Tag
+from zpasses.graph.tags import SOURCE_ROLES, Role, Tag
 from zpasses.graph.verifier.operators import GETITEM, Kind, is_collective, is_link
 from zpasses.graph.verifier.versions import GraphVersion
 
@@ -149,7 +149,7 @@ class Provenance:
                 continue
             seen.add(at)
             record = self.version.record(at)
-            if record.op == "placeholder" or (record.tag and record.tag.role == "shard"):
+            if record.op == "placeholder" or (record.tag and record.tag.role == "part"):
                 found.add(at)
             elif self.follows_through(at, "gather"):
                 queue += self.version.inputs(at)
@@ -161,7 +161,7 @@ class Provenance:
             self._shards = {}
             for node in self.version.nodes:
                 record = self.version.record(node)
-                if record.op == "placeholder" and record.tag and record.tag.role == "shard":
+                if record.op == "placeholder" and record.tag and record.tag.role in SOURCE_ROLES:
                     for name in record.tag.params:
                         self._shards.setdefault(name, []).append(node)
         return self._shards.get(param, [])

@@ -32,7 +32,9 @@ class Net(nn.Module):
         return (self.down(self.act(self.up(x))) * self.scale - x).square().mean()
 
 
-def captured(model=None, inputs=(X,), *, world=2, rank=0, dynamic=None, use=graph_key, **given):
+def captured(
+    model=None, inputs=(X,), *, world=2, rank=0, dynamic=None, use=graph_key, shard=None, **given
+):
     """What `use` makes of the captured graph of a model."""
     torch._dynamo.reset()
     options, found = Options.parse(given), []
@@ -48,7 +50,7 @@ def captured(model=None, inputs=(X,), *, world=2, rank=0, dynamic=None, use=grap
         return lambda *args: (torch.zeros((), requires_grad=True),)
 
     with fake_world(world, rank) as mesh:
-        model = zpasses.shard(Net() if model is None else model, mesh=mesh)
+        model = zpasses.shard(Net() if model is None else model, mesh=mesh, **(shard or {}))
         torch.compile(model, backend=backend, dynamic=dynamic)(*inputs)
     return found[-1]
 
@@ -163,6 +165,14 @@ def test_options_are_part_of_the_key(plain, option):
 @pytest.mark.parametrize("option", sorted(UNCHANGED.keys() - {"tuned", "codegen"}))
 def test_options_of_the_run_are_no_part_of_the_key(plain, option):
     assert captured(**{option: UNCHANGED[option]}) == plain
+
+
+def test_the_ranks_to_gather_again_from_are_part_of_the_key():
+    keys = {
+        captured(world=6, shard={} if size is None else {"reshard_after_forward": size})
+        for size in (None, 2, 3)
+    }
+    assert len(keys) == 3
 
 
 def test_worlds_and_ranks_have_keys_of_their_own_and_one_question(plain):

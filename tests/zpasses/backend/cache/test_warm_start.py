@@ -65,6 +65,7 @@ def start(
     dynamic=False,
     patch=None,
     mesh=world_mesh,
+    reshard=None,
 ):
     """Train for a few steps; returns the losses, the parameters, and what the cache did."""
     os.environ["ZPASSES_CACHE_DIR"] = str(folder)
@@ -76,7 +77,7 @@ def start(
     log.setLevel(logging.INFO)
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = zpasses.shard(Net(), mesh=mesh())
+    model = zpasses.shard(Net(), mesh=mesh(), reshard_after_forward=reshard)
     step = torch.compile(model, backend="zpasses", options=options or {}, dynamic=dynamic or None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
@@ -144,6 +145,16 @@ CONFIGURATIONS = {
     "shapes": ({}, {"lengths": (4, 5, 6, 4)}),
     "dynamic": ({}, {"lengths": (4, 5, 6, 4), "dynamic": True}),
 }
+
+
+@pytest.mark.slow(quick="test_the_ranks_to_gather_again_from_are_part_of_the_key")
+def test_groups_to_gather_again_from_have_the_names_of_the_first_start(tmp_path):
+    how = {"options": {"zero_stage": 3}, "reshard": 2, "ranks": 4}
+    cold, said = starts(tmp_path, **how)
+    assert [words(each) for each in said] == [COLD] * 4
+    warm, said = starts(tmp_path, **how)
+    assert said == [["hit"]] * 4
+    assert warm == cold
 
 
 def test_variants_are_stored_or_compiled_from_stored_graphs(tmp_path):
