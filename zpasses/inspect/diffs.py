@@ -125,9 +125,13 @@ def comparison_view(
     second: Sequence[SelectedGraph],
     after: str | int | None = None,
     limit: int = 40,
+    sides: tuple[str, str] = ("first", "second"),
 ) -> View:
     """The page of `differences_between`. Its data has `same`, which is True if all graphs are
     equal.
+
+    Args:
+        sides: what the columns of the two are called.
 
     Raises:
         NotInDumpError: if the two sides have no graph in common.
@@ -138,11 +142,14 @@ def comparison_view(
             f"the two sides have no graph in common; "
             f"{'; '.join(only_one_side) or 'both are empty'}."
         )
-    return differences_view(found, limit, only_one_side)
+    return differences_view(found, limit, only_one_side, sides)
 
 
 def differences_view(
-    found: Iterable[TitledDifference], limit: int = 40, only_one_side: Sequence[str] = ()
+    found: Iterable[TitledDifference],
+    limit: int = 40,
+    only_one_side: Sequence[str] = (),
+    sides: tuple[str, str] = ("before", "after"),
 ) -> View:
     """A page of differences: a summary of each graph, then its changes by kind. It shows at most
     `limit` changes of each kind; 0 shows all.
@@ -152,7 +159,7 @@ def differences_view(
     found = list(found)
     summary = [("", f"{each.title}: {each.difference.summary}") for each in found]
     counts = ChangeLines((*summary, *(("", each) for each in only_one_side)))
-    figures, peaks = _summary_parts(found, limit)
+    figures, peaks = _summary_parts(found, limit, sides)
     parts += [*figures, counts, *peaks]
     for each in found:
         title, difference = each.title, each.difference
@@ -192,7 +199,9 @@ def _is_modelled(difference: Difference) -> bool:
 Parts = list[ChangeLines | Table | Text | str]
 
 
-def _summary_parts(found: Sequence[TitledDifference], limit: int) -> tuple[Parts, Parts]:
+def _summary_parts(
+    found: Sequence[TitledDifference], limit: int, sides: tuple[str, str]
+) -> tuple[Parts, Parts]:
     """Figures of both graphs of each difference, and the buffers that make the peaks differ."""
     compared = [
         (each, Comparison(each.difference)) for each in found if _is_modelled(each.difference)
@@ -203,7 +212,7 @@ def _summary_parts(found: Sequence[TitledDifference], limit: int) -> tuple[Parts
         rows += _figure_rows(each.title, one.before, one.after)
     figures: Parts = []
     if rows:
-        headers = ("graph", "figure", "before", "after", "change")
+        headers = ("graph", "figure", *sides, "change")
         figures.append(table(headers, rows, headers[2:]))
     peaks: Parts = []
     for each, one in modelled:

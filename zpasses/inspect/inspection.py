@@ -60,6 +60,13 @@ def open_dump(
     return Inspection(read(path, limits), rank, compile_name)
 
 
+def _sides(one: Inspection, other: Inspection) -> tuple[str, str]:
+    """What two inspections are called beside each other: by their dumps' folders, or ranks."""
+    folders = one.dump.path.resolve().name, other.dump.path.resolve().name
+    ranks = f"rank {one._where['rank']}", f"rank {other._where['rank']}"
+    return next((each for each in (folders, ranks) if each[0] != each[1]), ("first", "second"))
+
+
 class Inspection:
     """One rank of a dump.
 
@@ -115,7 +122,8 @@ class Inspection:
         limit: int = 40,
     ) -> View:
         """The differences to another dump, or to another rank of this one."""
-        return comparison_view(self._pick(graph), other._pick(graph), after, limit)
+        sides = _sides(self, other)
+        return comparison_view(self._pick(graph), other._pick(graph), after, limit, sides)
 
     def collectives(
         self,

@@ -181,6 +181,31 @@ def collective_text(node: Node) -> str:
     return f"{op_text(node.target)} -> {value_text(node.vals, 2)}{of}{inside}{place}"
 
 
+def _first_tensor(one: Node, other: Node) -> int | None:
+    """The first tensor that differs between two collectives of several parameters; None if none
+    does.
+    """
+    count = len(one.params)
+    if one.target != other.target or count < 2:
+        return None
+    if not count == len(other.params) == len(one.vals) == len(other.vals):
+        return None
+    tensors = [
+        [(each.shape, each.dtype, name) for each, name in zip(node.vals, node.params, strict=True)]
+        for node in (one, other)
+    ]
+    return next((at for at in range(count) if tensors[0][at] != tensors[1][at]), None)
+
+
+def _tensor_text(node: Node, at: int) -> str:
+    name = node.params[at]
+    owner = name.rpartition(".")[0]
+    return (
+        f"{op_text(node.target)} of {len(node.params)} tensors, of which tensor {at + 1} is "
+        f"{value_text(node.vals[at : at + 1])} of {name}" + (f" (module {owner})" if owner else "")
+    )
+
+
 def _difference(one: int, first: Graph, other: int, second: Graph) -> str:
     try:
         a, b = first.last.snapshot, second.last.snapshot
@@ -191,8 +216,14 @@ def _difference(one: int, first: Graph, other: int, second: Graph) -> str:
     old, new = _collectives(a), _collectives(b)
     shared = min(len(old), len(new))
     at = next((i for i in range(shared) if _identity(old[i]) != _identity(new[i])), shared)
+    tensor = _first_tensor(old[at], new[at]) if at < shared else None
     said = [
-        collective_text(nodes[at]) if at < len(nodes) else "nothing more" for nodes in (old, new)
+        "nothing more"
+        if at >= len(nodes)
+        else collective_text(nodes[at])
+        if tensor is None
+        else _tensor_text(nodes[at], tensor)
+        for nodes in (old, new)
     ]
     only = [
         f" Only on rank {rank}: {', '.join(names[:6])}"

@@ -52,6 +52,8 @@ class CallSequence:
     """Source lines, for errors."""
     modules: list[str]
     """Modules that own the parameters, for errors."""
+    tensors: list[list[str]]
+    """Dtype, shape, parameter and module of each tensor, for errors."""
 
     def digest(self) -> str:
         return _hash(self.lines)
@@ -84,6 +86,7 @@ def call_sequences(graph: fx.Graph) -> Sequences:
             [_line(each, _params(node)) for node, each in calls],
             [describe_source(node) for node, _ in calls],
             [_modules(_params(node)) for node, _ in calls],
+            [_tensors(each, _params(node)) for node, each in calls],
         )
         for group, calls in _calls_by_group(graph).items()
         if has_other_ranks(group)
@@ -151,19 +154,34 @@ def _first_difference(group: str, rank_a: int, a: Ballot, rank_b: int, b: Ballot
     lines_a, lines_b = a["lines"], b["lines"]
     shared = min(len(lines_a), len(lines_b))
     at = next((i for i in range(shared) if lines_a[i] != lines_b[i]), shared)
+    tensor = _first_tensor(a, b, at) if at < shared else None
+    said_a, said_b = (_said(each, at, tensor) for each in (a, b))
     return (
         f"ranks would run different collectives on {name_group(group)}. First difference: "
-        f"collective {at} is {_said(a, at)} on rank {rank_a} (graph {a['graph']}, {len(lines_a)} "
-        f"collectives) but {_said(b, at)} on rank {rank_b} (graph {b['graph']}, {len(lines_b)} "
+        f"collective {at + 1} is {said_a} on rank {rank_a} (graph {a['graph']}, {len(lines_a)} "
+        f"collectives) but {said_b} on rank {rank_b} (graph {b['graph']}, {len(lines_b)} "
         "collectives). "
         "Every rank must take the same branches and read the same parameters in the same order. "
         + how_to_compare(rank_a, a.get("dump"), rank_b, b.get("dump"))
     )
 
 
-def _said(ballot: Ballot, at: int) -> str:
+def _first_tensor(a: Ballot, b: Ballot, at: int) -> int | None:
+    """The first tensor that differs between two collectives of several; None if none does."""
+    one, other = a["tensors"][at], b["tensors"][at]
+    if len(one) != len(other) or len(one) < 2:
+        return None
+    if a["lines"][at].partition("(")[0] != b["lines"][at].partition("(")[0]:
+        return None
+    return next((i for i in range(len(one)) if one[i] != other[i]), None)
+
+
+def _said(ballot: Ballot, at: int, tensor: int | None) -> str:
     if at >= len(ballot["lines"]):
         return "nothing more"
+    if tensor is not None:
+        op, tensors = ballot["lines"][at].partition("(")[0], ballot["tensors"][at]
+        return f"{op} of {len(tensors)} tensors, of which tensor {tensor + 1} is {tensors[tensor]}"
     place, module = ballot["places"][at], ballot["modules"][at]
     inside = f" (module {module})" if module else ""
     return f"{ballot['lines'][at]}{inside}" + (f" at {place}" if place else "")
@@ -179,6 +197,18 @@ def _modules(params: Sequence[str], most: int = 3) -> str:
     found = list(dict.fromkeys(name.rpartition(".")[0] for name in params))
     shown = ", ".join(name for name in found[:most] if name)
     return f"{shown} and {len(found) - most} more" if len(found) > most else shown
+
+
+def _tensors(each: Collective, params: Sequence[str]) -> list[str]:
+    """`float32[4, 2] of layers.0.weight (module layers.0)` for each tensor of a collective."""
+    texts = [f"{dtype}{list(shape)}" for dtype, shape in zip(each.dtypes, each.shapes, strict=True)]
+    if len(params) != len(texts):
+        return texts
+    owners = [name.rpartition(".")[0] for name in params]
+    return [
+        f"{text} of {name}" + (f" (module {owner})" if owner else "")
+        for text, name, owner in zip(texts, params, owners, strict=True)
+    ]
 
 
 def _line(each: Collective, params: Sequence[str]) -> str:

@@ -57,6 +57,17 @@ def test_bytes_take_time_on_the_slowest_link():
     )
 
 
+@pytest.mark.parametrize("name", ["h100", "mi300x"])
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+@pytest.mark.parametrize("nbytes", [1 << 12, 1 << 18, 1 << 22, 1 << 26])
+def test_replicas_of_a_node_reduce_faster_in_two_collectives(name, replicas, nbytes):
+    """docs/design.md, "Two reductions, not one over all ranks"."""
+    target = Target.parse(name)
+    within = ring_collective_us("reduce_scatter", nbytes, 8, target, 1)
+    between = ring_collective_us("all_reduce", nbytes // 8, replicas, target, replicas)
+    assert within + between < ring_collective_us("all_reduce", nbytes, 8 * replicas, target)
+
+
 def test_ranks_fill_one_node_after_the_other():
     assert nodes_of(range(8), T) == 1
     assert nodes_of(range(4, 12), T) == 2

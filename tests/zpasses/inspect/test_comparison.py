@@ -21,6 +21,7 @@ from zpasses.dumps.format import Buffer, Ref
 from zpasses.inspect import Inspection, compare, pair_nodes
 from zpasses.inspect import open as open_dump
 from zpasses.inspect.comparison import Comparison
+from zpasses.inspect.inspection import _sides
 
 MINUS_58 = "\N{MINUS SIGN}58.8 %"
 
@@ -97,6 +98,16 @@ def test_diff_summarises_time_exposed_peak_and_collectives():
     assert (figures["before"]["peak_bytes"], figures["after"]["peak_bytes"]) == (408, 168)
     assert figures["gone_at_peak"][0]["params"] == ("w",)
     json.dumps(view.data)
+
+
+def test_columns_have_the_names_of_the_dumps_or_of_the_ranks():
+    first, second = two_dumps()
+    heads = str(first.diff_to(second)).splitlines()[0].split()
+    assert heads == ["graph", "figure", "stage2", "stage3", "change"]
+    ranks = [Inspection(first.dump, rank) for rank in (0, 1)]
+    assert _sides(*ranks) == ("rank 0", "rank 1")
+    assert _sides(ranks[1], Inspection(second.dump, 1)) == ("stage2", "stage3")
+    assert _sides(ranks[0], ranks[0]) == ("first", "second")
 
 
 def test_equal_graphs_have_no_summary():

@@ -11,7 +11,7 @@ from tests.zpasses.inspect.graphs import chain, dump_of, graph_of, node, snapsho
 from tests.zpasses.inspect.real import dump_training_step
 from tests.zpasses.inspect.test_real_dump import ExtraParameter
 from tests.zpasses.inspect.test_report import browser, needs_browser, one, page  # noqa: F401
-from zpasses.dumps.format import Agreement, Dump
+from zpasses.dumps.format import Agreement, Dump, Value
 from zpasses.inspect import Inspection
 from zpasses.inspect import open as open_dump
 from zpasses.inspect.rank_agreement import rank_agreements, ranks_text, ranks_that_differ
@@ -64,6 +64,24 @@ def test_the_rank_that_differs_is_named_with_its_first_collective():
     assert found.difference.endswith("zpasses diff dump forward --ranks 0 3")
     text = str(Inspection(dump).overview())
     assert "0/0 forward DIFFERS: ranks 0 to 2; 3" in text
+
+
+def test_the_first_tensor_of_a_bucket_that_differs_is_named():
+    def bucket(rows):
+        found = two_gathers()
+        values = tuple(Value((each, 4), "float32", "cpu", each * 16) for each in (4, rows))
+        nodes = [
+            replace(node, params=("a.w", "b.w"), vals=values) if node.collective else node
+            for node in found.nodes
+        ]
+        return replace(found, nodes=tuple(nodes))
+
+    (found,) = rank_agreements(ranks_of(forward(bucket(6)), forward(bucket(8))))
+    assert (
+        "collective 1 is all_gather_into_tensor of 2 tensors, of which tensor 2 is f32[6, 4] of "
+        "b.w (module b) on rank 0" in found.difference
+    )
+    assert "tensor 2 is f32[8, 4] of b.w (module b) on rank 1" in found.difference
 
 
 def test_a_rank_without_the_graph_is_named():

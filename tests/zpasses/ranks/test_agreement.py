@@ -40,13 +40,13 @@ def compiled(model, **options):
     return torch.compile(zpasses.shard(model, mesh=world_mesh()), backend="zpasses", options=chosen)
 
 
-def _another_branch(branch):
+def _another_branch(branch, **options):
     model = Branches()
     if dist.get_rank() == 1:
         model.branch = branch
     started = time.monotonic()
     try:
-        compiled(model)(torch.ones(2, 4)).sum().backward()
+        compiled(model, **options)(torch.ones(2, 4)).sum().backward()
     except Exception as error:
         return time.monotonic() - started, str(error)
     return None
@@ -59,12 +59,23 @@ def test_one_rank_on_another_branch_raises_on_all_and_names_the_first_difference
         assert seconds < LIMIT_S + SLACK_S
         assert "AgreementError" in message
         assert (
-            "collective 2 is all_gather_into_tensor(float32[2, 4]) of second.weight "
+            "collective 3 is all_gather_into_tensor(float32[2, 4]) of second.weight "
             "(module second) at " in message
         )
         assert " on rank 0 (graph 0/0" in message
         assert "all_gather_into_tensor(float32[3, 4]) of third.weight (module third) at " in message
         assert "zpasses diff DIR --ranks 0 1" in message
+
+
+def test_the_first_tensor_of_a_bucket_that_differs_is_named():
+    buckets = "merge-reads,gather-params,reduce-grads,bucket{mode=coalesced,memory_budget=1GiB}"
+    outcomes = run_in_fresh_ranks(_another_branch, "third", pipeline=buckets, timeout_s=100)
+    for _, message in (outcome.result for outcome in outcomes):
+        assert (
+            "collective 1 is all_gather_into_tensor_coalesced of 4 tensors, of which tensor 3 is "
+            "float32[2, 4] of second.weight (module second) on rank 0" in message
+        )
+        assert "tensor 3 is float32[3, 4] of third.weight (module third) on rank 1" in message
 
 
 def test_a_shorter_sequence_is_named_too():
