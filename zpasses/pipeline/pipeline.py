@@ -199,9 +199,32 @@ class Pipeline(compat.CustomGraphPass):
 
     Calling a pipeline on a graph runs all its passes on that graph, regardless of level. The
     backend runs each pass at its own level.
+
+    Raises:
+        OptionError: for something that is no pass, or a pass class without a name or level.
     """
 
     passes: tuple[Pass, ...] = ()
+
+    def __post_init__(self) -> None:
+        for each in self.passes:
+            if not isinstance(each, Pass):
+                raise OptionError(
+                    f"pipeline: got {each!r} ({type(each).__name__}); expected instances of Pass, "
+                    "such as GatherParams()."
+                )
+            kind = type(each)
+            if not isinstance(getattr(kind, "name", None), str):
+                raise OptionError(
+                    f"pass class {kind.__name__} has no name; give it one in kebab-case: "
+                    'name = "my-pass".'
+                )
+            if not isinstance(getattr(kind, "level", None), Level):
+                levels = ", ".join(f"Level.{level.name}" for level in Level)
+                raise OptionError(
+                    f"pass {each.name} has no level, which says what graph it rewrites; set "
+                    f"{kind.__name__}.level to one of {levels}."
+                )
 
     @classmethod
     def parse(cls, text: str) -> Pipeline:

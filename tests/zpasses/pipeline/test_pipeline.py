@@ -296,6 +296,31 @@ def test_passes_are_taken_by_level():
     assert pipeline.at(Level.BACKWARD) == ()
 
 
+class Nameless(Pass):
+    level = Level.JOINT
+
+    def rewrite(self, graph):
+        return 0
+
+
+class Unplaced(Nameless):
+    name, level = "unplaced", None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("bucket", r"got 'bucket' \(str\); expected instances of Pass"),
+        (GatherParams, r"got .*GatherParams.*\(ABCMeta\); expected instances of Pass"),
+        (Nameless(), "pass class Nameless has no name"),
+        (Unplaced(), "pass unplaced has no level, .* set Unplaced.level to one of Level.CAPTURED"),
+    ],
+)
+def test_what_is_no_complete_pass_is_refused(wrong, message):
+    with pytest.raises(OptionError, match=message):
+        Pipeline((GatherParams(), wrong))
+
+
 def test_every_pass_leaves_a_record_and_is_observed():
     seen = []
     with fake_world(2):
