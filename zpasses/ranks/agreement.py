@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -25,7 +26,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.errors import AgreementError
-from zpasses.graph.nodes import Collective, collectives
+from zpasses.graph.nodes import Collective, collectives, is_wait
 from zpasses.graph.sources import describe_source
 from zpasses.graph.tags import tag_of
 from zpasses.ranks.compiling import compiled_graph, how_to_compare
@@ -53,7 +54,7 @@ class CallSequence:
     modules: list[str]
     """Modules that own the parameters, for errors."""
     tensors: list[list[str]]
-    """Dtype, shape, parameter and module of each tensor, for errors."""
+    """Dtype, shape, parameter, module and source line of each tensor, for errors."""
 
     def digest(self) -> str:
         return _hash(self.lines)
@@ -86,7 +87,7 @@ def call_sequences(graph: fx.Graph) -> Sequences:
             [_line(each, _params(node)) for node, each in calls],
             [describe_source(node) for node, _ in calls],
             [_modules(_params(node)) for node, _ in calls],
-            [_tensors(each, _params(node)) for node, each in calls],
+            [_tensors(node, each) for node, each in calls],
         )
         for group, calls in _calls_by_group(graph).items()
         if has_other_ranks(group)
@@ -199,16 +200,31 @@ def _modules(params: Sequence[str], most: int = 3) -> str:
     return f"{shown} and {len(found) - most} more" if len(found) > most else shown
 
 
-def _tensors(each: Collective, params: Sequence[str]) -> list[str]:
-    """`float32[4, 2] of layers.0.weight (module layers.0)` for each tensor of a collective."""
+def _tensors(node: fx.Node, each: Collective) -> list[str]:
+    """`float32[4, 2] of layers.0.weight (module layers.0) at FILE:LINE: CODE` for each tensor."""
     texts = [f"{dtype}{list(shape)}" for dtype, shape in zip(each.dtypes, each.shapes, strict=True)]
+    params = _params(node)
     if len(params) != len(texts):
         return texts
     owners = [name.rpartition(".")[0] for name in params]
+    places = [_place(node, index) for index in range(len(texts))]
     return [
-        f"{text} of {name}" + (f" (module {owner})" if owner else "")
-        for text, name, owner in zip(texts, params, owners, strict=True)
+        f"{text} of {name}"
+        + (f" (module {owner})" if owner else "")
+        + (f" at {place}" if place else "")
+        for text, name, owner, place in zip(texts, params, owners, places, strict=True)
     ]
+
+
+def _place(node: fx.Node, index: int) -> str:
+    """Source line of one tensor of a collective of several, which its wait has kept.
+
+    The collective itself has the line of its first tensor.
+    """
+    parts = (user for user in node.users if user.target is operator.getitem)
+    users = (user for part in parts if part.args[1] == index for user in part.users)
+    wait = next((user for user in users if is_wait(user)), None)
+    return "" if wait is None else describe_source(wait)
 
 
 def _line(each: Collective, params: Sequence[str]) -> str:
