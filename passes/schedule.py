@@ -62,7 +62,7 @@ class Schedule(Pass):
     name: ClassVar[str] = "schedule"
     level: ClassVar[Level] = Level.PARTITIONED
 
-    memory_budget: str = "+32MiB"
+    memory_budget: str = "+16MiB"
     """By how much the graph's peak memory may rise (`10%` or `+16MiB`), or the peak that it may
     reach (`60GiB`). A rise counts from the peak with one gather and one reduction in flight. A peak
     below that of the graph without overlap counts as that of the graph."""
