@@ -5,14 +5,16 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 import zpasses
+from examples.capture_llama import tensor_parallel
 from tests.models.test_huggingface import MODELS, VOCABULARY
 from tests.zpasses.parallel_models import assert_near, whole
-from zpasses.testing import run_on_ranks
-from zpasses.tools.bench.model import GPT, ModelSize
+from zpasses.testing import assert_step_equals_reference, capture_ranks, run_on_ranks
+from zpasses.tools.bench.model import GPT, ModelSize, ParallelBlock, parallelize
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.processes
@@ -37,10 +39,43 @@ def _qwen3():
 
 
 def _gpt():
-    return GPT(ModelSize(width=32, layers=2, heads=4, vocab=VOCABULARY, seq=7, batch=2))
+    size = ModelSize(width=32, layers=2, heads=4, vocab=VOCABULARY, seq=7, batch=2)
+    return GPT(size, ParallelBlock)
 
 
 BUILDERS = {"llama": MODELS["llama"], "mixtral": MODELS["mixtral"], "qwen3": _qwen3, "gpt": _gpt}
+
+
+def _tensor_parallel(model, mesh):
+    if isinstance(model, GPT):
+        parallelize(model, mesh)
+        return
+    tensor_parallel(model, mesh)
+    if "qwen3" in type(model).__name__.lower():  # each rank norms its own heads
+        norm = SequenceParallel(sequence_dim=2, use_local_output=True)
+        names = ("q_norm", "k_norm")
+        plan = {f"model.layers.*.self_attn.{each}": norm for each in names}
+        parallelize_module(model, mesh, plan)
+
+
+def _sharded(model, kind, rows, columns=2):
+    """Shards over a mesh of `rows` x `columns`.
+
+    Returns:
+        The place of this rank among those that see different data, and their number.
+    """
+    if kind == "tp":
+        mesh = init_device_mesh("cpu", (rows, columns), mesh_dim_names=("dp", "tp"))
+        _tensor_parallel(model, mesh["tp"])
+        zpasses.shard(model, mesh=mesh["dp"])
+        return mesh.get_local_rank("dp"), rows
+    mesh = init_device_mesh("cpu", (rows, columns), mesh_dim_names=("replicate", "shard"))
+    if kind == "experts":
+        for layer in model.model.layers:
+            zpasses.shard(layer.mlp, mesh=mesh)
+        mesh = init_device_mesh("cpu", (rows * columns,))
+    zpasses.shard(model, mesh=mesh)
+    return dist.get_rank(), rows * columns
 
 
 def _loss(model, tokens):
@@ -49,27 +84,21 @@ def _loss(model, tokens):
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
+class _Loss(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        return _loss(self.model, tokens)
+
+
 def _train(name, kind, stage, windows):
     """Trains by SGD, and compares losses, gradients and parameters with the unsharded model."""
     torch.manual_seed(0)
     plain = BUILDERS[name]().train()
     model = copy.deepcopy(plain)
-    if kind == "hybrid":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        zpasses.shard(model, mesh=mesh)
-        row, rows = dist.get_rank(), 4
-    else:
-        from examples.capture_llama import tensor_parallel
-
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        tensor_parallel(model, mesh["tp"])
-        if name == "qwen3":  # each rank norms its own heads
-            norm = SequenceParallel(sequence_dim=2, use_local_output=True)
-            names = ("q_norm", "k_norm")
-            plan = {f"model.layers.*.self_attn.{each}": norm for each in names}
-            parallelize_module(model, mesh["tp"], plan)
-        zpasses.shard(model, mesh=mesh["dp"])
-        row, rows = mesh.get_local_rank("dp"), 2
+    row, rows = _sharded(model, kind, 2)
     options = {"zero_stage": stage, "codegen": "eager", "backwards_per_step": windows}
     run = torch.compile(model, backend="zpasses", options=options)
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
@@ -105,6 +134,30 @@ def test_hybrid_sharding(name, stage, windows):
 
 @pytest.mark.slow(quick="test_training_equals_the_unsharded_model of test_tensor_parallel.py")
 @pytest.mark.parametrize(("stage", "windows"), [(1, 1), (2, 1), (3, 2)])
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", BUILDERS)
 def test_tensor_parallelism(name, stage, windows):
     run_on_ranks(_train, name, "tp", stage, windows, ranks=4)
+
+
+@pytest.mark.slow(quick="test_hybrid_sharding_of_experts")
+@pytest.mark.parametrize(("stage", "windows"), [(1, 1), (2, 1), (3, 2)])
+def test_experts_on_a_mesh_of_their_own(stage, windows):
+    run_on_ranks(_train, "mixtral", "experts", stage, windows, ranks=4)
+
+
+@pytest.mark.slow(quick="test_simulated_steps_equal_the_unlowered_graph of test_hybrid.py")
+@pytest.mark.parametrize("ranks", [8, 16])
+@pytest.mark.parametrize("kind", ["hybrid", "tp"])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_more_simulated_ranks(name, kind, ranks):
+    torch.manual_seed(0)
+    model = BUILDERS[name]().train()
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    captures = capture_ranks(
+        _Loss(model),
+        [tokens],
+        world_size=ranks,
+        shard=lambda loss, _: _sharded(loss.model, kind, ranks // 2),
+        pipeline="zero3",
+    )
+    assert_step_equals_reference(captures)
