@@ -161,7 +161,7 @@ SAID = {
     other_numbers_to_gather_from: r"rank 0 called shard\(reshard_after_forward=2\), but rank 3 "
     r"called shard\(reshard_after_forward=3\)",
     one_gathers_from_all: "reshard_after_forward",
-    one_never_shards: "rank 1 did not reach shard",
+    one_never_shards: r"rank 1 of group '0' did not reach shard\(",
     a_rank_that_dies_between_forward_and_backward: "rank 1",
     another_width: "ranks would run different collectives on group",
     other_names: r"is dimension (shard of a mesh of shard=2 x replicate=2, but for rank [01] it is "
