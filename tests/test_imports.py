@@ -17,7 +17,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LAYERS = (
-    ("zpasses.compat", "zpasses.errors", "zpasses.option_values", "zpasses.version"),
+    (
+        "zpasses.compat",
+        "zpasses.errors",
+        "zpasses.garbage",
+        "zpasses.option_values",
+        "zpasses.version",
+    ),
     ("zpasses.graph",),
     ("zpasses.cost", "zpasses.ranks"),
     ("zpasses.pipeline",),

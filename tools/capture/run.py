@@ -39,8 +39,8 @@ from torch.distributed.tensor import DTensor
 
 import zpasses
 from zpasses import compat
-from zpasses.backend.garbage import no_garbage_collection
 from zpasses.errors import OptionError, ShardingError, ZpassesError, suggestion
+from zpasses.garbage import no_garbage_collection
 from zpasses.sharding.module import ShardedModule
 from zpasses.testing.worlds import fake_world
 from zpasses.tools.capture.meshes import MeshShape

@@ -41,7 +41,7 @@ from zpasses.backend.code import (
     forward_facts,
 )
 from zpasses.backend.free_memory import agreed_free_bytes
-from zpasses.backend.garbage import no_garbage_collection, no_garbage_collection_in_compiles
+from zpasses.backend.garbage import no_garbage_collection_in_compiles
 from zpasses.backend.partition import PartitionPolicy, partition_step
 from zpasses.backend.tuned import with_tuned_options
 from zpasses.backend.tuning import with_tried_options
@@ -49,6 +49,7 @@ from zpasses.cost.kept_params import Repetition
 from zpasses.cost.target import Target, current_target, use_target
 from zpasses.dumps.recorders import recorders_for
 from zpasses.errors import AgreementError, OptionError
+from zpasses.garbage import no_garbage_collection
 from zpasses.graph.ops import UNSHARD
 from zpasses.graph.regathers import remove_regathers
 from zpasses.pipeline.observers import ObservedGraph, notify_observers

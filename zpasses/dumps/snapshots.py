@@ -25,6 +25,7 @@ from zpasses.dumps.format import (
     references,
 )
 from zpasses.dumps.limits import Work
+from zpasses.garbage import no_garbage_collection
 
 __all__ = ["SnapshotFiles"]
 
@@ -54,6 +55,7 @@ class SnapshotFiles:
     def __contains__(self, number: int) -> bool:
         return number in self._paths
 
+    @no_garbage_collection()
     def load(self, number: int) -> Snapshot:
         """One snapshot. The snapshots that it is based on are read too. Each call counts as work,
         because its caller shows the snapshot.

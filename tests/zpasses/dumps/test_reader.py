@@ -1,5 +1,6 @@
 """Tests of untrusted dumps: every defect is a DumpError, and nothing outside is read."""
 
+import gc
 import json
 import os
 import re
@@ -101,6 +102,28 @@ def test_a_copied_dump_reads_the_same(original, dump):
     assert snapshots == read_all(original)[1]
     assert list(found.ranks) == [0]
     assert found.meta["world"] == 2
+
+
+def test_no_garbage_is_collected_while_a_graph_is_read(dump):
+    (compiled,) = read(dump).ranks[0].compiles
+    step = compiled.graphs["joint"].steps[0]
+    collections, thresholds = [], gc.get_threshold()
+
+    def count(phase, info):
+        collections.append(phase)
+
+    gc.callbacks.append(count)
+    gc.set_threshold(1)
+    try:
+        step.snapshot
+        while_read = len(collections)
+        kept = [[] for _ in range(1000)]
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(count)
+    assert len(collections) - while_read > len(kept) / 10, "the threshold has no effect"
+    assert while_read < 20, "once for each few objects"
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(
