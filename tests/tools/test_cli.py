@@ -195,6 +195,9 @@ def test_diff_between_dumps_and_ranks(dump, tmp_path):
     assert "0/0 joint, after reshard-after-forward{keep=nothing}: no change" in different.output
     assert run("diff", dump, str(tmp_path / "other"), "joint").exit_code == 0
     assert run("diff", dump, str(tmp_path / "other"), "forward", "--after", "0").exit_code == 0
+    dump_training_step(tmp_path / "shorter", pipeline="gather-params,reduce-grads")
+    shorter = run("diff", str(tmp_path / "other"), str(tmp_path / "shorter"), "joint")
+    assert "{keep=nothing} against after reduce-grads" in shorter.output
 
 
 @pytest.mark.parametrize(

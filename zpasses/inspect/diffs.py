@@ -97,10 +97,12 @@ def differences_between(
     found = []
     for key in one:
         if key in other:
-            a, b = (snapshot_of(each, step_after(each, after)) for each in (one[key], other[key]))
+            steps = [step_after(each, after) for each in (one[key], other[key])]
+            a, b = map(snapshot_of, (one[key], other[key]), steps)
+            shown = " against ".join(dict.fromkeys(map(step_title, steps)))
             found.append(
                 TitledDifference(
-                    f"{one[key].title}, {step_title(step_after(one[key], after))}",
+                    f"{one[key].title}, {shown}",
                     compare(a, b, pair_nodes(a, b)),
                     compile=one[key].compile.name,
                     graph=one[key].graph.name,

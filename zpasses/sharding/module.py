@@ -380,6 +380,11 @@ class ShardedModule(nn.Module):
         # path it finds the DTensors, and does not gather.
         return dict.fromkeys(self._zpasses_specs, "_zpasses_shards")
 
+    def extra_repr(self) -> str:
+        """As that of the unsharded module. It reads shards, because one rank alone may print."""
+        with local_shards(self, recurse=False):
+            return self.extra_repr()  # of the class without gathering reads
+
     @property
     def _zpasses_shards(self) -> object:
         return _Namespace(self._parameters)

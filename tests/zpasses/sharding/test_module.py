@@ -500,3 +500,16 @@ def test_deleted_parameter_is_a_missing_attribute():
     model = _linear()
     del model.weight
     assert not hasattr(model, "weight")
+
+
+def _print_on_one_rank():
+    plain = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 2, bias=False))
+    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+    if dist.get_rank() == 0:
+        assert repr(model) == repr(plain)
+    model(torch.ones(2, 3))
+
+
+@pytest.mark.processes
+def test_one_rank_prints_the_model():
+    run_on_ranks(_print_on_one_rank, timeout_s=60)
