@@ -30,7 +30,7 @@ def no_garbage_collection() -> Iterator[None]:
 
     The nodes and fake tensors of a large graph are millions of objects that stay, and each full
     collection visits all of them: with 80 layers of Llama a third of the processor time of a
-    compile, and a quarter of that of reading its dump.
+    compile, and a seventh of that of `zpasses memory`.
     """
     paused = PausedCollection()
     paused.start()

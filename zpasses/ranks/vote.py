@@ -447,7 +447,8 @@ class _VoteRound:
 
     def _after_failure(self, store: Any, key: str, patience_s: float) -> dict[str, Any]:
         failure = _unpack(store.get(f"{key}/failed"))
-        error = {"error": str(failure["reason"]), "diverged": failure.get("diverged", False)}
+        reason = _with_dimension(str(failure["reason"]), self.group)
+        error = {"error": reason, "diverged": failure.get("diverged", False)}
         if not failure["recoverable"]:
             return error
         state = group_state(self.group)
@@ -469,6 +470,13 @@ class _VoteRound:
             f"{self.missed} within {self.timeout_s:g} s, but the others did. {seen} Look at its "
             f"log; {self.timeout_option} waits longer."
         )
+
+
+def _with_dimension(reason: str, group: str) -> str:
+    """Why another rank fails, and on a mesh of several dimensions in which of its groups."""
+    if "mesh dimension" in reason or not compat.mesh_dimension(group):
+        return reason
+    return f"{reason}; it ended a vote of {name_group(group)}"
 
 
 def _mismatch_error(rank: int, occasion: str, other_rank: int, other: str) -> str:
