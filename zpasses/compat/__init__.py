@@ -18,6 +18,7 @@ import compat`) and calls `compat.<name>`.
 | Inductor | `inductor.py` |
 | optimizers | `optim.py` |
 | subgraphs that are called several times | `regions.py` |
+| vector instructions of the processor | `vector_instructions.py` |
 """
 
 from zpasses.compat.aot import (
@@ -181,6 +182,11 @@ from zpasses.compat.regions import (
     subgraph_of,
     subgraphs_write_no_inputs,
 )
+from zpasses.compat.vector_instructions import (
+    VectorInstructions,
+    known_vector_instructions,
+    remember_vector_instructions,
+)
 
 __all__ = [
     "BOXED_CODEGEN",
@@ -195,6 +201,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
+    "VectorInstructions",
     "Work",
     "adjusted_muon_lr",
     "ambient_fake_mode",
@@ -261,6 +268,7 @@ __all__ = [
     "is_to_local",
     "is_tracing",
     "kind_of_inner_compile",
+    "known_vector_instructions",
     "lazy_recompiles",
     "limited_timeouts",
     "local_of",
@@ -294,6 +302,7 @@ __all__ = [
     "recompute_policy",
     "register_collective_lowerings",
     "register_work",
+    "remember_vector_instructions",
     "root_mesh",
     "second_group",
     "second_group_name",

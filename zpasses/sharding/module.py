@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -52,6 +53,8 @@ class ParamShardSpec:
     """Gather and compute in this dtype; None keeps the shard's dtype."""
     reduce_dtype: torch.dtype | None
     """Reduce gradients in this dtype; None keeps the gradient's dtype."""
+    is_scalar: bool = False
+    """Whether the parameter has no dimensions."""
 
     @property
     def other_groups(self) -> tuple[str | None, ...]:
@@ -263,41 +266,101 @@ def _guard_views(result: Any, source: GatheredCopy) -> Any:
     return result
 
 
-def _gathering_property(spec: ParamShardSpec, class_name: str) -> property:
-    name, param_dtype, reduce_dtype = spec.name, spec.param_dtype, spec.reduce_dtype
-    groups = (spec.group_name, *spec.other_groups)
-    label = f"parameter {spec.name!r} of a {class_name}"
-    layout = spec.layout
+def _gathering_property(spec: ParamShardSpec) -> property:
+    layout, groups = spec.layout, (spec.group_name, *spec.other_groups)
+    gather: Callable[..., Any]
+    is_plain = layout.dim == 0 and layout.inner_mesh is None and len(groups) == 1
+    if is_plain and not spec.is_scalar:
+        dtypes = {"param_dtype": spec.param_dtype, "reduce_dtype": spec.reduce_dtype}
+        gather = _with_constants(_gather_rows, {"name": spec.name, "group": groups[0], **dtypes})
+    else:
+        gather = _gather_of(spec)
+    return property(gather, doc=f"{spec.name}, gathered for reading")
 
-    def gather(module: nn.Module) -> Tensor | None:
+
+def _gather_rows(module: nn.Module) -> Any:
+    """Read a parameter that is cut along dimension 0, and is no piece of tensor parallelism.
+
+    Dynamo traces each read, and checks at each call what the read depends on. Texts of this
+    function stand for constants of its copies (`_with_constants`), which need no check.
+    """
+    try:
+        param = module._parameters["$name"]
+    except KeyError:
+        raise AttributeError(_missing(module, "$name")) from None
+    if not isinstance(param, DTensor):
+        return param  # None, or a tensor swapped in by torch.func.functional_call
+    if _is_compiling():
+        shard, rows = param.to_local(), param.shape[0]
+        return _UNSHARD(shard, rows, "$param_dtype", "$reduce_dtype", "$group")
+    return _read_eagerly(module, "$name", param)
+
+
+_UNSHARD = torch.ops.zpasses.unshard
+_is_compiling = torch.compiler.is_compiling
+
+
+def _with_constants(template: Callable[..., Any], constants: dict[str, Any]) -> Callable[..., Any]:
+    """Returns a copy of a function with these constants in place of its texts "$name"."""
+    given = {f"${name}": value for name, value in constants.items()}
+    code = template.__code__
+    consts = tuple(
+        given.get(each, each) if isinstance(each, str) else each for each in code.co_consts
+    )
+    return types.FunctionType(code.replace(co_consts=consts), template.__globals__)
+
+
+def _gather_of(spec: ParamShardSpec) -> Callable[..., Any]:
+    name, layout = spec.name, spec.layout
+    param_dtype, reduce_dtype = spec.param_dtype, spec.reduce_dtype
+    groups = (spec.group_name, *spec.other_groups)
+
+    def gather(module: nn.Module) -> Any:
         try:
             param = module._parameters[name]
         except KeyError:
-            # Parametrizations delete parameters.
-            message = f"{class_name!r} object has no attribute {name!r}"
-            raise AttributeError(message) from None
+            raise AttributeError(_missing(module, name)) from None
         if not isinstance(param, DTensor):
-            return param  # None, or a tensor swapped in by torch.func.functional_call
-        rows = layout.rows(param.shape)
-        if torch.compiler.is_compiling():
-            # zpasses.backend.capture looks for this exchange of dimensions.
-            shard = param.to_local()
-            traced: Tensor = layout.rows_back(
-                torch.ops.zpasses.unshard(
-                    layout.rows_first(shard), rows, param_dtype, reduce_dtype, *groups
-                )
-            )
-            return traced if layout.inner_mesh is None else layout.wrap_piece(traced, param.shape)
-        full = layout.rows_back(
+            return param
+        if not torch.compiler.is_compiling():
+            return _read_eagerly(module, name, param)
+        # zpasses.backend.capture looks for this exchange of dimensions.
+        traced: Tensor = layout.rows_back(
             torch.ops.zpasses.unshard(
-                to_local_shard(param), rows, param_dtype, reduce_dtype, *groups
+                layout.rows_first(param.to_local()),
+                layout.rows(param.shape),
+                param_dtype,
+                reduce_dtype,
+                *groups,
             )
         )
-        if layout.inner_mesh is None:
-            return _guard(full, label)
-        return _guard_piece(layout.wrap_piece(full, param.shape), label)
+        return traced if layout.inner_mesh is None else layout.wrap_piece(traced, param.shape)
 
-    return property(gather, doc=f"{name}, gathered for reading")
+    return gather
+
+
+def _missing(module: nn.Module, name: str) -> str:
+    """What reading a parameter says that parametrizations have deleted."""
+    return f"{type(module).__name__!r} object has no attribute {name!r}"
+
+
+def _read_eagerly(module: Any, name: str, param: DTensor) -> Tensor:
+    spec: ParamShardSpec = module._zpasses_specs[name]
+    layout = spec.layout
+    full = layout.rows_back(
+        torch.ops.zpasses.unshard(
+            to_local_shard(param),
+            layout.rows(param.shape),
+            spec.param_dtype,
+            spec.reduce_dtype,
+            spec.group_name,
+            *spec.other_groups,
+        )
+    )
+    label = f"parameter {name!r} of a {type(module).__name__}"
+    if layout.inner_mesh is None:
+        return _guard(full, label)
+    return _guard_piece(layout.wrap_piece(full, param.shape), label)
 
 
 class ShardedModule(nn.Module):
@@ -436,9 +499,7 @@ def sharded_class(base: type[Any], specs: tuple[ParamShardSpec, ...]) -> type[An
     It is a subclass of `base` with the same name. Modules with equal `base` and specs share one
     class, so that code compiled for one block also serves the other blocks.
     """
-    members: dict[str, Any] = {
-        spec.name: _gathering_property(spec, base.__name__) for spec in specs
-    }
+    members: dict[str, Any] = {spec.name: _gathering_property(spec) for spec in specs}
     members["_zpasses_specs"] = {spec.name: spec for spec in specs}
     members["_zpasses_unsharded_class"] = base
     members["__module__"], members["__qualname__"] = base.__module__, base.__qualname__

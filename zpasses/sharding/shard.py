@@ -160,6 +160,7 @@ def shard(
                     group,
                     param_dtype if floating else None,
                     reduce_dtype if floating else None,
+                    is_scalar=not made.dim(),
                 )
                 specs.setdefault(module, []).append(spec)
         batch.clear()  # frees the full parameters

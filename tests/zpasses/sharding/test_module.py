@@ -55,6 +55,33 @@ def test_read_is_in_param_dtype():
     assert run_on_ranks(_read_in_param_dtype) == [("torch.bfloat16", "torch.float32", True)] * 2
 
 
+def _constants_of_reads():
+    model = nn.ModuleDict({"a": nn.Linear(4, 5), "b": nn.LayerNorm(4)})
+    zpasses.shard(model["a"], mesh=world_mesh(), param_dtype=torch.bfloat16)
+    zpasses.shard(model["b"], mesh=world_mesh(), reduce_dtype=torch.float64)
+    reads = [vars(type(model[key]))[name].fget for key in "ab" for name in ("weight", "bias")]
+    return [
+        (
+            read.__closure__,
+            "weight" in read.__code__.co_consts,
+            torch.bfloat16 in read.__code__.co_consts,
+            torch.float64 in read.__code__.co_consts,
+            [each for each in read.__code__.co_consts if str(each).startswith("$")],
+        )
+        for read in reads
+    ]
+
+
+def test_reads_hold_constants_that_dynamo_need_not_check_at_each_call():
+    (found,) = run_on_ranks(_constants_of_reads, ranks=1)
+    assert found == [
+        (None, True, True, False, []),
+        (None, False, True, False, []),
+        (None, True, False, True, []),
+        (None, False, False, True, []),
+    ]
+
+
 # --- writes to a gathered copy --------------------------------------------------------------------
 WRITES = {
     "init": lambda m: nn.init.normal_(m.weight),

@@ -47,6 +47,7 @@ class StoredGraph:
         self._code: dict[str, Compiled] = {}
         self.compiled = compat.unpack_result(entry.result, inputs, self._late)
         """Takes the inputs of the captured graph."""
+        compat.remember_vector_instructions(entry.vector_instructions)
         self._template = self._template_of(self._forward.kind)
         with self._template.state.restored():
             graphs.preload(self._forward.kind, self._first_variant())

@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._inductor import config, cpu_vec_isa
 from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
 from zpasses.backend.cache import artifacts, key
+from zpasses.compat import vector_instructions
 from zpasses.pipeline import observers
 from zpasses.testing import run_in_fresh_ranks, world_mesh
 
@@ -119,13 +121,24 @@ def words(said):
     return [each.partition(":")[0] for each in said]
 
 
+def forget_vector_instructions():
+    """Let Inductor try vector instructions in this process, as a new one does."""
+    config.cpp.vec_isa_ok = None
+    vector_instructions._forget(cpu_vec_isa)
+
+
+def forbid_trials_of_vector_instructions():
+    forget_vector_instructions()
+    cpu_vec_isa.VecISA.check_build = None
+
+
 def test_the_second_start_takes_the_graph_from_the_cache(tmp_path):
-    cold, said = starts(tmp_path)
+    cold, said = starts(tmp_path, patch=forget_vector_instructions)
     assert [words(each) for each in said] == [COLD, COLD]
-    warm, said = starts(tmp_path)
+    warm, said = starts(tmp_path, patch=forbid_trials_of_vector_instructions)
     assert said == [["hit"], ["hit"]]
     assert warm == cold
-    off, said = starts(tmp_path, {"cache": False})
+    off, said = starts(tmp_path, {"cache": False}, patch=forget_vector_instructions)
     assert [words(each) for each in said] == [["off"], ["off"]]
     assert off == cold
 

@@ -1,0 +1,78 @@
+"""Inductor's choice of vector instructions, as a later process remembers it."""
+
+import platform
+
+import pytest
+from torch._inductor import config, cpu_vec_isa
+
+from zpasses import compat
+from zpasses.compat import vector_instructions
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="Inductor tries x86 instructions only"
+)
+
+
+def forget():
+    vector_instructions._forget(cpu_vec_isa)
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """The instructions that this process tries, which all work."""
+    found = []
+    monkeypatch.setattr(
+        cpu_vec_isa.VecISA, "check_build", lambda self, code: found.append(str(self)) or True
+    )
+    forget()
+    with config.patch({"cpp.vec_isa_ok": None}):
+        yield found
+    forget()
+
+
+def known_after_trying(tried):
+    """What this process finds out, which then is as new."""
+    assert cpu_vec_isa.valid_vec_isa_list()
+    known = compat.known_vector_instructions()
+    forget()
+    tried.clear()
+    return known
+
+
+def test_what_is_not_tried_is_not_known(tried):
+    assert compat.known_vector_instructions() is None
+    assert tried == []
+
+
+def test_another_process_need_not_try(tried):
+    known = known_after_trying(tried)
+    assert compat.remember_vector_instructions(known)
+    assert [str(each) for each in cpu_vec_isa.valid_vec_isa_list()] == [
+        name for name, _ in known[1]
+    ]
+    assert compat.known_vector_instructions() == known
+    assert tried == []
+
+
+@pytest.mark.parametrize("differs", ["toolchain", "processor", "not all work", "flags", "nothing"])
+def test_a_process_that_may_differ_tries_itself(tried, differs):
+    toolchain, working = known_after_trying(tried)
+    known = {
+        "toolchain": ("another compiler", working),
+        "processor": (toolchain, (("another", "-manother"), *working)),
+        "not all work": (toolchain, working[1:]),
+        "flags": (toolchain, tuple((name, f"{flags} -mmore") for name, flags in working)),
+        "nothing": None,
+    }[differs]
+    assert not compat.remember_vector_instructions(known)
+    assert compat.known_vector_instructions() is None
+    assert tried == []
+    assert list(map(str, cpu_vec_isa.valid_vec_isa_list())) == [name for name, _ in working]
+    assert set(tried) >= {name for name, _ in working}
+
+
+def test_the_users_setting_is_kept(tried):
+    known = known_after_trying(tried)
+    with config.patch({"cpp.vec_isa_ok": False}):
+        assert not compat.remember_vector_instructions(known)
+        assert cpu_vec_isa.valid_vec_isa_list() == []
