@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.cases import some_quick
 from tests.foreign import already_sharded, simple_fsdp
 from tests.graphs import (
     Param,
@@ -228,9 +229,9 @@ def after_the_last_that_stays(problem):
     return replace(plan, actions=tuple(sorted(actions, key=lambda each: each.slot)))
 
 
-@pytest.mark.parametrize("world_size", [2, 8])
+@pytest.mark.parametrize("world_size", some_quick([2, 4, 8], [2, 4]))
 def test_collectives_that_stay_keep_their_place_among_those_that_move(monkeypatch, world_size):
-    """Of 8 ranks, three have no row. Their graphs have more nodes between the collectives."""
+    """Of 4 ranks, one has no row. Their graphs have more nodes between the collectives."""
 
     def plan(self, problem):
         found = plan_schedule(problem, 1 << 40)

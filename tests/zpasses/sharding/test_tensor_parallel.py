@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zpasses
+from tests.cases import some_quick
 from tests.zpasses.parallel_models import (
     Words,
     assert_near,
@@ -165,7 +166,7 @@ def _capture(dp, tp, pipeline):
     )
 
 
-@pytest.mark.parametrize("pipeline", ["zero3", "zero2-one-ahead"])
+@pytest.mark.parametrize("pipeline", some_quick(["zero3", "zero2-one-ahead"], ["zero3"]))
 def test_simulated_steps_equal_the_unlowered_graph(pipeline):
     assert_step_equals_reference(_capture(2, 2, pipeline))
 
