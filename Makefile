@@ -2,7 +2,7 @@
 #
 #   make demo          train a small GPT on two ranks, compare with one process, and write
 #                      build/demo/report.html; ARGS="--zero-stage 2 --steps 50"
-#   make test          lint and run the tests that are not slow, three at a time;
+#   make test          lint and run the tests that are not slow, four at a time;
 #                      ARGS="-k gather -x", ARGS="-n 0 --pdb"
 #   make test-all      lint and run all tests
 #   make lint          ruff, ruff format, mypy
@@ -19,7 +19,7 @@ INSTALLED := .venv/.installed
 TYPED := build/typed/zpasses
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint docs bench clean distclean
+.PHONY: help setup demo test test-all lint ruff docs bench clean distclean FORCE
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -30,23 +30,36 @@ demo: $(INSTALLED)
 	@rm -rf build/demo
 	$(PY) examples/train_gpt.py --ranks 2 --dump build/demo $(ARGS)
 
-PYTEST := $(PY) -m pytest -n 3 --dist worksteal
+# Half of the time of a test is waiting, so two cores run four. They start some hundred processes,
+# which share compiled bytecode whatever the environment says.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 4 --dist worksteal
 
-# Property tests draw half of their examples. pyproject.toml tells which tests are slow.
-test: lint
-	$(PYTEST) -m "not slow" --hypothesis-profile quick $(ARGS)
+# Property tests draw a third of their examples. pyproject.toml tells which tests are slow.
+test: QUICK := -m "not slow" --hypothesis-profile quick
 
-test-all: lint
-	$(PYTEST) $(ARGS)
+# mypy runs beside the tests, and prints its errors when it has them.
+test test-all: ruff $(TYPED)
+	@mkdir -p build; \
+	  { $(PY) -m mypy || { echo "mypy failed, see above; the tests go on"; false; }; } & mypy=$$!; \
+	  trap 'kill $$mypy 2>/dev/null' INT TERM; \
+	  $(PYTEST) $(QUICK) $(ARGS); tests=$$?; \
+	  wait $$mypy || { echo "make: mypy failed; its errors are above, or: make lint" >&2; exit 1; }; \
+	  exit $$tests
+
+lint: ruff $(TYPED)
+	$(PY) -m mypy
+
+ruff: $(INSTALLED)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 
 # mypy sees the package as it is imported: zpasses/ with passes/ and tools/ in it, as links, because
 # it cannot follow the mapping of the editable install.
-lint: $(INSTALLED)
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
+$(TYPED): FORCE
 	@rm -rf build/typed && mkdir -p $(TYPED)
 	@for item in zpasses/* passes tools; do ln -s "../../../$$item" "$(TYPED)/$${item##*/}"; done
-	$(PY) -m mypy
+
+FORCE:
 
 # NO_MKDOCS_2_WARNING silences a notice of the theme about its successor.
 docs: $(INSTALLED)

@@ -10,6 +10,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Scalar kernels: Inductor compiles C++ in every process to find out which vector instructions work.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
+import gc
 import logging
 import shutil
 import tempfile
@@ -26,11 +27,42 @@ from zpasses.pipeline.observers import observe_graphs
 logging.getLogger("torch.__trace").propagate = False
 
 
-# `make test` draws half of the examples. See `drawn_examples` in tests/graphs.py.
+# `make test` draws a third of the examples. See `drawn_examples` in tests/graphs.py.
 # An example may take long on a busy machine, so none has a deadline.
 hypothesis.settings.register_profile("all", deadline=None)
-hypothesis.settings.register_profile("quick", max_examples=50, deadline=None)
+hypothesis.settings.register_profile("quick", max_examples=34, deadline=None)
 hypothesis.settings.load_profile("all")
+
+
+class Failures:
+    """Names each failed test at once: pytest shows failures at the end of a session, which one that
+    is stopped does not reach.
+    """
+
+    def __init__(self, terminal):
+        self.terminal = terminal
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = crash.message.partition("\n")[0] if crash else report.longreprtext[-200:]
+            self.terminal.write_line(f"\nFAILED in {report.when}: {report.nodeid} - {message}")
+
+
+def pytest_sessionstart(session):
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and not hasattr(session.config, "workerinput"):
+        session.config.pluginmanager.register(Failures(terminal))
+
+
+def pytest_collection_finish():
+    """What is loaded stays, so collections of garbage look at the objects of tests only. Tracing
+    makes so many of them that the default threshold takes a fifth of the processor time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
 
 
 def pytest_configure(config):

@@ -30,8 +30,8 @@ for_each_world_size = pytest.mark.parametrize(
 
 
 def drawn_examples(count):
-    """Number of examples of a property test: `count`, or half of it in `make test`."""
-    return count * settings().max_examples // 100
+    """Number of examples of a property test: `count`, or a third of it in `make test`."""
+    return max(1, count * settings().max_examples // 100)
 
 
 few_examples = settings(

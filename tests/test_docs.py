@@ -27,6 +27,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import zpasses
+from tests.programs import forked_or_started, run_program
 from tests.zpasses.inspect.real import real_dump
 from zpasses import Pass, Pipeline
 from zpasses.pipeline.pipeline import catalogue
@@ -93,21 +94,20 @@ def test_the_quickstart_of_the_readme_is_the_example():
     assert QUICKSTART.read_text().split('"""\n\n', 1)[1] == blocks(README, "python")[0]
 
 
+@forked_or_started
 @pytest.mark.processes
 @pytest.mark.inductor
-def test_the_quickstart_trains_on_two_ranks():
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(QUICKSTART),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = dict(re.findall(r"rank (\d): loss ([\d.]+)", done.stdout))
+def test_the_quickstart_trains_on_two_ranks(forked):
+    if forked:
+        ranks = run_program(QUICKSTART, ranks=2)
+    else:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [sys.executable, *torchrun, str(QUICKSTART)]
+        ranks = [subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)]
+    for done in ranks:
+        assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    said = "".join(done.stdout for done in ranks)
+    losses = dict(re.findall(r"rank (\d): loss ([\d.]+)", said))
     assert set(losses) == {"0", "1"}
     assert all(float(loss) < 0.3 for loss in losses.values())
 

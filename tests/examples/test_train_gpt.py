@@ -57,8 +57,8 @@ def train(
 @pytest.mark.parametrize(
     ("stage", "forked"),
     [
-        pytest.param(1, True, marks=pytest.mark.slow(quick="stage 2")),
-        (2, True),
+        pytest.param(1, True, marks=pytest.mark.slow(quick="stage 3")),
+        pytest.param(2, True, marks=pytest.mark.slow(quick="stage 3")),
         (3, True),
         pytest.param(3, False, marks=pytest.mark.slow(quick="stage 3 in forks")),
     ],

@@ -210,6 +210,9 @@ def test_every_window_gives_the_gradients_of_single_backwards_with_one_reduction
             assert each < counts[stage, "single", dtype, graph_break][0], "no buckets"
 
 
+@pytest.mark.slow(
+    quick="quick, and test_inductor_computes_gradients_into_their_slices_of_a_flat_bucket"
+)
 @pytest.mark.inductor
 def test_windows_through_inductor():
     run_on_ranks(_inductor, timeout_s=240)

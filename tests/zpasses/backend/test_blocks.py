@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zpasses
+from tests.cases import some_quick
 from zpasses import compat
 from zpasses.backend.blocks import outline_blocks
 from zpasses.cost.memory import liveness
@@ -229,14 +230,20 @@ CASES = {
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", some_quick([1, 2, 3], [2]))
 def test_all_stages_train_to_the_same_bits(stage):
     (first, second) = run_on_ranks(compare, Net, {**EAGER, "zero_stage": stage}, window=True)
     assert first == second
     assert first["forward"] == first["backward"] == [DEPTH]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    some_quick(
+        CASES,
+        ["attention", "dropout", "several results", "checkpoint", "shared weight", "window"],
+    ),
+)
 def test_blocks_of_all_kinds_train_to_the_same_bits(case, one_rank):
     build, how = CASES[case]
     calls = compare(build, {**EAGER, "zero_stage": 3}, **how)
@@ -244,7 +251,11 @@ def test_blocks_of_all_kinds_train_to_the_same_bits(case, one_rank):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("more", [{"memory_budget": "1MiB"}, {"verify": "simulate"}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    some_quick([{"memory_budget": "1MiB"}, {"verify": "simulate"}], [{"memory_budget": "1MiB"}]),
+    ids=str,
+)
 def test_budgets_and_simulated_ranks_take_blocks(more):
     (first, second) = run_on_ranks(compare, Net, {**EAGER, **more})
     assert first == second
@@ -394,7 +405,9 @@ INDUCTOR_CASES = [
 @pytest.mark.parametrize("case", INDUCTOR_CASES)
 def test_generated_code_of_blocks_computes_the_same(case, one_rank):
     build, how = CASES[case]
-    losses, params = train(build, {"zero_stage": 3}, **how)
+    # What eager code computes takes no C++ compiler, but rounds otherwise under autocast.
+    reference = {} if case == "autocast" else EAGER
+    losses, params = train(build, {"zero_stage": 3, **reference}, **how)
     found, others = train(build, {"zero_stage": 3, "blocks": "layers.*"}, **how)
     torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-6)
     for other, param in zip(others, params, strict=True):

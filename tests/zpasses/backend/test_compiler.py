@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import zpasses
+from tests.cases import some_quick
 from zpasses.graph.nodes import collectives
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.testing import listing, run_on_ranks, world_mesh
@@ -123,7 +124,7 @@ def _trains(
     return [graph.name for graph in graphs if graph.kind == "joint"]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", some_quick([1, 2, 3], [1, 3]))
 def test_training_equals_the_unsharded_model(stage):
     joints = run_on_ranks(_trains, {"zero_stage": stage, **EAGER}, fullgraph=True)[0]
     assert len(joints) == 1
@@ -140,13 +141,13 @@ def test_the_unlowered_dialect_trains_as_well():
     run_on_ranks(_trains, {"pipeline": "", **EAGER})
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", some_quick([2, 3], [2]))
 def test_graph_breaks_give_several_graphs_and_the_same_training(stage):
     joints = run_on_ranks(_trains, {"zero_stage": stage, **EAGER}, between="graph break")[0]
     assert len(joints) > 1
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", some_quick([2, 3], [2]))
 def test_checkpointed_blocks_train_like_the_unsharded_model(stage):
     run_on_ranks(_trains, {"zero_stage": stage, **EAGER}, between="checkpoint", fullgraph=True)
 
@@ -206,7 +207,7 @@ def _inference(stage, codegen):
         torch.testing.assert_close(step(tokens), reference(tokens), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", some_quick([2, 3], [2]))
 def test_inference_sees_the_current_weights(stage):
     run_on_ranks(_inference, stage, "eager")
 
@@ -412,31 +413,42 @@ def test_evaluation_caches_parameters_that_an_optimizer_steps():
     assert second < first
 
 
-@pytest.mark.parametrize("edit", ["load_state_dict", "assign", "swap", "in place"])
+def load_a_state_dict(*models):
+    state = Net().state_dict()
+    for each in models:
+        each.load_state_dict(state)
+
+
+def assign(*models):
+    for each in models:
+        each.scale = nn.Parameter(torch.tensor(7.0))
+
+
+def swap(*models):
+    """What `model.to` does: the same parameters, other local tensors."""
+    for each in models:
+        each._apply(lambda tensor: tensor * 2)
+
+
+def edit_in_place(*models):
+    with torch.no_grad():
+        for each in models:
+            for param in each.parameters():
+                param.mul_(0.5)
+
+
 @pytest.mark.ranks(2, timeout_s=120)
-def test_cached_parameters_follow_every_change_of_their_shards(edit):
+def test_cached_parameters_follow_every_change_of_their_shards():
     reference, model = pair()
     step = torch.compile(model, backend="zpasses", options={"zero_stage": 2, **EAGER})
     tokens = batches(1)[0]
-    loss_of(step, tokens)
-    other = Net()
-    if edit == "load_state_dict":
-        model.load_state_dict(other.state_dict())
-        reference.load_state_dict(other.state_dict())
-    elif edit == "assign":
-        model.scale = nn.Parameter(torch.tensor(7.0))
-        reference.scale = nn.Parameter(torch.tensor(7.0))
-    elif edit == "swap":  # what model.to does: the same parameters, other local tensors
-        model._apply(lambda tensor: tensor * 2)
-        reference._apply(lambda tensor: tensor * 2)
-    else:
-        with torch.no_grad():
-            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-                ours.mul_(0.5)
-                theirs.mul_(0.5)
-    torch.testing.assert_close(
-        loss_of(step, tokens), loss_of(reference, tokens), rtol=1e-4, atol=1e-5
-    )
+    before = loss_of(step, tokens)
+    for edit in (load_a_state_dict, assign, swap, edit_in_place):
+        edit(model, reference)
+        after = loss_of(step, tokens)
+        torch.testing.assert_close(after, loss_of(reference, tokens), rtol=1e-4, atol=1e-5)
+        assert abs(after - before) > 1e-3, edit.__name__
+        before = after
 
 
 @pytest.mark.ranks(3, timeout_s=120)
@@ -582,7 +594,7 @@ def test_writing_to_a_returned_parameter_does_not_change_the_model(codegen):
             bias.detach().zero_()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", some_quick([2, 3], [2]))
 @pytest.mark.ranks(2, timeout_s=120)
 def test_compiled_code_does_not_hold_the_parameters_of_a_dead_model(stage):
     model = zpasses.shard(nn.Linear(4, 4), mesh=world_mesh())

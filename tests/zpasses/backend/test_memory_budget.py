@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from functools import cache
 
 import pytest
 import torch
@@ -47,8 +48,10 @@ class Blocks(nn.Module):
 X = torch.linspace(-1, 1, 48 * 32).reshape(48, 32)
 
 
-def captured(budget, **more):
-    options = {**TARGET, **more, **({"memory_budget": budget} if budget else {})}
+@cache
+def captured(budget):
+    """Tests share captures and do not change them."""
+    options = {**TARGET, "memory_budget": budget}
     return capture_graphs(Blocks(), (X,), world_size=2, pipeline=SCHEDULED, options=options)
 
 
@@ -118,7 +121,7 @@ def test_too_small_budget_says_what_is_missing_and_what_holds_the_memory():
 
 def test_kept_parameters_are_noted_in_the_graph_and_the_log(caplog):
     with caplog.at_level(logging.INFO, "zpasses"):
-        capture = captured("100MiB")
+        capture = captured.__wrapped__("100MiB")  # a capture that others share logs nothing
     kept = [tag.params for _, tag in tagged(capture.after.forward.graph, "full") if tag.kept]
     assert ("head.weight",) in kept
     (line,) = [text for text in caplog.messages if "until backward" in text]

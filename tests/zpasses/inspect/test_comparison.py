@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import some_quick
 from tests.zpasses.inspect.graphs import chain, dump_of, graph_of, node, snapshot, two_gathers
 from tests.zpasses.inspect.real import dump_training_step, real_dump
 from tests.zpasses.inspect.test_report import (  # noqa: F401
@@ -188,16 +189,19 @@ def titles(shown):
     return [each.text for each in all_of(shown, ".compared thead th.right")[:2]]
 
 
+SIDES = [
+    ("0/forward/2/compare/", "before the first pass", "after overlap"),
+    ("0/forward/0/compare/", "before the first pass", "after overlap"),
+    ("0/forward/1/compare//with=0%2Fforward%2F2", "after bucket", "after overlap"),
+    ("0/forward/2/compare//with=0%2Fforward%2F1", "after bucket", "after overlap"),
+    ("0/forward/2/compare//with=0%2Fforward%2F1&swap=1", "after overlap", "after bucket"),
+]
+
+
 @needs_browser
 @pytest.mark.parametrize(
     ("address", "left", "right"),
-    [
-        ("0/forward/2/compare/", "before the first pass", "after overlap"),
-        ("0/forward/0/compare/", "before the first pass", "after overlap"),
-        ("0/forward/1/compare//with=0%2Fforward%2F2", "after bucket", "after overlap"),
-        ("0/forward/2/compare//with=0%2Fforward%2F1", "after bucket", "after overlap"),
-        ("0/forward/2/compare//with=0%2Fforward%2F1&swap=1", "after overlap", "after bucket"),
-    ],
+    some_quick(SIDES, SIDES[-2:]),
 )
 def test_the_earlier_graph_is_on_the_left(page, address, left, right):  # noqa: F811
     graph = graph_of(
@@ -281,17 +285,20 @@ def test_a_report_can_be_dropped_onto_the_page(page):  # noqa: F811
     assert MINUS_58 in text
 
 
+NO_REPORTS = [
+    "",
+    HOSTILE,
+    '<script id="data">[1',
+    '<script id="data">{"format": 99, "compiles": []}</script>',
+    '<script id="data">{"format": 3, "path": "x", "compiles": [{}]}</script>',
+    '<script id="data">{"format": 3, "path": "x", "compiles": []}</script>',
+]
+
+
 @needs_browser
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        HOSTILE,
-        '<script id="data">[1',
-        '<script id="data">{"format": 99, "compiles": []}</script>',
-        '<script id="data">{"format": 3, "path": "x", "compiles": [{}]}</script>',
-        '<script id="data">{"format": 3, "path": "x", "compiles": []}</script>',
-    ],
+    some_quick(NO_REPORTS, NO_REPORTS[1::2]),
 )
 def test_a_dropped_file_that_is_no_report_is_refused_with_a_reason(page, text):  # noqa: F811
     shown = page(two_dumps()[0])

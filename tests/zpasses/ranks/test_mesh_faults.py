@@ -170,7 +170,7 @@ SAID = {
     a_rank_that_leaves_out_a_step: "mesh dimension '(shard', ranks 0, 1|replicate', ranks 1, 3)",
     a_replica_that_fails_in_a_window: "rank 2 left a window with ValueError: told to fail; it "
     r"ended a vote of group '\d+' \(mesh dimension 'replicate', ranks 0, 2\)",
-    a_rank_that_fails_to_compile: r"rank 2 failed while compiling graph 0/0.*dimension 'shard'",
+    a_rank_that_fails_to_compile: "rank 2 failed while compiling graph 0/0.*mesh dimension 'shard'",
 }
 """What the last rank is told."""
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import zpasses
+from tests.cases import some_quick
 from zpasses import AgreementError
 from zpasses.ranks.run_order import RunEvent, check_run_event
 from zpasses.ranks.vote import group_state
@@ -61,7 +62,7 @@ def _branch_by_rank(stage, agreed_before, agreement, **options):
     return outcome_of(lambda: step(ones if dist.get_rank() == 0 else -ones))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", some_quick([1, 2, 3], [3]))
 def test_ranks_that_gather_other_parameters_of_equal_shape_get_an_error(stage):
     results = [each.result for each in run_in_fresh_ranks(_branch_by_rank, stage, False, True)]
     for seconds, error in results:
@@ -80,7 +81,7 @@ def assert_different_graphs(results):
         assert seconds < LIMIT_S + SLACK_S
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow(quick="2")), 2, 3])
+@pytest.mark.parametrize("stage", some_quick([1, 2, 3], [2]))
 def test_ranks_that_choose_different_agreed_graphs_get_an_error(stage):
     outcomes = run_in_fresh_ranks(_branch_by_rank, stage, True, True)
     assert_different_graphs(each.result for each in outcomes)
@@ -134,7 +135,7 @@ def compiled_part(module):
 @pytest.mark.parametrize(
     "one_by_one", [True, pytest.param(False, marks=pytest.mark.slow(quick="one by one"))]
 )
-@pytest.mark.parametrize("agreed_before", [False, True])
+@pytest.mark.parametrize("agreed_before", some_quick([False, True], [True]))
 def test_ranks_that_run_different_blocks_of_one_graph_get_an_error(one_by_one, agreed_before):
     results = [each.result for each in run_in_fresh_ranks(_drop_a_layer, one_by_one, agreed_before)]
     for seconds, error in results:

@@ -238,7 +238,13 @@ def _called(pipeline, codegen):
     )
 
 
-@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize(
+    "codegen",
+    [
+        "eager",
+        pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.slow(quick="eager")]),
+    ],
+)
 def test_compiled_code_calls_gloo_all_gathers(codegen):
     single, merged = (
         f"gather-params,reduce-grads,reshard-after-forward,bucket{{cap_mb={mb},mode=coalesced,memory_budget=1GiB}}"

@@ -82,11 +82,12 @@ def _train(stage, dtensors=True, along=None, windows=1, clip=None):
     assert_near(_experts_of_all(params, mesh, dtensors), expected[2])
 
 
+@pytest.mark.slow(quick="test_experts_cut_along_another_dimension_in_windows")
 def test_training_equals_the_unsharded_model():
     run_on_ranks(_train, 3, ranks=4)
 
 
-@pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
+@pytest.mark.slow(quick="test_experts_cut_along_another_dimension_in_windows")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_all_stages(stage):
     run_on_ranks(_train, stage, ranks=4)
@@ -137,7 +138,7 @@ def _train_replicas(stage):
     assert_near({name: whole(param) for name, param in model.named_parameters()}, params)
 
 
-@pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
+@pytest.mark.slow(quick="test_experts_cut_along_another_dimension_in_windows")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_replicas_of_experts(stage):
     run_on_ranks(_train_replicas, stage, ranks=8)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zpasses
+from tests.cases import some_quick
 from tests.zpasses.parallel_models import (
     Words,
     assert_near,
@@ -193,7 +194,7 @@ def _capture(replicas, shards, pipeline, **arguments):
     return capture_ranks(Words(), [tokens], world_size=ranks, shard=shard, pipeline=pipeline)
 
 
-@pytest.mark.parametrize("pipeline", ["zero3", "zero2-one-ahead"])
+@pytest.mark.parametrize("pipeline", some_quick(["zero3", "zero2-one-ahead"], ["zero3"]))
 def test_simulated_steps_equal_the_unlowered_graph(pipeline):
     assert_step_equals_reference(_capture(2, 2, pipeline))
 

@@ -83,6 +83,7 @@ def _train(schedule, explicit=False, stage=3, most=MICRO_BATCHES, tp=1):
     assert_near(ours, dict(expected.named_parameters()), 2e-6)
 
 
+@pytest.mark.slow(quick="test_windows_are_divided_by_the_number_of_micro_batches")
 def test_training_equals_one_process():
     run_on_ranks(_train, Schedule1F1B, ranks=4)
 
@@ -92,13 +93,13 @@ def test_windows_are_divided_by_the_number_of_micro_batches():
     run_on_ranks(_train, Schedule1F1B, True, ranks=4)
 
 
-@pytest.mark.slow(quick="test_training_equals_one_process")
+@pytest.mark.slow(quick="test_windows_are_divided_by_the_number_of_micro_batches")
 @pytest.mark.parametrize("explicit", [False, True])
 def test_stages_with_tensor_parallelism(explicit):
     run_on_ranks(_train, Schedule1F1B, explicit, tp=2, ranks=8)
 
 
-@pytest.mark.slow(quick="test_training_equals_one_process")
+@pytest.mark.slow(quick="test_windows_are_divided_by_the_number_of_micro_batches")
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, ScheduleInterleaved1F1B])
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])

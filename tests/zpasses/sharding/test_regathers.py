@@ -1,5 +1,6 @@
 """Gathering parameters again in backward from fewer ranks: `shard(reshard_after_forward=...)`."""
 
+import itertools
 import re
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import zpasses
+from tests.cases import some_quick
 from tests.graphs import expect_listing
 from zpasses import compat
 from zpasses.cost.step_time import estimate_collective_us
@@ -87,23 +89,35 @@ def with_tensor_parallelism(model, mesh):
 
 
 # --- graphs ---------------------------------------------------------------------------------------
+SHARDED = {
+    "2 of 4": (4, {"reshard_after_forward": 2}),
+    "3 of 6": (6, {"reshard_after_forward": 3}),
+    "4 of 8": (8, {"reshard_after_forward": 4}),
+    "hybrid": (8, hybrid),
+    "bfloat16": (4, in_bfloat16),
+    "columns": (4, along_columns),
+}
+PIPELINES = {"scheduled": LEAN, "single": SINGLE}
+
+
 @pytest.mark.parametrize(
-    ("ranks", "shard"),
-    [
-        (4, {"reshard_after_forward": 2}),
-        (6, {"reshard_after_forward": 3}),
-        (8, {"reshard_after_forward": 4}),
-        (8, hybrid),
-        (4, in_bfloat16),
-        (4, along_columns),
-    ],
+    ("pipeline", "how"),
+    some_quick(
+        itertools.product(PIPELINES, SHARDED),
+        [
+            ("scheduled", "2 of 4"),
+            ("single", "hybrid"),
+            ("scheduled", "bfloat16"),
+            ("scheduled", "columns"),
+        ],
+    ),
 )
-@pytest.mark.parametrize("pipeline", [LEAN, SINGLE], ids=["scheduled", "single"])
-def test_simulated_ranks_compute_the_same_step(ranks, shard, pipeline):
+def test_simulated_ranks_compute_the_same_step(pipeline, how):
+    ranks, shard = SHARDED[how]
     dtype = torch.bfloat16 if shard is in_bfloat16 else torch.float32
     x = torch.ones(3, 7, dtype=dtype)
     assert_step_equals_reference(
-        capture_ranks(Net(), (x,), world_size=ranks, shard=shard, pipeline=pipeline)
+        capture_ranks(Net(), (x,), world_size=ranks, shard=shard, pipeline=PIPELINES[pipeline])
     )
 
 
@@ -371,9 +385,12 @@ def _train_both(options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"codegen": "eager"},
+        pytest.param({"codegen": "eager"}, marks=pytest.mark.slow(quick="window")),
         {"codegen": "eager", "backwards_per_step": 2},
-        pytest.param({"codegen": "inductor"}, marks=pytest.mark.inductor),
+        pytest.param(
+            {"codegen": "inductor"},
+            marks=[pytest.mark.inductor, pytest.mark.slow(quick="window")],
+        ),
     ],
     ids=["eager", "window", "inductor"],
 )

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zpasses
+from tests.cases import some_quick
 from tests.zpasses.parallel_models import (
     Words,
     assert_near,
@@ -165,7 +166,7 @@ def _capture(dp, tp, pipeline):
     )
 
 
-@pytest.mark.parametrize("pipeline", ["zero3", "zero2-one-ahead"])
+@pytest.mark.parametrize("pipeline", some_quick(["zero3", "zero2-one-ahead"], ["zero3"]))
 def test_simulated_steps_equal_the_unlowered_graph(pipeline):
     assert_step_equals_reference(_capture(2, 2, pipeline))
 
@@ -215,7 +216,8 @@ def _train(stage, sequence, loss_cut, windows=1, clip=None):
     own = torch.tensor(expected[0]).unflatten(1, (windows, 2))[:, :, row].flatten()
     torch.testing.assert_close(torch.tensor(losses), own, rtol=2e-6, atol=0)
     assert_near({n: whole(p.grad) for n, p in model.named_parameters()}, expected[1], 1e-5)
-    assert_near({n: whole(p) for n, p in model.named_parameters()}, expected[2])
+    # Rounding differs between processors: ten steps add up to 0.5e-6 on one without AVX-512.
+    assert_near({n: whole(p) for n, p in model.named_parameters()}, expected[2], 1e-5)
 
 
 def test_training_equals_the_unsharded_model():

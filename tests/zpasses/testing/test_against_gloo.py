@@ -1,10 +1,13 @@
 """Tests that simulated ranks compute what gloo ranks compute."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 import zpasses
+from tests.cases import some_quick
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.testing import (
     capture_ranks,
@@ -35,10 +38,16 @@ def _run_joint_graph(pipeline, inputs_of_rank):
         return graphs["joint"](*inputs_of_rank[torch.distributed.get_rank()])
 
 
+REDUCE_SCATTER = "merge-reads,gather-params,reduce-grads{form=reduce_scatter}"
+
+
 @pytest.mark.parametrize(
-    "pipeline", ["zero2", "merge-reads,gather-params,reduce-grads{form=reduce_scatter}", ""]
+    ("ranks", "pipeline"),
+    some_quick(
+        itertools.product([2, 3], ["zero2", REDUCE_SCATTER, ""]),
+        [(2, "zero2"), (3, REDUCE_SCATTER), (2, "")],
+    ),
 )
-@pytest.mark.parametrize("ranks", [2, 3])
 def test_a_joint_graph_gives_the_same_bits_on_gloo(pipeline, ranks):
     chosen = (
         "merge-reads,gather-params,reduce-grads{form=all_reduce}"

@@ -223,6 +223,7 @@ def hybrid_mesh():
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
+@pytest.mark.slow(quick="test_a_rank_with_a_cold_cache_makes_all_compile")
 def test_replicas_take_graphs_from_the_cache_together(tmp_path):
     """A rank without an entry makes the other replica compile, too."""
     kinds = {"mesh": hybrid_mesh, "ranks": 4}
