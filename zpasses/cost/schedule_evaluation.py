@@ -6,7 +6,7 @@ is at least that of `zpasses.cost.memory` there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -76,22 +76,50 @@ def duration_us(problem: ScheduleProblem, plan: Plan, factor: float) -> float:
     return _run(problem, plan, factor).now_us
 
 
+@dataclass(frozen=True)
+class LaunchCost:
+    """What one launch costs wherever it starts and is awaited."""
+
+    members: tuple[Job, ...]
+    start_work_us: float
+    duration_us: float
+    wait_work_us: float
+    held_bytes: int
+    """From its start until its wait, besides the full tensors."""
+    unpacked_bytes: int
+
+
+def launch_cost(problem: ScheduleProblem, launch: tuple[int, ...]) -> LaunchCost:
+    """Returns what a launch of these job numbers costs."""
+    found: LaunchCost | None = problem.launch_costs.get(launch)
+    if found is None:
+        members = tuple(problem.jobs[number] for number in launch)
+        found = problem.launch_costs[launch] = LaunchCost(
+            members,
+            start_work_us(members),
+            bucket_duration_us(members),
+            wait_work_us(members),
+            launch_bytes(members),
+            unpacked_bytes(members),
+        )
+    return found
+
+
 def _run(problem: ScheduleProblem, plan: Plan, factor: float) -> Clock:
     clock = Clock()
-    jobs = problem.jobs
     at, fixed = 0, 0
     actions: list[Action | None] = [*plan.actions, None]
     for slot, work in enumerate(problem.work_us):
         while (action := actions[at]) is not None and action.slot == slot:
             at += 1
-            members = [jobs[number] for number in plan.launches[action.launch]]
+            cost = launch_cost(problem, plan.launches[action.launch])
             if action.kind == "start":
-                clock.work(start_work_us(members))
-                duration = factor * bucket_duration_us(members)
-                clock.enqueue(action.launch, duration, members[0].timing)
+                clock.work(cost.start_work_us)
+                duration = factor * cost.duration_us
+                clock.enqueue(action.launch, duration, cost.members[0].timing)
             else:
                 clock.wait(action.launch)
-                clock.work(wait_work_us(members))
+                clock.work(cost.wait_work_us)
         fixed = run_fixed_events(clock, problem, slot, fixed)
         clock.work(work)
     return clock
@@ -138,41 +166,30 @@ def unpacked_bytes(members: Sequence[Job]) -> int:
 
 
 def live_bytes(problem: ScheduleProblem, plan: Plan) -> np.ndarray:
-    changes = np.zeros(len(problem.slots) + 1, dtype=np.int64)
+    """Returns the largest live memory in each segment."""
+    changes = [0] * (len(problem.slots) + 1)
     starts: dict[int, int] = {}
     last_start = -1
     for action in plan.actions:
         if action.kind == "start":
             starts[action.launch] = last_start = action.slot
             continue
+        start, wait = starts[action.launch], action.slot
+        cost = launch_cost(problem, plan.launches[action.launch])
+        changes[start] += cost.held_bytes
+        changes[wait] += cost.unpacked_bytes
+        changes[wait + 1] -= cost.held_bytes + cost.unpacked_bytes
         # What starts in the same slot before the wait exists beside what the wait frees.
-        end = action.slot + int(last_start == action.slot != starts[action.launch])
-        members = [problem.jobs[each] for each in plan.launches[action.launch]]
-        for first, after, held in held_spans(members, starts[action.launch], end, action.slot):
+        end = wait + int(last_start == wait != start)
+        for job in cost.members:
+            first, after, held = (
+                (start, max(start, job.latest), job.ahead_bytes)
+                if job.is_gather
+                else (job.held_from, max(job.held_from, end), job.full_bytes)
+            )
             changes[first] += held
             changes[after] -= held
-    return np.asarray(problem.live_bytes + np.cumsum(changes[:-1]))
-
-
-def held_spans(
-    members: Sequence[Job], start: int, end: int, wait: int
-) -> Iterable[tuple[int, int, int]]:
-    """Yields (first segment, segment after the last, bytes) of what a launch holds besides
-    `ScheduleProblem.live_bytes`.
-
-    Args:
-        members: of the launch.
-        start: its slot.
-        end: the segment after the last in which a reduction's input is held.
-        wait: the slot of its wait.
-    """
-    yield start, wait + 1, launch_bytes(members)
-    yield wait, wait + 1, unpacked_bytes(members)
-    for job in members:
-        if job.is_gather:
-            yield start, max(start, job.latest), job.ahead_bytes
-        elif end > job.held_from:
-            yield job.held_from, end, job.full_bytes
+    return np.asarray(problem.live_bytes + np.cumsum(np.array(changes[:-1], dtype=np.int64)))
 
 
 def single_plan(problem: ScheduleProblem) -> Plan:

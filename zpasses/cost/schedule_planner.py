@@ -98,6 +98,8 @@ class _Search:
         self._bound = schedule_bound(problem)
         self._largest = max((j.full_bytes for j in problem.jobs if not j.is_gather), default=0)
         self._found: list[tuple[_Rank, Plan, Evaluation]] = []
+        self._costs: dict[Plan, Evaluation] = {}
+        """Policies often lead to the same plan."""
         size = len(problem.slots) + 8 * len(problem.jobs)
         self._most = max(_FEWEST_PLANS, _MOST_WORK // max(1, size)) if most is None else most
 
@@ -133,7 +135,9 @@ class _Search:
         return self._offer(list_schedule(self._problem, limit, Policy(**fields)))
 
     def _offer(self, plan: Plan) -> _Rank:
-        cost = evaluate(self._problem, plan)
+        cost = self._costs.get(plan)
+        if cost is None:
+            cost = self._costs[plan] = evaluate(self._problem, plan)
         excess = max(0, cost.peak_bytes - self._limit)
         rank = excess, round(cost.total_us, 3), len(plan.launches), cost.peak_bytes
         self._found.append((rank, plan, cost))

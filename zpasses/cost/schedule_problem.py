@@ -9,9 +9,9 @@ slot `s` is the place right before segment `s`. Figures of memory are equal on a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from torch import fx
@@ -140,6 +140,10 @@ class ScheduleProblem:
     """In graph order."""
     regrouped: tuple[str, ...] = ()
     """Process groups whose gradient reductions will run on a second group."""
+    launch_costs: dict[tuple[int, ...], Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Job numbers of a launch -> its `LaunchCost`. Most launches are part of many plans."""
 
     @property
     def end(self) -> int:
