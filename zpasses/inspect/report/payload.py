@@ -15,6 +15,7 @@ from zpasses.dumps.format import Compile, Dump, Failure, Node, PassRun, Snapshot
 from zpasses.inspect.difference import Difference, compare
 from zpasses.inspect.escape import one_line, one_line_values, printable
 from zpasses.inspect.find import SelectedGraph, select_graphs, select_rank
+from zpasses.inspect.graph_notes import variant_text
 from zpasses.inspect.listing import call_text, note_text, op_text, value_text
 from zpasses.inspect.measured import Measured, MeasuredGraph
 from zpasses.inspect.rank_agreement import rank_agreements
@@ -171,6 +172,7 @@ def _graph(picked: SelectedGraph, pool: _NodePool, measured: Measured | None) ->
     return {
         "name": one_line(graph.name),
         "of": one_line(graph.of),
+        "about": one_line(variant_text(graph)),
         "error": _failure(graph.error),
         "agreements": _plain(graph.agreements),
         "prediction": _plain(graph.prediction),
@@ -290,7 +292,7 @@ class _NodePool:
         self.rows: list[list[Any]] = []
         self.strings: list[str] = []
         self.shared: list[tuple[Any, ...]] = []
-        """Tags, places in the source, and descriptions of collectives. Many nodes have equal ones."""
+        """Tags, places in the source, and collectives. Many nodes have equal ones."""
         self.files: set[str] = set()
         self._numbers: dict[str, int] = {}
         self._of_shared: dict[tuple[Any, ...], int] = {}
