@@ -258,3 +258,18 @@ def test_names_keep_the_number_of_their_layer_where_there_is_little_room(page): 
 def test_parameters_of_collectives_begin_at_their_layer(page, name, shown_as):  # noqa: F811
     shown = page(inspection(gathered_layers()))
     assert shown.execute_script("return fromLayer(arguments[0])", name) == shown_as
+
+
+@needs_browser
+def test_long_names_break_between_their_parts(page):  # noqa: F811
+    shown = page(inspection(gathered_layers()))
+    parts = "return wrapping(arguments[0]).map((each) => each.textContent ?? each)"
+    for name in (
+        "model.layers.66.mlp.down_proj.weight",
+        "all_gather_into_tensor_coalesced_default_8",
+    ):
+        found = shown.execute_script(parts, name)
+        assert "".join(found) == name
+        assert len(found) > 3
+        assert all(each[-1] in "._" for each in found[:-1] if each)
+    assert shown.execute_script(parts, "wait_tensor_default_72") == ["wait_tensor_default_72"]
