@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
+from zpasses.dumps.reader import HEADER
 from zpasses.errors import OptionError
 from zpasses.tools.capture.meshes import AutoMesh, MeshShape
 from zpasses.tools.cli.common import CommandError, errors_as_messages, versioned
@@ -152,6 +153,18 @@ def shard_arguments(
     return found if reshard_size is None else {**found, "reshard_after_forward": reshard_size}
 
 
+def _check_new(out: Path) -> None:
+    """Refuses a folder with files, before the model is built."""
+    found = next(out.iterdir(), None) if out.is_dir() else None
+    if found is None:
+        return
+    what = "the dump of another run" if (out / HEADER).exists() else repr(found.name)
+    raise CommandError(
+        f"--output {out} contains {what}; expected an empty folder, or none. Name a new folder "
+        "with -o, or remove this one."
+    )
+
+
 @click.command()
 @step_options
 @mesh_option(auto=False)
@@ -226,6 +239,7 @@ def capture(
     }
     if zero_stage is not None and pipeline is not None:
         raise CommandError("--zero-stage and --pipeline exclude each other; give only one of them.")
+    _check_new(out)
     shard = shard_arguments(param_dtype, reduce_dtype, reshard_size)
     size = world_of(world, mesh)
     options = {key: value for key, value in given.items() if value is not None}

@@ -38,6 +38,8 @@ class TitledDifference:
     compile: str = ""
     graph: str = ""
     """Names of the compile and of the graph."""
+    of: str = ""
+    """The graph that this one is a variant of; empty for other graphs."""
 
 
 def pass_differences(
@@ -49,18 +51,17 @@ def pass_differences(
         NotInDumpError: if the pass ran on none of the graphs.
     """
     if pass_name is None:
-        ends = [
-            (each, each.graph.last)
-            for each in picked
-            if each.graph.first.number is not None or len(picked) == 1
-        ]
+        written = [each for each in picked if each.graph.first.number is not None]
+        ran = [each for each in written if len(each.graph.steps) > 1]
+        ends = [(each, each.graph.last) for each in ran or written or picked]
     else:
         ends = steps_after(picked, pass_name)
     found = []
     for each, end in ends:
         start = each.graph.first if pass_name is None else step_before(each, end)
-        ran = sum(1 for step in each.graph.steps if step.run)
-        all_passes = f"all {ran} passes" if ran else "before its first pass"
+        count = sum(1 for step in each.graph.steps if step.run)
+        passes = "its only pass" if count == 1 else f"all {count} passes"
+        all_passes = passes if count else "before its first pass"
         scope = all_passes if pass_name is None else step_title(end)
         found.append(
             TitledDifference(
@@ -106,6 +107,7 @@ def differences_between(
                     compare(a, b, pair_nodes(a, b)),
                     compile=one[key].compile.name,
                     graph=one[key].graph.name,
+                    of=one[key].graph.of,
                 )
             )
     only_one_side = [f"only in the first: {one[key].title}" for key in one if key not in other]
@@ -159,15 +161,24 @@ def differences_view(
     parts: list[ChangeLines | Table | Text | str] = []
     data = []
     found = list(found)
-    summary = [("", f"{each.title}: {each.difference.summary}") for each in found]
+    repeated = _repeated(found)
+    summary = [
+        (
+            "",
+            f"{each.title}: {f'as {each.of}' if id(each) in repeated else each.difference.summary}",
+        )
+        for each in found
+    ]
     counts = ChangeLines((*summary, *(("", each) for each in only_one_side)))
-    figures, peaks = _summary_parts(found, limit, sides)
+    figures, peaks = _summary_parts(
+        [each for each in found if id(each) not in repeated], limit, sides
+    )
     parts += [*figures, counts, *peaks]
     for each in found:
         title, difference = each.title, each.difference
         if each.failure:
             parts.append(text_of(f"{title}: {each.failure}"))
-        if difference:
+        if difference and id(each) not in repeated:
             parts.append(ChangeLines(((("", f"{title}:")), *_lines(difference, limit))))
         about = {
             "title": title,
@@ -181,6 +192,24 @@ def differences_view(
     return View(
         "", tuple(parts), {"same": same, "only_one_side": list(only_one_side), "graphs": data}
     )
+
+
+def _repeated(found: Sequence[TitledDifference]) -> set[int]:
+    """`id` of each variant that differs as the graph that it was made from. Its changes say nothing
+    more.
+    """
+    of_graphs = {(each.compile, each.graph): each.difference for each in found}
+    return {
+        id(each)
+        for each in found
+        if each.of
+        and (graph := of_graphs.get((each.compile, each.of))) is not None
+        and _texts(each.difference) == _texts(graph)
+    }
+
+
+def _texts(difference: Difference) -> list[tuple[str, str, str]]:
+    return [(change.kind, change.node.name, change.detail) for change in difference.changes]
 
 
 def change_data(change: Change) -> dict[str, Any]:

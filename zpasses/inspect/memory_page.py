@@ -7,6 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from zpasses.inspect.find import SelectedGraph, node_named, snapshot_of, step_title, steps_after
+from zpasses.inspect.graph_notes import (
+    NEVER_RUNS,
+    capacity_warning,
+    is_executed,
+    variant_text,
+)
 from zpasses.inspect.memory import Memory, memory, parameter_sizes, peaks
 from zpasses.inspect.modules import fold_modules
 from zpasses.inspect.shared import about_step, failure_parts, params_text, unmodelled
@@ -63,9 +69,12 @@ def memory_view(
         parts += unmodelled(each, step) or [
             curves,
             *failure_parts(step),
+            "" if is_executed(each.graph.name) else NEVER_RUNS,
+            variant_text(each.graph),
+            capacity_warning(each.compile, each.graph.name, snapshot.peak_bytes),
             *_alive_parts(found, step_title(step), limit, by),
         ]
-        about = about_step(each, step)
+        about = {**about_step(each, step), "executed": is_executed(each.graph.name)}
         data.append({**about, **found.to_json(), "steps": [asdict(peak) for peak in steps]})
     return View("", tuple(parts), data)
 

@@ -19,6 +19,7 @@ from zpasses.dumps.format import (
     Step,
 )
 from zpasses.inspect.find import select_rank
+from zpasses.inspect.graph_notes import capacity_warning, variant_text
 from zpasses.inspect.rank_agreement import RankAgreement, rank_agreements, ranks_text
 from zpasses.inspect.shared import cut, to_json_value
 from zpasses.inspect.units import bytes_text, time_text
@@ -126,6 +127,11 @@ def _compile_parts(each: Compile) -> list[Table | Text | str]:
         shown.append("This compile wrote no graphs.")
     if any(graph.prediction for graph in each.graphs.values()):
         shown.append(_predictions(each))
+    shown += [
+        note
+        for graph in each.graphs.values()
+        if (note := variant_text(graph) or _capacity_text(each, graph))
+    ]
     shown += [text_of(f"at runtime: {note}") for note in each.notes]
     if each.error is not None:
         shown.append(
@@ -135,6 +141,11 @@ def _compile_parts(each: Compile) -> list[Table | Text | str]:
             )
         )
     return shown
+
+
+def _capacity_text(each: Compile, graph: Graph) -> str:
+    found = graph.prediction
+    return capacity_warning(each, graph.name, found.peak_bytes) if found is not None else ""
 
 
 def _raised(error: Failure) -> str:

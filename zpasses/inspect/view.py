@@ -12,6 +12,7 @@ from typing import Any
 
 from zpasses.inspect.columns import Layout, fitted_table
 from zpasses.inspect.escape import one_line
+from zpasses.inspect.wrap import code_lines, wrapped_lines
 
 __all__ = ["ChangeLines", "Code", "Table", "Text", "View", "text_of"]
 
@@ -34,8 +35,8 @@ class Text:
 
     lines: tuple[str, ...]
 
-    def text(self, color: bool = False) -> str:
-        return "\n".join(map(one_line, self.lines))
+    def text(self, color: bool = False, width: int | None = None) -> str:
+        return "\n".join(_each_wrapped(self.lines, width))
 
     def html(self) -> str:
         return f"<p>{'<br>'.join(html.escape(one_line(line)) for line in self.lines)}</p>"
@@ -133,21 +134,22 @@ class Code:
 
     lines: tuple[str, ...]
 
-    def text(self, color: bool = False) -> str:
-        return "".join(self.pieces(color))
+    def text(self, color: bool = False, width: int | None = None) -> str:
+        return "".join(self.pieces(color, width))
 
-    def pieces(self, color: bool) -> Iterator[str]:
+    def pieces(self, color: bool, width: int | None = None) -> Iterator[str]:
         """The text in pieces."""
+        lines = (part for line in self.lines for part in code_lines(one_line(line), width))
         if not color or not self._is_short():
-            for at, line in enumerate(self.lines):
-                yield f"\n{one_line(line)}" if at else one_line(line)
+            for at, line in enumerate(lines):
+                yield f"\n{line}" if at else line
             return
         from pygments import highlight
         from pygments.formatters.terminal import TerminalFormatter
         from pygments.lexers.python import PythonLexer
 
         # TerminalFormatter uses the terminal's own palette, which its user has chosen.
-        body = "\n".join(map(one_line, self.lines))
+        body = "\n".join(lines)
         yield highlight(body, PythonLexer(stripnl=False), TerminalFormatter()).rstrip("\n")
 
     def _is_short(self) -> bool:
@@ -202,13 +204,16 @@ class ChangeLines:
 
     lines: tuple[tuple[str, str], ...]
 
-    def text(self, color: bool = False) -> str:
-        return "\n".join(self._line(kind, one_line(text), color) for kind, text in self.lines)
+    def text(self, color: bool = False, width: int | None = None) -> str:
+        return "\n".join(
+            self._line(kind, one_line(text), color, width) for kind, text in self.lines
+        )
 
-    def _line(self, kind: str, text: str, color: bool) -> str:
+    def _line(self, kind: str, text: str, color: bool, width: int | None) -> str:
         if not kind:
+            text = "\n".join(wrapped_lines(text, width))
             return _bold(text, color) if text.endswith(":") else text
-        line = f"{_SIGNS.get(kind, '?')} {text}"
+        line = "\n".join(wrapped_lines(f"{_SIGNS.get(kind, '?')} {text}", width))
         return f"\x1b[{_COLORS.get(kind, 39)}m{line}\x1b[0m" if color else line
 
     def html(self) -> str:
@@ -236,7 +241,7 @@ class View:
         return "".join(self.pieces(color))
 
     def pieces(self, color: bool = False, width: int | None = None) -> Iterator[str]:
-        """The text in pieces. Empty parts are left out. Tables are cut to `width` characters."""
+        """The text in pieces. Empty parts are left out. Tables and lines fit `width` characters."""
         started = False
         for pieces in self._parts(color, width):
             first = True
@@ -251,13 +256,11 @@ class View:
             yield [_bold(one_line(self.title), color)]
         for part in self.parts:
             if isinstance(part, Code):
-                yield part.pieces(color)
-            elif isinstance(part, Table):
-                yield [part.text(color, width)]
+                yield part.pieces(color, width)
             elif isinstance(part, str):
                 yield [_wrapped(one_line(part), width)]
             else:
-                yield [part.text(color)]
+                yield [part.text(color, width)]
 
     def __str__(self) -> str:
         return self.text()
@@ -280,6 +283,11 @@ def _wrapped(text: str, width: int | None) -> str:
     if width is None or len(text) <= width or max(map(len, text.split())) > _CELL_CHARS:
         return text
     return textwrap.fill(text, max(width, 30), break_long_words=False, break_on_hyphens=False)
+
+
+def _each_wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:
+    for line in lines:
+        yield from wrapped_lines(one_line(line), width)
 
 
 def _bold(text: str, color: bool) -> str:

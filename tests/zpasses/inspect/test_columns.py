@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zpasses.inspect.columns import abbreviated
-from zpasses.inspect.view import table
+from zpasses.inspect.view import ChangeLines, Code, Text, table
 
 
 @pytest.mark.parametrize(
@@ -75,3 +75,39 @@ def test_a_table_without_room_keeps_its_figures():
     shown = table(("a name", "x"), [("n" * 40, "123456789")], right=("x",)).text(width=15)
     assert "123456789" in shown
     assert "nnnn…nnnn" in shown
+
+
+LINE = "pipeline: " + ",".join(f"a-pass-{at}{{cap_mb={at}}}" for at in range(12))
+
+
+@pytest.mark.parametrize("width", [30, 80])
+def test_pipelines_and_sentences_fit_the_width(width):
+    shown = Text((LINE, "    " + "some words, " * 12)).text(width=width).splitlines()
+    assert max(map(len, shown)) <= width
+    assert all(line.startswith("    ") for line in shown[1:])
+    assert "".join(line.strip() for line in shown[: len(shown) // 2]).startswith(LINE[:60])
+    assert Text((LINE,)).text() == LINE
+
+
+def test_commands_stay_on_one_line_to_be_copied():
+    command = f"Shown by: zpasses diff {'a' * 60} backward --ranks 0 1"
+    assert Text((command,)).text(width=40) == command
+
+
+def test_the_note_of_a_node_stands_below_its_code_where_there_is_no_room():
+    line = f"{'mm_1 = mm(view_1, permute_1)':60}  # f32[64, 128] 32 KiB; gather: layers.1.w"
+    assert Code((line,)).text(width=200) == line
+    assert Code((line,)).text(width=76).splitlines() == [
+        "mm_1 = mm(view_1, permute_1)  # f32[64, 128] 32 KiB; gather: layers.1.w"
+    ]
+    assert Code((line,)).text(width=50).splitlines() == [
+        "mm_1 = mm(view_1, permute_1)",
+        "    # f32[64, 128] 32 KiB; gather: layers.1.w",
+    ]
+
+
+def test_lines_of_changes_fit_the_width():
+    shown = ChangeLines((("moved", "a_long_name " * 9), ("", "0/0 forward:"))).text(width=40)
+    assert max(map(len, shown.splitlines())) <= 40
+    assert shown.splitlines()[1].startswith("    a_long_name")
+    assert "\x1b[1m0/0 forward:" in ChangeLines((("", "0/0 forward:"),)).text(True, 40)

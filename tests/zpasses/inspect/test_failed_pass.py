@@ -10,6 +10,7 @@ from click.testing import CliRunner
 import zpasses
 from tests.zpasses.inspect.graphs import dump_of, graph_of, two_gathers
 from tests.zpasses.inspect.real import Layers
+from tests.zpasses.inspect.test_report import browser, needs_browser, one, page  # noqa: F401
 from zpasses import compat
 from zpasses.dumps.format import Failure
 from zpasses.errors import PassError, raising_line
@@ -111,3 +112,11 @@ def test_old_dumps_without_the_line_are_readable():
     failure = replace(FAILURE, raised="")
     dump = dump_of(graph_of("joint", (None, two_gathers()), ("sdma", None), error=failure))
     assert "Raised" not in str(Inspection(dump).overview())
+
+
+@needs_browser
+def test_the_page_estimates_no_step_of_a_compile_that_has_no_graph_that_runs(page):  # noqa: F811
+    graph = graph_of("joint", (None, two_gathers()), ("overlap", two_gathers()), error=FAILURE)
+    shown = one(page(Inspection(dump_of(graph, error=FAILURE))), "main").text
+    assert "This compile ended before it had a graph that runs." in shown
+    assert "Estimated time" not in shown

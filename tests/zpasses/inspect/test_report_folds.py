@@ -145,7 +145,7 @@ def test_collectives_without_parameters_say_their_module(page):  # noqa: F811
     ]
     shown = page(inspection(snapshot(*nodes)), "0/forward/0/collectives/")
     cell = one(shown, ".grid-row .col-params")
-    assert cell.get_attribute("textContent") == "layers.3.mlp.up_proj"
+    assert cell.get_attribute("textContent") == "…3.mlp.up_proj"
     assert "model.layers.3.mlp.up_proj" in one(shown, ".grid-row").get_attribute("title")
 
 
@@ -224,16 +224,18 @@ def test_needed_until_is_a_link_to_the_last_reader(page):  # noqa: F811
 
 
 @needs_browser
-def test_names_keep_their_ends_where_there_is_little_room(page):  # noqa: F811
+def test_names_keep_the_number_of_their_layer_where_there_is_little_room(page):  # noqa: F811
     shown = page(inspection(gathered_layers()), "0/forward/0/collectives/")
     shown.execute_script(
-        "document.querySelectorAll('.col-params').forEach((each) => (each.style.width = '110px'))"
+        "document.querySelectorAll('.col-params').forEach((each) => (each.style.width = '70px'))"
     )
+    numbers = [each.text for each in all_of(shown, ".grid-row .col-params .layer")]
+    assert {"…0.", "…1."} < set(numbers)
     cut = (
-        "return [...document.querySelectorAll('.col-params .tail')]"
-        ".filter((each) => each.scrollWidth > each.clientWidth + 1).length"
+        "return [...document.querySelectorAll('.col-params .layer')].filter((each) =>"
+        " each.scrollWidth > each.clientWidth + 1 || each.getBoundingClientRect().right >"
+        " each.closest('.col-params').getBoundingClientRect().right).length"
     )
-    assert all_of(shown, ".col-params .tail")
     assert shown.execute_script(cut) == 0
     beside = (
         "return document.querySelector('.grid').scrollWidth"
@@ -246,12 +248,28 @@ def test_names_keep_their_ends_where_there_is_little_room(page):  # noqa: F811
 @pytest.mark.parametrize(
     ("name", "shown_as"),
     [
-        ("model.layers.34.mlp.up.weight", "layers.34.mlp.up.weight"),
-        ("model.decoder.layers.3.w", "layers.3.w"),
-        ("blocks.1.mlp.0.weight", "blocks.1.mlp.0.weight"),
+        ("model.layers.34.mlp.up.weight", "…34.mlp.up"),
+        ("model.decoder.layers.3.w", "…3.w"),
+        ("blocks.1.mlp.0.weight", "…1.mlp.0"),
+        ("0.weight", "0.weight"),
         ("lm_head.weight", "lm_head.weight"),
     ],
 )
 def test_parameters_of_collectives_begin_at_their_layer(page, name, shown_as):  # noqa: F811
     shown = page(inspection(gathered_layers()))
     assert shown.execute_script("return fromLayer(arguments[0])", name) == shown_as
+
+
+@needs_browser
+def test_long_names_break_between_their_parts(page):  # noqa: F811
+    shown = page(inspection(gathered_layers()))
+    parts = "return wrapping(arguments[0]).map((each) => each.textContent ?? each)"
+    for name in (
+        "model.layers.66.mlp.down_proj.weight",
+        "all_gather_into_tensor_coalesced_default_8",
+    ):
+        found = shown.execute_script(parts, name)
+        assert "".join(found) == name
+        assert len(found) > 3
+        assert all(each[-1] in "._" for each in found[:-1] if each)
+    assert shown.execute_script(parts, "wait_tensor_default_72") == ["wait_tensor_default_72"]

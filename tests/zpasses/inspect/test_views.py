@@ -314,8 +314,8 @@ def test_groups_of_a_mesh_are_called_after_their_dimensions():
     (compiled,) = payload(dump.dump, None, None)["compiles"]
     assert compiled["groups"]["dp"] == [0, 2]
     assert compiled["groups"]["2"] == [0, 1]
-    gathers = [row for row in compiled["nodes"] if row[-2]]
-    assert [compiled["strings"][row[-2][1]] for row in gathers] == ["dp", "tp"]
+    gathers = [compiled["shared"][row[-2]] for row in compiled["nodes"] if row[-2] is not None]
+    assert [compiled["strings"][group] for _, group, *_ in gathers] == ["dp", "tp"]
 
 
 def test_each_group_has_its_own_stream():

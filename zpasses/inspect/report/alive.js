@@ -131,9 +131,8 @@ function bufferTable(graph, alive, at) {
             el(
               "td",
               { class: "wrap", title: buffer.params.join("\n") },
-              buffer.params.length > 1
-                ? `${buffer.params[0]} and ${buffer.params.length - 1} more`
-                : buffer.params[0] || "",
+              wrapping(buffer.params[0] || ""),
+              buffer.params.length > 1 && ` and ${buffer.params.length - 1} more`,
             ),
             el("td", {}, lifetime(graph, buffer, at, count)),
             el("td", {}, nodeLink(graph.node(buffer.last))),

@@ -28,7 +28,10 @@ const COLUMNS = [
     title: "Process group, and its number of ranks",
     name: "group",
     value: (each) => each.node.collective.group,
-    text: (each) => `${each.node.collective.group} (${each.node.collective.ranks})`,
+    text: (each) =>
+      /^\d+$/.test(each.node.collective.group)
+        ? `${each.node.collective.group} (${each.node.collective.ranks})`
+        : el("span", { title: groupTitle(each) }, each.node.collective.group),
   },
   {
     key: "params",
@@ -37,10 +40,13 @@ const COLUMNS = [
     value: (each) => each.node.params[0] || moduleOfLine(each.node),
     text: (each) =>
       each.node.params.length > 1
-        ? [middleCut(fromLayer(each.node.params[0])), `\u00a0+${each.node.params.length - 1}`]
+        ? [
+            paramCut(each.node.params[0]),
+            el("span", { class: "more" }, `\u00a0+${each.node.params.length - 1}`),
+          ]
         : each.node.params[0]
-          ? middleCut(fromLayer(each.node.params[0]))
-          : el("span", { class: "muted" }, middleCut(fromLayer(moduleOfLine(each.node)))),
+          ? paramCut(each.node.params[0])
+          : el("span", { class: "muted" }, paramCut(moduleOfLine(each.node))),
   },
   {
     key: "bytes",
@@ -140,10 +146,26 @@ function moduleOfLine(node) {
   return (node.source && node.source.module) || "";
 }
 
-// "layers.34.mlp.weight" of "model.layers.34.mlp.weight": the number of the layer must be visible where
-// there is little room. The row's tooltip has the whole name.
+function groupTitle(each) {
+  return `${each.node.collective.group} (${each.node.collective.ranks})`;
+}
+
+// A parameter's name from the number of its layer on, which is never cut: other layers have equal
+// names after it. There, ".weight" is left out, because most names end in it.
 function fromLayer(name) {
-  return name.replace(/^(?:[^.\d][^.]*\.)+?(?=[^.\d][^.]*\.\d+\.)/, "");
+  const short = name.replace(/^(?:[^.]*\.)+?(?=\d+\.)/, "…");
+  return short.startsWith("…") ? short.replace(/\.weight$/, "") : name;
+}
+
+function paramCut(name) {
+  const short = fromLayer(name);
+  const number = /^…\d+\./.exec(short)?.[0] || "";
+  return el(
+    "span",
+    { class: "param", title: name },
+    number && el("span", { class: "layer" }, number),
+    el("span", { class: "rest" }, middleCut(short.slice(number.length))),
+  );
 }
 
 function sorting() {
@@ -234,7 +256,7 @@ function drawCollectives(main) {
       count,
       matching.length === all.length ? "" : `${matching.length} of `,
       `${plural(all.length, "collective")}`,
-      groups.size === 1 && ` of group ${COLUMNS[3].text(all[0])}`,
+      groups.size === 1 && ` of group ${groupTitle(all[0])}`,
       " · ",
       `${bytesText(sum((each) => each.node.collective.nbytes))} of input · `,
       `${timeText(sum((each) => each.time))} · `,

@@ -16,7 +16,7 @@ function drawDetail(panel) {
     el(
       "div",
       { class: "panel-head" },
-      el("h2", {}, node.name),
+      el("h2", {}, wrapping(node.name)),
       button("✕", () => go({ node: null }), {
         "aria-label": "Close the node's panel",
         class: "quiet",
@@ -67,7 +67,7 @@ function drawOtherNode(panel) {
     el(
       "div",
       { class: "panel-head" },
-      el("h2", {}, node.name),
+      el("h2", {}, wrapping(node.name)),
       button("✕", close, { "aria-label": "Close the node's panel", class: "quiet" }),
     ),
     el("p", { class: "muted" }, `only in ${sideName(side)}`),
@@ -92,8 +92,15 @@ function facts(node, graph) {
   return el(
     "dl",
     {},
-    rows.filter(([, text]) => text).map(([name, text]) => [el("dt", {}, name), el("dd", {}, text)]),
+    rows
+      .filter(([, text]) => text)
+      .map(([name, text]) => [el("dt", {}, name), el("dd", {}, wrappingAll(text))]),
   );
+}
+
+// Texts with names, among elements.
+function wrappingAll(parts) {
+  return [parts].flat().flatMap((part) => (typeof part === "string" ? wrapping(part) : [part]));
 }
 
 // What a node allocates, for whom, and until when. A bucket may allocate hundreds of buffers.
@@ -146,7 +153,9 @@ function collectiveFacts(node, graph) {
   return el(
     "dl",
     { class: "boxed" },
-    rows.filter(([, text]) => text).map(([name, text]) => [el("dt", {}, name), el("dd", {}, text)]),
+    rows
+      .filter(([, text]) => text)
+      .map(([name, text]) => [el("dt", {}, name), el("dd", {}, wrappingAll(text))]),
   );
 }
 

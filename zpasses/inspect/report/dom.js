@@ -95,8 +95,15 @@ function middleCut(text) {
   );
 }
 
+// A long name that may end a line between its parts, and not within one. Parts have 10 characters
+// or more, so that a table of names has few elements.
+function wrapping(name) {
+  const parts = name.match(/.{9,}?[._](?=[^._])|.+$/g) || [];
+  return name.length < 24 ? [name] : parts.flatMap((part, at) => (at ? [el("wbr"), part] : [part]));
+}
+
 function nodeLink(node) {
-  return button(node.name, () => go({ node: node.id }), { class: "link" });
+  return button(wrapping(node.name), () => go({ node: node.id }), { class: "link" });
 }
 
 function button(text, onclick, props) {

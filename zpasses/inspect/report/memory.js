@@ -96,6 +96,7 @@ function drawMemory(main) {
   put(
     main,
     current.step.after && runLine(current.step),
+    memoryNote(graph, live[peak]),
     el(
       "div",
       { class: "bar" },
@@ -127,6 +128,21 @@ function drawMemory(main) {
     side,
   );
   show(at);
+}
+
+// What the curve alone does not tell: that the graph never runs, or does not fit into the device.
+function memoryNote(graph, most) {
+  const { name } = current.data;
+  if (isExecuted(name)) {
+    const warning = overCapacity(current.compile, name, most);
+    if (warning) warning.classList.add("alone");
+    return warning;
+  }
+  return el(
+    "p",
+    { class: "muted" },
+    "This graph never runs: it is split into forward and backward, so this peak never occurs.",
+  );
 }
 
 // The earlier step's curve, stretched so that nodes which the pass left in their order stand at

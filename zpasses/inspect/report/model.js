@@ -38,7 +38,8 @@ function listIn(map, key) {
 
 class GraphNode {
   // A node in one state. Steps share the object of a node that does not change between them.
-  constructor(row, text) {
+  // `shared` returns the tag, source or collective of a number, made once for all nodes.
+  constructor(row, text, shared) {
     const [
       id,
       name,
@@ -61,17 +62,21 @@ class GraphNode {
     this.name = text[name];
     this.op = text[op];
     this.target = text[target];
-    this.code = text[code];
+    this.code = this.op === "output" ? text[code] : this.name + text[code];
     this.note = text[note];
     this.values = text[values];
     this.params = params.map((at) => text[at]);
-    this.tag = tag && { role: text[tag[0]], bucket: tag[1], origin: text[tag[2]] };
-    this.source = source && {
-      file: text[source[0]],
-      line: source[1],
-      text: text[source[2]],
-      module: text[source[3]],
-    };
+    this.tag = shared(tag, ([role, bucket, origin]) => ({
+      role: text[role],
+      bucket,
+      origin: text[origin],
+    }));
+    this.source = shared(source, ([file, line, code, module]) => ({
+      file: text[file],
+      line,
+      text: text[code],
+      module: text[module],
+    }));
     this.buffers = buffers.map(([size, first, last, kind, owners]) => ({
       nbytes: size,
       first,
@@ -81,15 +86,15 @@ class GraphNode {
       node: this,
     }));
     this.mark = mark === null ? "" : text[mark];
-    this.collective = collective && {
-      kind: text[collective[0]],
-      group: text[collective[1]],
-      ranks: collective[2],
-      nbytes: collective[3],
-      full: collective[4],
-      route: text[collective[5]],
-      decision: text[collective[6]],
-    };
+    this.collective = shared(collective, ([kind, group, ranks, size, full, route, decision]) => ({
+      kind: text[kind],
+      group: text[group],
+      ranks,
+      nbytes: size,
+      full,
+      route: text[route],
+      decision: text[decision],
+    }));
   }
 
   get waits() {
@@ -234,11 +239,14 @@ class Compile {
   constructor(data) {
     Object.assign(this, data);
     this.parsedNodes = [];
+    this.sharedObjects = [];
     this.builtGraphs = new Map();
   }
 
   node(at) {
-    this.parsedNodes[at] ||= new GraphNode(this.nodes[at], this.strings);
+    this.parsedNodes[at] ||= new GraphNode(this.nodes[at], this.strings, (number, make) =>
+      number === null ? null : (this.sharedObjects[number] ||= make(this.shared[number])),
+    );
     return this.parsedNodes[at];
   }
 

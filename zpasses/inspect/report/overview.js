@@ -14,7 +14,10 @@ function drawOverview(main) {
 }
 
 function tiles(compile) {
-  const graphs = compile.executed.map((graph) => ({
+  const run = compile.executed.filter((graph) => isExecuted(graph.name));
+  if (compile.executed.length && !run.length)
+    return el("p", { class: "muted" }, "This compile ended before it had a graph that runs.");
+  const graphs = run.map((graph) => ({
     graph,
     first: graph.steps.find((step) => step.order),
     last: compile.stepWithGraph(graph, compile.last(graph)),
@@ -110,6 +113,8 @@ function graphCard(compile, graph) {
       ),
       last && last.nodes.length > 1 && isExecuted(graph.name) && sparkline(last),
     ),
+    graph.of && el("p", { class: "measured muted" }, graph.about),
+    last && overCapacity(compile, graph.name, last.step.peak[0]),
     graph.prediction && predicted(graph.prediction),
     last && measuredText(last.step.measured),
     (!compile.error || graph.error?.message !== compile.error.message) &&

@@ -15,6 +15,7 @@ from zpasses.dumps.format import Compile, Dump, Failure, Node, PassRun, Snapshot
 from zpasses.inspect.difference import Difference, compare
 from zpasses.inspect.escape import one_line, one_line_values, printable
 from zpasses.inspect.find import SelectedGraph, select_graphs, select_rank
+from zpasses.inspect.graph_notes import variant_text
 from zpasses.inspect.listing import call_text, note_text, op_text, value_text
 from zpasses.inspect.measured import Measured, MeasuredGraph
 from zpasses.inspect.rank_agreement import rank_agreements
@@ -25,7 +26,7 @@ from zpasses.inspect.views import to_json_value
 __all__ = ["payload"]
 
 
-FORMAT = 3
+FORMAT = 4
 """Version of the page's data. A page reads only reports of the same version."""
 
 
@@ -126,6 +127,7 @@ def _compile(each: Compile, rank: int, measured: Measured | None) -> dict[str, A
             if file in pool.files
         },
         "strings": pool.strings,
+        "shared": pool.shared,
         "nodes": pool.rows,
         "graphs": graphs,
     }
@@ -170,6 +172,7 @@ def _graph(picked: SelectedGraph, pool: _NodePool, measured: Measured | None) ->
     return {
         "name": one_line(graph.name),
         "of": one_line(graph.of),
+        "about": one_line(variant_text(graph)),
         "error": _failure(graph.error),
         "agreements": _plain(graph.agreements),
         "prediction": _plain(graph.prediction),
@@ -276,14 +279,23 @@ def _us(value: float) -> float:
     return round(value, 3)
 
 
+def _code(node: Node, names: dict[int, str]) -> str:
+    """A node as code, without its name if the code begins with it. The page puts it there again."""
+    code = call_text(node, names)
+    return code if node.op == "output" else code.removeprefix(node.name)
+
+
 class _NodePool:
     """The distinct node states of a compile. Most nodes stay the same from pass to pass."""
 
     def __init__(self, each: Compile) -> None:
         self.rows: list[list[Any]] = []
         self.strings: list[str] = []
+        self.shared: list[tuple[Any, ...]] = []
+        """Tags, places in the source, and collectives. Many nodes have equal ones."""
         self.files: set[str] = set()
         self._numbers: dict[str, int] = {}
+        self._of_shared: dict[tuple[Any, ...], int] = {}
         self._states: dict[int, tuple[Node, int]] = {}
         self._names: tuple[Snapshot | None, dict[int, str]] = (None, {})
 
@@ -311,22 +323,24 @@ class _NodePool:
             self._text(node.name),
             self._text(node.op),
             self._text(op_text(node.target)),
-            self._text(call_text(node, names)),
+            self._text(_code(node, names)),
             self._text(note_text(node)),
             self._text(value_text(node.vals)),
             node.nbytes,
             [self._text(name) for name in node.params],
             None
             if node.tag is None
-            else [self._text(node.tag.role), node.tag.bucket, self._text(node.tag.origin)],
+            else self._share(
+                self._text(node.tag.role), node.tag.bucket, self._text(node.tag.origin)
+            ),
             None
             if source is None
-            else [
+            else self._share(
                 self._text(source.file),
                 source.line,
                 self._text(source.text),
                 self._text(source.module),
-            ],
+            ),
             _us(node.cost_us),
             list(node.inputs),
             [
@@ -341,7 +355,7 @@ class _NodePool:
             ],
             None
             if collective is None
-            else [
+            else self._share(
                 self._text(collective.kind),
                 self._text(collective.title),
                 collective.ranks,
@@ -349,9 +363,17 @@ class _NodePool:
                 collective.full_bytes,
                 self._text(collective.route),
                 self._text(collective.decision),
-            ],
+            ),
             None if node.mark is None else self._text(node.mark.text),
         ]
+
+    def _share(self, *values: Any) -> int:
+        """Number of a row of values in `shared`."""
+        number = self._of_shared.get(values)
+        if number is None:
+            number = self._of_shared[values] = len(self.shared)
+            self.shared.append(values)
+        return number
 
     def _texts(self, texts: Sequence[str]) -> list[int]:
         return [self._text(text) for text in texts]

@@ -406,7 +406,7 @@ function paramLine(node, most = 3) {
   return el(
     "p",
     { class: "muted", title: node.params.join("\n") },
-    node.params.slice(0, most).join(", "),
+    node.params.slice(0, most).flatMap((name, at) => [at ? ", " : "", ...wrapping(name)]),
     rest > 0 ? ` and ${rest} more` : "",
   );
 }

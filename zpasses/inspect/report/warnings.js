@@ -46,3 +46,19 @@ function notWritten() {
 function isExecuted(name) {
   return !["captured", "joint"].includes(name);
 }
+
+// A graph that runs and does not fit into the target's memory. The wording is that of `list`.
+function overCapacity(compile, name, peak) {
+  const memory = compile.target.memory_bytes;
+  if (typeof memory !== "number" || memory <= 0 || !isExecuted(name)) return null;
+  let shards = 0;
+  for (const [, bytes] of Object.values(compile.parameters)) shards += bytes;
+  if (peak + shards <= memory) return null;
+  return el(
+    "p",
+    { class: "over", role: "alert" },
+    `${name} does not fit into the memory of ${compile.target.name || "the target"}, ` +
+      `${bytesText(memory)}: its peak is ${bytesText(peak)}, and the shards of the parameters take ` +
+      `${bytesText(shards)}. Inputs and the optimizer's state come on top.`,
+  );
+}
