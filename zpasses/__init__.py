@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ZpassesError,
     )
     from zpasses.pipeline import Level, Options, Pass, PassRecord, Pipeline
+    from zpasses.ranks.device_mesh import init_device_mesh
     from zpasses.sharding.clipping import clip_grad_norm_
     from zpasses.sharding.flat_buffers import pack_parameters
     from zpasses.sharding.module import local_shards
@@ -48,6 +49,7 @@ __all__ = [
     "clip_grad_norm_",
     "coalesce_grad_reduction",
     "full_state_dict",
+    "init_device_mesh",
     "invalidate",
     "load_safetensors",
     "local_shards",
@@ -74,6 +76,7 @@ _HOMES = {
     "clip_grad_norm_": "zpasses.sharding.clipping",
     "coalesce_grad_reduction": "zpasses.accumulation",
     "full_state_dict": "zpasses.checkpoint.full",
+    "init_device_mesh": "zpasses.ranks.device_mesh",
     "invalidate": "zpasses.sharding.shard",
     "load_safetensors": "zpasses.checkpoint.safetensors_reader",
     "pack_parameters": "zpasses.sharding.flat_buffers",

@@ -16,8 +16,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
-from zpasses.errors import OptionError, ZpassesError
-from zpasses.ranks.vote import WINDOW_TIMEOUT, is_reported, reported_failure, store_barrier
+from zpasses.errors import AgreementError, OptionError, ZpassesError
+from zpasses.ranks.vote import (
+    WINDOW_TIMEOUT,
+    is_reported,
+    pass_on_failure,
+    reported_failure,
+    store_barrier,
+)
 from zpasses.runtime.flush import flush, groups_of
 from zpasses.runtime.run_checks import barriers_enabled, timeout_of
 from zpasses.runtime.windows import (
@@ -220,6 +226,8 @@ class GradientWindow(Window):
                     f"{self.failure}; pending gradients are dropped on all ranks. Let the original "
                     "exception leave the `with` block instead of catching it inside."
                 )
+        elif isinstance(error, AgreementError):
+            pass_on_failure(groups_of(self), error)  # the ranks of one group know of it
         elif not is_reported(error):
             for group in groups_of(self):
                 if reason := reported_failure(group):

@@ -65,7 +65,8 @@ class MeshShape:
         ):
             raise OptionError(
                 f"mesh {text!r}: expected at most one dimension of replicas, before {shard[0]}: "
-                f"{REPLICATE_DIMENSIONS[0]}=8,{shard[0]}=64."
+                f"{REPLICATE_DIMENSIONS[0]}=8,{shard[0]}=64. Neighbouring ranks, which share a "
+                "node, should gather parameters from each other."
             )
 
     def __str__(self) -> str:

@@ -64,7 +64,7 @@ from zpasses.pipeline.recorder import (
     run_recorded_passes,
 )
 from zpasses.ranks.compiling import compiling
-from zpasses.ranks.meshes import check_meshes
+from zpasses.ranks.notes import check_conflicts
 from zpasses.ranks.vote import (
     has_other_ranks,
     is_reported,
@@ -155,7 +155,7 @@ def _chosen_options(options: Options, captured: Capture) -> Options:
     """Return the options with what `zpasses tune` tries now, or found before."""
     with vote_timeout(options.agreement_timeout_s):
         if options.agreement:
-            check_meshes()
+            check_conflicts()
             rejoin_after_failure(captured.groups)
         return with_tuned_options(with_tried_options(options, captured), captured)
 

@@ -30,8 +30,9 @@ from zpasses.graph.nodes import Collective, collectives, is_wait
 from zpasses.graph.sources import describe_source
 from zpasses.graph.tags import tag_of
 from zpasses.ranks.compiling import compiled_graph, how_to_compare
+from zpasses.ranks.group_names import name_group
 from zpasses.ranks.run_order import RunEvent
-from zpasses.ranks.vote import Ballot, group_state, has_other_ranks, name_group, vote
+from zpasses.ranks.vote import Ballot, group_state, has_other_ranks, vote
 
 __all__ = [
     "Sequences",

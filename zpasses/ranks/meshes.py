@@ -1,18 +1,18 @@
-"""Ranks compare their device meshes when they shard: a mesh of other names or shape is an error.
+"""Ranks compare their device meshes, and the arguments of `zpasses.shard`, when they shard.
 
 A rank that takes the replicas of hybrid sharding for the shards would gather with the wrong ranks.
-If these use their own groups only, no vote of a group would ever see it.
+If these use their own groups only, no vote of a group would ever see it. A rank that divides
+gradients by another number would train another model, without an error.
 
-Each rank writes what it takes its process groups for into the store. The first rank that writes
-about a group is right. A rank that takes the group for something else raises an error, and leaves a
-note that the other ranks find when they compile or step next. Nobody waits.
+Nobody waits for it: see `zpasses.ranks.notes`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,28 +20,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
-from zpasses.ranks.vote import exchange, has_other_ranks, name_group
+from zpasses.ranks.group_names import call_dimension, name_group
+from zpasses.ranks.notes import compare_note, leave_conflict
+from zpasses.ranks.vote import exchange, group_state, has_other_ranks
 
-__all__ = ["check_meshes", "consecutive_ranks", "register_mesh"]
+__all__ = ["compare_shard_calls", "consecutive_ranks", "register_mesh"]
 
-_MOST_CHECKS = 200
-"""Checks of a mesh that some rank never registers, as ranks of other pipeline stages may not."""
-
-
-@dataclass
-class _Mesh:
-    """A device mesh that this rank has registered."""
-
-    ranks: int
-    keys: list[str] = field(default_factory=list)
-    """Keys of its process groups in the store."""
-    checks: int = 0
-
-
-_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], _Mesh]] = (
+_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, ...]]] = (
     weakref.WeakKeyDictionary()
 )
-"""Default process group -> names of the groups of a mesh -> what this rank knows of it."""
+"""Default process group -> names of the groups of each mesh that this rank has registered."""
+
+_shard_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""Process group -> calls of `zpasses.shard` for it that were compared."""
 
 
 def consecutive_ranks(mesh: DeviceMesh, size: int) -> str:
@@ -125,7 +116,7 @@ def _check_sizes(group: str, ranks: Sequence[int], sizes: Sequence[int]) -> None
 
 
 def register_mesh(mesh: DeviceMesh) -> None:
-    """Tell the other ranks what this rank takes the process groups of a mesh for.
+    """Compare with the other ranks what this rank takes the process groups of a mesh for.
 
     Args:
         mesh: a mesh to shard over. The mesh that it is a part of is compared as a whole.
@@ -135,56 +126,68 @@ def register_mesh(mesh: DeviceMesh) -> None:
             dimension of a mesh of another shape.
     """
     whole = compat.root_mesh(mesh)
-    groups = [whole.get_group(dim) for dim in range(whole.ndim)]
-    names = tuple(compat.group_name(group) for group in groups)
+    names = tuple(compat.group_name(whole.get_group(dim)) for dim in range(whole.ndim))
     world = dist.group.WORLD
     assert world is not None
-    known = _meshes.setdefault(world, {})
-    if whole.ndim < 2 or names in known or not any(map(has_other_ranks, names)):
+    known = _meshes.setdefault(world, set())
+    if names in known or not any(map(has_other_ranks, names)):
         return
-    found = known[names] = _Mesh(whole.size())
-    store, sizes = compat.default_store(), _sizes(whole)
+    known.add(names)
     for dim, name in enumerate(names):
+        if whole.mesh_dim_names is not None:
+            call_dimension(name, whole.mesh_dim_names[dim])
         if name == compat.group_name(world) or not has_other_ranks(name):
             continue  # torch takes the default group for any dimension of all ranks
-        key = f"zpasses/mesh/{name}"
-        found.keys.append(key)
-        mine = f"dimension {_named(whole, dim)} of a mesh of {sizes}"
-        first = store.compare_set(key, "", f"{dist.get_rank()}:{mine}").decode()
-        rank, _, taken = first.partition(":")
-        if taken != mine:
-            ranks = ", ".join(map(str, compat.group_ranks(name)))
-            error = (
+        ranks = compat.group_ranks(name)
+        mine = f"dimension {_named(whole, dim)} of a mesh of {_sizes(whole)}"
+        found = compare_note(f"{group_state(name).prefix}/mesh", len(ranks), mine)
+        if found is not None:
+            rank, taken = found
+            _raise_conflict(
                 f"ranks have different device meshes: for rank {dist.get_rank()}, the process "
-                f"group {name!r} of ranks {ranks} is {mine}, but for rank {rank} it is {taken}. "
-                "Make the mesh with the same sizes and the same names in the same order on every "
-                "rank."
+                f"group {name!r} of ranks {', '.join(map(str, ranks))} is {mine}, but for rank "
+                f"{rank} it is {taken}. Make the mesh with the same sizes and the same names in "
+                "the same order on every rank."
             )
-            store.set(f"{key}/conflict", error)
-            raise AgreementError(error)
-        store.add(f"{key}/registered", 1)
 
 
-def check_meshes() -> None:
-    """Raise what a rank with other meshes has noted since this rank registered its own.
+def compare_shard_calls(mesh: DeviceMesh, given: Mapping[str, Any]) -> None:
+    """Compare with the other ranks of a mesh what `zpasses.shard` was called with.
+
+    Args:
+        mesh: the mesh to shard over.
+        given: what was given, as text for errors -> its value, of plain JSON values.
 
     Raises:
-        AgreementError: if another rank has other meshes.
+        AgreementError: if another rank gave something else in the same call.
     """
-    world = dist.group.WORLD if dist.is_initialized() else None
-    for mesh in _meshes.get(world, {}).values() if world is not None else ():
-        if not mesh.keys:
+    mine = {"mesh": _sizes(mesh), **given}
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        name = compat.group_name(group)
+        if not has_other_ranks(name):
             continue
-        store = compat.default_store()
-        complete = True
-        for key in mesh.keys:
-            if store.check([f"{key}/conflict"]):
-                raise AgreementError(store.get(f"{key}/conflict").decode())
-            ranks = len(compat.group_ranks(key.rpartition("/")[2]))
-            complete &= store.add(f"{key}/registered", 0) >= ranks
-        mesh.checks += 1
-        if complete or mesh.checks >= _MOST_CHECKS:
-            mesh.keys.clear()
+        number = _shard_calls[group] = _shard_calls.get(group, 0) + 1
+        ranks = len(compat.group_ranks(name))
+        found = compare_note(f"{group_state(name).prefix}/shard/{number}", ranks, mine)
+        if found is not None:
+            rank, first = found
+            keys = [key for key in {**first, **mine} if first.get(key) != mine.get(key)]
+            _raise_conflict(
+                f"ranks shard differently over {name_group(name)}: in call {number} of "
+                f"zpasses.shard for it, rank {dist.get_rank()} has {_said(mine, keys)}, but rank "
+                f"{rank} has {_said(first, keys)}. Call zpasses.shard with the same arguments in "
+                "the same order on every rank."
+            )
+
+
+def _said(given: Mapping[str, Any], keys: Sequence[str]) -> str:
+    return ", ".join(f"{key}={given.get(key)}" for key in keys[:4])
+
+
+def _raise_conflict(error: str) -> None:
+    leave_conflict(error)
+    raise AgreementError(error)
 
 
 def _sizes(mesh: DeviceMesh) -> str:

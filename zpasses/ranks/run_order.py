@@ -22,14 +22,8 @@ from dataclasses import dataclass
 
 from zpasses import compat
 from zpasses.errors import AgreementError
-from zpasses.ranks.vote import (
-    COMPILE_TIMEOUT,
-    Ballot,
-    GroupState,
-    group_state,
-    name_group,
-    vote,
-)
+from zpasses.ranks.group_names import name_group
+from zpasses.ranks.vote import COMPILE_TIMEOUT, Ballot, GroupState, group_state, vote
 
 __all__ = ["RunEvent", "check_run_event", "forget_events"]
 

@@ -29,6 +29,8 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
 from zpasses.ranks.compiling import compiled_graph, graphs_differ
+from zpasses.ranks.group_names import dimension_of, name_group
+from zpasses.ranks.notes import found_conflict
 
 __all__ = [
     "COMPILE_TIMEOUT",
@@ -44,7 +46,6 @@ __all__ = [
     "has_other_ranks",
     "is_remembered",
     "is_reported",
-    "name_group",
     "pass_on_failure",
     "recorded_answers",
     "rejoin_after_failure",
@@ -65,7 +66,8 @@ WINDOW_TIMEOUT = "coalesce_grad_reduction(..., timeout_s=...)"
 """What the user sets to wait longer, for errors."""
 
 _RESULT_SLACK_S = 5.0
-"""How much longer the others wait than the first rank of the group, which collects and combines."""
+"""How much longer the others wait than the first rank of the group, if that came to collect and
+combine."""
 
 _RECOVERY_S = 0.7
 """How long a rank that was waiting when another rank failed waits for that rank to continue."""
@@ -143,15 +145,6 @@ def current_timeout_s() -> float:
 def has_other_ranks(group: str) -> bool:
     """Whether a group has ranks besides this one that can vote: those of a fake world cannot."""
     return compat.group_backend(group) != "fake" and compat.process_group(group).size() > 1
-
-
-def name_group(name: str) -> str:
-    """A group in an error: "group '3' (mesh dimension 'replicate', ranks 0, 2)"."""
-    dimension, ranks = compat.mesh_dimension(name), compat.group_ranks(name)
-    if not dimension:
-        return f"group {name!r}"
-    listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"group {name!r} (mesh dimension {dimension!r}, ranks {listed})"
 
 
 def group_state(name: str) -> GroupState:
@@ -376,7 +369,8 @@ class _VoteRound:
         state.votes += 1
         sent = {"occasion": self.occasion, "ballot": ballot, "compiles": compiled_graph()}
         store.set(f"{key}/{rank}", _pack(sent))
-        with heartbeat.activity(f"waiting for other ranks at {self.occasion}"):
+        where = f" of {name_group(self.group)}" if dimension_of(self.group) else ""
+        with heartbeat.activity(f"waiting for other ranks{where} at {self.occasion}"):
             if rank == 0:
                 result = self._collect(store, key, combine, started)
                 if "superseded" not in result:
@@ -390,7 +384,9 @@ class _VoteRound:
             state.next_epoch(resumed=True)
             if result.get("diverged"):
                 state.events = ()
-            heartbeat.set_activity(f"in an error after waiting for other ranks to {self.missed}")
+            heartbeat.set_activity(
+                f"in an error after waiting for other ranks{where} to {self.missed}"
+            )
             error = AgreementError(str(result["error"]))
             error._zpasses_group = self.group  # type: ignore[attr-defined]
             raise error
@@ -419,11 +415,14 @@ class _VoteRound:
         return {"error": None, "combined": combine([ballot["ballot"] for ballot in ballots])}
 
     def _await_result(self, store: Any, key: str, started: float) -> dict[str, Any]:
-        deadline = started + self.timeout_s + _RESULT_SLACK_S
-        if (failed := self._wait(store, key, [f"{key}/result"], deadline)) is not None:
-            return failed
-        if store.check([f"{key}/result"]):
-            return _unpack(store.get(f"{key}/result"))
+        deadline = started + self.timeout_s
+        for limit in (deadline, deadline + _RESULT_SLACK_S):
+            if (failed := self._wait(store, key, [f"{key}/result"], limit)) is not None:
+                return failed
+            if store.check([f"{key}/result"]):
+                return _unpack(store.get(f"{key}/result"))
+            if not store.check([f"{key}/0"]):
+                break  # nobody collects
         error = self._missing_error(store, key)
         failure = {"rank": dist.get_rank(), "reason": error, "diverged": True}
         failure["recoverable"] = False
@@ -440,7 +439,14 @@ class _VoteRound:
             if store.check([f"{key}/failed"]):
                 return self._after_failure(store, key, patience_s)
             patience_s = _RECOVERY_S
-            if store.check(wanted) or time.monotonic() > deadline:
+            if store.check(wanted):
+                return None
+            late = time.monotonic() > deadline
+            if late or pause >= _LAST_POLL_S:
+                conflict = found_conflict()
+                if conflict is not None:
+                    return {"error": conflict, "diverged": True}
+            if late:
                 return None
             time.sleep(pause)
             pause = min(pause * 1.5, _LAST_POLL_S)
@@ -474,7 +480,7 @@ class _VoteRound:
 
 def _with_dimension(reason: str, group: str) -> str:
     """Why another rank fails, and on a mesh of several dimensions in which of its groups."""
-    if "mesh dimension" in reason or not compat.mesh_dimension(group):
+    if "mesh dimension" in reason or not dimension_of(group):
         return reason
     return f"{reason}; it ended a vote of {name_group(group)}"
 

@@ -22,6 +22,7 @@ from zpasses.runtime.forward_variants import ForwardVariant, ParamSlot
 from zpasses.runtime.layout import rows_of
 from zpasses.runtime.local_shards import CallParams, bound_call, to_local_shards
 from zpasses.runtime.param_cache import ParamCache, install_step_invalidation, param_cache_of
+from zpasses.runtime.start_values import compare_start_values
 from zpasses.runtime.windows import StepWindow, grad_state_of, step_windows
 
 __all__ = [
@@ -160,7 +161,8 @@ class ForwardDispatch:
 class _KnownCalls:
     """The parameters of the calls of one graph, which are most often those of an earlier call."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str], timeout_s: float | None) -> None:
+        self._names, self._timeout_s = names, timeout_s
         self._known: dict[tuple[int, ...], tuple[str, CallParams | None]] = {}
 
     def of(self, params: Sequence[Any]) -> CallParams | None:
@@ -171,6 +173,8 @@ class _KnownCalls:
         if found is None or found[0] != first:
             if len(self._known) >= _MAX_CALLS:
                 self._known.clear()
+            if self._timeout_s is not None:
+                compare_start_values(params, self._names, self._timeout_s)
             call = CallParams.of([grad_state_of(param).identity for param in params])
             found = self._known[key] = first, call
         return found[1]
@@ -197,7 +201,7 @@ def with_local_shards(
     if not positions:
         return compiled
 
-    calls = _KnownCalls()
+    calls = _KnownCalls(names, accumulation.timeout_s)
 
     def run(*args: Any) -> Any:
         values = list(args)

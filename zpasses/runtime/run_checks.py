@@ -18,7 +18,7 @@ from typing import Any
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
-from zpasses.ranks.meshes import check_meshes
+from zpasses.ranks.notes import check_conflicts
 from zpasses.ranks.run_order import RunEvent, check_run_event, forget_events
 from zpasses.ranks.vote import (
     COMPILE_TIMEOUT,
@@ -217,7 +217,7 @@ def check_optimizer_step(groups: Sequence[str], optimizer: str) -> None:
     Only groups whose graphs are checked on every run take part. Steps before the first such graph
     are counted, and its first run compares the counts.
     """
-    check_meshes()
+    check_conflicts()
     event = RunEvent.of(f"{optimizer}.step()")
     try:
         for group in groups:

@@ -84,7 +84,7 @@ class PendingGrad:
 class ParamGradState:
     """The pending gradients of one parameter, and its windows."""
 
-    __slots__ = ("explicit_window", "identity", "pending", "step_window")
+    __slots__ = ("explicit_window", "identity", "pending", "step_window", "values_compared")
 
     def __init__(self) -> None:
         self.pending: dict[PendingKey, PendingGrad] = {}
@@ -96,6 +96,8 @@ class ParamGradState:
         self.identity = ""
         """Says which parameter it is, equally on all ranks: "2:layers.0.weight" was sharded in the
         second call of `zpasses.shard` for its mesh. Empty for copied parameters."""
+        self.values_compared = False
+        """Whether ranks that hold the same values have compared them."""
 
     def __reduce__(self) -> tuple[type[ParamGradState], tuple[()]]:
         return ParamGradState, ()  # a copied parameter has no pending gradients and no windows

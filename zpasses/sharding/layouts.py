@@ -13,7 +13,7 @@ from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.runtime.layout import ParamLayout
 
-__all__ = ["PlacementFn", "check_divide_factor", "check_reshard_size", "layouts_of"]
+__all__ = ["PlacementFn", "check_divide_factor", "check_reshard_size", "cut_dims", "layouts_of"]
 
 PlacementFn = Callable[[nn.Parameter], Shard | None]
 
@@ -51,12 +51,28 @@ def check_reshard_size(size: object, ranks: int) -> None:
         )
 
 
+def cut_dims(
+    params: Iterable[nn.Parameter], names: Mapping[int, str], placement_fn: PlacementFn | None
+) -> dict[int, int]:
+    """Returns the dimension of each parameter that is cut, by the parameter's identity.
+
+    Args:
+        params: full parameters, and DTensors of tensor or expert parallelism.
+        names: their names, by their identity.
+        placement_fn: argument `shard_placement_fn` of `zpasses.shard`.
+
+    Raises:
+        ShardingError: for a dimension that cannot be cut.
+    """
+    return {id(param): _cut_dim(param, names[id(param)], placement_fn) for param in params}
+
+
 def layouts_of(
     params: Iterable[nn.Parameter],
     names: Mapping[int, str],
     mesh: DeviceMesh,
     hybrid_mesh: DeviceMesh | None,
-    placement_fn: PlacementFn | None,
+    dims: Mapping[int, int],
     divide_factor: float | None,
     reshard_group: str | None = None,
 ) -> dict[int, ParamLayout]:
@@ -68,13 +84,12 @@ def layouts_of(
         mesh: one-dimensional, over which they are sharded.
         hybrid_mesh: two-dimensional (replicate, shard), with `mesh` as its second dimension; None
             without replicas.
-        placement_fn: argument `shard_placement_fn` of `zpasses.shard`.
+        dims: what `cut_dims` returns.
         divide_factor: argument `grad_divide_factor` of `zpasses.shard`.
         reshard_group: process group from which stage 3 gathers again.
 
     Raises:
-        ShardingError: for a DTensor that cannot be sharded further, or a dimension that cannot be
-            cut.
+        ShardingError: for a DTensor that cannot be sharded further.
     """
     outer = hybrid_mesh or mesh
     scale = 1.0 if divide_factor is None else outer.size() / divide_factor
@@ -82,7 +97,7 @@ def layouts_of(
     found: dict[int, ParamLayout] = {}
     for param in params:
         name = names[id(param)]
-        dim = _cut_dim(param, name, placement_fn)
+        dim = dims[id(param)]
         key: tuple[Any, ...] = (dim,)
         if isinstance(param, DTensor):
             _check_piece(param, name, outer)

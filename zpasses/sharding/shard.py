@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import ShardingError
-from zpasses.ranks.meshes import consecutive_ranks, register_mesh
+from zpasses.ranks.meshes import compare_shard_calls, consecutive_ranks, register_mesh
 from zpasses.runtime.layout import LAYOUT_ATTRIBUTE, ParamLayout, layout_of
 from zpasses.runtime.param_cache import drop_cached_params
 from zpasses.runtime.windows import register_step_window
@@ -27,6 +27,7 @@ from zpasses.sharding.layouts import (
     PlacementFn,
     check_divide_factor,
     check_reshard_size,
+    cut_dims,
     layouts_of,
 )
 from zpasses.sharding.module import (
@@ -46,6 +47,9 @@ from zpasses.sharding.wrappers import (
 )
 
 __all__ = ["invalidate", "pack_shards", "shard"]
+
+REPLICATE_DIMENSIONS = ("replicate", "dp_replicate")
+"""Names of a mesh dimension that say that it holds replicas, as for `zpasses capture --mesh`."""
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -111,9 +115,11 @@ def shard(
     Raises:
         ShardingError: for a model that cannot be sharded, before anything is changed. The message
             names the module.
-        AgreementError: if another rank has made another device mesh of the same ranks. With
-            `reshard_after_forward`: if a rank gives another number, or does not come within the
-            time limit of the mesh's process group (`init_process_group(timeout=...)`).
+        AgreementError: if another rank has made another device mesh of the same ranks, or gives
+            other arguments. A rank that called earlier raises it when it next compiles, steps an
+            optimizer or waits for other ranks. With `reshard_after_forward`: also if a rank does
+            not come within the time limit of the mesh's process group
+            (`init_process_group(timeout=...)`).
     """
     _check_arguments(mesh, param_dtype, reduce_dtype)
     check_divide_factor(grad_divide_factor)
@@ -131,6 +137,18 @@ def shard(
     names = {key: found[0][0] for key, found in places.items()}
     hybrid_mesh = mesh if mesh.ndim == 2 else None
     shard_mesh = mesh if hybrid_mesh is None else compat.submesh_of_dimension(mesh, 1)
+    dims = cut_dims(params, names, shard_placement_fn)
+    compare_shard_calls(
+        mesh,
+        {
+            "param_dtype": str(param_dtype),
+            "reduce_dtype": str(reduce_dtype),
+            "grad_divide_factor": grad_divide_factor,
+            "reshard_after_forward": reshard_after_forward,
+            "pack_mb": pack_mb,
+            "shard_placement_fn": {names[key]: f"Shard({dim})" for key, dim in dims.items() if dim},
+        },
+    )
     reshard_group = None
     if reshard_after_forward is not None:
         reshard_group = consecutive_ranks(shard_mesh, reshard_after_forward)
@@ -139,7 +157,7 @@ def shard(
         names,
         shard_mesh,
         hybrid_mesh,
-        shard_placement_fn,
+        dims,
         grad_divide_factor,
         reshard_group,
     )
@@ -347,6 +365,14 @@ def _check_arguments(mesh: Any, param_dtype: Any, reduce_dtype: Any) -> None:
             f"mesh has two dimensions of sizes {tuple(mesh.shape)} without names; hybrid sharding "
             "needs names, e.g. init_device_mesh('cuda', (2, 4), mesh_dim_names=('replicate', "
             "'shard'))."
+        )
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 2 and names[1] in REPLICATE_DIMENSIONS:
+        raise ShardingError(
+            f"mesh has the dimensions {names}; expected replicas first and shards "
+            "second, since neighbouring ranks, which share a node, should gather parameters from "
+            "each other. Make it with init_device_mesh('cuda', (2, 4), mesh_dim_names=('replicate',"
+            " 'shard'))."
         )
     for label, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

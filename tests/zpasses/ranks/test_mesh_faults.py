@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import zpasses
 from zpasses import compat
 from zpasses.passes import AverageReplicas
+from zpasses.ranks import group_names, vote
 from zpasses.testing import run_in_fresh_ranks
 
 pytestmark = pytest.mark.processes
@@ -77,6 +79,15 @@ def a_replica_that_fails_in_a_window():
         step(batch()).sum().backward()
 
 
+def a_rank_that_nobody_collects_for():
+    """Nobody collects the ballots, so waiting longer for a result is of no use."""
+    vote._RESULT_SLACK_S = 60.0
+    if dist.get_rank():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+        group_names.call_dimension(mesh.get_group().group_name, "data")
+        vote.store_barrier(mesh.get_group().group_name, "a test", timeout_s=1.0)
+
+
 def a_rank_that_fails_to_compile():
     if dist.get_rank() == 2:
         AverageReplicas.rewrite = _fail
@@ -96,6 +107,62 @@ def other_names():
     for _ in range(100):  # the first ranks that shard cannot know yet
         train(step)
         time.sleep(0.1)
+
+
+def other_shapes():
+    shape = (2, 2) if dist.get_rank() < 3 else (4, 1)
+    zpasses.init_device_mesh("cpu", shape, mesh_dim_names=NAMES, timeout_s=LIMIT_S)
+
+
+def one_makes_no_mesh():
+    if dist.get_rank() != 2:
+        zpasses.init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES, timeout_s=LIMIT_S)
+
+
+def other_arguments(**options):
+    torch.manual_seed(0)
+    model = zpasses.shard(nn.Sequential(nn.Linear(4, 4)), mesh=hybrid_mesh(), **options)
+    options = {"codegen": "eager", "agreement_timeout_s": LIMIT_S}
+    step = torch.compile(model, backend="zpasses", options=options)
+    for _ in range(100):  # the first rank of a group that shards cannot know yet
+        train(step)
+        time.sleep(0.1)
+
+
+def other_divide_factors():
+    other_arguments(grad_divide_factor=3 if dist.get_rank() == 3 else 4)
+
+
+def other_dimensions_to_cut():
+    dim = 1 if dist.get_rank() == 1 else 0
+    other_arguments(shard_placement_fn=lambda param: Shard(dim) if param.dim() == 2 else None)
+
+
+def other_start_values():
+    """One shard of one replica differs."""
+    model, step = model_on(hybrid_mesh())
+    if dist.get_rank() == 3:
+        with torch.no_grad():
+            dict(model.named_parameters())["1.weight"].to_local()[0, 0] += 1
+    train(step)
+
+
+class Scaled(nn.Linear):
+    def __init__(self, scale):
+        super().__init__(4, 4)
+        self.scale = nn.Parameter(torch.tensor(scale))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def other_scalars():
+    """Every rank holds the whole of a 0-dimensional parameter."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    torch.manual_seed(0)
+    model = zpasses.shard(Scaled(1.0 + dist.get_rank()), mesh=mesh)
+    options = {"codegen": "eager", "agreement_timeout_s": LIMIT_S}
+    train(torch.compile(model, backend="zpasses", options=options))
 
 
 def consecutive(size):
@@ -138,7 +205,14 @@ FAULTS = {
     one_never_shards: "A-AA",
     a_rank_that_dies_between_forward_and_backward: "A-AA",
     another_width: "AAAA",
+    other_shapes: "AAAA",
+    one_makes_no_mesh: "AA-A",
+    other_divide_factors: "AAAA",
+    other_dimensions_to_cut: "AAAA",
+    other_start_values: "AAAA",
+    other_scalars: "AA",
     other_names: "AAAA",
+    a_rank_that_nobody_collects_for: "-A",
     a_rank_that_dies: "AA-A",
     a_rank_that_leaves_out_a_step: "AVAA",
     a_replica_that_fails_in_a_window: "AAVV",
@@ -158,24 +232,49 @@ def timed(fault):
 
 
 SAID = {
-    other_numbers_to_gather_from: r"rank 0 called shard\(reshard_after_forward=2\), but rank 3 "
-    r"called shard\(reshard_after_forward=3\)",
-    one_gathers_from_all: "reshard_after_forward",
-    one_never_shards: r"rank 1 of group '0' did not reach shard\(",
+    other_numbers_to_gather_from: r"group '0' \(mesh dimension 'data', ranks 0, 1, 2, 3, 4, 5\)"
+    "(?=.*reshard_after_forward=2)(?=.*reshard_after_forward=3)",
+    one_gathers_from_all: r"group '0' \(mesh dimension 'data', ranks 0, 1, 2, 3\)"
+    "(?=.*reshard_after_forward=2)(?=.*reshard_after_forward=None)",
+    one_never_shards: r"rank 1 of group '0' \(mesh dimension 'data'.* did not reach shard\(",
     a_rank_that_dies_between_forward_and_backward: "rank 1",
-    another_width: "ranks would run different collectives on group",
-    other_names: r"is dimension (shard of a mesh of shard=2 x replicate=2, but for rank [01] it is "
-    "dimension replicate|replicate of a mesh of replicate=2 x shard=2, but for rank [23])",
-    a_rank_that_dies: "mesh dimension 'shard', ranks 2, 3",
+    another_width: r"group '\d' \(mesh dimension 'replicate', ranks \d, \d\) have different "
+    r"models: the shard of parameter 0.weight has the shape \[\d, 4\] on rank [01], but \[\d, 4\] ",
+    other_shapes: r"rank 0 calls init_device_mesh\('cpu', \(2, 2\).*"
+    r"rank 3 init_device_mesh\('cpu', \(4, 1\).* Dimension 0 is "
+    "'replicate' of size 2 with ranks 0, 2 in its group for rank 0, but "
+    "'replicate' of size 4 with ranks 0, 1, 2, 3 in its group for rank 3",
+    one_makes_no_mesh: r"rank 2 of group '0' did not reach init_device_mesh\('cpu', \(2, 2\), "
+    r"mesh_dim_names=\('replicate', 'shard'\)\)",
+    other_divide_factors: r"shard differently over group '\d' \(mesh dimension '\w+', ranks \d, 3\)"
+    r"(?=.*rank 3 has grad_divide_factor=3)(?=.*rank \d has grad_divide_factor=4)",
+    other_dimensions_to_cut: r"ranks shard differently over group '\d' \(mesh dimension '\w+', "
+    r"ranks \d, \d\).*rank 1 has shard_placement_fn=\{'0.weight': 'Shard\(1\)'\}",
+    other_start_values: r"group '\d' \(mesh dimension 'replicate', ranks 1, 3\) start with "
+    "different values of parameter 1.weight",
+    other_scalars: r"group '0' \(mesh dimension 'data', ranks 0, 1\) start with different "
+    "values of parameter scale",
+    a_rank_that_nobody_collects_for: r"rank 0 of group '0' \(mesh dimension 'data', ranks 0, 1\)",
+    other_names: r"the process group '\d' of ranks \d, \d is "
+    "(?=.*dimension shard of a mesh of shard=2 x replicate=2)"
+    "(?=.*dimension replicate of a mesh of replicate=2 x shard=2)",
+    a_rank_that_dies: "mesh dimension '(shard', ranks 2, 3|replicate', ranks [02], 2)",
     a_rank_that_leaves_out_a_step: "mesh dimension '(shard', ranks 0, 1|replicate', ranks 1, 3)",
-    a_replica_that_fails_in_a_window: "rank 2 left a window with ValueError: told to fail; it "
-    r"ended a vote of group '\d+' \(mesh dimension 'replicate', ranks 0, 2\)",
-    a_rank_that_fails_to_compile: "rank 2 failed while compiling graph 0/0.*mesh dimension 'shard'",
+    a_replica_that_fails_in_a_window: "rank [23] left a window with ValueError: told to fail; it "
+    r"ended a vote of group '\d+' \(mesh dimension 'replicate', ranks (0, 2|1, 3)\)",
+    a_rank_that_fails_to_compile: "rank 2 failed while compiling graph 0/0.*"
+    "mesh dimension '(shard|replicate)'",
 }
-"""What the last rank is told."""
+"""What every rank with an AgreementError is told."""
 
 
-QUICK = (other_names, other_numbers_to_gather_from, a_replica_that_fails_in_a_window)
+QUICK = (
+    other_shapes,
+    other_names,
+    other_divide_factors,
+    other_start_values,
+    a_replica_that_fails_in_a_window,
+)
 other_fault = pytest.mark.slow(quick="the other faults")
 
 
@@ -190,5 +289,5 @@ def test_every_rank_gets_an_error_in_time(fault):
     letters = ["-" if each is None else each[1][:1] or "-" for each in results]
     assert "".join(letters) == FAULTS[fault], results
     assert max(each[0] for each in results if each is not None) < MOST_S, results
-    told = results[0] if fault is a_replica_that_fails_in_a_window else results[3]
-    assert re.search(SAID[fault], told[1]), told
+    for letter, result in zip(letters, results, strict=True):
+        assert letter != "A" or re.search(SAID[fault], result[1], re.DOTALL), results

@@ -35,12 +35,14 @@ from zpasses.errors import OptionError, ShardingError
 from zpasses.graph.nodes import collectives
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.pipeline.options import Options
+from zpasses.sharding.shard import REPLICATE_DIMENSIONS
 from zpasses.testing import (
     assert_step_equals_reference,
     capture_ranks,
     fake_world,
     run_on_ranks,
 )
+from zpasses.tools.capture.meshes import MeshShape
 
 STEPS = 10
 NAMES = ("replicate", "shard")
@@ -161,6 +163,14 @@ def test_variants_reduce_within_a_replica_and_defer_the_average(mesh):
 def test_meshes_without_names_are_refused():
     with fake_world(4), pytest.raises(ShardingError, match=r"sizes \(2, 2\) without names"):
         zpasses.shard(Words(), mesh=init_device_mesh("cpu", (2, 2)))
+
+
+@pytest.mark.parametrize("name", REPLICATE_DIMENSIONS)
+def test_replicas_after_shards_are_refused_as_by_capture(name):
+    with fake_world(4), pytest.raises(ShardingError, match="expected replicas first and shards"):
+        zpasses.shard(Words(), mesh=mesh_2d(2, 2, ("shard", name)))
+    with pytest.raises(OptionError, match="Neighbouring ranks, which share a node"):
+        MeshShape.parse(f"shard=2,{name}=2")
 
 
 def test_meshes_of_three_dimensions_are_refused():

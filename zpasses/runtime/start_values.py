@@ -1,0 +1,116 @@
+"""Ranks that hold the same parameters compare their values before they first run a graph with them.
+
+Nothing else would notice replicas that start with different parameters: their gradients are
+averaged, so they stay as different as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zpasses import compat
+from zpasses.errors import AgreementError
+from zpasses.ranks.group_names import name_group
+from zpasses.ranks.vote import Ballot, has_other_ranks, pass_on_failure, vote
+from zpasses.runtime.layout import layout_of, rows_of
+from zpasses.runtime.windows import grad_state_of
+
+__all__ = ["compare_start_values"]
+
+_CHUNK = 1 << 20
+"""Elements that are summed at once, so that little memory is needed."""
+
+
+def compare_start_values(params: Sequence[Any], names: Sequence[str], timeout_s: float) -> None:
+    """Compare the parameters of a call that have not been compared yet, each once.
+
+    Args:
+        params: the sharded parameters of a call; equal on all ranks.
+        names: their names, for errors.
+        timeout_s: seconds to wait for the other ranks.
+
+    Raises:
+        AgreementError: if ranks that should hold equal values do not.
+    """
+    asked: dict[str, dict[str, Tensor]] = {}
+    for param, name in zip(params, names, strict=True):
+        state = grad_state_of(param)
+        if state.values_compared:
+            continue
+        state.values_compared = True
+        for group in _holders(param):
+            asked.setdefault(group, {})[state.identity or name] = rows_of(param)
+    try:
+        for group in sorted(asked, key=compat.group_ranks):  # one order on all ranks
+            _compare(group, asked[group], timeout_s)
+    except AgreementError as error:
+        every = [group for param in params for group in layout_of(param).sharding_groups]
+        pass_on_failure(list(dict.fromkeys(every)), error)
+        raise
+
+
+def _holders(param: Any) -> list[str]:
+    """The process groups whose ranks hold equal values of a parameter."""
+    groups = layout_of(param).sharding_groups
+    return [group for group in (groups[1:] if param.dim() else groups) if has_other_ranks(group)]
+
+
+def _compare(group: str, values: dict[str, Tensor], timeout_s: float) -> None:
+    with torch.no_grad():
+        sums = torch.stack([_checksum(each) for each in values.values()]).tolist()
+    held = [[total, list(each.shape)] for total, each in zip(sums, values.values(), strict=True)]
+    ranks = compat.group_ranks(group)
+
+    def combine(ballots: Sequence[Ballot]) -> Ballot:
+        first = ballots[0]["held"]
+        for rank, each in zip(ranks, ballots, strict=True):
+            for name, own in each["held"].items():
+                known = first.get(name, own)
+                if own[1] != known[1]:
+                    return {"error": _other_shape(group, name, ranks[0], known[1], rank, own[1])}
+                if own != known:
+                    return {"error": _difference(group, name, ranks[0], rank)}
+        return {"error": None}
+
+    ballot = {"held": dict(zip(values, held, strict=True))}
+    error = vote(group, "comparing start values", ballot, combine, timeout_s)["error"]
+    if error is not None:
+        found = AgreementError(error)
+        found._zpasses_group = group  # type: ignore[attr-defined]
+        raise found
+
+
+def _other_shape(
+    group: str, name: str, rank: int, shape: list[int], other: int, other_shape: list[int]
+) -> str:
+    return (
+        f"ranks of {name_group(group)} have different models: the shard of parameter "
+        f"{name.partition(':')[2] or name} has the shape {shape} on rank {rank}, but {other_shape} "
+        f"on rank {other}. These ranks hold the same part of the model. Build the same model on "
+        "every rank."
+    )
+
+
+def _difference(group: str, name: str, rank: int, other: int) -> str:
+    return (
+        f"ranks of {name_group(group)} start with different values of parameter "
+        f"{name.partition(':')[2] or name}: those of rank {rank} and rank {other} differ. These "
+        "ranks hold the same part of the model, and only their gradients are averaged. Set the "
+        "same seed on every rank before the model is built, or load a checkpoint before the first "
+        "step. The option agreement=False compares nothing."
+    )
+
+
+def _checksum(values: Tensor) -> Tensor:
+    """A sum over the bits of a tensor, in the order of its memory, as an int64 scalar."""
+    flat = values.detach().reshape(-1)
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = flat.view(sizes[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for part in bits.split(_CHUNK):
+        total = total * 31 + part.sum(dtype=torch.int64)
+    return total
