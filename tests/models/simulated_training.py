@@ -89,15 +89,19 @@ class SimulatedTraining:
             fake = node.meta["val"]
             if name is not None:
                 values.append(self._shards[rank][name])
+            elif not isinstance(fake, torch.Tensor):
+                assert not node.users  # a device mesh
+                values.append(None)
             elif fake.shape == tokens.shape and fake.dtype == tokens.dtype:
                 values.append(tokens)
             else:
-                (buffer,) = [
+                first, *others = [
                     each
                     for each in self._buffers
                     if each.shape == fake.shape and each.dtype == fake.dtype
                 ]
-                values.append(buffer)
+                assert all(torch.equal(each, first) for each in others)
+                values.append(first)
         return values
 
 
@@ -109,9 +113,18 @@ def _primals(joint):
     ]
 
 
-def shards_of(model):
-    """Name of each parameter of a sharded model -> its shard, as graphs take it."""
-    return {name: rows_of(param).detach().clone() for name, param in model.named_parameters()}
+def shards_of(model, places, whole):
+    """Name of each parameter of a sharded model -> its shard, as graphs take it.
+
+    Args:
+        model: sharded in a fake world, where tensor parallelism scatters no values.
+        places: `places_of` the model.
+        whole: name -> whole parameter.
+    """
+    return {
+        name: whole[name].detach().reshape(-1)[places[name]].view(rows_of(param).shape)
+        for name, param in model.named_parameters()
+    }
 
 
 def places_of(model):

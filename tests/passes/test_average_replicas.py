@@ -151,3 +151,17 @@ def test_reductions_by_all_reduce_are_averaged_too():
         model, (torch.ones(2, 5),), world_size=6, shard=shard, pipeline=pipeline
     )
     assert_step_equals_reference(captures)
+
+
+def test_the_note_of_schedule_says_that_averages_take_no_time_there(caplog):
+    weights = [ParamSpec((64, 64)) for _ in range(3)]
+    pipeline = "reduce-grads,schedule,average-replicas"
+    with caplog.at_level("INFO", logger="zpasses"):
+        lowered(*weights, replicas=1, pipeline=pipeline)
+        alone = [each for each in caplog.messages if "in launches" in each]
+        caplog.clear()
+        lowered(*weights, pipeline=pipeline)
+        hybrid = [each for each in caplog.messages if "in launches" in each]
+    said = "without the averages over replicas"
+    assert {said in each for each in alone} == {False}
+    assert {said in each for each in hybrid} == {True}

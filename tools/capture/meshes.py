@@ -64,9 +64,9 @@ class MeshShape:
             replicate and self.names.index(replicate[0]) > self.names.index(shard[0])
         ):
             raise OptionError(
-                f"mesh {text!r}: expected at most one dimension of replicas, before {shard[0]}, "
-                "since neighbouring ranks, which share a node, should gather parameters from each "
-                f"other: {REPLICATE_DIMENSIONS[0]}=8,{shard[0]}=64."
+                f"mesh {text!r}: expected at most one dimension of replicas, before {shard[0]}: "
+                f"{REPLICATE_DIMENSIONS[0]}=8,{shard[0]}=64. Neighbouring ranks, which share a "
+                "node, should gather parameters from each other."
             )
 
     def __str__(self) -> str:

@@ -168,7 +168,7 @@ def test_meshes_without_names_are_refused():
 def test_replicas_after_shards_are_refused_as_by_capture(name):
     with fake_world(4), pytest.raises(ShardingError, match="expected replicas first and shards"):
         zpasses.shard(Words(), mesh=mesh_2d(2, 2, ("shard", name)))
-    with pytest.raises(OptionError, match="neighbouring ranks, which share a node"):
+    with pytest.raises(OptionError, match="Neighbouring ranks, which share a node"):
         MeshShape.parse(f"shard=2,{name}=2")
 
 
