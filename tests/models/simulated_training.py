@@ -113,9 +113,18 @@ def _primals(joint):
     ]
 
 
-def shards_of(model):
-    """Name of each parameter of a sharded model -> its shard, as graphs take it."""
-    return {name: rows_of(param).detach().clone() for name, param in model.named_parameters()}
+def shards_of(model, places, whole):
+    """Name of each parameter of a sharded model -> its shard, as graphs take it.
+
+    Args:
+        model: sharded in a fake world, where tensor parallelism scatters no values.
+        places: `places_of` the model.
+        whole: name -> whole parameter.
+    """
+    return {
+        name: whole[name].detach().reshape(-1)[places[name]].view(rows_of(param).shape)
+        for name, param in model.named_parameters()
+    }
 
 
 def places_of(model):

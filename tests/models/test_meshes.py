@@ -288,12 +288,13 @@ def _train_simulated(name, kind, ranks, stage, windows):
     """As `_train`, on simulated ranks: two columns of the mesh, and as many rows as ranks allow."""
     torch.manual_seed(0)
     plain = BUILDERS[name]().train()
+    params = {f"model.{each}": param for each, param in plain.named_parameters()}
     placed, shards, places = [], [], []
 
     def shard(loss, _):
         placed.append(_sharded(loss.model, kind, ranks // 2))
-        shards.append(shards_of(loss))
         places.append(places_of(loss))
+        shards.append(shards_of(loss, places[-1], params))
 
     captures = capture_ranks(
         _Loss(plain),
@@ -304,7 +305,7 @@ def _train_simulated(name, kind, ranks, stage, windows):
     )
     training = SimulatedTraining(captures, shards, plain.buffers())
     rows, optim = placed[0][1], torch.optim.SGD(plain.parameters(), lr=0.1)
-    params, errors = {f"model.{n}": param for n, param in plain.named_parameters()}, _Errors()
+    errors = _Errors()
     for step in range(STEPS):
         tokens = _tokens(step, windows, rows)
         held = None
