@@ -72,16 +72,27 @@ def _gradients(nodes: Sequence[fx.Node]) -> dict[fx.Node, tuple[str, ...]]:
         tag = tag_of(node)
         if tag is None or tag.role not in ("reduce_input", "reduce", "flat"):
             continue
-        for item in node.all_input_nodes:
+        for place, item in enumerate(node.all_input_nodes):
             source = item
             while source.op == "call_function" and _is_view(source) and source.all_input_nodes:
                 source = source.all_input_nodes[0]
             if tag_of(source) is None and source.op == "call_function":
-                found.setdefault(
-                    source,
-                    tag.params if tag.role != "flat" and len(node.all_input_nodes) == 1 else (),
-                )
+                found.setdefault(source, _params_of_input(node, place, tag))
     return found
+
+
+def _params_of_input(node: fx.Node, place: int, tag: Tag) -> tuple[str, ...]:
+    """Parameters of one gradient that a reduction takes. A coalesced reduction has an output for
+    each input. Which inputs of a flat bucket belong to which parameter is not known.
+    """
+    if tag.role == "flat":
+        return ()
+    inputs, value = len(node.all_input_nodes), value_of(node)
+    if inputs == 1:
+        return tag.params
+    matches = isinstance(value, (list, tuple)) and len(value) == inputs
+    params = _params_of_output(node, place, tag) if matches else ()
+    return params if len(params) < len(tag.params) else ()
 
 
 def _is_view(node: fx.Node) -> bool:

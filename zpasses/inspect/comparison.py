@@ -4,6 +4,7 @@ alive at one peak and not at the other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -93,14 +94,14 @@ class Comparison:
         return self._only(first=True)
 
     def _only(self, *, first: bool) -> tuple[HeldBuffer, ...]:
-        pairs = self.difference.pairs
-        old = _held(self.difference.before, pairs)
-        new = _held(self.difference.after, {})
+        """What only one graph holds at its peak, and by how much its other buffers are larger."""
+        old = _held(self.difference.before, self.difference.pairs)
+        new = _held(self.difference.after, None)
         own, others = (old, new) if first else (new, old)
         found = [
-            HeldBuffer(node.name, buffer.nbytes, buffer.kind, buffer.params)
-            for key, (node, buffer) in own.items()
-            if key not in others
+            HeldBuffer(node.name, more, buffer.kind, buffer.params)
+            for (node, buffer), same in zip(own.values(), _counterparts(own, others), strict=True)
+            if (more := buffer.nbytes - (same.nbytes if same is not None else 0)) > 0
         ]
         return tuple(sorted(found, key=lambda each: -each.nbytes))
 
@@ -115,25 +116,42 @@ class Comparison:
         }
 
 
-def _held(
-    snapshot: Snapshot, pairs: Mapping[int, int]
-) -> dict[tuple[object, ...], tuple[Node, Buffer]]:
+_Held = dict[tuple[int, str, int], tuple[Node, Buffer]]
+"""(Number of a node in the second graph, kind, number of its buffer of this kind) -> the buffer."""
+
+
+def _held(snapshot: Snapshot, pairs: Mapping[int, int] | None) -> _Held:
     """The buffers at the peak of a graph.
 
-    Buffers of one parameter are the same in both graphs if their kinds and sizes are. Others are
-    the same if the same node allocates them.
+    Args:
+        pairs: number of a node of the first graph -> its number in the second; None for the second.
     """
+    found: _Held = {}
     if not snapshot.nodes:
-        return {}
+        return found
     at = snapshot.nodes[snapshot.live_bytes.index(snapshot.peak_bytes)]
-    found: dict[tuple[object, ...], tuple[Node, Buffer]] = {}
+    counts = Counter[tuple[int, str]]()
     for node, buffer in snapshot.buffers_at(at):
-        if not buffer.nbytes:
-            continue
-        owner: object = buffer.params if len(buffer.params) == 1 else pairs.get(node.id, node.id)
-        base = (owner, buffer.kind, buffer.nbytes)
-        number = 0
-        while (*base, number) in found:
-            number += 1
-        found[(*base, number)] = (node, buffer)
+        # Nodes of only one graph have numbers of their own.
+        number = node.id if pairs is None else pairs.get(node.id, -1 - node.id)
+        found[number, buffer.kind, counts[number, buffer.kind]] = node, buffer
+        counts[number, buffer.kind] += 1
+    return found
+
+
+def _counterparts(own: _Held, others: _Held) -> list[Buffer | None]:
+    """For each buffer, the same one of the other graph: what the same node allocates of its kind,
+    else a buffer of its kind for the same parameter.
+    """
+    left: dict[tuple[str, tuple[str, ...]], list[Buffer]] = {}
+    for key, (_, buffer) in others.items():
+        if key not in own and len(buffer.params) == 1:
+            left.setdefault((buffer.kind, buffer.params), []).append(buffer)
+    found: list[Buffer | None] = []
+    for key, (_, buffer) in own.items():
+        alike = left.get((buffer.kind, buffer.params), [])
+        if key in others:
+            found.append(others[key][1])
+        else:
+            found.append(alike.pop(0) if alike else None)
     return found

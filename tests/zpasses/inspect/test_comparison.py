@@ -71,6 +71,30 @@ def test_new_and_gone_buffers_explain_the_difference_of_the_peaks():
     assert found.by_kind == {"parameter": (400, 0), "activation": (8, 108), "gradient": (0, 60)}
 
 
+def bucket_of(*, params, nbytes):
+    """A graph whose node `mm` allocates the gradient of a bucket."""
+    buffer = Buffer(nbytes, 1, 2, "gradient", params)
+    nodes = (
+        node(0, "x", "x", op="placeholder"),
+        node(1, "mm", "aten.mm.default", (Ref(0),), buffers=(buffer,)),
+        node(2, "output", "output", ((Ref(1),),), op="output"),
+    )
+    return snapshot(*nodes, live=(0, nbytes, nbytes))
+
+
+def test_a_buffer_that_only_lost_its_parameter_is_neither_new_nor_gone():
+    before, after = bucket_of(params=("w",), nbytes=400), bucket_of(params=(), nbytes=400)
+    found = Comparison(compare(before, after, pair_nodes(before, after)))
+    assert found.new == found.gone == ()
+
+
+def test_a_buffer_that_grew_is_new_by_the_difference():
+    before, after = bucket_of(params=(), nbytes=400), bucket_of(params=(), nbytes=410)
+    found = Comparison(compare(before, after, pair_nodes(before, after)))
+    assert [(each.node, each.nbytes) for each in found.new] == [("mm", 10)]
+    assert found.gone == ()
+
+
 @pytest.mark.parametrize("graph", ["joint", "forward", "backward"])
 def test_the_memory_delta_of_every_pass_adds_up(graph):
     inspection = open_dump(real_dump()[0])

@@ -226,21 +226,36 @@ function figureTable(title, rows, names) {
 
 // What is alive at one peak and not at the other, as `zpasses/inspect/comparison.py` tells it.
 function peakDelta(left, right, pairs) {
+  // As `_held` and `_counterparts` of comparison.py: a buffer is the same if it has the same kind
+  // and the same node allocates it, or it is for the same parameter. Of others that differ in size, the difference.
   const held = (graph, known) => {
-    const found = new Map();
+    const found = new Map(),
+      counts = new Map();
     for (const buffer of graph.alive(graph.curves.peak)) {
-      const owner =
-        buffer.params.length === 1 ? buffer.params[0] : known.get(buffer.node.id) ?? buffer.node.id;
-      const base = JSON.stringify([owner, buffer.kind, buffer.nbytes]);
-      let number = 0;
-      while (found.has(`${base}${number}`)) number += 1;
-      found.set(`${base}${number}`, buffer);
+      const id = buffer.node.id,
+        key = `${known ? known.get(id) ?? -1 - id : id}/${buffer.kind}`,
+        count = counts.get(key) ?? 0;
+      counts.set(key, count + 1);
+      found.set(`${key}/${count}`, buffer);
     }
     return found;
   };
   const one = held(left.graph, pairs),
-    other = held(right.graph, new Map());
-  const only = (own, others) => [...own].filter(([key]) => !others.has(key)).map(([, each]) => each);
+    other = held(right.graph, null);
+  const alike = (buffer) => (buffer.params.length === 1 ? `${buffer.kind}/${buffer.params[0]}` : "");
+  const only = (own, others) => {
+    const left = new Map();
+    for (const [key, buffer] of others)
+      if (!own.has(key) && alike(buffer))
+        left.set(alike(buffer), [...(left.get(alike(buffer)) ?? []), buffer]);
+    const found = [];
+    for (const [key, buffer] of own) {
+      const same = others.get(key) ?? (left.get(alike(buffer)) ?? []).shift();
+      const more = buffer.nbytes - (same ? same.nbytes : 0);
+      if (more > 0) found.push({ node: buffer.node, kind: buffer.kind, params: buffer.params, nbytes: more });
+    }
+    return found.sort((first, second) => second.nbytes - first.nbytes);
+  };
   const lists = [
     ["gone at the peak", only(one, other), "better"],
     ["new at the peak", only(other, one), "worse"],
