@@ -21,7 +21,7 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
 from zpasses.ranks.group_names import call_dimension, name_group
-from zpasses.ranks.notes import compare_note, leave_conflict
+from zpasses.ranks.notes import compare_note, end_conflict, leave_conflict
 from zpasses.ranks.vote import exchange, group_state, has_other_ranks
 
 __all__ = ["compare_shard_calls", "consecutive_ranks", "register_mesh"]
@@ -147,7 +147,7 @@ def register_mesh(mesh: DeviceMesh) -> None:
                 f"ranks have different device meshes: for rank {dist.get_rank()}, the process "
                 f"group {name!r} of ranks {', '.join(map(str, ranks))} is {mine}, but for rank "
                 f"{rank} it is {taken}. Make the mesh with the same sizes and the same names in "
-                "the same order on every rank."
+                "the same order on every rank.",
             )
 
 
@@ -162,14 +162,14 @@ def compare_shard_calls(mesh: DeviceMesh, given: Mapping[str, Any]) -> None:
         AgreementError: if another rank gave something else in the same call.
     """
     mine = {"mesh": _sizes(mesh), **given}
-    for dim in range(mesh.ndim):
-        group = mesh.get_group(dim)
-        name = compat.group_name(group)
-        if not has_other_ranks(name):
-            continue
-        number = _shard_calls[group] = _shard_calls.get(group, 0) + 1
-        ranks = len(compat.group_ranks(name))
-        found = compare_note(f"{group_state(name).prefix}/shard/{number}", ranks, mine)
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    groups = [group for group in groups if has_other_ranks(compat.group_name(group))]
+    for group in groups:  # also those that an error leaves out, so that later calls have one number
+        _shard_calls[group] = _shard_calls.get(group, 0) + 1
+    for group in groups:
+        name, number = compat.group_name(group), _shard_calls[group]
+        key = f"{group_state(name).prefix}/shard/{number}"
+        found = compare_note(key, len(compat.group_ranks(name)), mine)
         if found is not None:
             rank, first = found
             keys = [key for key in {**first, **mine} if first.get(key) != mine.get(key)]
@@ -177,8 +177,9 @@ def compare_shard_calls(mesh: DeviceMesh, given: Mapping[str, Any]) -> None:
                 f"ranks shard differently over {name_group(name)}: in call {number} of "
                 f"zpasses.shard for it, rank {dist.get_rank()} has {_said(mine, keys)}, but rank "
                 f"{rank} has {_said(first, keys)}. Call zpasses.shard with the same arguments in "
-                "the same order on every rank."
+                "the same order on every rank.",
             )
+    end_conflict()
 
 
 def _said(given: Mapping[str, Any], keys: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ or wait in a vote.
 from __future__ import annotations
 
 import json
+import time
 import weakref
 from typing import Any
 
@@ -16,10 +17,13 @@ import torch.distributed as dist
 from zpasses import compat
 from zpasses.errors import AgreementError
 
-__all__ = ["check_conflicts", "compare_note", "found_conflict", "leave_conflict"]
+__all__ = ["check_conflicts", "compare_note", "end_conflict", "found_conflict", "leave_conflict"]
 
 _MOST_CHECKS = 200
 """Checks of a note that some rank never writes, as ranks of other pipeline stages may not."""
+
+_RECOVERY_S = 1.0
+"""How long a rank that finds a conflict waits for the rank that left it to start over."""
 
 
 class _World:
@@ -32,6 +36,8 @@ class _World:
         self.open: dict[str, int] = {}
         """Key of a note that some rank has not written yet -> number of ranks that write it."""
         self.checks = 0
+        self.left_conflict = False
+        """Whether this rank left a conflict that it has not taken back."""
 
 
 _worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, _World] = weakref.WeakKeyDictionary()
@@ -76,16 +82,38 @@ def leave_conflict(error: str) -> None:
     """Let every other rank raise an error when it next compiles, steps or waits in a vote."""
     world = _world()
     if world is not None:
-        compat.default_store().set(world.conflict_key, error)
+        conflict = json.dumps({"rank": dist.get_rank(), "error": error})
+        compat.default_store().set(world.conflict_key, conflict)
+        world.left_conflict = True
+
+
+def end_conflict() -> None:
+    """Take back the conflict that this rank has left: its program has caught the error, and all
+    ranks start over.
+    """
+    world = _world()
+    if world is None or not world.left_conflict:
+        return
+    world.left_conflict = False
+    store = compat.default_store()
+    if store.check([world.conflict_key]):
+        conflict = json.loads(store.get(world.conflict_key).decode())
+        if conflict["rank"] == dist.get_rank():
+            store.delete_key(world.conflict_key)
 
 
 def found_conflict() -> str | None:
-    """Returns the error that some rank has left, if one did."""
+    """Returns the error that some rank has left, unless that rank takes it back within a second."""
     world = _world()
     if world is None:
         return None
-    store = compat.default_store()
-    return store.get(world.conflict_key).decode() if store.check([world.conflict_key]) else None
+    store, started, error = compat.default_store(), time.monotonic(), None
+    while store.check([world.conflict_key]):
+        error = str(json.loads(store.get(world.conflict_key).decode())["error"])
+        if time.monotonic() > started + _RECOVERY_S:
+            return error
+        time.sleep(_RECOVERY_S / 20)
+    return None
 
 
 def check_conflicts() -> None:

@@ -159,11 +159,16 @@ class ForwardDispatch:
 
 
 class _KnownCalls:
-    """The parameters of the calls of one graph, which are most often those of an earlier call."""
+    """The parameters of the calls of one graph, which are most often those of an earlier call.
+
+    Ranks compare start values before the first call with gradients. Evaluations may run on one
+    replica only, and change nothing.
+    """
 
     def __init__(self, names: Sequence[str], timeout_s: float | None) -> None:
         self._names, self._timeout_s = names, timeout_s
         self._known: dict[tuple[int, ...], tuple[str, CallParams | None]] = {}
+        self._compared: set[tuple[int, ...]] = set()
 
     def of(self, params: Sequence[Any]) -> CallParams | None:
         key = tuple(map(id, params))
@@ -173,10 +178,13 @@ class _KnownCalls:
         if found is None or found[0] != first:
             if len(self._known) >= _MAX_CALLS:
                 self._known.clear()
-            if self._timeout_s is not None:
-                compare_start_values(params, self._names, self._timeout_s)
+                self._compared.clear()
+            self._compared.discard(key)
             call = CallParams.of([grad_state_of(param).identity for param in params])
             found = self._known[key] = first, call
+        if self._timeout_s is not None and key not in self._compared and torch.is_grad_enabled():
+            compare_start_values(params, self._names, self._timeout_s)
+            self._compared.add(key)
         return found[1]
 
 

@@ -143,7 +143,7 @@ def shard(
         {
             "param_dtype": str(param_dtype),
             "reduce_dtype": str(reduce_dtype),
-            "grad_divide_factor": grad_divide_factor,
+            "grad_divide_factor": mesh.size() if grad_divide_factor is None else grad_divide_factor,
             "reshard_after_forward": reshard_after_forward,
             "pack_mb": pack_mb,
             "shard_placement_fn": {names[key]: f"Shard({dim})" for key, dim in dims.items() if dim},

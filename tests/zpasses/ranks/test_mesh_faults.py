@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 
 import zpasses
 from zpasses import compat
+from zpasses.errors import AgreementError
 from zpasses.passes import AverageReplicas
 from zpasses.ranks import group_names, vote
 from zpasses.testing import run_in_fresh_ranks
@@ -291,3 +292,39 @@ def test_every_rank_gets_an_error_in_time(fault):
     assert max(each[0] for each in results if each is not None) < MOST_S, results
     for letter, result in zip(letters, results, strict=True):
         assert letter != "A" or re.search(SAID[fault], result[1], re.DOTALL), results
+
+
+def starts_over_and_evaluates():
+    """One rank shards with another argument; its program catches the error, and all ranks start
+    over. Then one replica alone evaluates before the first step.
+    """
+    given = 2 if dist.get_rank() == 2 else None
+    failed = False
+    try:
+        zpasses.shard(nn.Linear(4, 4), mesh=hybrid_mesh(), grad_divide_factor=given)
+    except AgreementError:
+        failed = True
+    dist.barrier()
+    _, step = model_on(hybrid_mesh())
+    if dist.get_rank() < 2:
+        with torch.no_grad():
+            step(batch())
+    dist.barrier()
+    train(step)
+    return failed
+
+
+def test_ranks_that_start_over_are_told_nothing_more():
+    outcomes = run_in_fresh_ranks(starts_over_and_evaluates, ranks=4, timeout_s=100)
+    assert all(each.ok for each in outcomes), outcomes
+    assert any(each.result for each in outcomes)
+
+
+def equal_divisors():
+    given = 4.0 if dist.get_rank() == 3 else None
+    zpasses.shard(nn.Linear(4, 4), mesh=hybrid_mesh(), grad_divide_factor=given)
+
+
+@pytest.mark.slow(quick="test_ranks_that_start_over_are_told_nothing_more")
+def test_divisors_are_compared_by_what_they_do():
+    assert all(each.ok for each in run_in_fresh_ranks(equal_divisors, ranks=4, timeout_s=100))
