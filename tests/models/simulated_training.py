@@ -18,10 +18,12 @@ class SimulatedTraining:
         shards: per rank: name of a parameter -> its local shard as the graph takes it, the cut
             dimension first. Steps change the shards.
         buffers: the model's buffers.
+        scales: `scales_of` the sharded model.
     """
 
-    def __init__(self, captures, shards, buffers):
+    def __init__(self, captures, shards, buffers, scales):
         self._captures, self._shards, self._buffers = captures, shards, list(buffers)
+        self._scales = scales
         self._groups = {name: ranks for each in captures for name, ranks in each.groups.items()}
         joint = captures[0].before.joint
         self._names = [self._name(joint, node) for node in _primals(joint)]
@@ -81,7 +83,7 @@ class SimulatedTraining:
 
     def _gradients(self, outputs):
         pairs = zip(self._names, outputs[: len(self._names)], strict=True)
-        return {name: grad for name, grad in pairs if name is not None}
+        return {name: grad * self._scales[name] for name, grad in pairs if name is not None}
 
     def _inputs(self, joint, rank, tokens):
         values = []
@@ -137,6 +139,13 @@ def places_of(model):
         numbers = torch.arange(param.numel()).view(param.shape)
         places[name] = layout.rows_first(layout.local_part(numbers)).reshape(-1)
     return places
+
+
+def scales_of(model):
+    """Name of each parameter of a sharded model -> what its gradient is multiplied by after the
+    graph, which averages over the ranks that share the parameter.
+    """
+    return {name: layout_of(param).grad_scale for name, param in model.named_parameters()}
 
 
 def joined(values, places, name, like):
