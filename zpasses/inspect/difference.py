@@ -13,6 +13,7 @@ from typing import Any
 
 from zpasses.dumps.format import Argument, Node, RecomputeMark, Ref, Snapshot
 from zpasses.inspect.listing import argument_text, op_text, value_text
+from zpasses.inspect.shared import count
 
 __all__ = ["KINDS", "Change", "Difference", "compare"]
 
@@ -81,9 +82,23 @@ class Difference:
         return {kind: count for kind, count in found.items() if count}
 
     @property
+    def changed_nodes(self) -> int:
+        """Nodes of both graphs that were moved or changed otherwise. A node counts once, however
+        many changes it has. The page shows it as "~".
+        """
+        return len({each.node.id for each in self.changes if each.before and each.after})
+
+    @property
     def summary(self) -> str:
-        """ "12 inserted, 3 removed", or "no change"."""
-        return ", ".join(f"{count} {kind}" for kind, count in self.counts.items()) or "no change"
+        """ "12 inserted, 3 removed, 5 moved, 2 rewired (~6 nodes)", or "no change".
+
+        The number of nodes is there if it is not the sum of the kinds.
+        """
+        text = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
+        kinds = sum(count for kind, count in self.counts.items() if kind not in KINDS[:2])
+        if kinds != self.changed_nodes:
+            text += f" (~{count(self.changed_nodes, 'node')})"
+        return text or "no change"
 
 
 def compare(

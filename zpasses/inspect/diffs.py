@@ -185,6 +185,7 @@ def differences_view(
             "same": not difference and not each.failure,
             "failure": each.failure,
             "counts": difference.counts,
+            "changed_nodes": difference.changed_nodes,
             **({"figures": Comparison(difference).to_json()} if _is_modelled(difference) else {}),
         }
         data.append({**about, "changes": [change_data(change) for change in difference.changes]})

@@ -30,6 +30,7 @@ from zpasses.inspect.measured_page import no_runs_text
 from zpasses.inspect.memory import Memory, memory, parameter_sizes
 from zpasses.inspect.rank_states import read_progress
 from zpasses.inspect.schedule import Schedule, schedule
+from zpasses.inspect.sources import parameter_sources
 from zpasses.inspect.timeline import chrome_trace
 from zpasses.inspect.traces import read_trace
 from zpasses.inspect.view import View
@@ -197,7 +198,12 @@ class Inspection:
     def timeline(self, graph: str | None = None, after: str | int | None = None) -> dict[str, Any]:
         """All streams as a Chrome trace."""
         found = steps_after(self._to_run(graph), after)
-        return chrome_trace([(each.title, snapshot_of(each, step)) for each, step in found])
+        return chrome_trace(
+            [
+                (each.title, snapshot_of(each, step), parameter_sources(each.compile))
+                for each, step in found
+            ]
+        )
 
     def html(self, *others: Inspection) -> str:
         """The whole dump as one self-contained HTML page. `others` are further dumps or ranks,

@@ -87,6 +87,8 @@ class Measured:
     """Operator -> time of its other collectives, over the whole trace."""
     reasons: Mapping[str, int] = field(default_factory=dict)
     """Why runs of graphs are not assigned -> how many."""
+    outside: Mapping[str, float] = field(default_factory=dict)
+    """The part of `unjoined` that ran outside of graphs, which no node of a dump can be."""
 
     @property
     def unjoined_us(self) -> float:
@@ -97,6 +99,12 @@ class Measured:
         """The share of the measured time of collectives, 0 to 1, that is assigned to nodes."""
         whole = self.joined_us + self.unjoined_us
         return self.joined_us / whole if whole else 1.0
+
+    @property
+    def joined_share_of_graphs(self) -> float:
+        """The same share of the collectives that graphs ran."""
+        whole = self.joined_us + self.unjoined_us - sum(self.outside.values())
+        return self.joined_us / whole if whole > 0 else 1.0
 
     def of(self, graph: SelectedGraph) -> MeasuredGraph | None:
         """The measurement of a graph, or None if it is not in the trace."""
@@ -204,12 +212,15 @@ class _Join:
             self._run(run, alone=run.host[0] >= ended)
             ended = max(ended, run.host[1])
         joined, unjoined = 0.0, defaultdict[str, float](float)
+        outside = defaultdict[str, float](float)
         for launch in self._work.launches:
             time = length(launch.busy())
             if id(launch) in self._joined:
                 joined += time
             else:
                 unjoined[launch.name] += time
+                if launch.run is None:
+                    outside[launch.name] += time
         for run in self._work.runs:
             for wait in run.waits:
                 unjoined["wait_tensor"] += wait.host[1] - wait.host[0]
@@ -217,8 +228,9 @@ class _Join:
             self._trace,
             tuple(_graph(known, sums) for known, sums in self._sums.values()),
             joined,
-            dict(sorted(unjoined.items(), key=lambda each: -each[1])),
+            _longest_first(unjoined),
             dict(self._reasons),
+            _longest_first(outside),
         )
 
     def _run(self, run: Run, alone: bool) -> None:
@@ -286,6 +298,10 @@ class _Join:
             return None
         before = self._allocated[first - 1] if first else 0
         return max(max(self._allocated[first:last], default=before) - before, 0)
+
+
+def _longest_first(times: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(times.items(), key=lambda each: -each[1]))
 
 
 def _graph(known: _Collectives, sums: _Sums) -> MeasuredGraph:

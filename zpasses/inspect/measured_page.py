@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,6 +19,7 @@ from zpasses.inspect.view import Table, Text, table
 __all__ = [
     "ModuleTimes",
     "joined_data",
+    "joined_lines",
     "joined_text",
     "measured_data",
     "measured_parts",
@@ -46,6 +48,11 @@ class ModuleTimes:
     measured_collectives_us: float = 0.0
     exposed_us: float = 0.0
     measured_exposed_us: float = 0.0
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """All times, in the order of the fields."""
+        return tuple(getattr(self, each.name) for each in fields(self)[2:])
 
     @property
     def whole_us(self) -> float:
@@ -103,7 +110,7 @@ def measured_parts(found: MeasuredGraph) -> list[Table | Text | str]:
     shown = [
         (
             f"{row.name} ({row.layers} times)" if row.layers > 1 else row.name,
-            *(time_text(getattr(row, each.name)) for each in fields(row)[2:]),
+            *map(time_text, row.times),
         )
         for row in rows[:_MODULES]
     ]
@@ -159,22 +166,42 @@ def measured_data(found: MeasuredGraph) -> dict[str, Any]:
 
 def joined_text(found: Measured) -> Text:
     """How much of the measured time of collectives is that of nodes, and where the rest is."""
-    lines = [
-        f"{found.joined_share:.1%} of the measured time of collectives is that of nodes of the "
-        f"dump: {time_text(found.joined_us)} of {time_text(found.joined_us + found.unjoined_us)} "
-        "in the whole trace."
-    ]
-    if found.unjoined_us:
-        most = list(found.unjoined.items())[:5]
-        names = ", ".join(f"{one_line(name)} {time_text(time)}" for name, time in most)
-        lines.append(f"Not joined: {names}.")
-    lines += [f"{why}: {count(runs, 'run')}." for why, runs in list(found.reasons.items())[:5]]
+    lines = joined_lines(found)
     process = found.trace.process or {}
     if peak := process.get("peak_device_bytes"):
         lines.append(f"Peak of the device's allocator: {bytes_text(peak)}.")
     if peak := process.get("peak_rss_bytes"):
         lines.append(f"Peak of the process's memory: {bytes_text(peak)}.")
     return Text(tuple(lines))
+
+
+def joined_lines(found: Measured) -> list[str]:
+    """How much of the measured time of collectives is that of nodes, in sentences."""
+    lines = [
+        f"{found.joined_share:.1%} of the measured time of collectives is that of nodes of the "
+        f"dump: {time_text(found.joined_us)} of {time_text(found.joined_us + found.unjoined_us)} "
+        "in the whole trace."
+    ]
+    inside = {name: time - found.outside.get(name, 0.0) for name, time in found.unjoined.items()}
+    inside = {name: time for name, time in inside.items() if time > 0}
+    if inside:
+        lines.append(f"In graphs, but not joined: {_named_times(inside)}.")
+    if found.outside:
+        lines.append(
+            f"Outside of graphs, so no node: {_named_times(found.outside)}. Of the collectives in "
+            f"graphs, {found.joined_share_of_graphs:.1%} is joined."
+        )
+    return [
+        *lines,
+        *(f"{why}: {count(runs, 'run')}." for why, runs in list(found.reasons.items())[:5]),
+    ]
+
+
+def _named_times(times: Mapping[str, float], most: int = 5) -> str:
+    shown = ", ".join(
+        f"{one_line(name)} {time_text(time)}" for name, time in list(times.items())[:most]
+    )
+    return f"{shown} and {len(times) - most} more" if len(times) > most else shown
 
 
 def joined_data(found: Measured) -> dict[str, Any]:
@@ -184,7 +211,9 @@ def joined_data(found: Measured) -> dict[str, Any]:
         "joined_us": found.joined_us,
         "unjoined_us": found.unjoined_us,
         "joined_share": found.joined_share,
+        "joined_share_of_graphs": found.joined_share_of_graphs,
         "unjoined": dict(found.unjoined),
+        "outside_of_graphs": dict(found.outside),
         "reasons": dict(found.reasons),
         "process": dict(found.trace.process or {}),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from zpasses.dumps.format import Compile, Node, Source
 
@@ -23,7 +23,7 @@ def parameter_sources(compiled: Compile) -> dict[str, Source]:
     return found
 
 
-def sources_of(node: Node, of_params: dict[str, Source]) -> tuple[Source, ...]:
+def sources_of(node: Node, of_params: Mapping[str, Source]) -> tuple[Source, ...]:
     """The lines that a node comes from: its own, or those that read its parameters."""
     if node.source is not None and node.source.file:
         return (node.source,)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from zpasses.dumps.format import Node, Snapshot
+from zpasses.dumps.format import Node, Snapshot, Source
 from zpasses.inspect.escape import one_line, one_line_values
 from zpasses.inspect.listing import op_text
+from zpasses.inspect.modules import modules_of
 from zpasses.inspect.schedule import CollectiveSpan, schedule
+from zpasses.inspect.sources import sources_of
 
 __all__ = ["chrome_trace"]
 
@@ -16,19 +18,23 @@ _COMPUTE = 1
 """Thread id of the compute track. The tracks of process groups follow."""
 
 
-def chrome_trace(graphs: Sequence[tuple[str, Snapshot]]) -> dict[str, Any]:
+TracedGraph = tuple[str, Snapshot, Mapping[str, Source]]
+"""Title, graph, and the line that reads each parameter."""
+
+
+def chrome_trace(graphs: Sequence[TracedGraph]) -> dict[str, Any]:
     """A trace with one process per graph. The graphs follow each other in time.
 
     Each process has a track for compute, and one for each process group. Stalls are slices of the
     compute track. Arrows lead from the start of a collective to its waits. Bytes alive are a
     counter. Times are in microseconds.
 
-    Args:
-        graphs: (title, graph) pairs.
+    A slice has the source lines, modules and parameters of its node. A collective of a bucket has
+    those of all its parameters.
     """
     events: list[dict[str, Any]] = []
     offset = 0.0
-    for number, (title, snapshot) in enumerate(graphs, start=1):
+    for number, (title, snapshot, sources) in enumerate(graphs, start=1):
         plan, title = schedule(snapshot), one_line(title)
         base = {"pid": number}
         events.append({**base, "ph": "M", "name": "process_name", "args": {"name": title}})
@@ -63,7 +69,7 @@ def chrome_trace(graphs: Sequence[tuple[str, Snapshot]]) -> dict[str, Any]:
                 "op": node.target,
                 "bytes": node.nbytes,
                 "params": ", ".join(node.params),
-                **_place(node),
+                **_place(node, sources),
             }
             start, length = offset + span.start_us, span.end_us - span.start_us
             events.append(
@@ -80,13 +86,19 @@ def chrome_trace(graphs: Sequence[tuple[str, Snapshot]]) -> dict[str, Any]:
             )
         for collective in plan.collectives:
             track = tracks[collective.group]
-            events += _collective_events(number, track, collective, offset, len(events))
+            place = _place(collective.node, sources)
+            events += _collective_events(number, track, collective, place, offset, len(events))
         offset += plan.total_us
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _collective_events(
-    process: int, track: int, span: CollectiveSpan, offset: float, key: int
+    process: int,
+    track: int,
+    span: CollectiveSpan,
+    place: Mapping[str, str],
+    offset: float,
+    key: int,
 ) -> Iterator[dict[str, Any]]:
     node, collective = span.node, span.node.collective
     assert collective is not None
@@ -98,7 +110,7 @@ def _collective_events(
         "params": ", ".join(node.params),
         "exposed_us": span.exposed_us,
         "queued_us": span.queued_us,
-        **_place(node),
+        **place,
         "route": collective.route,
         "decision": collective.decision,
     }
@@ -106,7 +118,7 @@ def _collective_events(
         process, track, node.name, collective.kind, offset + span.start_us, span.time_us, about
     )
     for at, stall in enumerate(span.stalls):
-        about = {"awaits": node.name}
+        about = {"awaits": node.name, "params": ", ".join(node.params), **place}
         length = stall.end_us - stall.start_us
         yield {
             **_slice(
@@ -125,15 +137,19 @@ def _collective_events(
         yield {**flow, "tid": _COMPUTE, "ph": "f", "bp": "e", "ts": offset + stall.start_us}
 
 
-def _place(node: Node) -> dict[str, Any]:
-    """Source line and module of a node, if they are known."""
-    source = node.source
-    if source is None:
-        return {}
-    return {
-        "source": f"{source.file}:{source.line}" if source.file else "",
-        "module": source.module,
-    }
+_SHOWN = 16
+"""Source lines and modules of a slice."""
+
+
+def _place(node: Node, sources: Mapping[str, Source]) -> dict[str, str]:
+    """Source lines and modules of a node, or of its parameters; empty texts if unknown."""
+    lines = dict.fromkeys(f"{each.file}:{each.line}" for each in sources_of(node, sources))
+    return {"source": _some(tuple(lines)), "module": _some(modules_of(node))}
+
+
+def _some(texts: Sequence[str]) -> str:
+    shown = ", ".join(texts[:_SHOWN])
+    return f"{shown} and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else shown
 
 
 def _slice(

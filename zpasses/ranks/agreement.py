@@ -29,9 +29,10 @@ from zpasses.errors import AgreementError
 from zpasses.graph.nodes import Collective, collectives, is_wait
 from zpasses.graph.sources import describe_source
 from zpasses.graph.tags import tag_of
-from zpasses.ranks.compiling import compiled_graph, how_to_compare
+from zpasses.ranks.compiling import compiled_graph
 from zpasses.ranks.group_names import name_group
 from zpasses.ranks.run_order import RunEvent
+from zpasses.ranks.sequence_difference import first_difference
 from zpasses.ranks.vote import Ballot, group_state, has_other_ranks, vote
 
 __all__ = [
@@ -142,7 +143,9 @@ def _compare(group: str, graph_name: str, sequence: CallSequence, timeout_s: flo
     def combine(ballots: Sequence[Ballot]) -> Ballot:
         for rank, each in zip(ranks, ballots, strict=True):
             if each["digest"] != ballots[0]["digest"]:
-                return {"error": _first_difference(group, ranks[0], ballots[0], rank, each)}
+                return {
+                    "error": first_difference(name_group(group), ranks[0], ballots[0], rank, each)
+                }
         return {"error": None}
 
     missed = f"compile a graph with new collectives (graph {graph_name} here)"
@@ -150,43 +153,6 @@ def _compare(group: str, graph_name: str, sequence: CallSequence, timeout_s: flo
     if error is not None:
         raise AgreementError(error)
     agreed.add(mine)
-
-
-def _first_difference(group: str, rank_a: int, a: Ballot, rank_b: int, b: Ballot) -> str:
-    lines_a, lines_b = a["lines"], b["lines"]
-    shared = min(len(lines_a), len(lines_b))
-    at = next((i for i in range(shared) if lines_a[i] != lines_b[i]), shared)
-    tensor = _first_tensor(a, b, at) if at < shared else None
-    said_a, said_b = (_said(each, at, tensor) for each in (a, b))
-    return (
-        f"ranks would run different collectives on {name_group(group)}. First difference: "
-        f"collective {at + 1} is {said_a} on rank {rank_a} (graph {a['graph']}, {len(lines_a)} "
-        f"collectives) but {said_b} on rank {rank_b} (graph {b['graph']}, {len(lines_b)} "
-        "collectives). "
-        "Every rank must take the same branches and read the same parameters in the same order. "
-        + how_to_compare(rank_a, a.get("dump"), rank_b, b.get("dump"))
-    )
-
-
-def _first_tensor(a: Ballot, b: Ballot, at: int) -> int | None:
-    """The first tensor that differs between two collectives of several; None if none does."""
-    one, other = a["tensors"][at], b["tensors"][at]
-    if len(one) != len(other) or len(one) < 2:
-        return None
-    if a["lines"][at].partition("(")[0] != b["lines"][at].partition("(")[0]:
-        return None
-    return next((i for i in range(len(one)) if one[i] != other[i]), None)
-
-
-def _said(ballot: Ballot, at: int, tensor: int | None) -> str:
-    if at >= len(ballot["lines"]):
-        return "nothing more"
-    if tensor is not None:
-        op, tensors = ballot["lines"][at].partition("(")[0], ballot["tensors"][at]
-        return f"{op} of {len(tensors)} tensors, of which tensor {tensor + 1} is {tensors[tensor]}"
-    place, module = ballot["places"][at], ballot["modules"][at]
-    inside = f" (module {module})" if module else ""
-    return f"{ballot['lines'][at]}{inside}" + (f" at {place}" if place else "")
 
 
 def _params(node: fx.Node) -> tuple[str, ...]:
@@ -218,10 +184,11 @@ def _tensors(node: fx.Node, each: Collective) -> list[str]:
 
 
 def _place(node: fx.Node, index: int) -> str:
-    """Source line of one tensor of a collective of several, which its wait has kept.
-
-    The collective itself has the line of its first tensor.
+    """Source line of one tensor of a collective. Of several, its wait has kept it: the collective
+    itself has the line of its first tensor.
     """
+    if not any(user.target is operator.getitem for user in node.users):
+        return describe_source(node)
     parts = (user for user in node.users if user.target is operator.getitem)
     users = (user for part in parts if part.args[1] == index for user in part.users)
     wait = next((user for user in users if is_wait(user)), None)

@@ -13,6 +13,7 @@ from tests.zpasses.inspect.test_report import (  # noqa: F401
     HOSTILE,
     all_of,
     browser,
+    keys,
     needs_browser,
     one,
     page,
@@ -237,6 +238,52 @@ def test_the_earlier_graph_is_on_the_left(page, address, left, right):  # noqa: 
     one(shown, "button", "Swap").click()
     assert [name.removeprefix("forward, ") for name in titles(shown)] == names[::-1]
     assert shown.execute_script("return state.step") == int(address.split("/")[2])
+
+
+def passes(*names):
+    """A graph whose passes all move the second gather or move it back."""
+    states = [(None, two_gathers())]
+    for at, name in enumerate(names):
+        states.append((name, two_gathers(early=at % 2 == 0)))
+    return graph_of("forward", *states)
+
+
+FULL = ("bucket{cap_mb=1}", "overlap", "bucket{cap_mb=2}")
+COUNTERPARTS = [
+    (FULL, 0, FULL, "before the first pass", None),
+    (FULL, 1, FULL, "bucket{cap_mb=1}", None),
+    (FULL, 2, FULL, "overlap", None),
+    (FULL, 1, ("bucket{cap_mb=9}", *FULL[1:]), "bucket{cap_mb=9}", None),
+    (FULL, 3, ("bucket{cap_mb=2}", "overlap"), "bucket{cap_mb=2}", "2 times in the shown graph"),
+    (FULL, 2, ("bucket{cap_mb=1}",), "bucket{cap_mb=1}", 'has no pass "overlap"'),
+    (("overlap",), 1, ("overlap", "bucket"), "overlap", "1 more pass follows"),
+]
+
+
+def compared_with(shown):
+    return all_of(shown, ".diff-head span")[1].text
+
+
+@needs_browser
+def test_a_step_is_compared_with_the_same_pass_of_the_other_dump(page):  # noqa: F811
+    for own, step, others, expected, why in COUNTERPARTS:
+        first, second = named("a", passes(*own)), named("b", passes(*others))
+        shown = page(_Both(first, second), f"0/forward/{step}/compare/")
+        assert compared_with(shown) == f"b, compile 0/0 forward, {expected}"
+        notices = [each.text for each in all_of(shown, "main .notice")]
+        assert bool(notices) == bool(why), (own, step, others, notices)
+        assert not why or why in notices[0]
+
+
+@needs_browser
+def test_the_other_side_follows_the_shown_pass(page):  # noqa: F811
+    both_ = _Both(named("a", passes(*FULL)), named("b", passes(*FULL)))
+    shown = page(both_, "0/forward/1/compare//with=1%2Fforward%2Fsame")
+    assert compared_with(shown) == "b, compile 0/0 forward, bucket{cap_mb=1}"
+    keys(shown, "]")
+    assert compared_with(shown) == "b, compile 0/0 forward, overlap"
+    select = one(shown, '[aria-label="Compare with"]')
+    assert select.get_attribute("value") == "1/forward/same"
 
 
 @needs_browser

@@ -47,7 +47,8 @@ def test_details_name_the_old_and_the_new_state():
         ("retyped", "f32[4, 4] -> bf16[4, 4]"),
         ("renamed", "mm_1 -> product"),
     ]
-    assert difference.summary == "1 inserted, 1 rewired, 1 retagged, 1 retyped, 1 renamed"
+    kinds = "1 inserted, 1 rewired, 1 retagged, 1 retyped, 1 renamed"
+    assert difference.summary == f"{kinds} (~2 nodes)"
     backward = compare(snapshot(*nodes), before)
     assert (backward.changes[0].kind, backward.changes[0].detail) == ("removed", "had no users")
 
@@ -224,3 +225,16 @@ def test_renamed_node_after_a_change_is_paired_by_its_inputs():
 def test_every_node_of_an_equal_graph_is_paired(seed):
     before, after = chain(40, seed), renumbered(chain(40, seed))
     assert pair_nodes(before, after) == {each.id: each.id + 100 for each in before.nodes}
+
+
+def test_a_node_with_several_kinds_of_changes_counts_once():
+    before = two_gathers()
+    nodes = {each.name: each for each in two_gathers(early=True).nodes}
+    nodes["gather_v"] = replace(nodes["gather_v"], tag=Tag("gather", ("v", "u"), 32))
+    after = snapshot(*nodes.values())
+    found = compare(before, after)
+    assert found.counts == {"moved": 1, "retagged": 1}
+    assert found.changed_nodes == 1
+    assert found.summary == "1 moved, 1 retagged (~1 node)"
+    plain = compare(before, two_gathers(early=True))
+    assert (plain.changed_nodes, plain.summary) == (1, "1 moved")

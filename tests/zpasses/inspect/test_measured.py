@@ -17,7 +17,7 @@ from zpasses.inspect import CollectiveRows, Inspection
 from zpasses.inspect.find import select_graphs
 from zpasses.inspect.launches import length, union
 from zpasses.inspect.measured import _Busy, measure
-from zpasses.inspect.measured_page import module_times
+from zpasses.inspect.measured_page import joined_lines, module_times
 from zpasses.inspect.traces import read_trace
 
 NAMES = ["gather_w", "gather_v"]
@@ -99,6 +99,21 @@ def test_collectives_of_torchs_own_gloo_end_on_other_threads(tmp_path):
     found = measured(tmp_path, [*events, *gloo_run(1000.0)])
     assert found.unjoined == {"c10d::allreduce_": 90 + 50}
     assert found.joined_share == pytest.approx(370 / 510)
+
+
+def test_collectives_outside_of_graphs_are_told_apart_and_wrapping_is_none(tmp_path):
+    outside = [
+        span("_c10d_functional::all_reduce", 10, 20),
+        span("_c10d_functional::_wrap_tensor_autograd", 30, 50),
+    ]
+    found = measured(tmp_path, [*outside, *gloo_run(1000.0)])
+    assert found.unjoined == found.outside == {"_c10d_functional::all_reduce": 20}
+    assert found.joined_share == pytest.approx(370 / 390)
+    assert found.joined_share_of_graphs == 1.0
+    text = " ".join(joined_lines(found))
+    assert "94.9% of the measured time of collectives" in text
+    assert "Outside of graphs, so no node: _c10d_functional::all_reduce 20 us." in text
+    assert "In graphs, but not joined" not in text
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tests.zpasses.inspect.graphs import (
     node,
     small_dump,
     snapshot,
+    two_gathers,
     two_groups,
 )
 from tests.zpasses.inspect.real import real_dump
@@ -529,3 +530,12 @@ def test_overview_compares_a_graph_with_what_is_possible(page):
     ]
     assert widths[1] == pytest.approx(0.75 * widths[0], abs=2)
     assert widths[2] == pytest.approx(0.5 * widths[0], abs=2)
+
+
+@needs_browser
+def test_the_sign_of_changes_counts_a_node_once(page):
+    nodes = {each.name: each for each in two_gathers(early=True).nodes}
+    nodes["gather_v"] = replace(nodes["gather_v"], tag=Tag("gather", ("v", "u"), 32))
+    states = (None, two_gathers()), ("overlap", snapshot(*nodes.values()))
+    shown = page(Inspection(dump_of(graph_of("forward", *states))), "0/forward/1/diff/")
+    assert one(shown, ".nav .count").text == "~1"

@@ -25,6 +25,13 @@ def test_measured_times_stand_beside_the_predicted_ones(browser, tmp_path):  # n
     browser.get(f"{path.as_uri()}#0/forward/2/overview/")
     assert "Measured in 1 run: 1 ms" in one(browser, ".measured").text
     assert "Memory rises by 1 MiB" in one(browser, ".measured").text
+    joined = one(browser, ".joined").text
+    assert "100.0% of the measured time of collectives is that of nodes" in joined
+    browser.get(f"{path.as_uri()}#0/forward/2/timeline/")
+    assert "1 ms measured in 1 run" in one(browser, ".measured-split").text
+    (row,) = [each.text for each in all_of(browser, ".measured-modules tbody tr")[:1]]
+    assert "140 µs" in one(browser, ".measured-modules").text, row
+    assert "100.0% of" in one(browser, ".joined").text
     browser.get(f"{path.as_uri()}#0/forward/0/collectives/")
     assert one(browser, ".grid-row")
     assert not all_of(browser, ".grid-row .col-measured")

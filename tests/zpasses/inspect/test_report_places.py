@@ -23,7 +23,7 @@ from tests.zpasses.inspect.test_report import (  # noqa: F401
     page,
     wait_for,
 )
-from zpasses.dumps.format import Buffer, Failure, Prediction, Ref
+from zpasses.dumps.format import Buffer, Failure, Prediction, Ref, Source
 from zpasses.inspect import Inspection, communication
 
 FAILURE = Failure("KeyError", "'w'", "overlap", raised="train.py:7 in rewrite: names['w']")
@@ -139,6 +139,71 @@ def test_the_address_keeps_filter_and_sorting_and_the_theme_survives(page):  # n
 )
 def test_an_address_that_names_something_else_says_so(page, address, said):  # noqa: F811
     assert said in one(page(Inspection(small_dump()), address), ".notice").text
+
+
+STRANGE = [
+    ("zzz", '"#zzz" names nothing that this page shows: "zzz" is no number'),
+    ("0/forward/last/diff/", '"last" is no number'),
+    ("0/forward/2/listing/gather_v", '"gather_v" is no number'),
+]
+
+
+@needs_browser
+def test_an_address_of_another_form_says_so(page):  # noqa: F811
+    for address, said in STRANGE:
+        shown = page(Inspection(small_dump()), address)
+        assert said in one(shown, ".notice").text
+    shown = page(Inspection(small_dump()), "0/forward/2/compare//with=7%2Fforward%2F1")
+    assert 'no graph "7/forward/1" to compare with' in one(shown, ".notice").text
+    assert not all_of(page(Inspection(small_dump())), ".notice")
+
+
+def long_graph():
+    """60 nodes in two states, of two lines of one file."""
+    nodes = [
+        replace(each, source=Source("model.py", 3 + each.id % 2, "code", "up"))
+        if each.op == "call_function"
+        else each
+        for each in chain(60).nodes
+    ]
+    after = [replace(each, id=900) if each.id == 40 else each for each in nodes]
+    return dump_of(graph_of("forward", (None, snapshot(*nodes)), ("overlap", snapshot(*after))))
+
+
+@needs_browser
+def test_zoom_whole_graph_and_line_survive_a_reload(page):  # noqa: F811
+    shown = page(Inspection(long_graph()))
+    for tab, key in (("memory", "nodes="), ("timeline", "time=")):
+        shown.execute_script(f"go({{graph: 'forward', step: 1, tab: '{tab}', node: null}})")
+        one(shown, "[aria-label='Zoom in']").click()
+        wait_for(shown, f"location.hash.includes('{key}')")
+        kept = shown.execute_script("return location.hash")
+        shown.refresh()
+        one(shown, "[aria-label='Zoom in']").click()
+        wait_for(shown, "location.hash !== arguments[0]", kept)
+        narrow = shown.execute_script(
+            "return ['nodes', 'time'].map((key) => (state.view[key] || '0-0').split('-'))"
+            ".map(([from, to]) => to - from)[arguments[0]]",
+            0 if tab == "memory" else 1,
+        )
+        assert 0 < narrow <= 0.7 * 0.7 * 60 + 1  # twice zoomed in, not once
+    one(shown, "#tab-diff").click()
+    one(shown, "label", "show the whole graph").click()
+    shown.refresh()
+    assert (
+        one(shown, "label", "show the whole graph")
+        .find_element("css selector", "input")
+        .is_selected()
+    )
+    assert not all_of(shown, ".gap")
+    one(shown, "#tab-source").click()
+    one(shown, ".line.source", "code").click()
+    assert shown.execute_script("return state.view.line") == "model.py:3"
+    shown.execute_script("keep({line: 'model.py:4'}); redraw()")
+    shown.refresh()
+    assert "line 4: " in one(shown, ".nodes-of h3").text
+    shown.execute_script("go({node: 2})")  # a node of line 3
+    assert "line 3: " in one(shown, ".nodes-of h3").text
 
 
 @needs_browser

@@ -19,7 +19,7 @@ from tests.zpasses.inspect.graphs import (
     two_groups,
     wait,
 )
-from zpasses.dumps.format import Buffer, Collective, Failure, Prediction
+from zpasses.dumps.format import Buffer, Collective, Failure, Prediction, Ref, Source
 from zpasses.inspect import (
     Inspection,
     NodeFilter,
@@ -529,3 +529,31 @@ def test_missing_graph_does_not_hide_the_others():
 def test_bound_possible_and_achieved_are_one_bar(achieved, possible, bound, bar):
     found = Prediction(achieved, 0.0, possible, bound, 1, 1, 1)
     assert prediction_bar(found, 100.0) == bar
+
+
+def test_slices_of_a_bucket_have_the_lines_and_modules_of_all_its_parameters():
+    reads = [
+        node(
+            at,
+            name,
+            "zpasses.unshard.default",
+            params=(name,),
+            source=Source("model.py", at + 10, "code", name.rpartition(".")[0]),
+        )
+        for at, name in enumerate(("layers.0.up.weight", "layers.1.up.weight"))
+    ]
+    bucket = replace(gather(5, "bucket", 4, 6), params=tuple(each.name for each in reads))
+    shard = node(4, "shard", "shard", op="placeholder")
+    end = node(7, "output", "output", ((Ref(6),),), op="output")
+    dump = Inspection(
+        dump_of(
+            graph_of("joint", (None, snapshot(*reads))),
+            graph_of("forward", (None, snapshot(shard, bucket, wait(6, "w", 5), end))),
+        )
+    )
+    events = dump.timeline("forward")["traceEvents"]
+    for name in ("bucket", "exposed: bucket"):
+        (about,) = [each["args"] for each in events if each["name"] == name]
+        assert about["source"] == "model.py:10, model.py:11"
+        assert about["module"] == "layers.0.up, layers.1.up"
+        assert about["params"] == "layers.0.up.weight, layers.1.up.weight"

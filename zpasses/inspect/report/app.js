@@ -149,7 +149,14 @@ function drawNav() {
                   el("span", { class: "step" }, step.after ? step.after : "before passes"),
                   step.error
                     ? el("span", { class: "count failed" }, "failed")
-                    : changed && el("span", { class: "count" }, countOf(step.diff)),
+                    : changed && el(
+                        "span",
+                        {
+                          class: "count",
+                          title: "Nodes: + inserted, − removed, ~ moved or changed. Each counts once.",
+                        },
+                        countOf(step.diff),
+                      ),
                 ],
                 () => {
                   document.body.classList.remove("with-nav");
@@ -175,9 +182,11 @@ function drawNav() {
   );
 }
 
+// "+2 −1 ~3": nodes. A node that was moved or changed in several ways counts once in "~", as in
+// `Difference.changed_nodes` of zpasses/inspect/difference.py.
 function countOf(diff) {
   const count = (kind) => (diff[kind] || []).length;
-  const other = CHANGES.slice(2).reduce((sum, kind) => sum + count(kind), 0);
+  const other = new Set(CHANGES.slice(2).flatMap((kind) => (diff[kind] || []).map(([id]) => id))).size;
   return [
     count("inserted") && `+${count("inserted")}`,
     count("removed") && `−${count("removed")}`,

@@ -1,22 +1,39 @@
 // Any two graphs side by side: of one compile, of two compiles, of two ranks, or of two dumps.
 
-// What the shown graph is compared with: {compile, data, step, graph}, or null if there is nothing.
+// What the shown graph is compared with: {compile, data, step, graph, why}, or null if there is
+// nothing. `why` says why the page took a step that is not after the same pass.
 function otherSide() {
   const [compile, name, step] = (state.view.with || "").split("/");
   const chosen = compiles[+compile];
   const data = chosen && name && chosen.graphs.find((each) => each.name === name);
+  if (data && step === SAME_PASS) return sideOfCounterpart(chosen, data);
   if (data && data.steps[+step]) return sideOf(chosen, data, +step);
+  const lost = state.view.with
+    ? `This page has no graph "${state.view.with}" to compare with, so it shows another. `
+    : "";
+  const found = likeliestSide();
+  return found && lost ? { ...found, why: lost + (found.why || "") } : found;
+}
+
+function likeliestSide() {
   const others = compiles
     .filter((each) => each !== current.compile)
     .sort((a, b) => closeness(b) - closeness(a));
   for (const each of others) {
     const same = each.graphs.find((graph) => graph.name === state.graph);
-    if (same) return sideOf(each, same, each.last(same));
+    if (same) return sideOfCounterpart(each, same);
   }
   const first = current.data.steps.findIndex((each) => each.order);
   const last = current.compile.last(current.data);
   if (first < 0) return null;
   return sideOf(current.compile, current.data, state.step === first ? last : first);
+}
+
+const SAME_PASS = "same"; // in the address, the step that follows the shown one from pass to pass
+
+function sideOfCounterpart(compile, data) {
+  const { step, why } = counterpart(current.data, state.step, compile, data);
+  return { ...sideOf(compile, data, step), why };
 }
 
 // Another dump is the likeliest to compare with, then another rank.
@@ -52,7 +69,11 @@ function sideName({ compile, data, step }) {
 
 function drawCompare(main) {
   const { shown, other, left, right } = sidesOfComparison();
-  put(main, sideChooser(shown, other, left, right));
+  put(
+    main,
+    sideChooser(shown, other, left, right),
+    other && other.why && el("p", { class: "notice", role: "status" }, other.why),
+  );
   if (!shown.graph) return put(main, notWritten());
   if (!other || !other.graph)
     return put(
@@ -104,23 +125,31 @@ function otherChoice(right) {
       el(
         "optgroup",
         { label: compileName(compile) },
-        byInterest(compile.graphs).flatMap((graph) =>
-          graph.steps.map((step, index) =>
-            el(
-              "option",
-              {
-                value: `${at}/${graph.name}/${index}`,
-                selected: Boolean(
-                  right &&
-                    right.compile === compile &&
-                    right.data === graph &&
-                    right.step === index,
-                ),
-              },
-              sideName({ compile, data: graph, step: index }),
+        byInterest(compile.graphs).flatMap((graph) => {
+          const isShown = (index) =>
+            Boolean(
+              right && right.compile === compile && right.data === graph && right.step === index,
+            );
+          const option = (step, selected, text) =>
+            el("option", { value: `${at}/${graph.name}/${step}`, selected }, text);
+          const follows = "why" in (right || {}) && isShown(right.step);
+          return [
+            compile !== current.compile &&
+              graph.name === state.graph &&
+              option(
+                SAME_PASS,
+                follows,
+                `${sideName(sideOfCounterpart(compile, graph))} (follows the shown pass)`,
+              ),
+            ...graph.steps.map((step, index) =>
+              option(
+                index,
+                !follows && isShown(index),
+                sideName({ compile, data: graph, step: index }),
+              ),
             ),
-          ),
-        ),
+          ];
+        }),
       ),
     ),
   );

@@ -86,6 +86,7 @@ function facts(node, graph) {
     ["bytes alive", bytesText(graph.curves.live[at])],
     ...allocations(node, graph),
     ["estimated time", node.cost ? timeText(node.cost) : ""],
+    ["measured time", measuredNode(graph, node)],
     ["position", `${at + 1} of ${graph.nodes.length}`],
     ...changes.map(([kind, detail]) => [kind, detail]),
   ];
@@ -137,8 +138,7 @@ function collectiveFacts(node, graph) {
     ["exposed", exposedText(collective)],
     [
       "measured",
-      collective.measured &&
-        `${timeText(collective.measured[0])}, ${timeText(collective.measured[1])} exposed`,
+      measuredCollective(collective),
     ],
     [
       "wait",

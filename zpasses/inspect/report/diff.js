@@ -1,7 +1,7 @@
 // The graphs before and after a pass, side by side. A node that was not moved is in one row.
 
 const CONTEXT = 3;
-let wholeGraph = false;
+const isWhole = () => state.view.whole === "1";
 const openGaps = new Set();
 
 function drawDiff(main) {
@@ -89,9 +89,9 @@ function drawDiff(main) {
         {},
         el("input", {
           type: "checkbox",
-          checked: wholeGraph,
+          checked: isWhole(),
           onchange: (event) => {
-            wholeGraph = event.target.checked;
+            keep({ whole: event.target.checked ? "1" : "" });
             redraw();
           },
         }),
@@ -131,7 +131,7 @@ function foldChanges(before, after, aligned) {
     `${state.graph}/${state.step}/diff`,
     isSelected,
   );
-  return wholeGraph ? rows : withoutUnchanged(rows);
+  return isWhole() ? rows : withoutUnchanged(rows);
 }
 
 // Keeps folds, and of the items between two folds those near a change.
@@ -264,7 +264,7 @@ function alignRows(before, after) {
 
 // Replaces each long run of unchanged rows by one row that expands it on a click.
 function foldUnchanged(rows) {
-  if (wholeGraph) return rows;
+  if (isWhole()) return rows;
   const near = new Uint8Array(rows.length);
   rows.forEach((item, at) => {
     if (item.kinds.length || !item.anchor || (item.after && item.after.id === state.node)) {

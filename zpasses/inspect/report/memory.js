@@ -16,7 +16,11 @@ function drawMemory(main) {
   const earlier = before && before !== graph ? curveOfStepBefore(before, graph) : null;
   const most = Math.max(live[peak], earlier ? maxOf(earlier, 0, earlier.length) : 0) || 1;
   const side = el("div", { class: "alive" });
-  const view = { from: 0, to: Math.max(graph.nodes.length - 1, 1) };
+  const end = Math.max(graph.nodes.length - 1, 1);
+  const [from, to] = stretchOf(state.view.nodes, end) || [0, end];
+  const view = { from, to };
+  if (!graph.index.has(state.node) && (at < from || at > to)) at = Math.round((from + to) / 2);
+  const keepStretch = () => keepSoon({ nodes: stretchText(view.from, view.to, end) });
   const chart = canvas({
     height: 320,
     label: "Bytes alive along the graph",
@@ -40,6 +44,7 @@ function drawMemory(main) {
       const width = view.to - view.from;
       view.from = Math.max(0, Math.min(graph.nodes.length - 1 - width, at - width / 2));
       view.to = view.from + width;
+      keepStretch();
     }
     chart.setAttribute("aria-valuenow", at + 1);
     chart.setAttribute(
@@ -56,11 +61,11 @@ function drawMemory(main) {
     return Math.round(view.from + share * (view.to - view.from));
   };
   const zoom = (factor, around = (view.from + view.to) / 2) => {
-    const end = Math.max(graph.nodes.length - 1, 1);
     const width = Math.min(end, Math.max(8, (view.to - view.from) * factor));
     const share = (around - view.from) / (view.to - view.from || 1);
     view.from = Math.max(0, Math.min(end - width, around - share * width));
     view.to = view.from + width;
+    keepStretch();
     chart.repaint();
   };
   chart.addEventListener(

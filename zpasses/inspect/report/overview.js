@@ -8,6 +8,7 @@ function drawOverview(main) {
     tiles(compile),
     ranksCard(),
     predictedStep(compile),
+    joinedNote(compile),
     byInterest(compile.graphs).map((graph) => graphCard(compile, graph)),
     aboutCompile(compile),
   );

@@ -18,6 +18,7 @@ from zpasses.inspect.find import SelectedGraph, select_graphs, select_rank
 from zpasses.inspect.graph_notes import variant_text
 from zpasses.inspect.listing import call_text, note_text, op_text, value_text
 from zpasses.inspect.measured import Measured, MeasuredGraph
+from zpasses.inspect.measured_page import joined_lines, module_times
 from zpasses.inspect.rank_agreement import rank_agreements
 from zpasses.inspect.schedule import schedule
 from zpasses.inspect.sources import parameter_sources
@@ -26,7 +27,7 @@ from zpasses.inspect.views import to_json_value
 __all__ = ["payload"]
 
 
-FORMAT = 4
+FORMAT = 5
 """Version of the page's data. A page reads only reports of the same version."""
 
 
@@ -97,6 +98,7 @@ def _compile(each: Compile, rank: int, measured: Measured | None) -> dict[str, A
     ]
     info = each.info
     sources = parameter_sources(each)
+    joined = None if measured is None else [one_line(line) for line in joined_lines(measured)]
     return {
         "name": one_line(info.name),
         "folder": one_line(each.folder),
@@ -105,6 +107,7 @@ def _compile(each: Compile, rank: int, measured: Measured | None) -> dict[str, A
         "codegen": one_line(info.codegen),
         "pipeline": one_line(info.pipeline),
         "target": one_line_values(info.target),
+        "joined": joined,
         "options": one_line_values(info.options),
         "groups": one_line_values(
             {info.group_title(name): ranks for name, ranks in info.groups.items()}
@@ -223,6 +226,10 @@ def _measured(found: MeasuredGraph) -> dict[str, Any]:
     return {
         "runs": found.runs,
         "total": [_us(found.total_us), _us(plan.total_us)],
+        "compute": [
+            _us(sum(found.operators.values())),
+            _us(sum(found.snapshot.by_id[key].cost_us for key in found.operators)),
+        ],
         "communication": [
             _us(sum(each.time_us for each in found.collectives.values())),
             _us(plan.communication_us),
@@ -230,6 +237,10 @@ def _measured(found: MeasuredGraph) -> dict[str, Any]:
         "exposed": [_us(found.exposed_us), _us(plan.exposed_us)],
         "rise": None if rise is None else [rise, found.predicted_rise_bytes],
         "collectives": times,
+        "operators": {key: _us(time) for key, time in found.operators.items()},
+        "modules": [
+            [one_line(row.name), row.layers, *map(_us, row.times)] for row in module_times(found)
+        ],
     }
 
 

@@ -20,11 +20,18 @@ function drawSource(main) {
     );
   const chosen = state.node !== null && graph.node(state.node);
   if (chosen && chosen.source) sourceFile = chosen.source.file;
+  const [keptFile, keptLine] = splitPlace(state.view.line || "");
+  if (byFile.has(keptFile)) sourceFile = keptFile;
   if (!byFile.has(sourceFile))
     sourceFile = [...byFile.keys()].find((file) => sources[file]) || [...byFile.keys()][0];
   const lines = byFile.get(sourceFile);
   const text = sources[sourceFile] || sparse(lines);
-  let line = chosen && chosen.source ? chosen.source.line : Math.min(...lines.keys());
+  let line =
+    keptFile === sourceFile && keptLine >= 1 && keptLine <= text.length
+      ? keptLine
+      : chosen && chosen.source && chosen.source.file === sourceFile
+        ? chosen.source.line
+        : Math.min(...lines.keys());
   const weight = (number) => (lines.get(number) || []).reduce((sum, node) => sum + node.cost, 0);
   const heaviest = Math.max(1e-9, ...[...lines.keys()].map(weight));
   let lineNodes = [];
@@ -64,6 +71,7 @@ function drawSource(main) {
     },
     pick: (at) => {
       line = at + 1;
+      keep({ line: `${sourceFile}:${line}` });
       fill();
     },
   });
@@ -102,6 +110,8 @@ function drawSource(main) {
           "aria-label": "File",
           onchange: (event) => {
             sourceFile = event.target.value;
+            const first = Math.min(...byFile.get(sourceFile).keys());
+            keep({ line: `${sourceFile}:${first}` });
             go({ node: null });
             redraw();
           },
@@ -125,6 +135,12 @@ function drawSource(main) {
     ),
   );
   fill();
+}
+
+// "model.py:31" -> ["model.py", 31].
+function splitPlace(place) {
+  const at = place.lastIndexOf(":");
+  return [place.slice(0, Math.max(at, 0)), Number(place.slice(at + 1))];
 }
 
 // Items with those of one layer next to each other. Nodes of one line come from all of its calls, and

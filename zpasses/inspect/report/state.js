@@ -6,11 +6,21 @@ const state = { compile: 0, graph: "", step: 0, tab: "overview", node: null, vie
 const listeners = [];
 let notice = ""; // What the address asks for and the dump does not have.
 
-function go(changes) {
+// What of the view belongs to one graph, or to one node: the stretch of nodes that Memory shows, the
+// stretch of time of Timeline, and the line of Source.
+const OF_GRAPH = ["nodes", "time", "line"],
+  OF_NODE = ["line"];
+
+function go(changes, { view, said = "" } = {}) {
   const next = { ...state, ...changes };
-  notice = "";
+  notice = said;
   normalise(next, "step" in changes);
   const before = { ...state };
+  if (view) next.view = view;
+  else if (next.compile !== state.compile || next.graph !== state.graph)
+    next.view = without(state.view, OF_GRAPH);
+  else if (next.node !== null && next.node !== state.node)
+    next.view = without(state.view, OF_NODE);
   Object.assign(state, next);
   if (location.hash !== address()) history.pushState(null, "", address());
   for (const listener of listeners) listener(before);
@@ -29,6 +39,30 @@ function address() {
 function keep(changes) {
   state.view = { ...state.view, ...changes };
   history.replaceState(null, "", address());
+}
+
+// The same for what changes with each turn of a wheel. Browsers limit how often an address changes.
+let writingAddress = null;
+function keepSoon(changes) {
+  state.view = { ...state.view, ...changes };
+  clearTimeout(writingAddress);
+  writingAddress = setTimeout(() => history.replaceState(null, "", address()), 200);
+}
+
+function without(view, keys) {
+  return Object.fromEntries(Object.entries(view).filter(([key]) => !keys.includes(key)));
+}
+
+// "12.5-80" -> [12.5, 80], if that is a stretch within `end`; else null.
+function stretchOf(text, end) {
+  const [from, to] = (text || "").split("-").map(Number);
+  return from >= 0 && from < to && to <= end * (1 + 1e-6) ? [from, Math.min(to, end)] : null;
+}
+
+// The text of a stretch; "" for the whole.
+function stretchText(from, to, end) {
+  const digits = (value) => String(Number(value.toPrecision(7)));
+  return from <= 0 && to >= end ? "" : `${digits(from)}-${digits(to)}`;
 }
 
 function normalise(next, stepGiven) {
@@ -73,11 +107,24 @@ function fromAddress() {
   } catch {
     name = graph;
   }
-  state.view = Object.fromEntries(new URLSearchParams(view || ""));
+  const number = (text) => (/^\d+$/.test(text) ? +text : null);
+  const strange = [compile, step, node].find((part) => part && number(part) === null);
+  const said =
+    known && strange !== undefined
+      ? `The address "${location.hash}" names nothing that this page shows: "${strange}" is no ` +
+        "number. Expected #COMPILE/GRAPH/STEP/VIEW/NODE."
+      : "";
   go(
     known
-      ? { compile: +compile || 0, graph: name, step: +step || 0, tab, node: node ? +node : null }
+      ? {
+          compile: number(compile) ?? 0,
+          graph: name,
+          step: number(step || "0") ?? 0,
+          tab,
+          node: node ? number(node) : null,
+        }
       : {},
+    { view: Object.fromEntries(new URLSearchParams(view || "")), said },
   );
 }
 

@@ -22,6 +22,7 @@ function drawTimeline(main) {
   const stalls = collectives.flatMap((collective) =>
     collective.stalls.map((stall) => ({ ...stall, collective })),
   );
+  const kept = stretchOf(state.view.time, plan.total);
   const view = { from: 0, to: plan.total };
   const groups = [...new Set(collectives.map((collective) => collective.node.collective.group))];
   for (const collective of collectives)
@@ -52,6 +53,7 @@ function drawTimeline(main) {
     const width = Math.min(plan.total, Math.max(plan.total / 1e5, to - from));
     view.from = Math.max(0, Math.min(plan.total - width, from));
     view.to = view.from + width;
+    keepSoon({ time: stretchText(view.from, view.to, plan.total) });
     chart.repaint();
   };
   const zoom = (factor, around) =>
@@ -132,7 +134,8 @@ function drawTimeline(main) {
   const selected =
     collectives.find((collective) => collective.id === state.node) ||
     spans.find((span) => span.node.id === state.node);
-  if (selected) {
+  if (kept && !(selected && (selected.end < kept[0] || selected.start > kept[1]))) window_(...kept);
+  else if (selected) {
     const margin = Math.max((selected.end - selected.start) * 4, plan.total / 12);
     window_(selected.start - margin, selected.end + margin);
   }
@@ -140,6 +143,7 @@ function drawTimeline(main) {
     main,
     current.step.after && runLine(current.step),
     timeBreakdown(plan),
+    measuredBreakdown(graph),
     el(
       "div",
       { class: "bar" },
@@ -178,6 +182,8 @@ function drawTimeline(main) {
       window_(from - (to - from) / 50, to + (to - from) / 50);
       chart.scrollIntoView({ block: "nearest" });
     }),
+    measuredModules(graph),
+    graph.step.measured && joinedNote(current.compile),
   );
 }
 
@@ -385,12 +391,14 @@ function timelineTooltip(graph, { span, collective, stall }) {
         collective.exposed ? `exposed ${exposedText(collective)}` : "hidden by compute",
         wait ? `; wait ${plural(collective.distance, "node")} later` : "",
       ),
+      collective.measured && el("p", {}, `measured ${measuredCollective(collective)}`),
       paramLine(collective.node),
     ];
   }
   return [
     el("b", {}, span.node.name),
     el("p", {}, `${span.node.target}, ${timeText(span.end - span.start)}`),
+    measuredNode(graph, span.node) && el("p", {}, `measured ${measuredNode(graph, span.node)}`),
     span.node.source &&
       el(
         "p",
