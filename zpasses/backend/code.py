@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -104,6 +105,7 @@ class GraphCompiler:
         order: name of a sharded input -> its position among the sharded inputs of the call.
         bound: the parameters of the current call.
         report: tells the other ranks that this rank failed to compile.
+        compiling: context in which votes are about this compile.
         lowering: returns how reductions that a backward deferred are run.
         result_hook: wraps the code of a backward.
         artifacts: the graph's part of the compile cache; None if it takes no part.
@@ -117,12 +119,14 @@ class GraphCompiler:
         order: Mapping[str, int],
         bound: BoundParameters,
         report: Callable[[BaseException], None],
+        compiling: Callable[[], AbstractContextManager[None]],
         lowering: Callable[[], Lowering],
         result_hook: ResultHook,
         artifacts: GraphArtifacts | None,
     ) -> None:
         self._name, self._options, self._recorder = name, options, recorder
-        self._order, self._bound, self._report = order, bound, report
+        self._order, self._bound = order, bound
+        self._report, self._compiling = report, compiling
         self._lowering, self._result_hook, self._artifacts = lowering, result_hook, artifacts
         self._preloaded: tuple[str, StoredVariant, Compiled] | None = None
 
@@ -134,7 +138,7 @@ class GraphCompiler:
         inference = facts.kind == "inference"
 
         def compile_variant(variant: ForwardVariant) -> Compiled:
-            with self.reporting():
+            with self.compiling_late():
                 return self._variant(template, variant)
 
         return boxed(
@@ -156,7 +160,7 @@ class GraphCompiler:
         """
 
         def compile_variant(variant: BackwardVariant) -> Compiled:
-            with self.reporting():
+            with self.compiling_late():
                 return self._variant(template, variant)
 
         if facts.slots:
@@ -201,13 +205,14 @@ class GraphCompiler:
             self._preloaded = (repr((kind, variant)), stored, code)
 
     @contextlib.contextmanager
-    def reporting(self) -> Iterator[None]:
-        """Reports failures of what is compiled late, when the call of the backend is over."""
-        try:
-            yield
-        except Exception as error:
-            self._report(error)
-            raise
+    def compiling_late(self) -> Iterator[None]:
+        """Context of compiles after the call of the backend. Reports their failures."""
+        with self._compiling():
+            try:
+                yield
+            except Exception as error:
+                self._report(error)
+                raise
 
     def _asks(self) -> bool:
         return bool(self._options.agreement) and dist.is_initialized()

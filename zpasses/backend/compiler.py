@@ -245,7 +245,8 @@ class _GraphCompiler:
         ranks = self._options.dumping_ranks()
         dumps = ranks is None or compat.global_rank() in ranks
         folder = self._options.dump_folder() if dumps else None
-        return compiling(self.name, list(self._captured.shards.values()), folder)
+        params, options = list(self._captured.shards.values()), self._options.non_default()
+        return compiling(self.name, params, folder, options)
 
     def _compile(self) -> Callable[..., Any]:
         gm, inputs = self._captured.gm, self._captured.inputs
@@ -353,6 +354,7 @@ class _GraphCompiler:
             order,
             self._bound,
             self.report,
+            self._compiling,
             self._lowering,
             self._result_hook,
             artifacts,
@@ -461,7 +463,7 @@ class _GraphCompiler:
     def _backward(self, codegen: Codegen, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         graphs = self._graph_compiler(self._artifacts)
         if compat.in_backward():
-            with no_garbage_collection(), graphs.reporting():
+            with no_garbage_collection(), graphs.compiling_late():
                 return self._compile_backward(graphs, codegen, gm, inputs)
         # torch compiles backwards of dynamic shapes ahead, and others when they first run. Ranks
         # may hold one of each, but must vote in one order: all compile when the backward first
@@ -477,12 +479,7 @@ class _GraphCompiler:
                 compile_it = functools.partial(
                     self._compile_backward, graphs, codegen, copied, inputs
                 )
-                with (
-                    no_garbage_collection(),
-                    state.restored(),
-                    graphs.reporting(),
-                    self._compiling(),
-                ):
+                with no_garbage_collection(), state.restored(), graphs.compiling_late():
                     compiled.append(compat.call_with_stack_room(compile_it))
             return compiled[0](args)
 

@@ -136,8 +136,9 @@ def _compare(group: str, graph_name: str, sequence: CallSequence, timeout_s: flo
     mine, agreed = sequence.digest(), group_state(group).agreed
     if mine in agreed:
         return
-    dump = (compiled_graph() or {}).get("dump")
-    ballot = {"graph": graph_name, "digest": mine, "dump": dump, **asdict(sequence)}
+    compiled = compiled_graph() or {}
+    given = {name: compiled.get(name) for name in ("dump", "options")}
+    ballot = {"graph": graph_name, "digest": mine, **given, **asdict(sequence)}
     ranks = compat.group_ranks(group)
 
     def combine(ballots: Sequence[Ballot]) -> Ballot:

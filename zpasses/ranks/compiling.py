@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["compiled_graph", "compiling", "graphs_differ", "how_to_compare"]
+__all__ = ["compiled_graph", "compiling", "graphs_differ", "how_to_compare", "options_differ"]
 
 _current: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
     "zpasses.compiled_graph", default=None
@@ -17,15 +17,22 @@ _MOST = 4
 
 
 @contextlib.contextmanager
-def compiling(name: str, params: Sequence[str], dump: str | None = None) -> Iterator[None]:
+def compiling(
+    name: str,
+    params: Sequence[str],
+    dump: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Iterator[None]:
     """Context manager: votes inside it are about the compile of a graph.
 
     Args:
         name: of the graph, such as `0/0`.
         params: names of the sharded parameters that it reads.
         dump: folder that this rank writes the graph into; None if it does not.
+        options: the options of the backend that this rank gave.
     """
-    token = _current.set({"name": name, "params": list(params), "dump": dump})
+    given = {"name": name, "params": list(params), "dump": dump, "options": dict(options or {})}
+    token = _current.set(given)
     try:
         yield
     finally:
@@ -60,9 +67,31 @@ def graphs_differ(
         said = [
             f"Rank {rank} compiles graph {graph['name']}, and rank {other_rank} {other['name']}."
         ]
-    return f" {' '.join(said)} " + how_to_compare(
+    options = options_differ(rank, graph.get("options"), other_rank, other.get("options"))
+    return f" {' '.join(said)} {options}" + how_to_compare(
         rank, graph.get("dump"), other_rank, other.get("dump")
     )
+
+
+def options_differ(
+    rank: int, options: Mapping[str, Any] | None, other_rank: int, others: Mapping[str, Any] | None
+) -> str:
+    """Returns a sentence that names the options of the backend which two ranks gave differently.
+
+    Empty if they gave the same. Options of dumps may differ between ranks.
+    """
+    options, others = options or {}, others or {}
+    said = [
+        f"{name} is {_value(options, name)} on rank {rank} and {_value(others, name)} on rank "
+        f"{other_rank}"
+        for name in dict.fromkeys((*options, *others))
+        if not name.startswith("dump") and options.get(name) != others.get(name)
+    ]
+    return f"The options differ: {', '.join(said)}. " if said else ""
+
+
+def _value(options: Mapping[str, Any], name: str) -> str:
+    return repr(options[name]) if name in options else "not given"
 
 
 def how_to_compare(rank: int, dump: str | None, other_rank: int, other_dump: str | None) -> str:

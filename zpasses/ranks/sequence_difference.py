@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from zpasses.ranks.compiling import how_to_compare
+from zpasses.ranks.compiling import how_to_compare, options_differ
 from zpasses.ranks.vote import Ballot
 
 __all__ = ["first_difference"]
@@ -33,11 +33,12 @@ def first_difference(group: str, rank_a: int, a: Ballot, rank_b: int, b: Ballot)
     only_a, only_b = _only(a, b, at), _only(b, a, at)
     told = tensor is not None and max(len(only_a), len(only_b)) <= 1
     only = "" if told else _only_text(rank_a, only_a) + _only_text(rank_b, only_b)
+    options = options_differ(rank_a, a.get("options"), rank_b, b.get("options"))
     return (
         f"ranks would run different collectives on {group}. First difference: "
         f"collective {at + 1} is {said_a} on rank {rank_a} (graph {a['graph']}, {len(lines_a)} "
         f"collectives) but {said_b} on rank {rank_b} (graph {b['graph']}, {len(lines_b)} "
-        f"collectives). {only}"
+        f"collectives). {only}{options}"
         "Every rank must take the same branches and read the same parameters in the same order. "
         + how_to_compare(rank_a, a.get("dump"), rank_b, b.get("dump"))
     )

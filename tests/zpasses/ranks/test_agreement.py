@@ -87,6 +87,31 @@ def test_a_shorter_sequence_is_named_too():
         assert "nothing more on rank 1 (graph 0/0, 2 collectives)" in message
 
 
+def _own_options(options):
+    return _another_branch("second", **options[dist.get_rank()])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ({"zero_stage": 2, "pipeline": None}, {"zero_stage": 3, "pipeline": None}),
+            "zero_stage is 2 on rank 0 and 3 on rank 1. ",
+        ),
+        (
+            ({}, {"pipeline": "merge-reads,gather-params,reduce-grads"}),
+            "pipeline is 'merge-reads,gather-params,reduce-grads,reshard-after-forward' on rank 0 "
+            "and 'merge-reads,gather-params,reduce-grads' on rank 1. ",
+        ),
+    ],
+)
+def test_options_that_differ_are_named(options, said):
+    for _, message in (
+        outcome.result for outcome in run_in_fresh_ranks(_own_options, options, timeout_s=100)
+    ):
+        assert f"The options differ: {said}" in message
+
+
 def test_the_same_branch_agrees():
     assert [outcome.result for outcome in run_in_fresh_ranks(_another_branch, "second")] == [
         None,

@@ -1,6 +1,6 @@
 """What an error says about the graphs that ranks compile."""
 
-from zpasses.ranks.compiling import compiled_graph, compiling, graphs_differ
+from zpasses.ranks.compiling import compiled_graph, compiling, graphs_differ, options_differ
 
 SHOW = (
     "To see the graphs, run with options={'dump': DIR, 'dump_ranks': 'all'}, and then: zpasses "
@@ -42,3 +42,14 @@ def test_a_dump_of_both_ranks_is_named():
     assert text.endswith(" To see the graphs: zpasses diff 'my dump' --ranks 0 1")
     text = graphs_differ(1, graph("a.w", dump=None), 0, graph("b.w", dump="my dump"))
     assert text.endswith(SHOW)
+
+
+def test_options_that_differ_are_named():
+    given = {"zero_stage": 2, "codegen": "eager", "dump": "a"}
+    assert options_differ(0, given, 1, {**given, "dump": "b"}) == ""
+    text = options_differ(0, given, 3, {"codegen": "eager", "backwards_per_step": 4})
+    assert text == (
+        "The options differ: zero_stage is 2 on rank 0 and not given on rank 3, "
+        "backwards_per_step is not given on rank 0 and 4 on rank 3. "
+    )
+    assert options_differ(0, None, 1, None) == ""

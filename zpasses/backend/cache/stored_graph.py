@@ -69,7 +69,7 @@ class StoredGraph:
         def run(args: list[Any]) -> Any:
             code = self._code.get(kind)
             if code is None:  # the first backward
-                with self._graphs.reporting():
+                with self._graphs.compiling_late():
                     code = self._code[kind] = self._backward()
             return code(args)
 
