@@ -318,7 +318,7 @@ def test_expert_parallelism_of_all_stages(stage, windows):
 @pytest.mark.slow(quick="test_hybrid_sharding_of_experts")
 @pytest.mark.parametrize(("stage", "windows"), [(1, 1), (2, 1), (3, 2)])
 def test_experts_on_a_mesh_of_their_own(stage, windows):
-    run_on_ranks(_train, "mixtral", "experts", stage, windows, torch.float32, True, ranks=4)
+    run_on_ranks(_train, "mixtral", "experts", stage, windows, ranks=4)
 
 
 # --- simulated ranks ------------------------------------------------------------------------------
