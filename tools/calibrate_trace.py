@@ -13,6 +13,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from zpasses.cost.target import TARGETS, Target
 from zpasses.dumps.format import Node, Snapshot
@@ -143,7 +144,7 @@ def fit_target(base: Target, figures: TraceFigures) -> Target:
     if launch_us <= 0:
         hop_us = _LEAST_HOP_US
         launch_us, us_per_byte = _line(figures.collectives, hop_us)
-    changes = {}
+    changes: dict[str, float] = {}
     if us_per_byte > 0:
         changes = {
             "hop_us": hop_us,
@@ -162,7 +163,7 @@ def fit_target(base: Target, figures: TraceFigures) -> Target:
     ):
         if measured and predicted:
             changes[name] = getattr(base, name) * predicted / measured
-    rounded = {name: float(f"{value:.4g}") for name, value in changes.items()}
+    rounded: dict[str, Any] = {name: float(f"{value:.4g}") for name, value in changes.items()}
     return replace(base, **rounded)
 
 
