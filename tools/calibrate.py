@@ -8,6 +8,12 @@ of several sizes by themselves and in parallel with matrix products. It fits a l
 and two slowdowns (of compute, and of gathers that overlap with compute) to the slowest rank's
 times. The file has one entry per architecture and versions, so it can hold several machines. The
 machine should be otherwise idle.
+
+    zpasses measure -o measured -- torchrun --nproc-per-node 8 train.py
+    ZPASSES_TARGET="$(python -m zpasses.tools.calibrate --measured measured)" torchrun ...
+
+With --measured, the figures are those of a run of your own program instead, and the command prints
+a target.
 """
 
 from __future__ import annotations
@@ -27,10 +33,12 @@ import torch.distributed as dist
 
 from zpasses import compat, sdma
 from zpasses.cost.routes import FORMAT, machine_key
+from zpasses.dumps.errors import DumpError
 from zpasses.sdma.lifecycle import available_routes
 from zpasses.sdma.mori_route import installed_version
 from zpasses.sdma.platform import platform_of
 from zpasses.sdma.routes import Route
+from zpasses.tools.calibrate_trace import target_from_run
 
 __all__ = ["Sample", "fit", "main", "measure", "write"]
 
@@ -292,7 +300,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=4096,
         help="rows and columns of the matrices that are multiplied in parallel",
     )
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        metavar="DIR",
+        help="print the target of a run that `zpasses measure` recorded, or of a dump",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="with --measured: a trace of torch.profiler of the run that wrote the dump; once per\n"
+        "rank. By default, those in the folder",
+    )
     options = parser.parse_args(arguments)
+    if options.measured is not None:
+        try:
+            print(target_from_run(options.measured, options.trace))
+        except (DumpError, ValueError) as error:
+            parser.error(str(error))
+        return
+    if options.trace:
+        parser.error("--trace needs --measured DIR, the dump of the run")
     if options.largest_mib < 1 or options.repeat < 1 or options.matrix < 1:
         parser.error("--largest-mib, --repeat and --matrix must be at least 1")
     if "RANK" not in os.environ:

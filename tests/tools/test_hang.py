@@ -185,6 +185,35 @@ def test_ranks_whose_vote_failed_do_not_wait(tmp_path, activities, said):
     assert said in str(inspection(tmp_path).hang())
 
 
+def test_an_activity_before_the_last_collective_is_unknown(tmp_path):
+    write_progress(tmp_path, 0, collectives=3, waits=3)
+    write_progress(tmp_path, 1, collectives=2, activity="after graph 0/0 forward")
+    found = inspection(tmp_path).hang()
+    assert "What rank 1 did after its last collective, which started at " in str(found)
+    assert "is unknown: with agreement=False" in str(found)
+    assert "last seen" not in str(found)
+    (about,) = found.data["activities"]
+    assert about["outdated_since_s"] >= about["at_s"]
+
+
+def test_a_run_of_a_graph_is_current_while_its_collectives_start(tmp_path):
+    write_progress(tmp_path, 0, collectives=3, waits=3)
+    write_progress(tmp_path, 1, collectives=2, activity="running graph 0/0 forward")
+    assert "Rank 1 was last seen running graph 0/0 forward" in str(inspection(tmp_path).hang())
+
+
+def test_ranks_in_a_vote_have_the_node_of_their_last_collective(tmp_path):
+    said = "waiting for other ranks at the schedule (group '0', to come to graph 0/0 backward)"
+    written = write_progress(tmp_path, 0, collectives=3)
+    written.activity(said)
+    write_progress(tmp_path, 1, collectives=2).activity("after graph 0/0 forward")
+    text = str(inspection(tmp_path).hang())
+    assert "Rank 0 waits for other ranks in a vote, and rank 1 did not come." in text
+    assert f"Rank 0 was last seen {said}" in text
+    assert "0/0 forward gather_c" in text
+    assert "0/0 forward gather_b" in text
+
+
 def test_every_line_of_a_file_of_progress_stays_in_its_place(tmp_path):
     written = write_progress(tmp_path, 0, collectives=3, activity="x" * 1000)
     data = written.path.read_bytes()

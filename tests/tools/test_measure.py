@@ -9,11 +9,13 @@ import torch
 from click.testing import CliRunner
 
 import zpasses
+from zpasses.cost.target import TARGETS, Target
 from zpasses.inspect import open as open_dump
 from zpasses.inspect.traces import read_trace
 from zpasses.runtime.profiling import Watch, watch_if_profiling
 from zpasses.testing import run_on_ranks, world_mesh
 from zpasses.tools.bench.model import ModelSize, build_model
+from zpasses.tools.calibrate_trace import target_from_run
 from zpasses.tools.cli.main import cli
 
 PROGRAM = """
@@ -100,6 +102,9 @@ def test_measure_runs_a_program_and_shows_both_times(tmp_path, codegen):
     assert data["process"]["steps"] == 2
     assert data["process"]["peak_rss_bytes"] > 1 << 20
     assert "--trace" in done.stderr
+    found = target_from_run(output)
+    assert found.tflops != TARGETS["cpu"].tflops
+    assert Target.parse(str(found)) == found
     again = CliRunner().invoke(cli, ["measure", "-o", str(output), str(program)])
     assert again.exit_code == 2
     assert "is no empty folder" in again.stderr

@@ -47,6 +47,8 @@ class RankHang:
     """The nodes that this collective may be; one, if it is certain."""
     activity: str = ""
     activity_s: float | None = None
+    outdated_since_s: float | None = None
+    """See `RankState.outdated_since_s`."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ def _group(
         last = of_group.waits or of_group.started
         places = finder.places(rank, name, last, of_group.history) if last is not None else ()
         what = _what(of_group, number)
-        ranks.append(RankHang(rank, what, last, places, state.activity, state.activity_s))
+        said = (state.activity, state.activity_s, state.outdated_since_s)
+        ranks.append(RankHang(rank, what, last, places, *said))
     label = next(
         (
             each.info.group_labels[name]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zpasses.dumps.format import Dump
-from zpasses.inspect.hang import GroupHang, Place, RankHang, find_hangs
+from zpasses.inspect.hang import GroupHang, NodeFinder, Place, RankHang, find_hangs
 from zpasses.inspect.modules import modules_of, modules_text
 from zpasses.inspect.rank_states import LastCollective, RankState
 from zpasses.inspect.shared import params_text
@@ -29,12 +29,17 @@ def hang_view(dump: Dump, states: Mapping[int, RankState]) -> View:
     for each in hangs:
         parts += _group_parts(each)
     if not hangs:
-        parts += _nothing(states)
+        parts += _nothing(dump, states)
     data = {
         "ranks": sorted(states),
         "groups": [_group_data(each) for each in hangs],
         "activities": [
-            {"rank": rank, "activity": state.activity, "at_s": state.activity_s}
+            {
+                "rank": rank,
+                "activity": state.activity,
+                "at_s": state.activity_s,
+                "outdated_since_s": state.outdated_since_s,
+            }
             for rank, state in states.items()
             if state.activity
         ],
@@ -42,28 +47,46 @@ def hang_view(dump: Dump, states: Mapping[int, RankState]) -> View:
     return View("", tuple(parts), data)
 
 
-def _nothing(states: Mapping[int, RankState]) -> list[Table | Text | str]:
+def _nothing(dump: Dump, states: Mapping[int, RankState]) -> list[Table | Text | str]:
     if not states:
         return [
             "No file says what a rank did last. Ranks over gloo write one if they write a dump; "
             "for NCCL, give the files of torch's flight recorder (TORCH_FR_BUFFER_SIZE=2000, "
             "TORCH_FR_DUMP_TEMP_FILE=PREFIX)."
         ]
+    finder = NodeFinder(dump)
     rows = [
-        (rank, name, _collective(last.started), _clock(last.started))
+        (
+            rank,
+            name,
+            _collective(last.started),
+            *_about(finder.places(rank, name, last.started, last.history) if last.started else ()),
+            _clock(last.started),
+        )
         for rank, state in list(states.items())[:_RANKS]
         for name, last in state.groups.items()
     ]
     return [
         Text(("No rank waits in a collective.", *_votes(states))),
-        table(("rank", "group", "last collective", "at (UTC)"), rows) if rows else "",
-        *(_activity(rank, state.activity, state.activity_s) for rank, state in states.items()),
+        table(
+            ("rank", "group", "last collective", *_ABOUT, "at (UTC)"),
+            rows,
+            yields=("at (UTC)", *_ABOUT[:0:-1]),
+            below=_ABOUT[1:],
+        )
+        if rows
+        else "",
+        *(_activity(rank, state) for rank, state in states.items()),
     ]
 
 
 def _votes(states: Mapping[int, RankState]) -> list[str]:
     """Ranks that wait in a vote of zpasses, which uses no collective, or whose vote failed."""
-    said = {rank: state.activity for rank, state in states.items() if _VOTE in state.activity}
+    said = {
+        rank: state.activity
+        for rank, state in states.items()
+        if _VOTE in state.activity and state.outdated_since_s is None
+    }
     waiting = [rank for rank, activity in said.items() if activity.startswith(_VOTE)]
     failed = [rank for rank in said if rank not in waiting]
     absent = [rank for rank in states if rank not in said]
@@ -84,11 +107,7 @@ def _group_parts(hang: GroupHang) -> list[Table | Text | str]:
         "rank",
         "",
         "collective",
-        "node",
-        "parameters",
-        "module",
-        "source",
-        "pass",
+        *_ABOUT,
         "at (UTC)",
     )
     rows = [_row(each) for each in ranks[:_RANKS]]
@@ -103,7 +122,7 @@ def _group_parts(hang: GroupHang) -> list[Table | Text | str]:
         ),
         f"and {left} more ranks (--json has all)." if left else "",
         *(
-            _activity(each.rank, each.activity, each.activity_s)
+            _activity(each.rank, each)
             for each in ranks
             if each.state == "missing" and each.activity
         ),
@@ -148,6 +167,10 @@ def _row(each: RankHang) -> tuple[object, ...]:
     return (each.rank, what, number, *about, _clock(last))
 
 
+_ABOUT = ("node", "parameters", "module", "source", "pass")
+"""The columns of `_about`."""
+
+
 def _about(places: Sequence[Place]) -> tuple[str, ...]:
     """Node, parameters, module, source and pass."""
     if not places:
@@ -183,11 +206,18 @@ def _time(at_s: float) -> str:
     return at.strftime("%H:%M:%S.%f")[:-3]
 
 
-def _activity(rank: int, activity: str, at_s: float | None) -> str:
-    if not activity:
+def _activity(rank: int, state: RankState | RankHang) -> str:
+    """What a rank did last, or that it is not known."""
+    if not state.activity:
         return ""
-    return f"Rank {rank} was last seen {activity}" + (
-        f", at {_time(at_s)}." if at_s is not None else "."
+    if state.outdated_since_s is not None:
+        return (
+            f"What rank {rank} did after its last collective, which started at "
+            f"{_time(state.outdated_since_s)}, is unknown: with agreement=False, a rank does not "
+            "say which graph it runs."
+        )
+    return f"Rank {rank} was last seen {state.activity}" + (
+        f", at {_time(state.activity_s)}." if state.activity_s is not None else "."
     )
 
 
@@ -237,4 +267,5 @@ def _rank_data(each: RankHang) -> dict[str, Any]:
         ],
         "activity": each.activity,
         "activity_s": each.activity_s,
+        "outdated_since_s": each.outdated_since_s,
     }

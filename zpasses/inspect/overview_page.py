@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -292,16 +293,32 @@ def _compile_data(each: Compile) -> dict[str, Any]:
     }
 
 
-def prediction_text(found: Prediction, total_us: float) -> str:
+def contention_text(target: Mapping[str, Any]) -> str:
+    """What the timing model of `schedule` counts, and the schedule of the views does not.
+
+    On a CPU, the start of a collective keeps compute waiting (`issue_us`), and collectives and
+    compute do not slow each other otherwise. `contentionText` of predicted.js says the same.
+    """
+    issue = target.get("issue_us")
+    starts = isinstance(issue, (int, float)) and issue > 0
+    if starts and target.get("architecture") == "cpu":
+        return "the start of each collective keeps compute waiting"
+    both = "collectives and compute slow each other"
+    return f"{both}, and the start of each collective keeps compute waiting" if starts else both
+
+
+def prediction_text(
+    found: Prediction, total_us: float, target: Mapping[str, Any] | None = None
+) -> str:
     """One sentence about a prediction.
 
     Args:
-        total_us: time of the same graph without what the prediction adds: by how much collectives
-            and the compute beside them slow each other.
+        total_us: time of the same graph without what the prediction adds; see `contention_text`.
+        target: figures of the target of the compile.
     """
     slowed = found.total_us - total_us
     more = (
-        f" ({time_text(slowed)} of it because collectives and compute slow each other)"
+        f" ({time_text(slowed)} of it because {contention_text(target or {})})"
         if slowed > _NOTABLE * found.total_us
         else ""
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,6 +62,10 @@ class RankState:
     activity: str = ""
     """What zpasses did on this rank last; empty if it is unknown."""
     activity_s: float | None = None
+    outdated_since_s: float | None = None
+    """When the rank started a collective after which it says nothing of what it does: with
+    `agreement=False`, runs of graphs are no activities. None if the activity is its last.
+    """
     members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Group -> its ranks, as far as the file says."""
 
@@ -110,7 +114,22 @@ def _state(rank: int, path: Path, dump: Dump) -> RankState:
         else:
             world = record.integer("world")
     groups = {name: GroupState(started.get(name), waits.get(name)) for name in {**started, **waits}}
-    return RankState(rank, path, groups, world, activity, activity_s)
+    outdated = _outdated_since(groups.values(), activity, activity_s)
+    return RankState(rank, path, groups, world, activity, activity_s, outdated)
+
+
+def _outdated_since(
+    groups: Iterable[GroupState], activity: str, activity_s: float | None
+) -> float | None:
+    """When the rank did something else than what its activity says; None if that is not known.
+
+    A checked run of a graph says that it is running before it starts a collective.
+    """
+    if activity_s is None or activity.startswith("running "):
+        return None
+    times = [each.started.at_s for each in groups if each.started is not None]
+    latest = max((at for at in times if at is not None), default=activity_s)
+    return latest if latest > activity_s else None
 
 
 def _last(record: Record, limits: Limits) -> LastCollective:

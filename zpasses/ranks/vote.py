@@ -360,6 +360,14 @@ class _VoteRound:
                 combined = {**combined, "error": f"{combined['error']}{before}"}
             return combined
 
+    def _about(self) -> str:
+        """Which group votes, and on what: " (group '0', to come to graph 0/0 forward)"."""
+        group = "" if dimension_of(self.group) else f"group {self.group!r}"
+        plain = self.missed == f"reach {self.occasion}"
+        parts = [group, "" if plain else f"to {self.missed}"]
+        text = ", ".join(part for part in parts if part)
+        return f" ({text})" if text else ""
+
     def _once(self, ballot: Ballot, combine: Combine, started: float) -> Ballot:
         process_group, store = compat.process_group(self.group), compat.default_store()
         state, rank = group_state(self.group), process_group.rank()
@@ -370,7 +378,9 @@ class _VoteRound:
         sent = {"occasion": self.occasion, "ballot": ballot, "compiles": compiled_graph()}
         store.set(f"{key}/{rank}", _pack(sent))
         where = f" of {name_group(self.group)}" if dimension_of(self.group) else ""
-        with heartbeat.activity(f"waiting for other ranks{where} at {self.occasion}"):
+        with heartbeat.activity(
+            f"waiting for other ranks{where} at {self.occasion}{self._about()}"
+        ):
             if rank == 0:
                 result = self._collect(store, key, combine, started)
                 if "superseded" not in result:

@@ -19,7 +19,7 @@ from tests.zpasses.inspect.test_report import (  # noqa: F401
     page,
     wait_for,
 )
-from zpasses.dumps.format import Buffer, Ref
+from zpasses.dumps.format import Buffer, Failure, Ref
 from zpasses.inspect import Inspection, compare, pair_nodes
 from zpasses.inspect import open as open_dump
 from zpasses.inspect.comparison import Comparison
@@ -258,6 +258,21 @@ COUNTERPARTS = [
     (FULL, 2, ("bucket{cap_mb=1}",), "bucket{cap_mb=1}", 'has no pass "overlap"'),
     (("overlap",), 1, ("overlap", "bucket"), "overlap", "1 more pass follows"),
 ]
+
+
+@needs_browser
+def test_graphs_of_a_compile_that_failed_are_no_whole_step(page):  # noqa: F811
+    failure = Failure("KeyError", "w", "overlap")
+    graph = graph_of("forward", (None, two_gathers()), ("overlap", None), error=failure)
+    whole = dump_of(graph_of("forward", (None, two_gathers())))
+    failed = Inspection(replace(dump_of(graph, error=failure), path=Path("failed")))
+    shown = page(_Both(failed, Inspection(whole)), "0/forward/0/compare/")
+    text = one(shown, "main").text
+    assert "Part of a step: forward" in text
+    assert (
+        "failed, compile 0/0 failed in overlap, so other graphs of the step may be missing" in text
+    )
+    assert "Whole step" not in text
 
 
 def compared_with(shown):

@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +26,7 @@ from tests.zpasses.inspect.graphs import (
 )
 from tests.zpasses.inspect.real import real_dump
 from zpasses.dumps.format import Buffer, Collective, Failure, Prediction, Ref, Source, Tag
-from zpasses.inspect import Inspection
+from zpasses.inspect import Inspection, report
 from zpasses.inspect import open as open_dump
 
 BROWSER = (
@@ -539,3 +540,31 @@ def test_the_sign_of_changes_counts_a_node_once(page):
     states = (None, two_gathers()), ("overlap", snapshot(*nodes.values()))
     shown = page(Inspection(dump_of(graph_of("forward", *states))), "0/forward/1/diff/")
     assert one(shown, ".nav .count").text == "~1"
+
+
+def luminance(color):
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one, other):
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def mixed(color, ground, share):
+    pairs = [(int(color[at : at + 2], 16), int(ground[at : at + 2], 16)) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(a * share + b * (1 - share)):02x}" for a, b in pairs)
+
+
+def test_exposed_times_are_readable_on_every_ground():
+    style = (Path(report.__file__).parent / "style.css").read_text()
+    found = dict(re.findall(r"--([a-z-]+): light-dark\((#\w{6}, #\w{6})\)", style))
+    for theme in (0, 1):
+        color = {name: pair.split(", ")[theme] for name, pair in found.items()}
+        for ground in ("page", "panel", "raised"):
+            assert contrast(color["exposed-text"], color[ground]) >= 4.5
+            bar = mixed(color["exposed"], color[ground], 0.2)  # the bar behind the figure
+            assert contrast(color["exposed-text"], bar) >= 4.5
+        assert contrast(color["on-fill"], color["exposed"]) >= 4.5

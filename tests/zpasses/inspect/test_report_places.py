@@ -284,3 +284,20 @@ def test_the_overview_shows_how_far_the_step_is_from_its_bound(page):  # noqa: F
         each.get_attribute("style") for each in card.find_elements("css selector", ".predicted-bar")
     ]
     assert widths == ["width: 100%;", "width: 75%;", "width: 50%;"]
+
+
+@needs_browser
+def test_a_layer_begins_once_in_memory(page):  # noqa: F811
+    modules = ["layers.0.up", "layers.1.up", "", "layers.1.up", "layers.0.up", "layers.2.up"]
+    nodes = [node(0, "x", "x", op="placeholder")] + [
+        node(at, f"n{at}", args=(Ref(at - 1),), source=Source("m.py", 1, "code", module))
+        for at, module in enumerate(modules, 1)
+    ]
+    nodes.append(node(7, "output", "output", ((Ref(6),),), op="output"))
+    shown = page(Inspection(dump_of(graph_of("forward", (None, snapshot(*nodes))))))
+    starts = shown.execute_script(
+        "go({graph: 'forward', step: 0, tab: 'memory'});"
+        "return layerStarts(current.graph, 0, 8).map(({at, layer}) => [at, layer])"
+    )
+    assert [at for at, _ in starts] == [1, 2, 6]
+    assert len({layer for _, layer in starts}) == 3

@@ -29,7 +29,7 @@ from zpasses.inspect import (
     memory,
     schedule,
 )
-from zpasses.inspect.overview_page import prediction_bar
+from zpasses.inspect.overview_page import contention_text, prediction_bar
 from zpasses.inspect.report.payload import payload
 
 
@@ -557,3 +557,11 @@ def test_slices_of_a_bucket_have_the_lines_and_modules_of_all_its_parameters():
         assert about["source"] == "model.py:10, model.py:11"
         assert about["module"] == "layers.0.up, layers.1.up"
         assert about["params"] == "layers.0.up.weight, layers.1.up.weight"
+
+
+def test_what_the_prediction_counts_depends_on_the_target():
+    both = "collectives and compute slow each other"
+    starts = "the start of each collective keeps compute waiting"
+    assert contention_text({"architecture": "sm90", "issue_us": 0.0}) == both
+    assert contention_text({"architecture": "cpu", "issue_us": 500.0}) == starts
+    assert contention_text({"architecture": "gfx942", "issue_us": 5.0}) == f"{both}, and {starts}"

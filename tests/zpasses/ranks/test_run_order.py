@@ -220,7 +220,7 @@ def test_another_number_of_micro_batches_is_an_error_in_later_steps():
     first, second = (each.result for each in run_in_fresh_ranks(_micro_batches_by_rank, 5))
     assert "rank 0 waited in a collective while running graph 0/0 forward" in first[1]
     assert "Rank 1 is alive" in first[1]
-    assert "waiting for other ranks at the next graph or optimizer step" in first[1]
+    assert "waiting for other ranks at the next graph or optimizer step (group '0', to " in first[1]
     assert "rank 0 of group '0' did not come to SGD.step()" in second[1]
     assert "agreement_timeout_s" in first[1]
     assert "agreement_timeout_s" in second[1]

@@ -179,10 +179,24 @@ function stepTotals(one, other) {
     sums(other, name, pick),
     text,
   ]);
-  return figureTable(`Whole step: ${one.executed.map((each) => each.name).join(" + ")}`, rows, [
-    compileName(one),
-    compileName(other),
-  ]);
+  const graphs = one.executed.map((each) => each.name).join(" + ");
+  const failed = [one, other].filter((compile) => compile.error);
+  const card = figureTable(
+    `${failed.length ? "Part of a step" : "Whole step"}: ${graphs}`,
+    rows,
+    [one, other].map(compileName),
+  );
+  if (failed.length)
+    card.append(
+      el(
+        "p",
+        { class: "failed-part" },
+        `${failed.map(compileName).join(" and ")} failed` +
+          `${failed[0].error.where ? ` in ${failed[0].error.where}` : ""}, ` +
+          "so other graphs of the step may be missing.",
+      ),
+    );
+  return card;
 }
 
 function graphFigures(left, right, pairs) {

@@ -44,7 +44,12 @@ function dataOf(text) {
   const start = text.indexOf('id="data">');
   const end = text.indexOf("<\/script>", start);
   if (start < 0 || end < 0) throw new Error("it is no report");
-  const found = JSON.parse(text.slice(start + 'id="data">'.length, end));
+  let found;
+  try {
+    found = JSON.parse(text.slice(start + 'id="data">'.length, end));
+  } catch {
+    throw new Error("its data is damaged or cut off");
+  }
   if (found.format !== report.format || !Array.isArray(found.compiles))
     throw new Error("another version of zpasses wrote it");
   return found;

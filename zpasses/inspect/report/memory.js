@@ -274,21 +274,27 @@ function paintMemory(pen, width, height, memory) {
   pen.fillText(`node ${end}`, plot.right, height - 6);
 }
 
+// The first node of each numbered layer. Nodes of other layers, or of none, may stand between its
+// nodes, as moved collectives do: it begins once.
+function layerStarts(graph, first, end) {
+  const layers = layersOf(graph);
+  const found = new Map();
+  for (let at = first; at < end; at++) {
+    const layer = layers.get(graph.nodes[at].id);
+    if (/\d/.test(layer) && !found.has(layer)) found.set(layer, { at, layer });
+  }
+  return [...found.values()];
+}
+
 // Where each layer begins, as ticks below the curve, with names as far as there is room.
 function layerMarks(pen, plot, graph, first, end, x) {
-  const layers = layersOf(graph);
-  let last = "",
-    free = plot.left + 80;
+  let free = plot.left + 80;
   pen.strokeStyle = themeColor("muted");
   pen.fillStyle = themeColor("muted");
   pen.textBaseline = "alphabetic";
   pen.textAlign = "left";
   pen.lineWidth = 1;
-  for (let at = first; at < end; at++) {
-    const layer = layers.get(graph.nodes[at].id);
-    if (layer === last) continue;
-    last = layer;
-    if (!/\d/.test(layer)) continue;
+  for (const { at, layer } of layerStarts(graph, first, end)) {
     const place = x(at);
     pen.beginPath();
     pen.moveTo(place, plot.bottom);

@@ -36,7 +36,9 @@ function tiles(compile) {
     peakBefore = most((each) => each.first.peak[0]);
   const calls = sum((each) => each.last.schedule.collectives.length),
     callsBefore = sum((each) => each.first.schedule.collectives.length);
-  const which = graphs.map((each) => each.graph.name).join(" + ");
+  const which =
+    graphs.map((each) => each.graph.name).join(" + ") +
+    (compile.error ? " of a compile that failed" : "");
   return el(
     "section",
     { class: "tiles", "aria-label": "Summary" },

@@ -17,8 +17,8 @@ function predicted(prediction) {
   return el(
     "div",
     { class: "predicted", role: "group", "aria-label": "Predicted time" },
-    bar("achieved", total_us, "achieved", "The graph after its last pass, by the timing model of the pass schedule: collectives also " +
-        "slow the compute beside them. The other times of this page leave that out."),
+    bar("achieved", total_us, "achieved", "The graph after its last pass, by the timing model of the pass schedule, which counts that " +
+        `${contentionText(current.compile.target)}. The other times of this page leave that out.`),
     bar(
       "possible",
       possible_us,
@@ -32,6 +32,15 @@ function predicted(prediction) {
 function sumOfEstimates(compile, graphs) {
   const total = (graph) => compile.stepWithGraph(graph, compile.last(graph)).schedule.total;
   return graphs.reduce((sum, graph) => sum + total(graph), 0);
+}
+
+// As `contention_text` of zpasses/inspect/overview_page.py.
+function contentionText(target) {
+  const starts = target.issue_us > 0;
+  if (starts && target.architecture === "cpu")
+    return "the start of each collective keeps compute waiting";
+  const both = "collectives and compute slow each other";
+  return starts ? `${both}, and the start of each collective keeps compute waiting` : both;
 }
 
 // The same of the whole step: of all graphs that run.
@@ -55,7 +64,7 @@ function predictedStep(compile) {
         { class: "muted" },
         `${names}; at most ${over.toFixed(1)} % can be saved by another order` +
           (slowed > 0.005 * total_us
-            ? `; counts ${timeText(slowed)} by which collectives and compute slow each other, ` +
+            ? `; counts ${timeText(slowed)} because ${contentionText(compile.target)}, ` +
               "which the estimates above leave out"
             : ""),
       ),
