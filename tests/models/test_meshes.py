@@ -195,14 +195,23 @@ def _parallel_mesh(model, rows):
 
 
 def _average_over(mesh, model, batches):
-    """Sets the gradients of this rank's batches, averaged over the ranks of a mesh."""
-    model.zero_grad()
+    """Sets the gradients of this rank's batches, averaged over the ranks of a mesh. What ranks of
+    tensor parallelism add up is added first.
+    """
+    grads = []
     for part in batches:
+        model.zero_grad()
         (_loss(model, part) / len(batches)).backward()
-    for param in model.parameters():
-        grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-        dist.all_reduce(grad, group=mesh.get_group())
-        grad /= mesh.size()
+        grads.append([_placed_as(param, param.grad) for param in model.parameters()])
+    for param, grad in zip(model.parameters(), _sum(grads), strict=True):
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        dist.all_reduce(local, group=mesh.get_group())
+        local /= mesh.size()
+        param.grad = grad
+
+
+def _placed_as(param, grad):
+    return grad.redistribute(placements=param.placements) if isinstance(grad, DTensor) else grad
 
 
 def _tokens(step, windows, rows):
