@@ -150,21 +150,18 @@ function groupTitle(each) {
   return `${each.node.collective.group} (${each.node.collective.ranks})`;
 }
 
-// A parameter's name from the number of its layer on, which is never cut: other layers have equal
-// names after it. There, ".weight" is left out, because most names end in it.
-function fromLayer(name) {
-  const short = name.replace(/^(?:[^.]*\.)+?(?=\d+\.)/, "…");
-  return short.startsWith("…") ? short.replace(/\.weight$/, "") : name;
-}
-
+// A parameter's name. Where it has little room, it starts at the number of its layer, which is never
+// cut, since other layers have equal names after it; and it ends without ".weight", as most do.
 function paramCut(name) {
-  const short = fromLayer(name);
-  const number = /^…\d+\./.exec(short)?.[0] || "";
+  const [, before, number, rest] = /^((?:[^.]*\.)+?)(\d+\.)(.*)$/.exec(name) || [, "", "", name];
+  const end = number && rest.endsWith(".weight") ? ".weight" : "";
   return el(
     "span",
     { class: "param", title: name },
-    number && el("span", { class: "layer" }, number),
-    el("span", { class: "rest" }, middleCut(short.slice(number.length))),
+    before && el("span", { class: "roomy" }, before),
+    number && el("span", { class: "layer" }, el("span", { class: "scant" }, "…"), number),
+    el("span", { class: "rest" }, middleCut(rest.slice(0, rest.length - end.length))),
+    end && el("span", { class: "roomy" }, end),
   );
 }
 
