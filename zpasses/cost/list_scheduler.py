@@ -172,11 +172,10 @@ class _ListScheduler:
         if job is not None:
             lead = self._time_until(job.latest)
             after = bucket_duration_us(bucket) if bucket else 0.0
-            own = bucket_duration_us([job])
             slowed = job.timing.collective_slowdown
-            urgent = lead <= self._arrives_us(channel, own, 0.0, after) * slowed
+            urgent = lead <= self._arrives_us(channel, job.alone_us, 0.0, after) * slowed
             soon = lead <= self._policy.horizon * self._lead_us[job.number]
-            if (urgent or (soon and not bucket)) and self._fits(job, []):
+            if (urgent or (soon and not bucket)) and self._fits(job, job, job.launch_bytes):
                 members = self._bucket_of(job)
                 if urgent or self._is_large(members):
                     self._start_gathers(members)
@@ -202,7 +201,8 @@ class _ListScheduler:
         until = self._time_until(first.latest)
         after = self._work_after(first.latest)
         enough = policy.gather_latencies * first.per_launch_us
-        total, moving = bucket_duration_us(members), first.transfer_us
+        total, moving = first.alone_us, first.transfer_us
+        launch_and_copies = _LaunchBytes(first)
         live: np.ndarray | None = None
         for job in itertools.islice(self._gathers, first.number + 1, None):
             if moving >= enough or len(members) >= _MOST_MEMBERS:
@@ -220,7 +220,7 @@ class _ListScheduler:
             if live is None:
                 live = self._live[self._slot :].copy()
                 live[: max(0, first.latest - self._slot)] += first.ahead_bytes
-            if not self._fits(job, members, live):
+            if not self._fits(first, job, launch_and_copies.with_member(job), live):
                 break
             members.append(job)
             live[: max(0, job.latest - self._slot)] += job.ahead_bytes
@@ -298,34 +298,29 @@ class _ListScheduler:
         """Bytes that reductions hold during a segment, and that `self._live` does not contain."""
         return self._held.nbytes(slot) + sum(each.nbytes for each in self._flying)
 
-    def _fits(self, job: Job, others: Sequence[Job], live: np.ndarray | None = None) -> bool:
+    def _fits(self, first: Job, job: Job, launch: int, live: np.ndarray | None = None) -> bool:
         """Whether a gather can start now, together with others that were found to fit.
 
         Args:
-            job: the gather.
-            others: that start with it.
+            first: the first gather of the launch.
+            job: the last one.
+            launch: bytes that the launch with both holds besides the full tensors.
             live: `self._live` from this slot on, with what the others hold ahead of their use.
         """
         start, use = self._slot, job.latest
-        members = [*others, job]
-        more = launch_bytes(members) + unpacked_bytes(members)
-        end = max(start + 1, use)
-        if use > start:
-            first = members[0].latest
-            room = self._limit - self._policy.reserved_bytes
-            live = self._live[start:end] if live is None else live[: end - start]
-            held = self._held_bytes(start)
-            until = self._held_until(start, end)
-            extra = job.ahead_bytes + more
-            if int(live[: until - start].max(initial=0)) + held + extra > self._limit:
-                return False
-            beyond = live[until - start :]
-            if (
-                len(beyond)
-                and int(beyond.max()) + job.ahead_bytes + (more if first > until else 0) > room
-            ):
-                return False
-        return True
+        if use <= start:
+            return True
+        room = self._limit - self._policy.reserved_bytes
+        live = self._live[start:use] if live is None else live[: use - start]
+        until = self._held_until(start, use)
+        extra = self._held_bytes(start) + job.ahead_bytes + launch
+        if int(live[: until - start].max(initial=0)) + extra > self._limit:
+            return False
+        beyond = live[until - start :]
+        if not len(beyond):
+            return True
+        more = job.ahead_bytes + (launch if first.latest > until else 0)
+        return int(beyond.max()) + more <= room
 
     def _held_until(self, start: int, end: int) -> int:
         """First segment in which everything that reductions hold now is free again, at most
@@ -335,7 +330,7 @@ class _ListScheduler:
             return start + 1
         busy = max(self._clock.left_us(0), self._clock.left_us(1))
         if self._pending_us is None:
-            self._pending_us = sum(bucket_duration_us([job]) for job in self._pending)
+            self._pending_us = sum(job.alone_us for job in self._pending)
         busy += self._pending_us
         at = int(np.searchsorted(self._work_before, self._work_before[start] + busy))
         return min(max(at + 1, start + 1), end)
@@ -411,6 +406,22 @@ class _ListScheduler:
         self._flying = [each for each in self._flying if each.launch != number]
 
 
+class _LaunchBytes:
+    """`launch_bytes` and `unpacked_bytes` of a launch that grows."""
+
+    def __init__(self, first: Job) -> None:
+        self._flat = first.key.mode == "flat" and first.is_gather
+        self._nbytes = first.launch_bytes + self._of_copies(first)
+
+    def with_member(self, job: Job) -> int:
+        """Adds a gather. Returns the bytes of the launch with it."""
+        self._nbytes += job.launch_bytes + self._of_copies(job)
+        return self._nbytes
+
+    def _of_copies(self, job: Job) -> int:
+        return job.packed_bytes + (job.full_bytes if self._flat else 0)
+
+
 _MOST_MEMBERS = 256
 
 
@@ -440,7 +451,7 @@ def _leads(problem: ScheduleProblem, work_before: np.ndarray) -> dict[int, float
         slot = job.latest if job.is_gather else job.earliest
         now, channel = float(work_before[slot]), job.channel
         late = max(0.0, behind[channel] - (at[channel] - now))
-        behind[channel] = late + bucket_duration_us([job]) * job.timing.collective_slowdown
+        behind[channel] = late + job.alone_us * job.timing.collective_slowdown
         at[channel] = now
         if job.is_gather:
             leads[job.number] = behind[channel]

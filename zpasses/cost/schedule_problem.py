@@ -102,6 +102,11 @@ class Job:
         return max(0.0, self.timing.duration_us - self.latency_us)
 
     @cached_property
+    def alone_us(self) -> float:
+        """Its duration in a launch of its own, with nothing running beside it."""
+        return self.latency_us + self.transfer_us
+
+    @cached_property
     def channel(self) -> int:
         """0 for the links within a node, 1 for the network between nodes."""
         return int(self.timing.between_nodes)
