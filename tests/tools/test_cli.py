@@ -72,6 +72,37 @@ def test_exit_status_of_diff_tells_equal_from_different(dump):
     assert "Traceback" not in nothing.stderr
 
 
+_LEAVES = """
+import atexit, sys, threading, time
+from zpasses.tools.cli import main
+
+class Freed:
+    def __del__(self):
+        print("freed")
+
+def work():
+    time.sleep(0.5)
+    print("worked")
+
+held = Freed()
+atexit.register(print, "at exit")
+if sys.argv[1] == "thread":
+    threading.Thread(target=work).start()
+sys.argv = ["zpasses", *sys.argv[2:]]
+main()
+"""
+
+
+@pytest.mark.parametrize(("threads", "expected"), [("", []), ("thread", ["worked", "freed"])])
+def test_a_process_ends_without_freeing_its_memory_unless_a_thread_works(threads, expected):
+    command = [sys.executable, "-c", _LEAVES, threads, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    version, *lines = done.stdout.split("\n")
+    assert version.startswith("zpasses ")
+    assert sorted(filter(None, lines)) == sorted([*expected, "at exit"])
+
+
 def test_console_script_is_installed():
     from importlib.metadata import entry_points
 

@@ -4,8 +4,15 @@ quickly.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
+import sys
+import threading
+
 import click
 
+from zpasses.garbage import no_garbage_collection
 from zpasses.tools.bisect.command import bisect
 from zpasses.tools.capture.command import capture
 from zpasses.tools.cli.common import CommandGroup
@@ -54,5 +61,26 @@ for _command in (
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    cli(prog_name="zpasses")
+    """Entry point of the console script.
+
+    The process ends without freeing its memory object by object, which takes a tenth of the
+    processor time of a capture of 80 layers, and of `zpasses html` of its dump.
+    """
+    with no_garbage_collection():
+        try:
+            cli(prog_name="zpasses")
+        except SystemExit as exit_:
+            if exit_.code is None or isinstance(exit_.code, int):
+                _leave(exit_.code or 0)
+            raise
+
+
+def _leave(status: int) -> None:
+    """Ends the process, unless threads have something left to do."""
+    if any(not each.daemon for each in threading.enumerate()[1:]):
+        return
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads, or it is closed
+            stream.flush()
+    os._exit(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -33,6 +34,7 @@ def plan_shapes(
     target = Target.parse(request.target) if request.target else current_target()
     points = []
     for shape in auto.shapes(request.world):
+        gc.collect()  # the graphs of the shape before
         found = plan_step(replace(request, mesh=shape, points=_POINTS))
         point = shape_point(str(shape), found, target.memory_bytes)
         progress(point)
