@@ -165,6 +165,9 @@ def _check_new(out: Path) -> None:
     )
 
 
+_UNTRUSTED_BYTES = 12 << 20
+
+
 @click.command()
 @step_options
 @mesh_option(auto=False)
@@ -266,7 +269,10 @@ def capture(
         f"{f' (mesh {mesh})' if mesh is not None else ''}: {took}; "
         f"{report.peak_rss_bytes / 2**30:.1f} GiB"
     )
+    # Graphs of some thousand nodes exceed what a reader does for a dump of somebody else.
+    large = sum(each.stat().st_size for each in out.rglob("*.jsonl")) > _UNTRUSTED_BYTES
+    read = f"{out} --trusted" if large else f"{out}"
     click.echo(
-        f"Inspect it with: zpasses list {out}; zpasses memory {out}; zpasses html {out} -o "
+        f"Inspect it with: zpasses list {read}; zpasses memory {read}; zpasses html {read} -o "
         "report.html"
     )

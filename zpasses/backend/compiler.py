@@ -239,6 +239,7 @@ class _GraphCompiler:
             names,
             self._bound if self._caches_params else None,
             self._accumulation(),
+            self._compiling,
         )
 
     def _compiling(self) -> AbstractContextManager[None]:

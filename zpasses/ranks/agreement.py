@@ -9,6 +9,9 @@ Collectives of a second group (`zpasses.ranks.reduction_groups`) are part of the
 first. Ranks therefore also start the collectives of both in one order, without which two
 communicators of NCCL may wait for each other.
 
+Ranks may send each other different numbers of rows in an all-to-all, so its dimension 0 is left
+out, and so are dynamic sizes, which each rank names by itself.
+
 A sequence that was agreed once needs no second vote. A rank may therefore recompile while the
 others do not, for a new batch shape for example, as long as it runs the same collectives.
 `zpasses.ranks.run_order` checks that ranks also run agreed graphs in the same order.
@@ -170,8 +173,7 @@ def _modules(params: Sequence[str], most: int = 3) -> str:
 
 def _tensors(node: fx.Node, each: Collective) -> list[str]:
     """`float32[4, 2] of layers.0.weight (module layers.0) at FILE:LINE: CODE` for each tensor."""
-    texts = [f"{dtype}{list(shape)}" for dtype, shape in zip(each.dtypes, each.shapes, strict=True)]
-    params = _params(node)
+    texts, params = _shaped(each), _params(node)
     if len(params) != len(texts):
         return texts
     owners = [name.rpartition(".")[0] for name in params]
@@ -198,13 +200,25 @@ def _place(node: fx.Node, index: int) -> str:
 
 def _line(each: Collective, params: Sequence[str]) -> str:
     """`all_gather_into_tensor(float32[4, 2]) of layers.0.weight`."""
-    pairs = zip(each.dtypes, each.shapes, strict=True)
-    tensors = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in pairs)
+    tensors = ", ".join(_shaped(each))
     reduce_op = f", {each.reduce_op}" if each.reduce_op else ""
     second = compat.parent_group(each.group) != each.group
     group = f" on group {each.group!r}" if second else ""
     of = f" of {', '.join(params)}" if params else ""
     return f"{each.op}({tensors}{reduce_op}){of}{group}"
+
+
+def _shaped(each: Collective) -> list[str]:
+    """`float32[4, 2]` for each tensor. Sizes in which ranks may differ are `*`."""
+    rows_differ = each.op == "all_to_all_single"
+    return [
+        f"{dtype}[{', '.join(_size(size, rows_differ and not dim) for dim, size in sizes)}]"
+        for dtype, sizes in zip(each.dtypes, map(enumerate, each.shapes), strict=True)
+    ]
+
+
+def _size(size: int | str, differs: bool) -> str:
+    return str(size) if isinstance(size, int) and not differs else "*"
 
 
 def _hash(lines: Sequence[str]) -> str:

@@ -419,7 +419,8 @@ class _VoteRound:
         ballots = [_unpack(data) for data in _read(store, keys)]
         for rank, ballot in zip(ranks, ballots, strict=True):
             if ballot["occasion"] != self.occasion:
-                error = _mismatch_error(ranks[0], self.occasion, rank, ballot["occasion"])
+                where = f"on {name_group(self.group)}, rank"
+                error = _mismatch_error(where, ranks[0], self.occasion, rank, ballot["occasion"])
                 error += graphs_differ(ranks[0], compiled_graph(), rank, ballot.get("compiles"))
                 return {"error": error, "diverged": True}
         return {"error": None, "combined": combine([ballot["ballot"] for ballot in ballots])}
@@ -495,10 +496,10 @@ def _with_dimension(reason: str, group: str) -> str:
     return f"{reason}; it ended a vote of {name_group(group)}"
 
 
-def _mismatch_error(rank: int, occasion: str, other_rank: int, other: str) -> str:
+def _mismatch_error(where: str, rank: int, occasion: str, other_rank: int, other: str) -> str:
     return (
-        f"rank {rank} is at {occasion}, but rank {other_rank} at {other}: every rank must do the "
-        "same things in the same order. Compile the same graphs, run the same backwards and "
+        f"{where} {rank} is at {occasion}, but rank {other_rank} at {other}: every rank must do "
+        "the same things in the same order. Compile the same graphs, run the same backwards and "
         "optimizer steps, and leave windows at the same point on every rank."
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,8 +166,13 @@ class _KnownCalls:
     replica only, and change nothing.
     """
 
-    def __init__(self, names: Sequence[str], timeout_s: float | None) -> None:
-        self._names, self._timeout_s = names, timeout_s
+    def __init__(
+        self,
+        names: Sequence[str],
+        timeout_s: float | None,
+        compiling: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._names, self._timeout_s, self._compiling = names, timeout_s, compiling
         self._known: dict[tuple[int, ...], tuple[str, CallParams | None]] = {}
         self._compared: set[tuple[int, ...]] = set()
 
@@ -183,7 +189,8 @@ class _KnownCalls:
             call = CallParams.of([grad_state_of(param).identity for param in params])
             found = self._known[key] = first, call
         if self._timeout_s is not None and key not in self._compared and torch.is_grad_enabled():
-            compare_start_values(params, self._names, self._timeout_s)
+            with self._compiling():
+                compare_start_values(params, self._names, self._timeout_s)
             self._compared.add(key)
         return found[1]
 
@@ -198,6 +205,7 @@ def with_local_shards(
     names: Sequence[str],
     bound: BoundParameters | None,
     accumulation: AccumulationOptions,
+    compiling: Callable[[], AbstractContextManager[None]],
 ) -> Callable[..., Any]:
     """Wrap compiled code that takes local shards, so that it is called with DTensor parameters.
 
@@ -205,11 +213,12 @@ def with_local_shards(
         positions: positions of the parameters among the arguments.
         names: names of the parameters.
         bound: where to bind the parameters of a call; None if the graph caches none.
+        compiling: context in which votes are about the compile of the graph.
     """
     if not positions:
         return compiled
 
-    calls = _KnownCalls(names, accumulation.timeout_s)
+    calls = _KnownCalls(names, accumulation.timeout_s, compiling)
 
     def run(*args: Any) -> Any:
         values = list(args)

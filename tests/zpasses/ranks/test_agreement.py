@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 import zpasses
 from zpasses.graph.nodes import Collective
@@ -110,6 +111,48 @@ def test_options_that_differ_are_named(options, said):
         outcome.result for outcome in run_in_fresh_ranks(_own_options, options, timeout_s=100)
     ):
         assert f"The options differ: {said}" in message
+
+
+class Dispatch(nn.Module):
+    """Sends some of its rows to each rank, as tokens go to experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, sent, received):
+        sizes = received.tolist(), sent.tolist()
+        x = all_to_all_single_autograd(self.first(x), *sizes, dist.group.WORLD)
+        return self.second(x).square().mean()
+
+
+def _dispatches(**options):
+    model = zpasses.shard(Dispatch(), mesh=world_mesh())
+    step = torch.compile(model, backend="zpasses", options={"codegen": "eager", **options})
+    for rows in (1, 2, 3):
+        rank, matrix = dist.get_rank(), torch.tensor([[rows, 4 - rows], [2, 5]])
+        sent, received = matrix[rank], matrix[:, rank]
+        x = torch.randn(int(sent.sum()), 4)
+        loss = step(x, sent, received)
+        loss.backward()
+        expected = [param.grad.full_tensor() for param in model.parameters()]
+        model.zero_grad()
+        other = model(x, sent, received)
+        other.backward()
+        torch.testing.assert_close(loss, other)
+        for param, grad in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(param.grad.full_tensor(), grad)
+        model.zero_grad()
+
+
+def test_ranks_may_exchange_different_numbers_of_rows():
+    run_on_ranks(_dispatches, agreement_timeout_s=30.0)
+
+
+@pytest.mark.slow(quick="test_ranks_may_exchange_different_numbers_of_rows")
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_may_exchange_different_numbers_of_rows_in_other_stages(stage):
+    run_on_ranks(_dispatches, agreement_timeout_s=30.0, zero_stage=stage)
 
 
 def test_the_same_branch_agrees():
