@@ -28,8 +28,8 @@ from zpasses.backend.blocks import (
 )
 from zpasses.backend.cache.artifacts import GraphArtifacts
 from zpasses.backend.cache.graph_text import NotCacheableError
-from zpasses.backend.cache.key import graph_key, refusal
-from zpasses.backend.cache.lookup import find_artifacts
+from zpasses.backend.cache.key import graph_key, refusal, refusal_here
+from zpasses.backend.cache.lookup import decline_artifacts, find_artifacts
 from zpasses.backend.cache.stored_graph import StoredGraph
 from zpasses.backend.capture import Capture, capture, describe_inputs, tag_joint
 from zpasses.backend.code import (
@@ -303,11 +303,13 @@ class _GraphCompiler:
         Then `self._artifacts` takes what is compiled, unless the graph cannot be stored.
         """
         started = time.perf_counter()
-        recorded = bool(self.recorder)
-        reason = refusal(self._captured, self._options, self._pipeline, recorded=recorded)
+        reason = refusal(self._captured, self._options, self._pipeline)
         try:
             if reason is None:
                 key = graph_key(self._captured, example_inputs, self._options, self._given_pipeline)
+                reason = refusal_here(self._options, recorded=bool(self.recorder))
+                if reason is not None:  # a dump, for example, is often that of one rank
+                    decline_artifacts(key, self._captured.groups)
         except NotCacheableError as error:
             reason = str(error)
         if reason is not None:

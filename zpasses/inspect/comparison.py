@@ -5,7 +5,7 @@ alive at one peak and not at the other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -97,11 +97,13 @@ class Comparison:
         """What only one graph holds at its peak, and by how much its other buffers are larger."""
         old = _held(self.difference.before, self.difference.pairs)
         new = _held(self.difference.after, None)
-        own, others = (old, new) if first else (new, old)
+        same = _counterparts(old, new)
+        if not first:
+            old, new, same = new, old, {new_key: key for key, new_key in same.items()}
         found = [
             HeldBuffer(node.name, more, buffer.kind, buffer.params)
-            for (node, buffer), same in zip(own.values(), _counterparts(own, others), strict=True)
-            if (more := buffer.nbytes - (same.nbytes if same is not None else 0)) > 0
+            for key, (node, buffer) in old.items()
+            if (more := buffer.nbytes - (new[same[key]][1].nbytes if key in same else 0)) > 0
         ]
         return tuple(sorted(found, key=lambda each: -each.nbytes))
 
@@ -116,8 +118,10 @@ class Comparison:
         }
 
 
-_Held = dict[tuple[int, str, int], tuple[Node, Buffer]]
-"""(Number of a node in the second graph, kind, number of its buffer of this kind) -> the buffer."""
+_Key = tuple[int, str, tuple[str, ...], int]
+"""Number of a node in the second graph, kind, the parameter if there is one, and number of its
+buffer of these. Buckets of two graphs may have the same node, and other parameters."""
+_Held = dict[_Key, tuple[Node, Buffer]]
 
 
 def _held(snapshot: Snapshot, pairs: Mapping[int, int] | None) -> _Held:
@@ -130,28 +134,34 @@ def _held(snapshot: Snapshot, pairs: Mapping[int, int] | None) -> _Held:
     if not snapshot.nodes:
         return found
     at = snapshot.nodes[snapshot.live_bytes.index(snapshot.peak_bytes)]
-    counts = Counter[tuple[int, str]]()
+    counts = Counter[tuple[int, str, tuple[str, ...]]]()
     for node, buffer in snapshot.buffers_at(at):
         # Nodes of only one graph have numbers of their own.
         number = node.id if pairs is None else pairs.get(node.id, -1 - node.id)
-        found[number, buffer.kind, counts[number, buffer.kind]] = node, buffer
-        counts[number, buffer.kind] += 1
+        key = number, buffer.kind, buffer.params if len(buffer.params) == 1 else ()
+        found[(*key, counts[key])] = node, buffer
+        counts[key] += 1
     return found
 
 
-def _counterparts(own: _Held, others: _Held) -> list[Buffer | None]:
-    """For each buffer, the same one of the other graph: what the same node allocates of its kind,
-    else a buffer of its kind for the same parameter.
+def _counterparts(old: _Held, new: _Held) -> dict[_Key, _Key]:
+    """The buffers that both graphs hold: of the same node, kind and parameter; else of the same
+    kind for the same parameter; else of the same node and kind, if one of them has no parameter.
     """
-    left: dict[tuple[str, tuple[str, ...]], list[Buffer]] = {}
-    for key, (_, buffer) in others.items():
-        if key not in own and len(buffer.params) == 1:
-            left.setdefault((buffer.kind, buffer.params), []).append(buffer)
-    found: list[Buffer | None] = []
-    for key, (_, buffer) in own.items():
-        alike = left.get((buffer.kind, buffer.params), [])
-        if key in others:
-            found.append(others[key][1])
-        else:
-            found.append(alike.pop(0) if alike else None)
+    found = {key: key for key in old if key in new}
+
+    def pair(group: Callable[[_Key], object], alike: Callable[[_Key, _Key], bool]) -> None:
+        taken, left = set(found.values()), dict[object, list[_Key]]()
+        for key in new:
+            if key not in taken:
+                left.setdefault(group(key), []).append(key)
+        for key in old:
+            others = left.get(group(key), []) if key not in found and group(key) else []
+            other = next((each for each in others if alike(key, each)), None)
+            if other is not None:
+                found[key] = other
+                others.remove(other)
+
+    pair(lambda key: key[1:3] if key[2] else None, lambda own, other: True)
+    pair(lambda key: key[:2], lambda own, other: not (own[2] and other[2]))
     return found

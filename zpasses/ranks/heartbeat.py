@@ -51,13 +51,15 @@ def set_activity(activity: str) -> None:
 
 @contextlib.contextmanager
 def activity(activity: str) -> Iterator[None]:
-    """Say what this rank does inside."""
+    """Say what this rank does inside.
+
+    After an exception that is still what it did last: an interrupt, for example, or a store that is
+    gone, ends a wait for ranks that did not come.
+    """
     before = _activity
     set_activity(activity)
-    try:
-        yield
-    finally:
-        set_activity(before)
+    yield
+    set_activity(before)
 
 
 class _HeartbeatThread(threading.Thread):

@@ -96,6 +96,39 @@ def test_a_buffer_that_grew_is_new_by_the_difference():
     assert found.gone == ()
 
 
+def two_of_a_bucket(*members):
+    """A graph whose node `gather` allocates a buffer per parameter, of 100 bytes times its number.
+
+    Args:
+        members: numbers of parameters.
+    """
+    buffers = tuple(Buffer(100 * each, 1, 2, "bucket", (f"w{each}",)) for each in members)
+    nodes = (
+        node(0, "x", "x", op="placeholder"),
+        node(1, "gather", "aten.mm.default", (Ref(0),), buffers=buffers),
+        node(2, "output", "output", ((Ref(1),),), op="output"),
+    )
+    held = sum(each.nbytes for each in buffers)
+    return snapshot(*nodes, live=(0, held, held))
+
+
+def test_buffers_of_a_bucket_are_compared_by_their_parameters():
+    before, after = two_of_a_bucket(1, 2, 3), two_of_a_bucket(2, 3)
+    found = Comparison(compare(before, after, pair_nodes(before, after)))
+    assert [(each.nbytes, each.params) for each in found.gone] == [(100, ("w1",))]
+    assert found.new == ()
+    other = Comparison(compare(after, before, pair_nodes(after, before)))
+    assert (other.new, other.gone) == (found.gone, ())
+
+
+@needs_browser
+def test_the_page_compares_buffers_of_a_bucket_by_their_parameters(page):  # noqa: F811
+    steps = graph_of("forward", (None, two_of_a_bucket(1, 2, 3)), ("p", two_of_a_bucket(2, 3)))
+    shown = page(Inspection(dump_of(steps)), "0/forward/1/compare/")
+    texts = shown.find_element("css selector", ".peak-delta").text.split("\n")
+    assert texts == ["gone at the peak: 100 B", "100 B bucket w1", "new at the peak: 0 B"]
+
+
 @pytest.mark.parametrize("graph", ["joint", "forward", "backward"])
 def test_the_memory_delta_of_every_pass_adds_up(graph):
     inspection = open_dump(real_dump()[0])

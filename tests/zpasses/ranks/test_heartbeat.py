@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from zpasses.ranks import heartbeat
+
 PROGRAM = """
 import torch.distributed as dist
 from zpasses.ranks import heartbeat
@@ -22,3 +24,13 @@ def test_process_that_exits_during_a_heartbeat_ends_normally():
     """An interpreter that exits kills its daemon threads, for which C++ would abort the process."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_interrupted_wait_is_what_a_rank_did_last(monkeypatch):
+    monkeypatch.setattr(heartbeat, "_activity", "running a graph")
+    with heartbeat.activity("waiting for rank 1"):
+        pass
+    assert heartbeat._activity == "running a graph"
+    with pytest.raises(KeyboardInterrupt), heartbeat.activity("waiting for rank 1"):
+        raise KeyboardInterrupt
+    assert heartbeat._activity == "waiting for rank 1"

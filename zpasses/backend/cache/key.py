@@ -22,7 +22,7 @@ from zpasses.pipeline.pipeline import Pipeline, package_digest
 from zpasses.ranks.vote import has_other_ranks
 from zpasses.runtime.layout import layout_of
 
-__all__ = ["GraphKey", "graph_key", "refusal"]
+__all__ = ["GraphKey", "graph_key", "refusal", "refusal_here"]
 
 _FORMAT = 1
 """Version of the files."""
@@ -49,24 +49,32 @@ class GraphKey:
     graphs of the same parameters: a rank may compile for another shape when no other rank does."""
 
 
-def refusal(
-    captured: Capture, options: Options, pipeline: Pipeline, *, recorded: bool
-) -> str | None:
-    """Returns why a graph is neither taken from the cache nor stored in it; None if it may be.
+def refusal_here(options: Options, *, recorded: bool) -> str | None:
+    """Returns why this rank takes no graph from the cache and stores none; None if it may.
+
+    Other ranks may take graphs, as long as they are told.
 
     Args:
         recorded: whether the compile is dumped or traced.
     """
     if not options.cache:
         return "cache=False"
-    if options.codegen != "inductor":
-        return f"codegen={options.codegen!r} is not cached"
     tools = (bisect.ENVIRONMENT_VARIABLE, tuning.ENVIRONMENT_VARIABLE)
     if recorded or has_observers() or any(map(os.environ.get, tools)):
         return (
             "a dump, a trace, an observer, `zpasses bisect` or `zpasses tune` reads the graphs of "
             "this compile"
         )
+    return None
+
+
+def refusal(captured: Capture, options: Options, pipeline: Pipeline) -> str | None:
+    """Returns why a graph is neither taken from the cache nor stored in it; None if it may be.
+
+    All ranks find the same reason.
+    """
+    if options.codegen != "inductor":
+        return f"codegen={options.codegen!r} is not cached"
     if options.verify == "simulate":
         return "verify='simulate' checks the graphs of this compile"
     for each in pipeline:

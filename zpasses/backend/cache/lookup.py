@@ -15,7 +15,9 @@ from zpasses.backend.cache.artifacts import GraphArtifacts
 from zpasses.backend.cache.key import GraphKey
 from zpasses.ranks.vote import are_remembered, exchange, is_remembered, restore_answers
 
-__all__ = ["find_artifacts"]
+__all__ = ["decline_artifacts", "find_artifacts"]
+
+_OCCASION = "taking a graph from the compile cache"
 
 _LEAST_OF_FREE = 0.8
 """A graph that was planned for free memory is used if that is at most so much less than now."""
@@ -40,14 +42,14 @@ def find_artifacts(
     found = GraphArtifacts.read(key.digest)
     if isinstance(found, GraphArtifacts):
         found = _loaded(found, free_bytes, load)
-    question = f"compile cache {key.question}"
+    question = _question(key)
     agreed = []
     # With hybrid sharding, the first group tells the ranks of each replica whether one of them has
     # no entry, and the second tells it to all replicas.
     for group in groups:
         mine = found.entry.fingerprint(group) if isinstance(found, GraphArtifacts) else None
         asked_before = is_remembered(group, question)
-        answers = exchange(group, "taking a graph from the compile cache", mine, remember=question)
+        answers = exchange(group, _OCCASION, mine, remember=question)
         if isinstance(found, str) or asked_before:
             continue
         other = next((at for at, each in enumerate(answers) if each != mine), None)
@@ -63,6 +65,20 @@ def find_artifacts(
     if not are_remembered(found.entry.answers):
         return "the ranks have not agreed on its schedule since they started"
     return found
+
+
+def decline_artifacts(key: GraphKey, groups: Sequence[str]) -> None:
+    """Tells the other ranks that this rank compiles the graph, whatever is in the cache.
+
+    Raises:
+        AgreementError: as `find_artifacts`.
+    """
+    for group in groups:
+        exchange(group, _OCCASION, None, remember=_question(key))
+
+
+def _question(key: GraphKey) -> str:
+    return f"compile cache {key.question}"
 
 
 def _loaded(

@@ -267,16 +267,41 @@ function figureTable(title, rows, names) {
   );
 }
 
+// As `_counterparts` of comparison.py: buffers of the same node, kind and parameter; else of the same
+// kind for the same parameter; else of the same node and kind, if one of them has no parameter.
+function counterparts(own, others) {
+  const found = new Map([...own.keys()].filter((key) => others.has(key)).map((key) => [key, key]));
+  const pair = (group, alike) => {
+    const taken = new Set(found.values()),
+      left = new Map();
+    for (const key of others.keys()) {
+      const name = group(...key.split("/"));
+      if (taken.has(key) || !name) continue;
+      if (!left.has(name)) left.set(name, []);
+      left.get(name).push(key);
+    }
+    for (const key of own.keys()) {
+      const name = found.has(key) ? "" : group(...key.split("/"));
+      const free = (name && left.get(name)) || [];
+      const at = free.findIndex((each) => alike(key.split("/")[2], each.split("/")[2]));
+      if (at >= 0) found.set(key, free.splice(at, 1)[0]);
+    }
+  };
+  pair((_, kind, param) => param && `${kind}/${param}`, () => true);
+  pair((number, kind) => `${number}/${kind}`, (mine, other) => !(mine && other));
+  return found;
+}
+
 // What is alive at one peak and not at the other, as `zpasses/inspect/comparison.py` tells it.
 function peakDelta(left, right, pairs) {
-  // As `_held` and `_counterparts` of comparison.py: a buffer is the same if it has the same kind
-  // and the same node allocates it, or it is for the same parameter. Of others that differ in size, the difference.
+  // As `_held` of comparison.py. Of buffers that differ in size, the difference is new or gone.
   const held = (graph, known) => {
     const found = new Map(),
       counts = new Map();
     for (const buffer of graph.alive(graph.curves.peak)) {
       const id = buffer.node.id,
-        key = `${known ? known.get(id) ?? -1 - id : id}/${buffer.kind}`,
+        param = buffer.params.length === 1 ? buffer.params[0] : "",
+        key = `${known ? known.get(id) ?? -1 - id : id}/${buffer.kind}/${param}`,
         count = counts.get(key) ?? 0;
       counts.set(key, count + 1);
       found.set(`${key}/${count}`, buffer);
@@ -285,23 +310,19 @@ function peakDelta(left, right, pairs) {
   };
   const one = held(left.graph, pairs),
     other = held(right.graph, null);
-  const alike = (buffer) => (buffer.params.length === 1 ? `${buffer.kind}/${buffer.params[0]}` : "");
-  const only = (own, others) => {
-    const left = new Map();
-    for (const [key, buffer] of others)
-      if (!own.has(key) && alike(buffer))
-        left.set(alike(buffer), [...(left.get(alike(buffer)) ?? []), buffer]);
+  const same = counterparts(one, other);
+  const inverse = new Map([...same].map(([key, counterpart]) => [counterpart, key]));
+  const only = (own, others, known) => {
     const found = [];
     for (const [key, buffer] of own) {
-      const same = others.get(key) ?? (left.get(alike(buffer)) ?? []).shift();
-      const more = buffer.nbytes - (same ? same.nbytes : 0);
+      const more = buffer.nbytes - (known.has(key) ? others.get(known.get(key)).nbytes : 0);
       if (more > 0) found.push({ node: buffer.node, kind: buffer.kind, params: buffer.params, nbytes: more });
     }
     return found.sort((first, second) => second.nbytes - first.nbytes);
   };
   const lists = [
-    ["gone at the peak", only(one, other), "better"],
-    ["new at the peak", only(other, one), "worse"],
+    ["gone at the peak", only(one, other, same), "better"],
+    ["new at the peak", only(other, one, inverse), "worse"],
   ];
   return el(
     "div",

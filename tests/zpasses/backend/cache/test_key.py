@@ -10,7 +10,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import zpasses
 from zpasses.backend.cache import key as key_module
-from zpasses.backend.cache.key import graph_key, refusal
+from zpasses.backend.cache.key import graph_key, refusal, refusal_here
 from zpasses.backend.capture import capture
 from zpasses.cost.target import Target, use_target
 from zpasses.pipeline import observers
@@ -44,7 +44,7 @@ def captured(
         read = capture(gm, example_inputs)
         with use_target(target):
             if use is refusal:
-                found.append(refusal(read, options, options.passes(), recorded=False))
+                found.append(refusal(read, options, options.passes()))
             else:
                 found.append(graph_key(read, example_inputs, options, options.passes()))
         return lambda *args: (torch.zeros((), requires_grad=True),)
@@ -287,7 +287,6 @@ class OwnPass(Pass):
 
 
 REFUSED = {
-    "cache=False": {"cache": False},
     "codegen='eager'": {"codegen": "eager"},
     "verify='simulate'": {"verify": "simulate"},
     "pass 'own-pass' is not one of zpasses": {"pipeline": Pipeline((OwnPass(),))},
@@ -302,14 +301,21 @@ def test_what_cannot_be_cached_is_refused(reason):
     assert reason in captured(use=refusal, **REFUSED[reason])
 
 
-def test_a_cacheable_graph_is_not_refused(monkeypatch):
+def test_a_cacheable_graph_is_not_refused():
     assert captured(use=refusal) is None
     with torch._inductor.config.patch(force_disable_caches=True):
         assert "force_disable_caches" in captured(use=refusal)
+    assert captured(use=refusal) is None
+
+
+def test_a_rank_that_reads_the_graphs_of_a_compile_refuses_by_itself(monkeypatch):
+    assert refusal_here(Options(), recorded=False) is None
+    assert refusal_here(Options(cache=False), recorded=False) == "cache=False"
+    assert "a dump" in refusal_here(Options(), recorded=True)
     with observe_graphs(print):
-        assert "observer" in captured(use=refusal)
+        assert "observer" in refusal_here(Options(), recorded=False)
     for tool in ("bisect", "tune"):
         with monkeypatch.context() as patch:
             patch.setenv(f"ZPASSES_{tool.upper()}", "{}")
-            assert f"`zpasses {tool}`" in captured(use=refusal)
-    assert captured(use=refusal) is None
+            assert f"`zpasses {tool}`" in refusal_here(Options(), recorded=False)
+    assert refusal_here(Options(), recorded=False) is None

@@ -143,6 +143,22 @@ def test_the_second_start_takes_the_graph_from_the_cache(tmp_path):
     assert off == cold
 
 
+def _without_a_cache_on_the_second_rank(folder):
+    return start(folder, {"cache": not dist.get_rank()})
+
+
+def test_a_rank_that_dumps_makes_no_other_rank_wait(tmp_path):
+    trained = []
+    for number in (1, 2):
+        options = {"dump": str(tmp_path / f"dump{number}")}  # of rank 0, which is the default
+        ranks = on_fresh_ranks(start, tmp_path / "cache", options)
+        assert [words(each[2]) for each in ranks] == [["off"], COLD]
+        trained += [each[:2] for each in ranks]
+    ranks = on_fresh_ranks(_without_a_cache_on_the_second_rank, tmp_path / "cache")
+    assert [words(each[2]) for each in ranks] == [COLD, ["off"]]
+    assert len({str(weights) for _, weights in trained + [each[:2] for each in ranks]}) == 1
+
+
 CONFIGURATIONS = {
     "stage 1": ({"zero_stage": 1}, {}),
     "stage 2": ({"zero_stage": 2}, {}),
