@@ -19,7 +19,7 @@ from tests.zpasses.inspect.test_report import (  # noqa: F401
     page,
     wait_for,
 )
-from zpasses.dumps.format import Buffer, Failure, Ref
+from zpasses.dumps.format import Buffer, Failure, Ref, Tag
 from zpasses.inspect import Inspection, compare, pair_nodes
 from zpasses.inspect import open as open_dump
 from zpasses.inspect.comparison import Comparison
@@ -127,6 +127,39 @@ def test_the_page_compares_buffers_of_a_bucket_by_their_parameters(page):  # noq
     shown = page(Inspection(dump_of(steps)), "0/forward/1/compare/")
     texts = shown.find_element("css selector", ".peak-delta").text.split("\n")
     assert texts == ["gone at the peak: 100 B", "100 B bucket w1", "new at the peak: 0 B"]
+
+
+def saves_or_computes(*, saves):
+    """A graph that takes a view as an input, or computes it, of a parameter that may be cached."""
+    cached = Tag("param", ("w",), cached=saves)
+    view = (
+        node(1, "view", "view", op="placeholder")
+        if saves
+        else node(1, "view", "aten.view.default", (Ref(0),))
+    )
+    nodes = (
+        node(0, "w", "w", op="placeholder", params=("w",), tag=cached),
+        view,
+        node(2, "output", "output", ((Ref(1),),), op="output"),
+    )
+    return snapshot(*nodes)
+
+
+@needs_browser
+def test_the_page_counts_the_changes_between_dumps_as_the_command_does(page):  # noqa: F811
+    both = [
+        named(name, graph_of("forward", (None, saves_or_computes(saves=saves))))
+        for name, saves in (("stage2", True), ("stage3", False))
+    ]
+    shown = page(_Both(*both), "0/forward/0/compare/")
+    counted = shown.execute_script(
+        "const {left, right} = sidesOfComparison(), found = {};"
+        "for (const row of compared(left.graph, right.graph).rows)"
+        "  for (const kind of row.counted) found[kind] = (found[kind] ?? 0) + 1;"
+        "return found;"
+    )
+    (told,) = both[0].diff_to(both[1]).data["graphs"]
+    assert counted == told["counts"] == {"inserted": 1, "removed": 1, "rewired": 1, "retagged": 1}
 
 
 @pytest.mark.parametrize("graph", ["joint", "forward", "backward"])

@@ -29,6 +29,7 @@ function drawDetail(panel) {
       node.tag && chip("role", node.tag.role),
       node.tag && node.tag.bucket !== null && chip("bucket", `bucket ${node.tag.bucket}`),
       node.tag && node.tag.origin && chip("", `by ${node.tag.origin}`),
+      node.tag && node.tag.flags && chip("", node.tag.flags),
       node.mark &&
         chip("", node.mark, "The recompute policy that the partitioner reads for this value"),
       here !== graph && chip("removed", "removed by this pass"),

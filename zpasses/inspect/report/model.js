@@ -66,10 +66,13 @@ class GraphNode {
     this.note = text[note];
     this.values = text[values];
     this.params = params.map((at) => text[at]);
-    this.tag = shared(tag, ([role, bucket, origin]) => ({
+    this.tag = shared(tag, ([role, bucket, origin, flags, nbytes, note]) => ({
       role: text[role],
       bucket,
       origin: text[origin],
+      flags: text[flags],
+      nbytes,
+      note: text[note],
     }));
     this.source = shared(source, ([file, line, code, module]) => ({
       file: text[file],

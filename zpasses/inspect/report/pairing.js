@@ -38,6 +38,7 @@ function pairNodes(one, other) {
   match(
     (node) =>
       JSON.stringify([
+        node.op,
         node.op === "placeholder" ? stem(node.name) : node.target,
         node.values,
         node.params,

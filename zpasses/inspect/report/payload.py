@@ -11,7 +11,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zpasses.dumps.format import Compile, Dump, Failure, Node, PassRun, Snapshot, Source, Step
+from zpasses.dumps.format import (
+    Compile,
+    Dump,
+    Failure,
+    Node,
+    PassRun,
+    Snapshot,
+    Source,
+    Step,
+    Tag,
+)
 from zpasses.inspect.difference import Difference, compare
 from zpasses.inspect.escape import one_line, one_line_values, printable
 from zpasses.inspect.find import SelectedGraph, select_graphs, select_rank
@@ -290,6 +300,10 @@ def _us(value: float) -> float:
     return round(value, 3)
 
 
+def _flags(tag: Tag) -> str:
+    return ", ".join(name for name in ("cached", "kept", "deferrable") if getattr(tag, name))
+
+
 def _code(node: Node, names: dict[int, str]) -> str:
     """A node as code, without its name if the code begins with it. The page puts it there again."""
     code = call_text(node, names)
@@ -342,7 +356,12 @@ class _NodePool:
             None
             if node.tag is None
             else self._share(
-                self._text(node.tag.role), node.tag.bucket, self._text(node.tag.origin)
+                self._text(node.tag.role),
+                node.tag.bucket,
+                self._text(node.tag.origin),
+                self._text(_flags(node.tag)),
+                node.tag.nbytes,
+                self._text(node.tag.note),
             ),
             None
             if source is None
