@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
+import logging
 import os
 import sys
-import threading
+from collections.abc import Sequence
 
 import click
 
-from zpasses.garbage import no_garbage_collection
 from zpasses.tools.bisect.command import bisect
 from zpasses.tools.capture.command import capture
 from zpasses.tools.cli.common import CommandGroup
@@ -66,21 +67,23 @@ def main() -> None:
     The process ends without freeing its memory object by object, which takes a tenth of the
     processor time of a capture of 80 layers, and of `zpasses html` of its dump.
     """
-    with no_garbage_collection():
-        try:
-            cli(prog_name="zpasses")
-        except SystemExit as exit_:
-            if exit_.code is None or isinstance(exit_.code, int):
-                _leave(exit_.code or 0)
-            raise
+    status: list[int] = []
+    atexit.register(_leave, status)  # runs after the handlers that are registered later
+    gc.disable()
+    try:
+        cli(prog_name="zpasses")
+    except SystemExit as exit_:
+        if exit_.code is None or isinstance(exit_.code, int):
+            status.append(exit_.code or 0)
+        raise
 
 
-def _leave(status: int) -> None:
-    """Ends the process, unless threads have something left to do."""
-    if any(not each.daemon for each in threading.enumerate()[1:]):
+def _leave(status: Sequence[int]) -> None:
+    """Ends the process with a status, if there is one."""
+    if not status:
         return
-    atexit._run_exitfuncs()
+    logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads, or it is closed
             stream.flush()
-    os._exit(status)
+    os._exit(status[0])
