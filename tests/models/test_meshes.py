@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 
 import pytest
 import torch
@@ -251,6 +252,7 @@ class _Errors(dict):
     def add(self, what, mine, expected):
         mine, expected = (whole(each).detach().double() for each in (mine, expected))
         error = (mine - expected).norm() / expected.norm().clamp_min(1e-30) / self._unit
+        assert math.isfinite(error), what
         self[what] = max(self[what], error.item())
 
     def check(self, most, rounding):

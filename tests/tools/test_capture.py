@@ -263,6 +263,16 @@ def test_arguments_of_shard_that_the_function_leaves_no_use_for_are_refused(tmp_
         run_capture(request)
 
 
+def test_a_large_dump_is_inspected_as_ones_own(tmp_path, monkeypatch):
+    command = sys.modules["zpasses.tools.capture.command"]  # loaded by the command line
+    dump = tmp_path / "my dump"
+    dump.mkdir()
+    (dump / "graph.jsonl").write_text("{}")
+    assert f"zpasses list '{dump}'; zpasses memory '{dump}';" in command._how_to_inspect(dump)
+    monkeypatch.setattr(command, "_UNTRUSTED_BYTES", 1)
+    assert f"zpasses memory '{dump}' --trusted; " in command._how_to_inspect(dump)
+
+
 @forked_or_started
 def test_the_example_is_captured_from_the_command_line(tmp_path, forked):
     small = [

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -166,6 +167,17 @@ def _check_new(out: Path) -> None:
 
 
 _UNTRUSTED_BYTES = 12 << 20
+"""Graphs of a dump in bytes, above which some command may need more than `Limits` allow. Those of
+Llama with 24 layers have 8 MB, and all commands read them; those with 80 have 27 MB."""
+
+
+def _how_to_inspect(out: Path) -> str:
+    large = sum(each.stat().st_size for each in out.rglob("*.jsonl")) > _UNTRUSTED_BYTES
+    read = shlex.quote(str(out)) + (" --trusted" if large else "")
+    return (
+        f"Inspect it with: zpasses list {read}; zpasses memory {read}; zpasses html {read} -o "
+        "report.html"
+    )
 
 
 @click.command()
@@ -269,10 +281,4 @@ def capture(
         f"{f' (mesh {mesh})' if mesh is not None else ''}: {took}; "
         f"{report.peak_rss_bytes / 2**30:.1f} GiB"
     )
-    # Graphs of some thousand nodes exceed what a reader does for a dump of somebody else.
-    large = sum(each.stat().st_size for each in out.rglob("*.jsonl")) > _UNTRUSTED_BYTES
-    read = f"{out} --trusted" if large else f"{out}"
-    click.echo(
-        f"Inspect it with: zpasses list {read}; zpasses memory {read}; zpasses html {read} -o "
-        "report.html"
-    )
+    click.echo(_how_to_inspect(out))

@@ -93,17 +93,7 @@ function bufferTable(graph, alive, at) {
   return el("div", { class: "scroll" }, el(
       "table",
       { class: "compact" },
-      el(
-        "thead",
-        {},
-        el(
-          "tr",
-          {},
-          BUFFER_COLUMNS.map(([name, title], i) =>
-            el("th", { scope: "col", class: i === 2 ? "right" : "", title }, name),
-          ),
-        ),
-      ),
+      tableHead(BUFFER_COLUMNS, (i) => i === 2),
       el(
         "tbody",
         {},
@@ -182,17 +172,7 @@ function moduleTable(alive, whole) {
     el(
       "table",
       { class: "compact" },
-      el(
-        "thead",
-        {},
-        el(
-          "tr",
-          {},
-          columns.map(([name, title], at) =>
-            el("th", { scope: "col", class: at > 0 && at < 5 ? "right" : "", title }, name),
-          ),
-        ),
-      ),
+      tableHead(columns, (at) => at > 0 && at < 5),
       el(
         "tbody",
         {},

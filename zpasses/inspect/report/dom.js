@@ -106,6 +106,14 @@ function nodeLink(node) {
   return button(wrapping(node.name), () => go({ node: node.id }), { class: "link" });
 }
 
+// The head of a table. Columns are [name, title].
+function tableHead(columns, isRight) {
+  const cells = columns.map(([name, title], at) =>
+    el("th", { scope: "col", class: isRight(at) ? "right" : "", title }, name),
+  );
+  return el("thead", {}, el("tr", {}, cells));
+}
+
 function button(text, onclick, props) {
   return el("button", { type: "button", onclick, ...props }, text);
 }

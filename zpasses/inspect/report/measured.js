@@ -92,17 +92,7 @@ function measuredModules(graph) {
       el(
         "table",
         { class: "compact" },
-        el(
-          "thead",
-          {},
-          el(
-            "tr",
-            {},
-            MEASURED_COLUMNS.map(([name, title], at) =>
-              el("th", { scope: "col", class: at ? "right" : "", title }, name),
-            ),
-          ),
-        ),
+        tableHead(MEASURED_COLUMNS, (at) => at > 0),
         el(
           "tbody",
           {},

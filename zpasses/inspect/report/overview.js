@@ -128,17 +128,7 @@ function graphCard(compile, graph) {
       el(
         "table",
         {},
-        el(
-          "thead",
-          {},
-          el(
-            "tr",
-            {},
-            PASS_COLUMNS.map(([name, title], at) =>
-              el("th", { scope: "col", class: at > 1 ? "right" : "", title }, name),
-            ),
-          ),
-        ),
+        tableHead(PASS_COLUMNS, (at) => at > 1),
         el(
           "tbody",
           {},

@@ -439,17 +439,7 @@ function exposedTable(graph, stalls) {
     el("div", { class: "scroll" }, el(
       "table",
       { class: "compact" },
-      el(
-        "thead",
-        {},
-        el(
-          "tr",
-          {},
-          WAIT_COLUMNS.map(([name, title], i) =>
-            el("th", { scope: "col", class: i ? "" : "right", title }, name),
-          ),
-        ),
-      ),
+      tableHead(WAIT_COLUMNS, (i) => !i),
       el(
         "tbody",
         {},

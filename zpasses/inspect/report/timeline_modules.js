@@ -120,17 +120,7 @@ function moduleTimes(graph, showTimes) {
       el(
         "table",
         { class: "compact" },
-        el(
-          "thead",
-          {},
-          el(
-            "tr",
-            {},
-            MODULE_COLUMNS.map(([name, title], at) =>
-              el("th", { scope: "col", class: at > 0 && at < 6 ? "right" : "", title }, name),
-            ),
-          ),
-        ),
+        tableHead(MODULE_COLUMNS, (at) => at > 0 && at < 6),
         el("tbody", {}, rows),
       ),
     ),
