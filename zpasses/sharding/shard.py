@@ -130,6 +130,7 @@ def shard(
     if not params:
         raise ShardingError(_nothing_to_do(model))
     register_mesh(mesh)
+    _check_order(mesh)  # after the comparison, which tells the other ranks
     check_no_ddp_inside(model)
     for path, module in model.named_modules():
         _check_module(path, module, ignored)
@@ -366,6 +367,15 @@ def _check_arguments(mesh: Any, param_dtype: Any, reduce_dtype: Any) -> None:
             "needs names, e.g. init_device_mesh('cuda', (2, 4), mesh_dim_names=('replicate', "
             "'shard'))."
         )
+    for label, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ShardingError(
+                f"{label} is {dtype!r}; expected a floating-point torch.dtype such as "
+                "torch.bfloat16, or None."
+            )
+
+
+def _check_order(mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names or ()
     if mesh.ndim == 2 and names[1] in REPLICATE_DIMENSIONS:
         raise ShardingError(
@@ -374,12 +384,6 @@ def _check_arguments(mesh: Any, param_dtype: Any, reduce_dtype: Any) -> None:
             "each other. Make it with init_device_mesh('cuda', (2, 4), mesh_dim_names=('replicate',"
             " 'shard'))."
         )
-    for label, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ShardingError(
-                f"{label} is {dtype!r}; expected a floating-point torch.dtype such as "
-                "torch.bfloat16, or None."
-            )
 
 
 def _nothing_to_do(model: nn.Module) -> str:

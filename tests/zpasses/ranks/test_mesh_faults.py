@@ -110,6 +110,15 @@ def other_names():
         time.sleep(0.1)
 
 
+def another_order():
+    """`shard` refuses the mesh of rank 1, which comes first."""
+    mesh = hybrid_mesh(NAMES if dist.get_rank() != 1 else NAMES[::-1])
+    if dist.get_rank() != 1:
+        time.sleep(1.0)
+    _, step = model_on(mesh)
+    train(step)
+
+
 def other_shapes():
     shape = (2, 2) if dist.get_rank() < 3 else (4, 1)
     zpasses.init_device_mesh("cpu", shape, mesh_dim_names=NAMES, timeout_s=LIMIT_S)
@@ -213,6 +222,7 @@ FAULTS = {
     other_start_values: "AAAA",
     other_scalars: "AA",
     other_names: "AAAA",
+    another_order: "ASAA",
     a_rank_that_nobody_collects_for: "-A",
     a_rank_that_dies: "AA-A",
     a_rank_that_leaves_out_a_step: "AVAA",
@@ -259,6 +269,9 @@ SAID = {
     other_names: r"the process group '\d' of ranks \d, \d is "
     "(?=.*dimension shard of a mesh of shard=2 x replicate=2)"
     "(?=.*dimension replicate of a mesh of replicate=2 x shard=2)",
+    another_order: r"the process group '\d' of ranks \d, \d is "
+    "(?=.*dimension shard of a mesh of (shard=2 x replicate|replicate=2 x shard)=2)"
+    "(?=.*dimension replicate of a mesh of (shard=2 x replicate|replicate=2 x shard)=2)",
     a_rank_that_dies: "mesh dimension '(shard', ranks 2, 3|replicate', ranks [02], 2)",
     a_rank_that_leaves_out_a_step: "mesh dimension '(shard', ranks 0, 1|replicate', ranks 1, 3)",
     a_replica_that_fails_in_a_window: "rank [23] left a window with ValueError: told to fail; it "
