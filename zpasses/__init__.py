@@ -13,6 +13,7 @@ from zpasses.version import __version__
 if TYPE_CHECKING:
     from zpasses import sdma
     from zpasses.accumulation import coalesce_grad_reduction
+    from zpasses.backend.per_block import compile_blocks
     from zpasses.checkpoint.full import full_state_dict
     from zpasses.checkpoint.safetensors_reader import load_safetensors
     from zpasses.checkpoint.safetensors_writer import save_safetensors
@@ -48,6 +49,7 @@ __all__ = [
     "__version__",
     "clip_grad_norm_",
     "coalesce_grad_reduction",
+    "compile_blocks",
     "full_state_dict",
     "init_device_mesh",
     "invalidate",
@@ -75,6 +77,7 @@ _HOMES = {
     "ZpassesError": "zpasses.errors",
     "clip_grad_norm_": "zpasses.sharding.clipping",
     "coalesce_grad_reduction": "zpasses.accumulation",
+    "compile_blocks": "zpasses.backend.per_block",
     "full_state_dict": "zpasses.checkpoint.full",
     "init_device_mesh": "zpasses.ranks.device_mesh",
     "invalidate": "zpasses.sharding.shard",

@@ -44,15 +44,19 @@ for _ in range(50):
 """
 
 
-def _train_and_trace(folder, codegen):
+def _train_and_trace(folder, codegen, per_block=False):
     rank = torch.distributed.get_rank()
     torch.manual_seed(0)
     model = build_model(ModelSize(width=64, layers=2, heads=2, seq=32, batch=2))
     zpasses.shard(model, mesh=world_mesh())
     options = {"dump": f"{folder}/dump", "dump_ranks": "all", "codegen": codegen, "zero_stage": 3}
-    step = torch.compile(model, backend="zpasses", options=options)
+    step = model if per_block else torch.compile(model, backend="zpasses", options=options)
+    if per_block:
+        zpasses.compile_blocks(model, "blocks.*", prefetch=1, **options)
     tokens = torch.randint(0, 255, (2, 32))
     gradients = []
+    if per_block:  # until the schedule knows what runs next
+        step(tokens, tokens).backward()
     for traced in (False, True):
         model.zero_grad()
         profile = torch.profiler.profile(profile_memory=True)
@@ -84,6 +88,20 @@ def test_all_collective_time_of_a_real_step_is_joined_to_nodes(tmp_path):
             # Every operator of eager code is a node: what is left is Python.
             costly = [node for node in each.snapshot.nodes if node.cost_us and not node.collective]
             assert {node.id for node in costly} <= set(each.operators)
+
+
+@pytest.mark.processes
+def test_collectives_that_leave_their_graph_are_joined_to_its_nodes(tmp_path):
+    assert run_on_ranks(_train_and_trace, str(tmp_path), "eager", per_block=True) == [True, True]
+    found = open_dump(tmp_path / "dump").measured(tmp_path / "rank0.json.gz")
+    assert found.joined_share_of_graphs >= 0.95
+    assert not found.reasons
+    assert {each.graph.graph.name for each in found.graphs} == {"forward", "backward"}
+    for each in found.graphs:
+        assert each.runs == 2  # one per block
+        nodes = [node.id for node in each.snapshot.nodes if node.collective is not None]
+        assert nodes == list(each.collectives)
+        assert all(one.time_us > 0 for one in each.collectives.values())
 
 
 @pytest.mark.processes

@@ -43,6 +43,7 @@ class CompileConfig:
         "zpasses-2",
         "zpasses-3",
         "zpasses:zero_stage=3:blocks=auto",
+        "zpasses-3-blocks",
     )
     layers: tuple[int, ...] = (6, 24)
     ranks: int = 2

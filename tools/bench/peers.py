@@ -150,6 +150,12 @@ def _zpasses(**options: Any) -> Callable[[GPT, DeviceMesh], Trainer]:
     return build
 
 
+def _zpasses_blocks(model: GPT, mesh: DeviceMesh) -> Trainer:
+    zpasses.shard(model, mesh=mesh)
+    zpasses.compile_blocks(model, "blocks.*", zero_stage=3)
+    return Trainer(model, model)
+
+
 def _simple_fsdp(model: GPT, mesh: DeviceMesh) -> Trainer:
     from torchtitan.experiments.graph_trainer.simple_fsdp import data_parallel
 
@@ -226,6 +232,12 @@ PEERS: dict[str, Peer] = {
             "zpasses-3-one-ahead",
             "the same with fixed buckets, one in flight",
             _zpasses(pipeline="zero3-one-ahead"),
+            any_mesh=True,
+        ),
+        Peer(
+            "zpasses-3-blocks",
+            "ZeRO stage 3, blocks compiled one by one",
+            _zpasses_blocks,
             any_mesh=True,
         ),
         *(

@@ -23,6 +23,10 @@ from zpasses.backend.cache.artifacts import (
     GraphArtifacts,
     StoredVariant,
 )
+from zpasses.backend.prefetch import agreed_prefetch, graph_cost
+from zpasses.cost.prefetch import GraphRun
+from zpasses.cost.target import Target
+from zpasses.graph.hoisting import HoistedGraph, hoist_collectives
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.recorder import Recorders, ResultHook
 from zpasses.ranks.agreement import (
@@ -35,7 +39,7 @@ from zpasses.ranks.agreement import (
 from zpasses.ranks.run_order import RunEvent
 from zpasses.runtime.backward import BackwardDispatch, warn_if_always_reduced
 from zpasses.runtime.backward_variants import BackwardVariant, build_backward_variant
-from zpasses.runtime.codegen import boxed
+from zpasses.runtime.codegen import boxed, eager_codegen
 from zpasses.runtime.forward import BoundParameters, ForwardDispatch
 from zpasses.runtime.forward_variants import (
     ForwardVariant,
@@ -44,9 +48,10 @@ from zpasses.runtime.forward_variants import (
     param_slots,
 )
 from zpasses.runtime.gloo import replace_gloo_collectives
-from zpasses.runtime.grad_slots import always_reduced, grad_slots
-from zpasses.runtime.profiling import TraceNames, with_profiler_range
-from zpasses.runtime.run_checks import with_run_check, with_vote_limit
+from zpasses.runtime.grad_slots import always_reduced, grad_slots, returned_gradients
+from zpasses.runtime.hoisted import hoisted_code
+from zpasses.runtime.profiling import TraceNames, with_part_range, with_profiler_range
+from zpasses.runtime.run_checks import limited_run, with_run_check, with_vote_limit
 from zpasses.runtime.windows import Lowering
 
 __all__ = ["Codegen", "Compiled", "GraphCompiler", "Template", "backward_facts", "forward_facts"]
@@ -109,6 +114,8 @@ class GraphCompiler:
         lowering: returns how reductions that a backward deferred are run.
         result_hook: wraps the code of a backward.
         artifacts: the graph's part of the compile cache; None if it takes no part.
+        target: hardware to plan for.
+        free_bytes: what the memory budget "auto" stands for.
     """
 
     def __init__(
@@ -123,7 +130,10 @@ class GraphCompiler:
         lowering: Callable[[], Lowering],
         result_hook: ResultHook,
         artifacts: GraphArtifacts | None,
+        target: Target,
+        free_bytes: int | None,
     ) -> None:
+        self._target, self._free_bytes = target, free_bytes
         self._name, self._options, self._recorder = name, options, recorder
         self._order, self._bound = order, bound
         self._report, self._compiling = report, compiling
@@ -224,17 +234,12 @@ class GraphCompiler:
         loaded = self._load(template, variant)
         if loaded is not None:
             return loaded
-        gm, inputs = template.graph(), template.inputs()
+        gm, extra = _built(template, variant)
         sequences: Sequences = {}
         what = f"code of {template.kind}"
         if variant is not None:
             what = f"code of a variant of {template.kind}"
-            if isinstance(variant, ForwardVariant):
-                gm, extra = build_forward_variant(gm, variant)
-                done = variant.kept
-            else:
-                gm, extra = build_backward_variant(gm, variant)
-                done = variant.deferred
+            done = variant.kept if isinstance(variant, ForwardVariant) else variant.deferred
             log.debug("graph %s %s: %s", self._name, template.kind, variant)
             slots = param_slots if isinstance(variant, ForwardVariant) else grad_slots
             params = [slot.param for slot in slots(template.graph().graph)]
@@ -248,15 +253,20 @@ class GraphCompiler:
             if isinstance(variant, BackwardVariant):
                 self.agree(gm, template.kind)
                 sequences = call_sequences(gm.graph) if self._artifacts is not None else {}
-            inputs = [*inputs, *extra]
+        inputs = [*template.inputs(), *extra]
         events = run_events(gm.graph, f"{self._name} {template.kind}")
+        hoisted = self._hoist(gm, template.kind)
+        whole = replace_gloo_collectives(gm)
         with template.state.restored(), self._recorder.record_errors(what):
-            runnable = replace_gloo_collectives(gm)
-            code = template.codegen(runnable, inputs)
-        names = TraceNames.of(gm.graph, runnable.graph)
+            if hoisted is None:
+                code = template.codegen(whole, inputs)
+            else:
+                body = replace_gloo_collectives(hoisted.body)
+                code = template.codegen(body, [*inputs, *hoisted.extra_inputs])
+        names = TraceNames.of(gm.graph, whole.graph)
         if self._artifacts is not None:
             self._artifacts.add_code(template.kind, variant, code, events, names, sequences)
-        return self._checked(code, events, names, template.kind)
+        return self._checked(code, events, names, template.kind, hoisted)
 
     def _load(
         self, template: Template, variant: ForwardVariant | BackwardVariant | None
@@ -284,17 +294,81 @@ class GraphCompiler:
             group: dataclasses.replace(event, text=event.text.replace(old, new, 1))
             for group, event in stored.events.items()
         }
-        return self._checked(code, events, stored.names, kind)
+        hoisted = None
+        if self._options.prefetch:
+            gm, _ = _built(template, variant)
+            hoisted = self._hoist(gm, kind)
+        return self._checked(code, events, stored.names, kind, hoisted)
+
+    def _hoist(self, gm: fx.GraphModule, kind: str) -> HoistedGraph | None:
+        """Returns the parts of a graph whose collectives may leave it."""
+        if not self._options.prefetch:
+            return None
+        is_backward = kind == "backward"
+        hoisted = hoist_collectives(gm, returned_gradients(gm.graph) if is_backward else None)
+        params = hoisted.params() if hoisted is not None else ()
+        return hoisted if all(param in self._order for param in params) else None
 
     def _checked(
-        self, code: Compiled, events: Mapping[str, RunEvent], names: TraceNames, kind: str
+        self,
+        code: Compiled,
+        events: Mapping[str, RunEvent],
+        names: TraceNames,
+        kind: str,
+        hoisted: HoistedGraph | None = None,
     ) -> Compiled:
-        code = with_profiler_range(code, names, self._name, kind)
-        timeout_s = self._options.agreement_timeout_s
+        name, timeout_s = f"{self._name} {kind}", self._options.agreement_timeout_s
+        if hoisted is not None:
+            events = {
+                group: dataclasses.replace(event, digest=f"{event.digest} {hoisted.summary()}")
+                for group, event in events.items()
+            }
+            code = hoisted_code(
+                hoisted,
+                code,
+                " ".join([kind, *(event.digest for event in events.values())]),
+                self._order,
+                is_backward=kind == "backward",
+                ahead=None if self._options.prefetch == "auto" else self._options.prefetch,
+                cost=graph_cost(hoisted, kind, self._target),
+                plan=lambda runs: self._plan_prefetch(runs, sorted(events)),
+                limits=lambda: limited_run(
+                    events, f"graph {name}", timeout_s, checked=bool(self._options.agreement)
+                ),
+                part=lambda gm: self._part(gm, names, kind),
+            )
+        body = None
+        if hoisted is not None:
+            graph = hoisted.body
+            body = TraceNames.of(graph.graph, replace_gloo_collectives(graph).graph)
+        code = with_profiler_range(code, names, self._name, kind, body=body)
         if not self._options.agreement:
             return with_vote_limit(code, events, timeout_s)
         every_run = self._options.agreement != "first"
-        name = f"{self._name} {kind}"
         return with_run_check(
             code, events, name, timeout_s, every_run=every_run, report=self._report
         )
+
+    def _part(self, gm: fx.GraphModule, names: TraceNames, kind: str) -> Compiled:
+        """Returns code of gathers before a graph, or of reductions after it."""
+        runnable = replace_gloo_collectives(gm)
+        part = TraceNames.of(gm.graph, runnable.graph)
+        return with_part_range(eager_codegen(runnable, ()), names, part, self._name, kind)
+
+    def _plan_prefetch(self, runs: Sequence[GraphRun], groups: Sequence[str]) -> int:
+        options = self._options
+        with self._recorder.record_errors("prefetch"):
+            return agreed_prefetch(
+                runs, options.memory_budget, self._free_bytes, groups, options.agreement_timeout_s
+            )
+
+
+def _built(
+    template: Template, variant: ForwardVariant | BackwardVariant | None
+) -> tuple[fx.GraphModule, list[Any]]:
+    """Returns the graph of a variant (None: the graph itself), and its further fake inputs."""
+    if variant is None:
+        return template.graph(), []
+    if isinstance(variant, ForwardVariant):
+        return build_forward_variant(template.graph(), variant)
+    return build_backward_variant(template.graph(), variant)

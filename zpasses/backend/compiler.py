@@ -164,6 +164,8 @@ def _log_remaining_votes(pipeline: Pipeline, groups: Sequence[str], options: Opt
     if not any(map(has_other_ranks, groups)):
         return
     where = ["about the option 'tuned'"] if options.tuned is not None else []
+    if options.prefetch == "auto":
+        where.append("for how many graphs ahead gathers start")
     if options.cache and options.codegen == "inductor":
         where.append("whether all have the graph in their compile caches")
     if voting := dict.fromkeys(each.name for each in pipeline if each.votes()):
@@ -361,6 +363,8 @@ class _GraphCompiler:
             self._lowering,
             self._result_hook,
             artifacts,
+            self.target or current_target(),
+            self._free_bytes,
         )
 
     def _find_budget(self) -> None:
@@ -371,6 +375,8 @@ class _GraphCompiler:
                 device = value.device if isinstance(value, torch.Tensor) else device
             self._free_bytes = agreed_free_bytes(self._captured.groups, device)
             self._budget = f"{self._free_bytes}B"
+        if self._options.prefetch:
+            self._budget = None  # it bounds the whole step, see zpasses.backend.prefetch
         if self._budget is not None:
             self._pipeline = self._pipeline.with_memory_budget(self._budget)
 

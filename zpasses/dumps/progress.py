@@ -54,6 +54,8 @@ class Progress:
         self._graph = ""
         self._nodes: Sequence[str] = ()
         self._next = 0
+        self._outer: list[tuple[str, Sequence[str], int]] = []
+        """What was entered before the part that runs."""
         self._write(0, {"rank": rank, "world": world, "pid": os.getpid(), "at": time.time()})
 
     def activity(self, text: str) -> None:
@@ -67,11 +69,22 @@ class Progress:
             graph: "COMPILE:KIND:DIGEST", as in traces.
             nodes: the names of its nodes that exchange over gloo, in order.
         """
+        self._outer.clear()
         self._graph, self._nodes, self._next = graph, nodes, 0
 
     def leave(self) -> None:
         """The graph has run."""
-        self._graph, self._nodes, self._next = "", (), 0
+        self.enter("", ())
+
+    def enter_part(self, graph: str, nodes: Sequence[str]) -> None:
+        """A part of a graph runs now, maybe inside of another graph."""
+        self._outer.append((self._graph, self._nodes, self._next))
+        self._graph, self._nodes, self._next = graph, nodes, 0
+
+    def leave_part(self) -> None:
+        """The part has run, and what was entered before goes on."""
+        if self._outer:
+            self._graph, self._nodes, self._next = self._outer.pop()
 
     def started(self, group: str, kind: str, nbytes: int) -> Mapping[str, Any]:
         """A collective has started. Returns what `awaited` takes."""

@@ -214,7 +214,7 @@ class CompileDump(Recorder):
 
     @_locked
     def runtime_note(self, concerning: str, text: str) -> None:
-        if concerning in self._passes:
+        if concerning in self._passes or concerning in self._info["options"]:
             self._event("note", concerning=concerning, text=text)
 
     @_locked

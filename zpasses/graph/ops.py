@@ -18,6 +18,7 @@ group on: its backward is `reduce_grad` within the replica, then `average_grad` 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ __all__ = [
     "group_size",
     "reduction_calls",
     "rows_per_rank",
+    "set_eager_collectives",
     "set_grad_hook",
 ]
 
@@ -58,6 +60,32 @@ UNSHARD: compat.OpOverload = torch.ops.zpasses.unshard.default
 REDUCE_GRAD: compat.OpOverload = torch.ops.zpasses.reduce_grad.default
 AVERAGE_GRAD: compat.OpOverload = torch.ops.zpasses.average_grad.default
 DIALECT: frozenset[compat.OpOverload] = frozenset({UNSHARD, REDUCE_GRAD, AVERAGE_GRAD})
+
+
+@dataclass
+class _Collectives:
+    """What the eager operators start. `wait_tensor` awaits the results."""
+
+    all_gather: Callable[[Tensor, int, str], Tensor]
+    """Takes this rank's block, the number of ranks and the group."""
+    reduce_scatter: Callable[[Tensor, str, int, str], Tensor]
+    """Takes the blocks of all ranks, "avg", the number of ranks and the group."""
+
+
+_collectives = _Collectives(
+    compat.functional.all_gather_into_tensor, compat.functional.reduce_scatter_tensor
+)
+
+
+def set_eager_collectives(
+    all_gather: Callable[[Tensor, int, str], Tensor],
+    reduce_scatter: Callable[[Tensor, str, int, str], Tensor],
+) -> None:
+    """Sets what eager gathers and reductions run, in place of torch's functional collectives.
+
+    `zpasses.runtime.gloo` has the others.
+    """
+    _collectives.all_gather, _collectives.reduce_scatter = all_gather, reduce_scatter
 
 
 def group_size(group_name: str) -> int:
@@ -107,7 +135,7 @@ def _unshard(
     if block.numel() == 0:
         return block.new_empty(full_shape)
     block[: shard.shape[0]].copy_(shard)
-    started = compat.functional.all_gather_into_tensor(block, group_size(group_name), group_name)
+    started = _collectives.all_gather(block, group_size(group_name), group_name)
     full: Tensor = compat.functional.wait_tensor(started)
     return full[:rows]
 
@@ -159,7 +187,7 @@ def _reduce_grad(
     padded = value.new_zeros((block * size, *value.shape[1:]))
     padded[:rows].copy_(value)
     mine: Tensor = compat.functional.wait_tensor(
-        compat.functional.reduce_scatter_tensor(padded, "avg", size, group_name)
+        _collectives.reduce_scatter(padded, "avg", size, group_name)
     )
     return mine[:shard_rows].to(dtype, copy=True)
 

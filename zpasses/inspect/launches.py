@@ -29,7 +29,9 @@ __all__ = [
 Interval = tuple[float, float]
 """Start and end in microseconds."""
 
-_GRAPH = re.compile(r"zpasses\.graph:([^:]{0,80}):([a-z]{1,20}):([0-9a-f]{8})")
+_GRAPH = re.compile(
+    r"zpasses\.(graph|part):([^:]{0,80}):([a-z]{1,20}):([0-9a-f]{8})(?::((?:\d{1,6}(?:,\d{1,6})*)?))?"
+)
 _MARK = re.compile(r"zpasses\.(launch|wait):(\d{1,15})")
 _COLLECTIVE = re.compile(r"(?:zpasses|_?c10d_functional|c10d|symm_mem)::(\w+)")
 _NO_COLLECTIVE = re.compile(
@@ -99,6 +101,12 @@ class Run:
     digest: str
     host: Interval
     thread: tuple[str, str]
+    places: tuple[int, ...] | None = None
+    """Places of its launches among the collectives of the graph; None for all of them."""
+    is_part: bool = False
+    """Whether only collectives of the graph run, before or after the rest of it."""
+    parts: list[Interval] = field(default_factory=list)
+    """When parts of other graphs ran inside of it."""
     launches: list[Launch] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
@@ -200,8 +208,15 @@ class _Walk:
             elif mark[1] == "wait" and outer.wait is not None:
                 outer.wait.number = int(mark[2])
             return frame
-        if (graph := _GRAPH.fullmatch(event.name)) and outer.run is None:
-            frame.run = Run(graph[1], graph[2], graph[3], host, event.thread)
+        graph = _GRAPH.fullmatch(event.name)
+        if graph and (graph[1] == "part" or outer.run is None):
+            places = (
+                None if graph[5] is None else tuple(map(int, filter(None, graph[5].split(","))))
+            )
+            is_part = graph[1] == "part"
+            frame.run = Run(graph[2], graph[3], graph[4], host, event.thread, places, is_part)
+            # What a range of a profiler contains, such as operators, starts anew.
+            frame.launch = frame.wait = frame.operator = None
             self.work.runs.append(frame.run)
             return frame
         if "::" not in event.name or outer.launch or outer.wait or outer.operator:

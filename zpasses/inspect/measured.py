@@ -1,7 +1,8 @@
 """What a trace says about the graphs of a dump: the measured time of each collective and operator.
 
 A run of a graph in the trace names its compile and a digest of its collectives. The n-th launch in
-a run is the n-th collective of the graph. An operator is a node if the run calls it as often as the
+a run is the n-th collective of the graph. Collectives that run apart from their graph, before or
+after it, name their places. An operator is a node if the run calls it as often as the
 graph does. Whatever does not fit is counted, and not assigned.
 """
 
@@ -208,7 +209,7 @@ class _Join:
 
     def measured(self) -> Measured:
         ended = -math.inf
-        for run in self._work.runs:
+        for run in sorted(self._work.runs, key=lambda each: each.is_part):
             self._run(run, alone=run.host[0] >= ended)
             ended = max(ended, run.host[1])
         joined, unjoined = 0.0, defaultdict[str, float](float)
@@ -239,24 +240,35 @@ class _Join:
             why = f"the dump has no {run.kind} graph {run.compile} of these collectives"
             self._reasons[why] += 1
             return
-        if [launch.kind for launch in run.launches] != known.kinds:
+        places = range(len(known.nodes)) if run.places is None else run.places
+        kinds = [known.kinds[place] if place < len(known.kinds) else "" for place in places]
+        if [launch.kind for launch in run.launches] != kinds:
             given = f"{len(run.launches)} collectives, and the graph {len(known.nodes)}"
             self._reasons[f"a run of {known.graph.title} has {given}"] += 1
             return
-        self._assign_waits(run, known)
+        if run.places is None:
+            self._assign_waits(run, known)
+        if run.is_part and id(known) not in self._sums:
+            self._reasons[f"collectives of {known.graph.title} ran apart, and not the graph"] += 1
+            return
         _, sums = self._sums.setdefault(id(known), (known, _Sums()))
-        sums.runs += 1
-        sums.total += run.host[1] - run.host[0]
+        if not run.is_part:
+            sums.runs += 1
+            sums.total += run.host[1] - run.host[0]
         blocked: list[Interval] = []
-        for launch, node in zip(run.launches, known.nodes, strict=True):
+        for launch, place in zip(run.launches, places, strict=True):
+            node = known.nodes[place]
             self._joined.add(id(launch))
             waited = launch.busy() if launch.kernels else launch.blocking()
             sums.time[node.id] += length(launch.busy())
             sums.blocked[node.id] += self._computing.outside(waited)
             blocked += waited
         sums.exposed += self._computing.outside(union(blocked))
+        if run.is_part:
+            return
         computed = self._operators(run, known, sums)
-        busy = length(union([part for each in run.launches for part in each.blocking()]))
+        blocking = [part for each in run.launches for part in each.blocking()]
+        busy = length(union([*blocking, *run.parts]))
         sums.unjoined_compute += max(run.host[1] - run.host[0] - busy - computed, 0.0)
         rise = self._rise(run) if alone else None
         if rise is not None:

@@ -75,6 +75,10 @@ class Options:
     blocks: str | None = None
     """Compile equal blocks once: names of modules with wildcards, separated by commas, such as
     `"layers.*"`, or `"auto"` for all modules in lists. See docs/equal-blocks.md."""
+    prefetch: int | Literal["auto"] = 0
+    """For how many graphs ahead gathers start, and how many backwards reductions may take, if a
+    model runs as several graphs: `"auto"` plans it, 0 keeps all collectives inside their graphs.
+    `zpasses.compile_blocks` sets `"auto"`. See docs/equal-blocks.md."""
     cache: bool = True
     """Store compiled graphs on disk, and take them from there when the program starts again. See
     docs/compile-cache.md."""
@@ -112,6 +116,10 @@ class Options:
             raise OptionError(
                 f"agreement_timeout_s={options.agreement_timeout_s}; expected seconds > 0, not "
                 "inf. agreement=False turns it off."
+            )
+        if options.prefetch != "auto" and options.prefetch < 0:
+            raise OptionError(
+                f"prefetch={options.prefetch}; expected a number of graphs >= 0, or 'auto'."
             )
         if options.backwards_per_step < 1:
             raise OptionError(

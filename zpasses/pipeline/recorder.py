@@ -111,7 +111,7 @@ class Recorder:
         """A decision was taken at run time.
 
         Args:
-            concerning: name of the pass that left the decision open.
+            concerning: name of the pass, or of the option, that left the decision open.
         """
 
     def done(self) -> None:
@@ -273,7 +273,7 @@ def runtime_note(concerning: str, text: str) -> None:
     """Report a decision that was taken at run time to the recorders of all compiles.
 
     Args:
-        concerning: name of the pass that left the decision open.
+        concerning: name of the pass, or of the option, that left the decision open.
     """
     for each in tuple(_runtime_recorders):
         each.runtime_note(concerning, text)

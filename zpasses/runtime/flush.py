@@ -39,8 +39,7 @@ from zpasses.runtime.codegen import eager_codegen
 from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.runtime.grad_slots import pending_key
 from zpasses.runtime.layout import layout_of, rows_of
-from zpasses.runtime.local_shards import wrap_shard_grad
-from zpasses.runtime.param_cache import drop_cached
+from zpasses.runtime.local_shards import accumulate_grads
 from zpasses.runtime.profiling import TraceNames, with_profiler_range
 from zpasses.runtime.run_checks import limited_collectives, timeout_of
 from zpasses.runtime.windows import Lowering, Window, grad_state_of
@@ -323,7 +322,7 @@ def _reduce(
             name = "the reduction of a window"
             with limited_collectives(asked, name, timeout_s, _TIMEOUT_OPTION):
                 grads = code(totals)
-    _accumulate([params[entry.param_index] for entry in entries], grads)
+    accumulate_grads([params[entry.param_index] for entry in entries], grads)
 
 
 def _lowered(
@@ -378,14 +377,6 @@ def _reduce_with_dialect(
             grad = operator(grad, *arguments)
         grads.append(grad)
     return grads
-
-
-def _accumulate(params: Sequence[Any], grads: Sequence[Tensor]) -> None:
-    """Accumulate gradients into `param.grad` through autograd, which calls all hooks."""
-    wrapped = [wrap_shard_grad(grad, param) for param, grad in zip(params, grads, strict=True)]
-    for param in params:
-        drop_cached(param)  # an optimizer step is expected after every reduction
-    torch.autograd.backward(list(params), wrapped)
 
 
 def flush_graph(

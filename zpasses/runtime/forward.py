@@ -225,7 +225,7 @@ def with_local_shards(
         params = [values[i] for i in positions]
         if bound is not None:
             bound.bind(params, names)
-        with bound_call(calls.of(params)):
+        with bound_call(calls.of(params), params):
             if torch.is_grad_enabled():
                 accumulation.apply(params)
                 shards: Sequence[Tensor] = to_local_shards(params)

@@ -13,8 +13,9 @@ instead:
     zpasses::gloo_reduce_scatter_coalesced(inputs, reduce_op, group_size, group)
 
 They return what the functional ops of the same names return. Sums are formed in the order of ranks.
-The replacement happens right before code generation. Passes, dumps and the agreement of ranks see
-the functional ops.
+The eager operators of the dialect, which read parameters outside of compiled code, call them, too.
+In graphs, the replacement happens right before code generation. Passes, dumps and the agreement of
+ranks see the functional ops.
 
 The messages of one pair of ranks arrive in the order in which they were sent. All ranks start the
 same exchanges in the same order, so a message needs no number of its own.
@@ -28,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -37,9 +38,16 @@ from zpasses import compat
 from zpasses.cost.memory import gloo_packs
 from zpasses.dumps import progress
 from zpasses.graph.nodes import collective_of, value_of
+from zpasses.graph.ops import set_eager_collectives
 from zpasses.runtime.profiling import Watch, watch_if_profiling
 
-__all__ = ["STARTED", "Started", "all_gather", "replace_gloo_collectives"]
+__all__ = [
+    "STARTED",
+    "Started",
+    "all_gather",
+    "replace_gloo_collectives",
+    "use_exchanges_in_eager_code",
+]
 
 _library = torch.library.Library("zpasses", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_contiguous_strides)
@@ -131,6 +139,25 @@ def all_gather(inputs: Sequence[Tensor], group_size: int, group_name: str) -> li
     if len(inputs) == 1:
         return [torch.ops.zpasses.gloo_all_gather(inputs[0], group_size, group_name)]
     return list(torch.ops.zpasses.gloo_all_gather_coalesced(inputs, group_size, group_name))
+
+
+def _eager_all_gather(block: Tensor, size: int, group_name: str) -> Tensor:
+    ours = compat.is_gloo(group_name, block.device)
+    gather = _ours.gloo_all_gather if ours else _functional.all_gather_into_tensor
+    return cast(Tensor, gather(block, size, group_name))
+
+
+def _eager_reduce_scatter(blocks: Tensor, reduce_op: str, size: int, group_name: str) -> Tensor:
+    ours = compat.is_gloo(group_name, blocks.device) and blocks.is_floating_point()
+    reduce = _ours.gloo_reduce_scatter if ours else _functional.reduce_scatter_tensor
+    return cast(Tensor, reduce(blocks, reduce_op, size, group_name))
+
+
+def use_exchanges_in_eager_code() -> None:
+    """Lets eager reads of parameters, and their gradients, exchange parts where they run over
+    gloo.
+    """
+    set_eager_collectives(_eager_all_gather, _eager_reduce_scatter)
 
 
 # --- exchanges ------------------------------------------------------------------------------------

@@ -24,8 +24,10 @@ from zpasses.runtime.param_cache import drop_cached
 __all__ = [
     "CallParams",
     "StealableGrad",
+    "accumulate_grads",
     "bound_call",
     "current_call",
+    "current_params",
     "local_shards_node",
     "to_local_shard",
     "to_local_shards",
@@ -61,19 +63,26 @@ class CallParams:
 
 class _Calls(threading.local):
     current: CallParams | None = None
+    params: Sequence[Any] = ()
 
 
 _calls = _Calls()
 
 
 @contextmanager
-def bound_call(params: CallParams | None) -> Iterator[None]:
+def bound_call(call: CallParams | None, params: Sequence[Any] = ()) -> Iterator[None]:
     """Inside, compiled code runs with these parameters, and so does its backward later."""
-    before, _calls.current = _calls.current, params
+    before = _calls.current, _calls.params
+    _calls.current, _calls.params = call, params
     try:
         yield
     finally:
-        _calls.current = before
+        _calls.current, _calls.params = before
+
+
+def current_params() -> Sequence[Any]:
+    """Returns the sharded parameters of the call whose forward runs."""
+    return _calls.params
 
 
 def current_call() -> CallParams | None:
@@ -176,6 +185,14 @@ def wrap_shard_grad(rows: Tensor, param: DTensor, *, stored: bool = True) -> DTe
         in_place = not rows.requires_grad and rows.is_floating_point()
         rows = rows.mul_(layout.grad_scale) if in_place else rows * layout.grad_scale
     return wrap_local_grad(layout.rows_back(rows), compat.spec_of(param), stored=stored)
+
+
+def accumulate_grads(params: Sequence[Any], grads: Sequence[Tensor]) -> None:
+    """Add gradients of shards to `param.grad` through autograd, which calls all hooks."""
+    wrapped = [wrap_shard_grad(grad, param) for param, grad in zip(params, grads, strict=True)]
+    for param in params:
+        drop_cached(param)  # an optimizer step is expected after every reduction
+    torch.autograd.backward(list(params), wrapped)
 
 
 def wrap_local_grad(local: Tensor, spec: compat.DTensorSpec, *, stored: bool = True) -> DTensor:

@@ -33,6 +33,7 @@ __all__ = [
     "drop_cached_params",
     "install_step_invalidation",
     "param_cache_of",
+    "version_of",
 ]
 
 _CACHE_ATTRIBUTE = "_zpasses_param_cache"
@@ -63,18 +64,18 @@ class ParamCache:
             and seen is not None
             and full.dtype == dtype
             and seen.data_ptr() == shard.data_ptr()
-            and 0 <= _version(param, shard) == self.version
+            and 0 <= version_of(param, shard) == self.version
         )
 
     def store(self, full: Tensor, param: DTensor, shard: Tensor) -> None:
         # The reference to the shard prevents another tensor from reusing its address.
-        self.full, self.shard, self.version = full, shard, _version(param, shard)
+        self.full, self.shard, self.version = full, shard, version_of(param, shard)
 
     def drop(self) -> None:
         self.full = self.shard = None
 
 
-def _version(param: DTensor, shard: Tensor) -> int:
+def version_of(param: DTensor, shard: Tensor) -> int:
     """The sum of both version counters, which only grow.
 
     -1, which is never fresh, for tensors made in inference mode, which have no counter.

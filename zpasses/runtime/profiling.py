@@ -6,6 +6,10 @@ graph's collectives, so `zpasses.inspect.measured` finds the graph, and the n-th
 its n-th collective. Exchanges over gloo (zpasses.runtime.gloo) add the ranges `zpasses.launch:N`
 and `zpasses.wait:N`, which tie waits to launches.
 
+Gathers that start before their graph, and reductions that end after it, are ranges of their own:
+`zpasses.part:COMPILE:KIND:DIGEST:PLACES` names the places of its launches among the collectives of
+the graph. The range of the rest of that graph has such places, too.
+
 The trace shows a message over gloo until something waits for it. While a profiler records, a thread
 waits as soon as the messages have started, so that the trace shows when they have arrived.
 
@@ -38,6 +42,7 @@ __all__ = [
     "Watch",
     "collectives_digest",
     "watch_if_profiling",
+    "with_part_range",
     "with_profiler_range",
 ]
 
@@ -63,22 +68,33 @@ class TraceNames:
         )
 
 
-def with_profiler_range(code: _Code, names: TraceNames, compile_name: str, kind: str) -> _Code:
+def with_profiler_range(
+    code: _Code,
+    names: TraceNames,
+    compile_name: str,
+    kind: str,
+    *,
+    body: TraceNames | None = None,
+) -> _Code:
     """Code that marks its runs in traces.
 
     Args:
         names: of the nodes of its graph.
+        body: of the nodes that the code runs, if other parts of the graph run apart.
         compile_name: Dynamo's compile id; empty for a graph outside of any compile.
         kind: "forward", "backward", "inference" or "flush".
     """
     start_if_requested()
     name = f"{compile_name}:{kind}:{collectives_digest(names.collectives)}"
     title = f"zpasses.graph:{name}"
+    exchanges = names.exchanges
+    if body is not None:
+        title, exchanges = f"{title}:{_places(names, body)}", body.exchanges
 
     def run(args: list[Any]) -> Any:
         profiles, written = compat.is_profiling(), progress.current()
         if written is not None:
-            written.enter(name, names.exchanges)
+            written.enter(name, exchanges)
         if not profiles and written is None:
             return code(args)
         with record_function(title) if profiles else contextlib.nullcontext():
@@ -88,6 +104,35 @@ def with_profiler_range(code: _Code, names: TraceNames, compile_name: str, kind:
         return values
 
     return boxed(run)
+
+
+def with_part_range(
+    code: _Code, names: TraceNames, part: TraceNames, compile_name: str, kind: str
+) -> _Code:
+    """Code of a part of a graph, which marks its runs in traces. It may run inside of others.
+
+    Args:
+        names: of the nodes of the whole graph.
+        part: of the nodes of the part.
+    """
+    name = f"{compile_name}:{kind}:{collectives_digest(names.collectives)}"
+    title = f"zpasses.part:{name}:{_places(names, part)}"
+
+    def run(args: list[Any]) -> Any:
+        profiles, written = compat.is_profiling(), progress.current()
+        if written is not None:
+            written.enter_part(name, part.exchanges)
+        with record_function(title) if profiles else contextlib.nullcontext():
+            values = code(args)
+        if written is not None:
+            written.leave_part()
+        return values
+
+    return boxed(run)
+
+
+def _places(names: TraceNames, part: TraceNames) -> str:
+    return ",".join(str(names.collectives.index(name)) for name in part.collectives)
 
 
 def is_exchange(node: fx.Node) -> bool:

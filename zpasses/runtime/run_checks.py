@@ -38,6 +38,7 @@ __all__ = [
     "check_optimizer_step",
     "in_window",
     "limited_collectives",
+    "limited_run",
     "timeout_of",
     "with_run_check",
     "with_vote_limit",
@@ -186,6 +187,24 @@ def limited_collectives(
             raise _timeout_error(groups, activity, timeout_s, timeout_option, error) from error
         finally:
             heartbeat.set_activity(f"after {name}")
+
+
+@contextlib.contextmanager
+def limited_run(
+    events: Iterable[str], name: str, timeout_s: float, *, checked: bool
+) -> Iterator[None]:
+    """Context of what a graph does after it has run.
+
+    Args:
+        events: the process groups that the graph communicates over.
+        checked: whether its collectives give up after `timeout_s`, as those of checked graphs do.
+    """
+    asked = [group for group in events if has_other_ranks(group)]
+    if not asked or not checked:
+        yield
+        return
+    with limited_collectives(asked, name, timeout_s, COMPILE_TIMEOUT):
+        yield
 
 
 def with_vote_limit(

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import ShardingError
+from zpasses.runtime.gloo import use_exchanges_in_eager_code
 from zpasses.runtime.layout import LAYOUT_ATTRIBUTE, ParamLayout
 from zpasses.runtime.local_shards import to_local_shard
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE, grad_state_of
@@ -38,6 +39,8 @@ __all__ = [
     "sharded_parameters",
     "with_plain_inputs",
 ]
+
+use_exchanges_in_eager_code()
 
 
 @dataclass(frozen=True)

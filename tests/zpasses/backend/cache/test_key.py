@@ -132,6 +132,7 @@ CHANGES = {
     "pipeline": "merge-reads,gather-params,reduce-grads",
     "recompute_elementwise": False,
     "blocks": "auto",
+    "prefetch": 1,
     "target": "h100",
     "memory_budget": "1MiB",
     "verify": "off",

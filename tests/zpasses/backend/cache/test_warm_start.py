@@ -171,6 +171,8 @@ CONFIGURATIONS = {
     "no votes": ({"agreement": False}, {}),
     "first run only": ({"agreement": "first"}, {}),
     "memory budget": ({"memory_budget": "1MiB"}, {}),
+    "prefetch": ({"prefetch": 1}, {}),
+    "prefetch, windows": ({"prefetch": "auto", "backwards_per_step": 2}, {"lengths": (4,) * 6}),
     "shapes": ({}, {"lengths": (4, 5, 6, 4)}),
     "dynamic": ({}, {"lengths": (4, 5, 6, 4), "dynamic": True}),
 }

@@ -1,0 +1,325 @@
+"""Blocks that are compiled one by one: same numbers as one graph, gathers ahead of their blocks."""
+
+import contextlib
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zpasses
+from tests.cases import some_quick
+from tests.zpasses.layered_models import (
+    DEPTH,
+    VOCAB,
+    Attention,
+    Checkpointed,
+    Dropout,
+    Frozen,
+    Layer,
+    Net,
+    Pair,
+    Pairs,
+    Recurrent,
+    Repeated,
+    Shared,
+    Statistics,
+)
+from zpasses import compat
+from zpasses.dumps import read
+from zpasses.errors import AgreementError, MemoryBudgetError, OptionError
+from zpasses.runtime import block_schedule
+from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
+
+EAGER = {"codegen": "eager"}
+SLOW = pytest.mark.slow(quick="the same without a compiler")
+
+
+@pytest.fixture(autouse=True)
+def new_schedule(monkeypatch):
+    monkeypatch.setattr(block_schedule, "_schedule", block_schedule.BlockSchedule())
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Reentrant(Net):
+    def call(self, layer, x):
+        return checkpoint(layer, x, use_reentrant=True)
+
+    def forward(self, tokens, depth=DEPTH):
+        x = self.tokens(tokens)
+        for layer in self.layers[:depth]:
+            x = self.call(layer, x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def build_step(build, options, *, per_block):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = build()
+    zpasses.shard(model, mesh=world_mesh())
+    if not per_block:
+        return model, torch.compile(model, backend="zpasses", options=options)
+    zpasses.compile_blocks(model, "layers.*", **options)
+    return model, model
+
+
+def train(
+    build,
+    options,
+    steps=4,
+    *,
+    per_block,
+    autocast=False,
+    window=False,
+    evaluate=False,
+    depths=None,
+    clip=False,
+):
+    """Returns losses and full parameters of this rank after some steps."""
+    model, step = build_step(build, options, per_block=per_block)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    mode = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
+    losses = []
+    for number in range(steps):
+        torch.manual_seed(number)
+        batches = [torch.randint(VOCAB, (2, VOCAB // 2), generator=draw) for _ in range(2)]
+        args = (depths[number],) if depths else ()
+        with zpasses.coalesce_grad_reduction(model) if window else contextlib.nullcontext():
+            for batch in batches:
+                with mode:
+                    loss = step(batch, *args)
+                loss.backward()
+                losses.append(loss.item())
+        if clip:
+            losses.append(zpasses.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if evaluate:
+            with torch.no_grad():
+                losses.append(step(batches[0]).item())
+    return losses, [param.full_tensor().detach() for param in model.parameters()]
+
+
+def compare(build, options, *, one_graph=True, **how):
+    """Train block by block, and as one graph or with all collectives inside their blocks.
+
+    Returns the number of graphs whose gathers started ahead, and of those that did not run next.
+    """
+    inside = {**EAGER, **options, "prefetch": 0}
+    losses, params = train(build, inside, per_block=not one_graph, **how)
+    block_schedule._schedule = block_schedule.BlockSchedule()
+    found, others = train(build, {**EAGER, "prefetch": 1, **options}, per_block=True, **how)
+    assert found == losses
+    for other, param in zip(others, params, strict=True):
+        assert torch.equal(other, param)
+    schedule = block_schedule.block_schedule()
+    return schedule.started_ahead, schedule.dropped
+
+
+CASES = {
+    "plain": (Net, {}),
+    "attention": (partial(Net, Attention), {}),
+    "dropout": (partial(Net, Dropout), {}),
+    "several results": (partial(Pairs, Pair), {}),
+    "checkpoint": (Checkpointed, {}),
+    "reentrant checkpoint": (Reentrant, {}),
+    # Each of several blocks reduces its own gradient of a weight: sums round in another order.
+    "shared weight": (Shared, {"one_graph": False}),
+    "frozen": (Frozen, {}),
+    "statistics": (partial(Net, Statistics), {}),
+    "autocast": (Net, {"autocast": True}),
+    "window": (Net, {"window": True}),
+    "evaluation": (Net, {"evaluate": True}),
+    "clipping": (Net, {"clip": True}),
+    "repeated": (Repeated, {"one_graph": False}),
+    "recurrent": (Recurrent, {"one_graph": False}),
+    "layer drop": (Net, {"depths": [4, 2, 3, 4]}),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("prefetch", some_quick([1, 3, "auto"], [1]))
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_of_all_kinds_train_to_the_same_bits(case, prefetch):
+    build, how = CASES[case]
+    (first, second) = run_on_ranks(compare, build, {"prefetch": prefetch}, **how)
+    assert first == second
+    assert prefetch == "auto" or first[0] > 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("how", [{}, {"window": True}, {"depths": [4, 2, 3, 4]}], ids=str)
+def test_all_stages_train_to_the_same_bits(stage, how):
+    (first, second) = run_on_ranks(compare, Net, {"zero_stage": stage}, **how)
+    assert first == second
+    assert first[0] > 0
+
+
+def test_layer_drop_wastes_gathers_and_nothing_else():
+    (first, _) = run_on_ranks(compare, Net, {"prefetch": 1}, depths=[4, 2, 3, 4])
+    assert first[1] > 0
+
+
+def counts(build):
+    before = compat.compile_counts()["captured"]
+    train(build, EAGER, 2, per_block=True)
+    return compat.compile_counts()["captured"] - before
+
+
+@pytest.mark.processes
+def test_equal_blocks_are_compiled_once():
+    assert run_on_ranks(counts, Net) == [1, 1]
+
+
+@pytest.mark.ranks(2)
+def test_gradients_are_returned_where_autograd_asks_for_them():
+    model, _ = build_step(Net, {**EAGER, "prefetch": 1}, per_block=True)
+    tokens = torch.arange(VOCAB).view(2, -1)
+    params = list(model.parameters())
+    found = torch.autograd.grad(model(tokens), params)
+    seen = []
+    for param in params:
+        param.register_hook(lambda grad: seen.append(grad.shape))
+        param.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.shape))
+    for _ in range(2):
+        model(tokens).backward()
+    assert len(seen) == 4 * len(params)
+    for grad, param in zip(found, params, strict=True):
+        assert torch.equal(param.grad.to_local(), 2 * grad.to_local())
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_change_between_evaluations_are_gathered_again():
+    model, _ = build_step(Net, {**EAGER, "prefetch": 2}, per_block=True)
+    tokens = torch.arange(VOCAB).view(2, -1)
+    losses = []
+    with torch.no_grad():
+        for _ in range(4):
+            losses.append(model(tokens).item())
+            torch._foreach_mul_([param.data for param in model.parameters()], 0.5)
+    torch._dynamo.reset()
+    again, _ = build_step(Net, EAGER, per_block=False)
+    with torch.no_grad():
+        for loss in losses:
+            assert again(tokens).item() == loss
+            for param in again.parameters():
+                param.mul_(0.5)
+
+
+@pytest.mark.ranks(2)
+def test_a_step_without_backward_leaves_nothing_behind():
+    model, _ = build_step(Net, {**EAGER, "prefetch": 1}, per_block=True)
+    tokens = torch.arange(VOCAB).view(2, -1)
+    for _ in range(2):
+        model(tokens).backward()
+    model.zero_grad()
+    model(tokens)  # the loss was not finite, for example
+    model(tokens).backward()
+    found = [param.grad.to_local().clone() for param in model.parameters()]
+    model.zero_grad()
+    model(tokens).backward()
+    for param, grad in zip(model.parameters(), found, strict=True):
+        assert torch.equal(param.grad.to_local(), grad)
+
+
+def in_another_order():
+    model, _ = build_step(Net, {**EAGER, "agreement_timeout_s": 5.0}, per_block=True)
+    tokens = torch.arange(VOCAB).view(2, -1)
+    for _ in range(3):
+        model(tokens).backward()
+    if dist.get_rank():
+        model.layers = nn.ModuleList(reversed(model.layers))
+    try:
+        model(tokens).backward()
+    except AgreementError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.processes
+def test_ranks_that_call_blocks_in_another_order_are_told():
+    # The group is unusable after that.
+    for outcome in run_in_fresh_ranks(in_another_order):
+        assert outcome.ok, str(outcome)
+        assert "with parameters 'layers.3.norm.weight' to 'layers.3.down.weight'" in outcome.result
+
+
+def under_budget(budget):
+    model, _ = build_step(Net, {**EAGER, "memory_budget": budget}, per_block=True)
+    tokens = torch.arange(VOCAB).view(2, -1)
+    try:
+        for _ in range(3):
+            model(tokens).backward()
+    except MemoryBudgetError as error:
+        return str(error)
+    return block_schedule.block_schedule().planned
+
+
+@pytest.mark.processes
+def test_a_budget_that_the_step_exceeds_is_refused_on_all_ranks():
+    for text in run_on_ranks(under_budget, "1KiB"):
+        assert "hold at least" in text
+        assert "0.0 MiB are allowed" in text
+    assert run_on_ranks(under_budget, "1GiB") == run_on_ranks(under_budget, "100%")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"blocks": "layer.*"}, "no module matches 'layer.*'. Modules of the model: tokens"),
+        ({"prefetch": -1}, "prefetch=-1; expected a number of graphs >= 0"),
+        ({"prefetch": "deep"}, "prefetch"),
+        ({"prefetched": 1}, "prefetch"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, said):
+    with pytest.raises(OptionError, match=said.replace("*", r"\*")):
+        zpasses.compile_blocks(Net(), **arguments)
+
+
+def test_blocks_are_found_by_name_or_in_lists():
+    nested = nn.ModuleDict({"layers": nn.ModuleList([nn.Sequential(Layer()), Layer()])})
+    assert zpasses.compile_blocks(nested) == ["layers.0", "layers.1"]
+    assert zpasses.compile_blocks(Net(), "layers.1, head") == ["layers.1", "head"]
+
+
+def notes(folder):
+    options = {**EAGER, "dump": folder, "dump_ranks": "all"}
+    train(Net, options, 2, per_block=True)
+
+
+@pytest.mark.processes
+def test_a_dump_has_one_graph_per_distinct_block_and_the_schedule_over_all(tmp_path):
+    run_on_ranks(notes, str(tmp_path))
+    for rank in read(tmp_path).ranks.values():
+        (compiled,) = rank.compiles
+        assert {"joint", "forward", "backward"} <= set(compiled.graphs)
+        (note,) = [each for each in compiled.notes if "graph(s) ahead" in each]
+        assert f"a step runs {2 * DEPTH} graphs, {DEPTH} of them backward, from forward" in note
+
+
+@pytest.mark.inductor
+@pytest.mark.processes
+@pytest.mark.parametrize("case", some_quick(["plain", "window", "evaluation"], ["plain"]))
+def test_generated_code_of_blocks_computes_the_same(case):
+    build, how = CASES[case]
+    run_on_ranks(generated, build, how)
+
+
+def generated(build, how):
+    losses, params = train(build, EAGER, per_block=False, **how)
+    found, others = train(build, {"prefetch": 1}, per_block=True, **how)
+    torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-6)
+    for other, param in zip(others, params, strict=True):
+        torch.testing.assert_close(other, param, rtol=1e-4, atol=1e-5)

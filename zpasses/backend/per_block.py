@@ -1,0 +1,78 @@
+"""`compile_blocks`: blocks are compiled one by one, and each distinct one only once."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+from torch import nn
+
+from zpasses.errors import OptionError
+from zpasses.pipeline.options import Options
+from zpasses.runtime.block_schedule import begin_model_call, end_model_call
+
+__all__ = ["compile_blocks"]
+
+
+def compile_blocks(model: nn.Module, blocks: str = "auto", **options: Any) -> list[str]:
+    """Compile blocks of a sharded model one by one, in place.
+
+    Blocks of one class whose tensors have equal shapes share one compile. A schedule of the whole
+    model starts the gathers of a block while the block before it computes, in forward and in
+    backward, and lets reductions end while the next backward computes.
+
+    Args:
+        model: the model, after `zpasses.shard`. Call it as before.
+        blocks: names of modules with wildcards, separated by commas, such as "layers.*"; "auto"
+            takes all modules in lists (`nn.ModuleList`, `nn.Sequential`). Where modules that
+            match are nested, the outermost one is the block.
+        options: options of the backend, as in `torch.compile(..., options={...})`. `prefetch` is
+            "auto" if it is not given.
+
+    Returns:
+        The names of the blocks.
+
+    Raises:
+        OptionError: if no module matches, or an option is wrong.
+    """
+    options = {"prefetch": "auto", **options}
+    Options.parse(options)
+    if options.get("blocks") is not None:
+        raise OptionError("blocks: give the names of the blocks once, to compile_blocks.")
+    found = _find(model, blocks)
+    if not found:
+        names = [name for name, _ in model.named_modules() if name]
+        raise OptionError(
+            f"compile_blocks: no module matches {blocks!r}. Modules of the model: "
+            f"{', '.join(names[:20])}{', ...' if len(names) > 20 else ''}."
+        )
+    for module in found.values():
+        module.compile(backend="zpasses", options=options)
+    if model not in found.values():
+        model.register_forward_pre_hook(_begin, prepend=True)
+        model.register_forward_hook(_end, always_call=True)
+    return list(found)
+
+
+def _find(model: nn.Module, patterns: str) -> dict[str, nn.Module]:
+    wanted = [each.strip() for each in patterns.split(",")]
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        last = name.rpartition(".")[2]
+        matches = (
+            last.isdecimal()
+            if patterns == "auto"
+            else any(fnmatch.fnmatchcase(name, each) for each in wanted)
+        )
+        if name and matches and not inside:
+            found[name] = module
+    return found
+
+
+def _begin(model: nn.Module, args: object) -> None:
+    begin_model_call()
+
+
+def _end(model: nn.Module, args: object, output: object) -> None:
+    end_model_call()

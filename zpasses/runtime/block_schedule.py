@@ -1,0 +1,362 @@
+"""The schedule of graphs that run one after another, such as those of blocks compiled one by one.
+
+A graph whose collectives are hoisted (zpasses.graph.hoisting) tells the schedule when it runs. The
+schedule predicts the graphs that run next from the last ones, starts their gathers, and leaves the
+reductions of a backward in flight while the next one computes.
+
+All ranks predict the same, because their graphs run in the same order: `zpasses.ranks.run_order`
+compares that. A graph that comes unexpected gathers when it runs. What was gathered for another one
+is dropped.
+
+Nothing is started across a border where parameters may change. Gathers of a forward start in the
+same call of the model (`calls_of_model`), and gathers of a backward start in the forward before it,
+or in the same run of the autograd engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zpasses import compat
+from zpasses.cost.prefetch import GraphRun
+from zpasses.runtime.layout import rows_of
+from zpasses.runtime.local_shards import accumulate_grads
+from zpasses.runtime.param_cache import version_of
+from zpasses.runtime.windows import EngineRun
+
+__all__ = [
+    "BlockSchedule",
+    "Gathered",
+    "Reducing",
+    "RunKey",
+    "Starter",
+    "block_schedule",
+    "calls_of_model",
+]
+
+_CONTEXTS = (8, 4, 2, 1)
+"""Numbers of graphs by which the next one is predicted. The longest that is known decides."""
+
+_MAX_PREDICTIONS = 1 << 14
+
+_MAX_STEP = 1 << 12
+"""Graphs of one step that are planned together."""
+
+_MAX_PLANS = 64
+
+
+@dataclass(frozen=True)
+class RunKey:
+    """A graph with its parameters. Equal on all ranks at the same place of the program."""
+
+    graph: str
+    params: object
+    is_backward: bool
+
+
+@dataclass
+class Gathered:
+    """Gathers that have started."""
+
+    values: list[Tensor]
+    in_flight: Sequence[int]
+    """Positions of the values that must be awaited."""
+    sources: list[tuple[int, int]]
+    """Address and version of each shard that was read."""
+
+    def wait(self) -> list[Tensor]:
+        """Returns the gathered tensors."""
+        for position in self.in_flight:
+            self.values[position] = compat.functional.wait_tensor(self.values[position])
+        return self.values
+
+
+class Starter:
+    """Starts the gathers of one graph for certain parameters.
+
+    Args:
+        run: takes the shards of the parameters, and starts the gathers.
+        in_flight: positions of the results that must be awaited.
+        params: the parameters, which are held by weak references.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[list[Any]], Any],
+        in_flight: Sequence[int],
+        params: Sequence[DTensor],
+    ) -> None:
+        self._run, self._in_flight = run, in_flight
+        self._params = [weakref.ref(param) for param in params]
+
+    def start(self) -> Gathered | None:
+        """Returns None if a parameter no longer exists."""
+        params = [ref() for ref in self._params]
+        alive = [param for param in params if param is not None]
+        if len(alive) < len(params):
+            return None
+        with torch.no_grad():
+            shards = [rows_of(param).detach() for param in alive]
+            sources = list(map(_source, alive, shards))
+            return Gathered(list(self._run(list(shards))), self._in_flight, sources)
+
+    def is_fresh(self, gathered: Gathered) -> bool:
+        """Whether the parameters have not changed since their gathers started."""
+        params = [ref() for ref in self._params]
+        return gathered.sources == [
+            _source(param, rows_of(param)) if param is not None else None for param in params
+        ]
+
+
+def _source(param: DTensor, shard: Tensor) -> tuple[int, int]:
+    return shard.data_ptr(), version_of(param, shard)
+
+
+@dataclass
+class Reducing:
+    """Reductions of one backward that have started."""
+
+    finish: Callable[[], list[Tensor]]
+    """Awaits them. Returns the gradient of the shard of each parameter."""
+    params: list[DTensor]
+    limits: Callable[[], AbstractContextManager[None]]
+    """Context in which the reductions give up in time."""
+
+
+@dataclass
+class _Pending:
+    """What one run of the autograd engine has not yet added to gradients."""
+
+    reducing: list[Reducing] = field(default_factory=list)
+    params: list[DTensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+
+    def finish(self, left: int) -> None:
+        """Await all but the last `left` reductions."""
+        while len(self.reducing) > left:
+            first = self.reducing.pop(0)
+            with first.limits():
+                self.grads += first.finish()
+            self.params += first.params
+
+    def close(self) -> None:
+        self.finish(0)
+        params, grads = self.params, self.grads
+        self.params, self.grads = [], []
+        if params:
+            accumulate_grads(params, grads)
+
+
+class BlockSchedule:
+    """What runs next, and what has started for it."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[RunKey, int] = {}
+        self._starters: dict[int, Starter] = {}
+        self._is_backward: dict[int, bool] = {}
+        self._history: tuple[int, ...] = ()
+        self._token: object = None
+        """Where the last graph ran: in which call of the model, or run of the engine."""
+        self._successors: dict[tuple[int, ...], tuple[int, bool]] = {}
+        """The last graphs -> the next one, and whether parameters stay the same until then."""
+        self._in_flight: dict[int, Gathered] = {}
+        self._runs: dict[int, GraphRun] = {}
+        self._step: list[int] = []
+        """Graphs since the last step's backward."""
+        self._ahead: dict[tuple[int, ...], int] = {}
+        """Graphs of a step -> for how many graphs ahead its gathers start."""
+        self._planned = 1
+        """The same for the last step."""
+        self._planning: weakref.ref[EngineRun] | None = None
+        self._pending: weakref.WeakKeyDictionary[EngineRun, _Pending] = weakref.WeakKeyDictionary()
+        self._lock = threading.RLock()
+        self.started_ahead = 0
+        """Number of graphs whose gathers started before them. For tests."""
+        self.dropped = 0
+        """Number of these that did not run next. For tests."""
+
+    @property
+    def planned(self) -> int:
+        """For how many graphs ahead gathers start where that is planned. 1 until the first step has
+        ended.
+        """
+        return self._planned
+
+    # --- gathers ----------------------------------------------------------------------------------
+    def begin(
+        self, key: RunKey, starter: Starter | None, ahead: int, run: Callable[[], GraphRun]
+    ) -> Gathered | None:
+        """A graph begins to run.
+
+        Args:
+            starter: starts its gathers; None if it has none.
+            ahead: for how many graphs after it gathers start now.
+            run: describes it, for the plan of the step.
+
+        Returns:
+            Its gathers, which may still be in flight.
+        """
+        with self._lock:
+            number = self._numbers.setdefault(key, len(self._numbers))
+            self._is_backward[number] = key.is_backward
+            if number not in self._runs:
+                self._runs[number] = run()
+            self._record(number)
+            gathered = self._in_flight.pop(number, None)
+            if gathered is not None and (starter is None or not starter.is_fresh(gathered)):
+                self._drop(gathered)
+                gathered = None
+            if starter is not None:
+                self._starters[number] = starter
+                gathered = gathered or starter.start()
+            self._start_next(ahead)
+            return gathered
+
+    def clear(self, *, forwards_only: bool = False) -> None:
+        """Drop gathers that have started for graphs that have not run."""
+        with self._lock:
+            for number in list(self._in_flight):
+                if not (forwards_only and self._is_backward[number]):
+                    self._drop(self._in_flight.pop(number))
+
+    def _record(self, number: int) -> None:
+        token = _place()
+        history, before = self._history, self._token
+        if not compat.in_backward() and history and self._is_backward[history[-1]]:
+            self._step.clear()
+        if len(self._step) < _MAX_STEP:
+            self._step.append(number)
+        if history:
+            was_backward = self._is_backward[history[-1]]
+            if self._is_backward[number] and not was_backward:
+                reachable = True
+            else:
+                reachable = token is not None and token == before
+            if len(self._successors) >= _MAX_PREDICTIONS:
+                self._successors.clear()
+            for length in _CONTEXTS:
+                if length <= len(history):
+                    self._successors[history[-length:]] = number, reachable
+        self._history, self._token = (*history, number)[-_CONTEXTS[0] :], token
+
+    def _start_next(self, ahead: int) -> None:
+        expected, history = [], self._history
+        for _ in range(ahead):
+            found = self._expected(history)
+            if found is None:
+                break
+            expected.append(found)
+            history = (*history, found)[-_CONTEXTS[0] :]
+        for number in list(self._in_flight):
+            if number not in expected:
+                self._drop(self._in_flight.pop(number))
+        for number in expected:
+            starter = self._starters.get(number)
+            if starter is not None and number not in self._in_flight:
+                gathered = starter.start()
+                if gathered is not None:
+                    self._in_flight[number] = gathered
+                    self.started_ahead += 1
+
+    def _expected(self, history: tuple[int, ...]) -> int | None:
+        for length in _CONTEXTS:
+            found = self._successors.get(history[-length:]) if length <= len(history) else None
+            if found is not None:
+                return found[0] if found[1] else None
+        return None
+
+    def _drop(self, gathered: Gathered) -> None:
+        # Memory that a collective still writes must not be freed.
+        gathered.wait()
+        self.dropped += 1
+
+    # --- plans ------------------------------------------------------------------------------------
+    def plan_at_end(self, plan: Callable[[Sequence[GraphRun]], int]) -> None:
+        """Called in a backward: plan the step when its backward ends, if its graphs are new.
+
+        Args:
+            plan: returns for how many graphs ahead gathers start, the same on all ranks.
+        """
+        run = EngineRun.current()
+        if self._planning is None or self._planning() is not run:
+            self._planning = weakref.ref(run)
+            run.at_end(lambda: self._plan(plan))
+
+    def _plan(self, plan: Callable[[Sequence[GraphRun]], int]) -> None:
+        if compat.in_backward():  # the end of a run inside of another one, as of a checkpoint
+            return
+        step = tuple(self._step)
+        if step not in self._ahead:
+            if len(self._ahead) >= _MAX_PLANS:
+                self._ahead.clear()
+            self._ahead[step] = plan([self._runs[number] for number in step])
+        self._planned = self._ahead[step]
+
+    # --- reductions -------------------------------------------------------------------------------
+    def reduce_later(self, reducing: Reducing, ahead: int) -> None:
+        """Await reductions when `ahead` more backwards have started theirs, or when the run of the
+        autograd engine ends, and add the gradients then.
+        """
+        run = EngineRun.current()
+        pending = self._pending.get(run)
+        if pending is None:
+            pending = self._pending[run] = _Pending()
+            run.at_end(pending.close)
+        pending.reducing.append(reducing)
+        pending.finish(max(1, ahead))
+
+
+_schedule = BlockSchedule()
+
+
+def block_schedule() -> BlockSchedule:
+    """The schedule of this process."""
+    return _schedule
+
+
+# --- calls of the model ---------------------------------------------------------------------------
+class _ModelCalls(threading.local):
+    def __init__(self) -> None:
+        self.open: list[int] = []
+
+
+_model_calls = _ModelCalls()
+_call_numbers = itertools.count(1)
+
+
+@contextlib.contextmanager
+def calls_of_model() -> Iterator[None]:
+    """Inside, no parameter changes, so gathers of a forward may start ahead of it."""
+    begin_model_call()
+    try:
+        yield
+    finally:
+        end_model_call()
+
+
+def begin_model_call() -> None:
+    _model_calls.open.append(next(_call_numbers))
+
+
+def end_model_call() -> None:
+    if _model_calls.open:
+        _model_calls.open.pop()
+    if not _model_calls.open and not compat.in_backward():
+        _schedule.clear(forwards_only=True)
+
+
+def _place() -> object:
+    if compat.in_backward():
+        return "run", compat.current_graph_task_id()
+    return ("call", _model_calls.open[0]) if _model_calls.open else None
