@@ -215,6 +215,11 @@ def _how_to_inspect(out: Path) -> str:
     help='Equal modules to compile once: "layers.*", or "auto" for all modules in lists.',
 )
 @click.option(
+    "--compile-blocks",
+    metavar="NAMES",
+    help="Modules to compile one by one, as zpasses.compile_blocks does.",
+)
+@click.option(
     "--train/--no-train",
     default=True,
     help="Capture forward and backward, or a call without gradients.",
@@ -231,6 +236,7 @@ def capture(
     zero_stage: int | None,
     pipeline: str | None,
     blocks: str | None,
+    compile_blocks: str | None,
     arguments: dict[str, Any],
     param_dtype: str | None,
     reduce_dtype: str | None,
@@ -259,7 +265,18 @@ def capture(
     size = world_of(world, mesh)
     options = {key: value for key, value in given.items() if value is not None}
     report = run_capture(
-        CaptureRequest(function, out, size, ranks, arguments, train, shard, options, mesh)
+        CaptureRequest(
+            function,
+            out,
+            size,
+            ranks,
+            arguments,
+            train,
+            shard,
+            options,
+            compile_blocks=compile_blocks,
+            mesh=mesh,
+        )
     )
     if as_json:
         click.echo(

@@ -74,6 +74,9 @@ class CaptureRequest:
     """Keyword arguments of `zpasses.shard`: param_dtype, reduce_dtype, reshard_after_forward."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the backend: zero_stage, pipeline, target, ..."""
+    compile_blocks: str | None = None
+    """Compile these modules one by one, as `zpasses.compile_blocks` does; None compiles the model.
+    """
     mesh: MeshShape | None = None
     """Device mesh of the `world` ranks. None is one dimension, over which the model is sharded."""
 
@@ -242,7 +245,11 @@ def _capture_rank(
         with _timed(seconds, "shard"):
             _shard(request, model, mesh)
         with _timed(seconds, "step"), torch.set_grad_enabled(request.train):
-            compiled = torch.compile(model, backend="zpasses", options=dict(options))
+            compiled: Any = model
+            if request.compile_blocks is not None:
+                zpasses.compile_blocks(model, request.compile_blocks, **options)
+            else:
+                compiled = torch.compile(model, backend="zpasses", options=dict(options))
             try:
                 _step(compiled, inputs, loss if request.train else None, request.train)
             except Exception as error:

@@ -21,6 +21,7 @@ from zpasses.ranks.vote import exchange
 __all__ = ["agreed_prefetch", "graph_cost"]
 
 _MIB = float(1 << 20)
+_GIB = float(1 << 30)
 
 
 def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
@@ -96,12 +97,13 @@ def agreed_prefetch(
 
 
 def _note(runs: Sequence[GraphRun], least: StepCost, chosen: StepCost, limit: int | None) -> str:
-    within = "" if limit is None else f" of {limit / _MIB:,.1f} allowed"
+    within = "" if limit is None else f" of {limit / _GIB:,.3f} allowed"
     backwards = sum(run.is_backward for run in runs)
+    first, last = (run.name.partition(", sharded in")[0] for run in (runs[0], runs[-1]))
     return (
-        f"a step runs {len(runs)} graphs, {backwards} of them backward, from {runs[0].name} to "
-        f"{runs[-1].name}; gathers start {chosen.ahead} graph(s) ahead: "
-        f"{chosen.total_us / 1e3:,.2f} ms predicted ({least.total_us / 1e3:,.2f} with 0 ahead, "
-        f"compute {sum(run.compute_us for run in runs) / 1e3:,.2f}), peak "
-        f"{chosen.peak_bytes / _MIB:,.1f} MiB{within}"
+        f"a step runs {len(runs)} graphs, {backwards} of them backward, from {first} to {last}; "
+        f"gathers start {chosen.ahead} graph(s) ahead: predicted {chosen.total_us / 1e3:,.2f} ms "
+        f"({least.total_us / 1e3:,.2f} ms with 0 ahead, "
+        f"{sum(run.compute_us for run in runs) / 1e3:,.2f} ms without communication), peak "
+        f"{chosen.peak_bytes / _GIB:,.3f} GiB{within}"
     )

@@ -96,6 +96,7 @@ from zpasses.compat.c10d import (
 )
 from zpasses.compat.dtensor import (
     DTensorSpec,
+    address,
     clear_sharding_prop_cache,
     concatenate_meshes,
     local_of,
@@ -203,6 +204,7 @@ __all__ = [
     "TorchDispatchMode",
     "VectorInstructions",
     "Work",
+    "address",
     "adjusted_muon_lr",
     "ambient_fake_mode",
     "aot_compile",

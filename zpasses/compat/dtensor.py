@@ -10,10 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from zpasses.compat.fake import no_dispatch_modes
+from zpasses.compat.fake import FakeTensor, no_dispatch_modes
 
 __all__ = [
     "DTensorSpec",
+    "address",
     "clear_sharding_prop_cache",
     "concatenate_meshes",
     "local_of",
@@ -178,6 +179,11 @@ def local_of(dtensor: DTensor) -> Tensor:
 def set_local(dtensor: DTensor, local: Tensor) -> None:
     """Replaces a DTensor's local tensor by one of the same shape and dtype."""
     dtensor._local_tensor = local
+
+
+def address(tensor: Tensor) -> int:
+    """Returns the address of a tensor's first element; of a fake tensor, an id of its memory."""
+    return storage_id(tensor) if isinstance(tensor, FakeTensor) else tensor.data_ptr()
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -120,7 +120,7 @@ class Starter:
 
 
 def _source(param: DTensor, shard: Tensor) -> tuple[int, int]:
-    return shard.data_ptr(), version_of(param, shard)
+    return compat.address(shard), version_of(param, shard)
 
 
 @dataclass
