@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from tests.cases import some_quick
-from tests.zpasses.inspect.graphs import chain, dump_of, graph_of, node, snapshot, two_gathers
+from tests.zpasses.inspect.graphs import (
+    chain,
+    dump_of,
+    gradients,
+    graph_of,
+    node,
+    snapshot,
+    two_gathers,
+)
 from tests.zpasses.inspect.real import dump_training_step, real_dump
 from tests.zpasses.inspect.test_report import (  # noqa: F401
     HOSTILE,
@@ -392,6 +400,20 @@ def test_pairs_of_the_page_are_those_of_the_command_line(page, tmp_path, graph):
     same = sum(expected.get(a) == b for a, b in found)
     assert same >= 0.9 * len(expected)
     assert abs(len(found) - len(expected)) <= 0.05 * len(expected)
+
+
+@needs_browser
+@pytest.mark.parametrize("lines", [True, False])
+def test_the_page_pairs_nodes_by_their_parameters_before_their_shapes(page, lines):  # noqa: F811
+    graphs = gradients("b", lines=lines), gradients("b", "c", lines=lines)
+    first, second = (
+        named(f"rank{at}", graph_of("backward", (None, each))) for at, each in enumerate(graphs)
+    )
+    shown = page(_Both(first, second))
+    found = shown.execute_script(
+        "return [...pairNodes(...compiles.map((c) => c.at(c.graphs[0], 0)))];"
+    )
+    assert dict(found) == pair_nodes(*graphs)
 
 
 @needs_browser
