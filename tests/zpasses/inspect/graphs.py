@@ -152,6 +152,16 @@ def gradients(*layers, lines=True):
     return snapshot(*nodes)
 
 
+def retagged(*params):
+    """A graph for each tuple of parameters, of a gather that is for these."""
+    graphs = []
+    for each in params:
+        nodes = list(two_gathers().nodes)
+        nodes[3] = replace(nodes[3], params=each, tag=replace(nodes[3].tag, params=each))
+        graphs.append(snapshot(*nodes))
+    return graphs
+
+
 def full(node, last, param):
     return Buffer(128, node, last, "parameter", (param,))
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.zpasses.inspect.graphs import chain, gradients, node, snapshot, two_gathers
+from tests.zpasses.inspect.graphs import chain, gradients, node, retagged, snapshot, two_gathers
 from zpasses.dumps.format import RecomputeMark, Ref, Tag
 from zpasses.inspect import compare, pair_nodes
 
@@ -70,6 +70,39 @@ def test_marks_for_the_partitioner_are_named(was, now, detail):
     before, after = (snapshot(replace(first, mark=mark), *rest) for mark in (was, now))
     (change,) = compare(before, after).changes
     assert (change.kind, change.node.name, change.detail) == ("recompute-changed", "x", detail)
+
+
+NAMES = tuple(f"layers.{at}.weight" for at in range(12))
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "detail"),
+    [
+        (("a", "b"), ("a", "c"), "a, b -> a, c"),
+        (NAMES, (*NAMES[:-1], "last"), "12 -> 12: with last, without layers.11.weight"),
+        (NAMES, (*NAMES, "x", "y", "z"), "12 -> 15: with x and 2 more"),
+        (
+            NAMES,
+            (*NAMES[:10], *NAMES[:9:-1]),
+            "12 in another order, from the 11. on: layers.10.weight -> layers.11.weight",
+        ),
+    ],
+)
+def test_lists_that_differ_late_are_shown_by_the_items_that_differ(was, now, detail):
+    before, after = retagged(was, now)
+    (change,) = compare(before, after).changes
+    assert (change.kind, change.detail) == ("retagged", f"params: {detail}")
+
+
+def test_texts_that_differ_late_are_shown_by_the_part_that_differs():
+    graphs = []
+    for end in ("yes", "no"):
+        nodes = list(two_gathers().nodes)
+        note = "a decision, and many reasons for it, " * 3 + end
+        nodes[3] = replace(nodes[3], tag=replace(nodes[3].tag, note=note))
+        graphs.append(snapshot(*nodes))
+    (change,) = compare(*graphs).changes
+    assert change.detail == "note: ...reasons for it, yes -> ...reasons for it, no"
 
 
 # --- planted changes ------------------------------------------------------------------------------

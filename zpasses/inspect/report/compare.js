@@ -430,17 +430,38 @@ function foldSides(one, other, all, shown) {
   );
 }
 
+// "params: 14 -> 15: with b.weight and 2 more, without a.weight", as difference.py tells it.
+function listChange(name, was, now) {
+  if (String(was) === String(now)) return "";
+  const [old, fresh] = [new Set(was), new Set(now)];
+  const some = (word, items) =>
+    items.length && `${word} ${items[0]}${items.length > 1 ? ` and ${items.length - 1} more` : ""}`;
+  const parts = [
+    some("with", now.filter((item) => !old.has(item))),
+    some("without", was.filter((item) => !fresh.has(item))),
+  ].filter(Boolean);
+  return `${name}: ${was.length} -> ${now.length}: ${parts.join(", ") || "in another order"}`;
+}
+
 function sidesRow(left, right, item) {
   if (item.gap) return el("div", { class: "gap" }, `⋯ ${plural(item.gap, "equal node")}`);
+  const { before, after } = item;
+  const retagged =
+    before && after && item.kinds.includes("retagged")
+      ? listChange("params", before.params, after.params)
+      : "";
   const cell = (graph, node, side) => {
     if (!node) return el("div", { class: "cell none" });
     const kinds = item.kinds.filter((kind) => kind !== (side === "before" ? "inserted" : "removed"));
     return el(
       "div",
-      { class: `cell ${side} ${kinds[0] || ""}`, title: [kinds.join(", "), node.note].join("\n") },
+      {
+        class: `cell ${side} ${kinds[0] || ""}`,
+        title: [kinds.join(", "), retagged, node.note].filter(Boolean).join("\n"),
+      },
       el("span", { class: "number" }, graph.index.get(node.id) + 1),
       el("span", { class: "sign", "aria-label": kinds.join(", ") }, kinds.map((k) => SIGNS[k])),
-      codeParts(node),
+      codeParts(node, side === "after" ? retagged : ""),
     );
   };
   return el(

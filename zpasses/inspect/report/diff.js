@@ -302,9 +302,10 @@ function diffRow(before, after, item) {
 function diffCell(graph, node, after, twin, side) {
   if (!node) return el("div", { class: "cell none" });
   const kinds = (after.changes.get(node.id) || []).map(([kind]) => kind);
-  const details = (after.changes.get(node.id) || [])
-    .map(([kind, detail]) => `${kind}: ${detail}`)
-    .join("\n");
+  const changes = after.changes.get(node.id) || [];
+  const details = changes.map(([kind, detail]) => `${kind}: ${detail}`).join("\n");
+  const retagged = changes.find(([kind]) => kind === "retagged");
+  const change = retagged && side === "after" && twin ? retagged[1] : "";
   return el(
     "div",
     {
@@ -317,6 +318,6 @@ function diffCell(graph, node, after, twin, side) {
       { class: "sign", "aria-label": kinds.join(", ") },
       kinds.map((kind) => SIGNS[kind]).join(""),
     ),
-    codeParts(node),
+    codeParts(node, change),
   );
 }
