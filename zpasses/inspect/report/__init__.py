@@ -43,6 +43,7 @@ _SCRIPTS = (
     "chart",
     "memory",
     "alive",
+    "labels",
     "timeline",
     "timeline_modules",
     "collectives",
