@@ -141,6 +141,38 @@ def test_an_address_that_names_something_else_says_so(page, address, said):  # n
     assert said in one(page(Inspection(small_dump()), address), ".notice").text
 
 
+@needs_browser
+def test_an_unknown_kind_of_collectives_in_the_address_is_named(page):  # noqa: F811
+    for more in ("", "&filter=w", "&exposed=1"):
+        shown = page(Inspection(small_dump()), f"0/forward/2/collectives//kind=all_gather{more}")
+        assert one(shown, "main p.pad").text == (
+            'This graph has no collective of the kind "all_gather". Its kinds are '
+            "all_gather_into_tensor."
+        )
+        kind = one(shown, '[aria-label="Kind of collective"]')
+        assert kind.get_attribute("value") == "all_gather"
+
+
+@needs_browser
+def test_a_view_has_the_name_of_its_tab_in_addresses(page):  # noqa: F811
+    shown = page(Inspection(small_dump()), "0/forward/2/listing/")
+    titles = [each.text for each in all_of(shown, '[role="tab"]')]
+    assert "Graph" in titles
+    for title in titles:
+        shown.execute_script("location.hash = arguments[0]", f"0/forward/2/{title.lower()}/")
+        assert one(shown, '[aria-selected="true"]', title).text == title
+        assert not all_of(shown, ".notice")
+
+
+@needs_browser
+def test_back_leads_away_from_an_address_that_the_page_rewrites(page):  # noqa: F811
+    shown = page(Inspection(small_dump()), "0/forward/2/diff/")
+    shown.execute_script("location.hash = '0/forward/2/graph/'")
+    wait_for(shown, "state.tab === 'listing'")
+    shown.back()
+    wait_for(shown, "state.tab === 'diff'")
+
+
 STRANGE = [
     ("zzz", '"#zzz" names nothing that this page shows: "zzz" is no number'),
     ("0/forward/last/diff/", '"last" is no number'),

@@ -197,20 +197,10 @@ function countOf(diff) {
 }
 
 function drawTabs() {
-  const title = {
-    overview: "Overview",
-    diff: "Diff",
-    memory: "Memory",
-    timeline: "Timeline",
-    collectives: "Collectives",
-    listing: "Graph",
-    source: "Source",
-    compare: "Compare",
-  };
   clear(
     parts.tabs,
     TABS.map((tab) =>
-      button(title[tab], () => go({ tab }), {
+      button(titleOf(tab), () => go({ tab }), {
         role: "tab",
         id: `tab-${tab}`,
         "aria-selected": tab === state.tab,
