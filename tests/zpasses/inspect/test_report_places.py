@@ -299,6 +299,83 @@ def test_every_view_fits_the_width(page, width):  # noqa: F811
         shown.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.fixture
+def at_width(page):  # noqa: F811
+    """Opens an inspection's page at a width."""
+    shown = []
+
+    def show(inspection, address, width):
+        shown.append(page(inspection, address))
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 700}
+        shown[-1].execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        return shown[-1]
+
+    yield show
+    for each in shown:
+        each.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+LONG = "all_gather_into_tensor_coalesced_default"
+
+
+def long_names():
+    """A graph whose node and parameter have long names."""
+    param = "model.layers.79.mlp.down_proj.weight"
+    nodes = [
+        replace(each, name=LONG, params=(param,)) if each.name == "gather_w" else each
+        for each in two_gathers().nodes
+    ]
+    nodes = [
+        replace(each, buffers=tuple(replace(one, params=(param,)) for one in each.buffers))
+        if each.name == LONG
+        else each
+        for each in nodes
+    ]
+    return Inspection(dump_of(graph_of("forward", (None, snapshot(*nodes)))))
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_names_in_memory_have_two_lines_at_most(at_width, width):
+    shown = at_width(long_names(), "0/forward/0/memory/3", width)
+    name = one(shown, ".buffers button", LONG[:10])
+    assert name.size["height"] <= 2 * 20
+    lines = shown.execute_script(
+        "const range = document.createRange(); range.selectNodeContents(arguments[0]);"
+        "return new Set([...range.getClientRects()].map((each) => each.top)).size",
+        one(shown, ".buffers td.wrap", "model"),
+    )
+    assert lines <= 2
+    table = "const box = document.querySelector('.alive .scroll');"
+    assert shown.execute_script(f"{table} return box.scrollWidth <= box.clientWidth")
+
+
+@needs_browser
+@pytest.mark.parametrize("view", ["diff", "compare"])
+def test_a_narrow_page_has_both_sides_in_one_list(at_width, view):
+    nodes = list(two_gathers().nodes)
+    nodes[5] = replace(nodes[5], args=(Ref(4), Ref(4)), inputs=(4,))
+    after = snapshot(*nodes[:-1], node(20, "extra"), nodes[-1])
+    graph = graph_of("forward", (None, two_gathers()), ("p", after))
+    shown = at_width(Inspection(dump_of(graph)), f"0/forward/1/{view}/", 390)
+    first, second = ("before", "after") if view == "diff" else ("first", "second")
+    rows = [each.text.split("\n") for each in all_of(shown, ".pair")]
+    assert [(row[0], row[-1].split("  #")[0]) for row in rows if not row[0].isdigit()] == [
+        (first, "mm = mm(x, w)"),
+        (second, "mm = mm(w, w)"),
+        (second, "extra = relu()"),
+    ]
+    assert len(rows) == 12  # 9 equal nodes
+    assert not all_of(shown, ".cell.none")
+    widest = "return Math.max(...[...document.querySelectorAll('.cell')].map((e) => e.scrollWidth))"
+    assert shown.execute_script(widest) > 300  # whole lines, which scroll
+    shown.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False},
+    )
+    wait_for(shown, "document.querySelectorAll('.cell.none').length > 0")
+
+
 @needs_browser
 def test_the_overview_shows_how_far_the_step_is_from_its_bound(page):  # noqa: F811
     graphs = [

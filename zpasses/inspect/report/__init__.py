@@ -35,6 +35,7 @@ _SCRIPTS = (
     "ranks",
     "overview",
     "listing",
+    "unified",
     "diff",
     "pairing",
     "counterparts",

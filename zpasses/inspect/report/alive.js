@@ -92,7 +92,7 @@ function bufferTable(graph, alive, at) {
   const count = Math.max(graph.nodes.length, 1);
   return el("div", { class: "scroll" }, el(
       "table",
-      { class: "compact" },
+      { class: "compact buffers" },
       tableHead(BUFFER_COLUMNS, (i) => i === 2),
       el(
         "tbody",
@@ -101,21 +101,17 @@ function bufferTable(graph, alive, at) {
           el(
             "tr",
             {},
+            el("td", {}, nodeLink(buffer.node)),
             el(
               "td",
-              {},
-              nodeLink(buffer.node),
-            ),
-            el(
-              "td",
-              {},
+              { title: buffer.kind },
               el("i", {
                 class: "dot",
                 style: {
                   background: `var(--kind-${KINDS.includes(buffer.kind) ? buffer.kind : "other"})`,
                 },
               }),
-              buffer.kind,
+              el("span", { class: "kind" }, buffer.kind),
             ),
             el("td", { class: "right" }, bytesText(buffer.nbytes)),
             el(

@@ -365,7 +365,9 @@ function kindColor(kind) {
 // Both graphs in one list, so that they scroll in step. A selected row selects both nodes.
 function drawSides(main, left, right, all, shown) {
   const nodeCount = Math.max(left.graph.nodes.length, right.graph.nodes.length);
-  const rows = isFolded(nodeCount) ? foldSides(left.graph, right.graph, all, shown) : foldUnchanged(all);
+  const rows = shownRows(
+    isFolded(nodeCount) ? foldSides(left.graph, right.graph, all, shown) : foldUnchanged(all),
+  );
   const list = rowList({
     label: "Nodes of both graphs",
     row: (at) =>
@@ -401,12 +403,7 @@ function drawSides(main, left, right, all, shown) {
       el("span", { class: "stretch" }),
       foldSwitch(nodeCount, redraw),
     ),
-    el(
-      "div",
-      { class: "diff-head" },
-      el("span", {}, sideName(left)),
-      el("span", {}, sideName(right)),
-    ),
+    sidesHead([sideName(left), sideName(right)], COMPARED_SIDES),
     list.element,
   );
   list.fill(
@@ -430,6 +427,8 @@ function foldSides(one, other, all, shown) {
   );
 }
 
+const COMPARED_SIDES = ["first", "second"];
+
 // "params: 14 -> 15: with b.weight and 2 more, without a.weight", as difference.py tells it.
 function listChange(name, was, now) {
   if (String(was) === String(now)) return "";
@@ -452,7 +451,7 @@ function sidesRow(left, right, item) {
       : "";
   const cell = (graph, node, side) => {
     if (!node) return el("div", { class: "cell none" });
-    const kinds = item.kinds.filter((kind) => kind !== (side === "before" ? "inserted" : "removed"));
+    const kinds = item[side === "before" ? "own" : "its"] || item.kinds;
     return el(
       "div",
       {
@@ -464,10 +463,7 @@ function sidesRow(left, right, item) {
       codeParts(node, side === "after" ? retagged : ""),
     );
   };
-  return el(
-    "div",
-    { class: "pair" },
-    cell(left.graph, item.before, "before"),
-    cell(right.graph, item.after, "after"),
+  return pairRow(item, COMPARED_SIDES, (side) =>
+    side === "before" ? cell(left.graph, before, side) : cell(right.graph, after, side),
   );
 }

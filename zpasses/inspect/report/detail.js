@@ -37,7 +37,7 @@ function drawDetail(panel) {
         chip(kind, kind, detail),
       ),
     ),
-    el("code", { class: "code" }, node.code),
+    el("code", { class: "code" }, wrappingCode(node.code)),
     facts(node, here),
     collectiveFacts(node, here),
     sourceFacts(node),
@@ -72,8 +72,8 @@ function drawOtherNode(panel) {
       button("✕", close, { "aria-label": "Close the node's panel", class: "quiet" }),
     ),
     el("p", { class: "muted" }, `only in ${sideName(side)}`),
-    el("code", { class: "code" }, node.code),
-    el("p", {}, node.note),
+    el("code", { class: "code" }, wrappingCode(node.code)),
+    el("p", {}, wrappingCode(node.note)),
   );
 }
 
@@ -186,10 +186,13 @@ function parameterSources(node) {
         "p",
         { title: readers.map(({ name }) => name).join("\n") },
         el("b", {}, shortPath(place)),
-        ` ${someOf(
-          readers.map(({ name }) => name),
-          2,
-        )}`,
+        " ",
+        wrappingCode(
+          someOf(
+            readers.map(({ name }) => name),
+            2,
+          ),
+        ),
       ),
     ),
   );
@@ -242,7 +245,7 @@ function links(title, ids, graph) {
     el("h3", {}, `${title} (${nodes.length})`),
     nodes
       .slice(0, most)
-      .map((node) => button(node.name, () => go({ node: node.id }), { class: "link" })),
+      .map((node) => button(wrapping(node.name), () => go({ node: node.id }), { class: "link" })),
     nodes.length > most && el("span", { class: "muted" }, ` and ${nodes.length - most} more`),
   );
 }

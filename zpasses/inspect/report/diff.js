@@ -3,6 +3,7 @@
 const CONTEXT = 3;
 const isWhole = () => state.view.whole === "1";
 const openGaps = new Set();
+const DIFF_SIDES = ["before", "after"];
 
 function drawDiff(main) {
   const step = current.step,
@@ -44,7 +45,9 @@ function drawDiff(main) {
     );
   const aligned = alignRows(before, after);
   const folds = isFolded(after.nodes.length);
-  const rows = folds ? foldChanges(before, after, aligned) : foldUnchanged(aligned);
+  const rows = shownRows(
+    folds ? foldChanges(before, after, aligned) : foldUnchanged(aligned),
+  );
   const list = rowList({
     label: `Nodes before and after ${step.after}`,
     row: (at) =>
@@ -99,12 +102,7 @@ function drawDiff(main) {
       ),
       foldSwitch(after.nodes.length, redraw),
     ),
-    el(
-      "div",
-      { class: "diff-head", "aria-hidden": true },
-      el("span", {}, "before"),
-      el("span", {}, `after ${step.after}`),
-    ),
+    sidesHead(["before", `after ${step.after}`], DIFF_SIDES),
     list.element,
   );
   list.fill(
@@ -291,11 +289,10 @@ function foldUnchanged(rows) {
 function diffRow(before, after, item) {
   if (item.gap) return el("div", { class: "gap" }, `⋯ ${plural(item.gap, "unchanged node")}`);
   const { before: one, after: other } = item;
-  return el(
-    "div",
-    { class: "pair" },
-    diffCell(before, one, after, other, "before"),
-    diffCell(after, other, after, one, "after"),
+  return pairRow(item, DIFF_SIDES, (side) =>
+    side === "before"
+      ? diffCell(before, one, after, other, side)
+      : diffCell(after, other, after, one, side),
   );
 }
 

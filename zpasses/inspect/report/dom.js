@@ -102,6 +102,11 @@ function wrapping(name) {
   return name.length < 24 ? [name] : parts.flatMap((part, at) => (at ? [el("wbr"), part] : [part]));
 }
 
+// Code, or a list of names: each long name in it wraps as above.
+function wrappingCode(text) {
+  return text.split(/(?<=[\s(),])/).flatMap(wrapping);
+}
+
 function nodeLink(node) {
   return button(wrapping(node.name), () => go({ node: node.id }), { class: "link" });
 }

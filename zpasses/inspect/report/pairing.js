@@ -266,7 +266,8 @@ function whenIdle(work) {
 
 const UNCHANGED = []; // steps share the nodes that do not change
 
-// Returns rows {before, after, kinds, counted} of two graphs, as `alignRows` does for a pass.
+// Returns rows {before, after, kinds, counted} of two graphs, as `alignRows` does for a pass. Of rows
+// with two nodes that are no pair, `own` and `its` are the kinds of each.
 function alignPairs(one, other, pairs) {
   const back = new Map([...pairs].map(([a, b]) => [b, a]));
   const common = other.nodes
@@ -295,7 +296,7 @@ function alignPairs(one, other, pairs) {
       const its = after ? kindsOf(one.node(back.get(after.id)), after) : [];
       // A pair that moved stands in two rows, and counts in the first graph's.
       const counted = [...own, ...(after && !back.has(after.id) ? its : [])];
-      rows.push({ before, after, kinds: [...new Set([...own, ...its])], counted });
+      rows.push({ before, after, kinds: [...new Set([...own, ...its])], counted, own, its });
     }
   };
   let at = 0,
