@@ -72,10 +72,10 @@ Rank 0, the only one in the dump.
 Compile 0/0 (000-0_0): failed, codegen eager, target cpu
 pipeline: overlap
 
-graph      step  after      rewrites    nodes    collectives    input bytes    pass    checks  notes
--------  ------  -------  ----------  -------  -------------  -------------  ------  --------  ------------------
-joint         0  -                          4              0            0 B
-              1  sdma                                                                          FAILED: ValueError
+graph      step  after      rewrites     nodes    collectives    input bytes    pass    checks  notes
+-------  ------  -------  ----------  --------  -------------  -------------  ------  --------  ------------------
+joint         0  -                           4              0            0 B
+              1  sdma                 4 before       0 before                                   FAILED: ValueError
 
 FAILED in sdma: ValueError: no such group""",  # noqa: E501
     )

@@ -64,8 +64,12 @@ function changeText(before, after) {
   return `${share >= 0 ? "+" : "−"}${Math.abs(share).toFixed(1)} %`;
 }
 
+function countText(count) {
+  return count.toLocaleString("en");
+}
+
 function plural(count, what) {
-  return `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;
+  return `${countText(count)} ${what}${count === 1 ? "" : "s"}`;
 }
 
 // The current value of a color of the style sheet, for canvases.
