@@ -199,9 +199,9 @@ def _summary(problem: ScheduleProblem, planned: Planned, adopted: Plan) -> str:
     averages = replicate_groups(problem.nodes[-1].graph)
     without = " without the averages over replicas, which are inserted later" if averages else ""
     return (
-        f"{len(problem.jobs)} collectives in launches: {gathers} of gathers and "
-        f"{len(adopted.launches) - gathers} of reductions; predicted {cost.total_us / 1e3:.2f} ms, "
-        f"bound {planned.bound.total_us / 1e3:.2f} ms{without}; "
+        f"{len(problem.jobs):,} collectives in launches: {gathers:,} of gathers and "
+        f"{len(adopted.launches) - gathers:,} of reductions; predicted "
+        f"{cost.total_us / 1e3:,.2f} ms, bound {planned.bound.total_us / 1e3:,.2f} ms{without}; "
         f"peak {cost.peak_bytes / _MIB:,.1f} of {planned.limit_bytes / _MIB:,.1f} MiB"
     )
 

@@ -94,7 +94,7 @@ class Difference:
 
         The number of nodes is there if it is not the sum of the kinds.
         """
-        text = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
+        text = ", ".join(f"{size:,} {kind}" for kind, size in self.counts.items())
         kinds = sum(count for kind, count in self.counts.items() if kind not in KINDS[:2])
         if kinds != self.changed_nodes:
             text += f" (~{count(self.changed_nodes, 'node')})"
@@ -266,7 +266,7 @@ def _items_change(was: Sequence[str], now: Sequence[str]) -> str:
     old, new = set(was), set(now)
     parts = [
         f"{word} {_short(only[0], 2 * _WIDTH)}"
-        + (f" and {len(only) - 1} more" if len(only) > 1 else "")
+        + (f" and {len(only) - 1:,} more" if len(only) > 1 else "")
         for word, only in (
             ("with", [each for each in now if each not in old]),
             ("without", [each for each in was if each not in new]),
@@ -276,8 +276,8 @@ def _items_change(was: Sequence[str], now: Sequence[str]) -> str:
     if not parts and len(was) == len(now):
         at = next(at for at, pair in enumerate(zip(was, now, strict=True)) if pair[0] != pair[1])
         change = _texts_change(was[at], now[at])
-        return f"{len(now)} in another order, from the {at + 1}. on: {change}"
-    return f"{len(was)} -> {len(now)}" + (f": {', '.join(parts)}" if parts else "")
+        return f"{len(now):,} in another order, from the {at + 1}. on: {change}"
+    return f"{len(was):,} -> {len(now):,}" + (f": {', '.join(parts)}" if parts else "")
 
 
 def _texts_change(was: str, now: str) -> str:
@@ -311,7 +311,7 @@ def _use(snapshot: Snapshot, node: Node) -> str:
     if not users:
         return "had no users"
     first = snapshot.by_id[users[0]].name
-    return f"was used by {first}" + (f" and {len(users) - 1} more" if len(users) > 1 else "")
+    return f"was used by {first}" + (f" and {len(users) - 1:,} more" if len(users) > 1 else "")
 
 
 # --- moves ----------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def _moves(before: Snapshot, after: Snapshot, common: Sequence[tuple[Node, Node]
                     "moved",
                     old,
                     new,
-                    f"{_place(after, new)} ({steps:+d})" if steps else _place(after, new),
+                    f"{_place(after, new)} ({steps:+,d})" if steps else _place(after, new),
                 )
             )
     return moved

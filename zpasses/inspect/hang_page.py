@@ -83,7 +83,7 @@ def _nothing(
     ranks = set(list(states)[:_RANKS])
     rows = [
         (
-            each.rank,
+            str(each.rank),
             each.group,
             _collective(each.collective),
             *_about(each.places),
@@ -161,7 +161,7 @@ def _group_parts(hang: GroupHang) -> list[Table | Text | str]:
             yields=("at (UTC)", "pass", "module", "source", "parameters"),
             below=("source", "parameters", "pass", "module"),
         ),
-        f"and {left} more ranks (--json has all)." if left else "",
+        f"and {left:,} more ranks (--json has all)." if left else "",
         *(
             _activity(each.rank, each)
             for each in ranks
@@ -173,7 +173,7 @@ def _group_parts(hang: GroupHang) -> list[Table | Text | str]:
 def _summary(hang: GroupHang) -> list[str]:
     lines = [
         f"Group {hang.group}{f' (mesh dimension {hang.label})' if hang.label else ''}: "
-        f"{_ranks(hang.of_state('waits'))} in collective {hang.number} of the group."
+        f"{_ranks(hang.of_state('waits'))} in collective {hang.number:,} of the group."
     ]
     if missing := hang.of_state("missing"):
         has = "has" if len(missing) == 1 else "have"
@@ -203,9 +203,9 @@ def _ranks(ranks: Sequence[int], verb: str = "wait") -> str:
 def _row(each: RankHang) -> tuple[object, ...]:
     last = each.collective
     about = _about(each.places)
-    number = f"{last.number}: {_collective(last)}" if last is not None else ""
+    number = f"{last.number:,}: {_collective(last)}" if last is not None else ""
     what = each.state if each.state != "missing" else "missing; last started"
-    return (each.rank, what, number, *about, _clock(last))
+    return (str(each.rank), what, number, *about, _clock(last))
 
 
 _ABOUT = ("node", "parameters", "module", "source", "pass")

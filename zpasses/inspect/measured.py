@@ -240,7 +240,7 @@ class _Join:
             self._reasons[why] += 1
             return
         if [launch.kind for launch in run.launches] != known.kinds:
-            given = f"{len(run.launches)} collectives, and the graph {len(known.nodes)}"
+            given = f"{len(run.launches):,} collectives, and the graph {len(known.nodes):,}"
             self._reasons[f"a run of {known.graph.title} has {given}"] += 1
             return
         self._assign_waits(run, known)

@@ -214,7 +214,7 @@ def _step_row(graph: Graph, step: Step) -> tuple[Any, ...]:
         and (given := _counts(graph, graph.steps[step.index - 1]))
     ):
         # The pass left no graph. What it was given is known.
-        figures = (f"{given['nodes']} before", f"{given['collectives']} before", "")
+        figures = (f"{given['nodes']:,} before", f"{given['collectives']:,} before", "")
     run = step.run
     times = (run.changes, time_text(run.time_us), time_text(run.check_us)) if run else ("", "", "")
     if step.error is not None:
@@ -259,7 +259,7 @@ def _groups_text(info: CompileInfo) -> str:
     for name, label in info.group_labels.items():
         ranks = info.groups.get(name, ())
         shown = ", ".join(map(str, ranks[:_RANKS])) + (", ..." if len(ranks) > _RANKS else "")
-        texts.append(f"{label} ({len(ranks)} rank{'' if len(ranks) == 1 else 's'}: {shown})")
+        texts.append(f"{label} ({len(ranks):,} rank{'' if len(ranks) == 1 else 's'}: {shown})")
     return ", ".join(texts)
 
 

@@ -62,7 +62,7 @@ const COLUMNS = [
     name: "distance",
     right: true,
     value: (each) => each.distance,
-    text: (each) => each.distance.toLocaleString("en"),
+    text: (each) => countText(each.distance),
   },
   {
     key: "compute",
@@ -251,7 +251,7 @@ function drawCollectives(main) {
     const sum = (pick) => matching.reduce((total, each) => total + pick(each), 0);
     clear(
       count,
-      matching.length === all.length ? "" : `${matching.length} of `,
+      matching.length === all.length ? "" : `${countText(matching.length)} of `,
       `${plural(all.length, "collective")}`,
       groups.size === 1 && ` of group ${groupTitle(all[0])}`,
       " · ",

@@ -159,7 +159,7 @@ const FIGURES = [
   ["time", (step) => step.schedule.total, timeText],
   ["exposed", (step) => step.schedule.exposed, timeText],
   ["peak", (step) => step.peak[0], bytesText],
-  ["collectives", (step) => step.schedule.collectives.length, (count) => count.toLocaleString("en")],
+  ["collectives", (step) => step.schedule.collectives.length, countText],
 ];
 
 // The whole step: all graphs that run, of both compiles. A compile that failed lacks some of them, so
@@ -206,7 +206,7 @@ function graphFigures(left, right, pairs) {
     pick(right.graph.step),
     text,
   ]);
-  rows.push(["nodes", left.graph.nodes.length, right.graph.nodes.length, (count) => String(count)]);
+  rows.push(["nodes", left.graph.nodes.length, right.graph.nodes.length, countText]);
   const card = figureTable("These two graphs", rows, [sideName(left), sideName(right)]);
   const most = Math.max(left.graph.step.peak[0], right.graph.step.peak[0]);
   card.append(
@@ -352,7 +352,7 @@ function peakDelta(left, right, pairs) {
               middleCut(each.params.length === 1 ? each.params[0] : each.node.name),
             ),
           ),
-        buffers.length > 8 && el("p", { class: "muted" }, `and ${buffers.length - 8} more`),
+        buffers.length > 8 && el("p", { class: "muted" }, `and ${countText(buffers.length - 8)} more`),
       ),
     ),
   );
@@ -397,7 +397,7 @@ function drawSides(main, left, right, all, shown) {
       "div",
       { class: "bar" },
       CHANGES.filter(count).map((kind) =>
-        chip(kind, `${SIGNS[kind]} ${count(kind)} ${kind}`, `${plural(count(kind), "node")} ${kind}`),
+        chip(kind, `${SIGNS[kind]} ${countText(count(kind))} ${kind}`, `${plural(count(kind), "node")} ${kind}`),
       ),
       !all.some((item) => item.kinds.length) && "The two graphs are equal.",
       el("span", { class: "stretch" }),
@@ -434,12 +434,12 @@ function listChange(name, was, now) {
   if (String(was) === String(now)) return "";
   const [old, fresh] = [new Set(was), new Set(now)];
   const some = (word, items) =>
-    items.length && `${word} ${items[0]}${items.length > 1 ? ` and ${items.length - 1} more` : ""}`;
+    items.length && `${word} ${items[0]}${items.length > 1 ? ` and ${countText(items.length - 1)} more` : ""}`;
   const parts = [
     some("with", now.filter((item) => !old.has(item))),
     some("without", was.filter((item) => !fresh.has(item))),
   ].filter(Boolean);
-  return `${name}: ${was.length} -> ${now.length}: ${parts.join(", ") || "in another order"}`;
+  return `${name}: ${countText(was.length)} -> ${countText(now.length)}: ${parts.join(", ") || "in another order"}`;
 }
 
 function sidesRow(left, right, item) {
@@ -458,7 +458,7 @@ function sidesRow(left, right, item) {
         class: `cell ${side} ${kinds[0] || ""}`,
         title: [kinds.join(", "), retagged, node.note].filter(Boolean).join("\n"),
       },
-      el("span", { class: "number" }, graph.index.get(node.id) + 1),
+      el("span", { class: "number" }, countText(graph.index.get(node.id) + 1)),
       el("span", { class: "sign", "aria-label": kinds.join(", ") }, kinds.map((k) => SIGNS[k])),
       codeParts(node, side === "after" ? retagged : ""),
     );

@@ -88,7 +88,7 @@ function facts(node, graph) {
     ...allocations(node, graph),
     ["estimated time", node.cost ? timeText(node.cost) : ""],
     ["measured time", measuredNode(graph, node)],
-    ["position", `${at + 1} of ${graph.nodes.length}`],
+    ["position", `${countText(at + 1)} of ${countText(graph.nodes.length)}`],
     ...changes.map(([kind, detail]) => [kind, detail]),
   ];
   return el(
@@ -227,7 +227,7 @@ function sourceFacts(node) {
 
 function someOf(names, most) {
   return names.length > most
-    ? `${names.slice(0, most).join(", ")} and ${names.length - most} more`
+    ? `${names.slice(0, most).join(", ")} and ${countText(names.length - most)} more`
     : names.join(", ");
 }
 
@@ -242,10 +242,10 @@ function links(title, ids, graph) {
   return el(
     "div",
     { class: "links" },
-    el("h3", {}, `${title} (${nodes.length})`),
+    el("h3", {}, `${title} (${countText(nodes.length)})`),
     nodes
       .slice(0, most)
       .map((node) => button(wrapping(node.name), () => go({ node: node.id }), { class: "link" })),
-    nodes.length > most && el("span", { class: "muted" }, ` and ${nodes.length - most} more`),
+    nodes.length > most && el("span", { class: "muted" }, ` and ${countText(nodes.length - most)} more`),
   );
 }

@@ -164,7 +164,7 @@ function kindChips(blocks) {
   const found = CHANGES.filter((kind) => blocks.some(count(kind)));
   if (!found.length) return el("span", { class: "muted" }, "unchanged");
   return found.map((kind) =>
-    chip(kind, `${SIGNS[kind]} ${rangeText(blocks, count(kind), String)}`, `${kind}, in each layer`),
+    chip(kind, `${SIGNS[kind]} ${rangeText(blocks, count(kind), countText)}`, `${kind}, in each layer`),
   );
 }
 
@@ -309,7 +309,7 @@ function diffCell(graph, node, after, twin, side) {
       class: `cell ${side} ${kinds[0] || ""} ${twin ? "" : "one-side"}`,
       title: details || node.note,
     },
-    el("span", { class: "number" }, graph.index.get(node.id) + 1),
+    el("span", { class: "number" }, countText(graph.index.get(node.id) + 1)),
     el(
       "span",
       { class: "sign", "aria-label": kinds.join(", ") },

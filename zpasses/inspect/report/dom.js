@@ -64,8 +64,11 @@ function changeText(before, after) {
   return `${share >= 0 ? "+" : "−"}${Math.abs(share).toFixed(1)} %`;
 }
 
+const COUNTS = new Intl.NumberFormat("en");
+
+// 17857 -> "17,857".
 function countText(count) {
-  return count.toLocaleString("en");
+  return COUNTS.format(count);
 }
 
 function plural(count, what) {

@@ -33,7 +33,7 @@ function fittingText(pen, texts, room) {
 
 // The label of a collective: its first parameter, and how many more it has.
 function collectiveTexts(node) {
-  const more = node.params.length > 1 ? ` +${(node.params.length - 1).toLocaleString("en")}` : "";
+  const more = node.params.length > 1 ? ` +${countText(node.params.length - 1)}` : "";
   const names = node.params.length ? shortNames(node.params[0]) : [node.name];
   const texts = names.map((name) => name + more);
   return more ? [...texts, names[names.length - 1]] : texts;

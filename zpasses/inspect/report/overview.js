@@ -56,9 +56,9 @@ function tiles(compile) {
     tile("Peak memory", bytesText(peak), delta(peakBefore, peak), "without shards and inputs"),
     tile(
       "Collectives",
-      calls.toLocaleString("en"),
+      countText(calls),
       delta(callsBefore, calls),
-      `${callsBefore.toLocaleString("en")} before the passes`,
+      `${countText(callsBefore)} before the passes`,
     ),
   );
 }
@@ -289,11 +289,11 @@ function changesOf(step) {
 
 function changeChips(diff, inWords = false) {
   return CHANGES.filter((kind) => diff[kind]).map((kind) => {
-    const count = diff[kind].length;
+    const count = countText(diff[kind].length);
     return chip(
       kind,
       inWords ? `${SIGNS[kind]} ${count} ${kind}` : `${SIGNS[kind]}${count}`,
-      `${plural(count, "node")} ${kind}`,
+      `${plural(diff[kind].length, "node")} ${kind}`,
     );
   });
 }
@@ -342,7 +342,7 @@ function aboutCompile(compile) {
     [
       "parameters",
       params.length
-        ? `${params.length}, ${bytesText(total(0))} full, ${bytesText(total(1))} on this rank`
+        ? `${countText(params.length)}, ${bytesText(total(0))} full, ${bytesText(total(1))} on this rank`
         : "",
     ],
     [

@@ -38,7 +38,7 @@ function paintModules(pen, x, view, graph) {
   for (const { name, blocks, start, end } of moduleGroups(graph)) {
     const together = blocks.length > 1 && (x(end) - x(start)) / blocks.length < LEAST_LABEL;
     const stretches = together
-      ? [{ start, end, texts: shortNames(name).map((each) => `${each} × ${blocks.length}`) }]
+      ? [{ start, end, texts: shortNames(name).map((each) => `${each} × ${countText(blocks.length)}`) }]
       : blocks.map((block) => ({ ...block, texts: shortNames(block.layer) }));
     for (const stretch of stretches) paintStretch(pen, x, view, stretch, painted++ % 2);
   }
@@ -101,7 +101,7 @@ function moduleTimes(graph, showTimes) {
         ),
       ),
       [
-        blocks.length.toLocaleString("en"),
+        countText(blocks.length),
         timeText(sum(blocks, "compute")),
         rangeText(blocks, compute, timeText),
       ].map((text) => el("td", { class: "right" }, text)),
