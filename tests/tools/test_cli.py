@@ -1,5 +1,6 @@
 """Tests of the command line."""
 
+import inspect
 import json
 import os
 import pty
@@ -13,6 +14,8 @@ from tests.zpasses.inspect.real import real_dump
 from zpasses.inspect import CollectiveRows, Limits
 from zpasses.inspect import open as open_dump
 from zpasses.inspect.view import Table
+from zpasses.pipeline.pipeline import Pipeline, catalogue
+from zpasses.tools.cli.catalogue import pass_view
 from zpasses.tools.cli.main import cli
 
 
@@ -75,6 +78,8 @@ def test_exit_status_of_diff_tells_equal_from_different(dump):
 _LEAVES = """
 import atexit, sys, threading, time
 from zpasses.tools.cli import main
+from zpasses.pipeline.pipeline import Pipeline, catalogue
+from zpasses.tools.cli.catalogue import pass_view
 from zpasses.tools.cli.main import cli
 
 class Freed:
@@ -430,3 +435,13 @@ def test_graphs_passes_nodes_and_compiles_are_completed(dump, tmp_path):
     assert completions("memory", dump, "--compile", "0") == ["0/0"]
     assert "output" in completions("memory", dump, "backward", "--at", "out")
     assert completions("show", str(tmp_path), "fo") == []
+
+
+def test_every_pass_fits_80_columns():
+    for entry in catalogue().values():
+        if not isinstance(entry, Pipeline):
+            document = inspect.getdoc(inspect.getmodule(entry))
+            graphs = document.partition("\nBefore")[2].partition("\n\n")[0]
+            assert max(map(len, graphs.splitlines()), default=0) <= 80, entry.name
+    shown = "".join(pass_view("bucket").pieces(width=80))
+    assert max(map(len, shown.splitlines())) <= 80
