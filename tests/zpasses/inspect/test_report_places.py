@@ -315,6 +315,26 @@ def at_width(page):  # noqa: F811
         each.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@needs_browser
+def test_a_narrow_header_keeps_the_button_of_the_theme(at_width):
+    dumps = [
+        dump_of(
+            graph_of("forward", (None, two_gathers())), rank=rank, name=f"{rank}/0_of_a_long_run"
+        )
+        for rank in (0, 1)
+    ]
+    both = replace(dumps[0], ranks={**dumps[0].ranks, **dumps[1].ranks})
+
+    class TwoRanks:
+        def html(self):
+            return Inspection(both, 0).html(Inspection(both, 1))
+
+    shown = at_width(TwoRanks(), "", 390)
+    assert one(shown, "#compile")
+    button = one(shown, "#theme")
+    assert button.location["x"] + button.size["width"] <= 390
+
+
 LONG = "all_gather_into_tensor_coalesced_default"
 
 
