@@ -1,16 +1,17 @@
 """Merge neighbouring collectives of one group and dtype into fewer, larger ones.
 
-Before                                   After, mode=coalesced
-  a = wait_tensor(all_gather(shard_a))     s = all_gather_coalesced([shard_a, shard_b])
-  y = mm(x, a)                             a = wait_tensor(s[0])
-  b = wait_tensor(all_gather(shard_b))     b = wait_tensor(s[1])
-  z = mm(y, b)                             y = mm(x, a);  z = mm(y, b)
-                                         After, mode=flat
-                                           flat = cat([view(shard_a), view(shard_b)])
-                                           all = view(wait_tensor(all_gather(flat)), [ranks, -1])
-                                           a = view(clone(all[:, :n]), ...)
-                                           b = view(clone(all[:, n:]), ...)
-                                           y = mm(x, a);  z = mm(y, b)
+Before
+  a = wait_tensor(all_gather(shard_a));  y = mm(x, a)
+  b = wait_tensor(all_gather(shard_b));  z = mm(y, b)
+After, mode=coalesced
+  s = all_gather_coalesced([shard_a, shard_b])
+  a = wait_tensor(s[0]);  b = wait_tensor(s[1])
+  y = mm(x, a);  z = mm(y, b)
+After, mode=flat
+  flat = cat([view(shard_a), view(shard_b)])
+  all = view(wait_tensor(all_gather(flat)), [ranks, -1])
+  a = view(clone(all[:, :n]), ...);  b = view(clone(all[:, n:]), ...)
+  y = mm(x, a);  z = mm(y, b)
 
 Contract: a bucket of gathers starts where its first member started. A bucket of reductions starts
 where its last member started. Results stay equal bit for bit. No bucket raises the graph's peak

@@ -5,7 +5,8 @@ Before
   y = mm(x, full)
   return y
 After: two variants of one graph
-  fresh:   full = wait_tensor(all_gather(shard));  y = mm(x, full);  return y, full
+  fresh:   full = wait_tensor(all_gather(shard))
+           y = mm(x, full);  return y, full
   cached:  y = mm(x, full_input);  return y
 
 Contract: marks the full parameters of a forward graph. `zpasses.runtime.forward_variants` cuts the

@@ -7,7 +7,8 @@ Before
   return reduced
 After: variants of one graph, chosen at each call
   as it is:  unchanged; nothing is pending, so reduce now
-  given:     total = add_(pending, g);  reduced = wait(reduce_scatter(total));  return reduced
+  given:     total = add_(pending, g);  reduced = wait(reduce_scatter(total))
+             return reduced
   first:     return None, g
   next:      add_(pending, g);  return None
 

@@ -1,12 +1,15 @@
 """Lower every `unshard` to one all-gather that writes the full parameter in place.
 
-Before                                          After
-  full = zpasses.unshard(shard, 10, bf16, ...)    cast = _to_copy(shard, dtype=bf16)
-  y = mm(x, full)                                 padded = constant_pad_nd(cast, [0, 0, 0, 1])
-                                                  started = all_gather_into_tensor(padded, 4, group)
-                                                  gathered = wait_tensor(started)
-                                                  full = slice(gathered, 0, 0, 10)
-                                                  y = mm(x, full)
+Before
+  full = zpasses.unshard(shard, 10, bf16, ...)
+  y = mm(x, full)
+After
+  cast = _to_copy(shard, dtype=bf16)
+  padded = constant_pad_nd(cast, [0, 0, 0, 1])
+  started = all_gather_into_tensor(padded, 4, group)
+  gathered = wait_tensor(started)
+  full = slice(gathered, 0, 0, 10)
+  y = mm(x, full)
 
 Contract: each rank holds a block of ceil(rows / ranks) rows; the last ranks may hold fewer. The
 cast exists only if the dtype changes. It precedes the gather, so bf16 moves half the bytes. The

@@ -1,18 +1,18 @@
 """Start all-gathers early and await reductions late, so that they overlap with compute.
 
-Before                                          After
-  a = wait_tensor(all_gather(shard_a))            started_a = all_gather(shard_a)
-  y = mm(x, a)                                    a = wait_tensor(started_a)
-  b = wait_tensor(all_gather(shard_b))            started_b = all_gather(shard_b)
-  z = mm(y, b)                                    y = mm(x, a)
-  ...                                             b = wait_tensor(started_b)
-  da = wait_tensor(reduce_scatter(ga))            z = mm(y, b)
-  gb = mm(..)                                     ...
-  db = wait_tensor(reduce_scatter(gb))            started_a = reduce_scatter(ga)
-                                                  gb = mm(..)
-                                                  started_b = reduce_scatter(gb)
-                                                  da = wait_tensor(started_a)
-                                                  db = wait_tensor(started_b)
+Before                                      After
+  a = wait_tensor(all_gather(shard_a))        started_a = all_gather(shard_a)
+  y = mm(x, a)                                a = wait_tensor(started_a)
+  b = wait_tensor(all_gather(shard_b))        started_b = all_gather(shard_b)
+  z = mm(y, b)                                y = mm(x, a)
+  ...                                         b = wait_tensor(started_b)
+  da = wait_tensor(reduce_scatter(ga))        z = mm(y, b)
+  gb = mm(..)                                 ...
+  db = wait_tensor(reduce_scatter(gb))        started_a = reduce_scatter(ga)
+                                              gb = mm(..)
+                                              started_b = reduce_scatter(gb)
+                                              da = wait_tensor(started_a)
+                                              db = wait_tensor(started_b)
 
 Contract: moves nodes and creates none, so results stay the same. A gather starts when the previous
 gather has arrived, so at most one gather overlaps with compute. A reduction is awaited after the

@@ -4,7 +4,7 @@ Before
   mine = zpasses.reduce_grad(grad, 10, ...)
 After, form=reduce_scatter                  After, form=all_reduce
   cast = _to_copy(grad, f32)                  cast = _to_copy(grad, f32)
-  padded = constant_pad_nd(cast, [.., 2])     started = all_reduce(cast, "avg", ...)
+  padded = constant_pad_nd(cast, [.., 2])     started = all_reduce(cast, ...)
   started = reduce_scatter_tensor(padded)     total = wait_tensor(started)
   block = wait_tensor(started)                mine = slice_copy(total, 0, 3, 6)
   mine = slice_copy(block, 0, 0, 3)

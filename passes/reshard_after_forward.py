@@ -6,7 +6,8 @@ Before: the joint graph
   ...
   gx = mm(gy, t(full))
 After partitioning
-  forward:   full = wait_tensor(all_gather(shard));  y = mm(x, full);  saves x, shard
+  forward:   full = wait_tensor(all_gather(shard));  y = mm(x, full)
+             saves x, shard
   backward:  full = wait_tensor(all_gather(shard));  gx = mm(gy, t(full))
 
 Contract: marks nodes for recomputation, and the partitioner moves them. The marked nodes are the

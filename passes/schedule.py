@@ -1,16 +1,17 @@
 """Merge collectives, start all-gathers early and await reductions late, as fast as memory allows.
 
-Before                                          After
-  a = wait_tensor(all_gather(shard_a))            started = all_gather(shard_a)
-  y = mm(x, a)                                    s = all_gather_coalesced([shard_b, shard_c])
-  b = wait_tensor(all_gather(shard_b))            a = wait_tensor(started)
-  z = mm(y, b)                                    y = mm(x, a)
-  c = wait_tensor(all_gather(shard_c))            b = wait_tensor(s[0]);  c = wait_tensor(s[1])
-  u = mm(z, c)                                    z = mm(y, b);  u = mm(z, c)
-  ...                                             ...
-  da = wait_tensor(reduce_scatter(ga))            started_a = reduce_scatter(ga)
-  gb = mm(..)                                     gb = mm(..)
-                                                  da = wait_tensor(started_a)
+Before                                      After
+  a = wait_tensor(all_gather(shard_a))        started = all_gather(shard_a)
+  y = mm(x, a)                                s = all_gather_coalesced([.., ..])
+  b = wait_tensor(all_gather(shard_b))        a = wait_tensor(started)
+  z = mm(y, b)                                y = mm(x, a)
+  c = wait_tensor(all_gather(shard_c))        b = wait_tensor(s[0])
+  u = mm(z, c)                                c = wait_tensor(s[1])
+  ...                                         z = mm(y, b);  u = mm(z, c)
+  da = wait_tensor(reduce_scatter(ga))        ...
+  gb = mm(..)                                 started_a = reduce_scatter(ga)
+                                              gb = mm(..)
+                                              da = wait_tensor(started_a)
 
 Contract: the order of all other nodes stays. Results stay equal bit for bit. The graph's peak
 memory stays within the budget, as modelled by `zpasses.cost.memory`. The plan is the fastest that
@@ -199,9 +200,9 @@ def _summary(problem: ScheduleProblem, planned: Planned, adopted: Plan) -> str:
     averages = replicate_groups(problem.nodes[-1].graph)
     without = " without the averages over replicas, which are inserted later" if averages else ""
     return (
-        f"{len(problem.jobs)} collectives in launches: {gathers} of gathers and "
-        f"{len(adopted.launches) - gathers} of reductions; predicted {cost.total_us / 1e3:.2f} ms, "
-        f"bound {planned.bound.total_us / 1e3:.2f} ms{without}; "
+        f"{len(problem.jobs):,} collectives in launches: {gathers:,} of gathers and "
+        f"{len(adopted.launches) - gathers:,} of reductions; predicted "
+        f"{cost.total_us / 1e3:,.2f} ms, bound {planned.bound.total_us / 1e3:,.2f} ms{without}; "
         f"peak {cost.peak_bytes / _MIB:,.1f} of {planned.limit_bytes / _MIB:,.1f} MiB"
     )
 

@@ -1,5 +1,7 @@
 """Tests of captures for other world sizes and targets, from Python and as a command."""
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zpasses
 from tests.programs import forked_or_started, run_program
 from zpasses.dumps import read
+from zpasses.dumps.runs import write
 from zpasses.errors import OptionError, PassError, ShardingError
 from zpasses.inspect.rank_agreement import rank_agreements
 from zpasses.tools.capture.meshes import MeshShape
@@ -59,6 +62,20 @@ def returns_int():
 
 def raises_key_error():
     raise KeyError("nothing here")
+
+
+def test_a_capture_whose_dump_could_not_be_written_fails(tmp_path, monkeypatch):
+    written = []
+
+    def fills(path, lines):
+        written.append(path)
+        if len(written) > 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, lines)
+
+    monkeypatch.setattr("zpasses.dumps.writer.write", fills)
+    with pytest.raises(CaptureError, match=r"rank0/000-0_0 is incomplete.*MiB are free there"):
+        run_capture(CaptureRequest(f"{HERE}:with_loss", tmp_path, world=2))
 
 
 def test_a_huge_model_is_captured_for_another_world_size_and_target(tmp_path):

@@ -1,18 +1,23 @@
 """Tests of the command line."""
 
+import errno
+import inspect
 import json
 import os
 import pty
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from tests.zpasses.inspect.real import real_dump
-from zpasses.inspect import CollectiveRows, Limits
+from zpasses.inspect import CollectiveRows, Inspection, Limits
 from zpasses.inspect import open as open_dump
 from zpasses.inspect.view import Table
+from zpasses.pipeline.pipeline import Pipeline, catalogue
+from zpasses.tools.cli.catalogue import pass_view
 from zpasses.tools.cli.main import cli
 
 
@@ -75,6 +80,8 @@ def test_exit_status_of_diff_tells_equal_from_different(dump):
 _LEAVES = """
 import atexit, sys, threading, time
 from zpasses.tools.cli import main
+from zpasses.pipeline.pipeline import Pipeline, catalogue
+from zpasses.tools.cli.catalogue import pass_view
 from zpasses.tools.cli.main import cli
 
 class Freed:
@@ -430,3 +437,57 @@ def test_graphs_passes_nodes_and_compiles_are_completed(dump, tmp_path):
     assert completions("memory", dump, "--compile", "0") == ["0/0"]
     assert "output" in completions("memory", dump, "backward", "--at", "out")
     assert completions("show", str(tmp_path), "fo") == []
+
+
+def test_every_pass_fits_80_columns():
+    for entry in catalogue().values():
+        if not isinstance(entry, Pipeline):
+            document = inspect.getdoc(inspect.getmodule(entry))
+            graphs = document.partition("\nBefore")[2].partition("\n\n")[0]
+            assert max(map(len, graphs.splitlines()), default=0) <= 80, entry.name
+    shown = "".join(pass_view("bucket").pieces(width=80))
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+needs_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, of Linux")
+
+
+@needs_full
+@pytest.mark.parametrize("command", ["html", "timeline"])
+def test_a_file_on_a_full_disk_is_named_with_the_reason(dump, command):
+    done = run(command, dump, "-o", "/dev/full")
+    assert done.exit_code == 2
+    assert done.output == (
+        "zpasses: cannot write /dev/full: No space left on device; free some space, or name a file "
+        "elsewhere with -o.\n"
+    )
+
+
+@needs_full
+def test_output_to_a_full_disk_is_a_message(dump):
+    for arguments in (["list", dump], ["--help"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "zpasses", *arguments],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+        assert done.returncode == 2
+        assert done.stderr == (
+            "zpasses: cannot write the output, or a temporary file: No space left on device; free "
+            "some space.\n"
+        )
+
+
+def test_a_page_that_a_full_disk_cuts_is_removed(dump, tmp_path, monkeypatch):
+    def cut(self, *others, trace):
+        yield "<html>"
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Inspection, "html_pieces", cut)
+    done = run("html", dump, "-o", str(tmp_path / "report.html"))
+    assert "No space left on device; free some space" in done.output
+    assert list(tmp_path.iterdir()) == []

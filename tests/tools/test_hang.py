@@ -214,6 +214,28 @@ def test_ranks_in_a_vote_have_the_node_of_their_last_collective(tmp_path):
     assert "0/0 forward gather_b" in text
 
 
+def test_the_data_has_the_last_collectives_and_the_votes_too(tmp_path):
+    write_progress(tmp_path, 0, collectives=3).activity("waiting for other ranks at the schedule")
+    write_progress(tmp_path, 1, collectives=2).activity("after graph 0/0 forward")
+    data = inspection(tmp_path).hang().data
+    assert data["groups"] == []
+    last = [
+        (each["rank"], each["group"], each["collective"]["number"], each["nodes"][0]["node"])
+        for each in data["last_collectives"]
+    ]
+    assert last == [(0, "0", 3, "gather_c"), (1, "0", 2, "gather_b")]
+    assert data["votes"] == {"waiting": [0], "failed": [], "absent": [1]}
+
+
+def test_the_data_has_the_last_collectives_of_ranks_that_wait(tmp_path):
+    for rank in (0, 1):
+        write_progress(tmp_path, rank, collectives=2, waits=2)
+    data = inspection(tmp_path).hang().data
+    assert data["groups"]
+    assert [each["nodes"][0]["node"] for each in data["last_collectives"]] == ["gather_b"] * 2
+    assert data["votes"] == {"waiting": [], "failed": [], "absent": []}
+
+
 def test_every_line_of_a_file_of_progress_stays_in_its_place(tmp_path):
     written = write_progress(tmp_path, 0, collectives=3, activity="x" * 1000)
     data = written.path.read_bytes()

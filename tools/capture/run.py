@@ -23,8 +23,10 @@ import gc
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -97,7 +99,8 @@ def run_capture(request: CaptureRequest) -> CaptureReport:
     """Capture, run the passes, and write the dump, if there is a folder for it.
 
     Raises:
-        CaptureError: if the function or the model fails. The original exception is its cause.
+        CaptureError: if the function or the model fails, of which the original exception is the
+            cause; or if a file of the dump could not be written, as on a full disk.
         ShardingError: if `zpasses.shard` refuses the model or the mesh.
         OptionError: for options that the backend does not know, or a mesh of other ranks.
         PassError: if a pass fails. The dump has the graph before it.
@@ -127,8 +130,21 @@ def run_capture(request: CaptureRequest) -> CaptureReport:
             compat.call_with_stack_room(
                 functools.partial(_capture_rank, request, function, rank, options, seconds)
             )
+    if request.out is not None:
+        _check_complete(Path(request.out))
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return CaptureReport(seconds, usage * (1 if sys.platform == "darwin" else 1024))
+
+
+def _check_complete(out: Path) -> None:
+    """An error ends the dump and not the compile, but a capture is for its dump."""
+    for path in sorted(out.glob("rank*/*/compile.json")):
+        if json.loads(path.read_bytes())["state"] == "compiling":
+            raise CaptureError(
+                f"the dump in {path.parent} is incomplete, because a file of it could not be "
+                f"written; {shutil.disk_usage(out).free >> 20:,} MiB are free there. Free some "
+                "space, or name another folder with -o."
+            )
 
 
 def load(name: str) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import shutil
@@ -184,6 +185,16 @@ def write_output(path: Path, pieces: Iterable[str]) -> None:
         with path.open("w", encoding="utf-8") as file:
             file.writelines(pieces)
     except OSError as error:
-        raise CommandError(
-            f"cannot write {path}: {error.strerror}; name a file in a folder that exists with -o."
-        ) from error
+        if is_full(error) and path.is_file():
+            path.unlink()  # half a page is none
+        how = (
+            "free some space, or name a file elsewhere with -o"
+            if is_full(error)
+            else "name a file in a folder that exists with -o"
+        )
+        raise CommandError(f"cannot write {path}: {error.strerror}; {how}.") from error
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a disk, a quota or the largest size of a file is exhausted."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

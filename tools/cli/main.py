@@ -16,7 +16,7 @@ import click
 
 from zpasses.tools.bisect.command import bisect
 from zpasses.tools.capture.command import capture
-from zpasses.tools.cli.common import CommandGroup
+from zpasses.tools.cli.common import CommandGroup, is_full
 from zpasses.tools.cli.completion import completion
 from zpasses.tools.cli.reading import collectives, diff, hang, html, list_, memory, show, timeline
 from zpasses.tools.cli.running import passes
@@ -76,6 +76,13 @@ def main() -> None:
         if exit_.code is None or isinstance(exit_.code, int):
             status.append(exit_.code or 0)
         raise
+    except OSError as error:
+        if not is_full(error):
+            raise
+        where = error.filename or "the output, or a temporary file"
+        print(f"zpasses: cannot write {where}: {error.strerror}; free some space.", file=sys.stderr)
+        status.append(2)
+        raise SystemExit(2) from error
 
 
 def _leave(status: Sequence[int]) -> None:

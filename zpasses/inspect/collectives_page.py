@@ -129,7 +129,7 @@ def collectives_view(
         parts += unmodelled(each, step) or [
             *failure_parts(step),
             _collectives_table(f"{each.title}, {step_title(step)}", rows, show),
-            f"and {left} more (--limit 0 shows all)." if left else "",
+            f"and {left:,} more (--limit 0 shows all)." if left else "",
             _nothing(found, shown),
             _totals(found),
             *(

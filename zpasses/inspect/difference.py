@@ -94,7 +94,7 @@ class Difference:
 
         The number of nodes is there if it is not the sum of the kinds.
         """
-        text = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
+        text = ", ".join(f"{size:,} {kind}" for kind, size in self.counts.items())
         kinds = sum(count for kind, count in self.counts.items() if kind not in KINDS[:2])
         if kinds != self.changed_nodes:
             text += f" (~{count(self.changed_nodes, 'node')})"
@@ -167,11 +167,8 @@ def _edits(
         if before is _MISSING or after is _MISSING or not _same(before, after, pairs):
             was = "nothing" if before is _MISSING else argument_text(before, old_names)
             now = "nothing" if after is _MISSING else argument_text(after, new_names)
-            wiring.append(
-                f"{place}: {_short(was)} -> {_short(now)}"
-                if _short(was) != _short(now)
-                else f"{place}: another {_short(now)}"
-            )
+            text = f"another {_short(now)}" if was == now else _texts_change(was, now)
+            wiring.append(f"{place}: {text}")
     if wiring:
         yield "rewired", "; ".join(wiring)
     if old.tag != new.tag or (old.params != new.params and new.tag is None):
@@ -236,13 +233,13 @@ def _tag_change(old: Node, new: Node) -> str:
         return (
             f"{was} -> {now}"
             if was != now
-            else f"parameters {_listed(old.params)} -> {_listed(new.params)}"
+            else f"parameters {_values_change(old.params, new.params)}"
         )
     parts = []
     for field in fields(new.tag):
         was, now = getattr(old.tag, field.name), getattr(new.tag, field.name)
         if was != now:
-            parts.append(f"{field.name}: {_listed(was)} -> {_listed(now)}")
+            parts.append(f"{field.name}: {_values_change(was, now)}")
     return "; ".join(parts)
 
 
@@ -253,12 +250,54 @@ def _mark_change(old: RecomputeMark | None, new: RecomputeMark | None) -> str:
     return f"{was} -> {now}"
 
 
-def _listed(value: Any) -> str:
-    text = ", ".join(value) if isinstance(value, tuple) else str(value)
-    return _short(text or "none")
+def _values_change(was: Any, now: Any) -> str:
+    """ "was -> now" of two different values. Long lists are shown by the items that differ."""
+    old, new = (
+        ", ".join(each) if isinstance(each, tuple) else "" if each is None else str(each)
+        for each in (was, now)
+    )
+    if isinstance(was, tuple) and isinstance(now, tuple) and max(map(len, (old, new))) > _WIDTH:
+        return _items_change(was, now)
+    return _texts_change(old or "none", new or "none")
 
 
-def _short(text: str, limit: int = 60) -> str:
+def _items_change(was: Sequence[str], now: Sequence[str]) -> str:
+    """ "14 -> 15: with b.weight and 2 more, without a.weight"."""
+    old, new = set(was), set(now)
+    parts = [
+        f"{word} {_short(only[0], 2 * _WIDTH)}"
+        + (f" and {len(only) - 1:,} more" if len(only) > 1 else "")
+        for word, only in (
+            ("with", [each for each in now if each not in old]),
+            ("without", [each for each in was if each not in new]),
+        )
+        if only
+    ]
+    if not parts and len(was) == len(now):
+        at = next(at for at, pair in enumerate(zip(was, now, strict=True)) if pair[0] != pair[1])
+        change = _texts_change(was[at], now[at])
+        return f"{len(now):,} in another order, from the {at + 1}. on: {change}"
+    return f"{len(was):,} -> {len(now):,}" + (f": {', '.join(parts)}" if parts else "")
+
+
+def _texts_change(was: str, now: str) -> str:
+    """ "was -> now" of two different texts. What long texts have in common is cut."""
+    if max(len(was), len(now)) > _WIDTH:
+        pairs = enumerate(zip(was, now, strict=False))
+        first = next((at for at, (a, b) in pairs if a != b), min(len(was), len(now)))
+        cut = first - _CONTEXT
+        if cut > 3:
+            was, now = (f"...{each[cut:]}" for each in (was, now))
+    return f"{_short(was)} -> {_short(now)}"
+
+
+_WIDTH = 60
+"""Characters of a text that are shown."""
+_CONTEXT = 16
+"""Characters before the first difference that are shown."""
+
+
+def _short(text: str, limit: int = _WIDTH) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
@@ -272,7 +311,7 @@ def _use(snapshot: Snapshot, node: Node) -> str:
     if not users:
         return "had no users"
     first = snapshot.by_id[users[0]].name
-    return f"was used by {first}" + (f" and {len(users) - 1} more" if len(users) > 1 else "")
+    return f"was used by {first}" + (f" and {len(users) - 1:,} more" if len(users) > 1 else "")
 
 
 # --- moves ----------------------------------------------------------------------------------------
@@ -289,7 +328,7 @@ def _moves(before: Snapshot, after: Snapshot, common: Sequence[tuple[Node, Node]
                     "moved",
                     old,
                     new,
-                    f"{_place(after, new)} ({steps:+d})" if steps else _place(after, new),
+                    f"{_place(after, new)} ({steps:+,d})" if steps else _place(after, new),
                 )
             )
     return moved

@@ -21,7 +21,7 @@ from zpasses.inspect.find import (
 from zpasses.inspect.listing import call_text, note_text
 from zpasses.inspect.pairing import pair_nodes
 from zpasses.inspect.shared import params_text
-from zpasses.inspect.units import bytes_text, change_text, time_text
+from zpasses.inspect.units import bytes_text, change_text, count_text, time_text
 from zpasses.inspect.view import ChangeLines, Table, Text, View, table, text_of
 
 __all__ = ["comparison_view", "differences_view", "pass_differences"]
@@ -295,8 +295,8 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("time", "time_us", time_text),
     ("exposed", "exposed_us", time_text),
     ("peak", "peak_bytes", bytes_text),
-    ("collectives", "collectives", str),
-    ("nodes", "nodes", str),
+    ("collectives", "collectives", count_text),
+    ("nodes", "nodes", count_text),
 )
 
 
@@ -322,7 +322,7 @@ def _peak_parts(title: str, one: Comparison, most: int) -> Parts:
         if len(held) > most:
             size = bytes_text(sum(each.nbytes for each in held[most:]))
             what = "buffer" if len(held) - most == 1 else "buffers"
-            lines.append(f"and {len(held) - most} more {sign} {what}, {size} together")
+            lines.append(f"and {len(held) - most:,} more {sign} {what}, {size} together")
     buffers = table(("at peak", "allocated by", "kind", "bytes", "parameters"), rows, ("bytes",))
     return [lines[0], *([buffers] if rows else []), *lines[1:]]
 
@@ -341,7 +341,9 @@ def _lines(difference: Difference, limit: int) -> list[tuple[str, str]]:
             texts = [_change_text(change, old if kind == "removed" else new) for change in changes]
         shown += [(kind, text) for text in texts[: limit or None]]
         if limit and len(texts) > limit:
-            shown.append(("", f"  ... and {len(texts) - limit} more {kind} (--limit 0 shows all)"))
+            shown.append(
+                ("", f"  ... and {len(texts) - limit:,} more {kind} (--limit 0 shows all)")
+            )
     return shown
 
 
@@ -370,7 +372,7 @@ def _step(difference: Difference, one: Change, other: Change) -> tuple[int, int]
 
 def _moved_text(block: Sequence[Change]) -> str:
     first, last = block[0], block[-1]
-    to = f" to {last.node.name} ({len(block)} nodes)" if len(block) > 1 else ""
+    to = f" to {last.node.name} ({len(block):,} nodes)" if len(block) > 1 else ""
     return f"moved {first.node.name}{to}: {first.detail}"
 
 

@@ -27,7 +27,7 @@ def variant_text(graph: Graph) -> str:
         return ""
     what = "gathered parameters" if graph.of.startswith("forward") else "pending gradients"
     carried = [
-        f"{verb} those of {len(names)} parameter{'' if len(names) == 1 else 's'}"
+        f"{verb} those of {len(names):,} parameter{'' if len(names) == 1 else 's'}"
         for verb, names in (("takes", graph.given), ("leaves", graph.kept))
         if names
     ]

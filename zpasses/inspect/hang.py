@@ -8,6 +8,7 @@ missing.
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -68,15 +69,15 @@ class GroupHang:
         return [each.rank for each in self.ranks if each.state == state]
 
 
-def find_hangs(dump: Dump, states: Mapping[int, RankState]) -> list[GroupHang]:
+def find_hangs(dump: Dump, states: Mapping[int, RankState], finder: NodeFinder) -> list[GroupHang]:
     """The groups in which ranks wait, in the order of their names.
 
     Args:
         dump: the dump of the run.
         states: rank -> what it did last.
+        finder: of the nodes of this dump.
     """
     names = sorted({name for state in states.values() for name in state.groups})
-    finder = NodeFinder(dump)
     found = (_group(name, dump, states, finder) for name in names)
     return [each for each in found if each is not None]
 
@@ -168,7 +169,7 @@ class NodeFinder:
     def __init__(self, dump: Dump) -> None:
         self._dump = dump
         self._graphs: dict[int, list[SelectedGraph]] = {}
-        self._of_group: dict[tuple[int, str], list[_Collectives]] = {}
+        self._by_group: dict[int, dict[str, list[_Collectives]]] = {}
 
     def places(
         self, rank: int, group: str, last: LastCollective, history: Sequence[LastCollective]
@@ -213,21 +214,19 @@ class NodeFinder:
         return []
 
     def _collectives(self, rank: int, group: str) -> list[_Collectives]:
-        if (rank, group) not in self._of_group:
-            found = []
+        if rank not in self._by_group:
+            self._by_group[rank] = defaultdict(list)
             for each in self._graphs[rank]:
                 snapshot = each.graph.last.snapshot
                 assert snapshot is not None
-                nodes = [
-                    node
-                    for node in snapshot.nodes
-                    if node.collective is not None and node.collective.group == group
-                ]
-                if nodes:
-                    keys = [(_kind(node), _elements(node, snapshot)) for node in nodes]
-                    found.append(_Collectives(each, snapshot, nodes, keys))
-            self._of_group[rank, group] = found
-        return self._of_group[rank, group]
+                nodes = defaultdict(list)
+                for node in snapshot.nodes:
+                    if node.collective is not None:
+                        nodes[node.collective.group].append(node)
+                for name, of_group in nodes.items():
+                    keys = [(_kind(node), _elements(node, snapshot)) for node in of_group]
+                    self._by_group[rank][name].append(_Collectives(each, snapshot, of_group, keys))
+        return self._by_group[rank].get(group, [])
 
     def _matching(
         self, graphs: Sequence[_Collectives], history: Sequence[LastCollective]

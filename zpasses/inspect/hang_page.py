@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from zpasses.dumps.format import Dump
@@ -24,15 +25,19 @@ _RANKS = 64
 
 def hang_view(dump: Dump, states: Mapping[int, RankState]) -> View:
     """Which collective each rank waits in, which rank is missing, and what it did last."""
-    hangs = find_hangs(dump, states)
+    finder = NodeFinder(dump)
+    hangs = find_hangs(dump, states, finder)
+    last, votes = _last_collectives(states, finder), _votes(states)
     parts: list[Table | Text | str] = []
     for each in hangs:
         parts += _group_parts(each)
     if not hangs:
-        parts += _nothing(dump, states)
+        parts += _nothing(states, last, votes)
     data = {
         "ranks": sorted(states),
         "groups": [_group_data(each) for each in hangs],
+        "last_collectives": [_last_data(each) for each in last],
+        "votes": asdict(votes),
         "activities": [
             {
                 "rank": rank,
@@ -47,27 +52,48 @@ def hang_view(dump: Dump, states: Mapping[int, RankState]) -> View:
     return View("", tuple(parts), data)
 
 
-def _nothing(dump: Dump, states: Mapping[int, RankState]) -> list[Table | Text | str]:
+@dataclass(frozen=True)
+class _Last:
+    """The last collective that a rank started in a process group."""
+
+    rank: int
+    group: str
+    collective: LastCollective
+    places: tuple[Place, ...]
+
+
+def _last_collectives(states: Mapping[int, RankState], finder: NodeFinder) -> list[_Last]:
+    return [
+        _Last(rank, name, last, finder.places(rank, name, last, of_group.history))
+        for rank, state in states.items()
+        for name, of_group in state.groups.items()
+        if (last := of_group.started) is not None
+    ]
+
+
+def _nothing(
+    states: Mapping[int, RankState], last: Sequence[_Last], votes: _Votes
+) -> list[Table | Text | str]:
     if not states:
         return [
             "No file says what a rank did last. Ranks over gloo write one if they write a dump; "
             "for NCCL, give the files of torch's flight recorder (TORCH_FR_BUFFER_SIZE=2000, "
             "TORCH_FR_DUMP_TEMP_FILE=PREFIX)."
         ]
-    finder = NodeFinder(dump)
+    ranks = set(list(states)[:_RANKS])
     rows = [
         (
-            rank,
-            name,
-            _collective(last.started),
-            *_about(finder.places(rank, name, last.started, last.history) if last.started else ()),
-            _clock(last.started),
+            str(each.rank),
+            each.group,
+            _collective(each.collective),
+            *_about(each.places),
+            _clock(each.collective),
         )
-        for rank, state in list(states.items())[:_RANKS]
-        for name, last in state.groups.items()
+        for each in last
+        if each.rank in ranks
     ]
     return [
-        Text(("No rank waits in a collective.", *_votes(states))),
+        Text(("No rank waits in a collective.", *votes.lines)),
         table(
             ("rank", "group", "last collective", *_ABOUT, "at (UTC)"),
             rows,
@@ -80,8 +106,31 @@ def _nothing(dump: Dump, states: Mapping[int, RankState]) -> list[Table | Text |
     ]
 
 
-def _votes(states: Mapping[int, RankState]) -> list[str]:
-    """Ranks that wait in a vote of zpasses, which uses no collective, or whose vote failed."""
+@dataclass(frozen=True)
+class _Votes:
+    """Ranks in a vote of zpasses, which uses no collective."""
+
+    waiting: list[int]
+    failed: list[int]
+    """Ranks whose vote failed."""
+    absent: list[int]
+    """Ranks that are in none, while another rank is."""
+
+    @property
+    def lines(self) -> list[str]:
+        missing = f", and {_ranks(self.absent, '')} did not come" if self.absent else ""
+        found = []
+        if self.waiting:
+            waiting = _ranks(self.waiting).capitalize()
+            found.append(f"{waiting} for other ranks in a vote{missing}.")
+        if self.failed:
+            failed = _ranks(self.failed, "").capitalize()
+            where = f"{failed} waited for other ranks in a vote that failed"
+            found.append(f"{where}{'' if self.waiting else missing}.")
+        return found
+
+
+def _votes(states: Mapping[int, RankState]) -> _Votes:
     said = {
         rank: state.activity
         for rank, state in states.items()
@@ -89,15 +138,7 @@ def _votes(states: Mapping[int, RankState]) -> list[str]:
     }
     waiting = [rank for rank, activity in said.items() if activity.startswith(_VOTE)]
     failed = [rank for rank in said if rank not in waiting]
-    absent = [rank for rank in states if rank not in said]
-    missing = f", and {_ranks(absent, '')} did not come" if absent else ""
-    found = []
-    if waiting:
-        found.append(f"{_ranks(waiting).capitalize()} for other ranks in a vote{missing}.")
-    if failed:
-        where = f"{_ranks(failed, '').capitalize()} waited for other ranks in a vote that failed"
-        found.append(f"{where}{'' if waiting else missing}.")
-    return found
+    return _Votes(waiting, failed, [rank for rank in states if said and rank not in said])
 
 
 def _group_parts(hang: GroupHang) -> list[Table | Text | str]:
@@ -120,7 +161,7 @@ def _group_parts(hang: GroupHang) -> list[Table | Text | str]:
             yields=("at (UTC)", "pass", "module", "source", "parameters"),
             below=("source", "parameters", "pass", "module"),
         ),
-        f"and {left} more ranks (--json has all)." if left else "",
+        f"and {left:,} more ranks (--json has all)." if left else "",
         *(
             _activity(each.rank, each)
             for each in ranks
@@ -132,7 +173,7 @@ def _group_parts(hang: GroupHang) -> list[Table | Text | str]:
 def _summary(hang: GroupHang) -> list[str]:
     lines = [
         f"Group {hang.group}{f' (mesh dimension {hang.label})' if hang.label else ''}: "
-        f"{_ranks(hang.of_state('waits'))} in collective {hang.number} of the group."
+        f"{_ranks(hang.of_state('waits'))} in collective {hang.number:,} of the group."
     ]
     if missing := hang.of_state("missing"):
         has = "has" if len(missing) == 1 else "have"
@@ -162,9 +203,9 @@ def _ranks(ranks: Sequence[int], verb: str = "wait") -> str:
 def _row(each: RankHang) -> tuple[object, ...]:
     last = each.collective
     about = _about(each.places)
-    number = f"{last.number}: {_collective(last)}" if last is not None else ""
+    number = f"{last.number:,}: {_collective(last)}" if last is not None else ""
     what = each.state if each.state != "missing" else "missing; last started"
-    return (each.rank, what, number, *about, _clock(last))
+    return (str(each.rank), what, number, *about, _clock(last))
 
 
 _ABOUT = ("node", "parameters", "module", "source", "pass")
@@ -235,37 +276,44 @@ def _group_data(hang: GroupHang) -> dict[str, Any]:
 
 
 def _rank_data(each: RankHang) -> dict[str, Any]:
-    last = each.collective
     return {
         "rank": each.rank,
         "state": each.state,
-        "collective": None
-        if last is None
-        else {
+        **_place_data(each.collective, each.places),
+        "activity": each.activity,
+        "activity_s": each.activity_s,
+        "outdated_since_s": each.outdated_since_s,
+    }
+
+
+def _last_data(each: _Last) -> dict[str, Any]:
+    about = {"rank": each.rank, "group": each.group}
+    return {**about, **_place_data(each.collective, each.places)}
+
+
+def _place_data(last: LastCollective | None, places: Sequence[Place]) -> dict[str, Any]:
+    """A collective, and the nodes that it may be."""
+    collective = None
+    if last is not None:
+        collective = {
             "number": last.number,
             "kind": last.kind,
             "nbytes": last.nbytes,
             "elements": last.elements,
             "at_s": last.at_s,
-        },
-        "nodes": [
+        }
+    nodes = []
+    for place in places:
+        sources = sources_of(place.node, parameter_sources(place.graph.compile))
+        nodes.append(
             {
                 "compile": place.graph.compile.name,
                 "graph": place.graph.graph.name,
                 "node": place.node.name,
                 "params": list(place.node.params),
                 "modules": list(modules_of(place.node)),
-                "sources": list(
-                    dict.fromkeys(
-                        f"{source.file}:{source.line}"
-                        for source in sources_of(place.node, parameter_sources(place.graph.compile))
-                    )
-                ),
+                "sources": list(dict.fromkeys(f"{each.file}:{each.line}" for each in sources)),
                 "pass": place.inserted_by,
             }
-            for place in each.places
-        ],
-        "activity": each.activity,
-        "activity_s": each.activity_s,
-        "outdated_since_s": each.outdated_since_s,
-    }
+        )
+    return {"collective": collective, "nodes": nodes}

@@ -173,7 +173,7 @@ def argument_text(
 def _joined(items: Sequence[str], most: int | None) -> str:
     if most is None or len(items) <= most:
         return ", ".join(items)
-    return ", ".join([*items[: most - 1], f"... {len(items) - most} more", items[-1]])
+    return ", ".join([*items[: most - 1], f"... {len(items) - most:,} more", items[-1]])
 
 
 def value_text(vals: Sequence[Value], most: int | None = MAX_ITEMS) -> str:

@@ -243,7 +243,7 @@ class _Join:
         places = range(len(known.nodes)) if run.places is None else run.places
         kinds = [known.kinds[place] if place < len(known.kinds) else "" for place in places]
         if [launch.kind for launch in run.launches] != kinds:
-            given = f"{len(run.launches)} collectives, and the graph {len(known.nodes)}"
+            given = f"{len(run.launches):,} collectives, and the graph {len(known.nodes):,}"
             self._reasons[f"a run of {known.graph.title} has {given}"] += 1
             return
         if run.places is None:

@@ -201,7 +201,7 @@ def _named_times(times: Mapping[str, float], most: int = 5) -> str:
     shown = ", ".join(
         f"{one_line(name)} {time_text(time)}" for name, time in list(times.items())[:most]
     )
-    return f"{shown} and {len(times) - most} more" if len(times) > most else shown
+    return f"{shown} and {len(times) - most:,} more" if len(times) > most else shown
 
 
 def joined_data(found: Measured) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def _module_parts(found: Memory, limit: int) -> list[Table | Text | str]:
 
 
 def _more(count: int, limit: int, what: str) -> str:
-    return f"and {count - limit} {what} (--limit 0 shows all)." if limit and count > limit else ""
+    return f"and {count - limit:,} {what} (--limit 0 shows all)." if limit and count > limit else ""
 
 
 def sparkline(live_bytes: Sequence[int], width: int = 68) -> str:

@@ -96,7 +96,7 @@ def modules_text(modules: Iterable[str], most: int = 2) -> str:
     """ "layers.*.mlp.up (80 times) and 3 more"."""
     folded = fold_modules(dict.fromkeys(modules, 1))
     shown = ", ".join(
-        f"{each.name} ({len(each.members)} times)" if len(each.members) > 1 else each.name
+        f"{each.name} ({len(each.members):,} times)" if len(each.members) > 1 else each.name
         for each in folded[:most]
     )
-    return f"{shown} and {len(folded) - most} more" if len(folded) > most else shown
+    return f"{shown} and {len(folded) - most:,} more" if len(folded) > most else shown

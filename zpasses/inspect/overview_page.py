@@ -205,11 +205,16 @@ def prediction_bar(found: Prediction, longest_us: float) -> str:
 
 def _step_row(graph: Graph, step: Step) -> tuple[Any, ...]:
     counts = _counts(graph, step)
-    figures = (
-        (counts["nodes"], counts["collectives"], bytes_text(counts["nbytes"]))
-        if counts
-        else ("", "", "")
-    )
+    figures: tuple[object, ...] = ("", "", "")
+    if counts:
+        figures = (counts["nodes"], counts["collectives"], bytes_text(counts["nbytes"]))
+    elif (
+        step.error is not None
+        and step.index
+        and (given := _counts(graph, graph.steps[step.index - 1]))
+    ):
+        # The pass left no graph. What it was given is known.
+        figures = (f"{given['nodes']:,} before", f"{given['collectives']:,} before", "")
     run = step.run
     times = (run.changes, time_text(run.time_us), time_text(run.check_us)) if run else ("", "", "")
     if step.error is not None:
@@ -254,7 +259,7 @@ def _groups_text(info: CompileInfo) -> str:
     for name, label in info.group_labels.items():
         ranks = info.groups.get(name, ())
         shown = ", ".join(map(str, ranks[:_RANKS])) + (", ..." if len(ranks) > _RANKS else "")
-        texts.append(f"{label} ({len(ranks)} rank{'' if len(ranks) == 1 else 's'}: {shown})")
+        texts.append(f"{label} ({len(ranks):,} rank{'' if len(ranks) == 1 else 's'}: {shown})")
     return ", ".join(texts)
 
 

@@ -3,8 +3,10 @@ compiles."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 from zpasses.dumps.format import Argument, Node, Ref, Repr, Snapshot
 
@@ -14,67 +16,112 @@ __all__ = ["pair_nodes"]
 def pair_nodes(before: Snapshot, after: Snapshot) -> dict[int, int]:
     """Id in `before` -> id in `after`.
 
-    The function has four rounds, and each round pairs nodes that the earlier rounds left.
+    The function has seven rounds, and each round pairs nodes that the earlier rounds left. A place
+    is an op, values, parameters, and a line of the model by its module and text. Nodes of different
+    parameters are not pairs, unless no parameter of either is in both graphs: it may have another
+    name in the other graph.
 
-    1. Nodes that compute the same from the same inputs. Equal computations are paired by name, then
+    1. Nodes that compute the same from the same inputs, at equal places. Those of equal names are
+    paired first, and the others in order.
+    2. Nodes at equal places with a parameter or a line, if both graphs have equally many of them,
     in order.
-    2. Nodes with the same op, values, parameters and line of the model, if both graphs have equally
-    many of them, in order.
-    3. Nodes with the same op, values and name.
-    4. In graph order, nodes with the same op that read a paired node as the same input.
+    3. Nodes that compute the same from the same inputs, anywhere, as in the first round.
+    4. Nodes at equal places without either, if both graphs have equally many of them, in order.
+    5. Nodes with the same op, role and parameters, if both graphs have equally many of them.
+    6. Nodes with the same op and name.
+    7. In graph order, nodes with the same op that read a paired node as the same input.
     """
     pairs: dict[int, int] = {}
     old, new = _expressions(before), _expressions(after)
-    _match(before, after, pairs, lambda node, side: (old if side == 0 else new)[node.id])
-    _match(before, after, pairs, lambda node, _: _place(node), only_equal_counts=True)
-    _match(
-        before,
-        after,
-        pairs,
-        lambda node, _: (node.op, node.name, "" if node.op == "placeholder" else node.target),
+    differ = _DifferentParams(before, after)
+
+    def expression(node: Node, side: int) -> Hashable:
+        return (old if side == 0 else new)[node.id]
+
+    match = functools.partial(_match, before, after, pairs, differ)
+    match(lambda node, side: (expression(node, side), _place(node)))
+    match(
+        lambda node, _: _place(node) if node.params or node.source else None, only_equal_counts=True
     )
-    _match_by_inputs(before, after, pairs)
+    match(expression)
+    match(lambda node, _: _place(node), only_equal_counts=True)
+    match(lambda node, _: _role(node) if node.params else None, only_equal_counts=True)
+    match(lambda node, _: (node.op, node.name, "" if node.op == "placeholder" else node.target))
+    _match_by_inputs(before, after, pairs, differ)
     return pairs
+
+
+class _DifferentParams:
+    """Whether two nodes work for different parameters that both graphs could have."""
+
+    def __init__(self, before: Snapshot, after: Snapshot) -> None:
+        old, new = (
+            {name for node in each.nodes for name in node.params} for each in (before, after)
+        )
+        self._common = old & new
+
+    def __call__(self, one: Node, other: Node) -> bool:
+        if not one.params or not other.params or one.params == other.params:
+            return False
+        own, its = set(one.params), set(other.params)
+        return own.isdisjoint(its) and not self._common.isdisjoint(own | its)
 
 
 def _place(node: Node) -> Hashable:
     """Where a node stands in the model, without its number among similar nodes."""
     values = tuple((each.shape, each.dtype) for each in node.vals)
-    source = node.source
-    line = None if source is None else (source.file, source.line, source.module)
+    line = None if node.source is None else (node.source.module, node.source.text)
+    return (*_role(node), values, line)
+
+
+def _role(node: Node) -> tuple[Hashable, ...]:
+    """What a node does for which parameters."""
     target = input_kind(node) if node.op == "placeholder" else node.target
-    return (node.op, target, values, node.params, line)
+    return (node.op, target, node.params, "" if node.tag is None else node.tag.role)
 
 
 def _match(
     before: Snapshot,
     after: Snapshot,
     pairs: dict[int, int],
-    key: Callable[[Node, int], Hashable],
+    differ: _DifferentParams,
+    key: Callable[[Node, int], Hashable | None],
     *,
     only_equal_counts: bool = False,
 ) -> None:
+    """Pairs free nodes of equal keys. Nodes whose key is None stay free."""
     taken = set(pairs.values())
     free: dict[Hashable, list[Node]] = defaultdict(list)
     for node in after.nodes:
-        if node.id not in taken:
-            free[key(node, 1)].append(node)
+        if node.id not in taken and (found := key(node, 1)) is not None:
+            free[found].append(node)
     left: dict[Hashable, list[Node]] = defaultdict(list)
     for node in before.nodes:
-        if node.id not in pairs:
-            left[key(node, 0)].append(node)
+        if node.id not in pairs and (found := key(node, 0)) is not None:
+            left[found].append(node)
     for same, nodes in left.items():
+        candidates = free.get(same, [])
         if only_equal_counts:
-            if len(nodes) == len(free.get(same, ())):
-                for one, other in zip(nodes, free[same], strict=True):
-                    pairs[one.id] = other.id
-            continue
-        candidates = {node.name: node for node in free.get(same, ())}
-        named = [(node, candidates.pop(node.name)) for node in nodes if node.name in candidates]
-        matched = {each.name for each, _ in named}
-        rest = [node for node in nodes if node.name not in matched]
-        for one, other in (*named, *zip(rest, candidates.values(), strict=False)):
-            pairs[one.id] = other.id
+            equal = len(nodes) == len(candidates)
+            couples = zip(nodes, candidates, strict=True) if equal else iter(())
+        else:
+            couples = _named_then_in_order(nodes, candidates)
+        for one, other in couples:
+            if not differ(one, other):
+                pairs[one.id] = other.id
+
+
+def _named_then_in_order(
+    nodes: Sequence[Node], others: Sequence[Node]
+) -> Iterator[tuple[Node, Node]]:
+    candidates = {node.name: node for node in others}
+    rest = []
+    for node in nodes:
+        if node.name in candidates:
+            yield node, candidates.pop(node.name)
+        else:
+            rest.append(node)
+    yield from zip(rest, candidates.values(), strict=False)
 
 
 def _expressions(snapshot: Snapshot) -> dict[int, int]:
@@ -116,7 +163,9 @@ def _expression(argument: Argument, found: Mapping[int, int]) -> Hashable:
     return (type(argument).__name__, argument.text if isinstance(argument, Repr) else argument)
 
 
-def _match_by_inputs(before: Snapshot, after: Snapshot, pairs: dict[int, int]) -> None:
+def _match_by_inputs(
+    before: Snapshot, after: Snapshot, pairs: dict[int, int], differ: _DifferentParams
+) -> None:
     taken = set(pairs.values())
     free: dict[Hashable, deque[Node]] = defaultdict(deque)
     """(id, place, op and target) -> unpaired nodes of `after` that read that node at that place."""
@@ -131,8 +180,19 @@ def _match_by_inputs(before: Snapshot, after: Snapshot, pairs: dict[int, int]) -
             users = free.get((pairs.get(read, -1), place, node.op, node.target), deque())
             while users and users[0].id in taken:
                 users.popleft()
-            if users:
-                found = users.popleft()
+            found = next(
+                (
+                    user
+                    for user in itertools.islice(users, _USERS)
+                    if user.id not in taken and not differ(node, user)
+                ),
+                None,
+            )
+            if found is not None:
                 pairs[node.id] = found.id
                 taken.add(found.id)
                 break
+
+
+_USERS = 8
+"""How many free readers of a node the last round looks at, which bounds its work."""

@@ -201,7 +201,7 @@ def _tensor_text(node: Node, at: int) -> str:
     name = node.params[at]
     owner = name.rpartition(".")[0]
     return (
-        f"{op_text(node.target)} of {len(node.params)} tensors, of which tensor {at + 1} is "
+        f"{op_text(node.target)} of {len(node.params):,} tensors, of which tensor {at + 1} is "
         f"{value_text(node.vals[at : at + 1])} of {name}" + (f" (module {owner})" if owner else "")
     )
 
@@ -227,7 +227,7 @@ def _difference(one: int, first: Graph, other: int, second: Graph) -> str:
     ]
     only = [
         f" Only on rank {rank}: {', '.join(names[:6])}"
-        f"{f' and {len(names) - 6} more' if len(names) > 6 else ''}."
+        f"{f' and {len(names) - 6:,} more' if len(names) > 6 else ''}."
         for rank, names in (
             (one, _only_params(old, new)),
             (other, _only_params(new, old)),
@@ -235,8 +235,8 @@ def _difference(one: int, first: Graph, other: int, second: Graph) -> str:
         if names
     ]
     return (
-        f"First difference: collective {at + 1} is {said[0]} on rank {one}, of {len(old)}, but "
-        f"{said[1]} on rank {other}, of {len(new)}.{''.join(only)}"
+        f"First difference: collective {at + 1:,} is {said[0]} on rank {one}, of {len(old):,}, but "
+        f"{said[1]} on rank {other}, of {len(new):,}.{''.join(only)}"
     )
 
 

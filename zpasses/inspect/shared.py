@@ -61,7 +61,7 @@ def about_step(each: SelectedGraph, step: Step) -> dict[str, Any]:
 
 
 def count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def cut(text: str, limit: int) -> str:
@@ -70,7 +70,7 @@ def cut(text: str, limit: int) -> str:
 
 def params_text(params: Sequence[str]) -> str:
     if len(params) > 1:
-        return f"{params[0]} and {len(params) - 1} more"
+        return f"{params[0]} and {len(params) - 1:,} more"
     return params[0] if params else ""
 
 

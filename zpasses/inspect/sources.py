@@ -34,4 +34,4 @@ def sources_of(node: Node, of_params: Mapping[str, Source]) -> tuple[Source, ...
 def source_text(sources: Sequence[Source], most: int = 1) -> str:
     """ "model.py:31 and 4 more"."""
     shown = ", ".join(f"{each.file}:{each.line}" for each in sources[:most])
-    return f"{shown} and {len(sources) - most} more" if len(sources) > most else shown
+    return f"{shown} and {len(sources) - most:,} more" if len(sources) > most else shown

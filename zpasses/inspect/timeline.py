@@ -149,7 +149,7 @@ def _place(node: Node, sources: Mapping[str, Source]) -> dict[str, str]:
 
 def _some(texts: Sequence[str]) -> str:
     shown = ", ".join(texts[:_SHOWN])
-    return f"{shown} and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else shown
+    return f"{shown} and {len(texts) - _SHOWN:,} more" if len(texts) > _SHOWN else shown
 
 
 def _slice(

@@ -1,8 +1,8 @@
-"""Formats bytes and microseconds for people."""
+"""Formats bytes, microseconds and counts for people."""
 
 from __future__ import annotations
 
-__all__ = ["bytes_text", "change_text", "time_text"]
+__all__ = ["bytes_text", "change_text", "count_text", "time_text"]
 
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -23,6 +23,11 @@ def time_text(us: float) -> str:
     if abs(us) >= 999.5e3:
         size, unit = us / 1e6, "s"
     return "0" if us == 0 else f"{_digits(size)} {unit}"
+
+
+def count_text(count: int) -> str:
+    """17857 -> "17,857"."""
+    return f"{count:,}"
 
 
 def change_text(before: float, after: float) -> str:

@@ -303,7 +303,8 @@ def table(
     below: Iterable[str] = (),
     whole: Iterable[str] = (),
 ) -> Table:
-    """A table of values, which are converted by `str`; None becomes an empty cell. A tuple of texts
+    """A table of values, which are converted by `str`; None becomes an empty cell. The digits of an
+    int are grouped, so a number that is a name, such as a rank, is given as a str. A tuple of texts
     is a cell of several lines. The other arguments are the fields of `Table`.
     """
     return Table(
@@ -320,4 +321,6 @@ def table(
 def _cell(value: object) -> Cell:
     if isinstance(value, tuple):
         return tuple(map(str, value))
+    if type(value) is int:
+        return f"{value:,}"
     return "" if value is None else str(value)

@@ -52,9 +52,11 @@ def show_view(
         snapshot = snapshot_of(each, step)
         found = lines(snapshot, where or NodeFilter(), most)
         width = min(max((len(line.code) for line in found if line.note), default=0), 88)
-        some = f", {len(found)} of them shown" if len(found) < len(snapshot.nodes) else ""
+        some = f", {len(found):,} of them shown" if len(found) < len(snapshot.nodes) else ""
         peak = bytes_text(snapshot.peak_bytes)
-        head = f"# {each.title}, {step_title(step)}: {len(snapshot.nodes)} nodes{some}; peak {peak}"
+        head = (
+            f"# {each.title}, {step_title(step)}: {len(snapshot.nodes):,} nodes{some}; peak {peak}"
+        )
         warning = [f"# {line}" for line in failure_text(step).splitlines()]
         parts.append(Code((head, *warning, *(line.text(width) for line in found))))
         if where is not None and where.params and not found:
@@ -77,7 +79,7 @@ def show_view(
 
 def _known_parameters(snapshot: Snapshot) -> str:
     known = list(dict.fromkeys(name for node in snapshot.nodes for name in node.params))
-    more = f", ... and {len(known) - 6} more" if len(known) > 6 else ""
+    more = f", ... and {len(known) - 6:,} more" if len(known) > 6 else ""
     return (
         f"No node matches all conditions. The graph's parameters are {', '.join(known[:6])}{more}."
         if known

@@ -24,9 +24,10 @@ from zpasses.dumps.format import (
 )
 from zpasses.inspect import Inspection
 
-MM, GATHER, WAIT = (
+MM, GATHER, REDUCE, WAIT = (
     "aten.mm.default",
     "_c10d_functional.all_gather_into_tensor.default",
+    "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.wait_tensor.default",
 )
 
@@ -122,6 +123,43 @@ def two_gathers(early=False):
     middle = (second, product, second_wait) if early else (product, second, second_wait)
     nodes = (x, *shards, first, first_wait, *middle, last, end)
     return snapshot(*nodes, live=alive(nodes))
+
+
+def gradients(*layers, lines=True):
+    """The backward of layers that are equal but for their names: the last one is the first whose
+    gradient is reduced.
+
+    Args:
+        lines: whether the nodes have lines of the model.
+    """
+    nodes = [node(0, "tangents_1", "tangents_1", op="placeholder")]
+
+    def add(name, layer, target, args, **more):
+        number = sum(each.name.partition("_")[0] == name for each in nodes)
+        source = Source("model.py", 3, f"x = self.{layer}(x)", layer) if lines else None
+        full_name = f"{name}_{number}" if number else name
+        nodes.append(node(len(nodes), full_name, target, args, source=source, **more))
+        return Ref(nodes[-1].id)
+
+    gradient, waits = Ref(0), []
+    for layer in reversed(layers):
+        own = {"params": (layer,)}
+        total = add("sum", layer, "aten.sum.default", (gradient,))
+        started = add("reduce", layer, REDUCE, (total,), tag=Tag("reduce", (layer,)), **own)
+        waits.append(add("wait", layer, WAIT, (started,), tag=Tag("shard_grad", (layer,)), **own))
+        gradient = add("mm", layer, MM, (gradient,))
+    nodes.append(node(len(nodes), "output", "output", ((gradient, *waits),), op="output"))
+    return snapshot(*nodes)
+
+
+def retagged(*params):
+    """A graph for each tuple of parameters, of a gather that is for these."""
+    graphs = []
+    for each in params:
+        nodes = list(two_gathers().nodes)
+        nodes[3] = replace(nodes[3], params=each, tag=replace(nodes[3].tag, params=each))
+        graphs.append(snapshot(*nodes))
+    return graphs
 
 
 def full(node, last, param):

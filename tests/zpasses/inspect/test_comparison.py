@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.cases import some_quick
-from tests.zpasses.inspect.graphs import chain, dump_of, graph_of, node, snapshot, two_gathers
+from tests.zpasses.inspect.graphs import (
+    chain,
+    dump_of,
+    gradients,
+    graph_of,
+    node,
+    retagged,
+    snapshot,
+    two_gathers,
+)
 from tests.zpasses.inspect.real import dump_training_step, real_dump
 from tests.zpasses.inspect.test_report import (  # noqa: F401
     HOSTILE,
@@ -392,6 +401,34 @@ def test_pairs_of_the_page_are_those_of_the_command_line(page, tmp_path, graph):
     same = sum(expected.get(a) == b for a, b in found)
     assert same >= 0.9 * len(expected)
     assert abs(len(found) - len(expected)) <= 0.05 * len(expected)
+
+
+@needs_browser
+@pytest.mark.parametrize("view", ["diff", "compare"])
+def test_a_row_shows_what_differs_in_lists_that_are_cut(page, view):  # noqa: F811
+    names = tuple(f"layers.{at}.weight" for at in range(12))
+    before, after = retagged(names, (*names[:-1], "last"))
+    steps = graph_of("forward", (None, before), ("p", after))
+    shown = page(Inspection(dump_of(steps)), f"0/forward/1/{view}/")
+    row = one(shown, ".cell.after.retagged", "gather_w")
+    told = one(row, ".chip.retagged")
+    assert told.text == "params: 12 -> 12: with last, without layers.11.weight"
+    assert told.location["x"] < row.location["x"] + row.size["width"] / 2  # the end of a row is cut
+    assert "with last" not in one(shown, ".cell.before", "gather_w").text
+
+
+@needs_browser
+@pytest.mark.parametrize("lines", [True, False])
+def test_the_page_pairs_nodes_by_their_parameters_before_their_shapes(page, lines):  # noqa: F811
+    graphs = gradients("b", lines=lines), gradients("b", "c", lines=lines)
+    first, second = (
+        named(f"rank{at}", graph_of("backward", (None, each))) for at, each in enumerate(graphs)
+    )
+    shown = page(_Both(first, second))
+    found = shown.execute_script(
+        "return [...pairNodes(...compiles.map((c) => c.at(c.graphs[0], 0)))];"
+    )
+    assert dict(found) == pair_nodes(*graphs)
 
 
 @needs_browser

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.zpasses.inspect.graphs import chain, node, snapshot, two_gathers
+from tests.zpasses.inspect.graphs import chain, gradients, node, retagged, snapshot, two_gathers
 from zpasses.dumps.format import RecomputeMark, Ref, Tag
 from zpasses.inspect import compare, pair_nodes
 
@@ -70,6 +70,39 @@ def test_marks_for_the_partitioner_are_named(was, now, detail):
     before, after = (snapshot(replace(first, mark=mark), *rest) for mark in (was, now))
     (change,) = compare(before, after).changes
     assert (change.kind, change.node.name, change.detail) == ("recompute-changed", "x", detail)
+
+
+NAMES = tuple(f"layers.{at}.weight" for at in range(12))
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "detail"),
+    [
+        (("a", "b"), ("a", "c"), "a, b -> a, c"),
+        (NAMES, (*NAMES[:-1], "last"), "12 -> 12: with last, without layers.11.weight"),
+        (NAMES, (*NAMES, "x", "y", "z"), "12 -> 15: with x and 2 more"),
+        (
+            NAMES,
+            (*NAMES[:10], *NAMES[:9:-1]),
+            "12 in another order, from the 11. on: layers.10.weight -> layers.11.weight",
+        ),
+    ],
+)
+def test_lists_that_differ_late_are_shown_by_the_items_that_differ(was, now, detail):
+    before, after = retagged(was, now)
+    (change,) = compare(before, after).changes
+    assert (change.kind, change.detail) == ("retagged", f"params: {detail}")
+
+
+def test_texts_that_differ_late_are_shown_by_the_part_that_differs():
+    graphs = []
+    for end in ("yes", "no"):
+        nodes = list(two_gathers().nodes)
+        note = "a decision, and many reasons for it, " * 3 + end
+        nodes[3] = replace(nodes[3], tag=replace(nodes[3].tag, note=note))
+        graphs.append(snapshot(*nodes))
+    (change,) = compare(*graphs).changes
+    assert change.detail == "note: ...reasons for it, yes -> ...reasons for it, no"
 
 
 # --- planted changes ------------------------------------------------------------------------------
@@ -225,6 +258,38 @@ def test_renamed_node_after_a_change_is_paired_by_its_inputs():
 def test_every_node_of_an_equal_graph_is_paired(seed):
     before, after = chain(40, seed), renumbered(chain(40, seed))
     assert pair_nodes(before, after) == {each.id: each.id + 100 for each in before.nodes}
+
+
+@pytest.mark.parametrize("lines", [True, False])
+def test_nodes_are_paired_by_their_parameters_before_their_shapes(lines):
+    before, after = gradients("b", lines=lines), gradients("b", "c", lines=lines)
+    pairs = pair_nodes(before, after)
+    for old, new in pairs.items():
+        assert before.by_id[old].params == after.by_id[new].params
+    names = {before.by_id[old].name: after.by_id[new].name for old, new in pairs.items()}
+    assert (names["reduce"], names["wait"]) == ("reduce_1", "wait_1")  # of b: those of c are first
+
+
+def test_a_layer_that_only_one_rank_has_is_inserted_and_the_others_are_not_retagged():
+    before, after = gradients("b"), gradients("b", "c")
+    assert changes(compare(before, after, pair_nodes(before, after))) == {
+        *(("inserted", name) for name in ("sum", "reduce", "wait", "mm")),
+        *(("rewired", name) for name in ("sum_1", "mm_1", "output")),
+    }
+
+
+def test_parameters_of_other_names_are_paired():
+    before, after = two_gathers(), two_gathers()
+    nodes = [
+        replace(
+            each,
+            params=tuple(f"module.{name}" for name in each.params),
+            tag=each.tag and replace(each.tag, params=tuple(f"module.{n}" for n in each.params)),
+        )
+        for each in after.nodes
+    ]
+    after = renumbered(snapshot(*nodes))
+    assert len(pair_nodes(before, after)) == len(before.nodes)
 
 
 def test_a_node_with_several_kinds_of_changes_counts_once():

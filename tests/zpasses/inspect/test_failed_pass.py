@@ -114,6 +114,32 @@ def test_old_dumps_without_the_line_are_readable():
     assert "Raised" not in str(Inspection(dump).overview())
 
 
+def test_list_has_the_counts_that_a_failed_pass_was_given():
+    (row,) = [
+        line for line in str(failed(None).overview()).splitlines() if "FAILED: KeyError" in line
+    ]
+    assert row.split()[:6] == ["2", "overlap", "10", "before", "2", "before"]
+
+
+@needs_browser
+@pytest.mark.parametrize("left", [two_gathers(early=True), None])
+def test_the_overview_of_a_failed_compile_has_the_counts_that_are_known(page, left):  # noqa: F811
+    graph = graph_of("joint", (None, two_gathers()), ("overlap", left), error=FAILURE)
+    shown = page(Inspection(dump_of(graph, error=FAILURE)))
+    tiles = [each.text.split("\n") for each in shown.find_elements("css selector", ".tile")]
+    assert tiles[:3] == [
+        ["Nodes", "10", "of joint, before overlap failed"],
+        ["Collectives", "2", "of joint, before overlap failed"],
+        ["Passes that succeeded", "0", "overlap failed"],
+    ]
+    cells = one(shown, "tbody tr:last-child").find_elements("css selector", "td")
+    row = [each.text for each in cells]
+    if left is None:
+        assert row[:3] == ["KeyError", "10 before", "2 before"]
+    else:
+        assert row[:3] == ["KeyError↕1", "10", "2"]
+
+
 @needs_browser
 def test_the_page_estimates_no_step_of_a_compile_that_has_no_graph_that_runs(page):  # noqa: F811
     graph = graph_of("joint", (None, two_gathers()), ("overlap", two_gathers()), error=FAILURE)

@@ -568,3 +568,36 @@ def test_exposed_times_are_readable_on_every_ground():
             bar = mixed(color["exposed"], color[ground], 0.2)  # the bar behind the figure
             assert contrast(color["exposed-text"], bar) >= 4.5
         assert contrast(color["on-fill"], color["exposed"]) >= 4.5
+
+
+CHANGES = ("inserted", "removed", "moved", "rewired", "retagged", "retyped")
+
+
+def test_changes_are_readable_on_their_ground():
+    style = (Path(report.__file__).parent / "style.css").read_text()
+    found = dict(re.findall(r"--([a-z-]+): light-dark\((#\w{6}, #\w{6})\)", style))
+    for theme in (0, 1):
+        color = {name: pair.split(", ")[theme] for name, pair in found.items()}
+        for change in CHANGES:
+            for ground in ("page", "panel", "raised"):
+                chip = mixed(color[change], color[ground], 0.14)
+                assert contrast(color[change], chip) >= 4.5, (theme, change, ground)
+            cell = mixed(color[change], color["panel"], 0.13)
+            for text in ("text", "muted", "compute-text", "gather-text"):
+                assert contrast(color[text], cell) >= 4.5, (theme, change, text)
+        chosen = mixed(color["accent"], color["panel"], 0.16)
+        for text in ("text", "muted", "compute-text", "gather-text"):
+            assert contrast(color[text], chosen) >= 4.5, (theme, text)
+
+
+@needs_browser
+def test_the_page_groups_the_digits_of_all_counts(page):
+    graph = chain(1234)
+    nodes = [*graph.nodes[:-1], node(5000, "extra"), graph.nodes[-1]]
+    steps = graph_of("forward", (None, snapshot(graph.nodes[0])), ("p", snapshot(*nodes)))
+    shown = page(Inspection(dump_of(steps)))
+    for tab in ("overview", "diff", "memory", "listing", "compare"):
+        shown.execute_script("go({graph: 'forward', step: 1, node: 1200, tab: arguments[0]})", tab)
+        found = one(shown, "body").text
+        assert re.findall(r"(?<![\w.,_])\d{4,}(?![\w.])", found) == [], tab
+        assert "1,235 inserted" in found or tab not in ("diff", "compare")

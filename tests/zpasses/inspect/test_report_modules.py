@@ -139,7 +139,45 @@ def test_memory_and_timeline_zoom_and_name_the_layers(page):  # noqa: F811
     wait_for(shown, "window.texts.some((each) => /^node \\d+$/.test(each))")
     shown.execute_script("window.texts = []")
     one(shown, "#tab-timeline").click()
-    wait_for(shown, "window.texts.includes('model.layers.3')")
+    wait_for(shown, "window.texts.some((each) => /^(model[.])?layers[.]3$/.test(each))")
+
+
+@needs_browser
+def test_labels_of_the_timeline_keep_the_number_of_the_layer(page):  # noqa: F811
+    shown = page(inspection(layered()))
+    names = "model.layers.33.mlp.up_proj.weight", "lm_head.weight", "3", "wte"
+    widest, headless, bare, plain = shown.execute_script(
+        "return arguments[0].map(shortNames)", names
+    )
+    assert widest == [
+        "model.layers.33.mlp.up_proj.weight",
+        "layers.33.mlp.up_proj.weight",
+        "33.mlp.up_proj.weight",
+        "33…up_proj.weight",
+        "33",
+    ]
+    assert headless == ["lm_head.weight", "weight"]
+    assert (bare, plain) == (["3"], ["wte"])
+    fitting = (
+        "return fittingText({measureText: (text) => ({width: text.length})}, arguments[0], "
+        "arguments[1])"
+    )
+    for room, expected in ((28, widest[1]), (20, widest[3]), (5, "33"), (1, "")):
+        assert shown.execute_script(fitting, widest, room) == expected
+    assert shown.execute_script(fitting, ["scaled_dot_product_12"], 8) == "…duct_12"
+
+
+@needs_browser
+def test_a_point_above_the_compute_stream_names_its_layer(page):  # noqa: F811
+    shown = page(inspection(layered()), "0/forward/0/timeline/")
+    chart = one(shown, "canvas")
+    shown.execute_script(
+        "const box = arguments[0].getBoundingClientRect();"
+        "arguments[0].dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + "
+        "TRACK.left + 5, clientY: box.top + TRACK.top - 8}))",
+        chart,
+    )
+    assert one(shown, ".tooltip").text == "model.layers.0\n20 µs of compute, 0 exposed"
 
 
 @needs_browser

@@ -141,6 +141,38 @@ def test_an_address_that_names_something_else_says_so(page, address, said):  # n
     assert said in one(page(Inspection(small_dump()), address), ".notice").text
 
 
+@needs_browser
+def test_an_unknown_kind_of_collectives_in_the_address_is_named(page):  # noqa: F811
+    for more in ("", "&filter=w", "&exposed=1"):
+        shown = page(Inspection(small_dump()), f"0/forward/2/collectives//kind=all_gather{more}")
+        assert one(shown, "main p.pad").text == (
+            'This graph has no collective of the kind "all_gather". Its kinds are '
+            "all_gather_into_tensor."
+        )
+        kind = one(shown, '[aria-label="Kind of collective"]')
+        assert kind.get_attribute("value") == "all_gather"
+
+
+@needs_browser
+def test_a_view_has_the_name_of_its_tab_in_addresses(page):  # noqa: F811
+    shown = page(Inspection(small_dump()), "0/forward/2/listing/")
+    titles = [each.text for each in all_of(shown, '[role="tab"]')]
+    assert "Graph" in titles
+    for title in titles:
+        shown.execute_script("location.hash = arguments[0]", f"0/forward/2/{title.lower()}/")
+        assert one(shown, '[aria-selected="true"]', title).text == title
+        assert not all_of(shown, ".notice")
+
+
+@needs_browser
+def test_back_leads_away_from_an_address_that_the_page_rewrites(page):  # noqa: F811
+    shown = page(Inspection(small_dump()), "0/forward/2/diff/")
+    shown.execute_script("location.hash = '0/forward/2/graph/'")
+    wait_for(shown, "state.tab === 'listing'")
+    shown.back()
+    wait_for(shown, "state.tab === 'diff'")
+
+
 STRANGE = [
     ("zzz", '"#zzz" names nothing that this page shows: "zzz" is no number'),
     ("0/forward/last/diff/", '"last" is no number'),
@@ -265,6 +297,103 @@ def test_every_view_fits_the_width(page, width):  # noqa: F811
         assert shown.execute_script("return document.querySelector('.nav').offsetHeight")
     finally:
         shown.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.fixture
+def at_width(page):  # noqa: F811
+    """Opens an inspection's page at a width."""
+    shown = []
+
+    def show(inspection, address, width):
+        shown.append(page(inspection, address))
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 700}
+        shown[-1].execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        return shown[-1]
+
+    yield show
+    for each in shown:
+        each.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@needs_browser
+def test_a_narrow_header_keeps_the_button_of_the_theme(at_width):
+    dumps = [
+        dump_of(
+            graph_of("forward", (None, two_gathers())), rank=rank, name=f"{rank}/0_of_a_long_run"
+        )
+        for rank in (0, 1)
+    ]
+    both = replace(dumps[0], ranks={**dumps[0].ranks, **dumps[1].ranks})
+
+    class TwoRanks:
+        def html(self):
+            return Inspection(both, 0).html(Inspection(both, 1))
+
+    shown = at_width(TwoRanks(), "", 390)
+    assert one(shown, "#compile")
+    button = one(shown, "#theme")
+    assert button.location["x"] + button.size["width"] <= 390
+
+
+LONG = "all_gather_into_tensor_coalesced_default"
+
+
+def long_names():
+    """A graph whose node and parameter have long names."""
+    param = "model.layers.79.mlp.down_proj.weight"
+    nodes = [
+        replace(each, name=LONG, params=(param,)) if each.name == "gather_w" else each
+        for each in two_gathers().nodes
+    ]
+    nodes = [
+        replace(each, buffers=tuple(replace(one, params=(param,)) for one in each.buffers))
+        if each.name == LONG
+        else each
+        for each in nodes
+    ]
+    return Inspection(dump_of(graph_of("forward", (None, snapshot(*nodes)))))
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_names_in_memory_have_two_lines_at_most(at_width, width):
+    shown = at_width(long_names(), "0/forward/0/memory/3", width)
+    name = one(shown, ".buffers button", LONG[:10])
+    assert name.size["height"] <= 2 * 20
+    lines = shown.execute_script(
+        "const range = document.createRange(); range.selectNodeContents(arguments[0]);"
+        "return new Set([...range.getClientRects()].map((each) => each.top)).size",
+        one(shown, ".buffers td.wrap", "model"),
+    )
+    assert lines <= 2
+    table = "const box = document.querySelector('.alive .scroll');"
+    assert shown.execute_script(f"{table} return box.scrollWidth <= box.clientWidth")
+
+
+@needs_browser
+@pytest.mark.parametrize("view", ["diff", "compare"])
+def test_a_narrow_page_has_both_sides_in_one_list(at_width, view):
+    nodes = list(two_gathers().nodes)
+    nodes[5] = replace(nodes[5], args=(Ref(4), Ref(4)), inputs=(4,))
+    after = snapshot(*nodes[:-1], node(20, "extra"), nodes[-1])
+    graph = graph_of("forward", (None, two_gathers()), ("p", after))
+    shown = at_width(Inspection(dump_of(graph)), f"0/forward/1/{view}/", 390)
+    first, second = ("before", "after") if view == "diff" else ("first", "second")
+    rows = [each.text.split("\n") for each in all_of(shown, ".pair")]
+    assert [(row[0], row[-1].split("  #")[0]) for row in rows if not row[0].isdigit()] == [
+        (first, "mm = mm(x, w)"),
+        (second, "mm = mm(w, w)"),
+        (second, "extra = relu()"),
+    ]
+    assert len(rows) == 12  # 9 equal nodes
+    assert not all_of(shown, ".cell.none")
+    widest = "return Math.max(...[...document.querySelectorAll('.cell')].map((e) => e.scrollWidth))"
+    assert shown.execute_script(widest) > 300  # whole lines, which scroll
+    shown.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False},
+    )
+    wait_for(shown, "document.querySelectorAll('.cell.none').length > 0")
 
 
 @needs_browser

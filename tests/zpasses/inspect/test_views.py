@@ -25,6 +25,7 @@ from zpasses.inspect import (
     NodeFilter,
     NotInDumpError,
     communication,
+    compare,
     listing,
     memory,
     schedule,
@@ -72,10 +73,10 @@ Rank 0, the only one in the dump.
 Compile 0/0 (000-0_0): failed, codegen eager, target cpu
 pipeline: overlap
 
-graph      step  after      rewrites    nodes    collectives    input bytes    pass    checks  notes
--------  ------  -------  ----------  -------  -------------  -------------  ------  --------  ------------------
-joint         0  -                          4              0            0 B
-              1  sdma                                                                          FAILED: ValueError
+graph      step  after      rewrites     nodes    collectives    input bytes    pass    checks  notes
+-------  ------  -------  ----------  --------  -------------  -------------  ------  --------  ------------------
+joint         0  -                           4              0            0 B
+              1  sdma                 4 before       0 before                                   FAILED: ValueError
 
 FAILED in sdma: ValueError: no such group""",  # noqa: E501
     )
@@ -565,3 +566,17 @@ def test_what_the_prediction_counts_depends_on_the_target():
     assert contention_text({"architecture": "sm90", "issue_us": 0.0}) == both
     assert contention_text({"architecture": "cpu", "issue_us": 500.0}) == starts
     assert contention_text({"architecture": "gfx942", "issue_us": 5.0}) == f"{both}, and {starts}"
+
+
+def test_digits_of_counts_are_grouped_and_those_of_json_are_not():
+    graph = chain(1234)
+    view = Inspection(dump_of(graph_of("forward", (None, graph)))).overview()
+    (row,) = [line for line in str(view).splitlines() if line.startswith("forward")]
+    assert row.split()[:4] == ["forward", "0", "-", "1,235"]
+    (compiled,) = view.data["compiles"]
+    assert compiled["graphs"][0]["steps"][0]["counts"]["nodes"] == 1235
+    start = snapshot(graph.nodes[0])
+    assert compare(start, graph).summary == "1,234 inserted"
+    steps = graph_of("forward", (None, start), ("p", graph))
+    text = str(Inspection(dump_of(steps)).diff("forward", "p"))
+    assert ["nodes", "1", "1,235"] in [line.split()[:3] for line in text.splitlines()]

@@ -84,7 +84,7 @@ function drawAlive(side, graph, at, before) {
     state.view.by === "module" ? moduleTable(alive, whole) : bufferTable(graph, alive.slice(0, most), at),
     state.view.by !== "module" &&
       alive.length > most &&
-      el("p", { class: "muted" }, `and ${alive.length - most} smaller buffers`),
+      el("p", { class: "muted" }, `and ${countText(alive.length - most)} smaller buffers`),
   );
 }
 
@@ -92,7 +92,7 @@ function bufferTable(graph, alive, at) {
   const count = Math.max(graph.nodes.length, 1);
   return el("div", { class: "scroll" }, el(
       "table",
-      { class: "compact" },
+      { class: "compact buffers" },
       tableHead(BUFFER_COLUMNS, (i) => i === 2),
       el(
         "tbody",
@@ -101,28 +101,24 @@ function bufferTable(graph, alive, at) {
           el(
             "tr",
             {},
+            el("td", {}, nodeLink(buffer.node)),
             el(
               "td",
-              {},
-              nodeLink(buffer.node),
-            ),
-            el(
-              "td",
-              {},
+              { title: buffer.kind },
               el("i", {
                 class: "dot",
                 style: {
                   background: `var(--kind-${KINDS.includes(buffer.kind) ? buffer.kind : "other"})`,
                 },
               }),
-              buffer.kind,
+              el("span", { class: "kind" }, buffer.kind),
             ),
             el("td", { class: "right" }, bytesText(buffer.nbytes)),
             el(
               "td",
               { class: "wrap", title: buffer.params.join("\n") },
               wrapping(buffer.params[0] || ""),
-              buffer.params.length > 1 && ` and ${buffer.params.length - 1} more`,
+              buffer.params.length > 1 && ` and ${countText(buffer.params.length - 1)} more`,
             ),
             el("td", {}, lifetime(graph, buffer, at, count)),
             el("td", {}, nodeLink(graph.node(buffer.last))),
@@ -180,7 +176,7 @@ function moduleTable(alive, whole) {
           const size = ([, bytes]) => bytes;
           const odd = members.length > 1 ? oddOnes(members, size) : [];
           const cells = [
-            String(members.length),
+            countText(members.length),
             bytesText(total),
             `${((100 * total) / whole).toFixed(1)} %`,
             rangeText(members, size, bytesText),

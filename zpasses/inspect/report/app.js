@@ -186,31 +186,22 @@ function drawNav() {
 // `Difference.changed_nodes` of zpasses/inspect/difference.py.
 function countOf(diff) {
   const count = (kind) => (diff[kind] || []).length;
+  const signed = (sign, size) => size && `${sign}${countText(size)}`;
   const other = new Set(CHANGES.slice(2).flatMap((kind) => (diff[kind] || []).map(([id]) => id))).size;
   return [
-    count("inserted") && `+${count("inserted")}`,
-    count("removed") && `−${count("removed")}`,
-    other && `~${other}`,
+    signed("+", count("inserted")),
+    signed("−", count("removed")),
+    signed("~", other),
   ]
     .filter(Boolean)
     .join(" ");
 }
 
 function drawTabs() {
-  const title = {
-    overview: "Overview",
-    diff: "Diff",
-    memory: "Memory",
-    timeline: "Timeline",
-    collectives: "Collectives",
-    listing: "Graph",
-    source: "Source",
-    compare: "Compare",
-  };
   clear(
     parts.tabs,
     TABS.map((tab) =>
-      button(title[tab], () => go({ tab }), {
+      button(titleOf(tab), () => go({ tab }), {
         role: "tab",
         id: `tab-${tab}`,
         "aria-selected": tab === state.tab,

@@ -53,7 +53,7 @@ function collectiveFold(columns, row) {
       case "bytes":
         return bytesText(values.reduce((sum, value) => sum + value, 0));
       case "distance":
-        return rangeText(members, column.value, (count) => count.toLocaleString("en"));
+        return rangeText(members, column.value, countText);
       case "compute":
         return rangeText(members, column.value, timeText);
       default:

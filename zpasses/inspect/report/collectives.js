@@ -62,7 +62,7 @@ const COLUMNS = [
     name: "distance",
     right: true,
     value: (each) => each.distance,
-    text: (each) => each.distance.toLocaleString("en"),
+    text: (each) => countText(each.distance),
   },
   {
     key: "compute",
@@ -242,16 +242,16 @@ function drawCollectives(main) {
     none.hidden = matching.length > 0;
     clear(
       none,
-      words.length
-        ? nothingMatches("collective")
-        : exposed
-          ? "No collective is exposed: compute waits for none of them."
-          : `This graph has no collective of the kind ${kind}.`,
+      kind && !kinds.includes(kind)
+        ? `This graph has no collective of the kind "${kind}". Its kinds are ${kinds.join(", ")}.`
+        : words.length
+          ? nothingMatches("collective")
+          : `No collective${kind && ` of the kind "${kind}"`} is exposed: compute waits for none.`,
     );
     const sum = (pick) => matching.reduce((total, each) => total + pick(each), 0);
     clear(
       count,
-      matching.length === all.length ? "" : `${matching.length} of `,
+      matching.length === all.length ? "" : `${countText(matching.length)} of `,
       `${plural(all.length, "collective")}`,
       groups.size === 1 && ` of group ${groupTitle(all[0])}`,
       " · ",
@@ -285,6 +285,9 @@ function drawCollectives(main) {
         kinds.map((kind) =>
           el("option", { value: kind, selected: kind === state.view.kind }, kind),
         ),
+        state.view.kind &&
+          !kinds.includes(state.view.kind) &&
+          el("option", { value: state.view.kind, selected: true }, `${state.view.kind} (none)`),
       ),
       el(
         "label",

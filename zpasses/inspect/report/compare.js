@@ -159,7 +159,7 @@ const FIGURES = [
   ["time", (step) => step.schedule.total, timeText],
   ["exposed", (step) => step.schedule.exposed, timeText],
   ["peak", (step) => step.peak[0], bytesText],
-  ["collectives", (step) => step.schedule.collectives.length, (count) => count.toLocaleString("en")],
+  ["collectives", (step) => step.schedule.collectives.length, countText],
 ];
 
 // The whole step: all graphs that run, of both compiles. A compile that failed lacks some of them, so
@@ -206,7 +206,7 @@ function graphFigures(left, right, pairs) {
     pick(right.graph.step),
     text,
   ]);
-  rows.push(["nodes", left.graph.nodes.length, right.graph.nodes.length, (count) => String(count)]);
+  rows.push(["nodes", left.graph.nodes.length, right.graph.nodes.length, countText]);
   const card = figureTable("These two graphs", rows, [sideName(left), sideName(right)]);
   const most = Math.max(left.graph.step.peak[0], right.graph.step.peak[0]);
   card.append(
@@ -352,7 +352,7 @@ function peakDelta(left, right, pairs) {
               middleCut(each.params.length === 1 ? each.params[0] : each.node.name),
             ),
           ),
-        buffers.length > 8 && el("p", { class: "muted" }, `and ${buffers.length - 8} more`),
+        buffers.length > 8 && el("p", { class: "muted" }, `and ${countText(buffers.length - 8)} more`),
       ),
     ),
   );
@@ -365,7 +365,9 @@ function kindColor(kind) {
 // Both graphs in one list, so that they scroll in step. A selected row selects both nodes.
 function drawSides(main, left, right, all, shown) {
   const nodeCount = Math.max(left.graph.nodes.length, right.graph.nodes.length);
-  const rows = isFolded(nodeCount) ? foldSides(left.graph, right.graph, all, shown) : foldUnchanged(all);
+  const rows = shownRows(
+    isFolded(nodeCount) ? foldSides(left.graph, right.graph, all, shown) : foldUnchanged(all),
+  );
   const list = rowList({
     label: "Nodes of both graphs",
     row: (at) =>
@@ -395,18 +397,13 @@ function drawSides(main, left, right, all, shown) {
       "div",
       { class: "bar" },
       CHANGES.filter(count).map((kind) =>
-        chip(kind, `${SIGNS[kind]} ${count(kind)} ${kind}`, `${plural(count(kind), "node")} ${kind}`),
+        chip(kind, `${SIGNS[kind]} ${countText(count(kind))} ${kind}`, `${plural(count(kind), "node")} ${kind}`),
       ),
       !all.some((item) => item.kinds.length) && "The two graphs are equal.",
       el("span", { class: "stretch" }),
       foldSwitch(nodeCount, redraw),
     ),
-    el(
-      "div",
-      { class: "diff-head" },
-      el("span", {}, sideName(left)),
-      el("span", {}, sideName(right)),
-    ),
+    sidesHead([sideName(left), sideName(right)], COMPARED_SIDES),
     list.element,
   );
   list.fill(
@@ -430,23 +427,43 @@ function foldSides(one, other, all, shown) {
   );
 }
 
+const COMPARED_SIDES = ["first", "second"];
+
+// "params: 14 -> 15: with b.weight and 2 more, without a.weight", as difference.py tells it.
+function listChange(name, was, now) {
+  if (String(was) === String(now)) return "";
+  const [old, fresh] = [new Set(was), new Set(now)];
+  const some = (word, items) =>
+    items.length && `${word} ${items[0]}${items.length > 1 ? ` and ${countText(items.length - 1)} more` : ""}`;
+  const parts = [
+    some("with", now.filter((item) => !old.has(item))),
+    some("without", was.filter((item) => !fresh.has(item))),
+  ].filter(Boolean);
+  return `${name}: ${countText(was.length)} -> ${countText(now.length)}: ${parts.join(", ") || "in another order"}`;
+}
+
 function sidesRow(left, right, item) {
   if (item.gap) return el("div", { class: "gap" }, `⋯ ${plural(item.gap, "equal node")}`);
+  const { before, after } = item;
+  const retagged =
+    before && after && item.kinds.includes("retagged")
+      ? listChange("params", before.params, after.params)
+      : "";
   const cell = (graph, node, side) => {
     if (!node) return el("div", { class: "cell none" });
-    const kinds = item.kinds.filter((kind) => kind !== (side === "before" ? "inserted" : "removed"));
+    const kinds = item[side === "before" ? "own" : "its"] || item.kinds;
     return el(
       "div",
-      { class: `cell ${side} ${kinds[0] || ""}`, title: [kinds.join(", "), node.note].join("\n") },
-      el("span", { class: "number" }, graph.index.get(node.id) + 1),
+      {
+        class: `cell ${side} ${kinds[0] || ""}`,
+        title: [kinds.join(", "), retagged, node.note].filter(Boolean).join("\n"),
+      },
+      el("span", { class: "number" }, countText(graph.index.get(node.id) + 1)),
       el("span", { class: "sign", "aria-label": kinds.join(", ") }, kinds.map((k) => SIGNS[k])),
-      codeParts(node),
+      codeParts(node, side === "after" ? retagged : ""),
     );
   };
-  return el(
-    "div",
-    { class: "pair" },
-    cell(left.graph, item.before, "before"),
-    cell(right.graph, item.after, "after"),
+  return pairRow(item, COMPARED_SIDES, (side) =>
+    side === "before" ? cell(left.graph, before, side) : cell(right.graph, after, side),
   );
 }

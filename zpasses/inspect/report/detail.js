@@ -37,7 +37,7 @@ function drawDetail(panel) {
         chip(kind, kind, detail),
       ),
     ),
-    el("code", { class: "code" }, node.code),
+    el("code", { class: "code" }, wrappingCode(node.code)),
     facts(node, here),
     collectiveFacts(node, here),
     sourceFacts(node),
@@ -72,8 +72,8 @@ function drawOtherNode(panel) {
       button("✕", close, { "aria-label": "Close the node's panel", class: "quiet" }),
     ),
     el("p", { class: "muted" }, `only in ${sideName(side)}`),
-    el("code", { class: "code" }, node.code),
-    el("p", {}, node.note),
+    el("code", { class: "code" }, wrappingCode(node.code)),
+    el("p", {}, wrappingCode(node.note)),
   );
 }
 
@@ -88,7 +88,7 @@ function facts(node, graph) {
     ...allocations(node, graph),
     ["estimated time", node.cost ? timeText(node.cost) : ""],
     ["measured time", measuredNode(graph, node)],
-    ["position", `${at + 1} of ${graph.nodes.length}`],
+    ["position", `${countText(at + 1)} of ${countText(graph.nodes.length)}`],
     ...changes.map(([kind, detail]) => [kind, detail]),
   ];
   return el(
@@ -186,10 +186,13 @@ function parameterSources(node) {
         "p",
         { title: readers.map(({ name }) => name).join("\n") },
         el("b", {}, shortPath(place)),
-        ` ${someOf(
-          readers.map(({ name }) => name),
-          2,
-        )}`,
+        " ",
+        wrappingCode(
+          someOf(
+            readers.map(({ name }) => name),
+            2,
+          ),
+        ),
       ),
     ),
   );
@@ -224,7 +227,7 @@ function sourceFacts(node) {
 
 function someOf(names, most) {
   return names.length > most
-    ? `${names.slice(0, most).join(", ")} and ${names.length - most} more`
+    ? `${names.slice(0, most).join(", ")} and ${countText(names.length - most)} more`
     : names.join(", ");
 }
 
@@ -239,10 +242,10 @@ function links(title, ids, graph) {
   return el(
     "div",
     { class: "links" },
-    el("h3", {}, `${title} (${nodes.length})`),
+    el("h3", {}, `${title} (${countText(nodes.length)})`),
     nodes
       .slice(0, most)
-      .map((node) => button(node.name, () => go({ node: node.id }), { class: "link" })),
-    nodes.length > most && el("span", { class: "muted" }, ` and ${nodes.length - most} more`),
+      .map((node) => button(wrapping(node.name), () => go({ node: node.id }), { class: "link" })),
+    nodes.length > most && el("span", { class: "muted" }, ` and ${countText(nodes.length - most)} more`),
   );
 }

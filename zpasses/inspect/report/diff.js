@@ -3,6 +3,7 @@
 const CONTEXT = 3;
 const isWhole = () => state.view.whole === "1";
 const openGaps = new Set();
+const DIFF_SIDES = ["before", "after"];
 
 function drawDiff(main) {
   const step = current.step,
@@ -44,7 +45,9 @@ function drawDiff(main) {
     );
   const aligned = alignRows(before, after);
   const folds = isFolded(after.nodes.length);
-  const rows = folds ? foldChanges(before, after, aligned) : foldUnchanged(aligned);
+  const rows = shownRows(
+    folds ? foldChanges(before, after, aligned) : foldUnchanged(aligned),
+  );
   const list = rowList({
     label: `Nodes before and after ${step.after}`,
     row: (at) =>
@@ -99,12 +102,7 @@ function drawDiff(main) {
       ),
       foldSwitch(after.nodes.length, redraw),
     ),
-    el(
-      "div",
-      { class: "diff-head", "aria-hidden": true },
-      el("span", {}, "before"),
-      el("span", {}, `after ${step.after}`),
-    ),
+    sidesHead(["before", `after ${step.after}`], DIFF_SIDES),
     list.element,
   );
   list.fill(
@@ -166,7 +164,7 @@ function kindChips(blocks) {
   const found = CHANGES.filter((kind) => blocks.some(count(kind)));
   if (!found.length) return el("span", { class: "muted" }, "unchanged");
   return found.map((kind) =>
-    chip(kind, `${SIGNS[kind]} ${rangeText(blocks, count(kind), String)}`, `${kind}, in each layer`),
+    chip(kind, `${SIGNS[kind]} ${rangeText(blocks, count(kind), countText)}`, `${kind}, in each layer`),
   );
 }
 
@@ -291,32 +289,32 @@ function foldUnchanged(rows) {
 function diffRow(before, after, item) {
   if (item.gap) return el("div", { class: "gap" }, `⋯ ${plural(item.gap, "unchanged node")}`);
   const { before: one, after: other } = item;
-  return el(
-    "div",
-    { class: "pair" },
-    diffCell(before, one, after, other, "before"),
-    diffCell(after, other, after, one, "after"),
+  return pairRow(item, DIFF_SIDES, (side) =>
+    side === "before"
+      ? diffCell(before, one, after, other, side)
+      : diffCell(after, other, after, one, side),
   );
 }
 
 function diffCell(graph, node, after, twin, side) {
   if (!node) return el("div", { class: "cell none" });
   const kinds = (after.changes.get(node.id) || []).map(([kind]) => kind);
-  const details = (after.changes.get(node.id) || [])
-    .map(([kind, detail]) => `${kind}: ${detail}`)
-    .join("\n");
+  const changes = after.changes.get(node.id) || [];
+  const details = changes.map(([kind, detail]) => `${kind}: ${detail}`).join("\n");
+  const retagged = changes.find(([kind]) => kind === "retagged");
+  const change = retagged && side === "after" && twin ? retagged[1] : "";
   return el(
     "div",
     {
       class: `cell ${side} ${kinds[0] || ""} ${twin ? "" : "one-side"}`,
       title: details || node.note,
     },
-    el("span", { class: "number" }, graph.index.get(node.id) + 1),
+    el("span", { class: "number" }, countText(graph.index.get(node.id) + 1)),
     el(
       "span",
       { class: "sign", "aria-label": kinds.join(", ") },
       kinds.map((kind) => SIGNS[kind]).join(""),
     ),
-    codeParts(node),
+    codeParts(node, change),
   );
 }

@@ -64,8 +64,15 @@ function changeText(before, after) {
   return `${share >= 0 ? "+" : "−"}${Math.abs(share).toFixed(1)} %`;
 }
 
+const COUNTS = new Intl.NumberFormat("en");
+
+// 17857 -> "17,857".
+function countText(count) {
+  return COUNTS.format(count);
+}
+
 function plural(count, what) {
-  return `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;
+  return `${countText(count)} ${what}${count === 1 ? "" : "s"}`;
 }
 
 // The current value of a color of the style sheet, for canvases.
@@ -100,6 +107,11 @@ function middleCut(text) {
 function wrapping(name) {
   const parts = name.match(/.{9,}?[._](?=[^._])|.+$/g) || [];
   return name.length < 24 ? [name] : parts.flatMap((part, at) => (at ? [el("wbr"), part] : [part]));
+}
+
+// Code, or a list of names: each long name in it wraps as above.
+function wrappingCode(text) {
+  return text.split(/(?<=[\s(),])/).flatMap(wrapping);
 }
 
 function nodeLink(node) {

@@ -25,7 +25,7 @@ function drawListing(main) {
       count,
       shown.length === graph.nodes.length
         ? plural(shown.length, "node")
-        : `${shown.length.toLocaleString("en")} of ${plural(graph.nodes.length, "node")}`,
+        : `${countText(shown.length)} of ${plural(graph.nodes.length, "node")}`,
     );
     const matching = shown.length;
     none.hidden = matching > 0;
@@ -100,7 +100,7 @@ function listingRow(graph, node) {
   return el(
     "div",
     { class: `line ${kinds[0] || ""}`, title: node.note },
-    el("span", { class: "number" }, graph.index.get(node.id) + 1),
+    el("span", { class: "number" }, countText(graph.index.get(node.id) + 1)),
     el("span", { class: "sign", "aria-hidden": true }, kinds.map((kind) => SIGNS[kind]).join("")),
     codeParts(node),
   );

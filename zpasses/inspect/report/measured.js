@@ -101,7 +101,7 @@ function measuredModules(graph) {
               "tr",
               {},
               el("td", {}, name),
-              el("td", { class: "right" }, layers.toLocaleString("en")),
+              el("td", { class: "right" }, countText(layers)),
               times.map((time) => el("td", { class: "right" }, timeText(time))),
             ),
           ),

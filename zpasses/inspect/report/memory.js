@@ -269,9 +269,9 @@ function paintMemory(pen, width, height, memory) {
   pen.fillStyle = themeColor("muted");
   pen.textBaseline = "alphabetic";
   pen.textAlign = "left";
-  pen.fillText(first ? `node ${first + 1}` : "first node", plot.left, height - 6);
+  pen.fillText(first ? `node ${countText(first + 1)}` : "first node", plot.left, height - 6);
   pen.textAlign = "right";
-  pen.fillText(`node ${end}`, plot.right, height - 6);
+  pen.fillText(`node ${countText(end)}`, plot.right, height - 6);
 }
 
 // The first node of each numbered layer. Nodes of other layers, or of none, may stand between its

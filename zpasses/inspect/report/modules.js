@@ -156,7 +156,7 @@ function foldRow(row, nodesOf, extra) {
   );
   const figure = (key) => (block) => computed.get(block)[key];
   const range = (key, text) => rangeText(blocks, figure(key), text);
-  const counted = (what) => (size) => size.toLocaleString("en") + (what ? ` ${what}` : "");
+  const counted = (what) => (size) => countText(size) + (what ? ` ${what}` : "");
   const odd =
     blocks.length > 1
       ? blocks.filter(
@@ -172,7 +172,7 @@ function foldRow(row, nodesOf, extra) {
     { class: `fold ${row.deep ? "deep" : ""}`, "aria-expanded": open },
     el("span", { class: "arrow", "aria-hidden": true }, open ? "▾" : "▸"),
     el("b", {}, name || "(no module)"),
-    blocks.length > 1 && el("span", { class: "times" }, `× ${blocks.length}`),
+    blocks.length > 1 && el("span", { class: "times" }, `× ${countText(blocks.length)}`),
     extra,
     el(
       "span",

@@ -16,8 +16,7 @@ function drawOverview(main) {
 
 function tiles(compile) {
   const run = compile.executed.filter((graph) => isExecuted(graph.name));
-  if (compile.executed.length && !run.length)
-    return el("p", { class: "muted" }, "This compile ended before it had a graph that runs.");
+  if (compile.executed.length && !run.length) return unfinishedTiles(compile);
   const graphs = run.map((graph) => ({
     graph,
     first: graph.steps.find((step) => step.order),
@@ -57,11 +56,36 @@ function tiles(compile) {
     tile("Peak memory", bytesText(peak), delta(peakBefore, peak), "without shards and inputs"),
     tile(
       "Collectives",
-      calls.toLocaleString("en"),
+      countText(calls),
       delta(callsBefore, calls),
-      `${callsBefore.toLocaleString("en")} before the passes`,
+      `${countText(callsBefore)} before the passes`,
     ),
   );
+}
+
+// What is known of a compile that ended before it had a graph that runs: the graph that it ended
+// with, as the last pass that succeeded left it.
+function unfinishedTiles(compile) {
+  const graphs = byInterest(compile.graphs).filter((each) => compile.at(each, compile.last(each)));
+  const graph = graphs.find((each) => each.steps.some((step) => step.error)) || graphs[0];
+  const step = compile.last(graph);
+  const shown = compile.at(graph, step);
+  const failed = graph.steps.find((each) => each.error);
+  const where = `of ${graph.name}, ${failed ? `before ${failed.after} failed` : stepName(graph.steps[step])}`;
+  const passes = compile.graphs.flatMap((each) => each.steps).filter((each) => each.run && !each.error);
+  const params = Object.values(compile.parameters);
+  const bytes = params.reduce((sum, each) => sum + each[0], 0);
+  return [
+    el("p", { class: "muted" }, "This compile ended before it had a graph that runs."),
+    el(
+      "section",
+      { class: "tiles", "aria-label": "Summary" },
+      tile("Nodes", countText(shown.nodes.length), null, where),
+      tile("Collectives", countText(shown.collectives.length), null, where),
+      tile("Passes that succeeded", countText(passes.length), null, failed ? `${failed.after} failed` : ""),
+      tile("Parameters", countText(params.length), null, `${bytesText(bytes)} in full`),
+    ),
+  ];
 }
 
 function tile(name, figure, change, note) {
@@ -191,6 +215,13 @@ function stepRow(compile, graph, step, at) {
       timeText(stepWithGraph.schedule.exposed),
       earlier && delta(earlier.step.schedule.exposed, stepWithGraph.schedule.exposed),
     );
+  // A pass that failed may have left no graph. What it was given is known.
+  const counted = (count) =>
+    there
+      ? countText(count(there))
+      : step.error && earlier
+        ? el("span", { class: "muted" }, `${countText(count(earlier))} before`)
+        : "";
   const notes =
     run &&
     run.notes.length > 0 &&
@@ -221,7 +252,10 @@ function stepRow(compile, graph, step, at) {
         "td",
         {},
         step.error
-          ? chip("removed", step.error.type, step.error.message)
+          ? [
+              chip("removed", step.error.type, step.error.message),
+              step.diff && changeChips(step.diff),
+            ]
           : changed
             ? changesOf(step)
             : step.after
@@ -229,8 +263,8 @@ function stepRow(compile, graph, step, at) {
               : "",
       ),
       [
-        there ? there.nodes.length.toLocaleString("en") : "",
-        there ? there.collectives.length.toLocaleString("en") : "",
+        counted((known) => known.nodes.length),
+        counted((known) => known.collectives.length),
         peak,
         exposed,
         run ? timeText(run.time_us) : "",
@@ -255,11 +289,11 @@ function changesOf(step) {
 
 function changeChips(diff, inWords = false) {
   return CHANGES.filter((kind) => diff[kind]).map((kind) => {
-    const count = diff[kind].length;
+    const count = countText(diff[kind].length);
     return chip(
       kind,
       inWords ? `${SIGNS[kind]} ${count} ${kind}` : `${SIGNS[kind]}${count}`,
-      `${plural(count, "node")} ${kind}`,
+      `${plural(diff[kind].length, "node")} ${kind}`,
     );
   });
 }
@@ -308,7 +342,7 @@ function aboutCompile(compile) {
     [
       "parameters",
       params.length
-        ? `${params.length}, ${bytesText(total(0))} full, ${bytesText(total(1))} on this rank`
+        ? `${countText(params.length)}, ${bytesText(total(0))} full, ${bytesText(total(1))} on this rank`
         : "",
     ],
     [

@@ -14,41 +14,74 @@ function pairNodes(one, other) {
     pairs.set(a.id, b.id);
     taken.add(b.id);
   };
+  const differ = differentParams(one, other);
+  // Nodes whose key is null stay free.
   const match = (keyOf, onlyEqualCounts) => {
     const free = new Map(),
       open = new Map();
-    for (const node of other.nodes)
-      if (!taken.has(node.id)) listIn(free, keyOf(node, right)).push(node);
-    for (const node of one.nodes)
-      if (!pairs.has(node.id)) listIn(open, keyOf(node, left)).push(node);
+    for (const node of other.nodes) {
+      const key = taken.has(node.id) ? null : keyOf(node, right);
+      if (key !== null) listIn(free, key).push(node);
+    }
+    for (const node of one.nodes) {
+      const key = pairs.has(node.id) ? null : keyOf(node, left);
+      if (key !== null) listIn(open, key).push(node);
+    }
     for (const [key, nodes] of open) {
       const found = free.get(key) || [];
       if (onlyEqualCounts && nodes.length !== found.length) continue;
-      const byName = new Map(onlyEqualCounts ? [] : found.map((node) => [node.name, node]));
-      const rest = nodes.filter((node) => {
-        const same = byName.get(node.name);
-        if (same) pair(node, same);
-        return !same;
-      });
-      const unpaired = found.filter((node) => !taken.has(node.id));
-      rest.slice(0, unpaired.length).forEach((node, at) => pair(node, unpaired[at]));
+      const couples = onlyEqualCounts
+        ? nodes.map((node, at) => [node, found[at]])
+        : namedThenInOrder(nodes, found);
+      for (const [a, b] of couples) if (!differ(a, b)) pair(a, b);
     }
   };
+  match((node, known) => `${known.get(node.id)} ${placeOf(node)}`);
+  match((node) => (node.params.length || node.source ? placeOf(node) : null), true);
   match((node, known) => known.get(node.id));
-  match(
-    (node) =>
-      JSON.stringify([
-        node.op,
-        node.op === "placeholder" ? stem(node.name) : node.target,
-        node.values,
-        node.params,
-        node.source && [node.source.file, node.source.line, node.source.module],
-      ]),
-    true,
-  );
+  match(placeOf, true);
+  match((node) => (node.params.length ? JSON.stringify(roleOf(node)) : null), true);
   match((node) => JSON.stringify([node.op, node.name, node.op === "placeholder" ? "" : node.target]));
-  pairByInputs(one, other, pairs, taken);
+  pairByInputs(one, other, pairs, taken, differ);
   return pairs;
+}
+
+function namedThenInOrder(nodes, others) {
+  const byName = new Map(others.map((node) => [node.name, node]));
+  const named = [],
+    rest = [];
+  for (const node of nodes) {
+    const same = byName.get(node.name);
+    if (same) named.push([node, same]);
+    else rest.push(node);
+    byName.delete(node.name);
+  }
+  const left = [...byName.values()];
+  return [...named, ...rest.slice(0, left.length).map((node, at) => [node, left[at]])];
+}
+
+// Whether two nodes work for different parameters that both graphs could have.
+function differentParams(one, other) {
+  const names = (graph) => new Set(graph.nodes.flatMap((node) => node.params));
+  const [old, now] = [names(one), names(other)];
+  const common = (name) => old.has(name) && now.has(name);
+  return (a, b) => {
+    if (!a.params.length || !b.params.length) return false;
+    const its = new Set(b.params);
+    return !a.params.some((name) => its.has(name)) && [...a.params, ...b.params].some(common);
+  };
+}
+
+// Where a node stands in the model, without its number among similar nodes.
+function placeOf(node) {
+  const { source } = node;
+  return JSON.stringify([...roleOf(node), node.values, source && [source.module, source.text]]);
+}
+
+// What a node does for which parameters.
+function roleOf(node) {
+  const target = node.op === "placeholder" ? stem(node.name) : node.target;
+  return [node.op, target, node.params, node.tag ? node.tag.role : ""];
 }
 
 function stem(name) {
@@ -90,7 +123,10 @@ function codeWithoutNames(graph, node) {
     .replace(/[A-Za-z_]\w*/g, (word) => (names.has(word) ? "#" : word));
 }
 
-function pairByInputs(one, other, pairs, taken) {
+// How many free readers of a node the last round looks at, which bounds its work.
+const MOST_USERS = 8;
+
+function pairByInputs(one, other, pairs, taken, differ) {
   const free = new Map();
   const key = (read, place, node) => `${read}/${place}/${node.op}/${node.target}`;
   for (const node of other.nodes)
@@ -101,8 +137,10 @@ function pairByInputs(one, other, pairs, taken) {
     for (const [place, read] of node.inputs.entries()) {
       const users = free.get(key(pairs.get(read), place, node)) || [];
       while (users.length && taken.has(users[0].id)) users.shift();
-      if (!users.length) continue;
-      const found = users.shift();
+      const found = users
+        .slice(0, MOST_USERS)
+        .find((user) => !taken.has(user.id) && !differ(node, user));
+      if (!found) continue;
       pairs.set(node.id, found.id);
       taken.add(found.id);
       break;
@@ -228,7 +266,8 @@ function whenIdle(work) {
 
 const UNCHANGED = []; // steps share the nodes that do not change
 
-// Returns rows {before, after, kinds, counted} of two graphs, as `alignRows` does for a pass.
+// Returns rows {before, after, kinds, counted} of two graphs, as `alignRows` does for a pass. Of rows
+// with two nodes that are no pair, `own` and `its` are the kinds of each.
 function alignPairs(one, other, pairs) {
   const back = new Map([...pairs].map(([a, b]) => [b, a]));
   const common = other.nodes
@@ -257,7 +296,7 @@ function alignPairs(one, other, pairs) {
       const its = after ? kindsOf(one.node(back.get(after.id)), after) : [];
       // A pair that moved stands in two rows, and counts in the first graph's.
       const counted = [...own, ...(after && !back.has(after.id) ? its : [])];
-      rows.push({ before, after, kinds: [...new Set([...own, ...its])], counted });
+      rows.push({ before, after, kinds: [...new Set([...own, ...its])], counted, own, its });
     }
   };
   let at = 0,

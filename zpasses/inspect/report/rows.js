@@ -111,8 +111,9 @@ function rowList({ label, height = 22, row, pick, role = "listbox" }) {
   };
 }
 
-// A line of a listing, split into parts that the style sheet colors.
-function codeParts(node) {
+// A line of a listing, split into parts that the style sheet colors. `change` stands after the name,
+// because the end of a long line is cut.
+function codeParts(node, change = "") {
   const split = node.code.indexOf(" = ");
   const parts = [];
   if (node.op === "placeholder") {
@@ -135,5 +136,6 @@ function codeParts(node) {
     parts.push(node.code);
   }
   if (node.note) parts.push(el("span", { class: "note" }, `  # ${node.note}`));
+  if (change) parts.splice(1, 0, " ", el("span", { class: "chip retagged" }, change));
   return el("span", { class: "text" }, parts);
 }

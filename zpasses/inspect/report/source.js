@@ -60,7 +60,7 @@ function drawSource(main) {
           title: found ? `${plural(found.length, "node")}, ${timeText(weight(number))}` : "",
         },
         el("span", { class: "number" }, number),
-        el("span", { class: "count" }, found ? found.length : ""),
+        el("span", { class: "count" }, found ? countText(found.length) : ""),
         el(
           "span",
           { class: "heat" },

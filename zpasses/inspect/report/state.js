@@ -2,6 +2,7 @@
 // sorted. It is stored in the address, so that links and the browser's Back button work.
 
 const TABS = ["overview", "diff", "memory", "timeline", "collectives", "listing", "source", "compare"];
+const ALIASES = { graph: "listing" }; // What the tab says.
 const state = { compile: 0, graph: "", step: 0, tab: "overview", node: null, view: {} };
 const listeners = [];
 let notice = ""; // What the address asks for and the dump does not have.
@@ -11,7 +12,9 @@ let notice = ""; // What the address asks for and the dump does not have.
 const OF_GRAPH = ["nodes", "time", "line"],
   OF_NODE = ["line"];
 
-function go(changes, { view, said = "" } = {}) {
+// Shows another place. `replace` writes its address over the one that the reader gave, so that Back
+// leads away from it.
+function go(changes, { view, said = "", replace = false } = {}) {
   const next = { ...state, ...changes };
   notice = said;
   normalise(next, "step" in changes);
@@ -22,7 +25,8 @@ function go(changes, { view, said = "" } = {}) {
   else if (next.node !== null && next.node !== state.node)
     next.view = without(state.view, OF_NODE);
   Object.assign(state, next);
-  if (location.hash !== address()) history.pushState(null, "", address());
+  if (location.hash !== address())
+    history[replace ? "replaceState" : "pushState"](null, "", address());
   for (const listener of listeners) listener(before);
 }
 
@@ -87,15 +91,24 @@ function normalise(next, stepGiven) {
       notice = `Graph ${graph.name} has no step ${next.step}; it has 0 to ${graph.steps.length - 1}.`;
     next.step = compile.last(graph);
   }
-  if (!TABS.includes(next.tab)) {
-    if (next.tab) notice = `There is no view "${next.tab}".`;
-    next.tab = "overview";
-  }
+  const tab = (next.tab || "overview").toLowerCase();
+  const known = ALIASES[tab] || tab;
+  if (!TABS.includes(known))
+    notice =
+      `There is no view "${next.tab}"; there are ` +
+      `${TABS.map((each) => titleOf(each).toLowerCase()).join(", ")}.`;
+  next.tab = TABS.includes(known) ? known : "overview";
   const shown = next.node !== null && compile.at(graph, next.step);
   const earlier = shown && compile.before(graph, next.step);
   if (shown && !shown.node(next.node) && !(earlier && earlier.node(next.node))) {
     if (state.node !== next.node) notice = `This graph has no node with the id ${next.node}.`;
   }
+}
+
+// What the tab says.
+function titleOf(tab) {
+  const alias = Object.keys(ALIASES).find((each) => ALIASES[each] === tab) || tab;
+  return alias[0].toUpperCase() + alias.slice(1);
 }
 
 function fromAddress() {
@@ -124,7 +137,7 @@ function fromAddress() {
           node: node ? number(node) : null,
         }
       : {},
-    { view: Object.fromEntries(new URLSearchParams(view || "")), said },
+    { view: Object.fromEntries(new URLSearchParams(view || "")), said, replace: true },
   );
 }
 

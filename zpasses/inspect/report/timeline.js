@@ -63,7 +63,7 @@ function drawTimeline(main) {
       time = timeAt(event.clientX),
       slack = 2 / scale();
     const inside = (item) => item.start - slack <= time && time <= item.end + slack;
-    if (y < TRACK.top) return null;
+    if (y < TRACK.top) return moduleAt(graph, time);
     if (y < TRACK.top + TRACK.height) {
       const stall = stalls.find(
         (item) => item.end > item.start && item.start <= time && time <= item.end,
@@ -105,7 +105,7 @@ function drawTimeline(main) {
   });
   chart.addEventListener("pointerup", (event) => {
     const found = hit(event);
-    if (drag && !drag.moved && found) go({ node: found.id });
+    if (drag && !drag.moved && found && found.id !== undefined) go({ node: found.id });
     drag = null;
   });
   chart.addEventListener("pointerleave", () => {
@@ -289,7 +289,7 @@ function paintTimeline(
   pen.rect(TRACK.left, 0, right - TRACK.left, height);
   pen.clip();
   const seen = (item) => item.end >= view.from && item.start <= view.to;
-  const box = (item, top, color, text) => {
+  const box = (item, top, color, texts) => {
     const from = x(item.start),
       size = Math.max(
         1,
@@ -299,32 +299,25 @@ function paintTimeline(
     pen.fillRect(from, top, size, TRACK.height);
     const shown = Math.max(from, TRACK.left),
       room = from + size - shown;
-    if (room > 44) {
-      pen.save();
-      pen.beginPath();
-      pen.rect(shown, top, room - 4, TRACK.height);
-      pen.clip();
-      pen.fillStyle = themeColor("on-fill");
-      pen.textAlign = "left";
-      pen.fillText(text, shown + 6, top + TRACK.height / 2);
-      pen.restore();
-    }
+    if (Math.min(room, right - shown) < LEAST_TEXT) return;
+    pen.fillStyle = themeColor("on-fill");
+    pen.textAlign = "left";
+    const text = fittingText(pen, texts, Math.min(room, right - shown) - 6);
+    pen.fillText(text, shown + 3, top + TRACK.height / 2);
   };
   paintModules(pen, x, view, graph);
   const compute = themeColor("compute"),
     exposed = themeColor("exposed");
-  for (const span of spans) if (seen(span)) box(span, TRACK.top, compute, span.node.name);
+  for (const span of spans) if (seen(span)) box(span, TRACK.top, compute, [span.node.name]);
   for (const stall of stalls)
-    if (seen(stall) && stall.end > stall.start) box(stall, TRACK.top, exposed, "waits");
+    if (seen(stall) && stall.end > stall.start) box(stall, TRACK.top, exposed, ["waits", "…"]);
   for (const collective of collectives)
     if (seen(collective))
       box(
         collective,
         laneTop(collective.lane),
         collectiveColor(collective.node),
-        collective.node.params.length > 1
-          ? `${collective.node.params[0]} +${collective.node.params.length - 1}`
-          : collective.node.params[0] || collective.node.name,
+        collectiveTexts(collective.node),
       );
   const shown = chosen ? chosen.id : state.node;
   const collective = collectives.find((each) => each.id === shown);
@@ -368,7 +361,8 @@ function drawWaitArrow(pen, x, collective, graph, lower) {
   pen.fill();
 }
 
-function timelineTooltip(graph, { span, collective, stall }) {
+function timelineTooltip(graph, { span, collective, stall, block }) {
+  if (block) return blockTooltip(block);
   if (stall)
     return [
       el("b", {}, `${timeText(stall.end - stall.start)} exposed`),
@@ -399,6 +393,7 @@ function timelineTooltip(graph, { span, collective, stall }) {
     el("b", {}, span.node.name),
     el("p", {}, `${span.node.target}, ${timeText(span.end - span.start)}`),
     measuredNode(graph, span.node) && el("p", {}, `measured ${measuredNode(graph, span.node)}`),
+    span.node.source && el("p", {}, wrapping(span.node.source.module)),
     span.node.source &&
       el(
         "p",

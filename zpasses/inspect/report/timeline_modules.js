@@ -1,7 +1,7 @@
 // What the timeline says about modules: the names above the stream of compute, and the table of
 // times. Equal layers that follow each other are one group.
 
-const LEAST_LABEL = 40; // Pixels below which a layer has no label of its own.
+const LEAST_LABEL = 24; // Pixels below which a layer has no label of its own.
 
 // [{name, blocks: [{layer, start, end, compute, exposed, at}], start, end}], in the order of time.
 // Compute waits at the start of a block, so the wait counts for the block that it delays.
@@ -38,26 +38,36 @@ function paintModules(pen, x, view, graph) {
   for (const { name, blocks, start, end } of moduleGroups(graph)) {
     const together = blocks.length > 1 && (x(end) - x(start)) / blocks.length < LEAST_LABEL;
     const stretches = together
-      ? [{ start, end, text: `${name} × ${blocks.length}` }]
-      : blocks.map((block) => ({ ...block, text: block.layer }));
+      ? [{ start, end, texts: shortNames(name).map((each) => `${each} × ${countText(blocks.length)}`) }]
+      : blocks.map((block) => ({ ...block, texts: shortNames(block.layer) }));
     for (const stretch of stretches) paintStretch(pen, x, view, stretch, painted++ % 2);
   }
 }
 
-function paintStretch(pen, x, view, { start, end, text }, odd) {
-  if (!text || end < view.from || start > view.to) return;
+function paintStretch(pen, x, view, { start, end, texts }, odd) {
+  if (!texts[0] || end < view.from || start > view.to) return;
   const from = Math.max(x(start), TRACK.left),
     to = x(end);
   pen.fillStyle = themeColor(odd ? "raised" : "line");
   pen.fillRect(from, TRACK.top - TRACK.modules - 2, Math.max(to - from, 1), TRACK.modules);
   if (to - from < LEAST_LABEL) return;
-  pen.save();
-  pen.beginPath();
-  pen.rect(from, 0, to - from - 2, TRACK.top);
-  pen.clip();
   pen.fillStyle = themeColor("text");
-  pen.fillText(text, from + 4, TRACK.top - 2 - TRACK.modules / 2);
-  pen.restore();
+  const room = Math.min(to, x(view.to)) - from - 6;
+  pen.fillText(fittingText(pen, texts, room), from + 4, TRACK.top - 2 - TRACK.modules / 2);
+}
+
+// The stretch of one layer at a time, or null.
+function moduleAt(graph, time) {
+  for (const { blocks } of moduleGroups(graph))
+    for (const block of blocks) if (block.start <= time && time <= block.end) return { block };
+  return null;
+}
+
+function blockTooltip({ layer, compute, exposed }) {
+  return [
+    el("b", {}, wrapping(layer || "(no module)")),
+    el("p", {}, `${timeText(compute)} of compute, ${timeText(exposed)} exposed`),
+  ];
 }
 
 const MODULE_COLUMNS = [
@@ -91,7 +101,7 @@ function moduleTimes(graph, showTimes) {
         ),
       ),
       [
-        blocks.length.toLocaleString("en"),
+        countText(blocks.length),
         timeText(sum(blocks, "compute")),
         rangeText(blocks, compute, timeText),
       ].map((text) => el("td", { class: "right" }, text)),
