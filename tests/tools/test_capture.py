@@ -107,6 +107,18 @@ def test_a_huge_model_is_captured_for_another_world_size_and_target(tmp_path):
     assert report.peak_rss_bytes < 4 << 30
 
 
+def test_blocks_are_compiled_one_by_one(tmp_path):
+    arguments = {"layers": 5}
+    request = CaptureRequest(
+        f"{HERE}:huge", tmp_path, world=512, arguments=arguments, compile_blocks="*"
+    )
+    run_capture(request)
+    (compiled,) = read(tmp_path).ranks[0].compiles
+    gathers = [node for node in compiled.graphs["forward"].last.snapshot.nodes if node.collective]
+    assert len(gathers) == 1
+    assert any("a step runs 10 graphs, 5 of them backward" in note for note in compiled.notes)
+
+
 def test_loss_dtypes_and_pipeline_are_applied(tmp_path):
     shard = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     options = {"pipeline": "gather-params"}

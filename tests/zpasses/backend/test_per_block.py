@@ -1,6 +1,7 @@
 """Blocks that are compiled one by one: same numbers as one graph, gathers ahead of their blocks."""
 
 import contextlib
+import random
 from functools import partial
 
 import pytest
@@ -323,3 +324,73 @@ def generated(build, how):
     torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-6)
     for other, param in zip(others, params, strict=True):
         torch.testing.assert_close(other, param, rtol=1e-4, atol=1e-5)
+
+
+class Drawn(Net):
+    """Calls its layers as it is told."""
+
+    def forward(self, tokens, order, saves):
+        x = self.tokens(tokens)
+        for at, keep in zip(order, saves, strict=True):
+            layer = self.layers[at]
+            x = layer(x) if keep else checkpoint(layer, x, use_reentrant=False)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def drawn_program(seed, options):
+    """Runs a program that is drawn, equally on all ranks; returns its losses and parameters."""
+    model, _ = build_step(Drawn, {**EAGER, **options}, per_block=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    choose, data = random.Random(seed), torch.Generator().manual_seed(dist.get_rank())
+    orders = [choose.choices(range(DEPTH), k=choose.randint(1, 6)) for _ in range(2)]
+    orders.append(list(range(DEPTH)))
+    losses = []
+
+    def forward():
+        order = choose.choice(orders)
+        saves = [choose.random() < 0.7 for _ in order]
+        tokens = torch.randint(VOCAB, (2, VOCAB // 2), generator=data)
+        losses.append(model(tokens, order, saves))
+        return losses[-1]
+
+    for _ in range(choose.randint(4, 10)):
+        what = choose.randrange(8)
+        if what < 3:
+            forward().backward()
+        elif what == 3:
+            (forward() + forward()).backward()
+        elif what == 4:
+            with torch.no_grad():
+                forward()
+        elif what == 5:
+            forward()  # without a backward
+        elif what == 6:
+            weight = dict(model.named_parameters())["layers.0.up.weight"]
+            (grad,) = torch.autograd.grad(forward(), [weight], allow_unused=True)
+            losses.append(grad.full_tensor().sum() if grad is not None else torch.zeros(()))
+        else:
+            with torch.no_grad(), zpasses.local_shards(model):
+                torch._foreach_mul_([layer.down.weight for layer in model.layers], 0.9)
+            zpasses.invalidate(model)
+        if choose.random() < 0.5:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [loss.item() for loss in losses], [
+        param.full_tensor().detach() for param in model.parameters()
+    ]
+
+
+def drawn_programs(seeds):
+    for seed in seeds:
+        stage = 1 + seed % 3
+        losses, params = drawn_program(seed, {"zero_stage": stage, "prefetch": 0})
+        for prefetch in (1, 2, "auto"):
+            found, others = drawn_program(seed, {"zero_stage": stage, "prefetch": prefetch})
+            assert found == losses, (seed, prefetch)
+            assert all(map(torch.equal, others, params)), (seed, prefetch)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("first", some_quick(range(0, 60, 6), [0]))
+def test_drawn_programs_compute_the_same_with_gathers_ahead(first):
+    run_on_ranks(drawn_programs, list(range(first, first + (6 if first else 3))), timeout_s=300)
