@@ -21,6 +21,11 @@ from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 __all__ = ["Options"]
 
 
+_MERGE_ALL = "bucket{cap_mb=1e6,memory_budget=1000%}"
+"""What stages run in place of `schedule` with the option `prefetch`: one launch per group and
+dtype."""
+
+
 @dataclass(frozen=True)
 class Options:
     """Options of one compile."""
@@ -150,6 +155,13 @@ class Options:
             return
         if self.memory_budget != "auto":
             parse_budget(self.memory_budget, "option 'memory_budget' ('auto' is possible, too)")
+        if self.prefetch:
+            if self.prefetch != "auto":
+                raise OptionError(
+                    f"memory_budget={self.memory_budget!r} and prefetch={self.prefetch} both say "
+                    "how far ahead gathers start; give one of them."
+                )
+            return
         if not any(each.name == "schedule" for each in self.passes()):
             raise OptionError(
                 f"memory_budget={self.memory_budget!r} needs the pass 'schedule', which keeps "
@@ -210,6 +222,11 @@ class Options:
             return self._with_grad_accum(self.pipeline)
         stage = f"zero{self.zero_stage or 3}"
         pipeline = Pipeline.parse(stage if self.pipeline is None else self.pipeline)
+        if self.prefetch and self.pipeline is None:
+            # All collectives leave the graph, so nothing is left to schedule.
+            (merge,) = Pipeline.parse(_MERGE_ALL)
+            passes = (merge if each.name == "schedule" else each for each in pipeline)
+            pipeline = Pipeline(tuple(passes))
         return self._with_grad_accum(pipeline)
 
     def _with_grad_accum(self, pipeline: Pipeline) -> Pipeline:

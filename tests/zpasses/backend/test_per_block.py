@@ -282,6 +282,8 @@ def test_a_budget_that_the_step_exceeds_is_refused_on_all_ranks():
         ({"prefetch": -1}, "prefetch=-1; expected a number of graphs >= 0"),
         ({"prefetch": "deep"}, "prefetch"),
         ({"prefetched": 1}, "prefetch"),
+        ({"prefetch": 1, "memory_budget": "1GiB"}, "both say how far ahead gathers start"),
+        ({"blocks": "auto", "zero_stage": 3, "prefetch": "auto", "dump_ranks": "x"}, "dump_ranks"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, said):
