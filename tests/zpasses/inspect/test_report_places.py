@@ -300,19 +300,16 @@ def test_every_view_fits_the_width(page, width):  # noqa: F811
 
 
 @pytest.fixture
-def at_width(page):  # noqa: F811
+def at_width(browser, page):  # noqa: F811
     """Opens an inspection's page at a width."""
-    shown = []
 
     def show(inspection, address, width):
-        shown.append(page(inspection, address))
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 700}
-        shown[-1].execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        return shown[-1]
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        return page(inspection, address)
 
     yield show
-    for each in shown:
-        each.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 @needs_browser

@@ -40,7 +40,7 @@ function pairNodes(one, other) {
   match((node) => (node.params.length || node.source ? placeOf(node) : null), true);
   match((node, known) => known.get(node.id));
   match(placeOf, true);
-  match((node) => (node.params.length ? JSON.stringify(roleOf(node)) : null), true);
+  match((node) => (node.params.length ? roleOf(node) : null), true);
   match((node) => JSON.stringify([node.op, node.name, node.op === "placeholder" ? "" : node.target]));
   pairByInputs(one, other, pairs, taken, differ);
   return pairs;
@@ -72,16 +72,17 @@ function differentParams(one, other) {
   };
 }
 
-// Where a node stands in the model, without its number among similar nodes.
+// Where a node stands in the model, without its number among similar nodes. Texts of the page have
+// no line breaks.
 function placeOf(node) {
   const { source } = node;
-  return JSON.stringify([...roleOf(node), node.values, source && [source.module, source.text]]);
+  return `${roleOf(node)}\n${node.values}\n${source ? `${source.module}\n${source.text}` : ""}`;
 }
 
 // What a node does for which parameters.
 function roleOf(node) {
   const target = node.op === "placeholder" ? stem(node.name) : node.target;
-  return [node.op, target, node.params, node.tag ? node.tag.role : ""];
+  return `${node.op}\n${target}\n${node.params.join("\n")}\n${node.tag ? node.tag.role : ""}`;
 }
 
 function stem(name) {
