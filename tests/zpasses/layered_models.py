@@ -1,9 +1,14 @@
 """Models of layers, for tests of what finds, compiles or schedules equal blocks."""
 
+import contextlib
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+import zpasses
 
 WIDTH, DEPTH = 8, 4
 VOCAB = 10
@@ -134,3 +139,44 @@ class Statistics(Layer):
     def forward(self, x):
         self.seen.add_(1)
         return super().forward(x)
+
+
+def trained(
+    model,
+    step,
+    steps,
+    *,
+    autocast=False,
+    window=False,
+    evaluate=False,
+    depths=None,
+    clip=False,
+):
+    """Trains a sharded `Net` for some steps; returns losses and full parameters of this rank.
+
+    Args:
+        step: the model, or its compiled form.
+        depths: number of layers to call in each step.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    mode = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
+    losses = []
+    for number in range(steps):
+        torch.manual_seed(number)
+        batches = [torch.randint(VOCAB, (2, VOCAB // 2), generator=draw) for _ in range(2)]
+        args = (depths[number],) if depths else ()
+        with zpasses.coalesce_grad_reduction(model) if window else contextlib.nullcontext():
+            for batch in batches:
+                with mode:
+                    loss = step(batch, *args)
+                loss.backward()
+                losses.append(loss.item())
+        if clip:
+            losses.append(zpasses.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if evaluate:
+            with torch.no_grad():
+                losses.append(step(batches[0]).item())
+    return losses, [param.full_tensor().detach() for param in model.parameters()]

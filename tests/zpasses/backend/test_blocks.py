@@ -1,6 +1,5 @@
 """Equal blocks that are compiled once: same numbers as one graph, whatever the blocks contain."""
 
-import contextlib
 import logging
 from collections import Counter
 
@@ -15,7 +14,6 @@ import zpasses
 from tests.cases import some_quick
 from tests.zpasses.layered_models import (
     DEPTH,
-    VOCAB,
     WIDTH,
     Attention,
     Broken,
@@ -31,6 +29,7 @@ from tests.zpasses.layered_models import (
     Repeated,
     Shared,
     Statistics,
+    trained,
 )
 from zpasses import compat
 from zpasses.backend.blocks import outline_blocks
@@ -54,33 +53,13 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def train(build, options, steps=3, *, autocast=False, window=False, evaluate=False, depths=None):
+def train(build, options, steps=3, **how):
     """Returns losses and full parameters of this rank after some steps."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = build()
     zpasses.shard(model, mesh=world_mesh())
-    step = torch.compile(model, backend="zpasses", options=options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    draw = torch.Generator().manual_seed(dist.get_rank())
-    mode = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
-    losses = []
-    for number in range(steps):
-        torch.manual_seed(number)
-        batches = [torch.randint(VOCAB, (2, VOCAB // 2), generator=draw) for _ in range(2)]
-        args = (depths[number],) if depths else ()
-        with zpasses.coalesce_grad_reduction(model) if window else contextlib.nullcontext():
-            for batch in batches:
-                with mode:
-                    loss = step(batch, *args)
-                loss.backward()
-                losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        if evaluate:
-            with torch.no_grad():
-                losses.append(step(batches[0]).item())
-    return losses, [param.full_tensor().detach() for param in model.parameters()]
+    return trained(model, torch.compile(model, backend="zpasses", options=options), steps, **how)
 
 
 def compare(build, options, **how):

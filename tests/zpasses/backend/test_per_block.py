@@ -1,6 +1,5 @@
 """Blocks that are compiled one by one: same numbers as one graph, gathers ahead of their blocks."""
 
-import contextlib
 import random
 from functools import partial
 
@@ -28,6 +27,7 @@ from tests.zpasses.layered_models import (
     Repeated,
     Shared,
     Statistics,
+    trained,
 )
 from zpasses import compat
 from zpasses.dumps import read
@@ -73,42 +73,9 @@ def build_step(build, options, *, per_block):
     return model, model
 
 
-def train(
-    build,
-    options,
-    steps=4,
-    *,
-    per_block,
-    autocast=False,
-    window=False,
-    evaluate=False,
-    depths=None,
-    clip=False,
-):
+def train(build, options, steps=4, *, per_block, **how):
     """Returns losses and full parameters of this rank after some steps."""
-    model, step = build_step(build, options, per_block=per_block)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    draw = torch.Generator().manual_seed(dist.get_rank())
-    mode = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
-    losses = []
-    for number in range(steps):
-        torch.manual_seed(number)
-        batches = [torch.randint(VOCAB, (2, VOCAB // 2), generator=draw) for _ in range(2)]
-        args = (depths[number],) if depths else ()
-        with zpasses.coalesce_grad_reduction(model) if window else contextlib.nullcontext():
-            for batch in batches:
-                with mode:
-                    loss = step(batch, *args)
-                loss.backward()
-                losses.append(loss.item())
-        if clip:
-            losses.append(zpasses.clip_grad_norm_(model.parameters(), 0.1).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        if evaluate:
-            with torch.no_grad():
-                losses.append(step(batches[0]).item())
-    return losses, [param.full_tensor().detach() for param in model.parameters()]
+    return trained(*build_step(build, options, per_block=per_block), steps, **how)
 
 
 def compare(build, options, *, one_graph=True, **how):
