@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -49,7 +50,7 @@ from zpasses.runtime.forward_variants import (
 )
 from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.runtime.grad_slots import always_reduced, grad_slots, returned_gradients
-from zpasses.runtime.hoisted import hoisted_code
+from zpasses.runtime.hoisted import HoistedCode, Surroundings
 from zpasses.runtime.profiling import TraceNames, with_part_range, with_profiler_range
 from zpasses.runtime.run_checks import limited_run, with_run_check, with_vote_limit
 from zpasses.runtime.windows import Lowering
@@ -317,26 +318,30 @@ class GraphCompiler:
         kind: str,
         hoisted: HoistedGraph | None = None,
     ) -> Compiled:
-        name, timeout_s = f"{self._name} {kind}", self._options.agreement_timeout_s
+        options, name = self._options, f"{self._name} {kind}"
+        timeout_s = options.agreement_timeout_s
         if hoisted is not None:
+            # Ranks that start gathers at other distances start collectives in another order.
+            leaves = f"{hoisted.summary()}, {self._options.prefetch} ahead"
             events = {
-                group: dataclasses.replace(event, digest=f"{event.digest} {hoisted.summary()}")
+                group: dataclasses.replace(
+                    event, digest=f"{event.digest} {leaves}", text=f"{event.text} ({leaves})"
+                )
                 for group, event in events.items()
             }
-            code = hoisted_code(
-                hoisted,
-                code,
-                " ".join([kind, *(event.digest for event in events.values())]),
-                self._order,
-                is_backward=kind == "backward",
-                ahead=None if self._options.prefetch == "auto" else self._options.prefetch,
-                cost=graph_cost(hoisted, kind, self._target),
-                plan=lambda runs: self._plan_prefetch(runs, sorted(events)),
-                limits=lambda: limited_run(
-                    events, f"graph {name}", timeout_s, checked=bool(self._options.agreement)
-                ),
-                part=lambda gm: self._part(gm, names, kind),
+            limits = functools.partial(
+                limited_run, events, f"graph {name}", timeout_s, checked=bool(options.agreement)
             )
+            surroundings = Surroundings(
+                self._order,
+                None if options.prefetch == "auto" else options.prefetch,
+                lambda runs: self._plan_prefetch(runs, sorted(events)),
+                limits,
+                lambda gm: self._part(gm, names, kind),
+            )
+            digests = " ".join([kind, *(event.digest for event in events.values())])
+            cost = graph_cost(hoisted, kind, self._target)
+            code = boxed(HoistedCode(hoisted, code, digests, cost, surroundings))
         body = None
         if hoisted is not None:
             graph = hoisted.body

@@ -39,35 +39,52 @@ def compile_blocks(model: nn.Module, blocks: str = "auto", **options: Any) -> li
     Options.parse(options)
     if options.get("blocks") is not None:
         raise OptionError("blocks: give the names of the blocks once, to compile_blocks.")
-    found = _find(model, blocks)
-    if not found:
-        names = [name for name, _ in model.named_modules() if name]
+    if not isinstance(blocks, str):
         raise OptionError(
-            f"compile_blocks: no module matches {blocks!r}. Modules of the model: "
-            f"{', '.join(names[:20])}{', ...' if len(names) > 20 else ''}."
+            f"compile_blocks: got blocks={blocks!r}; expected names of modules such as 'layers.*', "
+            "or 'auto'."
         )
+    found = _find(model, blocks)
     for module in found.values():
         module.compile(backend="zpasses", options=options)
-    if model not in found.values():
+    if not getattr(model, _REPORTS_CALLS, False):
+        setattr(model, _REPORTS_CALLS, True)
         model.register_forward_pre_hook(_begin, prepend=True)
         model.register_forward_hook(_end, always_call=True)
     return list(found)
 
 
+_REPORTS_CALLS = "_zpasses_reports_calls"
+"""Attribute of a model with the hooks below. A copy of the model has both."""
+
+
 def _find(model: nn.Module, patterns: str) -> dict[str, nn.Module]:
+    """The blocks by name.
+
+    Raises:
+        OptionError: if a pattern matches no module.
+    """
     wanted = [each.strip() for each in patterns.split(",")]
+    modules = {name: module for name, module in model.named_modules() if name}
+    for pattern in wanted:
+        if not any(_matches(name, pattern) for name in modules):
+            names = list(modules)
+            raise OptionError(
+                f"compile_blocks: no module matches {pattern!r}. Modules of the model: "
+                f"{', '.join(names[:20])}{', ...' if len(names) > 20 else ''}."
+            )
     found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         inside = any(name.startswith(f"{outer}.") for outer in found)
-        last = name.rpartition(".")[2]
-        matches = (
-            last.isdecimal()
-            if patterns == "auto"
-            else any(fnmatch.fnmatchcase(name, each) for each in wanted)
-        )
-        if name and matches and not inside:
+        if not inside and any(_matches(name, pattern) for pattern in wanted):
             found[name] = module
     return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if pattern == "auto":
+        return name.rpartition(".")[2].isdecimal()
+    return fnmatch.fnmatchcase(name, pattern)
 
 
 def _begin(model: nn.Module, args: object) -> None:

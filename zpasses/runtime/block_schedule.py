@@ -9,17 +9,16 @@ compares that. A graph that comes unexpected gathers when it runs. What was gath
 is dropped.
 
 Nothing is started across a border where parameters may change. Gathers of a forward start in the
-same call of the model (`calls_of_model`), and gathers of a backward start in the forward before it,
+same call of the model (`begin_model_call`). Gathers of a backward start in the forward before it,
 or in the same run of the autograd engine.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,8 +40,9 @@ __all__ = [
     "Reducing",
     "RunKey",
     "Starter",
+    "begin_model_call",
     "block_schedule",
-    "calls_of_model",
+    "end_model_call",
 ]
 
 _CONTEXTS = (8, 4, 2, 1)
@@ -223,11 +223,11 @@ class BlockSchedule:
             self._start_next(ahead)
             return gathered
 
-    def clear(self, *, forwards_only: bool = False) -> None:
-        """Drop gathers that have started for graphs that have not run."""
+    def drop_forwards(self) -> None:
+        """Drop gathers that have started for forwards that have not run."""
         with self._lock:
             for number in list(self._in_flight):
-                if not (forwards_only and self._is_backward[number]):
+                if not self._is_backward[number]:
                     self._drop(self._in_flight.pop(number))
 
     def _record(self, number: int) -> None:
@@ -335,25 +335,19 @@ _model_calls = _ModelCalls()
 _call_numbers = itertools.count(1)
 
 
-@contextlib.contextmanager
-def calls_of_model() -> Iterator[None]:
-    """Inside, no parameter changes, so gathers of a forward may start ahead of it."""
-    begin_model_call()
-    try:
-        yield
-    finally:
-        end_model_call()
-
-
 def begin_model_call() -> None:
+    """A call of the model begins. Until it ends, no parameter changes, so gathers of a forward may
+    start ahead of it.
+    """
     _model_calls.open.append(next(_call_numbers))
 
 
 def end_model_call() -> None:
+    """The call has ended. Forwards that did not run are no longer expected."""
     if _model_calls.open:
         _model_calls.open.pop()
     if not _model_calls.open and not compat.in_backward():
-        _schedule.clear(forwards_only=True)
+        _schedule.drop_forwards()
 
 
 def _place() -> object:

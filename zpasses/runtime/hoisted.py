@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx
@@ -13,99 +13,115 @@ from zpasses import compat
 from zpasses.cost.prefetch import GraphRun
 from zpasses.graph.hoisting import HoistedGraph
 from zpasses.runtime.block_schedule import Reducing, RunKey, Starter, block_schedule
-from zpasses.runtime.codegen import boxed
 from zpasses.runtime.local_shards import current_call, current_params, local_shards_node
 
-__all__ = ["hoisted_code"]
+__all__ = ["HoistedCode", "Surroundings"]
 
 _Code = Callable[[list[Any]], Any]
 
 
-def hoisted_code(
-    graph: HoistedGraph,
-    body: _Code,
-    name: str,
-    order: Mapping[str, int],
-    *,
-    is_backward: bool,
-    ahead: int | None,
-    cost: GraphRun,
-    plan: Callable[[Sequence[GraphRun]], int],
-    limits: Callable[[], AbstractContextManager[None]],
-    part: Callable[[fx.GraphModule], _Code],
-) -> _Code:
-    """Returns code of a whole graph. It takes and returns what the graph does.
+@dataclass(frozen=True)
+class Surroundings:
+    """What the code of a graph needs to know of its compile."""
+
+    order: Mapping[str, int]
+    """Name of a sharded input -> its position among the sharded inputs of the call."""
+    ahead: int | None
+    """For how many graphs after this one gathers start; None plans it."""
+    plan: Callable[[Sequence[GraphRun]], int]
+    """As in `BlockSchedule.plan_at_end`."""
+    limits: Callable[[], AbstractContextManager[None]]
+    """Context in which collectives give up in time."""
+    part: Callable[[fx.GraphModule], _Code]
+    """Returns code of a part of the graph."""
+
+
+class HoistedCode:
+    """Code of a whole graph. It takes and returns what the graph does.
 
     Gradients whose reductions are still in flight are returned as None, and are added to
     `param.grad` when the run of the autograd engine ends. Autograd would call the hooks of such a
     parameter with None, so the gradients of parameters with hooks are awaited.
 
     Args:
+        graph: the parts of the graph.
         body: code of `graph.body`.
         name: equal for graphs, of any rank, that communicate the same.
-        order: name of a sharded input -> its position among the sharded inputs of the call.
-        ahead: for how many graphs after this one gathers start; None plans it.
         cost: what the graph takes.
-        plan: as in `BlockSchedule.plan_at_end`.
-        limits: context in which collectives give up in time.
-        part: returns code of a part of the graph.
     """
-    gathers, reductions = graph.gathers, graph.reductions
-    gather_positions = [order[param] for param in gathers.params] if gathers is not None else []
-    start_gathers = part(gathers.graph) if gathers is not None else None
-    reduced = list(reductions.gradients) if reductions is not None else []
-    grad_positions = [order[param] for param in reductions.gradients.values()] if reductions else []
-    if reductions is not None:
-        start_reductions = part(reductions.start)
-        end_reductions = part(reductions.end)
-    schedule = block_schedule()
 
-    def params_of_call() -> Sequence[Any]:
-        if not is_backward:
+    def __init__(
+        self,
+        graph: HoistedGraph,
+        body: _Code,
+        name: str,
+        cost: GraphRun,
+        surroundings: Surroundings,
+    ) -> None:
+        self._graph, self._body, self._name, self._cost = graph, body, name, cost
+        self._ahead, self._plan = surroundings.ahead, surroundings.plan
+        self._limits, self._schedule = surroundings.limits, block_schedule()
+        order, part = surroundings.order, surroundings.part
+        gathers, reductions = graph.gathers, graph.reductions
+        if gathers is not None:
+            self._gathered = [order[param] for param in gathers.params]
+            self._start_gathers = part(gathers.graph)
+        if reductions is not None:
+            self._reduced = [order[param] for param in reductions.gradients.values()]
+            self._start_reductions, self._end = part(reductions.start), part(reductions.end)
+
+    def __call__(self, args: list[Any]) -> Any:
+        params = self._params()
+        distance = self._schedule.planned if self._ahead is None else self._ahead
+        if self._ahead is None and self._cost.is_backward:
+            self._schedule.plan_at_end(self._plan)
+        self._add_gathered(args, params, distance)
+        values = self._body(args)
+        return values if self._graph.reductions is None else self._reduce(values, params, distance)
+
+    def _params(self) -> Sequence[Any]:
+        """The sharded parameters of the call."""
+        if not self._cost.is_backward:
             return current_params()
         source = local_shards_node()
         return source.zpasses_params if source is not None else ()
 
-    def run(args: list[Any]) -> Any:
-        params = params_of_call()
-        starter = None
-        if gathers is not None and start_gathers is not None:
-            own = [params[position] for position in gather_positions]
-            starter = Starter(start_gathers, gathers.in_flight, own)
-        call = current_call()
+    def _add_gathered(self, args: list[Any], params: Sequence[Any], distance: int) -> None:
+        """Add the gathered tensors to the inputs, and start the gathers of the next graphs."""
+        call, starter = current_call(), None
+        if self._graph.gathers is not None:
+            own = [params[position] for position in self._gathered]
+            starter = Starter(self._start_gathers, self._graph.gathers.in_flight, own)
         whose: object = call.digest if call is not None else tuple(map(id, params))
-        key = RunKey(name, whose, is_backward)
-        distance = schedule.planned if ahead is None else ahead
-        if ahead is None and is_backward:
-            schedule.plan_at_end(plan)
         of = f" with {call.text}" if call is not None else ""
-        gathered = schedule.begin(
-            key, starter, distance, lambda: replace(cost, name=f"{cost.name}{of}")
+        gathered = self._schedule.begin(
+            RunKey(self._name, whose, self._cost.is_backward),
+            starter,
+            distance,
+            lambda: replace(self._cost, name=f"{self._cost.name}{of}"),
         )
         if gathered is not None:
             args.extend(gathered.wait())
-            del gathered
-        values = body(args)
-        if reductions is None:
-            return values
-        values = list(values)
-        sent, later = values[graph.outputs :], []
-        sent, later = sent[: reductions.inputs], sent[reductions.inputs :]
-        del values[graph.outputs :]
-        started = [*start_reductions(sent), *later]
+
+    def _reduce(self, returned: Any, params: Sequence[Any], distance: int) -> list[Any]:
+        """Start the reductions. Returns the outputs of the graph."""
+        reductions, values = self._graph.reductions, list(returned)
+        assert reductions is not None
+        extra = values[self._graph.outputs :]
+        del values[self._graph.outputs :]
+        started = [*self._start_reductions(extra[: reductions.inputs]), *extra[reductions.inputs :]]
+        del extra
 
         def finish() -> list[Tensor]:
-            return list(end_reductions(started))
+            return list(self._end(started))
 
-        trained = [params[position] for position in grad_positions]
-        if _are_accumulated(grad_positions) and not any(map(compat.has_tensor_hooks, trained)):
-            schedule.reduce_later(Reducing(finish, trained, limits), distance)
+        trained = [params[position] for position in self._reduced]
+        if _are_accumulated(self._reduced) and not any(map(compat.has_tensor_hooks, trained)):
+            self._schedule.reduce_later(Reducing(finish, trained, self._limits), distance)
         else:
-            for position, grad in zip(reduced, finish(), strict=True):
+            for position, grad in zip(reductions.gradients, finish(), strict=True):
                 values[position] = grad
         return values
-
-    return boxed(run)
 
 
 def _are_accumulated(positions: Sequence[int]) -> bool:

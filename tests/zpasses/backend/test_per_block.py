@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import zpasses
@@ -62,11 +63,11 @@ class Reentrant(Net):
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
-def build_step(build, options, *, per_block):
+def build_step(build, options, *, per_block, mesh=None):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = build()
-    zpasses.shard(model, mesh=world_mesh())
+    zpasses.shard(model, mesh=mesh or world_mesh())
     if not per_block:
         return model, torch.compile(model, backend="zpasses", options=options)
     zpasses.compile_blocks(model, "layers.*", **options)
@@ -137,6 +138,21 @@ def test_all_stages_train_to_the_same_bits(stage, how):
 def test_layer_drop_wastes_gathers_and_nothing_else():
     (first, _) = run_on_ranks(compare, Net, {"prefetch": 1}, depths=[4, 2, 3, 4])
     assert first[1] > 0
+
+
+def with_replicas(prefetch):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    options = {**EAGER, "prefetch": prefetch}
+    model, step = build_step(Net, options, per_block=True, mesh=mesh)
+    losses, params = trained(model, step, 4)
+    return losses, [param.tolist() for param in params]
+
+
+@pytest.mark.processes
+def test_gradients_are_averaged_over_replicas_after_their_block():
+    expected = run_on_ranks(with_replicas, 0, ranks=4)
+    assert run_on_ranks(with_replicas, 1, ranks=4) == expected
+    assert len({str(params) for _, params in expected}) == 1
 
 
 def counts(build):
@@ -223,6 +239,32 @@ def test_ranks_that_call_blocks_in_another_order_are_told():
         assert "with parameters 'layers.3.norm.weight' to 'layers.3.down.weight'" in outcome.result
 
 
+def at_another_distance():
+    options = {**EAGER, "prefetch": 1 + dist.get_rank(), "agreement_timeout_s": 5.0}
+    model, _ = build_step(Net, options, per_block=True)
+    try:
+        for _ in range(3):
+            model(torch.arange(VOCAB).view(2, -1)).backward()
+    except AgreementError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.processes
+def test_ranks_that_gather_at_other_distances_are_told():
+    for outcome in run_in_fresh_ranks(at_another_distance):
+        assert outcome.ok, str(outcome)
+        assert "1 ahead" in outcome.result
+        assert "2 ahead" in outcome.result
+
+
+def test_hooks_on_the_model_are_set_once():
+    model = Net()
+    zpasses.compile_blocks(model, "layers.*")
+    zpasses.compile_blocks(model, "head")
+    assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
+
+
 def under_budget(budget):
     model, _ = build_step(Net, {**EAGER, "memory_budget": budget}, per_block=True)
     tokens = torch.arange(VOCAB).view(2, -1)
@@ -246,6 +288,8 @@ def test_a_budget_that_the_step_exceeds_is_refused_on_all_ranks():
     ("arguments", "said"),
     [
         ({"blocks": "layer.*"}, "no module matches 'layer.*'. Modules of the model: tokens"),
+        ({"blocks": "layers.*, haed"}, "no module matches 'haed'"),
+        ({"blocks": 3}, "got blocks=3; expected names of modules"),
         ({"prefetch": -1}, "prefetch=-1; expected a number of graphs >= 0"),
         ({"prefetch": "deep"}, "prefetch"),
         ({"prefetched": 1}, "prefetch"),
