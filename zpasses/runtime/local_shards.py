@@ -187,12 +187,33 @@ def wrap_shard_grad(rows: Tensor, param: DTensor, *, stored: bool = True) -> DTe
     return wrap_local_grad(layout.rows_back(rows), compat.spec_of(param), stored=stored)
 
 
+class _StoredGrads(torch.autograd.Function):
+    """Returns gradients of parameters in its backward. The engine can store them without a copy,
+    which it cannot if the caller of a backward holds them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, grads: Sequence[Tensor], *params: DTensor) -> Tensor:
+        ctx.zpasses_grads, ctx.zpasses_params = grads, params
+        return grads[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, root: Tensor) -> tuple[DTensor | None, ...]:
+        pairs = zip(ctx.zpasses_grads, ctx.zpasses_params, strict=True)
+        return None, *[wrap_shard_grad(grad, param) for grad, param in pairs]
+
+
 def accumulate_grads(params: Sequence[Any], grads: Sequence[Tensor]) -> None:
-    """Add gradients of shards to `param.grad` through autograd, which calls all hooks."""
-    wrapped = [wrap_shard_grad(grad, param) for param, grad in zip(params, grads, strict=True)]
+    """Add gradients of shards to `param.grad` through autograd, which calls all hooks.
+
+    Args:
+        grads: one per parameter, at least one. Nothing else may reference them.
+    """
     for param in params:
         drop_cached(param)  # an optimizer step is expected after every reduction
-    torch.autograd.backward(list(params), wrapped)
+    with torch.enable_grad():
+        root = _StoredGrads.apply(grads, *params)  # type: ignore[no-untyped-call]
+    root.backward()
 
 
 def wrap_local_grad(local: Tensor, spec: compat.DTensorSpec, *, stored: bool = True) -> DTensor:
