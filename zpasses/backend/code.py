@@ -24,7 +24,7 @@ from zpasses.backend.cache.artifacts import (
     GraphArtifacts,
     StoredVariant,
 )
-from zpasses.backend.prefetch import agreed_prefetch, graph_cost
+from zpasses.backend.prefetch import add_turning_point, agreed_prefetch, graph_cost, turn_text
 from zpasses.cost.prefetch import GraphRun
 from zpasses.cost.target import Target
 from zpasses.graph.hoisting import HoistedGraph, hoist_collectives
@@ -307,8 +307,10 @@ class GraphCompiler:
             return None
         is_backward = kind == "backward"
         hoisted = hoist_collectives(gm, returned_gradients(gm.graph) if is_backward else None)
-        params = hoisted.params() if hoisted is not None else ()
-        return hoisted if all(param in self._order for param in params) else None
+        if hoisted is None or not all(param in self._order for param in hoisted.params()):
+            return None
+        add_turning_point(hoisted, self._target)
+        return hoisted
 
     def _checked(
         self,
@@ -321,8 +323,11 @@ class GraphCompiler:
         options, name = self._options, f"{self._name} {kind}"
         timeout_s = options.agreement_timeout_s
         if hoisted is not None:
-            # Ranks that start gathers at other distances start collectives in another order.
-            leaves = f"{hoisted.summary()}, {self._options.prefetch} ahead"
+            # Ranks that start gathers elsewhere start collectives in another order.
+            cost = graph_cost(hoisted, kind, self._target)
+            leaves = (
+                f"{hoisted.summary()}, {self._options.prefetch} ahead{turn_text(hoisted, cost)}"
+            )
             events = {
                 group: dataclasses.replace(
                     event, digest=f"{event.digest} {leaves}", text=f"{event.text} ({leaves})"
@@ -340,7 +345,6 @@ class GraphCompiler:
                 lambda gm: self._part(gm, names, kind),
             )
             digests = " ".join([kind, *(event.digest for event in events.values())])
-            cost = graph_cost(hoisted, kind, self._target)
             code = boxed(HoistedCode(hoisted, code, digests, cost, surroundings))
         body = None
         if hoisted is not None:

@@ -5,23 +5,72 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
+from zpasses import compat
 from zpasses.cost.memory import liveness
 from zpasses.cost.prefetch import GraphRun, StepCost, plan_prefetch, step_cost
+from zpasses.cost.roofline import durations_us
 from zpasses.cost.step_time import step_time
 from zpasses.cost.target import Target
 from zpasses.errors import MemoryBudgetError
-from zpasses.graph.hoisting import HoistedGraph
+from zpasses.graph.hoisting import HoistedGraph, ReductionPart
 from zpasses.graph.nodes import nbytes, value_of
 from zpasses.option_values import parse_budget
 from zpasses.pipeline.recorder import runtime_note
 from zpasses.ranks.vote import exchange
+from zpasses.runtime.block_schedule import TURNING_POINT
 
-__all__ = ["agreed_prefetch", "graph_cost"]
+__all__ = ["add_turning_point", "agreed_prefetch", "graph_cost", "turn_text"]
 
 _MIB = float(1 << 20)
 _GIB = float(1 << 30)
+
+
+_TURN_AFTER = 0.25
+"""Share of a backward's compute that comes before its turning point, at least."""
+
+_MARGIN = 1.25
+"""Collectives have this many times their predicted duration."""
+
+
+def add_turning_point(hoisted: HoistedGraph, target: Target) -> None:
+    """Give the body of a backward a turning point: it awaits the reductions of the backward before
+    there, and gathers for the next one may start.
+
+    The full gradients that are reduced stay in memory until then, so the next gathers should not
+    join them. The turning point is behind a matrix product: its result is in memory anyway,
+    whatever the kernels fuse. If the reductions are predicted to take nearly as long as the body,
+    it has none.
+    """
+    if hoisted.reductions is None:
+        return
+    graph = hoisted.body.graph
+    nodes = list(graph.nodes)
+    durations = durations_us(nodes, target)
+    total, passed = sum(durations), 0.0
+    wanted = max(_TURN_AFTER * total, _MARGIN * _reduce_us(hoisted.reductions, target))
+    for node, duration in zip(nodes, durations, strict=True):
+        passed += duration
+        if wanted <= passed < total and _is_product(node):
+            with graph.inserting_after(node):
+                graph.call_function(TURNING_POINT, (node,))
+            hoisted.body.recompile()
+            return
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Whether a node is a matrix product."""
+    return (
+        node.op == "call_function"
+        and compat.flop_formula(node.target) is not None
+        and isinstance(value_of(node), Tensor)
+        and bool(node.users)
+    )
+
+
+def _reduce_us(reductions: ReductionPart, target: Target) -> float:
+    return step_time([reductions.start.graph, reductions.end.graph], target).ring_collective_us
 
 
 def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
@@ -33,25 +82,41 @@ def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
     if hoisted.gathers is not None:
         gather_us = step_time([hoisted.gathers.graph.graph], target).ring_collective_us
     if hoisted.reductions is not None:
-        ends = [hoisted.reductions.start.graph, hoisted.reductions.end.graph]
-        reduce_us = step_time(ends, target).ring_collective_us
+        reduce_us = _reduce_us(hoisted.reductions, target)
         sent = hoisted.reductions.start.graph.find_nodes(op="placeholder")
         reduced_bytes = nbytes([value_of(node) for node in sent])
     returned: Sequence[Any] = body.output_node().args[0]  # type: ignore[assignment]
     saved = {
         node: None for node in returned if isinstance(node, fx.Node) and node.op != "placeholder"
     }
+    live, compute_us = liveness(body), step_time(parts, target).total_us
+    turn_us, turn_peak, peak = None, 0, live.peak_bytes
+    for node in body.find_nodes(op="call_function", target=TURNING_POINT):
+        at = live.nodes.index(node)
+        turn_us = sum(durations_us(live.nodes[:at], target))
+        turn_peak, peak = max(live.live_bytes[:at]), max(live.live_bytes[at:])
     return GraphRun(
         name=kind,
         is_backward=kind == "backward",
-        compute_us=step_time(parts, target).total_us,
+        compute_us=compute_us,
         gather_us=gather_us,
         reduce_us=reduce_us,
         gathered_bytes=nbytes(hoisted.extra_inputs),
         reduced_bytes=reduced_bytes,
-        peak_bytes=liveness(body).peak_bytes,
+        peak_bytes=peak,
         saved_bytes=0 if kind == "backward" else nbytes([value_of(node) for node in saved]),
+        turn_us=turn_us,
+        turn_peak_bytes=turn_peak,
+        gathers_at_turn=turn_us is not None and turn_us + _MARGIN * gather_us <= compute_us,
     )
+
+
+def turn_text(hoisted: HoistedGraph, cost: GraphRun) -> str:
+    """Says what starts and ends at the turning point of a graph, equally on all ranks."""
+    for node in hoisted.body.graph.find_nodes(op="call_function", target=TURNING_POINT):
+        what = "gathers and reductions" if cost.gathers_at_turn else "reductions"
+        return f", {what} at {node.args[0]}"
+    return ""
 
 
 def agreed_prefetch(

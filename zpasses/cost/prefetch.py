@@ -34,9 +34,16 @@ class GraphRun:
     reduced_bytes: int
     """Gradients that it returns to reductions, in memory until these have ended."""
     peak_bytes: int
-    """Most that it allocates itself."""
+    """Most that it allocates itself; after its turning point, if it has one."""
     saved_bytes: int
     """What a forward leaves in memory until its backward."""
+    turn_us: float | None = None
+    """How long it computes until its turning point, where it awaits the reductions of graphs before
+    it; None: it has none."""
+    turn_peak_bytes: int = 0
+    """Most that it allocates itself until then."""
+    gathers_at_turn: bool = False
+    """Whether gathers of the next graphs start there, and not where the graph begins."""
 
 
 @dataclass(frozen=True)
@@ -72,43 +79,79 @@ def plan_prefetch(runs: Sequence[GraphRun], limit_bytes: int | None) -> StepCost
 def step_cost(runs: Sequence[GraphRun], ahead: int) -> StepCost:
     """Simulate a step whose gathers start `ahead` graphs ahead.
 
-    A forward does not start the gathers of graphs after its last backward, and reductions of at
-    least one backward stay in flight, as at run time.
+    A forward does not start the gathers of graphs after its last backward. Reductions of at least
+    one backward stay in flight until the turning point of the next one, as at run time.
     """
-    now = channel = waited = 0.0
-    arrived: dict[int, float] = {}
-    reducing: list[tuple[float, int]] = []
-    saved = peak = 0
-    left: list[int] = []
-    """Bytes that each forward has left, for its backward."""
-    for i, run in enumerate(runs):
-        for j in range(i, min(i + ahead + 1, len(runs))):
-            if j not in arrived and (j == i or _may_start(run, runs[j])):
-                channel = max(channel, now) + runs[j].gather_us
-                arrived[j] = channel
-        if run.gather_us and arrived[i] > now:
-            waited += arrived[i] - now
-            now = arrived[i]
-        if run.is_backward and left:
-            saved -= left.pop()  # its own peak counts it
-        gathered = sum(runs[j].gathered_bytes for j in arrived if j >= i)
-        held = saved + gathered + sum(nbytes for _, nbytes in reducing)
-        peak = max(peak, held + run.peak_bytes)
-        now += run.compute_us
+    return _Step(runs, ahead).cost()
+
+
+class _Step:
+    def __init__(self, runs: Sequence[GraphRun], ahead: int) -> None:
+        self._runs, self._ahead = runs, ahead
+        self._now = self._waited = 0.0
+        self._channel = 0.0
+        """When the collectives that have started will have ended."""
+        self._arrived: dict[int, float] = {}
+        self._reducing: list[tuple[float, int]] = []
+        """When each reduction in flight ends, and its bytes."""
+        self._saved = self._peak = 0
+        self._left: list[int] = []
+        """Bytes that each forward has left, for its backward."""
+
+    def cost(self) -> StepCost:
+        for number, run in enumerate(self._runs):
+            self._run(number, run)
+        self._reduce(0)
+        return StepCost(self._ahead, self._now, self._waited, self._peak)
+
+    def _run(self, number: int, run: GraphRun) -> None:
+        turn_us = 0.0
+        if number not in self._arrived:
+            self._start(number)
+        if not run.gathers_at_turn:
+            self._start_next(number)
+        if run.gather_us:
+            self._wait(self._arrived[number])
+        if run.is_backward and self._left:
+            self._saved -= self._left.pop()  # its own peak counts it
+        if run.turn_us is not None:
+            turn_us = run.turn_us
+            self._hold(number, run.turn_peak_bytes)
+            self._now += turn_us
+            self._reduce(self._ahead - 1)
+            self._start_next(number)
+        self._hold(number, run.peak_bytes)
+        self._now += run.compute_us - turn_us
         if not run.is_backward:
-            left.append(run.saved_bytes)
-            saved += run.saved_bytes
+            self._left.append(run.saved_bytes)
+            self._saved += run.saved_bytes
         if run.reduce_us:
-            channel = max(channel, now) + run.reduce_us
-            reducing.append((channel, run.reduced_bytes))
-            while len(reducing) > max(1, ahead):
-                ended, _ = reducing.pop(0)
-                waited += max(0.0, ended - now)
-                now = max(now, ended)
-    if reducing:
-        waited += max(0.0, reducing[-1][0] - now)
-        now = max(now, reducing[-1][0])
-    return StepCost(ahead, now, waited, peak)
+            self._channel = max(self._channel, self._now) + run.reduce_us
+            self._reducing.append((self._channel, run.reduced_bytes))
+            self._reduce(max(1, self._ahead))
+
+    def _start_next(self, number: int) -> None:
+        for later in range(number + 1, min(number + 1 + self._ahead, len(self._runs))):
+            if later not in self._arrived and _may_start(self._runs[number], self._runs[later]):
+                self._start(later)
+
+    def _start(self, number: int) -> None:
+        self._channel = max(self._channel, self._now) + self._runs[number].gather_us
+        self._arrived[number] = self._channel
+
+    def _hold(self, number: int, peak_bytes: int) -> None:
+        gathered = sum(self._runs[each].gathered_bytes for each in self._arrived if each >= number)
+        reduced = sum(nbytes for _, nbytes in self._reducing)
+        self._peak = max(self._peak, self._saved + gathered + reduced + peak_bytes)
+
+    def _wait(self, until: float) -> None:
+        self._waited += max(0.0, until - self._now)
+        self._now = max(self._now, until)
+
+    def _reduce(self, left: int) -> None:
+        """Await all but the last `left` reductions."""
+        while len(self._reducing) > max(0, left):
+            self._wait(self._reducing.pop(0)[0])
 
 
 def _may_start(run: GraphRun, later: GraphRun) -> bool:

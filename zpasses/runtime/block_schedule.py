@@ -35,6 +35,7 @@ from zpasses.runtime.param_cache import version_of
 from zpasses.runtime.windows import EngineRun
 
 __all__ = [
+    "TURNING_POINT",
     "BlockSchedule",
     "Gathered",
     "Reducing",
@@ -141,10 +142,12 @@ class _Pending:
     reducing: list[Reducing] = field(default_factory=list)
     params: list[DTensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
+    ahead: int = 1
+    """For how many graphs ahead the last backward started gathers."""
 
     def finish(self, left: int) -> None:
         """Await all but the last `left` reductions."""
-        while len(self.reducing) > left:
+        while len(self.reducing) > max(0, left):
             first = self.reducing.pop(0)
             with first.limits():
                 self.grads += first.finish()
@@ -179,6 +182,8 @@ class BlockSchedule:
         self._planned = 1
         """The same for the last step."""
         self._planning: weakref.ref[EngineRun] | None = None
+        self._put_off = 0
+        """For how many graphs gathers start at the turning point of the backward that runs."""
         self._pending: weakref.WeakKeyDictionary[EngineRun, _Pending] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()
         self.started_ahead = 0
@@ -195,14 +200,21 @@ class BlockSchedule:
 
     # --- gathers ----------------------------------------------------------------------------------
     def begin(
-        self, key: RunKey, starter: Starter | None, ahead: int, run: Callable[[], GraphRun]
+        self,
+        key: RunKey,
+        starter: Starter | None,
+        ahead: int,
+        run: Callable[[], GraphRun],
+        *,
+        at_turn: bool = False,
     ) -> Gathered | None:
         """A graph begins to run.
 
         Args:
             starter: starts its gathers; None if it has none.
-            ahead: for how many graphs after it gathers start now.
+            ahead: for how many graphs after it gathers start.
             run: describes it, for the plan of the step.
+            at_turn: start them at its turning point, and not now.
 
         Returns:
             Its gathers, which may still be in flight.
@@ -220,7 +232,9 @@ class BlockSchedule:
             if starter is not None:
                 self._starters[number] = starter
                 gathered = gathered or starter.start()
-            self._start_next(ahead)
+            self._put_off = ahead if at_turn else 0
+            if not at_turn:
+                self._start_next(ahead)
             return gathered
 
     def drop_forwards(self) -> None:
@@ -305,8 +319,9 @@ class BlockSchedule:
 
     # --- reductions -------------------------------------------------------------------------------
     def reduce_later(self, reducing: Reducing, ahead: int) -> None:
-        """Await reductions when `ahead` more backwards have started theirs, or when the run of the
-        autograd engine ends, and add the gradients then.
+        """Await reductions when `ahead` more backwards have started theirs, or when the last of
+        these comes to its turning point. Add the gradients when the run of the autograd engine
+        ends.
         """
         run = EngineRun.current()
         pending = self._pending.get(run)
@@ -314,7 +329,20 @@ class BlockSchedule:
             pending = self._pending[run] = _Pending()
             run.at_end(pending.close)
         pending.reducing.append(reducing)
+        pending.ahead = ahead
         pending.finish(max(1, ahead))
+
+    def turn(self) -> None:
+        """A backward has come to its turning point: await the reductions whose gradients need not
+        stay in memory until it ends, and start the gathers that were put off.
+        """
+        pending = self._pending.get(EngineRun.current())
+        if pending is not None:
+            pending.finish(pending.ahead - 1)
+        with self._lock:
+            ahead, self._put_off = self._put_off, 0
+            if ahead:
+                self._start_next(ahead)
 
 
 _schedule = BlockSchedule()
@@ -323,6 +351,24 @@ _schedule = BlockSchedule()
 def block_schedule() -> BlockSchedule:
     """The schedule of this process."""
     return _schedule
+
+
+# --- inside of a graph ----------------------------------------------------------------------------
+_library = torch.library.Library("zpasses", "FRAGMENT")
+# The op writes nothing. That it may write a tensor keeps its place in generated code: after the
+# kernel that makes the tensor, and before the kernels that read it.
+_library.define("turning_point(Tensor(a!) after) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+TURNING_POINT = torch.ops.zpasses.turning_point.default
+"""Tells the schedule that a backward has come to its turning point."""
+
+
+def _turning_point(after: Tensor) -> None:
+    if compat.in_backward():
+        _schedule.turn()
+
+
+_library.impl("turning_point", _turning_point, "CompositeExplicitAutograd")
+torch.library.register_fake("zpasses::turning_point", lambda after: None, lib=_library)
 
 
 # --- calls of the model ---------------------------------------------------------------------------

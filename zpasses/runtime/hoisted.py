@@ -99,6 +99,7 @@ class HoistedCode:
             starter,
             distance,
             lambda: replace(self._cost, name=f"{self._cost.name}{of}"),
+            at_turn=self._cost.gathers_at_turn,
         )
         if gathered is not None:
             args.extend(gathered.wait())
