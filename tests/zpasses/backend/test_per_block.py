@@ -2,6 +2,7 @@
 
 import random
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from tests.zpasses.layered_models import (
     trained,
 )
 from zpasses import compat
+from zpasses.backend import prefetch as planning
 from zpasses.dumps import read
 from zpasses.errors import AgreementError, MemoryBudgetError, OptionError
 from zpasses.runtime import block_schedule
@@ -138,6 +140,73 @@ def test_all_stages_train_to_the_same_bits(stage, how):
 def test_layer_drop_wastes_gathers_and_nothing_else():
     (first, _) = run_on_ranks(compare, Net, {"prefetch": 1}, depths=[4, 2, 3, 4])
     assert first[1] > 0
+
+
+def at_turning_points(options, **how):
+    """Train with turning points in all backwards, of which the cache does not know.
+
+    Returns for each of them how many reductions were in flight before and after it, and how many
+    graphs it let gather.
+    """
+    seen = []
+    schedule = block_schedule.BlockSchedule()
+    turn = block_schedule.BlockSchedule.turn
+
+    def in_flight():
+        return sum(len(each.reducing) for each in schedule._pending.values())
+
+    def observed(self):
+        before = in_flight(), schedule.started_ahead
+        turn(self)
+        seen.append((before[0], in_flight(), schedule.started_ahead - before[1]))
+
+    with (
+        patch.object(planning, "_MARGIN", 0.0),
+        patch.object(block_schedule, "_schedule", schedule),
+        patch.object(block_schedule.BlockSchedule, "turn", observed),
+    ):
+        return *train(Net, {**options, "cache": False}, per_block=True, **how), seen
+
+
+def compare_turns(options, **how):
+    losses, params, seen = at_turning_points({**EAGER, **options}, **how)
+    inside, others = train(Net, {**EAGER, **options, "prefetch": 0}, per_block=True, **how)
+    assert losses == inside
+    assert all(map(torch.equal, params, others))
+    return seen
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", [{}, {"depths": [4, 2, 3, 4]}], ids=str)
+def test_backwards_end_reductions_and_start_gathers_at_their_turning_point(how):
+    (first, second) = run_on_ranks(compare_turns, {"prefetch": 1}, **how)
+    assert first == second
+    assert all(after == 0 for _, after, _ in first)
+    assert any(started for _, _, started in first)
+    assert any(before for before, _, _ in first)
+
+
+@pytest.mark.processes
+def test_more_graphs_ahead_leave_more_reductions_in_flight_at_turning_points():
+    (first, _) = run_on_ranks(compare_turns, {"prefetch": 3})
+    assert max(after for _, after, _ in first) == 2
+
+
+@pytest.mark.inductor
+@pytest.mark.processes
+def test_generated_code_keeps_the_turning_point_inside_the_backward():
+    (first, second) = run_on_ranks(generated_turns)
+    assert first == second
+    assert any(before and not after and started for before, after, started in first)
+
+
+def generated_turns():
+    losses, params, seen = at_turning_points({"prefetch": 1})
+    inside, others = train(Net, {"prefetch": 0}, per_block=True)
+    torch.testing.assert_close(losses, inside, rtol=1e-5, atol=1e-6)
+    for other, param in zip(others, params, strict=True):
+        torch.testing.assert_close(other, param, rtol=1e-4, atol=1e-5)
+    return seen
 
 
 def with_replicas(prefetch):

@@ -53,6 +53,31 @@ def test_a_limit_takes_the_fastest_step_that_fits_or_the_leanest():
     assert plan_prefetch(STEP, 1) == least
 
 
+TURNING = dataclasses.replace(BACKWARD, turn_us=50.0, turn_peak_bytes=4)
+
+
+def test_gradients_are_in_memory_until_the_next_turning_point():
+    # What is gathered, what the body needs, and the gradients of the backward before.
+    assert step_cost([BACKWARD] * 3, 1).peak_bytes == 20 + 7 + 8
+    assert step_cost([TURNING] * 3, 1).peak_bytes == 20 + 4 + 8
+    late = dataclasses.replace(TURNING, gathers_at_turn=True)
+    assert step_cost([late] * 3, 1).peak_bytes == 20 + 7
+
+
+def test_gathers_that_start_at_the_turning_point_arrive_in_time_or_are_waited_for():
+    late = dataclasses.replace(TURNING, gathers_at_turn=True)
+    assert step_cost([late] * 4, 1).waited_us == step_cost([TURNING] * 4, 1).waited_us == 60 + 50
+    slow = dataclasses.replace(late, gather_us=180.0)
+    assert step_cost([slow] * 4, 1).waited_us == 180 + 3 * (50 + 180 - 200) + 50
+
+
+def test_reductions_are_waited_for_at_the_turning_point():
+    slow = dataclasses.replace(TURNING, gather_us=0.0, reduce_us=70.0)
+    assert step_cost([slow] * 3, 1).waited_us == 2 * (70 - 50) + 70
+    # One more graph ahead leaves one more reduction in flight.
+    assert step_cost([slow] * 3, 2).waited_us == 70
+
+
 sizes = st.integers(0, 100)
 graphs = st.builds(
     GraphRun,
