@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
+from zpasses import compat
 from zpasses.errors import OptionError
 from zpasses.pipeline.options import Options
 from zpasses.runtime.block_schedule import begin_model_call, end_model_call
@@ -45,8 +47,9 @@ def compile_blocks(model: nn.Module, blocks: str = "auto", **options: Any) -> li
             "or 'auto'."
         )
     found = _find(model, blocks)
+    limits = compat.recompile_limit(_most_kinds(found.values()))
     for module in found.values():
-        module.compile(backend="zpasses", options=options)
+        compat.compile_module(module, backend="zpasses", options=options, **limits)
     if not getattr(model, _REPORTS_CALLS, False):
         setattr(model, _REPORTS_CALLS, True)
         model.register_forward_pre_hook(_begin, prepend=True)
@@ -56,6 +59,18 @@ def compile_blocks(model: nn.Module, blocks: str = "auto", **options: Any) -> li
 
 _REPORTS_CALLS = "_zpasses_reports_calls"
 """Attribute of a model with the hooks below. A copy of the model has both."""
+
+
+def _most_kinds(modules: Iterable[nn.Module]) -> int:
+    """The largest number of different modules whose compiles Dynamo counts together. Modules differ
+    by their class, and by the shapes and dtypes of their tensors.
+    """
+    kinds: dict[object, set[object]] = {}
+    for module in modules:
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors)
+        kinds.setdefault(compat.starts_alike(module), set()).add((type(module), shapes))
+    return max(map(len, kinds.values()), default=1)
 
 
 def _find(model: nn.Module, patterns: str) -> dict[str, nn.Module]:

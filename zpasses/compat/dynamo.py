@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dynamo import disable as _dynamo_disable
+from torch._dynamo import trace_rules
+from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext
 
 __all__ = [
     "call_around_compiles",
     "compile_counts",
+    "compile_module",
     "current_compile_id",
     "dynamo_disable",
     "inner_exception",
@@ -26,7 +30,9 @@ __all__ = [
     "is_tracing",
     "parameter_name",
     "placeholder_source",
+    "recompile_limit",
     "recompile_reason",
+    "starts_alike",
     "trace_artifact",
     "warm_up_compilers",
 ]
@@ -125,6 +131,40 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
     trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
     )
+
+
+def compile_module(module: nn.Module, **how: Any) -> None:
+    """Compiles a module in place, as `module.compile` does, also if its class is torch's own.
+
+    Dynamo does not begin with a forward of `torch.nn`, so `nn.Linear(...).compile()` compiles
+    nothing. It inlines it into a function that it does begin with.
+
+    Args:
+        how: arguments of `torch.compile`.
+    """
+    if trace_rules.check(type(module).forward):
+        call = wrap_inline(module._call_impl)
+        module._compiled_call_impl = torch.compile(call, **how)
+    else:
+        module.compile(**how)
+
+
+def starts_alike(module: nn.Module) -> object:
+    """Returns what is equal for modules whose compiles Dynamo counts together."""
+    forward = type(module).forward
+    return "torch.nn" if trace_rules.check(forward) else getattr(forward, "__code__", forward)
+
+
+def recompile_limit(kinds: int) -> dict[str, int]:
+    """Returns what lets `torch.compile` compile one function for so many kinds of modules, each as
+    often as Dynamo allows for one.
+
+    Empty for one kind, and for versions of torch whose `torch.compile` takes no such limit.
+    """
+    takes = inspect.signature(torch.compile).parameters
+    if kinds <= 1 or "recompile_limit" not in takes:
+        return {}
+    return {"recompile_limit": kinds * torch._dynamo.config.recompile_limit}
 
 
 def recompile_reason() -> str | None:

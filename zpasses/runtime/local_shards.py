@@ -117,7 +117,7 @@ class _LocalShards(torch.autograd.Function):
             # An optimizer step is expected, on every rank, so the cached copy becomes stale.
             drop_cached(param)
             # Any other gradient goes to the caller of torch.autograd.grad, or first to a hook.
-            stored = compat.will_accumulate(consumer) is True and not compat.has_tensor_hooks(param)
+            stored = not compat.has_tensor_hooks(param) and compat.will_accumulate(consumer) is True
             result.append(wrap_shard_grad(grad, param, stored=stored))
         return tuple(result)
 

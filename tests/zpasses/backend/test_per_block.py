@@ -230,6 +230,31 @@ def counts(build):
     return compat.compile_counts()["captured"] - before
 
 
+class Funnel(nn.Module):
+    """Blocks of one class, and no two of one shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width + 1, width) for width in range(16, 4, -1))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+@pytest.mark.skipif(not compat.recompile_limit(2), reason="torch.compile takes no recompile_limit")
+def test_more_kinds_of_blocks_than_dynamo_compiles_of_one_function_are_all_compiled(one_rank):
+    torch._dynamo.reset()
+    model = Funnel()
+    zpasses.shard(model, mesh=init_device_mesh("cpu", (1,)))
+    assert len(model.layers) > torch._dynamo.config.recompile_limit
+    zpasses.compile_blocks(model, "layers.*", **EAGER)
+    before = compat.compile_counts()["captured"]
+    model(torch.randn(3, 17)).backward()
+    assert compat.compile_counts()["captured"] - before == len(model.layers)
+
+
 @pytest.mark.processes
 def test_equal_blocks_are_compiled_once():
     assert run_on_ranks(counts, Net) == [1, 1]
