@@ -243,6 +243,17 @@ class Funnel(nn.Module):
         return x.sum()
 
 
+def test_equal_modules_of_torch_share_a_compile(one_rank):
+    torch._dynamo.reset()
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, 0.0) for _ in range(3)))
+    zpasses.shard(model, mesh=init_device_mesh("cpu", (1,)))
+    expected = model(torch.ones(2, 3, 8))
+    zpasses.compile_blocks(model, **EAGER)
+    before = compat.compile_counts()["captured"]
+    assert torch.equal(model(torch.ones(2, 3, 8)), expected)
+    assert compat.compile_counts()["captured"] - before == 1
+
+
 @pytest.mark.skipif(not compat.recompile_limit(2), reason="torch.compile takes no recompile_limit")
 def test_more_kinds_of_blocks_than_dynamo_compiles_of_one_function_are_all_compiled(one_rank):
     torch._dynamo.reset()
