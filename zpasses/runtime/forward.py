@@ -78,8 +78,10 @@ class BoundParameters(threading.local):
         """Forget the parameters, so that compiled code does not keep the memory of a dead model."""
         self._bound = {}
 
-    def __getitem__(self, name: str) -> tuple[ParamCache, DTensor, Tensor]:
-        return self._bound[name]
+    def of(self, names: Sequence[str]) -> list[tuple[ParamCache, DTensor, Tensor]]:
+        """Returns the cache, the parameter and its local tensor for each name."""
+        bound = self._bound
+        return [bound[name] for name in names]
 
 
 def first_variant(slots: Sequence[ParamSlot], inference: bool) -> ForwardVariant:
@@ -111,6 +113,7 @@ class ForwardDispatch:
         compile_variant: Callable[[ForwardVariant], Callable[[list[Any]], Any]],
     ) -> None:
         self._gather_ids = gather_ids
+        self._params = [slot.param for slot in slots]
         self._slots, self._outputs, self._bound, self._inference, self._compile = (
             slots,
             outputs,
@@ -125,7 +128,7 @@ class ForwardDispatch:
         install_step_invalidation()
 
     def __call__(self, args: list[Any]) -> Any:
-        entries = [self._bound[slot.param] for slot in self._slots]
+        entries = self._bound.of(self._params)
         variant = self._choose(entries)
         code = self._code.get(variant)
         if code is None and len(self._code) < _MAX_VARIANTS:
@@ -134,7 +137,8 @@ class ForwardDispatch:
             variant, code = self._first, self._code[self._first]
         kept = sorted(variant.kept)
         for i in kept:
-            entries[i][0].drop()  # before the gather, so that there are never two full copies
+            if entries[i][0].full is not None:  # before the gather: never two full copies
+                entries[i][0].drop()
         given = [entries[i][0].full for i in sorted(variant.given)]
         values = code([*args, *given]) if given else code(args)
         for i, full in zip(kept, values[self._outputs :], strict=True):
@@ -147,7 +151,7 @@ class ForwardDispatch:
         # Autograd does not accept tensors made in inference mode, so do not cache them.
         keeps = not torch.is_inference_mode_enabled()
         fresh = [
-            entry.is_fresh(param, shard, self._slots[i].dtype)
+            entry.full is not None and entry.is_fresh(param, shard, self._slots[i].dtype)
             for i, (entry, param, shard) in enumerate(entries)
         ]
         stale = {gather for gather, each in zip(self._gather_ids, fresh, strict=True) if not each}

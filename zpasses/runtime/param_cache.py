@@ -80,9 +80,10 @@ def version_of(param: DTensor, shard: Tensor) -> int:
 
     -1, which is never fresh, for tensors made in inference mode, which have no counter.
     """
-    if param.is_inference() or shard.is_inference():
+    try:
+        return param._version + shard._version
+    except RuntimeError:  # made in inference mode
         return -1
-    return param._version + shard._version
 
 
 def param_cache_of(param: Any) -> ParamCache:

@@ -1,6 +1,7 @@
 """Sequence lengths that change with every batch and differ between ranks."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,14 +20,20 @@ from zpasses.tools.bench.model import ModelSize, build_model
 SIZE = ModelSize(width=16, layers=1, heads=2, seq=64, vocab=256, batch=2)
 
 
-def train(options, count, evaluate=False):
-    """Train on drawn lengths; returns the number of captured graphs and the losses."""
+def train(options, count, evaluate=False, blocks=None, size=SIZE):
+    """Train on drawn lengths, as one graph or with some blocks compiled one by one. Returns the
+    number of captured graphs.
+    """
     torch._dynamo.reset()
     before = compat.compile_counts()["captured"]
-    model = zpasses.shard(build_model(SIZE), mesh=world_mesh())
-    step = torch.compile(model, backend="zpasses", options={"codegen": "eager", **options})
+    model = step = zpasses.shard(build_model(size), mesh=world_mesh())
+    options = {"codegen": "eager", **options}
+    if blocks is None:
+        step = torch.compile(model, backend="zpasses", options=options)
+    else:
+        zpasses.compile_blocks(model, blocks, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain = build_model(SIZE)
+    plain = build_model(size)
     other = torch.optim.SGD(plain.parameters(), lr=0.1)
     draws = [random.Random(rank) for rank in range(dist.get_world_size())]
     for number in range(count):
@@ -53,6 +60,14 @@ def train(options, count, evaluate=False):
 @pytest.mark.parametrize("stage", some_quick([2, 3], [3]))
 def test_a_graph_is_compiled_at_most_twice_for_twenty_lengths(stage):
     assert run_on_ranks(train, {"zero_stage": stage}, 20) == [2, 2]
+
+
+@pytest.mark.processes
+def test_each_kind_of_block_is_compiled_at_most_twice_for_twenty_lengths():
+    layers = {"blocks": "blocks.*", "size": replace(SIZE, layers=3)}
+    assert run_on_ranks(train, {"prefetch": 1}, 20, **layers) == [2, 2]
+    layers["blocks"] += ",tokens,norm,head"
+    assert max(run_on_ranks(train, {"prefetch": "auto"}, 20, **layers)) <= 2 * 4
 
 
 @pytest.mark.processes
