@@ -62,14 +62,23 @@ _REPORTS_CALLS = "_zpasses_reports_calls"
 
 
 def _most_kinds(modules: Iterable[nn.Module]) -> int:
-    """The largest number of different modules whose compiles Dynamo counts together. Modules differ
-    by their class, and by the shapes and dtypes of their tensors.
+    """The largest number of different modules whose compiles Dynamo counts together.
+
+    Modules differ by their class, by the shapes and dtypes of their tensors, and by numbers and
+    texts among their attributes, such as the number of a layer.
     """
     kinds: dict[object, set[object]] = {}
     for module in modules:
         tensors = (*module.named_parameters(), *module.named_buffers())
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors)
-        kinds.setdefault(compat.starts_alike(module), set()).add((type(module), shapes))
+        constants = tuple(
+            (name, key, value)
+            for name, part in module.named_modules()
+            for key, value in vars(part).items()
+            if isinstance(value, (bool, int, float, str))
+        )
+        kind = type(module), shapes, constants
+        kinds.setdefault(compat.starts_alike(module), set()).add(kind)
     return max(map(len, kinds.values()), default=1)
 
 

@@ -247,17 +247,42 @@ def test_equal_modules_of_torch_share_a_compile(one_rank):
     torch._dynamo.reset()
     model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, 0.0) for _ in range(3)))
     zpasses.shard(model, mesh=init_device_mesh("cpu", (1,)))
-    expected = model(torch.ones(2, 3, 8))
+    given = torch.ones(2, 3, 8, requires_grad=True)  # as what a block before it returns
+    expected = model(given)
     zpasses.compile_blocks(model, **EAGER)
     before = compat.compile_counts()["captured"]
-    assert torch.equal(model(torch.ones(2, 3, 8)), expected)
+    assert torch.equal(model(given), expected)
     assert compat.compile_counts()["captured"] - before == 1
 
 
+class Numbered(nn.Module):
+    """A block that knows its number, and computes with it."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+        self.scale = nn.Parameter(torch.ones(17))
+
+    def forward(self, x):
+        return x * self.scale / self.number
+
+
+class Count(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(Numbered(number) for number in range(1, 12)))
+
+    def forward(self, x):
+        return self.layers(x).sum()
+
+
 @pytest.mark.skipif(not compat.recompile_limit(2), reason="torch.compile takes no recompile_limit")
-def test_more_kinds_of_blocks_than_dynamo_compiles_of_one_function_are_all_compiled(one_rank):
+@pytest.mark.parametrize("build", [Funnel, Count])
+def test_more_kinds_of_blocks_than_dynamo_compiles_of_one_function_are_all_compiled(
+    one_rank, build
+):
     torch._dynamo.reset()
-    model = Funnel()
+    model = build()
     zpasses.shard(model, mesh=init_device_mesh("cpu", (1,)))
     assert len(model.layers) > torch._dynamo.config.recompile_limit
     zpasses.compile_blocks(model, "layers.*", **EAGER)
