@@ -46,8 +46,10 @@ def compile_blocks(model: nn.Module, blocks: str = "auto", **options: Any) -> li
             f"compile_blocks: got blocks={blocks!r}; expected names of modules such as 'layers.*', "
             "or 'auto'."
         )
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"compile_blocks: got {model!r}; expected a module.")
     found = _find(model, blocks)
-    limits = compat.recompile_limit(_most_kinds(found.values()))
+    limits = compat.recompile_limit(_VARIANTS * _most_kinds(found.values()))
     for module in found.values():
         compat.compile_module(module, backend="zpasses", options=options, **limits)
     if not getattr(model, _REPORTS_CALLS, False):
@@ -59,6 +61,12 @@ def compile_blocks(model: nn.Module, blocks: str = "auto", **options: Any) -> li
 
 _REPORTS_CALLS = "_zpasses_reports_calls"
 """Attribute of a model with the hooks below. A copy of the model has both."""
+
+
+_VARIANTS = 4
+"""Dynamo's limit is made for one graph per function, and for its shapes. A block may also run with
+and without gradients, and with and without a gradient of its input. A rank that reaches the limit
+runs the block uncompiled, while others may not."""
 
 
 def _most_kinds(modules: Iterable[nn.Module]) -> int:
@@ -88,7 +96,7 @@ def _find(model: nn.Module, patterns: str) -> dict[str, nn.Module]:
     Raises:
         OptionError: if a pattern matches no module.
     """
-    wanted = [each.strip() for each in patterns.split(",")]
+    wanted = [each.strip() for each in patterns.strip(" ,").split(",")]
     modules = {name: module for name, module in model.named_modules() if name}
     for pattern in wanted:
         if not any(_matches(name, pattern) for name in modules):

@@ -13,6 +13,7 @@ __all__ = [
     "current_autograd_node",
     "current_graph_task_id",
     "grad_consumers",
+    "has_accumulation_hooks",
     "has_tensor_hooks",
     "in_backward",
     "is_profiling",
@@ -64,6 +65,13 @@ def grad_consumers(node: Any) -> list[Any]:
 def has_tensor_hooks(tensor: Any) -> bool:
     """Whether a tensor has hooks that receive its gradient (`register_hook`)."""
     return bool(tensor._backward_hooks)
+
+
+def has_accumulation_hooks(tensor: Any) -> bool:
+    """Whether a leaf has hooks that are called after its gradient was added
+    (`register_post_accumulate_grad_hook`).
+    """
+    return bool(tensor._post_accumulate_grad_hooks)
 
 
 def will_accumulate(consumer: Any) -> bool | None:

@@ -79,6 +79,12 @@ class HoistedGraph:
         reduced = self.reductions.gradients.values() if self.reductions is not None else ()
         return [*gathered, *reduced]
 
+    def shard_positions(self) -> list[int]:
+        """Positions of the shards that the gathers read, among the inputs of the graph."""
+        given = [node.name for node in self.body.graph.find_nodes(op="placeholder")]
+        read = self.gathers.graph.graph.find_nodes(op="placeholder") if self.gathers else ()
+        return [given.index(node.name) for node in read]
+
     def summary(self) -> str:
         """Says what leaves the graph, equally on all ranks."""
         gathers = self.gathers.collectives if self.gathers is not None else ()

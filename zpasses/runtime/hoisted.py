@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from zpasses import compat
 from zpasses.cost.prefetch import GraphRun
 from zpasses.graph.hoisting import HoistedGraph
-from zpasses.runtime.block_schedule import Reducing, RunKey, Starter, block_schedule
+from zpasses.runtime.block_schedule import Gathered, Reducing, RunKey, Starter, block_schedule
 from zpasses.runtime.local_shards import current_call, current_params, local_shards_node
 
 __all__ = ["HoistedCode", "Surroundings"]
@@ -66,6 +66,7 @@ class HoistedCode:
         if gathers is not None:
             self._gathered = [order[param] for param in gathers.params]
             self._start_gathers = part(gathers.graph)
+            self._shards = graph.shard_positions()
         if reductions is not None:
             self._reduced = [order[param] for param in reductions.gradients.values()]
             self._start_reductions, self._end = part(reductions.start), part(reductions.end)
@@ -88,10 +89,10 @@ class HoistedCode:
 
     def _add_gathered(self, args: list[Any], params: Sequence[Any], distance: int) -> None:
         """Add the gathered tensors to the inputs, and start the gathers of the next graphs."""
-        call, starter = current_call(), None
-        if self._graph.gathers is not None:
+        call, starter, gathers = current_call(), None, self._graph.gathers
+        if gathers is not None and params:
             own = [params[position] for position in self._gathered]
-            starter = Starter(self._start_gathers, self._graph.gathers.in_flight, own)
+            starter = Starter(self._start_gathers, gathers.in_flight, own)
         whose: object = call.digest if call is not None else tuple(map(id, params))
         of = f" with {call.text}" if call is not None else ""
         gathered = self._schedule.begin(
@@ -101,6 +102,10 @@ class HoistedCode:
             lambda: replace(self._cost, name=f"{self._cost.name}{of}"),
             at_turn=self._cost.gathers_at_turn,
         )
+        if gathers is not None and not params:
+            # No parameter of the call is trained, so no autograd node knows them.
+            values = list(self._start_gathers([args[position] for position in self._shards]))
+            gathered = Gathered(values, gathers.in_flight, [])
         if gathered is not None:
             args.extend(gathered.wait())
 
@@ -117,12 +122,16 @@ class HoistedCode:
             return list(self._end(started))
 
         trained = [params[position] for position in self._reduced]
-        if _are_accumulated(self._reduced) and not any(map(compat.has_tensor_hooks, trained)):
+        if _are_accumulated(self._reduced) and not any(map(_has_hooks, trained)):
             self._schedule.reduce_later(Reducing(finish, trained, self._limits), distance)
         else:
             for position, grad in zip(reductions.gradients, finish(), strict=True):
                 values[position] = grad
         return values
+
+
+def _has_hooks(param: Any) -> bool:
+    return compat.has_tensor_hooks(param) or compat.has_accumulation_hooks(param)
 
 
 def _are_accumulated(positions: Sequence[int]) -> bool:

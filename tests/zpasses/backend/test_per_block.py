@@ -209,6 +209,39 @@ def generated_turns():
     return seen
 
 
+class FrozenBlock(Net):
+    """One block in the middle is not trained at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[2].requires_grad_(False)
+
+
+@pytest.mark.processes
+def test_a_block_without_trained_parameters_gathers_in_its_backward():
+    (first, second) = run_on_ranks(compare, FrozenBlock, {"prefetch": 1})
+    assert first == second
+    assert first[0] > 0
+
+
+def hooked(prefetch):
+    model, _ = build_step(Net, {**EAGER, "prefetch": prefetch}, per_block=True)
+    seen = {name: [] for name, _ in model.named_parameters()}
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda param, name=name: seen[name].append(param.grad.full_tensor().tolist())
+        )
+    model(torch.arange(VOCAB).view(2, -1)).backward()
+    return seen
+
+
+@pytest.mark.processes
+def test_hooks_after_accumulation_are_called_once_and_with_the_gradient():
+    expected = run_on_ranks(hooked, 0)
+    assert all(len(each) == 1 for each in expected[0].values())
+    assert run_on_ranks(hooked, 1) == expected
+
+
 def with_replicas(prefetch):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     options = {**EAGER, "prefetch": prefetch}

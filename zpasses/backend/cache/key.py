@@ -46,7 +46,8 @@ class GraphKey:
     digest: str
     question: str
     """What the ranks ask each other before they take the graph from the cache. It is equal for all
-    graphs of the same parameters: a rank may compile for another shape when no other rank does."""
+    graphs of the same parameters: a rank may compile for another shape of its inputs when no other
+    rank does. Blocks whose parameters have other shapes are asked about by themselves."""
 
 
 def refusal_here(options: Options, *, recorded: bool) -> str | None:
@@ -123,7 +124,8 @@ def graph_key(
         input_text(captured.inputs),
         graph_text(captured.gm),
     ]
-    names = "\n".join([*captured.groups, *captured.shards.values()])
+    params = [f"{name} {tuple(example_inputs[at].shape)}" for at, name in captured.shards.items()]
+    names = "\n".join([*captured.groups, *params])
     grad = state_text().partition("\n")[0]
     return GraphKey(_digest("\x00".join(parts)), f"{_digest(names)[:16]} {grad}")
 

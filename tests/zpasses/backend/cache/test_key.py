@@ -238,6 +238,7 @@ def test_only_the_parameters_and_the_gradient_mode_decide_the_question(plain):
     assert captured(inputs=(torch.ones(5, 6),)).question == plain.question
     assert captured(zero_stage=2).question == plain.question
     assert captured(Net(bias=False)).question != plain.question
+    assert captured(Net(width=10)).question != plain.question
     with torch.no_grad():
         assert captured().question != plain.question
 
