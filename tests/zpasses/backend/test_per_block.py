@@ -263,6 +263,21 @@ def counts(build):
     return compat.compile_counts()["captured"] - before
 
 
+@pytest.mark.skipif(not compat.recompile_limit(2), reason="torch.compile takes no recompile_limit")
+def test_a_block_is_compiled_for_more_variants_than_dynamo_allows_of_one_function(one_rank):
+    torch._dynamo.reset()
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+    zpasses.shard(model, mesh=init_device_mesh("cpu", (1,)))
+    zpasses.compile_blocks(model, **EAGER)
+    before = compat.compile_counts()["captured"]
+    for length in (6, 9, 1):  # as it is, for any other, and torch compiles for 1 apart
+        model(torch.randn(length, 8)).sum().backward()
+        with torch.no_grad():
+            model(torch.randn(length, 8))
+    # In training, the input of the first block needs no gradient.
+    assert compat.compile_counts()["captured"] - before == 3 * 3 > 8
+
+
 class Funnel(nn.Module):
     """Blocks of one class, and no two of one shape."""
 
