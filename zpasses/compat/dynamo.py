@@ -147,7 +147,7 @@ def compile_module(module: nn.Module, **how: Any) -> None:
     """
     if trace_rules.check(type(module).forward):
         call: Any = wrap_inline(module._call_impl)
-        call.__code__ = _entry_code(type(module))
+        call.__code__ = _entry_code(cast(Any, type(module)))
         module._compiled_call_impl = torch.compile(call, **how)
     else:
         module.compile(**how)
