@@ -669,6 +669,12 @@ def _compile_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds", type=_at_least(1), default=default.rounds, help="warm starts of every peer"
     )
+    parser.add_argument(
+        "--cold-rounds",
+        type=_at_least(1),
+        default=default.cold_rounds,
+        help="cold starts of every peer",
+    )
     for item in fields(ModelSize):
         if item.name != "layers":
             parser.add_argument(
@@ -688,7 +694,13 @@ def _compile(options: argparse.Namespace) -> int:
         options.parser.error(wrong)
     report = run_compile(
         CompileConfig(
-            options.peers, options.layers, options.ranks, options.rounds, size, options.timeout
+            options.peers,
+            options.layers,
+            options.ranks,
+            options.rounds,
+            options.cold_rounds,
+            size,
+            options.timeout,
         )
     )
     print(compile_table(report))

@@ -1,12 +1,13 @@
 """The suite "compile": how long a training program takes until its first step is done, with cold
 and with warm compile caches.
 
-Each start is made of new processes. The first start of a peer finds empty caches, and the others
-find what it wrote.
+Each start is made of new processes. A cold start finds empty caches, and the warm starts find what
+the last cold one wrote.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import sys
@@ -48,7 +49,9 @@ class CompileConfig:
     layers: tuple[int, ...] = (6, 24)
     ranks: int = 2
     rounds: int = 3
-    """Warm starts of every peer, interleaved, after one cold start."""
+    """Warm starts of every peer, interleaved, after the cold starts."""
+    cold_rounds: int = 1
+    """Cold starts of every peer, interleaved."""
     size: ModelSize = field(default_factory=ModelSize)
     timeout_s: float = 600
 
@@ -59,7 +62,7 @@ class CompileResult:
 
     peer: str
     layers: int
-    cold_s: float = 0.0
+    cold_s: list[float] = field(default_factory=list)
     """From the first call of the model to the end of the first step."""
     warm_s: list[float] = field(default_factory=list)
     start_s: list[float] = field(default_factory=list)
@@ -75,6 +78,10 @@ class CompileResult:
     """The same in a warm start."""
     cache_bytes: int = 0
     """Size of all caches of all ranks after the cold start."""
+
+    @property
+    def cold_median_s(self) -> float:
+        return statistics.median(self.cold_s)
 
     @property
     def warm_median_s(self) -> float:
@@ -103,26 +110,36 @@ def run_compile(config: CompileConfig) -> CompileReport:
     names = [name for name in config.peers if name not in skipped]
     results: list[CompileResult] = []
     for layers in config.layers:
-        with tempfile.TemporaryDirectory(prefix="zpasses-bench-caches-") as caches:
-            found = {name: CompileResult(name, layers) for name in names}
-            for name in names:
-                ranks = _start(config, name, layers, caches)
-                cold = found[name]
-                cold.cold_s = max(each["first_s"] for each in ranks)
-                cold.step_s.append(max(each["step_s"] for each in ranks))
-                cold.graphs, cold.generated = ranks[0]["graphs"], ranks[0]["generated"]
-                files = Path(caches, name).rglob("*")
-                cold.cache_bytes = sum(each.stat().st_size for each in files if each.is_file())
+        found = {name: CompileResult(name, layers) for name in names}
+        with contextlib.ExitStack() as stack:
+            for _ in range(config.cold_rounds):
+                stack.close()  # deletes the caches of the round before
+                folder = tempfile.TemporaryDirectory(prefix="zpasses-bench-caches-")
+                caches = stack.enter_context(folder)
+                for name in names:
+                    _add_cold_start(config, found[name], caches)
             for _ in range(config.rounds):
                 for name in names:
-                    ranks = _start(config, name, layers, caches)
-                    warm = found[name]
-                    warm.warm_s.append(max(each["first_s"] for each in ranks))
-                    warm.start_s.append(max(each["start_s"] for each in ranks))
-                    warm.step_s.append(max(each["step_s"] for each in ranks))
-                    warm.generated_warm = ranks[0]["generated"]
-            results += found.values()
+                    _add_warm_start(config, found[name], caches)
+        results += found.values()
     return CompileReport(config, results, skipped)
+
+
+def _add_cold_start(config: CompileConfig, result: CompileResult, caches: str) -> None:
+    ranks = _start(config, result.peer, result.layers, caches)
+    result.cold_s.append(max(each["first_s"] for each in ranks))
+    result.step_s.append(max(each["step_s"] for each in ranks))
+    result.graphs, result.generated = ranks[0]["graphs"], ranks[0]["generated"]
+    files = Path(caches, result.peer).rglob("*")
+    result.cache_bytes = sum(each.stat().st_size for each in files if each.is_file())
+
+
+def _add_warm_start(config: CompileConfig, result: CompileResult, caches: str) -> None:
+    ranks = _start(config, result.peer, result.layers, caches)
+    result.warm_s.append(max(each["first_s"] for each in ranks))
+    result.start_s.append(max(each["start_s"] for each in ranks))
+    result.step_s.append(max(each["step_s"] for each in ranks))
+    result.generated_warm = ranks[0]["generated"]
 
 
 def _start(config: CompileConfig, peer: str, layers: int, caches: str) -> Sequence[dict[str, Any]]:

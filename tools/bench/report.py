@@ -401,16 +401,19 @@ def startup_table(report: StartupReport) -> str:
 
 # --- compile --------------------------------------------------------------------------------------
 def compile_table(report: CompileReport) -> str:
-    """One line per peer and number of layers. Ratios compare with the first peer's warm starts."""
+    """One line per peer and number of layers. Ratios compare medians with the first peer's."""
     first = {each.layers: each for each in reversed(report.results)}
     lines = [
         {
             "layers": each.layers,
             "peer": each.peer,
-            "cold s": each.cold_s,
+            "cold s, median": each.cold_median_s,
+            "cold least s": min(each.cold_s),
+            "cold most s": max(each.cold_s),
+            "cold, ratio": f"{each.cold_median_s / first[each.layers].cold_median_s:.2f}x",
             "warm s, median": each.warm_median_s,
-            "least s": min(each.warm_s),
-            "most s": max(each.warm_s),
+            "warm least s": min(each.warm_s),
+            "warm most s": max(each.warm_s),
             "warm, ratio": f"{each.warm_median_s / first[each.layers].warm_median_s:.2f}x",
             "whole start s": each.start_median_s,
             "start, ratio": f"{each.start_median_s / first[each.layers].start_median_s:.2f}x",

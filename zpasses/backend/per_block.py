@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from zpasses import compat
+from zpasses.backend.cache.vector_instructions import begin_vector_instruction_trials
 from zpasses.errors import OptionError
 from zpasses.pipeline.options import Options
 from zpasses.runtime.block_schedule import begin_model_call, end_model_call
@@ -38,7 +39,7 @@ def compile_blocks(model: nn.Module, blocks: str = "auto", **options: Any) -> li
         OptionError: if no module matches, or an option is wrong.
     """
     options = {"prefetch": "auto", **options}
-    Options.parse(options)
+    parsed = Options.parse(options)
     if options.get("blocks") is not None:
         raise OptionError("blocks: give the names of the blocks once, to compile_blocks.")
     if not isinstance(blocks, str):
@@ -49,6 +50,9 @@ def compile_blocks(model: nn.Module, blocks: str = "auto", **options: Any) -> li
     if not isinstance(model, nn.Module):
         raise OptionError(f"compile_blocks: got {model!r}; expected a module.")
     found = _find(model, blocks)
+    on_cpu = any(param.device.type == "cpu" for param in model.parameters())
+    if on_cpu and parsed.codegen == "inductor":
+        begin_vector_instruction_trials(stored=parsed.cache)
     limits = compat.recompile_limit(_VARIANTS * _most_kinds(found.values()))
     for module in found.values():
         compat.compile_module(module, backend="zpasses", options=options, **limits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -20,6 +21,7 @@ __all__ = [
     "CustomGraphPass",
     "CustomPartitionerFn",
     "declare_collective",
+    "import_inductor_lowering",
     "inductor_codegen",
     "inductor_codegen_standalone",
     "inductor_compile",
@@ -161,6 +163,11 @@ def is_inductor_lowering_loaded() -> bool:
     If so, a pass may run in a hook of an Inductor compile that zpasses did not start.
     """
     return "torch._inductor.lowering" in sys.modules
+
+
+def import_inductor_lowering() -> None:
+    """Imports the modules that Inductor would import when it first generates code."""
+    importlib.import_module("torch._inductor.select_algorithm")
 
 
 def _decompose_casts(gm: fx.GraphModule) -> None:

@@ -54,6 +54,31 @@ def test_another_process_need_not_try(tried):
     assert tried == []
 
 
+def test_trials_leave_the_choice_open(tried):
+    known = known_after_trying(tried)
+    assert compat.must_try_vector_instructions()
+    assert compat.try_vector_instructions() == known
+    assert set(tried) >= {name for name, _ in known[1]}
+    assert compat.must_try_vector_instructions()
+    tried.clear()
+    assert compat.remember_vector_instructions(known)
+    assert not compat.must_try_vector_instructions()
+    assert compat.known_vector_instructions() == known
+    assert tried == []
+
+
+def test_what_does_not_work_is_not_known_to_work(tried, monkeypatch):
+    everything = known_after_trying(tried)
+    best = everything[1][0][0]
+    monkeypatch.setattr(
+        cpu_vec_isa.VecISA, "check_build", lambda self, code: str(self) not in (best,)
+    )
+    known = compat.try_vector_instructions()
+    assert [name for name, _ in known[1]] == [name for name, _ in everything[1][1:]]
+    assert not compat.remember_vector_instructions(known)  # Inductor tries for itself
+    assert compat.must_try_vector_instructions()
+
+
 @pytest.mark.parametrize("differs", ["toolchain", "processor", "not all work", "flags", "nothing"])
 def test_a_process_that_may_differ_tries_itself(tried, differs):
     toolchain, working = known_after_trying(tried)
@@ -74,5 +99,6 @@ def test_a_process_that_may_differ_tries_itself(tried, differs):
 def test_the_users_setting_is_kept(tried):
     known = known_after_trying(tried)
     with config.patch({"cpp.vec_isa_ok": False}):
+        assert not compat.must_try_vector_instructions()
         assert not compat.remember_vector_instructions(known)
         assert cpu_vec_isa.valid_vec_isa_list() == []

@@ -19,6 +19,7 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.backend.cache.store import CacheFiles
+from zpasses.backend.cache.vector_instructions import store_vector_instructions
 from zpasses.ranks.agreement import Sequences
 from zpasses.ranks.run_order import RunEvent
 from zpasses.ranks.vote import Answers
@@ -89,8 +90,6 @@ class Entry:
     """What `memory_budget="auto"` found to be free."""
     static_inputs: dict[str, list[int]] = field(default_factory=dict)
     """Kind of graph -> positions of the inputs whose memory stays the same from call to call."""
-    vector_instructions: compat.VectorInstructions | None = None
-    """From `compat.known_vector_instructions`."""
     answers: Answers = field(default_factory=dict)
     """What the votes of the passes came to."""
 
@@ -204,7 +203,7 @@ class GraphArtifacts:
             return
         if self._needs_backward and entry.backward is None:
             return
-        entry.vector_instructions = compat.known_vector_instructions()
+        store_vector_instructions()
         written = all(self._files.write(name, data) for name, data in self._pending.items())
         self._pending.clear()
         if written and self._files.write("entry", pickle.dumps(entry)):

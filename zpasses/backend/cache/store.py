@@ -2,6 +2,7 @@
 
     DIR/v1/KEY/entry                  the graph: what AOTAutograd made of it, and its facts
     DIR/v1/KEY/TOKEN/NAME             code and rewritten graphs that belong to one entry
+    DIR/v1/vector-instructions/NAME   what Inductor's code for CPUs may use on one kind of machine
 
 A file starts with the SHA-256 of the rest. A damaged file counts as missing and is deleted. Files
 are pickles, so the folder must belong to this user: its permissions are those of the user alone.

@@ -147,6 +147,23 @@ def _without_a_cache_on_the_second_rank(folder):
     return start(folder, {"cache": not dist.get_rank()})
 
 
+def _trials_of_a_start(folder):
+    tried, check = [], cpu_vec_isa.VecISA.check_build
+
+    def count():
+        forget_vector_instructions()
+        cpu_vec_isa.VecISA.check_build = lambda self, code: tried.append(self) or check(self, code)
+
+    said = start(folder, patch=count)[2]
+    return len(tried), *said
+
+
+def test_one_rank_of_a_machine_tries_vector_instructions(tmp_path):
+    ranks = on_fresh_ranks(_trials_of_a_start, tmp_path)
+    assert [words(said) for _, *said in ranks] == [COLD, COLD]
+    assert sorted(bool(tried) for tried, *_ in ranks) == [False, True]
+
+
 def test_a_rank_that_dumps_makes_no_other_rank_wait(tmp_path):
     trained = []
     for number in (1, 2):

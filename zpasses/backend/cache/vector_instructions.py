@@ -1,0 +1,134 @@
+"""The vector instructions of Inductor's code for CPUs: tried while a graph is traced, and stored
+for later processes on machines of the same kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import hashlib
+import json
+import logging
+import threading
+
+import filelock
+
+from zpasses import compat
+from zpasses.backend.cache.store import CacheFiles
+
+__all__ = [
+    "begin_vector_instruction_trials",
+    "finish_vector_instruction_trials",
+    "recall_vector_instructions",
+    "store_vector_instructions",
+]
+
+log = logging.getLogger("zpasses")
+
+_LONGEST_WAIT_S = 60
+"""Seconds that a process waits for the trials of another process before it makes its own."""
+
+
+class _Trials:
+    """Trials of one process, in a thread of their own."""
+
+    def __init__(self, stored: bool) -> None:
+        self._stored = stored
+        self._known: compat.VectorInstructions | None = None
+        context = contextvars.copy_context()  # has the settings of Inductor
+        self._thread = threading.Thread(
+            target=context.run, args=(self._run,), name="zpasses-vector-instructions"
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        self._thread.join()
+        compat.remember_vector_instructions(self._known)
+
+    def _run(self) -> None:
+        try:
+            self._known = _stored_or_tried() if self._stored else compat.try_vector_instructions()
+        except Exception as error:  # whatever a compiler raises: Inductor will say it again
+            log.info("vector instructions were not tried: %s", error)
+
+
+_trials: _Trials | None = None
+_starting = threading.Lock()
+
+
+def begin_vector_instruction_trials(*, stored: bool) -> None:
+    """Starts to try vector instructions in a thread, if this process has to.
+
+    Most of the time passes in compilers and other child processes.
+
+    Args:
+        stored: whether to read and write the compile cache. Processes of one machine then try one
+            after the other, and those that come later read what the first has found.
+    """
+    global _trials
+    with _starting:
+        if _trials is None and compat.must_try_vector_instructions():
+            _trials = _Trials(stored)
+
+
+def finish_vector_instruction_trials() -> None:
+    """Waits for the trials that have begun, and makes the choice of this process.
+
+    Without an answer, Inductor tries for itself.
+    """
+    global _trials
+    with _starting:
+        if _trials is not None:
+            compat.import_inductor_lowering()  # is needed next, and takes part of the wait
+            _trials.finish()
+            _trials = None
+
+
+def recall_vector_instructions() -> None:
+    """Makes the choice of this process as an earlier one did, if that is stored."""
+    finish_vector_instruction_trials()
+    if compat.must_try_vector_instructions():
+        compat.remember_vector_instructions(_read())
+
+
+def store_vector_instructions() -> None:
+    """Stores what this process has found out, if nothing is stored."""
+    known = compat.known_vector_instructions()
+    if known is not None and _read() is None:
+        _write(known)
+
+
+def _stored_or_tried() -> compat.VectorInstructions:
+    lock = _files().folder / "lock"
+    with contextlib.ExitStack() as stack:
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            stack.enter_context(filelock.FileLock(lock, timeout=_LONGEST_WAIT_S))
+        except OSError as error:  # a timeout, too
+            log.info("vector instructions are tried without a lock: %s", error)
+        known = _read()
+        if known is None:
+            known = compat.try_vector_instructions()
+            _write(known)
+        return known
+
+
+def _files() -> CacheFiles:
+    return CacheFiles.of("vector-instructions")
+
+
+def _name() -> str:
+    return hashlib.sha256(compat.vector_instructions_key().encode()).hexdigest()[:24]
+
+
+def _read() -> compat.VectorInstructions | None:
+    data = _files().read(_name())
+    try:
+        found = json.loads(data) if data is not None else None
+        return (found[0], tuple((name, flags) for name, flags in found[1])) if found else None
+    except (ValueError, TypeError, LookupError):
+        return None
+
+
+def _write(known: compat.VectorInstructions) -> None:
+    _files().write(_name(), json.dumps(known).encode())
