@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "concatenate_meshes",
     "local_of",
     "local_range",
+    "locals_of",
     "make_dtensor",
     "mesh_ranks",
     "root_mesh",
@@ -174,6 +176,11 @@ def clear_sharding_prop_cache() -> None:
 def local_of(dtensor: DTensor) -> Tensor:
     """Returns the local tensor itself: no autograd node, same version counter."""
     return dtensor._local_tensor
+
+
+def locals_of(dtensors: Sequence[DTensor]) -> list[Tensor]:
+    """Returns `local_of` each DTensor."""
+    return [each._local_tensor for each in dtensors]
 
 
 def set_local(dtensor: DTensor, local: Tensor) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.runtime.forward_variants import ForwardVariant, ParamSlot
-from zpasses.runtime.layout import rows_of
+from zpasses.runtime.layout import rows_of_all
 from zpasses.runtime.local_shards import CallParams, bound_call, to_local_shards
 from zpasses.runtime.param_cache import ParamCache, install_step_invalidation, param_cache_of
 from zpasses.runtime.start_values import compare_start_values
@@ -234,7 +234,7 @@ def with_local_shards(
                 accumulation.apply(params)
                 shards: Sequence[Tensor] = to_local_shards(params)
             else:
-                shards = [rows_of(param) for param in params]
+                shards = rows_of_all(params)
             for i, shard in zip(positions, shards, strict=True):
                 values[i] = shard
             if bound is None:

@@ -13,6 +13,7 @@ neither the exchange of the dimensions nor the collective costs a copy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -211,7 +212,7 @@ class ParamLayout:
 
 def layout_of(param: DTensor) -> ParamLayout:
     """Returns how a sharded parameter is cut."""
-    known = getattr(param, LAYOUT_ATTRIBUTE, None)
+    known: ParamLayout | None = getattr(param, LAYOUT_ATTRIBUTE, None)
     if known is None:
         mesh, placement = param.device_mesh, param.placements[-1]
         dim = placement.dim if isinstance(placement, Shard) else 0
@@ -220,9 +221,17 @@ def layout_of(param: DTensor) -> ParamLayout:
             if mesh.ndim == 1
             else ParamLayout(compat.submesh_of_dimension(mesh, 1), dim, hybrid_mesh=mesh)
         )
-    return cast(ParamLayout, known)
+    return known
 
 
 def rows_of(param: DTensor) -> Tensor:
     """Returns the local tensor of a parameter as the dialect sees it: the cut dimension first."""
     return layout_of(param).rows_first(compat.local_of(param))
+
+
+def rows_of_all(params: Sequence[DTensor]) -> list[Tensor]:
+    """Returns `rows_of` each parameter. Every call of compiled code does this."""
+    return [
+        layout.rows_first(local) if (layout := layout_of(param)).dim else local
+        for param, local in zip(params, compat.locals_of(params), strict=True)
+    ]

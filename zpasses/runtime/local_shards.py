@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
-from zpasses.runtime.layout import layout_of, rows_of
+from zpasses.runtime.layout import layout_of, rows_of, rows_of_all
 from zpasses.runtime.param_cache import drop_cached
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "local_shards_node",
     "to_local_shard",
     "to_local_shards",
-    "wrap_local_grad",
     "wrap_shard_grad",
 ]
 
@@ -104,7 +103,7 @@ class _LocalShards(torch.autograd.Function):
         ctx.zpasses_call = _calls.current
         # Other tensors of the same memory and version counter: autograd would mark a returned
         # tensor as this node's output, and that must not happen to the parameter's own tensor.
-        return tuple([rows_of(param).detach() for param in params])
+        return tuple([rows.detach() for rows in rows_of_all(params)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
@@ -163,10 +162,13 @@ class StealableGrad(DTensor):
     def __torch_dispatch__(  # type: ignore[override]  # a disabled C function in DTensor's stub
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for value in compat.pytree.tree_leaves((args, kwargs)) if func is not _DETACH else args:
+        if func is _DETACH:
+            args[0].__class__ = DTensor
+            return args[0]
+        for value in compat.pytree.tree_leaves((args, kwargs)):
             if type(value) is StealableGrad:
                 cast(Any, value).__class__ = DTensor
-        return args[0] if func is _DETACH else func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 _DETACH = torch.ops.aten.detach.default
@@ -177,14 +179,20 @@ def wrap_shard_grad(rows: Tensor, param: DTensor, *, stored: bool = True) -> DTe
 
     Args:
         rows: the average over the ranks, with the cut dimension first. Nothing else may reference
-            it.
+            it. If it requires grad (create_graph), the result stays in the autograd graph.
         stored: whether autograd adds the gradient to `param.grad`. False returns a plain DTensor.
     """
-    layout = layout_of(param)
+    layout, spec = layout_of(param), compat.spec_of(param)
     if layout.grad_scale != 1.0:
         in_place = not rows.requires_grad and rows.is_floating_point()
         rows = rows.mul_(layout.grad_scale) if in_place else rows * layout.grad_scale
-    return wrap_local_grad(layout.rows_back(rows), compat.spec_of(param), stored=stored)
+    local = layout.rows_back(rows) if layout.dim else rows
+    if not local.requires_grad:
+        return compat.wrap_local(local, spec, StealableGrad if stored else DTensor)
+    meta = cast(Any, spec.tensor_meta)
+    return DTensor.from_local(
+        local, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
+    )
 
 
 class _StoredGrads(torch.autograd.Function):
@@ -214,20 +222,3 @@ def accumulate_grads(params: Sequence[Any], grads: Sequence[Tensor]) -> None:
     with torch.enable_grad():
         root = _StoredGrads.apply(grads, *params)  # type: ignore[no-untyped-call]
     root.backward()
-
-
-def wrap_local_grad(local: Tensor, spec: compat.DTensorSpec, *, stored: bool = True) -> DTensor:
-    """Wrap a local gradient as a DTensor of `spec`.
-
-    Nothing else may reference `local`. If it requires grad (create_graph), the result stays in the
-    autograd graph.
-
-    Args:
-        stored: whether autograd adds the gradient to `param.grad`. False returns a plain DTensor.
-    """
-    if local.requires_grad:
-        meta = cast(Any, spec.tensor_meta)
-        return DTensor.from_local(
-            local, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
-        )
-    return compat.wrap_local(local, spec, StealableGrad if stored else DTensor)

@@ -81,7 +81,10 @@ def _pair(which):
 
 
 def _same(model, plain):
-    assert_same(zpasses.full_state_dict(model), dict(plain.state_dict()))
+    actual, expected = zpasses.full_state_dict(model), dict(plain.state_dict())
+    assert list(actual) == list(expected)
+    # Not to the last bit: products and norms of a shard may round in another order.
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(model(TOKENS), plain(TOKENS))
     for param in model.parameters():
         assert isinstance(param, DTensor)
