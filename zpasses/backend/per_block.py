@@ -12,6 +12,7 @@ from zpasses import compat
 from zpasses.backend.cache.vector_instructions import begin_vector_instruction_trials
 from zpasses.errors import OptionError
 from zpasses.pipeline.options import Options
+from zpasses.ranks.vote import vote_timeout
 from zpasses.runtime.block_schedule import begin_model_call, end_model_call
 
 __all__ = ["compile_blocks"]
@@ -52,7 +53,8 @@ def compile_blocks(model: nn.Module, blocks: str = "auto", **options: Any) -> li
     found = _find(model, blocks)
     on_cpu = any(param.device.type == "cpu" for param in model.parameters())
     if on_cpu and parsed.codegen == "inductor":
-        begin_vector_instruction_trials(stored=parsed.cache)
+        with vote_timeout(parsed.agreement_timeout_s):
+            begin_vector_instruction_trials(stored=parsed.cache)
     limits = compat.recompile_limit(_VARIANTS * _most_kinds(found.values()))
     for module in found.values():
         compat.compile_module(module, backend="zpasses", options=options, **limits)

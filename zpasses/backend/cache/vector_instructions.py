@@ -15,6 +15,7 @@ import filelock
 
 from zpasses import compat
 from zpasses.backend.cache.store import CacheFiles
+from zpasses.ranks.vote import current_timeout_s
 
 __all__ = [
     "begin_vector_instruction_trials",
@@ -25,17 +26,16 @@ __all__ = [
 
 log = logging.getLogger("zpasses")
 
-_LONGEST_WAIT_S = 60
-"""Seconds that a process waits for the trials of another process before it makes its own."""
-
 
 class _Trials:
-    """Trials of one process, in a thread of their own."""
+    """Trials of one process, in a thread of their own. Settings are those of the thread that starts
+    them.
+    """
 
     def __init__(self, stored: bool) -> None:
         self._stored = stored
         self._known: compat.VectorInstructions | None = None
-        context = contextvars.copy_context()  # has the settings of Inductor
+        context = contextvars.copy_context()
         self._thread = threading.Thread(
             target=context.run, args=(self._run,), name="zpasses-vector-instructions"
         )
@@ -62,8 +62,8 @@ def begin_vector_instruction_trials(*, stored: bool) -> None:
     Most of the time passes in compilers and other child processes.
 
     Args:
-        stored: whether to read and write the compile cache. Processes of one machine then try one
-            after the other, and those that come later read what the first has found.
+        stored: whether to read and write the compile cache. The processes of one machine then wait
+            for the first of them, as long as a vote would here, and read what it has found.
     """
     global _trials
     with _starting:
@@ -103,7 +103,7 @@ def _stored_or_tried() -> compat.VectorInstructions:
     with contextlib.ExitStack() as stack:
         try:
             lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            stack.enter_context(filelock.FileLock(lock, timeout=_LONGEST_WAIT_S))
+            stack.enter_context(filelock.FileLock(lock, timeout=current_timeout_s()))
         except OSError as error:  # a timeout, too
             log.info("vector instructions are tried without a lock: %s", error)
         known = _read()

@@ -10,6 +10,7 @@ from torch._inductor import config, cpu_vec_isa
 from zpasses import compat
 from zpasses.backend.cache import vector_instructions as trials
 from zpasses.compat import vector_instructions
+from zpasses.ranks.vote import vote_timeout
 
 pytestmark = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64"), reason="Inductor tries x86 instructions only"
@@ -121,14 +122,13 @@ def test_a_process_waits_for_the_trials_of_another(tried, tmp_path):
     assert tried == []
 
 
-def test_a_process_does_not_wait_forever(tried, monkeypatch):
+def test_a_process_waits_as_long_as_a_vote(tried):
     found = try_now()
     folder = trials._files().folder
     for file in folder.iterdir():
         file.unlink()
     forget()
-    monkeypatch.setattr(trials, "_LONGEST_WAIT_S", 0.05)
-    with filelock.FileLock(folder / "lock"):
+    with filelock.FileLock(folder / "lock"), vote_timeout(0.05):
         assert try_now() == found
 
 
