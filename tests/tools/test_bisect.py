@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import zpasses
+from tests.cases import some_quick
 from tests.programs import forked_or_started, forked_subprocess
 from zpasses.dumps import read
 from zpasses.pipeline.bisect import Trial
@@ -50,32 +51,34 @@ def bisect(tmp_path, program, *arguments, **options):
     ), progress
 
 
+FAULTS = [
+    ("if 'three' in ran: raise ValueError('no')", {}, "the program ended with status 1"),
+    ("if 'three' in ran: os.kill(os.getpid(), 11)", {}, "the program died of SIGSEGV"),
+    (
+        "if 'three' in ran: time.sleep(60)",
+        {"timeout_s": 8.0},  # a loaded machine takes seconds to start the program
+        "the program did not end within 8 s",
+    ),
+    (
+        "call('0/0 gradients', 3.0, 5.0 if 'three' in ran else 5.1)",
+        {},
+        "rank0, call 2 (0/0 gradients), value 1 (float32[2])",
+    ),
+    (
+        "if 'three' not in ran: call('0/0 outputs', 1.0)",
+        {},
+        "rank0 made 1 compiled calls; expected 2",
+    ),
+    (
+        "call('1/0 outputs' if 'three' in ran else '0/0 outputs', 1.0)",
+        {},
+        "rank0, call 2: is 1/0 outputs; expected 0/0 outputs",
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("program", "options", "reason"),
-    [
-        ("if 'three' in ran: raise ValueError('no')", {}, "the program ended with status 1"),
-        ("if 'three' in ran: os.kill(os.getpid(), 11)", {}, "the program died of SIGSEGV"),
-        (
-            "if 'three' in ran: time.sleep(60)",
-            {"timeout_s": 8.0},  # a loaded machine takes seconds to start the program
-            "the program did not end within 8 s",
-        ),
-        (
-            "call('0/0 gradients', 3.0, 5.0 if 'three' in ran else 5.1)",
-            {},
-            "rank0, call 2 (0/0 gradients), value 1 (float32[2])",
-        ),
-        (
-            "if 'three' not in ran: call('0/0 outputs', 1.0)",
-            {},
-            "rank0 made 1 compiled calls; expected 2",
-        ),
-        (
-            "call('1/0 outputs' if 'three' in ran else '0/0 outputs', 1.0)",
-            {},
-            "rank0, call 2: is 1/0 outputs; expected 0/0 outputs",
-        ),
-    ],
+    ("program", "options", "reason"), some_quick(FAULTS, [FAULTS[0], FAULTS[3], FAULTS[4]])
 )
 def test_the_first_pass_that_breaks_a_run_is_found(tmp_path, program, options, reason):
     report, progress = bisect(tmp_path, program, **options)

@@ -12,6 +12,7 @@ from torch import nn
 
 import zpasses
 from tests.cases import some_quick
+from tests.graphs import drawn_examples
 from tests.zpasses.layered_models import (
     DEPTH,
     WIDTH,
@@ -159,7 +160,7 @@ KINDS = {
     st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=4),
     st.lists(st.integers(0, 3), min_size=1, max_size=7),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=drawn_examples(20), deadline=None)
 def test_drawn_sequences_of_blocks_compute_the_same(kinds, order):
     torch._dynamo.reset()
     torch.manual_seed(0)

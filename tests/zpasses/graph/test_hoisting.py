@@ -3,6 +3,7 @@
 from hypothesis import assume, given, settings
 from torch import fx
 
+from tests.graphs import drawn_examples
 from zpasses import compat
 from zpasses.graph.hoisting import hoist_collectives
 from zpasses.graph.nodes import collective_of, is_wait
@@ -64,7 +65,7 @@ WORLDS = {"world_sizes": (2, 3, 4), "replicas": (1, 2)}
 
 
 @given(joint_recipes(max_params=3, **WORLDS), pipelines(lowered=True))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=drawn_examples(40), deadline=None)
 def test_the_parts_of_a_graph_compute_what_it_does(recipe, pipeline):
     _, graphs = recipe.run_pipeline(pipeline)
     parts = list(map(hoist, graphs))
