@@ -32,8 +32,10 @@ from zpasses.backend.cache.key import graph_key, refusal, refusal_here
 from zpasses.backend.cache.lookup import decline_artifacts, find_artifacts
 from zpasses.backend.cache.stored_graph import StoredGraph
 from zpasses.backend.cache.vector_instructions import (
+    are_instructions_given,
     begin_vector_instruction_trials,
     finish_vector_instruction_trials,
+    recall_vector_instructions,
 )
 from zpasses.backend.capture import Capture, capture, describe_inputs, tag_joint
 from zpasses.backend.code import (
@@ -274,9 +276,8 @@ class _GraphCompiler:
                 )
                 return compiled
             patches = self._patches()
-            if self._captured.is_on_cpu:
+            if self._captured.is_on_cpu and not are_instructions_given(self._options.inductor):
                 begin_vector_instruction_trials(stored=self._options.cache)
-                stack.callback(finish_vector_instruction_trials)
             inner = functools.partial(self._inductor_inner, patches)
             if self._artifacts is None:
                 compiled = compat.inductor_compile(gm, inputs, inner, patches)
@@ -327,6 +328,8 @@ class _GraphCompiler:
         graphs: list[StoredGraph] = []
 
         def load(artifacts: GraphArtifacts) -> None:
+            if not are_instructions_given(self._options.inductor):
+                recall_vector_instructions()
             compiler = self._graph_compiler(artifacts)
             graphs.append(StoredGraph(artifacts, self._captured.inputs, compiler, self._codegen))
 

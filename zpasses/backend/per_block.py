@@ -9,7 +9,10 @@ from typing import Any
 from torch import nn
 
 from zpasses import compat
-from zpasses.backend.cache.vector_instructions import begin_vector_instruction_trials
+from zpasses.backend.cache.vector_instructions import (
+    are_instructions_given,
+    begin_vector_instruction_trials,
+)
 from zpasses.errors import OptionError
 from zpasses.pipeline.options import Options
 from zpasses.ranks.vote import vote_timeout
@@ -52,7 +55,8 @@ def compile_blocks(model: nn.Module, blocks: str = "auto", **options: Any) -> li
         raise OptionError(f"compile_blocks: got {model!r}; expected a module.")
     found = _find(model, blocks)
     on_cpu = any(param.device.type == "cpu" for param in model.parameters())
-    if on_cpu and parsed.codegen == "inductor":
+    given = are_instructions_given(parsed.inductor)
+    if on_cpu and parsed.codegen == "inductor" and not given:
         with vote_timeout(parsed.agreement_timeout_s):
             begin_vector_instruction_trials(stored=parsed.cache)
     limits = compat.recompile_limit(_VARIANTS * _most_kinds(found.values()))

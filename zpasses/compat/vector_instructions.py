@@ -8,9 +8,11 @@ that loads stored code needs the answer as well.
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import platform
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import deque
+from collections.abc import Sequence
 from contextvars import copy_context
 from typing import Any
 from unittest import mock
@@ -29,12 +31,14 @@ VectorInstructions = tuple[str, tuple[tuple[str, str], ...]]
 
 
 def known_vector_instructions() -> VectorInstructions | None:
-    """Returns what this process has found out; None if it has not tried."""
+    """Returns what this process has found out; None if it has not tried, or if some of the
+    processor's instructions do not work.
+    """
     from torch._inductor import cpu_vec_isa
 
     if not _is_known(cpu_vec_isa) or not cpu_vec_isa.valid_vec_isa_list.cache_info().currsize:
         return None
-    return _toolchain(cpu_vec_isa), _working(cpu_vec_isa)
+    return _if_complete(cpu_vec_isa, _working(cpu_vec_isa))
 
 
 def must_try_vector_instructions() -> bool:
@@ -59,22 +63,41 @@ def vector_instructions_key() -> str:
     return " ".join([_toolchain(cpu_vec_isa), *map(str, _candidates(cpu_vec_isa))])
 
 
-def try_vector_instructions() -> VectorInstructions:
+def try_vector_instructions() -> VectorInstructions | None:
     """Finds out which sets of instructions work, two at a time. Each takes a compiler and a child
     process.
 
     The choice of this process stays open, so another thread may do this.
     `remember_vector_instructions` makes it.
+
+    Returns:
+        None if one of them does not work. A compiler that was killed looks the same.
     """
     from torch._inductor import cpu_vec_isa
 
-    # A trial of an object of Inductor changes its flags for a while.
-    candidates = [copy.copy(each) for each in _candidates(cpu_vec_isa)]
-    with ThreadPoolExecutor(2) as pool:
-        # Each thread sees the settings of Inductor that hold here.
-        works = [pool.submit(copy_context().run, bool, each) for each in candidates]
-    working = [isa for isa, each in zip(candidates, works, strict=True) if each.result()]
-    return _toolchain(cpu_vec_isa), tuple((str(isa), isa.build_arch_flags()) for isa in working)
+    trials = [_trial_of(each) for each in _candidates(cpu_vec_isa)]
+    waiting, works = deque(trials), set()
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                trial = waiting.popleft()
+                with contextlib.suppress(Exception):  # whatever a compiler raises
+                    if trial:
+                        works.add(trial)
+
+    # No pool, because a program that ends would wait for its threads. Each of these sees the
+    # settings of Inductor that hold here.
+    workers = [
+        threading.Thread(target=copy_context().run, args=(work,), daemon=True) for _ in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if len(works) < len(trials):
+        return None
+    return _if_complete(cpu_vec_isa, _described(trials))
 
 
 def remember_vector_instructions(known: VectorInstructions | None) -> bool:
@@ -100,7 +123,6 @@ def remember_vector_instructions(known: VectorInstructions | None) -> bool:
         or _toolchain(cpu_vec_isa) != known[0]
     ):
         return False
-    _forget(cpu_vec_isa)  # what trials of this process have left
     # Inductor asks its questions, and each has the answer yes.
     with mock.patch.object(cpu_vec_isa.VecISA, "check_build", return_value=True):
         if _working(cpu_vec_isa) == known[1]:
@@ -122,8 +144,33 @@ def _candidates(cpu_vec_isa: Any) -> list[Any]:
     return [isa for isa in cpu_vec_isa.supported_vec_isa_list if set(str(isa).split()) <= has]
 
 
+def _trial_of(isa: Any, **members: Any) -> Any:
+    """Returns another object of the set.
+
+    Inductor remembers answers by object, and its own objects are equal to copies of them. A trial
+    changes the flags of its object for a while.
+    """
+    kind: Any = type(isa)
+    identity = {"__hash__": object.__hash__, "__eq__": object.__eq__}
+    return type(kind.__name__, (kind,), {**identity, **members})()
+
+
+def _described(sets: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+    return tuple((str(isa), isa.build_arch_flags()) for isa in sets)
+
+
 def _working(cpu_vec_isa: Any) -> tuple[tuple[str, str], ...]:
-    return tuple((str(isa), isa.build_arch_flags()) for isa in cpu_vec_isa.valid_vec_isa_list())
+    return _described(cpu_vec_isa.valid_vec_isa_list())
+
+
+def _if_complete(
+    cpu_vec_isa: Any, working: tuple[tuple[str, str], ...]
+) -> VectorInstructions | None:
+    """What works, with the toolchain, if all works that the processor has."""
+    always = {"check_build": lambda self, code: True}
+    everything = [_trial_of(isa, **always) for isa in _candidates(cpu_vec_isa)]
+    complete = all(everything) and working == _described(everything)
+    return (_toolchain(cpu_vec_isa), working) if complete else None
 
 
 def _forget(cpu_vec_isa: Any) -> None:

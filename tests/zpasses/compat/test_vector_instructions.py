@@ -67,16 +67,36 @@ def test_trials_leave_the_choice_open(tried):
     assert tried == []
 
 
-def test_what_does_not_work_is_not_known_to_work(tried, monkeypatch):
-    everything = known_after_trying(tried)
-    best = everything[1][0][0]
-    monkeypatch.setattr(
-        cpu_vec_isa.VecISA, "check_build", lambda self, code: str(self) not in (best,)
-    )
-    known = compat.try_vector_instructions()
-    assert [name for name, _ in known[1]] == [name for name, _ in everything[1][1:]]
-    assert not compat.remember_vector_instructions(known)  # Inductor tries for itself
+def test_inductor_does_not_see_trials(tried):
+    """Its objects of sets of instructions are equal to copies of them, and it caches answers."""
+    known = known_after_trying(tried)
+    compat.try_vector_instructions()
+    tried.clear()
+    assert cpu_vec_isa.valid_vec_isa_list()
+    assert set(tried) >= {name for name, _ in known[1]}
+    assert compat.known_vector_instructions() == known
+
+
+@pytest.mark.parametrize("fails", ["a set", "an addition to a set", "with an error"])
+def test_what_does_not_work_is_not_known_to_work(tried, monkeypatch, fails):
+    """A compiler that was killed looks the same, so nothing is known then."""
+    best = known_after_trying(tried)[1][0][0]
+
+    def works(self, code):
+        if fails == "with an error":
+            raise RuntimeError("no compiler")
+        return str(self) != best if fails == "a set" else "avx512bf16" not in self._arch_flags
+
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", works)
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
+    sets = vector_instructions._candidates(cpu_vec_isa)
+    if fails == "an addition to a set" and not isinstance(sets[0], cpu_vec_isa.VecAVX512):
+        pytest.skip("needs a processor with AVX512")
+    assert compat.try_vector_instructions() is None
     assert compat.must_try_vector_instructions()
+    if fails != "with an error":
+        cpu_vec_isa.valid_vec_isa_list()
+        assert compat.known_vector_instructions() is None  # and is not stored
 
 
 @pytest.mark.parametrize("differs", ["toolchain", "processor", "not all work", "flags", "nothing"])

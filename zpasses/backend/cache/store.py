@@ -21,7 +21,7 @@ from pathlib import Path
 
 from zpasses import compat
 
-__all__ = ["CacheFiles", "cache_folder"]
+__all__ = ["CacheFiles", "cache_folder", "make_private"]
 
 log = logging.getLogger("zpasses")
 
@@ -32,6 +32,18 @@ def cache_folder() -> Path:
     """Returns the folder of the cache: ZPASSES_CACHE_DIR, or `zpasses` in torch's own."""
     given = os.environ.get("ZPASSES_CACHE_DIR")
     return Path(given) if given else Path(compat.inductor_cache_folder()) / "zpasses"
+
+
+def make_private(folder: Path) -> None:
+    """Creates a folder with its parents. New ones are for this user only.
+
+    Raises:
+        OSError: if that is not possible.
+    """
+    if not folder.is_dir():
+        if folder.parent != folder:
+            make_private(folder.parent)
+        folder.mkdir(exist_ok=True, mode=0o700)
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,7 @@ class CacheFiles:
         """Writes a file; returns whether that was possible."""
         path = self.folder / name
         try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private(path.parent)
             handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
             try:
                 with open(handle, "wb") as file:

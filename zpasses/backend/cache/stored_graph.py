@@ -8,7 +8,6 @@ from typing import Any
 
 from zpasses import compat
 from zpasses.backend.cache.artifacts import GraphArtifacts
-from zpasses.backend.cache.vector_instructions import recall_vector_instructions
 from zpasses.backend.code import Codegen, Compiled, GraphCompiler, Template
 from zpasses.runtime.codegen import boxed
 from zpasses.runtime.forward import first_variant
@@ -48,7 +47,6 @@ class StoredGraph:
         self._code: dict[str, Compiled] = {}
         self.compiled = compat.unpack_result(entry.result, inputs, self._late)
         """Takes the inputs of the captured graph."""
-        recall_vector_instructions()
         self._template = self._template_of(self._forward.kind)
         with self._template.state.restored():
             graphs.preload(self._forward.kind, self._first_variant())

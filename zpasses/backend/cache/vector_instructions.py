@@ -10,14 +10,17 @@ import hashlib
 import json
 import logging
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 import filelock
 
 from zpasses import compat
-from zpasses.backend.cache.store import CacheFiles
+from zpasses.backend.cache.store import CacheFiles, make_private
 from zpasses.ranks.vote import current_timeout_s
 
 __all__ = [
+    "are_instructions_given",
     "begin_vector_instruction_trials",
     "finish_vector_instruction_trials",
     "recall_vector_instructions",
@@ -37,7 +40,7 @@ class _Trials:
         self._known: compat.VectorInstructions | None = None
         context = contextvars.copy_context()
         self._thread = threading.Thread(
-            target=context.run, args=(self._run,), name="zpasses-vector-instructions"
+            target=context.run, args=(self._run,), name="zpasses-vector-instructions", daemon=True
         )
         self._thread.start()
 
@@ -54,6 +57,11 @@ class _Trials:
 
 _trials: _Trials | None = None
 _starting = threading.Lock()
+
+
+def are_instructions_given(inductor: Mapping[str, Any] | None) -> bool:
+    """Whether these options of Inductor say whether vector instructions work."""
+    return "cpp.vec_isa_ok" in (inductor or {})
 
 
 def begin_vector_instruction_trials(*, stored: bool) -> None:
@@ -98,18 +106,21 @@ def store_vector_instructions() -> None:
         _write(known)
 
 
-def _stored_or_tried() -> compat.VectorInstructions:
+def _stored_or_tried() -> compat.VectorInstructions | None:
     lock = _files().folder / "lock"
     with contextlib.ExitStack() as stack:
         try:
-            lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            stack.enter_context(filelock.FileLock(lock, timeout=current_timeout_s()))
+            make_private(lock.parent)
+            stack.enter_context(filelock.FileLock(lock, timeout=current_timeout_s(), mode=0o600))
         except OSError as error:  # a timeout, too
             log.info("vector instructions are tried without a lock: %s", error)
         known = _read()
         if known is None:
             known = compat.try_vector_instructions()
-            _write(known)
+            if known is not None:
+                _write(known)
+            else:
+                log.info("vector instructions: not all work here; Inductor tries them itself")
         return known
 
 

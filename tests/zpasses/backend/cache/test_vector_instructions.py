@@ -1,16 +1,24 @@
 """Trials of vector instructions: in a thread, stored for later processes of the same machine."""
 
+import os
 import platform
+import subprocess
+import sys
 import threading
 
 import filelock
 import pytest
+import torch
+from torch import nn
 from torch._inductor import config, cpu_vec_isa
 
+import zpasses
 from zpasses import compat
+from zpasses.backend import compiler, per_block
 from zpasses.backend.cache import vector_instructions as trials
 from zpasses.compat import vector_instructions
 from zpasses.ranks.vote import vote_timeout
+from zpasses.testing import run_in_fresh_ranks, world_mesh
 
 pytestmark = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64"), reason="Inductor tries x86 instructions only"
@@ -132,15 +140,77 @@ def test_a_process_waits_as_long_as_a_vote(tried):
         assert try_now() == found
 
 
-def test_a_failed_trial_leaves_it_to_inductor(tried, monkeypatch):
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_failed_trial_is_not_stored_and_leaves_it_to_inductor(
+    tried, tmp_path, monkeypatch, killed
+):
     def fails(self, code):
-        raise RuntimeError("no compiler")
+        if not killed:
+            raise RuntimeError("no compiler")
+        return False
 
     with monkeypatch.context() as patched:
         patched.setattr(cpu_vec_isa.VecISA, "check_build", fails)
         assert try_now() is None
-    assert compat.must_try_vector_instructions()
-    assert cpu_vec_isa.valid_vec_isa_list()
+        assert stored_files(tmp_path) == []
+        assert compat.must_try_vector_instructions()
+        if killed:
+            assert cpu_vec_isa.valid_vec_isa_list() == []
+            trials.store_vector_instructions()
+            assert stored_files(tmp_path) == []
+            forget()
+    assert try_now() is not None
+
+
+def test_settings_of_the_compile_hold_if_trials_began_before(tried):
+    trials.begin_vector_instruction_trials(stored=False)
+    with config.patch({"cpp.vec_isa_ok": False}):
+        trials.finish_vector_instruction_trials()
+        assert cpu_vec_isa.valid_vec_isa_list() == []
+
+
+def test_a_program_ends_without_waiting_for_trials(tmp_path):
+    """Another process holds the lock."""
+    folder = tmp_path / "v1" / "vector-instructions"
+    folder.mkdir(parents=True)
+    program = (
+        "from zpasses.backend.cache import vector_instructions as trials\n"
+        "trials.begin_vector_instruction_trials(stored=True)\n"
+        "assert trials._trials is not None\n"
+    )
+    unset = ("TORCHINDUCTOR_VEC_ISA_OK",)
+    env = {name: value for name, value in os.environ.items() if name not in unset}
+    with filelock.FileLock(folder / "lock"):
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**env, "ZPASSES_CACHE_DIR": str(tmp_path)},
+            timeout=60,
+            check=True,
+        )
+
+
+def _begins_trials(options):
+    """Whether the backend, and `compile_blocks`, begin trials with these options of Inductor."""
+    begun = []
+    compiler.begin_vector_instruction_trials = lambda stored: begun.append("backend")
+    per_block.begin_vector_instruction_trials = lambda stored: begun.append("blocks")
+    model = zpasses.shard(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), mesh=world_mesh())
+    zpasses.compile_blocks(model, "0", inductor=options, cache=False)
+    model(torch.ones(2, 2)).sum().backward()
+    return begun
+
+
+@pytest.mark.inductor
+def test_an_option_that_decides_is_kept():
+    assert run_in_fresh_ranks(_begins_trials, {}, ranks=1)[0].result == ["blocks", "backend"]
+    given = {"cpp.vec_isa_ok": False}
+    assert run_in_fresh_ranks(_begins_trials, given, ranks=1)[0].result == []
+
+
+def test_folders_are_for_this_user_only(tried, tmp_path):
+    try_now()
+    for path in (tmp_path / "cache").rglob("*"):
+        assert not path.stat().st_mode & 0o077, path
 
 
 def test_nothing_is_tried_that_the_user_decides(tried):
