@@ -30,8 +30,8 @@ demo: $(INSTALLED)
 	@rm -rf build/demo
 	$(PY) examples/train_gpt.py --ranks 2 --dump build/demo $(ARGS)
 
-# Four keep two cores busy: six took as long. They start some hundred processes,
-# which share compiled bytecode whatever the environment says.
+# Four keep two cores busy: six took as long. They start some hundred processes, which share
+# compiled bytecode whatever the environment says.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 4 --dist worksteal
 
 # Property tests draw a third of their examples. pyproject.toml tells which tests are slow.

@@ -32,7 +32,6 @@ from zpasses.backend.cache.key import graph_key, refusal, refusal_here
 from zpasses.backend.cache.lookup import decline_artifacts, find_artifacts
 from zpasses.backend.cache.stored_graph import StoredGraph
 from zpasses.backend.cache.vector_instructions import (
-    are_instructions_given,
     begin_vector_instruction_trials,
     finish_vector_instruction_trials,
     recall_vector_instructions,
@@ -276,8 +275,8 @@ class _GraphCompiler:
                 )
                 return compiled
             patches = self._patches()
-            if self._captured.is_on_cpu and not are_instructions_given(self._options.inductor):
-                begin_vector_instruction_trials(stored=self._options.cache)
+            if self._captured.is_on_cpu:
+                begin_vector_instruction_trials(self._options)
             inner = functools.partial(self._inductor_inner, patches)
             if self._artifacts is None:
                 compiled = compat.inductor_compile(gm, inputs, inner, patches)
@@ -328,8 +327,7 @@ class _GraphCompiler:
         graphs: list[StoredGraph] = []
 
         def load(artifacts: GraphArtifacts) -> None:
-            if not are_instructions_given(self._options.inductor):
-                recall_vector_instructions()
+            recall_vector_instructions(self._options)
             compiler = self._graph_compiler(artifacts)
             graphs.append(StoredGraph(artifacts, self._captured.inputs, compiler, self._codegen))
 

@@ -9,13 +9,9 @@ from typing import Any
 from torch import nn
 
 from zpasses import compat
-from zpasses.backend.cache.vector_instructions import (
-    are_instructions_given,
-    begin_vector_instruction_trials,
-)
+from zpasses.backend.cache.vector_instructions import begin_vector_instruction_trials
 from zpasses.errors import OptionError
 from zpasses.pipeline.options import Options
-from zpasses.ranks.vote import vote_timeout
 from zpasses.runtime.block_schedule import begin_model_call, end_model_call
 
 __all__ = ["compile_blocks"]
@@ -54,11 +50,8 @@ def compile_blocks(model: nn.Module, blocks: str = "auto", **options: Any) -> li
     if not isinstance(model, nn.Module):
         raise OptionError(f"compile_blocks: got {model!r}; expected a module.")
     found = _find(model, blocks)
-    on_cpu = any(param.device.type == "cpu" for param in model.parameters())
-    given = are_instructions_given(parsed.inductor)
-    if on_cpu and parsed.codegen == "inductor" and not given:
-        with vote_timeout(parsed.agreement_timeout_s):
-            begin_vector_instruction_trials(stored=parsed.cache)
+    if any(param.device.type == "cpu" for param in model.parameters()):
+        begin_vector_instruction_trials(parsed)
     limits = compat.recompile_limit(_VARIANTS * _most_kinds(found.values()))
     for module in found.values():
         compat.compile_module(module, backend="zpasses", options=options, **limits)

@@ -191,7 +191,6 @@ from zpasses.compat.regions import (
 )
 from zpasses.compat.vector_instructions import (
     VectorInstructions,
-    known_vector_instructions,
     must_try_vector_instructions,
     remember_vector_instructions,
     try_vector_instructions,
@@ -282,7 +281,6 @@ __all__ = [
     "is_to_local",
     "is_tracing",
     "kind_of_inner_compile",
-    "known_vector_instructions",
     "lazy_recompiles",
     "limited_timeouts",
     "local_of",

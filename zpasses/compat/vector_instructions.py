@@ -19,7 +19,6 @@ from unittest import mock
 
 __all__ = [
     "VectorInstructions",
-    "known_vector_instructions",
     "must_try_vector_instructions",
     "remember_vector_instructions",
     "try_vector_instructions",
@@ -28,17 +27,6 @@ __all__ = [
 
 VectorInstructions = tuple[str, tuple[tuple[str, str], ...]]
 """The compiler and torch with which they were tried; name and compiler flags of those that work."""
-
-
-def known_vector_instructions() -> VectorInstructions | None:
-    """Returns what this process has found out; None if it has not tried, or if some of the
-    processor's instructions do not work.
-    """
-    from torch._inductor import cpu_vec_isa
-
-    if not _is_known(cpu_vec_isa) or not cpu_vec_isa.valid_vec_isa_list.cache_info().currsize:
-        return None
-    return _if_complete(cpu_vec_isa, _working(cpu_vec_isa))
 
 
 def must_try_vector_instructions() -> bool:
@@ -75,7 +63,8 @@ def try_vector_instructions() -> VectorInstructions | None:
     """
     from torch._inductor import cpu_vec_isa
 
-    trials = [_trial_of(each) for each in _candidates(cpu_vec_isa)]
+    candidates = _candidates(cpu_vec_isa)
+    trials = [_trial_of(each) for each in candidates]
     waiting, works = deque(trials), set()
 
     def work() -> None:
@@ -95,9 +84,12 @@ def try_vector_instructions() -> VectorInstructions | None:
         worker.start()
     for worker in workers:
         worker.join()
-    if len(works) < len(trials):
+    always = {"check_build": lambda self, code: True}
+    everything = [_trial_of(each, **always) for each in candidates]
+    complete = len(works) == len(trials) and all(everything)
+    if not complete or _described(trials) != _described(everything):
         return None
-    return _if_complete(cpu_vec_isa, _described(trials))
+    return _toolchain(cpu_vec_isa), _described(trials)
 
 
 def remember_vector_instructions(known: VectorInstructions | None) -> bool:
@@ -107,8 +99,7 @@ def remember_vector_instructions(known: VectorInstructions | None) -> bool:
     compiler, torch or processor differ, or if some of the processor's instructions did not work.
 
     Args:
-        known: from `known_vector_instructions` of the other process, or from
-            `try_vector_instructions`.
+        known: from `try_vector_instructions`, perhaps of another process.
 
     Returns:
         Whether this process need not try.
@@ -133,7 +124,10 @@ def remember_vector_instructions(known: VectorInstructions | None) -> bool:
 
 def _is_known(cpu_vec_isa: Any) -> bool:
     """Whether this torch finds out as this file expects."""
-    return hasattr(getattr(cpu_vec_isa, "valid_vec_isa_list", None), "cache_clear")
+    names = ("supported_vec_isa_list", "x86_isa_checker", "_get_isa_dry_compile_fingerprint")
+    return hasattr(getattr(cpu_vec_isa, "valid_vec_isa_list", None), "cache_clear") and all(
+        hasattr(cpu_vec_isa, name) for name in names
+    )
 
 
 def _candidates(cpu_vec_isa: Any) -> list[Any]:
@@ -161,16 +155,6 @@ def _described(sets: Sequence[Any]) -> tuple[tuple[str, str], ...]:
 
 def _working(cpu_vec_isa: Any) -> tuple[tuple[str, str], ...]:
     return _described(cpu_vec_isa.valid_vec_isa_list())
-
-
-def _if_complete(
-    cpu_vec_isa: Any, working: tuple[tuple[str, str], ...]
-) -> VectorInstructions | None:
-    """What works, with the toolchain, if all works that the processor has."""
-    always = {"check_build": lambda self, code: True}
-    everything = [_trial_of(isa, **always) for isa in _candidates(cpu_vec_isa)]
-    complete = all(everything) and working == _described(everything)
-    return (_toolchain(cpu_vec_isa), working) if complete else None
 
 
 def _forget(cpu_vec_isa: Any) -> None:

@@ -30,18 +30,16 @@ def tried(monkeypatch):
     forget()
 
 
+def chosen():
+    """The choice of this process."""
+    return vector_instructions._working(cpu_vec_isa)
+
+
 def known_after_trying(tried):
-    """What this process finds out, which then is as new."""
-    assert cpu_vec_isa.valid_vec_isa_list()
-    known = compat.known_vector_instructions()
-    forget()
+    """What this process finds out."""
+    known = compat.try_vector_instructions()
     tried.clear()
     return known
-
-
-def test_what_is_not_tried_is_not_known(tried):
-    assert compat.known_vector_instructions() is None
-    assert tried == []
 
 
 def test_another_process_need_not_try(tried):
@@ -50,7 +48,7 @@ def test_another_process_need_not_try(tried):
     assert [str(each) for each in cpu_vec_isa.valid_vec_isa_list()] == [
         name for name, _ in known[1]
     ]
-    assert compat.known_vector_instructions() == known
+    assert chosen() == known[1]
     assert tried == []
 
 
@@ -63,7 +61,7 @@ def test_trials_leave_the_choice_open(tried):
     tried.clear()
     assert compat.remember_vector_instructions(known)
     assert not compat.must_try_vector_instructions()
-    assert compat.known_vector_instructions() == known
+    assert chosen() == known[1]
     assert tried == []
 
 
@@ -74,7 +72,7 @@ def test_inductor_does_not_see_trials(tried):
     tried.clear()
     assert cpu_vec_isa.valid_vec_isa_list()
     assert set(tried) >= {name for name, _ in known[1]}
-    assert compat.known_vector_instructions() == known
+    assert chosen() == known[1]
 
 
 @pytest.mark.parametrize("fails", ["a set", "an addition to a set", "with an error"])
@@ -94,9 +92,6 @@ def test_what_does_not_work_is_not_known_to_work(tried, monkeypatch, fails):
         pytest.skip("needs a processor with AVX512")
     assert compat.try_vector_instructions() is None
     assert compat.must_try_vector_instructions()
-    if fails != "with an error":
-        cpu_vec_isa.valid_vec_isa_list()
-        assert compat.known_vector_instructions() is None  # and is not stored
 
 
 @pytest.mark.parametrize("differs", ["toolchain", "processor", "not all work", "flags", "nothing"])
@@ -110,7 +105,7 @@ def test_a_process_that_may_differ_tries_itself(tried, differs):
         "nothing": None,
     }[differs]
     assert not compat.remember_vector_instructions(known)
-    assert compat.known_vector_instructions() is None
+    assert compat.must_try_vector_instructions()
     assert tried == []
     assert list(map(str, cpu_vec_isa.valid_vec_isa_list())) == [name for name, _ in working]
     assert set(tried) >= {name for name, _ in working}
@@ -122,3 +117,14 @@ def test_the_users_setting_is_kept(tried):
         assert not compat.must_try_vector_instructions()
         assert not compat.remember_vector_instructions(known)
         assert cpu_vec_isa.valid_vec_isa_list() == []
+
+
+@pytest.mark.parametrize(
+    "name", ["valid_vec_isa_list", "x86_isa_checker", "supported_vec_isa_list"]
+)
+def test_another_torch_tries_for_itself(tried, monkeypatch, name):
+    known = known_after_trying(tried)
+    with monkeypatch.context() as patched:
+        patched.delattr(cpu_vec_isa, name)
+        assert not compat.must_try_vector_instructions()
+        assert not compat.remember_vector_instructions(known)

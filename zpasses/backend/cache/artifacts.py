@@ -19,7 +19,6 @@ from torch import fx
 
 from zpasses import compat
 from zpasses.backend.cache.store import CacheFiles
-from zpasses.backend.cache.vector_instructions import store_vector_instructions
 from zpasses.ranks.agreement import Sequences
 from zpasses.ranks.run_order import RunEvent
 from zpasses.ranks.vote import Answers
@@ -203,7 +202,6 @@ class GraphArtifacts:
             return
         if self._needs_backward and entry.backward is None:
             return
-        store_vector_instructions()
         written = all(self._files.write(name, data) for name, data in self._pending.items())
         self._pending.clear()
         if written and self._files.write("entry", pickle.dumps(entry)):

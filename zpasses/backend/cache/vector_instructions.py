@@ -10,21 +10,18 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Mapping
-from typing import Any
 
 import filelock
 
 from zpasses import compat
 from zpasses.backend.cache.store import CacheFiles, make_private
-from zpasses.ranks.vote import current_timeout_s
+from zpasses.pipeline.options import Options
+from zpasses.ranks.vote import current_timeout_s, vote_timeout
 
 __all__ = [
-    "are_instructions_given",
     "begin_vector_instruction_trials",
     "finish_vector_instruction_trials",
     "recall_vector_instructions",
-    "store_vector_instructions",
 ]
 
 log = logging.getLogger("zpasses")
@@ -59,24 +56,20 @@ _trials: _Trials | None = None
 _starting = threading.Lock()
 
 
-def are_instructions_given(inductor: Mapping[str, Any] | None) -> bool:
-    """Whether these options of Inductor say whether vector instructions work."""
-    return "cpp.vec_isa_ok" in (inductor or {})
+def begin_vector_instruction_trials(options: Options) -> None:
+    """Starts to try vector instructions in a thread, if a compile for CPUs with these options would
+    try them.
 
-
-def begin_vector_instruction_trials(*, stored: bool) -> None:
-    """Starts to try vector instructions in a thread, if this process has to.
-
-    Most of the time passes in compilers and other child processes.
-
-    Args:
-        stored: whether to read and write the compile cache. The processes of one machine then wait
-            for the first of them, as long as a vote would here, and read what it has found.
+    Most of the time passes in compilers and other child processes. With the compile cache, the
+    processes of one machine wait for the first of them, as long as for votes, and read what it has
+    found.
     """
     global _trials
-    with _starting:
+    if options.codegen != "inductor" or _are_given(options):
+        return
+    with _starting, vote_timeout(options.agreement_timeout_s):
         if _trials is None and compat.must_try_vector_instructions():
-            _trials = _Trials(stored)
+            _trials = _Trials(stored=options.cache)
 
 
 def finish_vector_instruction_trials() -> None:
@@ -92,18 +85,20 @@ def finish_vector_instruction_trials() -> None:
             _trials = None
 
 
-def recall_vector_instructions() -> None:
+def recall_vector_instructions(options: Options) -> None:
     """Makes the choice of this process as an earlier one did, if that is stored."""
+    if _are_given(options):
+        return
     finish_vector_instruction_trials()
     if compat.must_try_vector_instructions():
         compat.remember_vector_instructions(_read())
 
 
-def store_vector_instructions() -> None:
-    """Stores what this process has found out, if nothing is stored."""
-    known = compat.known_vector_instructions()
-    if known is not None and _read() is None:
-        _write(known)
+def _are_given(options: Options) -> bool:
+    """Whether options of Inductor say whether vector instructions work. They hold in the compile,
+    and not here.
+    """
+    return "cpp.vec_isa_ok" in options.inductor
 
 
 def _stored_or_tried() -> compat.VectorInstructions | None:

@@ -14,10 +14,9 @@ from torch._inductor import config, cpu_vec_isa
 
 import zpasses
 from zpasses import compat
-from zpasses.backend import compiler, per_block
 from zpasses.backend.cache import vector_instructions as trials
 from zpasses.compat import vector_instructions
-from zpasses.ranks.vote import vote_timeout
+from zpasses.pipeline.options import Options
 from zpasses.testing import run_in_fresh_ranks, world_mesh
 
 pytestmark = pytest.mark.skipif(
@@ -48,10 +47,16 @@ def forget():
     vector_instructions._forget(cpu_vec_isa)
 
 
+def chosen():
+    """The choice of this process; None if it has none."""
+    has_one = cpu_vec_isa.valid_vec_isa_list.cache_info().currsize
+    return vector_instructions._working(cpu_vec_isa) if has_one else None
+
+
 def try_now(stored=True):
-    trials.begin_vector_instruction_trials(stored=stored)
+    trials.begin_vector_instruction_trials(Options(cache=stored))
     trials.finish_vector_instruction_trials()
-    return compat.known_vector_instructions()
+    return chosen()
 
 
 def stored_files(tmp_path):
@@ -66,7 +71,7 @@ def test_trials_run_beside_the_compile(tried, tmp_path):
     assert stored_files(tmp_path) == []
     forget()
     assert cpu_vec_isa.valid_vec_isa_list()  # Inductor's own trials
-    assert compat.known_vector_instructions() == found
+    assert chosen() == found
     assert tried[-1] is threading.current_thread()
 
 
@@ -77,21 +82,8 @@ def test_a_later_process_reads_what_the_first_found(tried, tmp_path):
     tried.clear()
     assert try_now() == found
     forget()
-    trials.recall_vector_instructions()
-    assert compat.known_vector_instructions() == found
-    assert tried == []
-
-
-def test_a_graph_that_is_stored_stores_what_inductor_found(tried, tmp_path):
-    trials.store_vector_instructions()
-    assert stored_files(tmp_path) == []  # nothing is known
-    assert cpu_vec_isa.valid_vec_isa_list()
-    found = compat.known_vector_instructions()
-    trials.store_vector_instructions()
-    forget()
-    tried.clear()
-    trials.recall_vector_instructions()
-    assert compat.known_vector_instructions() == found
+    trials.recall_vector_instructions(Options())
+    assert chosen() == found
     assert tried == []
 
 
@@ -108,7 +100,7 @@ def test_a_damaged_file_is_tried_again(tried, tmp_path, damage):
         trials._files().write(file.name, data)
     forget()
     tried.clear()
-    trials.recall_vector_instructions()
+    trials.recall_vector_instructions(Options())
     assert compat.must_try_vector_instructions()
     assert try_now() == found
     assert tried
@@ -123,10 +115,10 @@ def test_a_process_waits_for_the_trials_of_another(tried, tmp_path):
     forget()
     tried.clear()
     with filelock.FileLock(file.parent / "lock"):
-        trials.begin_vector_instruction_trials(stored=True)
+        trials.begin_vector_instruction_trials(Options())
         file.write_bytes(data)
     trials.finish_vector_instruction_trials()
-    assert compat.known_vector_instructions() == found
+    assert chosen() == found
     assert tried == []
 
 
@@ -136,8 +128,10 @@ def test_a_process_waits_as_long_as_a_vote(tried):
     for file in folder.iterdir():
         file.unlink()
     forget()
-    with filelock.FileLock(folder / "lock"), vote_timeout(0.05):
-        assert try_now() == found
+    with filelock.FileLock(folder / "lock"):
+        trials.begin_vector_instruction_trials(Options(agreement_timeout_s=0.05))
+        trials.finish_vector_instruction_trials()
+    assert chosen() == found
 
 
 @pytest.mark.parametrize("killed", [True, False])
@@ -154,16 +148,11 @@ def test_a_failed_trial_is_not_stored_and_leaves_it_to_inductor(
         assert try_now() is None
         assert stored_files(tmp_path) == []
         assert compat.must_try_vector_instructions()
-        if killed:
-            assert cpu_vec_isa.valid_vec_isa_list() == []
-            trials.store_vector_instructions()
-            assert stored_files(tmp_path) == []
-            forget()
     assert try_now() is not None
 
 
 def test_settings_of_the_compile_hold_if_trials_began_before(tried):
-    trials.begin_vector_instruction_trials(stored=False)
+    trials.begin_vector_instruction_trials(Options(cache=False))
     with config.patch({"cpp.vec_isa_ok": False}):
         trials.finish_vector_instruction_trials()
         assert cpu_vec_isa.valid_vec_isa_list() == []
@@ -175,7 +164,8 @@ def test_a_program_ends_without_waiting_for_trials(tmp_path):
     folder.mkdir(parents=True)
     program = (
         "from zpasses.backend.cache import vector_instructions as trials\n"
-        "trials.begin_vector_instruction_trials(stored=True)\n"
+        "from zpasses.pipeline.options import Options\n"
+        "trials.begin_vector_instruction_trials(Options())\n"
         "assert trials._trials is not None\n"
     )
     unset = ("TORCHINDUCTOR_VEC_ISA_OK",)
@@ -190,21 +180,24 @@ def test_a_program_ends_without_waiting_for_trials(tmp_path):
 
 
 def _begins_trials(options):
-    """Whether the backend, and `compile_blocks`, begin trials with these options of Inductor."""
+    """What began trials in a compile with these options of Inductor, and which choice was made."""
+    config.cpp.vec_isa_ok = None
+    forget()
     begun = []
-    compiler.begin_vector_instruction_trials = lambda stored: begun.append("backend")
-    per_block.begin_vector_instruction_trials = lambda stored: begun.append("blocks")
+    trials._Trials = lambda stored: begun.append(stored)
     model = zpasses.shard(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), mesh=world_mesh())
     zpasses.compile_blocks(model, "0", inductor=options, cache=False)
     model(torch.ones(2, 2)).sum().backward()
-    return begun
+    return begun, list(map(str, cpu_vec_isa.valid_vec_isa_list()))
 
 
 @pytest.mark.inductor
 def test_an_option_that_decides_is_kept():
-    assert run_in_fresh_ranks(_begins_trials, {}, ranks=1)[0].result == ["blocks", "backend"]
+    begun, works = run_in_fresh_ranks(_begins_trials, {}, ranks=1)[0].result
+    assert begun == [False, False]  # by compile_blocks and by the backend; it is not stored
+    assert works
     given = {"cpp.vec_isa_ok": False}
-    assert run_in_fresh_ranks(_begins_trials, given, ranks=1)[0].result == []
+    assert run_in_fresh_ranks(_begins_trials, given, ranks=1)[0].result == ([], [])
 
 
 def test_folders_are_for_this_user_only(tried, tmp_path):
