@@ -44,6 +44,7 @@ from zpasses.runtime.codegen import boxed, eager_codegen
 from zpasses.runtime.forward import BoundParameters, ForwardDispatch
 from zpasses.runtime.forward_variants import (
     ForwardVariant,
+    OutputStrides,
     build_forward_variant,
     gather_ids,
     param_slots,
@@ -140,6 +141,8 @@ class GraphCompiler:
         self._report, self._compiling = report, compiling
         self._lowering, self._result_hook, self._artifacts = lowering, result_hook, artifacts
         self._preloaded: tuple[str, StoredVariant, Compiled] | None = None
+        self.output_strides = artifacts.entry.output_strides if artifacts is not None else ()
+        """Strides that the forward graph returns, which its backward is compiled for."""
 
     # --- graphs -----------------------------------------------------------------------------------
     def forward(self, template: Template, facts: ForwardFacts) -> Compiled:
@@ -235,7 +238,7 @@ class GraphCompiler:
         loaded = self._load(template, variant)
         if loaded is not None:
             return loaded
-        gm, extra = _built(template, variant)
+        gm, extra = _built(template, variant, self.output_strides)
         sequences: Sequences = {}
         what = f"code of {template.kind}"
         if variant is not None:
@@ -258,16 +261,29 @@ class GraphCompiler:
         events = run_events(gm.graph, f"{self._name} {template.kind}")
         hoisted = self._hoist(gm, template.kind)
         whole = replace_gloo_collectives(gm)
-        with template.state.restored(), self._recorder.record_errors(what):
+        strides: list[tuple[int, ...] | None] = []
+        with template.state.restored(strides), self._recorder.record_errors(what):
             if hoisted is None:
                 code = template.codegen(whole, inputs)
             else:
                 body = replace_gloo_collectives(hoisted.body)
                 code = template.codegen(body, [*inputs, *hoisted.extra_inputs])
+        self._keep_output_strides(template, strides)
         names = TraceNames.of(gm.graph, whole.graph)
         if self._artifacts is not None:
             self._artifacts.add_code(template.kind, variant, code, events, names, sequences)
         return self._checked(code, events, names, template.kind, hoisted)
+
+    def _keep_output_strides(
+        self, template: Template, strides: Sequence[tuple[int, ...] | None]
+    ) -> None:
+        """The first variant of a forward graph chooses the strides that all return."""
+        if template.kind == "backward" or self.output_strides:
+            return
+        outputs = cast(Sequence[Any], template.graph().graph.output_node().args[0])
+        self.output_strides = tuple(strides[: len(outputs)])
+        if self._artifacts is not None:
+            self._artifacts.entry.output_strides = self.output_strides
 
     def _load(
         self, template: Template, variant: ForwardVariant | BackwardVariant | None
@@ -297,7 +313,7 @@ class GraphCompiler:
         }
         hoisted = None
         if self._options.prefetch:
-            gm, _ = _built(template, variant)
+            gm, _ = _built(template, variant, self.output_strides)
             hoisted = self._hoist(gm, kind)
         return self._checked(code, events, stored.names, kind, hoisted)
 
@@ -373,11 +389,13 @@ class GraphCompiler:
 
 
 def _built(
-    template: Template, variant: ForwardVariant | BackwardVariant | None
+    template: Template,
+    variant: ForwardVariant | BackwardVariant | None,
+    output_strides: OutputStrides,
 ) -> tuple[fx.GraphModule, list[Any]]:
     """Returns the graph of a variant (None: the graph itself), and its further fake inputs."""
     if variant is None:
         return template.graph(), []
     if isinstance(variant, ForwardVariant):
-        return build_forward_variant(template.graph(), variant)
+        return build_forward_variant(template.graph(), variant, output_strides)
     return build_backward_variant(template.graph(), variant)

@@ -461,12 +461,14 @@ class _GraphCompiler:
             compat.undonate_saved(values, lambda value: True)
         facts = forward_facts(gm, kind)
         if self._artifacts is not None:
-            self._artifacts.set_forward(facts, gm)
+            self._artifacts.set_forward(facts, gm, inputs)
         if facts.slots:
             self._caches_params = True
             compat.undonate_saved(values, is_cached_param(gm.graph))
             gm = compat.clone_graph_module(gm)
-        return graphs.forward(Template.of(kind, gm, inputs, codegen), facts)
+        code = graphs.forward(Template.of(kind, gm, inputs, codegen), facts)
+        compat.report_output_strides(graphs.output_strides)
+        return code
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this rank failed to compile, if it has not told them yet."""
@@ -510,7 +512,7 @@ class _GraphCompiler:
         order = {name: i for i, name in enumerate(self._captured.shards.values())}
         facts = backward_facts(gm, order)
         if self._artifacts is not None:
-            self._artifacts.set_backward(facts, gm)
+            self._artifacts.set_backward(facts, gm, inputs)
         if facts.slots:
             gm = compat.clone_graph_module(gm)
         else:

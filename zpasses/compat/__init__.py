@@ -176,6 +176,7 @@ from zpasses.compat.inductor import (
     is_inductor_lowering_loaded,
     pin_output_strides,
     register_collective_lowerings,
+    report_output_strides,
 )
 from zpasses.compat.optim import (
     adjusted_muon_lr,
@@ -318,6 +319,7 @@ __all__ = [
     "register_collective_lowerings",
     "register_work",
     "remember_vector_instructions",
+    "report_output_strides",
     "root_mesh",
     "second_group",
     "second_group_name",

@@ -240,8 +240,15 @@ class CompilerState:
         self._patches = {} if fake_mode is None else {"fake_mode": fake_mode}
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Context manager: the saved context is active inside it."""
+    def restored(
+        self, output_strides: list[tuple[int, ...] | None] | None = None
+    ) -> Iterator[None]:
+        """Context manager: the saved context is active inside it.
+
+        Args:
+            output_strides: an empty list, which takes the strides of the outputs of the graph that
+                Inductor compiles inside, in elements; None for outputs that are no tensors.
+        """
         from torch._inductor.virtualized import V
 
         with contextlib.ExitStack() as stack:
@@ -249,6 +256,8 @@ class CompilerState:
                 stack.enter_context(V.set_fake_mode(self.fake_mode))
             if self.context is not None:
                 stack.enter_context(tracing(self.context))
-                # Inductor asserts that output strides are reported for one forward only.
-                stack.enter_context(TracingContext.patch(output_strides=None, **self._patches))
+                # Inductor asserts that output strides are reported for one graph only.
+                stack.enter_context(
+                    TracingContext.patch(output_strides=output_strides, **self._patches)
+                )
             yield

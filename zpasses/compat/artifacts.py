@@ -284,11 +284,23 @@ def unpack_code(data: bytes, inputs: Sequence[Any], *, is_backward: bool) -> Cod
 
 
 # --- FX graphs ------------------------------------------------------------------------------------
-_KEPT_META = ("val", "tensor_meta", "zpasses", "custom", "stack_trace", "recompute", "ac_graph_id")
+_KEPT_META = (
+    "val",
+    "tensor_meta",
+    "zpasses",
+    "custom",
+    "stack_trace",
+    "recompute",
+    "ac_graph_id",
+    "user_visible_output_idxs",
+)
 
 
-def pack_graph(gm: fx.GraphModule) -> bytes:
+def pack_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> bytes:
     """Returns a graph of one of Inductor's compilers as bytes, with the fake values of its nodes.
+
+    Args:
+        inputs: fake inputs, whose strides may differ from those of the trace.
 
     Raises:
         Exception: any kind, from values in the graph that cannot be pickled.
@@ -297,6 +309,8 @@ def pack_graph(gm: fx.GraphModule) -> bytes:
 
     options = Options(ops_filter=None, node_metadata_key_filter=lambda key: key in _KEPT_META)
     stored = clone_graph_module(gm)
+    for node, value in zip(stored.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        node.meta["val"] = value
     for node in stored.graph.nodes:
         if "val" in node.meta:
             node.meta["val"] = pytree.tree_map_only(torch.Tensor, _no_view, node.meta["val"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -30,6 +30,7 @@ __all__ = [
     "is_inductor_lowering_loaded",
     "pin_output_strides",
     "register_collective_lowerings",
+    "report_output_strides",
 ]
 
 
@@ -85,13 +86,58 @@ def inductor_compile(
         return compile_fx(gm, cast(Any, inputs), inner_compile=inner, config_patches=patches)
 
 
-def pin_output_strides(output: fx.Node) -> None:
-    """Keeps Inductor from choosing the strides of a graph's outputs.
+def pin_output_strides(output: fx.Node, strides: Mapping[int, tuple[int, ...]]) -> None:
+    """Keeps Inductor from choosing the strides of these outputs of a graph.
 
-    All variants of one graph must return the same strides, and accept each other's outputs as
-    inputs.
+    Args:
+        output: the graph's output node.
+        strides: position of an output -> its strides, in elements. All variants of one graph must
+            return the same strides, because one backward reads what each of them saves.
     """
-    output.meta["user_visible_output_idxs"] = list(range(len(cast(Sequence[Any], output.args[0]))))
+    output.meta[_PINNED] = {**output.meta.get(_PINNED, {}), **strides}
+
+
+_PINNED = "zpasses_output_strides"
+
+
+def _pin_outputs(gm: fx.GraphModule) -> None:
+    """Inserts what `pin_output_strides` asked for.
+
+    Inductor computes the strides of all values again, from those of the inputs, and may lay out
+    values of three and more dimensions differently. So these get an operator that demands the
+    strides. It makes no copy where they are as demanded.
+    """
+    from torch._inductor.inductor_prims import force_stride_order
+
+    output = gm.graph.output_node()
+    pinned: dict[int, tuple[int, ...]] = output.meta.pop(_PINNED, {})
+    values = list(cast(Sequence[Any], output.args[0]))
+    for position, strides in pinned.items():
+        node = values[position]
+        static = all(isinstance(each, int) for each in strides)
+        if len(strides) < 3 or not static:
+            continue
+        with gm.graph.inserting_before(output):
+            forced = gm.graph.call_function(force_stride_order, (node, list(strides)))
+        forced.meta["val"] = node.meta["val"].new_empty_strided(node.meta["val"].shape, strides)
+        values[position] = forced
+    output.args = (tuple(values),)
+    visible = {*output.meta.get("user_visible_output_idxs", ()), *pinned}
+    output.meta["user_visible_output_idxs"] = sorted(visible)
+    gm.recompile()
+
+
+def report_output_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
+    """Tells AOTAutograd the strides that a forward graph returns.
+
+    Its backward is compiled for inputs with these strides.
+
+    Args:
+        strides: per output of the graph; None if it is no tensor, or has the strides of the trace.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides is not None:
+        context.output_strides[:] = strides
 
 
 def inductor_codegen(
@@ -104,6 +150,7 @@ def inductor_codegen(
     register_collective_lowerings()
     _decompose_casts(gm)
     _reduce_views_of_awaited(gm)
+    _pin_outputs(gm)
     with config.patch(patches):
         return cast(Callable[..., Any], compile_fx_inner(gm, cast(Any, inputs), **kwargs))
 

@@ -120,7 +120,8 @@ def hoist_collectives(
     output.args = ((*values, *sent),)
     extra = [_give(body.graph, names[node.name], i) for i, node in enumerate(gathers.crossing)]
     erase_dead(body.graph, [*before, *(names[node.name] for node in gathers.crossing)])
-    compat.pin_output_strides(output)
+    strides = {count + i: value_of(node).stride() for i, node in enumerate(sent)}
+    compat.pin_output_strides(output, strides)
     body.graph.lint()
     body.recompile()
     return HoistedGraph(body, extra, count, gathers.part(gm), reductions.part(gm))

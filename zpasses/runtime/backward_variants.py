@@ -103,8 +103,8 @@ def build_backward_variant(
     before = [node for node in output.args[0] if isinstance(node, fx.Node)]  # type: ignore[union-attr]
     output.args = ((*kept, *extra_outputs),)
     erase_dead(graph, before)
-    if variant != BackwardVariant(accum_dtype=variant.accum_dtype):
-        compat.pin_output_strides(output)
+    strides = {len(kept) + i: value_of(node).stride() for i, node in enumerate(extra_outputs)}
+    compat.pin_output_strides(output, strides)
     graph.lint()
     built.recompile()
     return built, extra_inputs

@@ -14,12 +14,12 @@ Inductor sees a plain graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.graph.nodes import append_placeholder, collective_of, erase_dead, value_of
@@ -27,6 +27,7 @@ from zpasses.graph.tags import retag, tag_of, tagged
 
 __all__ = [
     "ForwardVariant",
+    "OutputStrides",
     "ParamSlot",
     "build_forward_variant",
     "gather_ids",
@@ -122,9 +123,13 @@ class ForwardVariant:
 
 
 def build_forward_variant(
-    gm: fx.GraphModule, variant: ForwardVariant
+    gm: fx.GraphModule, variant: ForwardVariant, strides: OutputStrides = ()
 ) -> tuple[fx.GraphModule, list[Any]]:
     """Build a variant as a new graph; `gm` is not changed.
+
+    Args:
+        strides: the strides that an earlier variant returned, per output of `gm`; () if there is
+            none.
 
     Returns:
         The graph, and the fake values of its extra inputs.
@@ -144,11 +149,42 @@ def build_forward_variant(
         elif number in variant.kept:
             extra_outputs.append(_held(nodes[0]))
     output = graph.output_node()
+    count = len(output.args[0])  # type: ignore[arg-type]
     output.args = ((*output.args[0], *extra_outputs),)  # type: ignore[misc]
-    compat.pin_output_strides(output)
+    pinned = _full_param_outputs(graph) | {
+        i: _static_or_traced(value_of(output.args[0][i]), each)  # type: ignore[arg-type]
+        for i, each in enumerate(strides)
+        if each is not None
+    }
+    full = {count + i: value_of(node).stride() for i, node in enumerate(extra_outputs)}
+    compat.pin_output_strides(output, {**pinned, **full})
     graph.lint()
     built.recompile()
     return built, extra_inputs
+
+
+def _full_param_outputs(graph: fx.Graph) -> dict[int, tuple[int, ...]]:
+    """Position of each output that is a cached parameter, or a view of one -> its strides.
+
+    A variant that is given the parameter returns it as it is. Inductor may prefer other strides
+    for what backward reads, which would be a second copy of the parameter.
+    """
+    is_cached, values = is_cached_param(graph), graph.output_node().args[0]
+    return {
+        i: value_of(node).stride()
+        for i, node in enumerate(values)  # type: ignore[arg-type]
+        if isinstance(node, fx.Node) and is_cached(node)
+    }
+
+
+def _static_or_traced(value: Tensor, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Inductor chooses strides only where sizes are static; others it reports of one run."""
+    static = all(isinstance(each, int) for each in (*value.shape, *value.stride()))
+    return strides if static else value.stride()
+
+
+OutputStrides = Sequence[tuple[int, ...] | None]
+"""Strides of the outputs of a graph, in elements; None for outputs that are no tensors."""
 
 
 def _add_cached_input(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:

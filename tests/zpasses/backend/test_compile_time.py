@@ -116,11 +116,15 @@ def test_subgraphs_of_the_model_itself_are_still_checked(one_rank, schemas):
     assert len(schemas) >= DEPTH
 
 
+def inputs_of(gm):
+    return [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+
+
 def test_graphs_are_pickled_in_c(monkeypatch):
     monkeypatch.setattr(GraphPickler, "dumps", None)  # which is in Python where dill is installed
     gm = make_fx(lambda x: torch.relu(x) + 1, tracing_mode="fake")(torch.ones(3))
     mode = next(iter(gm.graph.nodes)).meta["val"].fake_mode
-    found = compat.unpack_graph(compat.pack_graph(gm), mode)
+    found = compat.unpack_graph(compat.pack_graph(gm, inputs_of(gm)), mode)
     assert [str(node.target) for node in found.graph.nodes] == [
         str(node.target) for node in gm.graph.nodes
     ]
@@ -133,7 +137,7 @@ def test_what_only_dill_can_pickle_is_packed_too():
     gm = make_fx(lambda x: torch.relu(x) + 1, tracing_mode="fake")(torch.ones(3))
     node = next(iter(gm.graph.nodes))
     node.meta["custom"] = {"function": lambda: 3}
-    found = compat.unpack_graph(compat.pack_graph(gm), node.meta["val"].fake_mode)
+    found = compat.unpack_graph(compat.pack_graph(gm, inputs_of(gm)), node.meta["val"].fake_mode)
     assert next(iter(found.graph.nodes)).meta["custom"]["function"]() == 3
 
 

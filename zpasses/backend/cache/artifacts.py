@@ -23,7 +23,7 @@ from zpasses.ranks.agreement import Sequences
 from zpasses.ranks.run_order import RunEvent
 from zpasses.ranks.vote import Answers
 from zpasses.runtime.backward_variants import BackwardVariant
-from zpasses.runtime.forward_variants import ForwardVariant, ParamSlot
+from zpasses.runtime.forward_variants import ForwardVariant, OutputStrides, ParamSlot
 from zpasses.runtime.grad_slots import GradSlot
 from zpasses.runtime.profiling import TraceNames
 
@@ -89,6 +89,8 @@ class Entry:
     """What `memory_budget="auto"` found to be free."""
     static_inputs: dict[str, list[int]] = field(default_factory=dict)
     """Kind of graph -> positions of the inputs whose memory stays the same from call to call."""
+    output_strides: OutputStrides = ()
+    """Strides of the outputs of the forward graph, which its variants keep."""
     answers: Answers = field(default_factory=dict)
     """What the votes of the passes came to."""
 
@@ -170,13 +172,13 @@ class GraphArtifacts:
         return found if isinstance(found, StoredVariant) else None
 
     # --- writing ----------------------------------------------------------------------------------
-    def set_forward(self, facts: ForwardFacts, gm: fx.GraphModule) -> None:
+    def set_forward(self, facts: ForwardFacts, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self.entry.forward, self._needs_backward = facts, facts.kind == "forward"
-        self._add_graph(facts.kind, gm)
+        self._add_graph(facts.kind, gm, inputs)
 
-    def set_backward(self, facts: BackwardFacts, gm: fx.GraphModule) -> None:
+    def set_backward(self, facts: BackwardFacts, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self.entry.backward = facts
-        self._add_graph("backward", gm)
+        self._add_graph("backward", gm, inputs)
 
     def add_code(
         self,
@@ -218,11 +220,11 @@ class GraphArtifacts:
         self._given_up = True
         self._pending.clear()
 
-    def _add_graph(self, kind: str, gm: fx.GraphModule) -> None:
+    def _add_graph(self, kind: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         if self._given_up or self.loaded:
             return
         try:
-            data = compat.pack_graph(gm)
+            data = compat.pack_graph(gm, inputs)
         except Exception as error:  # whatever a value in the graph's metadata raises
             self.give_up(f"its {kind} graph cannot be stored ({type(error).__name__}: {error})")
             return

@@ -1,0 +1,145 @@
+"""Inductor chooses the strides of what forward saves: backward must be compiled for them."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+import zpasses
+from zpasses.testing import run_in_fresh_ranks, world_mesh
+
+pytestmark = [pytest.mark.processes, pytest.mark.inductor]
+
+RATE = 0.01
+"""Learning rate."""
+
+
+class Block(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.mix = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = nn.BatchNorm2d(channels)
+        self.each = nn.Conv2d(channels, channels, 3, padding=1, groups=channels)
+
+    def forward(self, x):
+        return x + torch.relu(self.each(torch.relu(self.norm(self.mix(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.layers = nn.ModuleList(Block(8) for _ in range(2))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean((2, 3))).square().mean()
+
+
+def _trained(model, step, window, optimizer):
+    """Returns the losses of two steps, and of an evaluation after each."""
+    losses = []
+    for i in range(2):
+        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(i))
+        with window():
+            for part in (x, 2 * x):
+                loss = step(part)
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses += [loss.item(), step(x).item()]
+    return losses
+
+
+def difference(options, window, per_block):
+    """Trains a sharded model and the unsharded one. Returns how far losses and parameters are
+    apart."""
+    torch.manual_seed(0)
+    plain = Net()
+    model = Net()
+    model.load_state_dict(plain.state_dict())
+    zpasses.shard(model, mesh=world_mesh())
+    step = model
+    if per_block:
+        zpasses.compile_blocks(model, "layers.*", **options)
+        for layer in plain.layers:
+            layer.compile()
+    else:
+        step = torch.compile(model, backend="zpasses", options=options)
+    in_window = (lambda: zpasses.coalesce_grad_reduction(model)) if window else None
+    found = _trained(
+        model,
+        step,
+        in_window or contextlib.nullcontext,
+        torch.optim.SGD(model.parameters(), lr=RATE),
+    )
+    expected = _trained(
+        plain,
+        plain if per_block else torch.compile(plain),
+        contextlib.nullcontext,
+        torch.optim.SGD(plain.parameters(), lr=RATE),
+    )
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    apart = [(own.full_tensor() - other).abs().max().item() for own, other in pairs]
+    return max(apart + [abs(a - b) for a, b in zip(found, expected, strict=True)])
+
+
+def _all_differences(cases):
+    found = []
+    for case in cases:
+        torch._dynamo.reset()
+        found.append(difference(*case))
+    return found
+
+
+FIRST = [({"zero_stage": 3}, False, False), ({"zero_stage": 2}, True, False)]
+"""Options, whether reductions wait for the end of a window, and whether blocks are compiled one by
+one. The second has variants of its graphs."""
+
+OTHERS = [
+    ({"zero_stage": 3, "cache": False}, True, False),
+    ({"zero_stage": 2}, False, True),
+    ({"zero_stage": 3}, True, True),
+]
+"""Backwards that are compiled late, and collectives that leave their graphs."""
+
+SLOW = pytest.mark.slow(quick="the same of whole models")
+
+
+@pytest.mark.parametrize("cases", [FIRST, pytest.param(OTHERS, marks=SLOW)])
+def test_convolutions_train_as_without_sharding(cases, tmp_path):
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    for _start in ("cold", "warm"):
+        ranks = run_in_fresh_ranks(_all_differences, cases, env=env, timeout_s=280)
+        assert all(rank.ok for rank in ranks), "\n".join(map(str, ranks))
+        assert all(rank.result == [pytest.approx(0, abs=1e-6)] * len(cases) for rank in ranks)
+
+
+def _saved_strides():
+    """Strides of the 4-dimensional tensors that forward saves, with zpasses and without."""
+    found = []
+    for backend, options in (("inductor", None), ("zpasses", {"zero_stage": 2, "cache": False})):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+        if options:
+            zpasses.shard(model, mesh=world_mesh())
+        loss = torch.compile(model, backend=backend, options=options)(torch.ones(2, 3, 9, 9)).sum()
+        saved = loss.grad_fn.next_functions[0][0].saved_tensors
+        activations = [each for each in saved if each.dim() == 4 and each.shape[0] == 2]
+        found.append(sorted((tuple(each.shape), each.stride()) for each in activations))
+        loss.backward()
+    return found
+
+
+def test_saved_activations_have_the_strides_that_inductor_prefers():
+    ranks = run_in_fresh_ranks(_saved_strides)
+    assert all(rank.ok for rank in ranks), "\n".join(map(str, ranks))
+    for plain, sharded in (rank.result for rank in ranks):
+        assert sharded == plain
+        assert any(strides[1] == 1 for _, strides in plain)
