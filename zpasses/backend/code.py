@@ -41,13 +41,14 @@ from zpasses.ranks.run_order import RunEvent
 from zpasses.runtime.backward import BackwardDispatch, warn_if_always_reduced
 from zpasses.runtime.backward_variants import BackwardVariant, build_backward_variant
 from zpasses.runtime.codegen import boxed, eager_codegen
-from zpasses.runtime.forward import BoundParameters, ForwardDispatch
+from zpasses.runtime.forward import BoundParameters, ForwardDispatch, with_value_check
 from zpasses.runtime.forward_variants import (
     ForwardVariant,
     OutputStrides,
     build_forward_variant,
     gather_ids,
     param_slots,
+    params_read,
 )
 from zpasses.runtime.gloo import replace_gloo_collectives
 from zpasses.runtime.grad_slots import always_reduced, grad_slots, returned_gradients
@@ -72,18 +73,23 @@ def forward_facts(gm: fx.GraphModule, kind: str) -> ForwardFacts:
     return ForwardFacts(kind, len(values), slots, ids, call_sequences(gm.graph))
 
 
-def backward_facts(gm: fx.GraphModule, order: Mapping[str, int]) -> BackwardFacts:
+def backward_facts(
+    gm: fx.GraphModule, order: Mapping[str, int], saved: Mapping[str, tuple[str, ...]]
+) -> BackwardFacts:
     """Describes a backward graph after its passes.
 
     Args:
         order: name of a sharded input -> its position among the sharded inputs of the call.
+        saved: from `saved_params` of the forward graph.
     """
     values = cast(Sequence[Any], gm.graph.output_node().args[0])
     left = [name for name in always_reduced(gm.graph) if name in order]
     slots = grad_slots(gm.graph)
     if not all(slot.param in order and slot.reduction for slot in slots):
         slots = []
-    return BackwardFacts(len(values), slots, left, {} if slots else call_sequences(gm.graph))
+    sequences = {} if slots else call_sequences(gm.graph)
+    read = [name for name in params_read(gm.graph, saved) if name in order]
+    return BackwardFacts(len(values), slots, left, sequences, read)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +155,6 @@ class GraphCompiler:
         """Returns the code of a forward or inference graph whose collectives ranks agreed on."""
         if not facts.slots:
             return self._variant(template, None)
-        inference = facts.kind == "inference"
 
         def compile_variant(variant: ForwardVariant) -> Compiled:
             with self.compiling_late():
@@ -161,7 +166,6 @@ class GraphCompiler:
                 facts.gather_ids,
                 facts.outputs,
                 self._bound,
-                inference,
                 compile_variant,
             )
         )
@@ -186,6 +190,9 @@ class GraphCompiler:
         else:
             code = self._variant(template, None)
         code = boxed(self._result_hook(code, "gradients"))
+        if facts.params_read:
+            positions = {name: self._order[name] for name in facts.params_read}
+            code = boxed(with_value_check(code, positions))
         left = facts.always_reduced
         return boxed(warn_if_always_reduced(code, self._name, left, self._order)) if left else code
 

@@ -82,7 +82,7 @@ from zpasses.ranks.vote import (
 from zpasses.runtime.codegen import boxed, eager_codegen
 from zpasses.runtime.flush import GraphLowering, flush
 from zpasses.runtime.forward import AccumulationOptions, BoundParameters, with_local_shards
-from zpasses.runtime.forward_variants import is_cached_param, unmark_returned
+from zpasses.runtime.forward_variants import is_cached_param, saved_params, unmark_returned
 from zpasses.runtime.run_checks import in_window
 from zpasses.runtime.windows import Lowering, StepWindow, install_step_guard
 from zpasses.sharding.module import with_plain_inputs
@@ -199,6 +199,7 @@ class _GraphCompiler:
         self._captured, self._options, self._pipeline = captured, options, pipeline
         self._bound = BoundParameters()
         self._caches_params = False
+        self._saved_params: dict[str, tuple[str, ...]] = {}
         self._budget: str | None = None
         """Option `memory_budget`, with the bytes of "auto"."""
         self._free_bytes: int | None = None
@@ -460,6 +461,7 @@ class _GraphCompiler:
             # saved values: a caller then reuses memory that a subgraph has returned.
             compat.undonate_saved(values, lambda value: True)
         facts = forward_facts(gm, kind)
+        self._saved_params = saved_params(gm.graph)
         if self._artifacts is not None:
             self._artifacts.set_forward(facts, gm, inputs)
         if facts.slots:
@@ -510,7 +512,7 @@ class _GraphCompiler:
         with self._recording_answers():
             self._run_level(gm, Level.BACKWARD, "backward")
         order = {name: i for i, name in enumerate(self._captured.shards.values())}
-        facts = backward_facts(gm, order)
+        facts = backward_facts(gm, order, self._saved_params)
         if self._artifacts is not None:
             self._artifacts.set_backward(facts, gm, inputs)
         if facts.slots:

@@ -20,7 +20,7 @@ from zpasses.checkpoint.model_tensors import ModelTensor, agree, model_tensors, 
 from zpasses.checkpoint.safetensors_writer import DTYPE_CODES
 from zpasses.errors import ShardingError, ZpassesError
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
-from zpasses.runtime.param_cache import drop_cached_params
+from zpasses.runtime.param_value import mark_edited
 
 __all__ = ["LoadResult", "load_safetensors"]
 
@@ -86,7 +86,8 @@ def load_safetensors(
         _read(plan)
     except (OSError, SafetensorError, ShardingError) as error:
         failure = f"{path} cannot be read: {error}. The model is incomplete; load it again."
-    drop_cached_params(each.tensor for each in plan.tensors)
+    for each in plan.tensors:
+        mark_edited(each.tensor)
     agree(groups, f"the end of {_OCCASION}", timeout_s, failure=failure)
     return LoadResult(plan.missing, plan.unexpected)
 

@@ -20,6 +20,7 @@ from zpasses.accumulation import GradientWindow, coalesce_grad_reduction
 from zpasses.errors import ShardingError, ZpassesError
 from zpasses.pipeline import Options
 from zpasses.sharding.module import is_ignored
+from zpasses.sharding.replaced_params import sharded_form
 from zpasses.sharding.shard import shard
 
 __all__ = [
@@ -202,7 +203,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise ShardingError for an optimizer over parameters from before the sharding."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if hasattr(param, "_zpasses_sharded_as"):
+            if sharded_form(param) is not None:
                 raise ShardingError(
                     f"{type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} "
                     "from before prepare(), so its steps would not reach the model. Create the "

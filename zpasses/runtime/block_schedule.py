@@ -31,7 +31,7 @@ from zpasses import compat
 from zpasses.cost.prefetch import GraphRun
 from zpasses.runtime.layout import rows_of
 from zpasses.runtime.local_shards import accumulate_grads
-from zpasses.runtime.param_cache import version_of
+from zpasses.runtime.param_value import stamp_of
 from zpasses.runtime.windows import EngineRun
 
 __all__ = [
@@ -73,7 +73,7 @@ class Gathered:
     values: list[Tensor]
     in_flight: Sequence[int]
     """Positions of the values that must be awaited."""
-    sources: list[tuple[int, int]]
+    sources: list[tuple[int, object]]
     """Address and version of each shard that was read."""
 
     def wait(self) -> list[Tensor]:
@@ -120,8 +120,9 @@ class Starter:
         ]
 
 
-def _source(param: DTensor, shard: Tensor) -> tuple[int, int]:
-    return compat.address(shard), version_of(param, shard)
+def _source(param: DTensor, shard: Tensor) -> tuple[int, object]:
+    # A shard that other code may be writing to equals nothing.
+    return compat.address(shard), stamp_of(param, shard) or object()
 
 
 @dataclass

@@ -8,7 +8,7 @@ applied to the parameters. `ForwardDispatch` runs the variant of the graph
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +19,16 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.errors import ShardingError
+from zpasses.ranks.vote import report_failure
 from zpasses.runtime.forward_variants import ForwardVariant, ParamSlot
-from zpasses.runtime.layout import rows_of_all
+from zpasses.runtime.layout import layout_of, rows_of_all
 from zpasses.runtime.local_shards import CallParams, bound_call, to_local_shards
-from zpasses.runtime.param_cache import ParamCache, install_step_invalidation, param_cache_of
+from zpasses.runtime.param_value import (
+    ParamValue,
+    install_step_invalidation,
+    param_value_of,
+    value_stamp,
+)
 from zpasses.runtime.start_values import compare_start_values
 from zpasses.runtime.windows import StepWindow, grad_state_of, step_windows
 
@@ -32,6 +38,7 @@ __all__ = [
     "ForwardDispatch",
     "first_variant",
     "with_local_shards",
+    "with_value_check",
 ]
 
 _MAX_VARIANTS = 4
@@ -65,12 +72,12 @@ class BoundParameters(threading.local):
     """
 
     def __init__(self) -> None:
-        self._bound: dict[str, tuple[ParamCache, DTensor, Tensor]] = {}
+        self._bound: dict[str, tuple[ParamValue, DTensor, Tensor]] = {}
 
     def bind(self, params: Sequence[Any], names: Sequence[str]) -> None:
         # At each call, because `model.to` and similar calls replace a parameter's local tensor.
         self._bound = {
-            name: (param_cache_of(param), param, compat.local_of(param))
+            name: (param_value_of(param), param, compat.local_of(param))
             for name, param in zip(names, params, strict=True)
         }
 
@@ -78,15 +85,17 @@ class BoundParameters(threading.local):
         """Forget the parameters, so that compiled code does not keep the memory of a dead model."""
         self._bound = {}
 
-    def of(self, names: Sequence[str]) -> list[tuple[ParamCache, DTensor, Tensor]]:
+    def of(self, names: Sequence[str]) -> list[tuple[ParamValue, DTensor, Tensor]]:
         """Returns the cache, the parameter and its local tensor for each name."""
         bound = self._bound
         return [bound[name] for name in names]
 
 
-def first_variant(slots: Sequence[ParamSlot], inference: bool) -> ForwardVariant:
+def first_variant(slots: Sequence[ParamSlot]) -> ForwardVariant:
     """Return the variant of a forward graph with cached parameters that runs first."""
-    return ForwardVariant(kept=frozenset() if inference else frozenset(range(len(slots))))
+    if torch.is_inference_mode_enabled():
+        return ForwardVariant()
+    return ForwardVariant(kept=frozenset(range(len(slots))))
 
 
 class ForwardDispatch:
@@ -98,8 +107,6 @@ class ForwardDispatch:
         gather_ids: for each slot, the number of the collective that gathers it.
         outputs: number of values that the graph returns without variants.
         bound: the parameters of the current call.
-        inference: cache only parameters whose changes are sure to be seen (see
-            zpasses.runtime.param_cache).
         compile_variant: generates the code of a variant.
     """
 
@@ -109,19 +116,12 @@ class ForwardDispatch:
         gather_ids: Sequence[int],
         outputs: int,
         bound: BoundParameters,
-        inference: bool,
         compile_variant: Callable[[ForwardVariant], Callable[[list[Any]], Any]],
     ) -> None:
         self._gather_ids = gather_ids
         self._params = [slot.param for slot in slots]
-        self._slots, self._outputs, self._bound, self._inference, self._compile = (
-            slots,
-            outputs,
-            bound,
-            inference,
-            compile_variant,
-        )
-        self._first = first_variant(slots, inference)
+        self._slots, self._outputs, self._bound = slots, outputs, bound
+        self._compile, self._first = compile_variant, first_variant(slots)
         # Every rank needs this variant first, so it is compiled with the graph. The others are
         # compiled on first use.
         self._code = {self._first: compile_variant(self._first)}
@@ -146,7 +146,7 @@ class ForwardDispatch:
             entry.store(full, param, shard)
         return values[: self._outputs]
 
-    def _choose(self, entries: Sequence[tuple[ParamCache, DTensor, Tensor]]) -> ForwardVariant:
+    def _choose(self, entries: Sequence[tuple[ParamValue, DTensor, Tensor]]) -> ForwardVariant:
         given, kept = [], []
         # Autograd does not accept tensors made in inference mode, so do not cache them.
         keeps = not torch.is_inference_mode_enabled()
@@ -155,10 +155,10 @@ class ForwardDispatch:
             for i, (entry, param, shard) in enumerate(entries)
         ]
         stale = {gather for gather, each in zip(self._gather_ids, fresh, strict=True) if not each}
-        for i, (entry, _, _) in enumerate(entries):
+        for i in range(len(entries)):
             if self._gather_ids[i] not in stale:
                 given.append(i)
-            elif keeps and (entry.stepped or not self._inference):
+            elif keeps:
                 kept.append(i)
         return ForwardVariant(frozenset(given), frozenset(kept))
 
@@ -183,14 +183,14 @@ class _KnownCalls:
     def of(self, params: Sequence[Any]) -> CallParams | None:
         key = tuple(map(id, params))
         # An object that is gone may have had the same id.
-        first = grad_state_of(params[0]).identity
+        first = param_value_of(params[0]).identity
         found = self._known.get(key)
         if found is None or found[0] != first:
             if len(self._known) >= _MAX_CALLS:
                 self._known.clear()
                 self._compared.clear()
             self._compared.discard(key)
-            call = CallParams.of([grad_state_of(param).identity for param in params])
+            call = CallParams.of([param_value_of(param).identity for param in params])
             found = self._known[key] = first, call
         if self._timeout_s is not None and key not in self._compared and torch.is_grad_enabled():
             with self._compiling():
@@ -230,38 +230,96 @@ def with_local_shards(
         if bound is not None:
             bound.bind(params, names)
         with bound_call(calls.of(params), params):
+            values_used = None
             if torch.is_grad_enabled():
                 accumulation.apply(params)
                 shards: Sequence[Tensor] = to_local_shards(params)
+                values_used = _ValuesUsed(params)
             else:
                 shards = rows_of_all(params)
             for i, shard in zip(positions, shards, strict=True):
                 values[i] = shard
-            if bound is None:
-                return _refuse_create_graph(compiled(*values))
             try:
-                return _refuse_create_graph(compiled(*values))
+                outputs = compiled(*values)
             finally:
-                bound.release()
+                if bound is not None:
+                    bound.release()
+            if values_used is not None:
+                _prepare_backward(outputs, values_used)
+            return outputs
 
     return compat.dynamo_disable(run)
 
 
-def _refuse_create_graph(outputs: Any) -> Any:
-    """Make a backward that would be differentiated again raise, before it runs.
+class _ValuesUsed:
+    """The values of parameters that a forward used.
+
+    Backward uses some of them again: stage 3 gathers them again. Where they have changed since, its
+    gradients would belong to no value of them. torch raises such an error about tensors that it
+    saves.
+    """
+
+    def __init__(self, params: Sequence[Any]) -> None:
+        self._params = params
+        self._stamps = list(map(value_stamp, params, compat.locals_of(params)))
+
+    def check(self, positions: Mapping[str, int]) -> None:
+        """Raises ShardingError if one of these parameters was edited.
+
+        Args:
+            positions: name of a parameter -> its position among those of the call.
+        """
+        for name, i in positions.items():
+            param = self._params[i]
+            if value_stamp(param, compat.local_of(param)) != self._stamps[i]:
+                error = ShardingError(
+                    f"parameter {name} was edited between a forward and its backward: in place, by "
+                    "an optimizer step, or by load_state_dict. Backward needs the value that "
+                    "forward used. Edit parameters before the forward or after the backward."
+                )
+                groups = layout_of(param).sharding_groups
+                report_failure(groups, "", error, doing="running a backward")
+                raise error
+
+
+def with_value_check(
+    code: Callable[[list[Any]], Any], positions: Mapping[str, int]
+) -> Callable[[list[Any]], Any]:
+    """The code of a backward, with a check that parameters have the values that forward used.
+
+    Args:
+        positions: name of each parameter that the graph reads -> its position among those of the
+            call.
+    """
+
+    def run(args: list[Any]) -> Any:
+        used: _ValuesUsed | None = getattr(compat.current_autograd_node(), _VALUES_USED, None)
+        if used is not None:
+            used.check(positions)
+        return code(args)
+
+    return run
+
+
+_VALUES_USED = "zpasses_values_used"
+
+
+def _prepare_backward(outputs: Any, values_used: _ValuesUsed) -> None:
+    """Give the autograd node of a call what its backward has to check."""
+    for value in outputs if isinstance(outputs, (list, tuple)) else (outputs,):
+        node = value.grad_fn if isinstance(value, Tensor) else None
+        if node is not None:  # all outputs share the node
+            setattr(node, _VALUES_USED, values_used)
+            node.register_prehook(_refuse_create_graph)
+            break
+
+
+def _refuse_create_graph(grads: Any) -> None:
+    """Raise an error in a backward that would be differentiated again.
 
     AOTAutograd cannot differentiate a compiled backward. Its own errors come later and name
     options that do not help.
     """
-    for value in outputs if isinstance(outputs, (list, tuple)) else (outputs,):
-        node = value.grad_fn if isinstance(value, Tensor) else None
-        if node is not None:
-            node.register_prehook(_check_no_create_graph)  # all outputs share the node
-            break
-    return outputs
-
-
-def _check_no_create_graph(grads: Any) -> None:
     if torch.is_grad_enabled():
         raise ShardingError(
             "create_graph=True, as for gradient penalties, through a graph that zpasses compiled: "

@@ -14,7 +14,7 @@ Inductor sees a plain graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ __all__ = [
     "gather_ids",
     "is_cached_param",
     "param_slots",
+    "params_read",
+    "saved_params",
     "unmark_returned",
 ]
 
@@ -78,6 +80,38 @@ def is_cached_param(graph: fx.Graph) -> Callable[[fx.Node], bool]:
     """Return a predicate: whether a node of the graph is a cached parameter or a view of one."""
     memory = {_base(node) for nodes in _nodes_by_slot(graph).values() for node in nodes}
     return lambda node: _base(node) in memory
+
+
+def saved_params(graph: fx.Graph) -> dict[str, tuple[str, ...]]:
+    """Return the parameters whose shard or full value an output of a forward graph is, or is a view
+    of.
+
+    Returns:
+        Name of the output's node, which is that of the backward graph's input -> the parameters.
+    """
+    found = {}
+    for node in graph.output_node().all_input_nodes:
+        source: fx.Node | None = node
+        while source is not None:
+            tag = tag_of(source)
+            if tag is not None and tag.role in ("shard", "gathered", "full"):
+                found[node.name] = tag.params
+                break
+            view = isinstance(source.target, compat.OpOverload) and source.target.is_view
+            source = source.all_input_nodes[0] if view else None
+    return found
+
+
+def params_read(graph: fx.Graph, saved: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the names of the parameters whose saved values a backward graph uses.
+
+    A gather whose result is not used was erased, but its shard is still an input.
+
+    Args:
+        saved: from `saved_params` of the forward graph.
+    """
+    used = (node.name for node in graph.find_nodes(op="placeholder") if node.users)
+    return tuple(dict.fromkeys(param for name in used for param in saved.get(name, ())))
 
 
 def unmark_returned(graph: fx.Graph, returned: Iterable[object]) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.runtime.layout import layout_of, rows_of, rows_of_all
-from zpasses.runtime.param_cache import drop_cached
+from zpasses.runtime.param_value import drop_cached
 
 __all__ = [
     "CallParams",

@@ -30,6 +30,7 @@ from zpasses.ranks.vote import (
     reported_failure,
     vote_timeout,
 )
+from zpasses.runtime.aborted_steps import take_aborted_steps
 from zpasses.runtime.codegen import boxed
 from zpasses.runtime.local_shards import CallParams, current_call
 
@@ -129,7 +130,7 @@ def with_run_check(
             event = events[group] if call is None else _with_params(events[group], call)
             _vote_timeouts[group] = timeout_s
             if every_run:
-                event = _with_earlier_steps(group, event)
+                event = _with_aborted_steps(group, _with_earlier_steps(group, event))
                 _checked_groups.add(group)
             if group in _window_timeouts:
                 asked_for = [each for each in _window_timeouts[group] if each is not None]
@@ -243,7 +244,8 @@ def check_optimizer_step(groups: Sequence[str], optimizer: str) -> None:
             if group not in _checked_groups:
                 _steps_before_graphs[group] = _steps_before_graphs.get(group, 0) + 1
             elif has_other_ranks(group):
-                check_run_event(group, event, _vote_timeouts[group])
+                own = _with_aborted_steps(group, event)
+                check_run_event(group, own, _vote_timeouts[group])
                 heartbeat.set_activity(f"in {optimizer}.step()")
     except AgreementError as error:
         pass_on_failure(groups, error)
@@ -263,6 +265,14 @@ def _with_earlier_steps(group: str, event: RunEvent) -> RunEvent:
         return event
     text = f"{event.text} after {steps} optimizer step(s) without a graph"
     return RunEvent.of(text, (event.digest, str(steps)))
+
+
+def _with_aborted_steps(group: str, event: RunEvent) -> RunEvent:
+    """The event, with the steps of optimizers that began since the last one and did not end."""
+    aborted = take_aborted_steps(group)
+    if not aborted:
+        return event
+    return RunEvent.of(f"{event.text} after {aborted}", (event.digest, aborted))
 
 
 def _timeout_error(

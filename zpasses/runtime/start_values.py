@@ -17,6 +17,7 @@ from zpasses.errors import AgreementError
 from zpasses.ranks.group_names import name_group
 from zpasses.ranks.vote import Ballot, has_other_ranks, pass_on_failure, vote
 from zpasses.runtime.layout import layout_of, rows_of
+from zpasses.runtime.param_value import param_value_of
 from zpasses.runtime.windows import grad_state_of
 
 __all__ = ["compare_start_values"]
@@ -43,7 +44,7 @@ def compare_start_values(params: Sequence[Any], names: Sequence[str], timeout_s:
             continue
         state.values_compared = True
         for group in _holders(param):
-            asked.setdefault(group, {})[state.identity or name] = rows_of(param)
+            asked.setdefault(group, {})[param_value_of(param).identity or name] = rows_of(param)
     try:
         for group in sorted(asked, key=compat.group_ranks):  # one order on all ranks
             _compare(group, asked[group], timeout_s)

@@ -23,15 +23,20 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from zpasses import compat
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.graph.ops import set_grad_hook
 from zpasses.graph.tags import Reduction
+from zpasses.runtime.aborted_steps import begin_step, end_step, with_watched_closure
 from zpasses.runtime.grad_slots import PendingKey, pending_key
 from zpasses.runtime.layout import layout_of
 from zpasses.runtime.local_shards import local_shards_node
+from zpasses.runtime.param_value import param_value_of
 from zpasses.runtime.run_checks import check_optimizer_step
 
 __all__ = [
@@ -84,7 +89,7 @@ class PendingGrad:
 class ParamGradState:
     """The pending gradients of one parameter, and its windows."""
 
-    __slots__ = ("explicit_window", "identity", "pending", "step_window", "values_compared")
+    __slots__ = ("explicit_window", "pending", "step_window", "values_compared")
 
     def __init__(self) -> None:
         self.pending: dict[PendingKey, PendingGrad] = {}
@@ -93,14 +98,8 @@ class ParamGradState:
         """The open window of a `coalesce_grad_reduction` block."""
         self.step_window: StepWindow | None = None
         """The window of the option `backwards_per_step`."""
-        self.identity = ""
-        """Says which parameter it is, equally on all ranks: "2:layers.0.weight" was sharded in the
-        second call of `zpasses.shard` for its mesh. Empty for copied parameters."""
         self.values_compared = False
         """Whether ranks that hold the same values have compared them."""
-
-    def __reduce__(self) -> tuple[type[ParamGradState], tuple[()]]:
-        return ParamGradState, ()  # a copied parameter has no pending gradients and no windows
 
     @property
     def window(self) -> Window | None:
@@ -328,7 +327,7 @@ def register_step_window(
         for (module, name), param, own in zip(holders, params, groups, strict=True):
             if own is group:
                 path = f"{paths[module]}.{name}".lstrip(".")
-                grad_state_of(param).identity = f"{number}:{path}"
+                param_value_of(param).identity = f"{number}:{path}"
     install_step_guard()
 
 
@@ -410,11 +409,13 @@ def install_step_guard() -> None:
     too.
     """
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: end_step(optimizer))
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     early: dict[StepWindow, None] = {}
     names: set[str] = set()
+    params: list[Tensor] = []
     for group in optimizer.param_groups:
         for param in group["params"]:
             state = getattr(param, GRAD_STATE_ATTRIBUTE, None)
@@ -428,9 +429,16 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
             if state.step_window is not None and state.step_window.count:
                 early[state.step_window] = None
             names.update(layout_of(param).sharding_groups)
+            params.append(param)
     check_optimizer_step(sorted(names), type(optimizer).__name__)
     for window in early:
         window.close()  # the step comes before the Nth backward: reduce the gradients so far
+    begin_step(optimizer, sorted(names), params)
+    if args[1:] and callable(args[1]):  # the optimizer is the first
+        return (args[0], with_watched_closure(args[1]), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": with_watched_closure(kwargs["closure"])}
+    return None
 
 
 set_grad_hook(maybe_defer_grad)

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from zpasses.errors import ShardingError
 from zpasses.ranks.vote import has_other_ranks
-from zpasses.runtime.param_cache import drop_cached_params
 from zpasses.sharding.module import ShardedModule, is_ignored, local_shards, sharded_class
 
 __all__ = ["edit_adapters_as_shards", "watch_late_adapter"]
@@ -76,12 +75,8 @@ def _editing_class(base: type[Any], edits: tuple[str, ...]) -> type[Any]:
 def _on_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def edit(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        try:
-            with local_shards(self), torch.no_grad():
-                return original(self, *args, **kwargs)
-        finally:
-            # Ranks without rows see no edit, and all ranks must gather again.
-            drop_cached_params(self.parameters())
+        with local_shards(self), torch.no_grad():
+            return original(self, *args, **kwargs)
 
     return edit
 

@@ -22,11 +22,17 @@ from torch.distributed.tensor import DTensor
 from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.runtime.gloo import use_exchanges_in_eager_code
-from zpasses.runtime.layout import LAYOUT_ATTRIBUTE, ParamLayout
+from zpasses.runtime.layout import ParamLayout
 from zpasses.runtime.local_shards import to_local_shard
+from zpasses.runtime.param_value import (
+    ParamValue,
+    as_sharded_parameter,
+    is_sharded_parameter,
+    param_value_of,
+)
+from zpasses.runtime.watched import DTensorInplaceMode, WatchedShard
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE, grad_state_of
-from zpasses.sharding.inplace import DTensorDataMode, DTensorInplaceMode
-from zpasses.sharding.saved_shards import StateShard, as_state_shard, check_owner, plain_dtensor
+from zpasses.sharding.saved_shards import StateShard, as_state_shard, check_owner
 
 __all__ = [
     "GatheredCopy",
@@ -384,7 +390,9 @@ class ShardedModule(nn.Module):
         if spec is None or param is None:
             super().register_parameter(name, param)
         else:
-            self._parameters[name] = _shard_assigned(param, spec)
+            current = self._parameters.get(name)
+            value = param_value_of(current) if isinstance(current, WatchedShard) else None
+            self._parameters[name] = _shard_assigned(param, spec, value)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -402,7 +410,7 @@ class ShardedModule(nn.Module):
             if isinstance(value, DTensor):
                 check_owner(value, current, f"{prefix}{name} in the state dict")
                 if isinstance(value, StateShard):
-                    state_dict[prefix + name] = plain_dtensor(value)
+                    state_dict[prefix + name] = value.data
             elif value.shape == current.shape:
                 state_dict[prefix + name] = shard_tensor(value, spec.layout)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -421,14 +429,15 @@ class ShardedModule(nn.Module):
         their attributes.
         """
         before = {
-            name: grad_state_of(param)
+            name: (grad_state_of(param), param_value_of(param))
             for name in self._zpasses_specs
             if (param := self._parameters.get(name)) is not None
         }
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, entry in before.items():
-            setattr(self._parameters[name], GRAD_STATE_ATTRIBUTE, entry)
-            setattr(self._parameters[name], LAYOUT_ATTRIBUTE, self._zpasses_specs[name].layout)
+        for name, (grads, value) in before.items():
+            param = cast(nn.Parameter, self._parameters[name])
+            setattr(param, GRAD_STATE_ATTRIBUTE, grads)
+            as_sharded_parameter(param, self._zpasses_specs[name].layout, value)
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> ShardedModule:
@@ -461,7 +470,12 @@ class _Namespace:
         self.__dict__.update(values)
 
 
-def _shard_assigned(param: nn.Parameter, spec: ParamShardSpec) -> nn.Parameter:
+def _shard_assigned(
+    param: nn.Parameter, spec: ParamShardSpec, value: ParamValue | None
+) -> nn.Parameter:
+    """Args:
+    value: of the parameter whose place it takes.
+    """
     layout = spec.layout
     if not isinstance(param, DTensor):
         device = layout.mesh.device_type
@@ -472,8 +486,7 @@ def _shard_assigned(param: nn.Parameter, spec: ParamShardSpec) -> nn.Parameter:
                 f"Move it first: value.to({device!r})."
             )
         made = nn.Parameter(shard_tensor(param, layout), requires_grad=param.requires_grad)
-        setattr(made, LAYOUT_ATTRIBUTE, layout)
-        return made
+        return as_sharded_parameter(made, layout, value)
     expected = layout.placements(param.dim())
     if param.device_mesh != layout.whole_mesh or param.placements != expected:
         raise ShardingError(
@@ -482,8 +495,9 @@ def _shard_assigned(param: nn.Parameter, spec: ParamShardSpec) -> nn.Parameter:
             f"sharded as {expected} on {layout.whole_mesh}. Assign a full tensor, or redistribute "
             "the DTensor first."
         )
-    setattr(param, LAYOUT_ATTRIBUTE, layout)
-    return param
+    if is_sharded_parameter(param):
+        return param  # tied
+    return as_sharded_parameter(param, layout, value)
 
 
 def _reset_shards(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -555,8 +569,8 @@ def local_shards(model: nn.Module, *, recurse: bool = True) -> Iterator[nn.Modul
                 exposed.append((module, type(module)))
                 module.__class__ = type(module)._zpasses_unsharded_class  # type: ignore[assignment]
         with contextlib.ExitStack() as stack:
-            for mode in (DTensorInplaceMode, DTensorDataMode) if exposed else ():
-                stack.enter_context(mode())
+            if exposed:
+                stack.enter_context(DTensorInplaceMode())  # type: ignore[no-untyped-call]
             yield model
     finally:
         for module, cls in exposed:

@@ -33,8 +33,6 @@ _OF_TRANSFORMERS = (
     "variant: convert the arguments, lr is its largest relative step"
 )
 
-_FUSED = (torch.optim.SGD, torch.optim.Adagrad)
-
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise ShardingError for an optimizer that cannot step sharded parameters correctly."""
@@ -42,11 +40,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     why = _WAYS_OUT.get(kind)
     if (kind.__module__, kind.__name__) == ("transformers.optimization", "Adafactor"):
         why = _OF_TRANSFORMERS
-    elif kind in _FUSED and any(group.get("fused") for group in optimizer.param_groups):
-        why = (
-            "with fused=True calls an operator that DTensor lacks. Leave fused out, which gives "
-            "the same result"
-        )
     if why is not None:
         raise ShardingError(
             f"{kind.__name__} on parameters that zpasses sharded: it {why}. "

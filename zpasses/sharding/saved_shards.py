@@ -22,8 +22,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.ranks.vote import report_failure
+from zpasses.runtime.watched import WatchedShard, memory_of, plain_dtensor, watch
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE
 from zpasses.sharding.refused_optimizers import check_optimizer
+from zpasses.sharding.replaced_params import check_current
 
 __all__ = ["StateShard", "as_state_shard", "check_owner", "install_optimizer_state_check"]
 
@@ -35,7 +37,7 @@ _SAVE_INSTEAD = (
 )
 
 
-class StateShard(DTensor):
+class StateShard(WatchedShard):
     """A value of a sharded model's state dict: a DTensor that shares the parameter's memory.
 
     Copies are StateShards too. Results of other operations are plain DTensors, and so is what
@@ -47,6 +49,10 @@ class StateShard(DTensor):
 
     def storage(self) -> NoReturn:
         raise ShardingError(_not_the_model(self))
+
+    def to_local(self, **kwargs: Any) -> Tensor:
+        # Checkpoints read and write it in place, which its version counter shows.
+        return plain_dtensor(self).to_local(**kwargs)
 
     def detach(self) -> StateShard:
         return as_state_shard(super().detach())
@@ -69,21 +75,13 @@ class StateShard(DTensor):
         made: StateShard = memo[id(self)]
         return made
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain_dtensor(self).__reduce_ex__(protocol)
-
 
 def as_state_shard(value: Tensor) -> StateShard:
     """Wrap a DTensor without autograd history. The memory is shared."""
     assert isinstance(value, DTensor)
-    build = cast(Any, StateShard)
-    made: StateShard = build(compat.local_of(value), compat.spec_of(value), requires_grad=False)
-    return made
-
-
-def plain_dtensor(value: DTensor) -> DTensor:
-    """Return the DTensor that shares a value's memory."""
-    return compat.wrap_local(compat.local_of(value), compat.spec_of(value))
+    made = watch(plain_dtensor(value), memory_of(value))
+    made.__class__ = StateShard
+    return cast(StateShard, made)
 
 
 def _not_the_model(value: DTensor) -> str:
@@ -158,6 +156,7 @@ _CHECKED = "_zpasses_checked_state"
 
 def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     state = optimizer.state  # `load_state_dict` makes a new one
+    check_current(optimizer)
     if getattr(optimizer, _CHECKED, None) is state:
         return
     if any(_is_ours(param) for group in optimizer.param_groups for param in group["params"]):

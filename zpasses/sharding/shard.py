@@ -4,7 +4,6 @@ sharded models.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -18,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.ranks.meshes import compare_shard_calls, consecutive_ranks, register_mesh
-from zpasses.runtime.layout import LAYOUT_ATTRIBUTE, ParamLayout, layout_of
-from zpasses.runtime.param_cache import drop_cached_params
+from zpasses.runtime.layout import ParamLayout, layout_of
+from zpasses.runtime.param_value import as_sharded_parameter, drop_cached, mark_edited
+from zpasses.runtime.watched import set_shard
 from zpasses.runtime.windows import register_step_window
 from zpasses.sharding.adapters import edit_adapters_as_shards
 from zpasses.sharding.dynamo_backends import explain_dynamo_backend
@@ -39,6 +39,7 @@ from zpasses.sharding.module import (
     sharded_parameters,
 )
 from zpasses.sharding.packing import check_pack_mb, next_batch, pack_local_rows
+from zpasses.sharding.replaced_params import mark_replaced, sharded_form
 from zpasses.sharding.saved_shards import install_optimizer_state_check
 from zpasses.sharding.wrappers import (
     accept_compiled_names,
@@ -229,20 +230,19 @@ def pack_shards(model: M, pack_mb: float) -> M:
         shapes, called = [param.shape for param in batch], [names[id(param)] for param in batch]
         packed = pack_local_rows([compat.local_of(param) for param in batch], shapes, called, owns)
         for param, rows in zip(batch, packed, strict=True):
-            compat.set_local(param, rows)
-        # The new address invalidates cached copies only on ranks whose shard has rows, and ranks
-        # have to invalidate them identically.
-        drop_cached_params(batch)
+            set_shard(param, rows)
+            drop_cached(param)
     return model
 
 
 def invalidate(model: nn.Module) -> None:
-    """Drop the gathered parameters that stages 1 and 2 cache, after an edit through `.data`.
+    """Drop the gathered parameters that stages 1 and 2 cache, after code that is not torch's has
+    written to the memory of shards, such as a kernel that was given `data_ptr()`.
 
-    Call it on every rank. Changes by an optimizer, `load_state_dict` or in-place operations are
-    detected without it.
+    Call it on every rank. Edits by torch are detected without it, through `.data`, too.
     """
-    drop_cached_params(model.parameters())
+    for param in model.parameters():
+        mark_edited(param)
 
 
 def _unsharded(
@@ -286,7 +286,7 @@ def _check_tied(
     places: _Places, params: Iterable[nn.Parameter], layouts: Mapping[int, ParamLayout]
 ) -> None:
     for param in params:
-        known = _sharded_earlier(param)
+        known = sharded_form(param)
         if isinstance(known, DTensor) and layout_of(known) != layouts[id(param)]:
             raise ShardingError(
                 f"parameter {places[id(param)][0][0]} is tied to one that an earlier call sharded "
@@ -303,7 +303,7 @@ def _shard_parameters(
     pack_mb: float | None,
 ) -> dict[int, nn.Parameter]:
     """Shard a batch of parameters. Returns identity of the full parameter -> sharded parameter."""
-    made = {id(param): _sharded_earlier(param) for param in batch}
+    made = {id(param): sharded_form(param) for param in batch}
     todo = [param for param in batch if made[id(param)] is None]
     owns = [layouts[id(param)] for param in todo]
     parts = [own_part(param, layout) for param, layout in zip(todo, owns, strict=True)]
@@ -322,18 +322,9 @@ def _as_parameter(part: Tensor, param: nn.Parameter, layout: ParamLayout) -> nn.
     made = nn.Parameter(sharded, requires_grad=param.requires_grad)
     compat.set_spec(made, compat.spec_of(sharded))
     made.__dict__.update(param.__dict__)
-    setattr(made, LAYOUT_ATTRIBUTE, layout)
-    param._zpasses_sharded_as = weakref.ref(made)  # type: ignore[attr-defined]
+    as_sharded_parameter(made, layout)
+    mark_replaced(param, made)
     return made
-
-
-def _sharded_earlier(param: nn.Parameter) -> nn.Parameter | None:
-    """Return the sharded parameter that an earlier call made of this one, if it is tied to another
-    module's.
-    """
-    earlier = getattr(param, "_zpasses_sharded_as", None)
-    known: nn.Parameter | None = earlier() if earlier is not None else None
-    return known
 
 
 def _swap_class(module: nn.Module, added: list[ParamShardSpec]) -> None:

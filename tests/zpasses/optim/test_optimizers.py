@@ -20,14 +20,17 @@ from zpasses.testing import run_on_ranks, world_mesh
 pytestmark = pytest.mark.processes
 
 EXACT = {
-    "SGD": (optim.SGD, [{}, {"foreach": True}, {"momentum": 0.9, "nesterov": True}]),
+    "SGD": (
+        optim.SGD,
+        [{}, {"foreach": True}, {"fused": True}, {"momentum": 0.9, "nesterov": True}],
+    ),
     "Adam": (optim.Adam, [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True}]),
     "AdamW": (optim.AdamW, [{}, {"foreach": True}, {"fused": True}]),
     "NAdam": (optim.NAdam, [{}, {"foreach": True}]),
     "RAdam": (optim.RAdam, [{}, {"foreach": True}]),
     "Adamax": (optim.Adamax, [{}, {"foreach": True}]),
     "Adadelta": (optim.Adadelta, [{}, {"foreach": True}]),
-    "Adagrad": (optim.Adagrad, [{}, {"foreach": True}]),
+    "Adagrad": (optim.Adagrad, [{}, {"foreach": True}, {"fused": True}]),
     "RMSprop": (optim.RMSprop, [{}, {"foreach": True}, {"momentum": 0.9, "centered": True}]),
     "ASGD": (optim.ASGD, [{}, {"foreach": True}]),
 }
@@ -192,8 +195,6 @@ REFUSED = {
     "Hugging Face's Adafactor": (_hugging_face, r"zpasses\.optim\.Adafactor"),
     "Rprop": (lambda params: optim.Rprop(params), r"zpasses\.optim\.Rprop"),
     "LBFGS": (lambda params: optim.LBFGS(params), "Use another optimizer"),
-    "SGD fused": (lambda params: optim.SGD(params, fused=True), "Leave fused out"),
-    "Adagrad fused": (lambda params: optim.Adagrad(params, fused=True), "Leave fused out"),
 }
 
 
@@ -254,7 +255,6 @@ def test_rows_of_the_page_are_tested():
     page = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text()
     rows = re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)
     tested = {f"torch.optim.{name}" for name in EXACT} | {f"zpasses.optim.{name}" for name in OURS}
-    tested |= {"torch.optim.SGD(fused=True)", "torch.optim.Adagrad(fused=True)"}
     tested |= {f"torch.optim.{name}" for name in ("Muon", "Adafactor", "Rprop", "LBFGS")}
     tested |= {"transformers.Adafactor"} | {f"torchao.optim.{name}" for name in LOW_BIT}
     assert set(rows) == tested

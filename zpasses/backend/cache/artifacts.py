@@ -57,6 +57,8 @@ class BackwardFacts:
     """Parameters whose gradients are reduced in every backward."""
     sequences: Sequences
     """Of a graph without slots. Variants have their own."""
+    params_read: Sequence[str]
+    """Parameters whose values the graph uses."""
 
 
 @dataclass(frozen=True)

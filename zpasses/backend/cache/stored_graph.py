@@ -53,7 +53,7 @@ class StoredGraph:
 
     def _first_variant(self) -> ForwardVariant | None:
         facts = self._forward
-        return first_variant(facts.slots, facts.kind == "inference") if facts.slots else None
+        return first_variant(facts.slots) if facts.slots else None
 
     def finish(self) -> None:
         """Compares collectives with the other ranks, and makes the forward ready to run.

@@ -1,0 +1,398 @@
+"""Edits of sharded parameters, of every kind: what runs afterwards uses the new values, as an
+unsharded model does, or an error says on all ranks why it cannot.
+"""
+
+import copy
+import re
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim.swa_utils import AveragedModel
+
+import zpasses
+from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
+
+pytestmark = pytest.mark.processes
+
+X = torch.linspace(-1, 1, 12).reshape(2, 6)
+EAGER = {"codegen": "eager", "agreement_timeout_s": 20.0}
+
+
+def build(sharded):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5))
+    return zpasses.shard(model, mesh=world_mesh()) if sharded else model
+
+
+def compiled(model, stage, **options):
+    return torch.compile(
+        model, backend="zpasses", options={"zero_stage": stage, **EAGER, **options}
+    )
+
+
+def whole(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def raised(rank):
+    """The name of the error that ended a rank."""
+    return re.findall(r"^zpasses\.errors\.(\w+):", rank.error, re.MULTILINE)[-1]
+
+
+def same_on_all_ranks(param):
+    return torch.linspace(-1, 1, param.numel()).reshape(param.shape)
+
+
+# --- edits ----------------------------------------------------------------------------------------
+def assigned_data(model):
+    for param in model.parameters():
+        param.data = param.data + 0.1
+
+
+def assigned_full(model):
+    for param in model.parameters():
+        param.data = same_on_all_ranks(param)
+
+
+def in_place_through_data(model):
+    for param in model.parameters():
+        param.data.mul_(1.5)
+
+
+def in_place_through_detach(model):
+    for param in model.parameters():
+        param.detach().sub_(0.3)
+
+
+def in_place_on_the_shard(model):
+    for param in model.parameters():
+        local = param.to_local() if isinstance(param, DTensor) else param
+        local.data.mul_(0.5)
+
+
+def rows(model):
+    for param in model.parameters():
+        param[0] += 0.5
+        param.data[1] = 0.25
+
+
+def views_of_copies(model):
+    for param in model.parameters():
+        first, second = param.data.chunk(2)
+        first.mul_(2)
+        second[0].zero_()
+
+
+def transposed(model):
+    for param in model.parameters():
+        if param.dim() == 2:
+            param.data.t().mul_(2)
+            param.data.t()[0].zero_()
+
+
+def lists(model):
+    params = list(model.parameters())
+    torch._foreach_mul_(params, 1.5)
+    torch._foreach_add_(params, [same_on_all_ranks(param) for param in params])
+    torch._foreach_copy_([param.data for param in params], [param * 2 for param in params])
+
+
+def full_values(model):
+    for param in model.parameters():
+        param.copy_(same_on_all_ranks(param))
+        param.data.lerp_(same_on_all_ranks(param), 0.5)
+        param.add_(torch.ones(param.shape[-1]))
+
+
+def vectors(model):
+    vector = parameters_to_vector([whole(param) for param in model.parameters()])
+    vector_to_parameters(vector * 1.5, model.parameters())
+
+
+def swapped_and_restored(model):
+    kept = [param.data for param in model.parameters()]
+    for param in model.parameters():
+        param.data = param.data * 3
+    model(X)
+    for param, value in zip(model.parameters(), kept, strict=True):
+        param.data = value
+        value.add_(0.125)  # which is the parameter's memory again
+
+
+def shared_data(model):
+    shadows = [param.detach().clone() for param in model.parameters()]
+    for param, shadow in zip(model.parameters(), shadows, strict=True):
+        param.data = shadow
+    for shadow in shadows:
+        shadow.mul_(0.5)
+
+
+def state_dict_values(model):
+    for value in model.state_dict().values():
+        value.mul_(1.5)
+
+
+def loaded(model):
+    model.load_state_dict({name: whole(value) * 2 for name, value in model.state_dict().items()})
+
+
+def assigned_state(model):
+    state = copy.deepcopy(model.state_dict())
+    model.load_state_dict(state, assign=True)
+    for value in model.parameters():
+        value.mul_(1.5)
+
+
+def random_numbers(model):
+    torch.manual_seed(1)
+    for param in model.parameters():
+        nn.init.normal_(param)
+        param.add_(torch.randn_like(param))
+
+
+EDITS = [
+    *(assigned_data, assigned_full, in_place_through_data, in_place_through_detach),
+    *(in_place_on_the_shard, rows, views_of_copies, transposed, lists, full_values, vectors),
+    *(swapped_and_restored, shared_data, state_dict_values, loaded, assigned_state),
+    random_numbers,
+]
+
+
+def _losses_and_gradients(edit, sharded, stage, **options):
+    model = build(sharded)
+    call = compiled(model, stage, **options) if sharded else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    call(X).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    call(X)  # stages 1 and 2 keep what they gather
+    with torch.no_grad():
+        edit(model)
+    loss = call(X).square().sum()
+    loss.backward()
+    gradients = [whole(param.grad) for param in model.parameters()]
+    return [loss.detach(), *gradients, *[whole(param.detach()) for param in model.parameters()]]
+
+
+def differences(stage, edits=EDITS, **options):
+    """Returns how far the sharded model is from the unsharded one after each edit, relatively."""
+    found = {}
+    for edit in edits:
+        torch._dynamo.reset()
+        expected = _losses_and_gradients(edit, False, stage)
+        values = _losses_and_gradients(edit, True, stage, **options)
+        pairs = zip(values, expected, strict=True)
+        found[edit.__name__] = max(
+            ((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs
+        )
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_edits_are_seen(stage):
+    for found in run_on_ranks(differences, stage):
+        assert found == dict.fromkeys((edit.__name__ for edit in EDITS), pytest.approx(0, abs=1e-6))
+
+
+@pytest.mark.inductor
+def test_edits_are_seen_by_the_defaults():
+    edits = [assigned_data, lists, swapped_and_restored]
+    for found in run_on_ranks(differences, 2, edits, codegen="inductor", timeout_s=280):
+        assert found == dict.fromkeys((edit.__name__ for edit in edits), pytest.approx(0, abs=1e-6))
+
+
+def _averages(sharded, stage):
+    model = build(sharded)
+    average = AveragedModel(model)
+    step = compiled(model, stage) if sharded else model
+    call = compiled(average, stage) if sharded else average
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(3):
+        step(X).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        found.append(call(X).detach())  # with gradients enabled
+        # A moving average that is stored, copied to the model, and restored.
+        stored = [param.data.clone() for param in model.parameters()]
+        for param, value in zip(model.parameters(), average.module.parameters(), strict=True):
+            param.data.copy_(value.data)
+        found.append(step(X).detach())
+        for param, value in zip(model.parameters(), stored, strict=True):
+            param.data.copy_(value.data)
+    return torch.cat(found)
+
+
+def _average_difference(stage):
+    return (_averages(True, stage) - _averages(False, stage)).abs().max().item()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_averages_of_weights_are_evaluated_as_they_are(stage):
+    assert run_on_ranks(_average_difference, stage) == [pytest.approx(0, abs=1e-6)] * 2
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_mixed_says_what_to_do():
+    model, plain = build(True), build(False)
+    own, other = next(model.parameters()), next(plain.parameters())
+    with torch.no_grad():
+        with pytest.raises(zpasses.ShardingError, match="Shard the other model, too"):
+            other.add_(own)
+        with pytest.raises(zpasses.ShardingError, match=r"got a plain tensor of shape \[3, 6\]"):
+            own.copy_(torch.zeros(3, 6))
+        with pytest.raises(zpasses.ShardingError, match="same shape"):
+            own.data = torch.zeros(3, 6)
+
+
+# --- copies ---------------------------------------------------------------------------------------
+@pytest.mark.ranks(2)
+def test_copies_are_sharded_models_with_values_of_their_own():
+    model = build(True)
+    other = copy.deepcopy(model)
+    for stage in (2, 3):
+        call, call_other = compiled(model, stage), compiled(other, stage)
+        before = call(X).detach()
+        assert torch.equal(call_other(X), before)
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        call_other(X).sum().backward()
+        optimizer.step()
+        assert torch.equal(call(X), before)
+        assert not torch.equal(call_other(X), before)
+        assert all(param.grad is None for param in model.parameters())
+        other.load_state_dict(model.state_dict())
+
+
+def _run_copies(stage):
+    model = build(True)
+    copies = copy.deepcopy(model), copy.deepcopy(model)
+    calls = [compiled(each, stage) for each in copies]
+    with torch.no_grad():
+        for param in copies[1].parameters():
+            param.mul_(2)
+    for call in calls:
+        call(X).sum().backward()
+    calls[torch.distributed.get_rank()](X)
+
+
+@pytest.mark.parametrize("stage", [3])
+def test_ranks_that_run_different_copies_learn_it(stage):
+    for rank in run_in_fresh_ranks(_run_copies, stage):
+        assert raised(rank) == "AgreementError", str(rank)
+        assert "copy 1" in rank.error
+        assert "copy 2" in rank.error
+
+
+# --- edits at the wrong time ----------------------------------------------------------------------
+def _edit_before_backward(stage, editing_ranks, per_block):
+    model = build(True)
+    if per_block:
+        zpasses.compile_blocks(model, "0,2", zero_stage=stage, **EAGER)
+    call = model if per_block else compiled(model, stage)
+    call(X).square().sum().backward()
+    loss = call(X).square().sum()
+    if torch.distributed.get_rank() in editing_ranks:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(2)
+    loss.backward()
+
+
+@pytest.mark.parametrize(("stage", "per_block"), [(2, False), (3, True)])
+def test_an_edit_between_forward_and_backward_raises(stage, per_block):
+    for rank in run_in_fresh_ranks(_edit_before_backward, stage, (0, 1), per_block):
+        assert raised(rank) == "ShardingError", str(rank)
+        assert "edited between a forward and its backward" in rank.error
+
+
+def test_an_edit_on_one_rank_between_forward_and_backward_raises_on_all():
+    ranks = run_in_fresh_ranks(_edit_before_backward, 3, (1,), False)
+    assert [raised(rank) for rank in ranks] == ["AgreementError", "ShardingError"]
+    assert all("edited between a forward and its backward" in rank.error for rank in ranks)
+
+
+@pytest.mark.ranks(2)
+def test_training_goes_on_after_an_edit_at_the_wrong_time():
+    model = build(True)
+    call, optimizer = compiled(model, 3), torch.optim.SGD(model.parameters(), lr=0.1)
+    for i in range(4):
+        loss = call(X).sum()
+        if i % 2:
+            with torch.no_grad():
+                model[2]._parameters["weight"].mul_(1.5)
+            with pytest.raises(zpasses.ShardingError, match=r"2\.weight"):
+                loss.backward()
+            continue
+        with torch.no_grad():
+            model[2]._parameters["bias"].add_(1)  # which backward does not need
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _step_that_raises(stage, failing_ranks, changed):
+    model = build(True)
+    call, optimizer = compiled(model, stage), torch.optim.SGD(model.parameters(), lr=0.1)
+    module = sys.modules["torch.optim.sgd"]
+    update = module._single_tensor_sgd
+
+    def partly(params, grads, buffers, **kwargs):
+        update(params[:changed], grads[:changed], buffers[:changed], **kwargs)
+        raise ValueError("a step that fails")
+
+    for i in range(3):
+        call(X).square().sum().backward()
+        if i == 1 and torch.distributed.get_rank() in failing_ranks:
+            module._single_tensor_sgd = partly
+        try:
+            optimizer.step()
+        except ValueError:
+            pass
+        finally:
+            module._single_tensor_sgd = update
+        optimizer.zero_grad()
+    return [whole(param).sum().item() for param in model.parameters()]
+
+
+@pytest.mark.parametrize(("stage", "changed"), [(2, 0), (3, 1)])
+def test_a_step_that_raised_on_one_rank_and_was_caught_is_an_error_on_all(stage, changed):
+    for rank in run_in_fresh_ranks(_step_that_raises, stage, (1,), changed):
+        assert raised(rank) == "AgreementError", str(rank)
+        assert f"raised after it had changed {changed} of 4 parameters" in rank.error
+
+
+def test_a_step_that_raised_on_all_ranks_alike_can_be_caught():
+    first, second = run_on_ranks(_step_that_raises, 3, (0, 1), 1)
+    assert first == second
+
+
+@pytest.mark.ranks(2)
+def test_closures_of_optimizers_run_graphs_inside_the_step():
+    model = build(True)
+    call, optimizer = compiled(model, 3), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = call(X).square().sum()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item(), optimizer.step(closure=closure).item()]
+    assert losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_was_built_before_shard_raises(stage):
+    model = build(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    zpasses.shard(model, mesh=world_mesh())
+    compiled(model, stage)(X).sum().backward()
+    with pytest.raises(zpasses.ShardingError, match=r"built before zpasses\.shard: 4 of its 4"):
+        optimizer.step()
+    torch.optim.AdamW(model.parameters()).step()

@@ -1,0 +1,171 @@
+"""The value of a sharded parameter: which parameter it is, whether it has changed, and the full
+copy that stages 1 and 2 keep between calls of compiled graphs.
+
+Each sharded parameter has one `ParamValue`. All graphs that read the parameter (training,
+evaluation, both halves of a graph break) share its full copy, and the copy does not outlive the
+parameter.
+
+A full copy is fresh until the parameter's gradient is reduced, an optimizer steps, or its shard
+changes. Ranks that run the same program see these three events identically, also if a rank holds an
+empty shard. They have to, because ranks that disagree on whether to gather would wait for each
+other. zpasses.runtime.watched counts the changes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from zpasses.runtime.layout import LAYOUT_ATTRIBUTE, ParamLayout
+from zpasses.runtime.watched import VALUE_ATTRIBUTE, ShardMemory, memory_of, watch
+
+__all__ = [
+    "ParamValue",
+    "Stamp",
+    "as_sharded_parameter",
+    "drop_cached",
+    "install_step_invalidation",
+    "is_sharded_parameter",
+    "mark_edited",
+    "param_value_of",
+    "stamp_of",
+    "value_stamp",
+]
+
+Stamp = tuple[object, int]
+"""Equal as long as nothing has changed a shard."""
+
+
+class ParamValue:
+    """Identity and full copy of one parameter."""
+
+    __slots__ = ("copies", "full", "identity", "shard", "stamp")
+
+    def __init__(self, identity: str = "") -> None:
+        self.identity = identity
+        """Says which parameter it is, equally on all ranks: "2:layers.0.weight" was sharded in the
+        second call of `zpasses.shard` for its mesh, and "2:layers.0.weight, copy 1" is the first
+        copy that `copy.deepcopy` made of it."""
+        self.copies = 0
+        """Number of deep copies."""
+        self.full: Tensor | None = None
+        self.shard: Tensor | None = None
+        self.stamp: Stamp | None = None
+
+    def copied(self) -> ParamValue:
+        """Returns the value of the next deep copy."""
+        self.copies += 1
+        return ParamValue(f"{self.identity}, copy {self.copies}" if self.identity else "")
+
+    def is_fresh(self, param: DTensor, shard: Tensor, dtype: torch.dtype) -> bool:
+        """Whether the copy was gathered in this dtype from this shard, which has not changed
+        since.
+        """
+        full, seen = self.full, self.shard
+        return (
+            full is not None
+            and seen is not None
+            and full.dtype == dtype
+            and seen.data_ptr() == shard.data_ptr()
+            and self.stamp is not None
+            and stamp_of(param, shard) == self.stamp
+        )
+
+    def store(self, full: Tensor, param: DTensor, shard: Tensor) -> None:
+        # The reference to the shard prevents another tensor from reusing its address.
+        self.full, self.shard, self.stamp = full, shard, stamp_of(param, shard)
+
+    def drop(self) -> None:
+        self.full = self.shard = None
+
+
+def stamp_of(param: Any, shard: Tensor) -> Stamp | None:
+    """Returns what says whether the shard of a parameter has changed.
+
+    None, which is never fresh, for tensors made in inference mode, which have no version counter,
+    and for shards that other code may be writing to.
+    """
+    memory = memory_of(param)
+    return None if memory is not None and memory.exposed else value_stamp(param, shard)
+
+
+def value_stamp(param: Any, shard: Tensor) -> Stamp | None:
+    """The same, but counts only edits that were seen."""
+    memory = memory_of(param)
+    try:
+        return None if memory is None else (memory, memory.edits + shard._version)
+    except RuntimeError:  # made in inference mode
+        return None
+
+
+def param_value_of(param: Any) -> ParamValue:
+    """Return the value of a parameter; the first call creates it."""
+    value: ParamValue | None = getattr(param, VALUE_ATTRIBUTE, None)
+    if value is None:
+        value = ParamValue()
+        setattr(param, VALUE_ATTRIBUTE, value)
+    return value
+
+
+def as_sharded_parameter(
+    param: nn.Parameter, layout: ParamLayout, value: ParamValue | None = None
+) -> nn.Parameter:
+    """Make a DTensor parameter one of a sharded model, in place, and return it.
+
+    Args:
+        param: over the layout's mesh. If it is a tensor that shares the memory of another sharded
+            parameter, edits of one count for both.
+        layout: how it is cut.
+        value: identity of the parameter whose place it takes.
+    """
+    watch(param, memory_of(param) or ShardMemory())
+    setattr(param, LAYOUT_ATTRIBUTE, layout)
+    if value is not None:
+        setattr(param, VALUE_ATTRIBUTE, ParamValue(value.identity))
+    return param
+
+
+def is_sharded_parameter(param: object) -> bool:
+    """Whether a tensor is a parameter of a sharded model."""
+    return hasattr(param, LAYOUT_ATTRIBUTE)
+
+
+@functools.cache
+def install_step_invalidation() -> None:
+    """Install a hook that drops the full copies of an optimizer's parameters after each step.
+
+    It applies to every torch optimizer of this process. Further calls do nothing. It also serves
+    optimizers whose kernels write to the memory of the shards.
+    """
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            memory = memory_of(param)
+            if memory is None:
+                continue
+            memory.exposed = False
+            if param.requires_grad or param.grad is not None:  # optimizers skip the others
+                mark_edited(param)
+
+
+def mark_edited(param: Any) -> None:
+    """Count an edit that no operator made, and drop the full copy."""
+    memory = memory_of(param)
+    if memory is not None:
+        memory.edits += 1
+    drop_cached(param)
+
+
+def drop_cached(param: Any) -> None:
+    """Drop the full copy of a parameter, if there is one."""
+    value = getattr(param, VALUE_ATTRIBUTE, None)
+    if value is not None:
+        value.drop()

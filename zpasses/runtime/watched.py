@@ -1,0 +1,370 @@
+"""Tensors that see every edit of a sharded parameter.
+
+A sharded parameter, what `.data`, `detach` and views return of it, and the values of a state dict
+are `WatchedShard`s. Those that share memory share one `ShardMemory`, which counts the edits: by
+operators in place, by `torch._foreach_*` and optimizers, by `param.data = value`. Cached copies and
+the backward compare the counts, so nothing that was computed from an older value passes for new.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zpasses import compat
+from zpasses.errors import ShardingError
+from zpasses.runtime.inplace import (
+    draws_full,
+    is_sharded,
+    run_in_place,
+    run_on_lists,
+    run_random,
+    write_rows,
+)
+from zpasses.runtime.layout import LAYOUT_ATTRIBUTE
+
+__all__ = [
+    "VALUE_ATTRIBUTE",
+    "DTensorInplaceMode",
+    "ShardMemory",
+    "WatchedShard",
+    "memory_of",
+    "plain_dtensor",
+    "set_shard",
+    "watch",
+]
+
+
+VALUE_ATTRIBUTE = "_zpasses_value"
+"""Attribute of a sharded parameter that holds its `zpasses.runtime.param_value.ParamValue`."""
+
+
+class ShardMemory:
+    """The memory of a shard, and how often it was edited."""
+
+    __slots__ = ("edits", "exposed")
+
+    def __init__(self) -> None:
+        self.edits = 0
+        self.exposed = False
+        """Whether code outside has the local tensor, whose `.data` nobody sees, since the last step
+        of an optimizer."""
+
+
+@dataclass(frozen=True)
+class _CopiedView:
+    """How a view of a DTensor was made that has memory of its own: `view(source, *args)`."""
+
+    made: DTensor
+    """The memory of the view, as another object than the view, which refers to this."""
+    source: DTensor
+    view: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class WatchedShard(DTensor):
+    """A sharded parameter, or a tensor that shares its memory. Edits are counted.
+
+    In-place operations act as they do on the full parameter (zpasses.runtime.inplace). A view
+    across the sharded dimension is a copy, and writes to it are written back.
+    """
+
+    _zpasses_memory: ShardMemory | None
+    _zpasses_copied_view: _CopiedView | None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # DTensor's is untyped
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    @staticmethod
+    def __tensor_unflatten__(*parts: Any) -> WatchedShard:
+        return watch(cast(DTensor, DTensor.__tensor_unflatten__(*parts)), None)
+
+    def _stable_hash_for_caching(self) -> str:
+        # torch's cache of compiled code is shared with programs whose parameters are DTensors.
+        return f"zpasses {super()._stable_hash_for_caching()}"
+
+    @property
+    def data(self) -> WatchedShard:
+        """The rows without autograd history. Writing to them edits the parameter."""
+        return watch(plain_dtensor(self), memory_of(self))
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Give the parameter the memory of another DTensor, or its rows of a full tensor.
+
+        Raises:
+            ShardingError: for another shape or dtype.
+        """
+        _set_data(self, value)
+
+    def to_local(self, **kwargs: Any) -> Tensor:
+        """Returns this rank's rows, which share memory with the parameter."""
+        memory = memory_of(self)
+        if memory is not None:
+            memory.exposed = True
+        return super().to_local(**kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        """A copy of a parameter is another parameter of a sharded model. Other copies are plain
+        DTensors."""
+        if id(self) not in memo:
+            memo[id(self)] = _deep_copy(self, memo)
+        made: DTensor = memo[id(self)]
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as a plain DTensor, so that checkpoints can be loaded without zpasses."""
+        return plain_dtensor(self).__reduce_ex__(protocol)
+
+
+def plain_dtensor(value: DTensor) -> DTensor:
+    """Return the DTensor that shares a value's memory."""
+    return compat.wrap_local(compat.local_of(value), compat.spec_of(value))
+
+
+def watch(value: Tensor, memory: ShardMemory | None) -> WatchedShard:
+    """Make a DTensor a WatchedShard, in place.
+
+    Args:
+        memory: what counts its edits; None for a tensor of its own.
+    """
+    made: Any = value
+    made.__class__ = WatchedShard
+    made._zpasses_memory = memory
+    return cast(WatchedShard, made)
+
+
+def set_shard(target: Any, local: Tensor, memory: ShardMemory | None = None) -> None:
+    """Give a parameter another local tensor of the same shape and dtype.
+
+    Args:
+        memory: what counts the edits of the tensor; None if nothing does yet.
+    """
+    compat.set_local(target, local)
+    target._zpasses_memory = memory or ShardMemory()
+
+
+def memory_of(value: object) -> ShardMemory | None:
+    """Return what counts the edits of a tensor; None if nothing does."""
+    found: ShardMemory | None = getattr(value, "_zpasses_memory", None)
+    return found
+
+
+def _set_data(target: WatchedShard, value: Tensor) -> None:
+    if value.shape != target.shape or value.dtype != target.dtype:
+        raise ShardingError(
+            f"assigned {value.dtype}{list(value.shape)} to `.data` of a sharded parameter, "
+            f"which is {target.dtype}{list(target.shape)}. Assign a tensor of the same shape "
+            "and dtype, or convert the model with model.to(dtype)."
+        )
+    old = compat.local_of(target)
+    memory = memory_of(value)
+    if isinstance(value, DTensor):
+        with torch.no_grad():
+            placed = value.redistribute(target.device_mesh, target.placements)
+        local = compat.local_of(placed)
+        if local is not compat.local_of(value):
+            memory = None
+        elif memory is None:
+            memory = ShardMemory()
+            if type(value) is DTensor:
+                watch(value, memory)  # the two share memory from now on
+    else:
+        own = torch.empty_like(old)
+        copied = compat.wrap_local(own, compat.spec_of(target))
+        write_rows(copied, value.detach())
+        local = own
+    if local.device != old.device:
+        raise ShardingError(
+            f"assigned a tensor on {local.device} to `.data` of a parameter on {old.device}. Move "
+            "the value first."
+        )
+    set_shard(target, local, memory)
+
+
+def _deep_copy(source: WatchedShard, memo: dict[int, Any]) -> DTensor:
+    made = compat.wrap_local(compat.local_of(source).detach().clone(), compat.spec_of(source))
+    value = getattr(source, VALUE_ATTRIBUTE, None)
+    if value is None and not isinstance(source, nn.Parameter):
+        return made
+    param: Any = nn.Parameter(made, requires_grad=source.requires_grad)
+    compat.set_spec(param, compat.spec_of(source))
+    watch(param, ShardMemory())
+    for name, attribute in vars(source).items():
+        if name == LAYOUT_ATTRIBUTE:
+            setattr(param, name, attribute)
+        elif not name.startswith("_zpasses_"):
+            setattr(param, name, copy.deepcopy(attribute, memo))
+    if value is not None:
+        setattr(param, VALUE_ATTRIBUTE, value.copied())
+    if source.grad is not None:
+        param.grad = copy.deepcopy(source.grad, memo)
+    return cast(DTensor, param)
+
+
+# --- dispatch -------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Writes:
+    """What an operator writes to."""
+
+    first: bool
+    """Whether its first argument is a tensor that it writes to."""
+    positions: tuple[int, ...]
+    names: tuple[str, ...]
+    lists: bool
+    """Whether one of them is a list."""
+
+
+@functools.cache
+def _writes_of(func: Any) -> _Writes | None:
+    arguments = func._schema.arguments
+    written = [
+        (i, each)
+        for i, each in enumerate(arguments)
+        if each.alias_info is not None and each.alias_info.is_write
+    ]
+    if not written:
+        return None
+    lists = any("List" in str(each.type) or "[]" in str(each.type) for _, each in written)
+    return _Writes(
+        written[0][0] == 0 and not lists,
+        tuple(i for i, each in written if not each.kwarg_only),
+        tuple(each.name for _, each in written),
+        lists,
+    )
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    writes = _writes_of(func)
+    if writes is None:
+        if args and draws_full(func, args):
+            return run_random(func, args, kwargs)
+        result = _by_torch(func, *args, **kwargs)
+        if func.is_view and isinstance(args[0], DTensor):
+            return _watch_views(args[0], result, func, args[1:], kwargs)
+        return result
+    targets = list(_targets(writes, args, kwargs))
+    try:
+        if writes.lists:
+            if run_on_lists(func, args, kwargs):
+                return None
+        elif is_sharded(args[0] if writes.first else kwargs.get("out")):
+            return run_in_place(func, args, kwargs, _by_torch)
+        return _by_torch(func, *args, **kwargs)
+    finally:
+        for target in targets:
+            _count_edit(target)
+
+
+def _targets(
+    writes: _Writes, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[WatchedShard]:
+    values = [args[i] for i in writes.positions if i < len(args)]
+    values += [kwargs[name] for name in writes.names if name in kwargs]
+    for value in values:
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, WatchedShard):
+                yield item
+
+
+def _count_edit(target: WatchedShard) -> None:
+    memory = memory_of(target)
+    if memory is not None:
+        memory.edits += 1
+    copied: _CopiedView | None = getattr(target, "_zpasses_copied_view", None)
+    if copied is None:
+        return
+    source = copied.source
+    full = source.full_tensor()
+    copied.view(full, *copied.args, **copied.kwargs).copy_(copied.made.full_tensor())
+    write_rows(source, full)
+    if isinstance(source, WatchedShard):
+        _count_edit(source)
+
+
+def _by_torch(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator by DTensor's rules, which know no subclasses."""
+    watched = [
+        (item, type(item))
+        for value in (*args, *kwargs.values())
+        for item in (value if isinstance(value, (list, tuple)) else (value,))
+        if isinstance(item, WatchedShard)
+    ]
+    for item, _ in watched:
+        item.__class__ = DTensor  # type: ignore[assignment]
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise ShardingError(_mixed(func, watched[0][0] if watched else args[0])) from error
+    finally:
+        for item, kind in watched:
+            item.__class__ = kind
+
+
+def _mixed(func: Any, sharded: Any) -> str:
+    return (
+        f"{func.overloadpacket.__name__} of a plain tensor and a sharded parameter of shape "
+        f"{list(sharded.shape)} (a DTensor with placements {sharded.placements}). Shard the other "
+        "model, too (zpasses.shard), so that both are DTensors; or read the full value on every "
+        "rank, param.full_tensor(). Parameters that are sharded and others, such as ignored_params,"
+        " need an optimizer or a parameter group each if it steps lists of tensors (foreach, fused)"
+        "."
+    )
+
+
+def _watch_views(
+    source: DTensor, result: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    several = isinstance(result, (list, tuple))
+    memory, copied = memory_of(source), getattr(source, "_zpasses_copied_view", None)
+    for i, made in enumerate(result if several else [result]):
+        if not isinstance(made, DTensor) or not is_sharded(source):
+            continue
+        if _storage(made) != _storage(source):
+            pick = functools.partial(_pick, func, i) if several else func
+            copy_of = _CopiedView(plain_dtensor(made), source, pick, args, kwargs)
+            watch(made, None)._zpasses_copied_view = copy_of
+        elif isinstance(source, WatchedShard):
+            watch(made, memory)._zpasses_copied_view = copied
+    return result
+
+
+def _pick(func: Callable[..., Any], i: int, *args: Any, **kwargs: Any) -> Any:
+    return func(*args, **kwargs)[i]
+
+
+def _storage(tensor: DTensor) -> int:
+    return compat.storage_id(compat.local_of(tensor))
+
+
+class DTensorInplaceMode(compat.TorchDispatchMode):
+    """Dispatch mode in which in-place operations on all DTensors act as they do on full tensors.
+
+    Initialisers also write to DTensors that are no parameters. Applies to DTensors that are not
+    partial. Some operations communicate, so every rank must run them.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(kwargs.get("out"), DTensor) or (args and isinstance(args[0], DTensor)):
+            return _dispatch(func, args, kwargs)
+        return func(*args, **kwargs)
