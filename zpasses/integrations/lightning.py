@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from zpasses.checkpoint.full import full_state_dict
 from zpasses.errors import ZpassesError
 from zpasses.integrations.failures import fail_on_all_ranks
 from zpasses.integrations.optimizer_state import load_states, save_states
@@ -31,6 +32,7 @@ from zpasses.integrations.preparation import (
     prepare_model,
 )
 from zpasses.pipeline import Options
+from zpasses.sharding.shard import shard
 
 __all__ = ["ZpassesStrategy"]
 
@@ -51,7 +53,8 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
     `optimizer.step`, not inside it, so optimizers that call it several times are not supported.
 
     A checkpoint is a folder into which each rank writes its own rows. It loads on any number of
-    ranks. Its name appears when it is complete.
+    ranks. Its name appears when it is complete. With `save_weights_only=True` it is a file with the
+    full weights, as of other strategies, for `load_from_checkpoint`.
 
     Args:
         options: options of the backend, such as {"zero_stage": 2}; None is stage 3.
@@ -91,9 +94,10 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         if preparation_of(self.model) is None:
+            mesh = init_device_mesh(self.root_device.type, (self.world_size,))
             prepare_model(
                 self.model,
-                init_device_mesh(self.root_device.type, (self.world_size,)),
+                mesh,
                 self._options,
                 **self._sharding,
                 compiles=False,
@@ -101,6 +105,8 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
             )
             for child in _callable_children(self.model):
                 child.compile(backend="zpasses", options=dict(self._options or {}))
+            for average in _averages(trainer, self.root_device):
+                shard(average, mesh=mesh, **self._sharding)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
@@ -150,7 +156,8 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
         return {}  # `save_checkpoint` writes it
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """`load_checkpoint` has loaded it."""
+        if checkpoint.get("state_dict"):  # of a file; `load_checkpoint` has loaded a folder
+            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """`load_checkpoint` has loaded it."""
@@ -166,16 +173,21 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
         path = Path(self.broadcast(os.fspath(filepath)))
         part, earlier = (path.with_name(f"{path.name}.{word}") for word in ("part", "earlier"))
         module = self.lightning_module
+        # `save_weights_only` is an export: a file, as Lightning writes it.
+        as_file = "optimizer_states" not in checkpoint
         with fail_on_all_ranks(module, "ZpassesStrategy.save_checkpoint"):
             if self.is_global_zero:
-                shutil.rmtree(part, ignore_errors=True)
-                part.mkdir(parents=True)
-        optimizers = self.optimizers if checkpoint.pop("optimizer_states", None) is not None else []
-        checkpoint.pop("state_dict", None)
-        save_states(part / STATES, module, optimizers, with_model=True)
+                _remove(part)
+                (part.parent if as_file else part).mkdir(parents=True, exist_ok=True)
+        if as_file:
+            checkpoint["state_dict"] = full_state_dict(module, cpu_offload=True, rank0_only=True)
+        else:
+            del checkpoint["optimizer_states"]
+            checkpoint.pop("state_dict", None)
+            save_states(part / STATES, module, self.optimizers, with_model=True)
         with fail_on_all_ranks(module, "ZpassesStrategy.save_checkpoint"):
             if self.is_global_zero:
-                torch.save(checkpoint, part / META)
+                torch.save(checkpoint, part if as_file else part / META)
                 _remove(earlier)
                 if path.exists():  # never removed in place: a kill would leave a part of it
                     path.rename(earlier)
@@ -184,17 +196,34 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         path = Path(self.broadcast(os.fspath(checkpoint_path)))
-        if not (path / META).exists():
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if fitting and not (path / META).exists():
             raise ZpassesError(
-                f"{path} is not a checkpoint of ZpassesStrategy, which is a folder with {META}. To "
-                "start from the weights of another one, load them before fit: "
+                f"{path} is not a checkpoint that ZpassesStrategy resumes from, which is a folder "
+                f"with {META}. To start from the weights in a file, such as one of "
+                "save_weights_only=True, load them before fit: "
                 "module.load_state_dict(torch.load(path)['state_dict'])."
             )
-        loaded = torch.load(path / META, map_location="cpu", weights_only=bool(weights_only))
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        weights_only = bool(weights_only)
+        if path.is_file():
+            return torch.load(path, map_location="cpu", weights_only=weights_only)
+        loaded = torch.load(path / META, map_location="cpu", weights_only=weights_only)
         optimizers = self.optimizers if fitting else []
         load_states(path / STATES, self.lightning_module, optimizers, with_model=True)
         return loaded
+
+
+def _averages(trainer: Any, device: torch.device) -> Iterator[nn.Module]:
+    """Models that Lightning's callbacks average weights in. They are copies of the LightningModule
+    from before it was sharded.
+    """
+    for callback in trainer.callbacks:
+        average = getattr(callback, "_average_model", None)
+        if isinstance(average, nn.Module):
+            params = list(average.parameters())
+            # On another device, each update gathers the parameters.
+            if params and all(param.device.type == device.type for param in params):
+                yield average
 
 
 def _remove(path: Path) -> None:

@@ -11,6 +11,7 @@ corrects these:
   tensors with DTensors. The plain tensor is a full one, equal on all ranks.
   - `torch.eye(..., out=weight)`, as in `nn.init.eye_`: DTensor writes the whole result into one
   shard. Here each rank keeps its rows.
+  - `average.lerp_(weight, 0.1)` of a plain `average`: the parameter is gathered.
   - Lists (`torch._foreach_*`, fused optimizers): DTensor lacks some of these operators, and takes
   time that grows with the square of the number of tensors. They run on the shards, because they
   act on each element alone.
@@ -26,9 +27,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from zpasses import compat
-from zpasses.errors import ShardingError
+from zpasses.errors import AgreementError, ShardingError
+from zpasses.ranks.vote import current_timeout_s
 
-__all__ = ["is_random", "is_sharded", "run_in_place", "run_on_lists", "run_random", "write_rows"]
+__all__ = [
+    "edit_plain",
+    "is_random",
+    "is_sharded",
+    "run_in_place",
+    "run_on_lists",
+    "run_random",
+    "write_rows",
+]
 
 Call = Callable[..., Any]
 
@@ -64,6 +74,37 @@ def run_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call:
     func(full, *args[1:], **kwargs)
     write_rows(target, full)
     return target
+
+
+def edit_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that writes to a plain tensor and reads sharded ones, which it gathers.
+
+    Averages that were copied from a model before it was sharded are edited so.
+    """
+    return func(*map(_gathered, args), **kwargs)
+
+
+def _gathered(value: Any) -> Any:
+    """Returns the full tensor of a DTensor. Every rank must come.
+
+    Raises:
+        AgreementError: if a rank does not come within the time limit of votes.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    groups = [compat.group_name(each) for each in value.device_mesh.get_all_groups()]
+    limit = current_timeout_s()
+    try:
+        with compat.limited_timeouts(groups, limit):
+            return value.full_tensor()
+    except RuntimeError as error:
+        if not compat.is_collective_timeout(error):
+            raise
+        raise AgreementError(
+            f"rank {compat.global_rank()} waited {limit:g} s to gather a parameter of shape "
+            f"{list(value.shape)} into a plain tensor, or another rank ended. Every rank must run "
+            "this edit."
+        ) from error
 
 
 def run_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
@@ -136,7 +177,7 @@ def _belong_together(like: Any, other: Any) -> bool:
     if not is_sharded(other):
         return False
     if not isinstance(like, DTensor):
-        return _is_replicated(other)
+        return True
     a, b = compat.spec_of(like), compat.spec_of(other)
     same = a is b or (a.placements == b.placements and a.mesh == b.mesh)
     return same or (not other.dim() and _is_replicated(other))
@@ -144,7 +185,7 @@ def _belong_together(like: Any, other: Any) -> bool:
 
 def _local_like(func: Any, like: Any, value: Any) -> Any:
     if isinstance(value, DTensor):
-        return compat.local_of(value)
+        return compat.local_of(value) if isinstance(like, DTensor) else _gathered(value)
     if not isinstance(like, DTensor) or not isinstance(value, Tensor):
         return value
     return _rows_like(func, like, value)

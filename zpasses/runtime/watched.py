@@ -22,6 +22,7 @@ from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.runtime.inplace import (
     draws_full,
+    edit_plain,
     is_sharded,
     run_in_place,
     run_on_lists,
@@ -208,8 +209,6 @@ def _deep_copy(source: WatchedShard, memo: dict[int, Any]) -> DTensor:
             setattr(param, name, copy.deepcopy(attribute, memo))
     if value is not None:
         setattr(param, VALUE_ATTRIBUTE, value.copied())
-    if source.grad is not None:
-        param.grad = copy.deepcopy(source.grad, memo)
     return cast(DTensor, param)
 
 
@@ -261,6 +260,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return None
         elif is_sharded(args[0] if writes.first else kwargs.get("out")):
             return run_in_place(func, args, kwargs, _by_torch)
+        elif writes.first and not isinstance(args[0], DTensor):
+            return edit_plain(func, args, kwargs)
         return _by_torch(func, *args, **kwargs)
     finally:
         for target in targets:

@@ -15,6 +15,8 @@ from zpasses.testing import run_on_ranks
 lightning = pytest.importorskip("lightning")
 pytest.importorskip("transformers")
 
+from lightning.pytorch import callbacks  # noqa: E402
+
 from tests.zpasses.integrations import snapshots, training  # noqa: E402
 from zpasses.integrations.lightning import ZpassesStrategy  # noqa: E402
 
@@ -126,6 +128,57 @@ def test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks(tmp_pa
     assert sum(alone) == pytest.approx(sum(map(sum, pairs)) / 2, rel=1e-5)
 
 
+CALLBACKS = {
+    "EMA": lambda: callbacks.EMAWeightAveraging(decay=0.5),
+    "SWA": lambda: callbacks.StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1),
+}
+
+
+def _averaged(strategy, which):
+    changes = {"max_epochs": 3, "limit_train_batches": 2, "limit_val_batches": 2}
+    trainer, module = (
+        _trainer(strategy, steps=6, callbacks=[CALLBACKS[which]()], **changes),
+        Module(),
+    )
+    trainer.fit(module, _loader(), _loader())  # validates the average
+    return module, trainer.callback_metrics["valid"]
+
+
+def _compare_averages():
+    for which in CALLBACKS:
+        plain, expected = _averaged("ddp", which)
+        ours, valid = _averaged(_zpasses(), which)
+        assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
+        torch.testing.assert_close(valid, expected)
+        torch.testing.assert_close(zpasses.full_state_dict(ours), dict(plain.state_dict()))
+
+
+def test_callbacks_that_average_weights_give_what_they_give_with_ddp():
+    run_on_ranks(_compare_averages)
+
+
+def _export(folder):
+    found = []
+    for name, strategy in (("ddp", "ddp"), ("ours", _zpasses())):
+        trainer, module, _ = _fit(strategy)
+        trainer.save_checkpoint(folder / name, weights_only=True)  # as save_weights_only does
+        trainer.strategy.barrier()
+        loaded = Module.load_from_checkpoint(folder / name)
+        found.append(
+            (dict(loaded.state_dict()), trainer.validate(module, _loader(), verbose=False))
+        )
+        trainer = _trainer("ddp" if name == "ddp" else _zpasses())
+        again = trainer.validate(Module(), _loader(), ckpt_path=folder / name, verbose=False)
+        assert again == found[-1][1]
+    torch.testing.assert_close(found[1][0], found[0][0])
+    with pytest.raises(zpasses.ZpassesError, match="load them before fit"):
+        _fit(_zpasses(), checkpoint=folder / "ours")
+
+
+def test_weights_only_checkpoints_are_files_as_of_ddp(tmp_path):
+    run_on_ranks(_export, tmp_path)
+
+
 def _save_again(folder):
     (folder / "out").mkdir(exist_ok=True)
     path = folder / "out" / "last.ckpt"
@@ -190,7 +243,7 @@ def test_precision_of_the_trainer_is_autocast():
 def _foreign(folder):
     path = folder / "plain.ckpt"
     torch.save({"state_dict": {}}, path)
-    with pytest.raises(zpasses.ZpassesError, match=r"not a checkpoint of ZpassesStrategy"):
+    with pytest.raises(zpasses.ZpassesError, match=r"not a checkpoint that ZpassesStrategy resumes from"):
         _fit(_zpasses(), checkpoint=path)
 
 

@@ -238,12 +238,26 @@ def test_averages_of_weights_are_evaluated_as_they_are(stage):
 
 
 @pytest.mark.ranks(2)
+def test_plain_tensors_are_edited_by_full_values():
+    model, reference, expected = build(True), build(False), build(False)
+    with torch.no_grad():
+        for param in (*model.parameters(), *reference.parameters()):
+            param.mul_(2)
+        # As trl updates a reference model that is not sharded, and AveragedModel its copy.
+        for target, param in zip(reference.parameters(), model.parameters(), strict=True):
+            target.data.mul_(0.5).add_(param.data, alpha=0.5)
+        torch._foreach_lerp_(list(reference.parameters()), list(model.parameters()), 0.5)
+        for param, other in zip(reference.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(param, 2 * other)
+
+
+@pytest.mark.ranks(2)
 def test_what_cannot_be_mixed_says_what_to_do():
     model, plain = build(True), build(False)
     own, other = next(model.parameters()), next(plain.parameters())
     with torch.no_grad():
         with pytest.raises(zpasses.ShardingError, match="Shard the other model, too"):
-            other.add_(own)
+            other + own
         with pytest.raises(zpasses.ShardingError, match=r"got a plain tensor of shape \[3, 6\]"):
             own.copy_(torch.zeros(3, 6))
         with pytest.raises(zpasses.ShardingError, match="same shape"):
@@ -254,7 +268,10 @@ def test_what_cannot_be_mixed_says_what_to_do():
 @pytest.mark.ranks(2)
 def test_copies_are_sharded_models_with_values_of_their_own():
     model = build(True)
+    model(X).sum().backward()
     other = copy.deepcopy(model)
+    assert all(param.grad is None for param in other.parameters())  # as of torch's parameters
+    model.zero_grad()
     for stage in (2, 3):
         call, call_other = compiled(model, stage), compiled(other, stage)
         before = call(X).detach()
