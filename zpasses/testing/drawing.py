@@ -24,6 +24,7 @@ __all__ = [
     "draw_param",
     "draw_pipeline",
     "drawn_values",
+    "values_of",
 ]
 
 Choose = Callable[[Sequence[Any]], Any]
@@ -144,7 +145,7 @@ def draw_pipeline(
 def drawn_values(kind: type[Pass], option: str) -> list[Any]:
     """The values of an option that are drawn; the default stands first, if there is one."""
     (field,) = (each for each in _options(kind) if each.name == option)
-    given = [*_values_of(field_types(kind)[option]), *VALUES.get(kind.name, {}).get(option, ())]
+    given = [*values_of(field_types(kind)[option]), *VALUES.get(kind.name, {}).get(option, ())]
     if field.default is not MISSING:
         given = [field.default, *(each for each in given if each != field.default)]
     never = NOT_DRAWN.get(kind.name, {})
@@ -161,10 +162,10 @@ def _drawn(choose: Choose, name: str) -> str:
     return name + (f"{{{','.join(given)}}}" if given else "")
 
 
-def _values_of(kind: Any) -> list[Any]:
-    """The values of a type with few values."""
+def values_of(kind: Any) -> list[Any]:
+    """The values of a type with few values; none of any other type."""
     if get_origin(kind) in (Union, UnionType):
-        return [value for each in get_args(kind) for value in _values_of(each)]
+        return [value for each in get_args(kind) for value in values_of(each)]
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     known: dict[Any, list[Any]] = {bool: [False, True], type(None): [None]}
