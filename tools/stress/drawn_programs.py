@@ -124,6 +124,8 @@ class Program:
     dimension."""
     how: Literal["whole", "parts", "blocks"]
     """What is compiled: the model, its blocks one by one, or by `zpasses.compile_blocks`."""
+    dynamic: bool | None
+    """Argument of `torch.compile`, but for `zpasses.compile_blocks`."""
     options: Mapping[str, Any]
     optimizer: tuple[str, Mapping[str, Any]]
     actions: tuple[Action, ...]
@@ -131,10 +133,12 @@ class Program:
     def __str__(self) -> str:
         """The program as a listing."""
         kind, arguments = self.optimizer
+        options = dict(self.options)
+        given = f"backend='zpasses', dynamic={self.dynamic}, options={options}"
         calls = {
-            "whole": f"torch.compile(model, backend='zpasses', options={dict(self.options)})",
-            "parts": f"layer.compile(backend='zpasses', options={dict(self.options)})  # each",
-            "blocks": f"zpasses.compile_blocks(model, **{dict(self.options)})",
+            "whole": f"torch.compile(model, {given})",
+            "parts": f"layer.compile({given})  # each",
+            "blocks": f"zpasses.compile_blocks(model, **{options})",
         }
         return "\n".join(
             [
@@ -164,6 +168,7 @@ def draw(seed: int, codegen: str = "eager") -> Program:
         mesh=mesh,
         shard=shard,
         how=how,
+        dynamic=chance.choice((None, None, None, True, False)),
         options={"codegen": codegen, "agreement_timeout_s": _VOTE_LIMIT_S, **options},
         optimizer=(kind, arguments),
         actions=tuple(_draw_actions(chance, shard, options.get("backwards_per_step", 1))),
@@ -216,7 +221,14 @@ _AWAITED = frozenset(
     (
         *("train_copy", "average_model", "moving_average", "edit_before_backward", "copy_ full"),
         *("vector_to_parameters", "foreach_mul", "foreach_lerp", "data.mul_", "data ="),
-        *("data.copy_", "view of data", "rows of data", "load full, assign", "load own, assign"),
+        *(
+            "inf",
+            "data.copy_",
+            "view of data",
+            "rows of data",
+            "load full, assign",
+            "load own, assign",
+        ),
     )
 )
 """Actions and edits that are not drawn until one owner knows of each change of a parameter."""
@@ -433,13 +445,13 @@ def _call_cast(model: nn.Module, dtype: torch.dtype | None, x: Tensor) -> Tensor
 def _compiled_call(program: Program, model: nn.Module) -> Callable[[Tensor], Tensor]:
     options = dict(program.options)
     if program.how == "whole":
-        return torch.compile(model, backend="zpasses", options=options)
+        return torch.compile(model, backend="zpasses", dynamic=program.dynamic, options=options)
     if program.how == "blocks":
         zpasses.compile_blocks(model, **options)
         return model
     for name, layer in model.named_modules():
         if name.rpartition(".")[2].isdecimal() and name.count(".") <= 2:
-            layer.compile(backend="zpasses", options=options)
+            layer.compile(backend="zpasses", dynamic=program.dynamic, options=options)
     return model
 
 
