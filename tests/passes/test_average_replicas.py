@@ -17,6 +17,7 @@ from zpasses.testing import (
     assert_equal_bits,
     assert_step_equals_reference,
     capture_ranks,
+    joint_graph,
     random_inputs,
     run_pipeline,
 )
@@ -90,8 +91,8 @@ def test_a_rank_without_rows_sends_nothing():
 
 def test_one_replica_sends_nothing():
     with fake_world(1):
-        gm = JointRecipe((ParamSpec((4, 2), replicate_group="0"),), 1)
-        graph = run_pipeline(gm._graph(), "reduce-grads,average-replicas").graph
+        gm = joint_graph([ParamSpec((4, 2), replicate_group="0")])
+        graph = run_pipeline(gm, "reduce-grads,average-replicas").graph
     assert [each.op for _, each in collectives(graph.graph)] == ["unshard"]
 
 
@@ -135,8 +136,9 @@ def test_a_pass_that_drops_an_average_fails():
                 graph.erase_node(node)
             return 1
 
-    with fake_world(4), pytest.raises(PassError):
-        run_pipeline(recipe._graph(), Drop(), verify="simulate")
+    graph, *_ = recipe.graphs()
+    with recipe.world(0), pytest.raises(PassError):
+        run_pipeline(graph, Drop(), verify="simulate")
 
 
 def test_reductions_by_all_reduce_are_averaged_too():

@@ -5,7 +5,7 @@ import json
 import shutil
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import pytest
 import torch
@@ -13,8 +13,10 @@ from click.testing import CliRunner
 from torch import fx
 
 from tests.zpasses.inspect.real import real_dump
+from zpasses.errors import OptionError
 from zpasses.pipeline import pipeline as pipelines
 from zpasses.pipeline.pipeline import Level, Pass
+from zpasses.testing import drawing
 from zpasses.tools.stress import damage, dumps, run
 from zpasses.tools.stress.__main__ import main
 from zpasses.tools.stress.cases import CaseResult, StressConfig
@@ -157,9 +159,14 @@ class Negate(Pass):
         return 1
 
 
+def install(monkeypatch, kind):
+    known = {**pipelines.catalogue(), kind.name: kind}
+    for module in (pipelines, drawing):
+        monkeypatch.setattr(module, "catalogue", lambda: known)
+
+
 def test_a_wrong_pass_is_found_with_the_command_that_repeats_it(monkeypatch):
-    known = {**pipelines.catalogue(), "negate": Negate}
-    monkeypatch.setattr(pipelines, "catalogue", lambda: known)
+    install(monkeypatch, Negate)
     done = stress("graphs", "--count", "8", "--seed", "8")
     assert done.exit_code == 1
     assert "'negate" in done.stdout or ",negate" in done.stdout
@@ -168,6 +175,26 @@ def test_a_wrong_pass_is_found_with_the_command_that_repeats_it(monkeypatch):
     assert stress(
         "--only", f"graphs:{done.stdout.partition('--only graphs:')[2].split()[0]}"
     ).exit_code
+
+
+@dataclass(frozen=True)
+class Refuses(Negate):
+    """Has an option of which the generator draws a value that the pass refuses."""
+
+    name: ClassVar[str] = "refuses"
+
+    size: Literal[1, 2] = 1
+
+    def __post_init__(self) -> None:
+        if self.size == 2:
+            raise OptionError("size=2")
+
+
+def test_a_drawn_pipeline_that_is_not_valid_is_a_failure(monkeypatch):
+    install(monkeypatch, Refuses)
+    done = stress("graphs", "--count", "8", "--seed", "8")
+    assert done.exit_code == 1
+    assert "the drawn pipeline is not valid: size=2" in done.stdout
 
 
 # --- dumps ----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 import click
 from tqdm import tqdm
@@ -77,6 +78,13 @@ _DETAIL_CHARS = 2000
     help="Cases of the suite faults at a time.",
 )
 @click.option(
+    "--codegen",
+    type=click.Choice(["eager", "inductor"]),
+    default="eager",
+    show_default=True,
+    help="The option codegen of the suite programs.",
+)
+@click.option(
     "--json",
     "json_path",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -94,12 +102,13 @@ def main(
     ranks: str,
     vote_limit: float,
     jobs: int,
+    codegen: Literal["eager", "inductor"],
     json_path: Path | None,
 ) -> None:
     """Try to break zpasses with drawn cases.
 
-    SUITE is graphs, dumps, faults or caches; without it, all run. Each case can be repeated
-    with --only. The exit status is 1 if a case is wrong, hangs or crashes.
+    SUITE is graphs, dumps, faults, caches or programs; without it, all run. Each case can be
+    repeated with --only. The exit status is 1 if a case is wrong, hangs or crashes.
     """
     seeds = (
         _only(only)
@@ -111,7 +120,7 @@ def main(
     for name in (*suites, *seeds):
         _check_suite(name)
     with tempfile.TemporaryDirectory(prefix="zpasses-stress-") as folder:
-        config = StressConfig(Path(folder), _numbers(ranks), limit, vote_limit, jobs)
+        config = StressConfig(Path(folder), _numbers(ranks), limit, vote_limit, jobs, codegen)
         total = sum(map(len, seeds.values()))
         with tqdm(total=total, unit="case", disable=None) as bar:
 
@@ -130,6 +139,7 @@ def main(
             f"{_indented(result.detail[:_DETAIL_CHARS])}\n"
             f"  repeat it: python -m zpasses.tools.stress --only {result.suite}:{result.seed}"
             f"{'' if ranks == '2,3' else f' --ranks {ranks}'}"
+            f"{'' if codegen == 'eager' else f' --codegen {codegen}'}"
         )
     ctx.exit(1 if report.bad else 0)
 

@@ -29,6 +29,8 @@ class StressConfig:
     """Option `agreement_timeout_s` of the runs in the suite `faults`."""
     jobs: int = 4
     """Cases of the suite `faults` that run at a time."""
+    codegen: Literal["eager", "inductor"] = "eager"
+    """Option `codegen` of the runs in the suite `programs`."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class CaseResult:
     detail: str
     """What was drawn and what happened, in one or a few lines."""
     seconds: float
+    reason: str = ""
+    """The kind of a refusal, without names and numbers. The kinds are listed at the end, for a
+    reader to judge whether they say what to do."""
 
     @property
     def is_bad(self) -> bool:

@@ -1,150 +1,187 @@
-"""Draws models, their graphs and pipelines from random numbers, to test passes on.
+"""Draws small models of many kinds for the suite `programs`.
 
-`zpasses.testing.strategies` has the same for hypothesis.
+Each model takes float[rows, 6]. It consists of drawn blocks, each of which keeps the shape, and of
+a head. Hidden sizes are odd, so that rows do not divide by the number of ranks.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from zpasses.testing.capture import TracedJoint, trace_partitionable
-from zpasses.testing.graphs import ParamSpec
+__all__ = ["BLOCKS", "WIDTH", "Model", "ModelChoice", "draw_model"]
 
-__all__ = ["PASS_OPTIONS", "DrawnModel", "draw_model", "draw_pipeline"]
+WIDTH = 6
 
 
 @dataclass(frozen=True)
-class DrawnModel:
-    """Parameters that are each multiplied with an input of their own shape. Any shape works, and
-    all values stay small integers.
-    """
+class ModelChoice:
+    """What a model consists of."""
 
-    params: tuple[ParamSpec, ...]
-    interleaved: bool = False
-    """Whether the reads of one parameter lie between those of others."""
-    chained: bool = False
-    """Whether each output also depends on the one before it."""
-
-    def inputs(self, rank: int, world_size: int) -> list[Tensor]:
-        """For each parameter the shard of one rank, and an input of the full shape."""
-        found = []
-        for param in self.params:
-            dtype = param.param_dtype or param.dtype
-            found.append(param.shard(rank, world_size))
-            found.append(torch.zeros(param.shape, dtype=dtype, requires_grad=param.frozen))
-        return found
-
-    @property
-    def shards(self) -> dict[int, str]:
-        """Position of each shard among the inputs -> name of the parameter."""
-        return {2 * i: f"p{i}" for i in range(len(self.params))}
-
-    def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:
-        order = [(i, turn) for i, param in enumerate(self.params) for turn in range(param.reads)]
-        if self.interleaved:
-            order.sort(key=lambda pair: pair[1])
-        outputs: list[Tensor] = []
-        for i, turn in order:
-            output = self.params[i].read(values[2 * i]) * values[2 * i + 1]
-            output = output * (turn + 1) if turn else output
-            if self.chained and outputs:
-                output = output + outputs[-1].sum().to(output.dtype)
-            outputs.append(output)
-        return tuple(outputs)
-
-    def traced(self, rank: int, world_size: int) -> TracedJoint:
-        """The joint graph of one rank, which can be partitioned. Call it inside `fake_world`."""
-        return trace_partitionable(self, self.inputs(rank, world_size), self.shards)
+    blocks: tuple[str, ...]
+    """Keys of BLOCKS."""
+    repeated: bool = False
+    """Whether the first block runs again at the end, with the same parameters."""
+    embedding: bool = False
+    """Whether an embedding of the largest input is added to the input."""
+    tied: bool = False
+    """Whether the head has the weight of the embedding."""
+    breaks: bool = False
+    """Whether the graph breaks after the first block."""
+    frozen: tuple[int, ...] = ()
+    """Positions of the parameters that are frozen from the start."""
 
 
-def draw_model(draw: random.Random) -> DrawnModel:
-    """A model of one to four parameters, some of unusual shapes: scalars, no rows, fewer rows than
-    ranks, three dimensions. At least one parameter is trained or its input is.
-    """
-    low = draw.random() < 0.4  # 8 bits of precision: sums must stay small
-    params = tuple(_draw_param(draw, low) for _ in range(draw.randint(1, 4)))
-    return DrawnModel(params, draw.random() < 0.5, not low and draw.random() < 0.4)
-
-
-def _draw_param(draw: random.Random, low: bool) -> ParamSpec:
-    shape: tuple[int, ...] = draw.choice(
-        [
-            (),
-            (draw.randint(0, 9),),
-            (draw.randint(0, 9), draw.randint(0, 3)),
-            (draw.randint(1, 9), draw.randint(1, 3)),
-            (draw.randint(1, 5), 2, 2),
-        ]
-    )
-    dtypes = [None, torch.bfloat16, torch.float64] if low else [None, torch.float64]
-    return ParamSpec(
-        shape,
-        param_dtype=draw.choice(dtypes),
-        reduce_dtype=draw.choice([None, torch.float32, torch.float64]),
-        frozen=draw.random() < 0.2,
-        reads=draw.randint(1, 2 if low else 3),
+def draw_model(draw: random.Random) -> ModelChoice:
+    """Draw a model of one to three blocks."""
+    blocks = tuple(draw.choice(list(BLOCKS)) for _ in range(draw.choice((1, 1, 2, 3))))
+    embedding = draw.random() < 0.3
+    return ModelChoice(
+        blocks,
+        repeated=draw.random() < 0.15,
+        embedding=embedding,
+        tied=embedding and draw.random() < 0.6,
+        breaks=draw.random() < 0.15,
+        frozen=tuple(draw.sample(range(4), draw.choice((0, 0, 0, 1, 2)))),
     )
 
 
-# --- pipelines ------------------------------------------------------------------------------------
-PASS_OPTIONS: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "merge-reads": {"max_hold_mb": ("0", "0.0001", "1")},
-    "reduce-grads": {"form": ("auto", "reduce_scatter", "all_reduce")},
-    "bucket": {
-        "cap_mb": ("0", "0.0001", "0.0003", "25"),
-        "mode": ("auto", "coalesced", "flat"),
-        "memory_budget": ("0%", "5%", "1000%", "1MiB"),
-        "plan_for_overlap": ("true", "false"),
-    },
-    "schedule": {
-        "memory_budget": ("0%", "10%", "1000%", "1MiB"),
-        "mode": ("auto", "coalesced", "flat"),
-    },
-    "sdma": {"min_mb": ("0", "0.0001", "16"), "min_hidden": ("0", "0.5")},
-    "flatten-on-device": {"tier": ("auto", "plain", "host"), "device": ("cpu",)},
+class Model(nn.Module):
+    """The model of a choice."""
+
+    def __init__(self, choice: ModelChoice) -> None:
+        super().__init__()
+        self.choice = choice
+        layers = [BLOCKS[name]() for name in choice.blocks]
+        self.layers = nn.ModuleList(layers + layers[: choice.repeated])
+        self.embed = nn.Embedding(WIDTH, WIDTH) if choice.embedding else None
+        self.head = nn.Linear(WIDTH, WIDTH if choice.tied else 3, bias=not choice.tied)
+        if choice.tied and self.embed is not None:
+            self.head.weight = self.embed.weight
+        params = list(self.parameters())
+        for at in choice.frozen:
+            if at < len(params) - 1:
+                params[at].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embed is not None:
+            x = x + self.embed(x.argmax(-1))
+        for at, layer in enumerate(self.layers):
+            x = layer(x)
+            if self.choice.breaks and at == 0:
+                torch._dynamo.graph_break()
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class _Feed(nn.Module):
+    """A residual block with an uneven hidden size, in two nested modules."""
+
+    def __init__(self, width: int = 7, recompute: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh())
+        self.down = nn.Linear(width, WIDTH, bias=False)
+        self.recompute = recompute
+
+    def _inside(self, x: Tensor) -> Tensor:
+        return self.down(self.inner(x))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recompute:
+            return torch.add(x, checkpoint(self._inside, x, use_reentrant=False))
+        return x + self._inside(x)
+
+
+class _Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 3, 3, padding=1)
+        self.second = nn.Conv2d(3, 1, (1, 2), padding=(0, 1), stride=(1, 2), bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(F.gelu(self.first(x.view(-1, 1, 3, 2))))
+        return x.expand(-1, -1, -1, 2).reshape(-1, WIDTH)
+
+
+class _Attention(nn.Module):
+    """Attention over two tokens of three features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(3, 9)
+        self.out = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x.view(-1, 1, 2, 3)).chunk(3, dim=-1)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return torch.add(x, self.out(attended).reshape(-1, WIDTH))
+
+
+class _Experts(nn.Module):
+    """Two mixed experts, stacked ones, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.stacked = nn.Parameter(torch.randn(3, WIDTH, 2) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        mixed = sum(weights[:, i : i + 1] * self.experts[i](x) for i in range(2))
+        stacked = torch.einsum("bi,eij,be->bj", x, self.stacked, weights)
+        return torch.as_tensor(mixed) + stacked.repeat(1, 3)
+
+
+class _Scalars(nn.Module):
+    """Parameters without dimensions, with one row, and one that is read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.25))
+        self.row = nn.Parameter(torch.randn(1, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain + self.row * self.gain
+
+
+class _Buffers(nn.Module):
+    """A counter and a running mean, which forward changes, and a constant that is not saved."""
+
+    calls: Tensor
+    mean: Tensor
+    signs: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("signs", torch.tensor([1.0, -1.0] * 3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls.add_(1)
+            self.mean.lerp_(x.detach().mean(0), 0.25)
+        return x * self.weight * self.signs - self.mean.clone()
+
+
+BLOCKS: Mapping[str, Callable[[], nn.Module]] = {
+    "feed": _Feed,
+    "wide": lambda: _Feed(13),
+    "recomputed": lambda: _Feed(5, recompute=True),
+    "conv": _Conv,
+    "layer_norm": lambda: nn.LayerNorm(WIDTH),
+    "group_norm": lambda: nn.GroupNorm(2, WIDTH),
+    "batch_norm": lambda: nn.BatchNorm1d(WIDTH),
+    "attention": _Attention,
+    "experts": _Experts,
+    "scalars": _Scalars,
+    "buffers": _Buffers,
 }
-"""Pass -> option -> values to draw from, in addition to leaving it out."""
-
-_ORDER = (
-    "merge-reads",
-    "gather-params",
-    "reduce-grads",
-    "reshard-after-forward",
-    "cache-params",
-    "flatten-on-device",
-    "schedule",
-    "bucket",
-    "overlap",
-    "defer-reduction",
-    "sdma",
-)
-"""A sensible order of the passes of zpasses."""
-
-
-def draw_pipeline(draw: random.Random, known: Sequence[str]) -> str:
-    """The text of a pipeline: some passes with some options. Most are in a sensible order, and some
-    are not, or repeat a pass.
-
-    Args:
-        known: names of the passes and named pipelines to draw from, such as `catalogue()`.
-    """
-    kept = [name for name in known if draw.random() < 0.6]
-    rank = {name: at for at, name in enumerate(_ORDER)}
-    kept.sort(key=lambda name: rank.get(name, len(rank) * draw.random()))
-    if draw.random() < 0.2:
-        draw.shuffle(kept)
-    if kept and draw.random() < 0.2:
-        kept.insert(draw.randrange(len(kept) + 1), draw.choice(kept))
-    return ",".join(name + _draw_options(draw, PASS_OPTIONS.get(name, {})) for name in kept)
-
-
-def _draw_options(draw: random.Random, options: Mapping[str, Sequence[str]]) -> str:
-    given = [
-        f"{key}={draw.choice(values)}" for key, values in options.items() if draw.random() < 0.5
-    ]
-    return f"{{{','.join(given)}}}" if given else ""
+"""Name -> a module that maps float[rows, 6] to float[rows, 6]."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,11 @@ from zpasses.errors import OptionError, PassError
 from zpasses.pipeline import pipeline as pipelines
 from zpasses.pipeline.pipeline import Level, Pipeline, run_passes
 from zpasses.ranks.vote import simulated_answers
-from zpasses.testing import RankRun, copy_graph, fake_world, random_inputs, simulate
+from zpasses.testing import JointRecipe, RankRun, copy_graph, random_inputs, simulate
 from zpasses.testing.capture import TracedJoint
 from zpasses.testing.compare import check_equal
+from zpasses.testing.drawing import draw_joint_recipe, draw_pipeline
 from zpasses.tools.stress.cases import CaseResult, Outcome, StressConfig
-from zpasses.tools.stress.drawn_models import DrawnModel, draw_model, draw_pipeline
 
 __all__ = ["run"]
 
@@ -52,43 +52,36 @@ def run(seeds: Iterable[int], config: StressConfig) -> Iterator[CaseResult]:
 
 @dataclass(frozen=True)
 class _Graphs:
-    """The joint graphs of all ranks of one drawn model, with inputs and expected results."""
+    """The joint graphs of all ranks of one drawn recipe, with inputs and expected results."""
 
     number: int
-    model: DrawnModel
-    traced: tuple[TracedJoint, ...]
+    recipe: JointRecipe
+    traced: Sequence[TracedJoint]
+    groups: Mapping[str, Sequence[int]]
     inputs: Sequence[Sequence[Any]]
     expected: Sequence[RankRun]
 
     @classmethod
     def drawn(cls, number: int) -> _Graphs:
         draw = random.Random(f"graph {number}")
-        world = draw.choice(_WORLDS)
         while True:
-            model = draw_model(draw)
-            if any(value.requires_grad for value in model.inputs(0, world)):
-                drawn = cls._of(number, model, world)
-                if drawn.is_exact():
-                    return drawn
+            recipe = draw_joint_recipe(draw.choice, world_sizes=_WORLDS, replicas=(1, 1, 2))
+            drawn = cls._of(number, recipe)
+            if drawn.is_exact():
+                return drawn
 
     @classmethod
-    def _of(cls, number: int, model: DrawnModel, world: int) -> _Graphs:
-        traced = []
-        for rank in range(world):
-            with fake_world(world, rank):
-                traced.append(model.traced(rank, world))
+    def _of(cls, number: int, recipe: JointRecipe) -> _Graphs:
+        traced, groups = recipe.traced(), recipe.groups()
         joints = [each.joint for each in traced]
         inputs = random_inputs(joints, seed=number, bound=1)
-        return cls(number, model, tuple(traced), inputs, simulate(joints, _cloned(inputs)))
+        expected = simulate(joints, _cloned(inputs), groups)
+        return cls(number, recipe, traced, groups, inputs, expected)
 
     def is_exact(self) -> bool:
         """Whether the results are integers that float32 adds without rounding, in any order."""
         values = [value for run in self.expected for value in run.outputs if value is not None]
         return all(bool((value.abs() < _EXACT).all()) for value in values)
-
-    @property
-    def world(self) -> int:
-        return len(self.traced)
 
 
 @dataclass(frozen=True)
@@ -107,10 +100,9 @@ class _Case:
         draw = random.Random(f"pipeline {seed}")
         known = pipelines.catalogue()
         named = [name for name, entry in known.items() if isinstance(entry, Pipeline)]
-        singles = [name for name in known if name not in named]
-        text = draw_pipeline(draw, singles)
+        text = draw_pipeline(draw.choice, lowered=False, ordered=draw.random() < 0.7)
         if draw.random() < 0.2:
-            extra = draw_pipeline(draw, singles) if draw.random() < 0.3 else ""
+            extra = text if draw.random() < 0.3 else ""
             text = ",".join(filter(None, [draw.choice(named), extra]))
         return cls(graphs, text, draw.choice(_TARGETS), draw.random() < 0.5)
 
@@ -119,20 +111,18 @@ class _Case:
         return "forward and backward" if self.partitioned else "joint graph"
 
     def __str__(self) -> str:
-        return (
-            f"{self.text!r} for {self.target} on {self.kind} of {self.graphs.world} ranks of "
-            f"{self.graphs.model}"
-        )
+        return f"{self.text!r} for {self.target} on {self.kind} of {self.graphs.recipe}"
 
     def run(self) -> tuple[Outcome, str]:
         try:
             pipeline = Pipeline.parse(self.text)
             with simulated_answers():
-                ranks = [self._rewrite(rank, pipeline) for rank in range(self.graphs.world)]
-        except (PassError, OptionError) as error:
-            if _is_failure_inside(error):
-                return "crash", f"{error}"
-            return "refused", str(error)
+                world = range(self.graphs.recipe.world_size)
+                ranks = [self._rewrite(rank, pipeline) for rank in world]
+        except OptionError as error:
+            return "crash", f"the drawn pipeline is not valid: {error}"
+        except PassError as error:
+            return "crash" if error.__cause__ is not None else "refused", str(error)
         try:
             outputs = self._simulate(ranks)
         except Exception as error:
@@ -148,7 +138,7 @@ class _Case:
     def _rewrite(self, rank: int, pipeline: Pipeline) -> tuple[fx.GraphModule, ...]:
         traced = self.graphs.traced[rank]
         copied = copy_graph(traced.joint)
-        with fake_world(self.graphs.world, rank), use_target(TARGETS[self.target]):
+        with self.graphs.recipe.world(rank), use_target(TARGETS[self.target]):
             if not self.partitioned:
                 pipeline(copied.graph)
                 return (copied,)
@@ -160,9 +150,9 @@ class _Case:
 
     def _simulate(self, ranks: Sequence[tuple[fx.GraphModule, ...]]) -> list[Sequence[Any]]:
         """Per rank the outputs in the order of the joint graph."""
-        inputs = _cloned(self.graphs.inputs)
+        inputs, groups = _cloned(self.graphs.inputs), self.graphs.groups
         if not self.partitioned:
-            return [run.outputs for run in simulate([graphs[0] for graphs in ranks], inputs)]
+            return [run.outputs for run in simulate([each[0] for each in ranks], inputs, groups)]
         return _simulate_step(self.graphs, ranks, inputs)
 
 
@@ -170,20 +160,17 @@ def _simulate_step(
     graphs: _Graphs, ranks: Sequence[tuple[fx.GraphModule, ...]], inputs: Sequence[Sequence[Any]]
 ) -> list[Sequence[Any]]:
     user = graphs.traced[0].outputs
-    primals = 2 * len(graphs.model.params)
-    forward = simulate([each[0] for each in ranks], [values[:primals] for values in inputs])
+    primals = 2 * len(graphs.recipe.params)
+    forward = simulate(
+        [each[0] for each in ranks], [values[:primals] for values in inputs], graphs.groups
+    )
     given = [
         [*run.outputs[user:], *values[primals:]]
         for run, values in zip(forward, inputs, strict=True)
     ]
-    backward = simulate([each[1] for each in ranks], given)
+    backward = simulate([each[1] for each in ranks], given, graphs.groups)
     return [(*f.outputs[:user], *b.outputs) for f, b in zip(forward, backward, strict=True)]
 
 
 def _cloned(inputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
     return [[v.clone() if isinstance(v, Tensor) else v for v in row] for row in inputs]
-
-
-def _is_failure_inside(error: Exception) -> bool:
-    """Whether a pass failed by an exception that it did not mean to raise."""
-    return error.__cause__ is not None and not isinstance(error.__cause__, (PassError, OptionError))

@@ -86,7 +86,9 @@ class _Seeds(Iterable[int]):
 
 
 def summary(report: StressReport) -> str:
-    """The table of a run: cases, outcomes and the slowest case of each kind."""
+    """The table of a run: cases, outcomes and the slowest case of each kind; then the kinds of
+    refusals.
+    """
     groups: dict[tuple[str, str], list[CaseResult]] = {}
     for each in report.results:
         groups.setdefault((each.suite, each.kind), []).append(each)
@@ -107,4 +109,11 @@ def summary(report: StressReport) -> str:
             f"{suite}: {ran} seeds in {seconds:.0f} s"
             + (f"; the time limit left out {left}" if left else "")
         )
+    reasons: dict[str, list[int]] = {}
+    for each in report.results:
+        if each.reason:
+            reasons.setdefault(f"{each.suite}: {each.reason}", []).append(each.seed)
+    for reason, seeds in sorted(reasons.items()):
+        shown = ", ".join(map(str, seeds[:10])) + (", ..." if len(seeds) > 10 else "")
+        lines.append(f"\n{len(seeds)} refused by {reason}\n  seeds {shown}")
     return "\n".join(lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zpasses.tools.stress import caches, dumps, faults, graphs
+from zpasses.tools.stress import caches, drawn_programs, dumps, faults, graphs
 from zpasses.tools.stress.cases import Suite
 
 __all__ = ["SUITES"]
@@ -14,5 +14,6 @@ SUITES: Mapping[str, Suite] = {
     "dumps": dumps.run,
     "faults": faults.run,
     "caches": caches.run,
+    "programs": drawn_programs.run,
 }
 """Name -> suite, in the order in which they run."""

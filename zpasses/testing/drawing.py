@@ -6,52 +6,60 @@ as in `zpasses.testing.strategies`. Plain values stand first, so hypothesis shri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import torch
 
-from zpasses.option_values import format_value
-from zpasses.pipeline.pipeline import Level
+from zpasses.option_values import field_types, format_value
+from zpasses.pipeline.pipeline import Level, Pass, Pipeline, catalogue
 from zpasses.testing.graphs import JointRecipe, ParamSpec
 
-__all__ = ["OPTIONS", "draw_joint_recipe", "draw_param", "draw_pipeline"]
+__all__ = [
+    "NOT_DRAWN",
+    "VALUES",
+    "draw_joint_recipe",
+    "draw_param",
+    "draw_pipeline",
+    "drawn_values",
+    "values_of",
+]
 
 Choose = Callable[[Sequence[Any]], Any]
 
 WORLD_SIZES = (1, 2, 3, 4, 7)
 """No communication, powers of two, and sizes that no shape below divides."""
 
-OPTIONS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "merge-reads": {"max_hold_mb": (None, 0.0, 1.0)},
-    "gather-params": {},
-    "reduce-grads": {"form": ("reduce_scatter", "all_reduce")},
-    "reshard-after-forward": {},
-    "cache-params": {},
+VALUES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "bucket": {
-        "cap_mb": (25.0, 0.0001, 0.001),
-        "mode": ("auto", "coalesced", "flat"),
-        "memory_budget": ("5%", "0%", "1000%", "1GiB"),
-        "plan_for_overlap": (False, True),
+        "cap_mb": (0.0, 0.0001, 0.0003, 0.001),
+        "memory_budget": ("0%", "1000%", "1MiB", "1GiB"),
     },
-    "overlap": {},
-    "average-replicas": {},
-    "defer-reduction": {},
+    "flatten-on-device": {
+        "group": ("0",),
+        "headroom": (0.0, 0.5),
+        "align_bytes": (1, 64),
+        "free_bytes": (0, 1 << 30),
+        "device": ("cpu",),
+    },
+    "merge-reads": {"max_hold_mb": (0.0, 0.0001, 1.0)},
+    "schedule": {"memory_budget": ("0%", "10%", "1000%", "1MiB")},
+    "sdma": {"min_mb": (0.0, 0.0001), "min_hidden": (0.0, 1.0)},
 }
-"""Pass -> option -> values to draw; the default stands first. The passes that are missing need a
-device or a copy engine.
+"""Pass -> option that is a number or a text -> values to draw in addition to its default. Values of
+other options follow from their types.
 """
 
-_LATER = ("bucket", "overlap", "average-replicas", "defer-reduction")
-
-_LEVELS = {
-    "cache-params": Level.FORWARD,
-    "bucket": Level.PARTITIONED,
-    "overlap": Level.PARTITIONED,
-    "average-replicas": Level.BACKWARD,
-    "defer-reduction": Level.BACKWARD,
+NOT_DRAWN: Mapping[str, Mapping[str, str]] = {
+    "flatten-on-device": {
+        "replicated": "promises that all ranks hold equal values, but drawn inputs differ",
+        "tier=distributed": "needs replicated=true",
+        "timeout_s": "a limit of votes changes no graph",
+    },
 }
-"""Levels of passes that are not at the joint level."""
+"""Pass -> option, or one value of it, that is never drawn -> the reason."""
 
 
 def draw_param(choose: Choose) -> ParamSpec:
@@ -90,43 +98,105 @@ def draw_joint_recipe(
     params = tuple(draw_param(choose) for _ in range(count))
     world_size, interleaved = choose(world_sizes), choose((False, True))
     fitting = [each for each in replicas if world_size % each == 0]
-    return JointRecipe(params, world_size, interleaved, choose(fitting))
+    exact = all(each.param_dtype != torch.bfloat16 for each in params)  # chains make large numbers
+    return JointRecipe(
+        params,
+        world_size,
+        interleaved,
+        choose(fitting),
+        chained=exact and choose((False, True)),
+    )
 
 
 def draw_pipeline(
-    choose: Choose, *, levels: Collection[Level] = tuple(Level), lowered: bool = True
+    choose: Choose,
+    *,
+    levels: Collection[Level] = tuple(Level),
+    lowered: bool = True,
+    ordered: bool = True,
 ) -> str:
-    """Draw the text of a valid pipeline of the passes in `OPTIONS`, with options.
+    """Draw the text of a valid pipeline of installed passes, with options.
 
     Args:
         choose: picks a value.
         levels: the levels whose passes are drawn.
         lowered: whether every gather and reduction is lowered, as in a pipeline that trains. False
             also draws pipelines that leave some of the dialect.
+        ordered: whether passes come in the order of the named pipelines, each at most once. Passes
+            that no named pipeline has may come anywhere.
     """
-    names = []
-    if choose((False, True)):
-        names.append("merge-reads")
-    if lowered or choose((True, False)):
-        names.append("gather-params")
-    if lowered or choose((True, False)):
-        names.append("reduce-grads")
-    if "gather-params" in names:
-        kept = choose(("", "reshard-after-forward", "cache-params"))
-        names += [kept] if kept else []
-    names += [name for name in _LATER if choose((False, True))]
-    return ",".join(
-        name + _drawn_options(choose, name)
-        for name in names
-        if _LEVELS.get(name, Level.JOINT) in levels
+    needed = ("gather-params", "reduce-grads") if lowered else ()
+    order = _order()
+    names = [name for name in order if name in needed or choose((False, True))]
+    for name in _passes():
+        if name not in order and choose((False, True)):
+            names.insert(choose(range(len(names) + 1)), name)
+    if not ordered:
+        for _ in range(choose((0, 0, 1, 3))):  # moves, and repeats
+            names.insert(choose(range(len(names) + 1)), choose(list(_passes())))
+        names = [
+            name
+            for at, name in enumerate(names)
+            if name not in names[at + 1 :] or choose((True, True, False))
+        ]
+    return ",".join(_drawn(choose, name) for name in names if _passes()[name].level in levels)
+
+
+def drawn_values(kind: type[Pass], option: str) -> list[Any]:
+    """The values of an option that are drawn; the default stands first, if there is one."""
+    (field,) = (each for each in _options(kind) if each.name == option)
+    given = [*values_of(field_types(kind)[option]), *VALUES.get(kind.name, {}).get(option, ())]
+    if field.default is not MISSING:
+        given = [field.default, *(each for each in given if each != field.default)]
+    never = NOT_DRAWN.get(kind.name, {})
+    if option in never:
+        return given[:1]
+    return [each for each in given if f"{option}={format_value(each)}" not in never]
+
+
+def _drawn(choose: Choose, name: str) -> str:
+    """The text of a pass with options."""
+    kind = _passes()[name]
+    drawn = [(each, choose(drawn_values(kind, each.name))) for each in _options(kind)]
+    given = [f"{each.name}={format_value(value)}" for each, value in drawn if value != each.default]
+    return name + (f"{{{','.join(given)}}}" if given else "")
+
+
+def values_of(kind: Any) -> list[Any]:
+    """The values of a type with few values; none of any other type."""
+    if get_origin(kind) in (Union, UnionType):
+        return [value for each in get_args(kind) for value in values_of(each)]
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    known: dict[Any, list[Any]] = {bool: [False, True], type(None): [None]}
+    return known.get(kind, [])
+
+
+def _options(kind: type[Pass]) -> Iterator[Field[Any]]:
+    return (
+        each
+        for each in fields(kind)  # type: ignore[arg-type]
+        if each.init and each.default_factory is MISSING
     )
 
 
-def _drawn_options(choose: Choose, name: str) -> str:
-    drawn = {option: (choose(values), values[0]) for option, values in OPTIONS[name].items()}
-    texts = [
-        f"{option}={format_value(value)}"
-        for option, (value, default) in drawn.items()
-        if value != default
-    ]
-    return f"{{{','.join(texts)}}}" if texts else ""
+def _passes() -> dict[str, type[Pass]]:
+    """The installed passes by name, but for those with a required option of too many values."""
+    return {
+        name: kind
+        for name, kind in catalogue().items()
+        if not isinstance(kind, Pipeline)
+        and all(drawn_values(kind, each.name) for each in _options(kind))
+    }
+
+
+def _order() -> list[str]:
+    """The passes of all named pipelines, each after those that stand before it in a pipeline."""
+    order: list[str] = []
+    for pipeline in catalogue().values():
+        at = 0
+        for each in pipeline if isinstance(pipeline, Pipeline) else ():
+            if each.name not in order:
+                order.insert(at, each.name)
+            at = order.index(each.name) + 1
+    return order

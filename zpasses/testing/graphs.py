@@ -6,7 +6,8 @@ stay small integers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zpasses import compat
 from zpasses.graph.ops import rows_per_rank
 from zpasses.pipeline.pipeline import Pass, Pipeline
-from zpasses.testing.capture import trace_joint
+from zpasses.testing.capture import TracedJoint, trace_partitionable
 from zpasses.testing.steps import run_pipeline
 from zpasses.testing.worlds import fake_world
 
@@ -70,6 +71,7 @@ def joint_graph(
     world_size: int | None = None,
     *,
     interleaved: bool = False,
+    chained: bool = False,
 ) -> fx.GraphModule:
     """Trace the joint graph of one rank, in the form that the joint passes see. It takes some ten
     milliseconds. Call it inside `fake_world`.
@@ -83,10 +85,21 @@ def joint_graph(
         world_size: the number of ranks; None for that of the world.
         interleaved: whether the reads of one parameter alternate with those of the others. By
             default they follow each other.
+        chained: whether each output also depends on the one before it.
 
     Raises:
         ValueError: if there is no world, or all parameters and inputs are frozen.
     """
+    return _traced(params, rank, world_size, interleaved, chained).joint
+
+
+def _traced(
+    params: Sequence[ParamSpec],
+    rank: int | None,
+    world_size: int | None,
+    interleaved: bool,
+    chained: bool,
+) -> TracedJoint:
     own = dist.get_rank() if rank is None else rank
     size = dist.get_world_size() if world_size is None else world_size
     inputs: list[Tensor] = []
@@ -103,13 +116,16 @@ def joint_graph(
         order = [(i, turn) for i, param in enumerate(params) for turn in range(param.reads)]
         if interleaved:
             order.sort(key=lambda pair: pair[1])
-        outputs = []
+        outputs: list[Tensor] = []
         for i, turn in order:
             output = params[i].read(values[2 * i]) * values[2 * i + 1]
-            outputs.append(output * (turn + 1) if turn else output)
+            output = output * (turn + 1) if turn else output
+            if chained and outputs:
+                output = output + outputs[-1].sum().to(output.dtype)
+            outputs.append(output)
         return tuple(outputs)
 
-    return trace_joint(fn, inputs, shards)
+    return trace_partitionable(fn, inputs, shards)
 
 
 @dataclass(frozen=True)
@@ -122,14 +138,30 @@ class JointRecipe:
     """As for `joint_graph`."""
     replicas: int = 1
     """Number of replicas. Each is sharded over world_size / replicas consecutive ranks."""
+    chained: bool = False
+    """As for `joint_graph`."""
 
     def graphs(self) -> list[fx.GraphModule]:
         """Trace the graph of each rank. Call it outside of any world."""
-        graphs = []
+        return [each.joint for each in self.traced()]
+
+    def traced(self) -> list[TracedJoint]:
+        """As `graphs`, for graphs that are then partitioned."""
+        found = []
         for rank in range(self.world_size):
-            with fake_world(self.world_size, rank):
-                graphs.append(self._graph())
-        return graphs
+            with self.world(rank) as mesh:
+                found.append(self._traced(mesh))
+        return found
+
+    @contextlib.contextmanager
+    def world(self, rank: int) -> Iterator[DeviceMesh]:
+        """Act as one of the ranks, with the process groups that the graphs name. Yields the mesh of
+        replicas and shards.
+        """
+        with fake_world(self.world_size, rank) as mesh:
+            shape = (self.replicas, self.world_size // self.replicas)
+            names = ("replicate", "shard")
+            yield init_device_mesh("cpu", shape, mesh_dim_names=names) if shape[0] > 1 else mesh
 
     def groups(self) -> dict[str, tuple[int, ...]]:
         """Process group -> its ranks, as `simulate` and `assert_equal_bits` take them. Call it
@@ -137,25 +169,19 @@ class JointRecipe:
         """
         found = {"0": tuple(range(self.world_size))}
         for rank in range(self.world_size if self.replicas > 1 else 0):
-            with fake_world(self.world_size, rank):
-                for name in _group_names(self._mesh()):
+            with self.world(rank) as mesh:
+                for name in _group_names(mesh):
                     found[name] = tuple(compat.group_ranks(name))
         return found
 
-    def _mesh(self) -> DeviceMesh:
-        shape = (self.replicas, self.world_size // self.replicas)
-        return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-
-    def _graph(self) -> fx.GraphModule:
+    def _traced(self, mesh: DeviceMesh) -> TracedJoint:
         """Trace the graph of the rank of this world."""
-        if self.replicas == 1:
-            return joint_graph(self.params, interleaved=self.interleaved)
-        mesh = self._mesh()
-        across, inside = _group_names(mesh)
-        params = [replace(param, group=inside, replicate_group=across) for param in self.params]
-        return joint_graph(
-            params, mesh.get_local_rank(1), mesh.size(1), interleaved=self.interleaved
-        )
+        params: Sequence[ParamSpec] = self.params
+        if self.replicas > 1:
+            across, inside = _group_names(mesh)
+            params = [replace(param, group=inside, replicate_group=across) for param in params]
+        rank, size = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+        return _traced(params, rank, size, self.interleaved, self.chained)
 
     def run_pipeline(
         self, pipeline: Pipeline | Pass | str
@@ -172,8 +198,8 @@ class JointRecipe:
         """
         before, after = [], []
         for rank in range(self.world_size):
-            with fake_world(self.world_size, rank):
-                before.append(self._graph())
+            with self.world(rank) as mesh:
+                before.append(self._traced(mesh).joint)
                 after.append(run_pipeline(before[-1], pipeline).graph)
         return before, after
 

@@ -62,7 +62,8 @@ def simulate(
     Args:
         graphs: one graph for all ranks, or one per rank. They run without autograd.
         inputs: one list of inputs per rank. The graph may write to them, as it may on a device.
-        groups: process group -> its ranks, in group order. None: every group holds all ranks.
+        groups: process group -> its ranks, in group order; the second group that a pass makes of
+            one has the same ranks. None: every group holds all ranks.
         semantics: reference implementations of further collectives, by operator
             (`torch.ops.mine.all_gather.default`). Such an operator has an argument `group_name`,
             and its first argument is what it sends.
@@ -145,12 +146,13 @@ class _CollectiveMatcher:
     def members(self, group: str) -> Sequence[int]:
         if self._groups is None:
             return range(self._size)
-        if group not in self._groups:
-            raise SimulationError(
-                f"a graph communicates on group {group!r}; the groups given are "
-                f"{', '.join(map(repr, self._groups))}."
-            )
-        return self._groups[group]
+        for name in (group, compat.parent_group(group)):
+            if name in self._groups:
+                return self._groups[name]
+        raise SimulationError(
+            f"a graph communicates on group {group!r}; the groups given are "
+            f"{', '.join(map(repr, self._groups))}."
+        )
 
     def post(self, call: _Call) -> None:
         group, members = call.collective.group, self.members(call.collective.group)

@@ -97,7 +97,7 @@ def pipelines(
     levels: Collection[Level] = tuple(Level),
     lowered: bool = True,
 ) -> str:
-    """Texts of valid pipelines of zpasses's own passes, with options.
+    """Texts of valid pipelines of installed passes, with options.
 
     Args:
         levels: the levels whose passes are drawn. A joint graph needs `[Level.JOINT]`.

@@ -196,6 +196,11 @@ def test_groups_communicate_among_themselves():
     ] == [6] * 4
 
 
+def test_second_group_has_the_ranks_of_its_group():
+    gm = communicate(F.all_reduce.default, "sum", "0.reductions")
+    assert outputs(gm, *ranks(1, 2), groups={"0": (0, 1)}) == [3, 3]
+
+
 def test_collectives_of_two_groups_may_start_in_different_orders_without_waits_in_between():
     def started(first, second):
         def write(graph, x):

@@ -1,6 +1,7 @@
 """What the strategies draw is valid, and the same draws work with any source of choices."""
 
 import random
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from tests.graphs import few_examples
 from zpasses import Level, Pass, Pipeline
+from zpasses.option_values import field_types
 from zpasses.passes import Bucket
 from zpasses.pipeline.pipeline import catalogue
 from zpasses.testing import (
@@ -22,7 +24,13 @@ from zpasses.testing import (
     capture_ranks,
     random_inputs,
 )
-from zpasses.testing.drawing import OPTIONS, draw_joint_recipe, draw_pipeline
+from zpasses.testing.drawing import (
+    NOT_DRAWN,
+    VALUES,
+    draw_joint_recipe,
+    draw_pipeline,
+    drawn_values,
+)
 from zpasses.testing.strategies import joint_recipes, passes, pipelines, world_sizes
 
 
@@ -62,12 +70,32 @@ def test_a_random_generator_draws_the_same_things():
         assert str(Pipeline.parse(pipeline)) == pipeline
 
 
-def test_drawn_options_exist_and_start_with_their_defaults():
-    for name, options in OPTIONS.items():
-        fields = catalogue()[name].__dataclass_fields__
-        assert {option: fields[option].default for option in options} == {
-            option: values[0] for option, values in options.items()
-        }
+def test_every_pass_and_option_of_the_catalogue_is_drawn_or_says_why_not():
+    drawn = defaultdict(set)
+    choose = random.Random(0).choice
+    for _ in range(1000):
+        for each in Pipeline.parse(draw_pipeline(choose, ordered=False)):
+            for option in field_types(type(each)):
+                drawn[each.name, option].add(getattr(each, option))
+            drawn[each.name, ""].add(each.level)
+    for name, kind in catalogue().items():
+        if isinstance(kind, Pipeline):
+            continue
+        assert (name, "") in drawn
+        for option in field_types(kind):
+            reasons = NOT_DRAWN.get(name, {})
+            assert len(drawn[name, option]) > 1 or option in reasons, (name, option)
+            assert drawn[name, option] == set(drawn_values(kind, option))
+
+
+def test_tables_of_options_name_passes_and_options_that_exist():
+    for name, options in [*VALUES.items(), *NOT_DRAWN.items()]:
+        assert {each.partition("=")[0] for each in options} <= {*field_types(catalogue()[name])}
+    for name, options in VALUES.items():
+        for option, values in options.items():
+            default = catalogue()[name].__dataclass_fields__[option].default
+            assert default not in values
+            assert drawn_values(catalogue()[name], option)[0] == default
 
 
 @dataclass(frozen=True)

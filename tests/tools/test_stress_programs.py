@@ -1,0 +1,129 @@
+"""Tests of the suite `programs` of `python -m zpasses.tools.stress`."""
+
+import functools
+from collections import defaultdict
+from unittest import mock
+
+import pytest
+from click.testing import CliRunner
+
+import zpasses
+from zpasses.option_values import field_types
+from zpasses.pipeline.options import Options
+from zpasses.testing.ranks import Outcome
+from zpasses.tools.stress import drawn_programs
+from zpasses.tools.stress.__main__ import main
+from zpasses.tools.stress.drawn_models import BLOCKS
+from zpasses.tools.stress.drawn_programs import (
+    OPTIMIZERS,
+    OPTIONS_NOT_DRAWN,
+    RankReport,
+    draw,
+    run_program,
+)
+from zpasses.tools.stress.training_actions import ACTIONS, EDITS
+
+
+def stress(*arguments):
+    return CliRunner().invoke(main, arguments)
+
+
+# --- drawing --------------------------------------------------------------------------------------
+def test_seed_determines_the_program_and_its_listing():
+    assert draw(3) == draw(3) != draw(4)
+    assert str(draw(3)) == str(draw(3)) != str(draw(4))
+
+
+def test_everything_is_drawn():
+    seen = defaultdict(set)
+    for program in map(draw, range(1500)):
+        for name, value in program.options.items():
+            seen[name].add(str(value))
+        seen["optimizer"].add(program.optimizer[0])
+        seen["block"] |= {*program.model.blocks}
+        for action in program.actions:
+            seen["action"].add(action.name)
+            seen["edit"].add(action.arguments.get("way"))
+    assert seen["optimizer"] == {name for name, _ in OPTIMIZERS}
+    assert seen["block"] == {*BLOCKS}
+    assert seen["action"] == {*ACTIONS}
+    assert seen["edit"] >= {*EDITS}
+    for option in field_types(Options):
+        assert (option in OPTIONS_NOT_DRAWN) != bool(seen[option] - {"eager", "30.0"}), option
+
+
+def test_drawn_options_are_valid():
+    for program in map(draw, range(300)):
+        Options.parse(program.options)
+
+
+# --- judging --------------------------------------------------------------------------------------
+EQUAL = RankReport()
+REFUSED = RankReport(error="ShardingError: 'a' has 3 rows (rank 0). Do b", own=True, at="step()")
+
+
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        ((EQUAL, EQUAL), "equal"),
+        ((REFUSED, REFUSED), "refused"),
+        ((REFUSED, EQUAL), "crash"),
+        ((REFUSED, RankReport(error="RuntimeError: no")), "crash"),
+        ((EQUAL, RankReport(wrong="step(): differs")), "wrong"),
+        ((REFUSED, RankReport(wrong="step(): differs")), "wrong"),
+        ((EQUAL, None), "hang"),
+    ],
+)
+def test_outcome_of_two_ranks(reports, expected):
+    outcomes = [
+        Outcome(rank) if each is None else Outcome(rank, result=each, reported=True)
+        for rank, each in enumerate(reports)
+    ]
+    assert drawn_programs._judge(outcomes)[0] == expected
+
+
+def test_kinds_of_refusals_are_listed(monkeypatch):
+    outcomes = [Outcome(rank, result=REFUSED, reported=True) for rank in range(2)]
+    monkeypatch.setattr(drawn_programs, "call_on_ranks", lambda *_, **__: outcomes)
+    monkeypatch.setattr(drawn_programs, "close_pools", lambda: None)
+    done = stress("programs", "--count", "3", "--seed", "5")
+    assert done.exit_code == 0
+    assert "3 refused by programs: ShardingError: * has * rows *. Do b" in done.stdout
+    assert "seeds 5, 6, 7" in done.stdout
+
+
+# --- on ranks -------------------------------------------------------------------------------------
+@pytest.mark.processes
+def test_programs_are_equal_or_refused():
+    done = stress("programs", "--count", "5", "--seed", "20")
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.slow(quick="test_programs_are_equal_or_refused")
+@pytest.mark.processes
+@pytest.mark.inductor
+def test_programs_with_code_from_inductor():
+    done = stress("programs", "--count", "2", "--seed", "20", "--codegen", "inductor")
+    assert done.exit_code == 0, done.output
+
+
+def _without_averages(program):
+    shard = functools.partial(zpasses.shard, grad_divide_factor=1.0)
+    with mock.patch.object(zpasses, "shard", shard):
+        return run_program(program)
+
+
+@pytest.mark.processes
+def test_a_wrong_average_is_found_and_its_listing_runs_again(monkeypatch):
+    monkeypatch.setattr(drawn_programs, "run_program", _without_averages)
+    seed = next(
+        seed
+        for seed in range(100)
+        if "grad_divide_factor" not in draw(seed).shard and draw(seed).how == "parts"
+    )
+    done = stress("--only", f"programs:{seed}")
+    assert done.exit_code == 1
+    assert f"wrong: programs:{seed}" in done.stdout
+    assert "gradient of" in done.stdout
+    assert str(draw(seed)).splitlines()[-1] in done.stdout
+    assert f"--only programs:{seed}" in done.stdout

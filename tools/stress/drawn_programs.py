@@ -1,0 +1,538 @@
+"""The suite `programs`: whole training programs on two gloo ranks, beside unsharded references.
+
+Each rank also trains two unsharded models, on the data of both ranks, and averages their gradients.
+After each action of a program, what it returned, parameters, gradients and buffers are compared.
+The ranks live on from program to program, until one is not equal.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import re
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_type_hints
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import zpasses
+from zpasses import compat
+from zpasses.errors import OptionError, ZpassesError
+from zpasses.option_values import field_types
+from zpasses.pipeline.options import Options
+from zpasses.testing.drawing import draw_pipeline, values_of
+from zpasses.testing.ranks import Outcome as RankOutcome
+from zpasses.testing.ranks import close_pools
+from zpasses.testing.ranks.pool import call_on_ranks
+from zpasses.tools.stress.cases import CaseResult, Outcome, StressConfig
+from zpasses.tools.stress.drawn_models import Model, ModelChoice, draw_model
+from zpasses.tools.stress.training_actions import ACTIONS, EDITS, Edit, Rows, Side
+
+__all__ = [
+    "OPTIMIZERS",
+    "OPTIONS_NOT_DRAWN",
+    "Program",
+    "RankReport",
+    "draw",
+    "run",
+    "run_program",
+]
+
+_VOTE_LIMIT_S = 30.0
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
+"""Largest difference, as a part of one more than the largest value of a tensor."""
+
+
+# --- drawing --------------------------------------------------------------------------------------
+OPTION_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "target": ("h100",),
+    "memory_budget": ("auto", "0%", "60GiB"),
+    "backwards_per_step": (1, 1, 2, 3),
+    "grad_accum_dtype": (torch.float64,),
+    "blocks": ("auto",),
+    "prefetch": (0, 1, 4),
+}
+"""Option of a compile -> values to draw beside those that follow from its type."""
+
+OPTIONS_NOT_DRAWN: Mapping[str, str] = {
+    "codegen": "an argument of the command",
+    "tuned": "needs a file of `zpasses tune`",
+    "verify": "`simulate` takes seconds; the suite `graphs` checks the passes",
+    "agreement_timeout_s": "a limit that right programs do not reach",
+    "cache": "the suite `caches` draws it",
+    "dump": "changes no number",
+    "dump_ranks": "changes no number",
+    "inductor": "options of another compiler",
+}
+"""Option of a compile that is not drawn -> the reason."""
+
+OPTIMIZERS: Sequence[tuple[str, Mapping[str, Any]]] = (
+    ("SGD", {"lr": 0.1}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    ("Adam", {"lr": 0.02, "eps": 1e-3, "amsgrad": True}),
+    ("AdamW", {"lr": 0.02, "eps": 1e-3}),
+    ("AdamW", {"lr": 0.02, "eps": 1e-3, "fused": True}),
+    ("Adagrad", {"lr": 0.05, "eps": 1e-3}),
+    ("RMSprop", {"lr": 0.02, "eps": 1e-3, "momentum": 0.5, "centered": True}),
+    ("Adamax", {"lr": 0.02, "eps": 1e-3}),
+    ("NAdam", {"lr": 0.02, "eps": 1e-3}),
+    ("RAdam", {"lr": 0.02, "eps": 1e-3}),
+    ("Adadelta", {"lr": 0.5, "eps": 1e-3}),
+    ("ASGD", {"lr": 0.05}),
+    ("Adafactor", {"lr": 0.02, "eps": (1e-3, 1e-3)}),
+)
+"""Classes with arguments. A large `eps` keeps gradients that are 0 but for rounding small."""
+
+_ARGUMENTS: Mapping[Any, Sequence[Any]] = {
+    float: (0.5, 1.25),
+    Rows: ((3, 3), (3, 3), (4, 4), (5, 2)),
+    Edit: tuple(EDITS),
+}
+"""Type of an action's argument -> what is drawn for it, where the type does not say it."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """One call of a program."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{key}={value!r}" for key, value in self.arguments.items())
+        return f"{self.name}({given})"
+
+
+@dataclass(frozen=True)
+class Program:
+    """What both ranks run."""
+
+    seed: int
+    model: ModelChoice
+    dtype: torch.dtype
+    mesh: tuple[int, ...]
+    shard: Mapping[str, Any]
+    """Arguments of `zpasses.shard`; `cut_last` is a placement function that cuts the last
+    dimension."""
+    how: Literal["whole", "parts", "blocks"]
+    """What is compiled: the model, its blocks one by one, or by `zpasses.compile_blocks`."""
+    dynamic: bool | None
+    """Argument of `torch.compile`, but for `zpasses.compile_blocks`."""
+    options: Mapping[str, Any]
+    optimizer: tuple[str, Mapping[str, Any]]
+    actions: tuple[Action, ...]
+
+    def __str__(self) -> str:
+        """The program as a listing."""
+        kind, arguments = self.optimizer
+        options = dict(self.options)
+        given = f"backend='zpasses', dynamic={self.dynamic}, options={options}"
+        calls = {
+            "whole": f"torch.compile(model, {given})",
+            "parts": f"layer.compile({given})  # each",
+            "blocks": f"zpasses.compile_blocks(model, **{options})",
+        }
+        return "\n".join(
+            [
+                f"model = {self.model}  # {self.dtype}",
+                f"zpasses.shard(model, mesh={self.mesh}, **{dict(self.shard)})",
+                calls[self.how],
+                f"optimizer = {kind}(model.parameters(), **{dict(arguments)})",
+                *map(str, self.actions),
+            ]
+        )
+
+
+def draw(seed: int, codegen: str = "eager") -> Program:
+    """The program of a seed."""
+    chance = random.Random(f"program {seed}")
+    model = draw_model(chance)
+    how: Any = chance.choice(("whole", "whole", "parts", "blocks"))
+    kind, arguments = chance.choice(OPTIMIZERS)
+    if "fused" not in arguments and kind != "Adafactor":
+        arguments = {**arguments, "foreach": chance.choice((None, True, False))}
+    mesh = chance.choice(((2,), (2,), (2,), (2, 1), (1, 2)))
+    options, shard = _draw_options(chance, how, mesh), _draw_shard(chance, model)
+    return Program(
+        seed,
+        model,
+        dtype=chance.choice((torch.float64, torch.float64, torch.float32)),
+        mesh=mesh,
+        shard=shard,
+        how=how,
+        dynamic=chance.choice((None, None, None, True, False)),
+        options={"codegen": codegen, "agreement_timeout_s": _VOTE_LIMIT_S, **options},
+        optimizer=(kind, arguments),
+        actions=tuple(_draw_actions(chance, shard, options.get("backwards_per_step", 1))),
+    )
+
+
+def _draw_shard(chance: random.Random, model: ModelChoice) -> dict[str, Any]:
+    drawn = {
+        "param_dtype": chance.choice((None, None, None, torch.float32)),
+        "reduce_dtype": chance.choice((None, None, None, torch.float64)),
+        "pack_mb": chance.choice((None, None, 1.0)),
+        "grad_divide_factor": chance.choice((None, None, None, 1.0, 4.0)),
+        "cut_last": chance.choice((None, None, True)),
+    }
+    if {"buffers", "batch_norm", "recomputed"} & set(model.blocks):
+        drawn["param_dtype"] = None  # buffers are not cast, nor what the reference recomputes
+    return {name: value for name, value in drawn.items() if value is not None}
+
+
+def _draw_options(chance: random.Random, how: str, mesh: tuple[int, ...]) -> dict[str, Any]:
+    drawn: dict[str, Any] = {}
+    for name, kind in field_types(Options).items():
+        values = [*values_of(kind), *OPTION_VALUES.get(name, ())]
+        if name == "pipeline":
+            drawn[name] = draw_pipeline(chance.choice) if chance.random() < 0.15 else None
+        elif name == "zero_stage" or chance.random() < 0.15:
+            drawn[name] = chance.choice(values) if name not in OPTIONS_NOT_DRAWN else None
+    pipeline = drawn["pipeline"]
+    if pipeline is not None:
+        drawn["zero_stage"] = None
+    impossible = {
+        "memory_budget": pipeline is not None and "schedule" not in pipeline,
+        "grad_accum": len(mesh) == 1 or (pipeline is not None and "defer" not in pipeline),
+        "backwards_per_step": pipeline is not None and "defer" not in pipeline,
+        "blocks": how == "blocks",
+    }
+    if drawn.get("memory_budget") is not None and drawn.get("prefetch") != "auto":
+        impossible["prefetch"] = True
+    return {
+        name: value
+        for name, value in drawn.items()
+        if value is not None and not impossible.get(name)
+    }
+
+
+_STEP = ("backward", "clip", "step", "zero_grad")
+"""The actions of each step of training. Any other action may come before each of them."""
+
+_AWAITED = frozenset(
+    (
+        *("train_copy", "average_model", "moving_average", "edit_before_backward", "copy_ full"),
+        *("vector_to_parameters", "foreach_mul", "foreach_lerp", "data.mul_", "data ="),
+        *(
+            "inf",
+            "data.copy_",
+            "view of data",
+            "rows of data",
+            "load full, assign",
+            "load own, assign",
+        ),
+    )
+)
+"""Actions and edits that are not drawn until one owner knows of each change of a parameter."""
+
+
+def _draw_actions(
+    chance: random.Random, shard: Mapping[str, Any], backwards: int
+) -> Iterator[Action]:
+    others = [name for name in ACTIONS if name not in _STEP and name not in _AWAITED]
+    if backwards > 1:
+        others = [name for name in others if name not in ("fail", "edit_before_backward")]
+    windows = backwards > 1 or "grad_divide_factor" in shard or chance.random() < 0.6
+    for _ in range(chance.randint(2, 3)):
+        for name in _STEP:
+            while chance.random() < 0.3:
+                yield _draw_action(chance, chance.choice(others), backwards, windows)
+            if name != "clip" or chance.random() < 0.3:
+                yield _draw_action(chance, name, backwards, windows)
+
+
+def _draw_action(chance: random.Random, name: str, backwards: int, windows: bool) -> Action:
+    """Draw the arguments of an action.
+
+    Args:
+        backwards: how many backwards a step has; 1 for any number.
+        windows: whether several backwards may be reduced once, or hooks may see each gradient.
+    """
+    drawn = {
+        key: chance.choice([v for v in values_of(kind) or _ARGUMENTS[kind] if v not in _AWAITED])
+        for key, kind in get_type_hints(ACTIONS[name]).items()
+        if key not in ("side", "return")
+    }
+    if name == "backward":
+        if backwards > 1 or not windows:
+            drawn["window"] = "none"
+        if backwards > 1:
+            drawn |= {"micro": backwards, "form": "plain", "through": "compiled"}
+    if name == "hook" and windows:
+        drawn["kind"] = "tensor"
+    return Action(name, drawn)
+
+
+# --- on a rank ------------------------------------------------------------------------------------
+@dataclass
+class RankReport:
+    """What came of a program on one rank."""
+
+    wrong: str = ""
+    """The first difference from the reference."""
+    error: str = ""
+    """The exception that ended the program."""
+    own: bool = False
+    """Whether the exception is one of zpasses."""
+    at: str = ""
+    """The action that it was."""
+    actions: int = 0
+    """Actions that ended normally."""
+
+
+def run_program(program: Program) -> RankReport:
+    """Run a program on this rank, and compare it with the references."""
+    report = RankReport(at="the setup")
+    try:
+        world = _World.of(program)
+        world.compare("the setup", report)
+        for action in program.actions:
+            report.at = str(action)
+            world.run(action, report)
+            world.compare(str(action), report)
+            report.actions += 1
+    except Exception as error:
+        report.error = f"{type(error).__name__}: {error}"
+        cause = compat.inner_exception(error) or error
+        report.own = isinstance(cause, (ZpassesError, OptionError))
+        traceback.print_exc()
+    return report
+
+
+@functools.cache
+def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    names = ("replicate", "shard")[-len(shape) :]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+@dataclass
+class _World:
+    """The sharded model of this rank, and an unsharded one for each rank."""
+
+    program: Program
+    sharded: Side
+    references: list[Side]
+
+    @classmethod
+    def of(cls, program: Program) -> _World:
+        torch.manual_seed(program.seed)
+        model = Model(program.model).to(program.dtype)
+        references = [_side(program, rank, copy.deepcopy(model)) for rank in range(2)]
+        given = dict(program.shard)
+        if given.pop("cut_last", None):
+            given["shard_placement_fn"] = _cut_last
+        zpasses.shard(model, mesh=_mesh(program.mesh), **given)
+        sharded = _side(program, dist.get_rank(), model, sharded=True)
+        return cls(program, sharded, references)
+
+    def run(self, action: Action, report: RankReport) -> None:
+        perform = ACTIONS[action.name]
+        before = [param.grad for param in self.references[0].params]
+        before = [None if grad is None else grad.clone() for grad in before]
+        refused: Exception | None = None
+        try:
+            for side in self.references:
+                perform(side, **action.arguments)
+        except Exception as error:
+            refused = error
+        else:
+            self._reduce(before if action.name in _BACKWARDS else None)
+        perform(self.sharded, **action.arguments)
+        if refused is not None:
+            report.wrong = report.wrong or (
+                f"{action}: plain torch raises {type(refused).__name__}: {refused}"
+            )
+
+    def _reduce(self, before: Sequence[Tensor | None] | None) -> None:
+        """Average what the last action added to the gradients of the references, and returned.
+
+        Args:
+            before: the gradients before it; None if it added nothing.
+        """
+        factor = self.program.shard.get("grad_divide_factor", 2.0)
+        one, other = self.references
+        for mine, theirs, old in zip(one.params, other.params, before or (), strict=False):
+            if mine.grad is not None and theirs.grad is not None:
+                kept = 0.0 if old is None else (1 - 2 / factor) * old
+                mine.grad = (mine.grad + theirs.grad) / factor + kept
+                theirs.grad = mine.grad.clone()
+        both = zip(one.averaged, other.averaged, strict=True)
+        one.averaged = [(mine + theirs) / factor for mine, theirs in both]
+        other.averaged = one.averaged
+
+    def compare(self, what: str, report: RankReport) -> None:
+        reference = self.references[self.sharded.rank]
+        for name, ours, theirs in _pairs(self.sharded, reference):
+            if not report.wrong and (text := self._difference(ours, theirs)):
+                report.wrong = f"{what}: {name}: {text}"
+        for side in (self.sharded, *self.references):
+            side.shown, side.averaged = [], []
+
+    def _difference(self, ours: Tensor | None, theirs: Tensor | None) -> str:
+        if ours is None or theirs is None:
+            return "" if ours is theirs else f"is {_short(ours)}, expected {_short(theirs)}"
+        if isinstance(ours, DTensor):
+            theirs, ours = _own_part(theirs, ours), ours.to_local()
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return f"is {_short(ours)}, expected {_short(theirs)}"
+        if not ours.numel() or torch.equal(ours, theirs):
+            return ""
+        dtypes = (ours.dtype, dtype_of(self.program))
+        limit = max(_TOLERANCE.get(each, 0.0) for each in dtypes)
+        error, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
+        if error <= limit * (largest + 1):
+            return ""
+        return f"differs by {error:.3g} of {largest:.3g}: {ours.flatten()[:4].tolist()}"
+
+
+_BACKWARDS = ("backward", "edit_before_backward")
+"""Actions that add to gradients."""
+
+
+def dtype_of(program: Program) -> torch.dtype:
+    """The dtype in which a program computes."""
+    return program.shard.get("param_dtype") or program.dtype
+
+
+def _side(program: Program, rank: int, model: nn.Module, sharded: bool = False) -> Side:
+    return Side(
+        rank,
+        program.seed,
+        dtype_of(program),
+        model,
+        compile=functools.partial(_compiled_call if sharded else _plain_call, program),
+        build=functools.partial(_optimizer, program, sharded),
+        sharded=sharded,
+    )
+
+
+def _cut_last(param: nn.Parameter) -> Shard | None:
+    return Shard(param.dim() - 1) if param.dim() > 1 else None
+
+
+def _plain_call(program: Program, model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return functools.partial(_call_cast, model, program.shard.get("param_dtype"))
+
+
+def _call_cast(model: nn.Module, dtype: torch.dtype | None, x: Tensor) -> Tensor:
+    """Call an unsharded model with parameters in another dtype."""
+    if dtype is None:
+        return model(x)  # type: ignore[no-any-return]
+    places = [
+        (module._parameters, name, param)
+        for module in model.modules()
+        for name, param in module._parameters.items()
+        if param is not None
+    ]
+    cast: dict[Tensor, Any] = {param: param.to(dtype) for param in model.parameters()}
+    try:
+        for parameters, name, param in places:
+            parameters[name] = cast[param]
+        return model(x)  # type: ignore[no-any-return]
+    finally:
+        for parameters, name, param in places:
+            parameters[name] = param
+
+
+def _compiled_call(program: Program, model: nn.Module) -> Callable[[Tensor], Tensor]:
+    options = dict(program.options)
+    if program.how == "whole":
+        return torch.compile(model, backend="zpasses", dynamic=program.dynamic, options=options)
+    if program.how == "blocks":
+        zpasses.compile_blocks(model, **options)
+        return model
+    for name, layer in model.named_modules():
+        if name.rpartition(".")[2].isdecimal() and name.count(".") <= 2:
+            layer.compile(backend="zpasses", dynamic=program.dynamic, options=options)
+    return model
+
+
+def _optimizer(program: Program, sharded: bool, model: nn.Module) -> torch.optim.Optimizer:
+    name, arguments = program.optimizer
+    home = zpasses.optim if sharded and hasattr(zpasses.optim, name) else torch.optim
+    built: torch.optim.Optimizer = getattr(home, name)(model.parameters(), **arguments)
+    return built
+
+
+def _pairs(sharded: Side, reference: Side) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+    """What must be equal, with its name."""
+    for kind in ("shown", "averaged"):
+        ours, theirs = getattr(sharded, kind), getattr(reference, kind)
+        if len(ours) != len(theirs):
+            ours, theirs = [torch.tensor(len(ours))], [torch.tensor(len(theirs))]
+        for at, (mine, wanted) in enumerate(zip(ours, theirs, strict=True)):
+            yield f"{kind} value {at}", mine, wanted
+    expected = dict(reference.model.named_parameters())
+    for name, param in sharded.model.named_parameters():
+        yield name, param.detach(), expected[name].detach()
+        yield f"gradient of {name}", param.grad, expected[name].grad
+    buffers = dict(reference.model.named_buffers())
+    for name, buffer in sharded.model.named_buffers():
+        yield name, buffer, buffers[name]
+
+
+def _own_part(full: Tensor, like: DTensor) -> Tensor:
+    """The part of a full tensor that a rank holds."""
+    for dim, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            mesh = like.device_mesh
+            parts, at = full.chunk(mesh.size(dim), placement.dim), mesh.get_local_rank(dim)
+            empty = full.narrow(placement.dim, 0, 0)
+            full = parts[at] if at < len(parts) else empty
+    return full
+
+
+def _short(value: Tensor | None) -> str:
+    return "None" if value is None else f"{value.dtype}{list(value.shape)}"
+
+
+# --- the suite ------------------------------------------------------------------------------------
+def run(seeds: Iterable[int], config: StressConfig) -> Iterator[CaseResult]:
+    """Run one program per seed."""
+    for seed in seeds:
+        started = time.monotonic()
+        program = draw(seed, config.codegen)
+        outcomes = call_on_ranks(run_program, (program,), {}, ranks=2, timeout_s=config.limit_s)
+        outcome, reason = _judge(outcomes)
+        if outcome != "equal":
+            close_pools()  # the ranks may still hold what the program left
+        seconds = time.monotonic() - started
+        detail = f"{reason}\n{program}"
+        kind = _kind(outcomes) if outcome == "refused" else ""
+        yield CaseResult("programs", program.how, seed, outcome, detail, seconds, kind)
+
+
+def _judge(outcomes: Sequence[RankOutcome]) -> tuple[Outcome, str]:
+    """What came of a program, and why."""
+    if any(each.timed_out for each in outcomes):
+        return "hang", "\n".join(map(str, outcomes))
+    if not all(each.ok for each in outcomes):
+        return "crash", "\n".join(map(str, outcomes))
+    reports: list[RankReport] = [each.result for each in outcomes]
+    texts = [
+        f"rank {rank}, {each.wrong or f'in {each.at}: {each.error}'}"
+        for rank, each in enumerate(reports)
+        if each.wrong or each.error
+    ]
+    if not texts:
+        return "equal", "all values are equal"
+    if any(each.wrong for each in reports):
+        return "wrong", "\n".join(texts)
+    if not all(each.own for each in reports):
+        texts += [str(each) for each in outcomes]
+        return "crash", "\n".join(texts)
+    return "refused", "\n".join(texts)
+
+
+def _kind(outcomes: Sequence[RankOutcome]) -> str:
+    """What refused a program, without names, numbers and ranks."""
+    error = next(each.result.error for each in outcomes if each.result.error)
+    return re.sub(r"'[^']*'|\"[^\"]*\"|\([^()]*\)|\d[\d.]*", "*", " ".join(error.split()))[:400]
