@@ -24,7 +24,7 @@ from zpasses.errors import ShardingError
 from zpasses.runtime.gloo import use_exchanges_in_eager_code
 from zpasses.runtime.layout import LAYOUT_ATTRIBUTE, ParamLayout
 from zpasses.runtime.local_shards import to_local_shard
-from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE, grad_state_of
+from zpasses.runtime.param_cache import drop_cached
 from zpasses.sharding.inplace import DTensorDataMode, DTensorInplaceMode
 from zpasses.sharding.saved_shards import StateShard, as_state_shard, check_owner, plain_dtensor
 
@@ -416,21 +416,6 @@ class ShardedModule(nn.Module):
             if isinstance(value, DTensor):
                 destination[prefix + name] = as_state_shard(value)
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedModule:
-        """Keep the gradient state and the layout of parameters, because moves and casts replace
-        their attributes.
-        """
-        before = {
-            name: grad_state_of(param)
-            for name in self._zpasses_specs
-            if (param := self._parameters.get(name)) is not None
-        }
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, entry in before.items():
-            setattr(self._parameters[name], GRAD_STATE_ATTRIBUTE, entry)
-            setattr(self._parameters[name], LAYOUT_ATTRIBUTE, self._zpasses_specs[name].layout)
-        return self
-
     def apply(self, fn: Callable[[nn.Module], None]) -> ShardedModule:
         """Like nn.Module.apply, but `fn` reads this module's parameters as DTensors, so that
         initialisers work on the shards.
@@ -454,6 +439,42 @@ class ShardedModule(nn.Module):
     @property
     def _zpasses_shards(self) -> object:
         return _Namespace(self._parameters)
+
+
+class _ConvertedInPlace(nn.Module):
+    """Mixin of sharded modules that follows all other classes, so that it sees the conversions
+    that a module's own `_apply` passes on.
+
+    torch swaps a parameter of a tensor subclass with the converted one, which it refuses for
+    parameters that weak references exist of. Schedules and guards of compiled code hold such.
+    """
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> _ConvertedInPlace:
+        """Convert the shards and their gradients. Parameters stay the same objects."""
+        specs: dict[str, ParamShardSpec] = self._zpasses_specs  # type: ignore[assignment]
+        shards = {
+            name: param
+            for name, param in self._parameters.items()
+            if name in specs and isinstance(param, DTensor)
+        }
+        self._parameters.update(dict.fromkeys(shards))
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            self._parameters.update(shards)
+        for name, param in shards.items():
+            with torch.no_grad():
+                converted = fn(param)
+                grad = fn(param.grad) if param.grad is not None else None
+            if not isinstance(converted, DTensor):
+                self._parameters[name] = nn.Parameter(converted, param.requires_grad)
+            elif converted is not param:
+                made = specs[name].layout.wrap(compat.local_of(converted), param.shape)
+                compat.replace_dtensor(param, made)
+                drop_cached(param)
+                if grad is not None:
+                    compat.replace_dtensor(param.grad, grad)
+        return self
 
 
 class _Namespace:
@@ -508,7 +529,8 @@ def sharded_class(base: type[Any], specs: tuple[ParamShardSpec, ...]) -> type[An
     members["__module__"], members["__qualname__"] = base.__module__, base.__qualname__
     if hasattr(base, "reset_parameters"):
         members["reset_parameters"] = _reset_shards(base.reset_parameters)
-    return type(base.__name__, (ShardedModule, base), members)
+    ends = (_ConvertedInPlace, base) if base is nn.Module else (base, _ConvertedInPlace)
+    return type(base.__name__, (ShardedModule, *ends), members)
 
 
 def mark_ignored(params: Iterable[nn.Parameter]) -> None:
