@@ -150,7 +150,7 @@ from zpasses.compat.fake import (
     statically_known_true,
     trace_aten,
 )
-from zpasses.compat.frames import call_with_stack_room
+from zpasses.compat.frames import call_with_stack_room, is_called_by, module_among_callers
 from zpasses.compat.fx_graph import (
     BOXED_CODEGEN,
     HigherOrderOperator,
@@ -182,6 +182,7 @@ from zpasses.compat.inductor import (
 from zpasses.compat.optim import (
     adjusted_muon_lr,
     call_after_optimizer_load,
+    foreach_norm,
     newton_schulz,
 )
 from zpasses.compat.pipelining import call_when_gradients_are_scaled
@@ -247,6 +248,7 @@ __all__ = [
     "fake_store",
     "flight_recorder_entries",
     "flop_formula",
+    "foreach_norm",
     "functional",
     "global_rank",
     "grad_consumers",
@@ -268,6 +270,7 @@ __all__ = [
     "inductor_config_patches",
     "inductor_option_names",
     "inner_exception",
+    "is_called_by",
     "is_collective_timeout",
     "is_dynamo_restart",
     "is_erased",
@@ -297,6 +300,7 @@ __all__ = [
     "mark_saved",
     "mesh_dimension",
     "mesh_ranks",
+    "module_among_callers",
     "must_try_vector_instructions",
     "newton_schulz",
     "no_dispatch_modes",

@@ -313,12 +313,11 @@ def register_step_window(
         paths: names of the modules in the model.
     """
     refs = [(weakref.ref(module), name) for module, name in holders]
+    identities: list[str] = []
 
     def find() -> list[Any]:
-        return [
-            module._parameters.get(name) if (module := ref()) is not None else None
-            for ref, name in refs
-        ]
+        known = identities or [""] * len(refs)
+        return [_held(ref(), name, own) for (ref, name), own in zip(refs, known, strict=True)]
 
     params = find()
     _join_step_window(params, StepWindow(find))
@@ -329,7 +328,21 @@ def register_step_window(
             if own is group:
                 path = f"{paths[module]}.{name}".lstrip(".")
                 grad_state_of(param).identity = f"{number}:{path}"
+    identities += [grad_state_of(param).identity for param in params]
     install_step_guard()
+
+
+def _held(module: nn.Module | None, name: str, identity: str) -> Any:
+    """Return the parameter of a module, also after torch's parametrizations or pruning have given
+    it another name or to a submodule; None if it no longer exists.
+    """
+    param = module._parameters.get(name) if module is not None else None
+    if param is None and module is not None and identity:
+        for each in module.parameters():
+            state = getattr(each, GRAD_STATE_ATTRIBUTE, None)
+            if state is not None and state.identity == identity:
+                return each
+    return param
 
 
 def _join_step_window(params: Sequence[Any], window: StepWindow) -> None:
