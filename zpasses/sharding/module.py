@@ -140,7 +140,7 @@ class _StandsForParameter:
         return copy
 
 
-class GatheredCopy(_StandsForParameter, Tensor):
+class GatheredCopy(_StandsForParameter, Tensor):  # type: ignore[misc]  # set_
     """A gathered full parameter, or a view of one. Writing to it raises ShardingError.
 
     Results of other operations are plain tensors.
@@ -420,7 +420,7 @@ def with_plain_inputs(
     return compat.dynamo_disable(run)
 
 
-class GatheredPiece(_StandsForParameter, DTensor):
+class GatheredPiece(_StandsForParameter, DTensor):  # type: ignore[misc]  # set_
     """What a read of a parameter under tensor parallelism returns: a DTensor on the mesh of tensor
     parallelism. Writing to it raises ShardingError.
     """
@@ -685,7 +685,7 @@ class _ConvertedInPlace(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> _ConvertedInPlace:
         """Convert the shards and their gradients. Parameters stay the same objects."""
         specs: dict[str, ParamShardSpec] = self._zpasses_specs  # type: ignore[assignment]
-        shards = {
+        shards: dict[str, Any] = {
             name: param
             for name, param in self._parameters.items()
             if name in specs and isinstance(param, DTensor)
@@ -785,7 +785,7 @@ def add_reads(module: nn.Module, added: Sequence[ParamShardSpec]) -> None:
     cls: type[Any] = type(module)
     if not issubclass(cls, ShardedModule) and _is_parametrized(module):
         # Below the class that torch removes together with the last parametrization.
-        made = _rebased(cls, lambda parent: sharded_class(parent, tuple(added)))
+        made = _rebased(cls, lambda parent: _with_reads(parent, tuple(added)))
     else:
         made = _with_reads(cls, tuple(added))
     module.__class__ = made
@@ -800,7 +800,7 @@ def _is_parametrized(module: nn.Module) -> bool:
 
 def _with_reads(cls: type[Any], added: tuple[ParamShardSpec, ...]) -> type[Any]:
     if not issubclass(cls, ShardedModule):
-        return sharded_class(cls, added)
+        return sharded_class(cls, added)  # type: ignore[arg-type]
     base = vars(cls).get("_zpasses_unsharded_class")
     if base is None:
         return _rebased(cls, lambda parent: _with_reads(parent, added))
@@ -863,7 +863,7 @@ def local_shards(model: nn.Module, *, recurse: bool = True) -> Iterator[nn.Modul
         for module in original.modules() if recurse else [original]:
             if isinstance(module, ShardedModule):
                 exposed.append((module, type(module)))
-                module.__class__ = unsharded_class(type(module))  # type: ignore[assignment]
+                module.__class__ = unsharded_class(type(module))
         with contextlib.ExitStack() as stack:
             for mode in (DTensorInplaceMode, DTensorDataMode) if exposed else ():
                 stack.enter_context(mode())

@@ -9,6 +9,7 @@ values after the next step.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -30,7 +31,8 @@ __all__ = ["install_registration_hooks"]
 @functools.cache
 def install_registration_hooks() -> None:
     """Install hooks that see what modules register. Further calls do nothing."""
-    register_module_parameter_registration_hook(_on_parameter)
+    hook: Any = _on_parameter  # torch's annotation does not know that a hook may return one
+    register_module_parameter_registration_hook(hook)
     register_module_buffer_registration_hook(_on_buffer)
 
 
