@@ -59,6 +59,7 @@ from zpasses.compat.autograd import (
     has_accumulation_hooks,
     has_tensor_hooks,
     in_backward,
+    is_held_elsewhere,
     is_profiling,
     queue_engine_callback,
     will_accumulate,
@@ -105,6 +106,7 @@ from zpasses.compat.dtensor import (
     locals_of,
     make_dtensor,
     mesh_ranks,
+    replace_dtensor,
     root_mesh,
     set_local,
     set_spec,
@@ -149,7 +151,7 @@ from zpasses.compat.fake import (
     statically_known_true,
     trace_aten,
 )
-from zpasses.compat.frames import call_with_stack_room
+from zpasses.compat.frames import call_with_stack_room, is_called_by, module_among_callers
 from zpasses.compat.fx_graph import (
     BOXED_CODEGEN,
     HigherOrderOperator,
@@ -181,6 +183,7 @@ from zpasses.compat.inductor import (
 from zpasses.compat.optim import (
     adjusted_muon_lr,
     call_after_optimizer_load,
+    foreach_norm,
     newton_schulz,
 )
 from zpasses.compat.pipelining import call_when_gradients_are_scaled
@@ -246,6 +249,7 @@ __all__ = [
     "fake_store",
     "flight_recorder_entries",
     "flop_formula",
+    "foreach_norm",
     "functional",
     "global_rank",
     "grad_consumers",
@@ -267,11 +271,13 @@ __all__ = [
     "inductor_config_patches",
     "inductor_option_names",
     "inner_exception",
+    "is_called_by",
     "is_collective_timeout",
     "is_dynamo_restart",
     "is_erased",
     "is_fake_world",
     "is_gloo",
+    "is_held_elsewhere",
     "is_inductor_lowering_loaded",
     "is_joint_of_subgraph",
     "is_marked_recompute",
@@ -296,6 +302,7 @@ __all__ = [
     "mark_saved",
     "mesh_dimension",
     "mesh_ranks",
+    "module_among_callers",
     "must_try_vector_instructions",
     "newton_schulz",
     "no_dispatch_modes",
@@ -319,6 +326,7 @@ __all__ = [
     "register_collective_lowerings",
     "register_work",
     "remember_vector_instructions",
+    "replace_dtensor",
     "report_output_strides",
     "root_mesh",
     "second_group",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,6 +18,7 @@ __all__ = [
     "has_accumulation_hooks",
     "has_tensor_hooks",
     "in_backward",
+    "is_held_elsewhere",
     "is_profiling",
     "queue_engine_callback",
     "will_accumulate",
@@ -60,6 +63,28 @@ def current_autograd_node() -> Any:
 def grad_consumers(node: Any) -> list[Any]:
     """Returns, for each input of an autograd node, the node that receives its gradient, or None."""
     return [consumer for consumer, _ in node.next_functions]
+
+
+def is_held_elsewhere(consumers: Sequence[Any], position: int) -> bool:
+    """Whether the program holds a node that accumulates a gradient, so that it may have registered
+    hooks on it. The node itself does not tell.
+
+    Args:
+        consumers: what `grad_consumers` has just returned, which nothing else refers to.
+        position: of the node.
+    """
+    more = sum(each is consumers[position] for each in consumers) - 1
+    return sys.getrefcount(consumers[position]) > _references_of_unheld_node() + more
+
+
+@functools.cache
+def _references_of_unheld_node() -> int:
+    """The references to a node that is in one list only. torch itself may have one."""
+    with torch.enable_grad():
+        leaf = torch.ones(1, requires_grad=True)
+        result = leaf.expand_as(leaf)  # keeps the node
+    consumers = grad_consumers(result.grad_fn)
+    return sys.getrefcount(consumers[0])
 
 
 def has_tensor_hooks(tensor: Any) -> bool:

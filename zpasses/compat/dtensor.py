@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from zpasses.compat.autograd import DisableTorchFunctionSubclass
 from zpasses.compat.fake import FakeTensor, no_dispatch_modes
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "locals_of",
     "make_dtensor",
     "mesh_ranks",
+    "replace_dtensor",
     "root_mesh",
     "set_local",
     "set_spec",
@@ -186,6 +188,26 @@ def locals_of(dtensors: Sequence[DTensor]) -> list[Tensor]:
 def set_local(dtensor: DTensor, local: Tensor) -> None:
     """Replaces a DTensor's local tensor by one of the same shape and dtype."""
     dtensor._local_tensor = local
+
+
+def replace_dtensor(target: Any, value: DTensor) -> None:
+    """Gives a DTensor, in place, the local tensor, dtype and device of another one, which nothing
+    else may reference, and which requires no grad.
+
+    Whether the first requires grad stays, and so do its hooks where torch can change the dtype and
+    the device of a tensor: not from and to the meta device.
+    """
+    local, spec = local_of(value), spec_of(value)
+    with DisableTorchFunctionSubclass():
+        if torch._has_compatible_shallow_copy_type(target, value):
+            _set_data(target, value)
+        else:
+            value.requires_grad_(target.requires_grad)
+            cast(Any, torch._C)._swap_tensor_impl(target, value)
+    target._local_tensor, target._spec = local, spec
+
+
+_set_data: Any = getattr(Tensor, "data").__set__  # noqa: B009
 
 
 def address(tensor: Tensor) -> int:

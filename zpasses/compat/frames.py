@@ -1,12 +1,13 @@
-"""CPython's stack of Python frames: room for deep calls."""
+"""CPython's stack of Python frames: room for deep calls, and who called."""
 
 from __future__ import annotations
 
+import sys
 import types
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
 
-__all__ = ["call_with_stack_room"]
+__all__ = ["call_with_stack_room", "is_called_by", "module_among_callers"]
 
 _R = TypeVar("_R")
 _SLOTS = (1 << 17) + (1 << 10)
@@ -32,3 +33,24 @@ def _call(function: Callable[[], _R]) -> _R:
 
 
 _roomy = types.FunctionType(_call.__code__.replace(co_stacksize=_SLOTS), globals(), "_roomy")
+
+
+def is_called_by(function: Callable[..., Any], depth: int = 1) -> bool:
+    """Whether the function that calls this one was called by `function`, a Python function.
+
+    Args:
+        depth: 2 asks who called its caller.
+    """
+    return sys._getframe(1 + depth).f_code is getattr(function, "__code__", None)
+
+
+def module_among_callers(names: Collection[str]) -> str | None:
+    """Returns the name of the innermost of these modules that is executing a call in this thread;
+    None if none is.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if (name := frame.f_globals.get("__name__")) in names:
+            return str(name)
+        frame = frame.f_back
+    return None

@@ -1,15 +1,18 @@
-"""Optimizers: the parts of torch's Muon, and a hook for the end of `load_state_dict`."""
+"""Optimizers: the parts of torch's Muon, norms of many tensors, and a hook for the end of
+`load_state_dict`.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["adjusted_muon_lr", "call_after_optimizer_load", "newton_schulz"]
+__all__ = ["adjusted_muon_lr", "call_after_optimizer_load", "foreach_norm", "newton_schulz"]
 
 
 def call_after_optimizer_load(check: Callable[[Optimizer], None]) -> None:
@@ -27,6 +30,11 @@ def call_after_optimizer_load(check: Callable[[Optimizer], None]) -> None:
         return result
 
     Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+def foreach_norm(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> Sequence[Tensor]:
+    """Returns the norm of each tensor, computed in this dtype. The tensors are not empty."""
+    return torch._foreach_norm(list(tensors), order, dtype) if tensors else ()
 
 
 def newton_schulz(

@@ -135,9 +135,15 @@ def _has_hooks(param: Any) -> bool:
 
 
 def _are_accumulated(positions: Sequence[int]) -> bool:
-    """Whether the running backward adds the gradients of all these parameters to `param.grad`."""
+    """Whether the running backward adds the gradients of all these parameters to `param.grad`, and
+    no node that does so may have hooks.
+    """
     source = local_shards_node()
     if source is None:
         return False
     consumers = compat.grad_consumers(source)
-    return all(compat.will_accumulate(consumers[position]) is True for position in positions)
+    return all(
+        compat.will_accumulate(consumers[position]) is True
+        and not compat.is_held_elsewhere(consumers, position)
+        for position in positions
+    )

@@ -38,6 +38,7 @@ __all__ = [
     "WatchedShard",
     "memory_of",
     "plain_dtensor",
+    "replace_shard",
     "set_shard",
     "watch",
 ]
@@ -154,6 +155,12 @@ def set_shard(target: Any, local: Tensor, memory: ShardMemory | None = None) -> 
     """
     compat.set_local(target, local)
     target._zpasses_memory = memory or ShardMemory()
+
+
+def replace_shard(target: Any, value: DTensor) -> None:
+    """Give a parameter the local tensor, dtype and device of a DTensor that nothing else has."""
+    compat.replace_dtensor(target, value)
+    target._zpasses_memory = ShardMemory()
 
 
 def memory_of(value: object) -> ShardMemory | None:

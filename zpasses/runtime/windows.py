@@ -36,7 +36,7 @@ from zpasses.runtime.aborted_steps import begin_step, end_step, with_watched_clo
 from zpasses.runtime.grad_slots import PendingKey, pending_key
 from zpasses.runtime.layout import layout_of
 from zpasses.runtime.local_shards import local_shards_node
-from zpasses.runtime.param_value import param_value_of
+from zpasses.runtime.param_value import is_sharded_parameter, param_value_of
 from zpasses.runtime.run_checks import check_optimizer_step
 
 __all__ = [
@@ -312,12 +312,11 @@ def register_step_window(
         paths: names of the modules in the model.
     """
     refs = [(weakref.ref(module), name) for module, name in holders]
+    identities: list[str] = []
 
     def find() -> list[Any]:
-        return [
-            module._parameters.get(name) if (module := ref()) is not None else None
-            for ref, name in refs
-        ]
+        known = identities or [""] * len(refs)
+        return [_held(ref(), name, own) for (ref, name), own in zip(refs, known, strict=True)]
 
     params = find()
     _join_step_window(params, StepWindow(find))
@@ -328,7 +327,20 @@ def register_step_window(
             if own is group:
                 path = f"{paths[module]}.{name}".lstrip(".")
                 param_value_of(param).identity = f"{number}:{path}"
+    identities += [param_value_of(param).identity for param in params]
     install_step_guard()
+
+
+def _held(module: nn.Module | None, name: str, identity: str) -> Any:
+    """Return the parameter of a module, also after torch's parametrizations or pruning have given
+    it another name or to a submodule; None if it no longer exists.
+    """
+    param = module._parameters.get(name) if module is not None else None
+    if param is None and module is not None and identity:
+        for each in module.parameters():
+            if is_sharded_parameter(each) and param_value_of(each).identity == identity:
+                return each
+    return param
 
 
 def _join_step_window(params: Sequence[Any], window: StepWindow) -> None:

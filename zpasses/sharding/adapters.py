@@ -19,7 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from zpasses.errors import ShardingError
 from zpasses.ranks.vote import has_other_ranks
-from zpasses.sharding.module import ShardedModule, is_ignored, local_shards, sharded_class
+from zpasses.sharding.module import (
+    ShardedModule,
+    is_ignored,
+    local_shards,
+    sharded_class,
+    unsharded_class,
+)
 
 __all__ = ["edit_adapters_as_shards", "watch_late_adapter"]
 
@@ -42,9 +48,7 @@ def _peft_class(name: str) -> type[Any] | None:
 def edit_adapters_as_shards(model: nn.Module) -> None:
     """Give the adapter layers of a model classes whose edits run on the shards."""
     for module in model.modules():
-        base: type[Any] = (
-            module._zpasses_unsharded_class if isinstance(module, ShardedModule) else type(module)
-        )
+        base = unsharded_class(type(module))
         edits = tuple(
             method
             for name, methods in _EDITS.items()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from zpasses import compat
 
 __all__ = ["clip_grad_norm_"]
 
@@ -21,11 +26,11 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients so that the norm of all of them together is at most `max_norm`.
 
-    Like `torch.nn.utils.clip_grad_norm_`, which refuses DTensors of different meshes. Call it on
-    every rank: it communicates over each mesh. Every rank computes the same norm if the plain
-    parameters, and parameters that are sharded over a part of the ranks, are equal on all ranks
-    that do not share their mesh. Experts that differ between ranks must be DTensors over these
-    ranks.
+    Like `torch.nn.utils.clip_grad_norm_`, which refuses DTensors of different meshes, and DTensors
+    beside plain tensors. Call it on every rank: it communicates over each mesh. Every rank computes
+    the same norm if the plain parameters, and parameters that are sharded over a part of the ranks,
+    are equal on all ranks that do not share their mesh. Experts that differ between ranks must be
+    DTensors over these ranks.
 
     Args:
         parameters: parameters; those without a gradient are skipped.
@@ -41,27 +46,64 @@ def clip_grad_norm_(
         RuntimeError: if `error_if_nonfinite` and the norm is not finite.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    by_mesh: dict[Any, list[Tensor]] = {}
+    groups: dict[Any, list[Tensor]] = {}
     for param in given:
-        if param.grad is not None:
-            mesh = param.grad.device_mesh if isinstance(param.grad, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(param)
-    norms = []
-    for members in by_mesh.values():
-        grads = [param.grad for param in members if param.grad is not None]
-        norm = nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if not norms:
+        if (grad := param.grad) is not None:
+            key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+            groups.setdefault(key, []).append(param)
+    if not groups:
         return torch.tensor(0.0)
+    order = float(norm_type)
+    grads = [[each.grad for each in group if each.grad is not None] for group in groups.values()]
+    norms = [_norms(each, order) for each in grads]
     device = norms[0].device
-    total: Tensor = torch.linalg.vector_norm(
-        torch.stack([norm.to(device) for norm in norms]), norm_type
-    )
+    total: Tensor = torch.linalg.vector_norm(torch.cat([each.to(device) for each in norms]), order)
+    dtypes = {grad.dtype for each in grads for grad in each}
+    total = total.to(functools.reduce(torch.promote_types, dtypes))
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be "
             "clipped. Pass error_if_nonfinite=False to clip anyway."
         )
-    for members in by_mesh.values():
-        nn.utils.clip_grads_with_norm_(members, max_norm, total, foreach=foreach)
+    for group in groups.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, total, foreach=foreach)
     return total
+
+
+def _norms(grads: Sequence[Tensor], order: float) -> Tensor:
+    """Return the norm of each gradient, in at least float32, the same on all ranks of their mesh.
+
+    Args:
+        grads: plain tensors, or DTensors of one mesh and placements.
+    """
+    first = grads[0]
+    if not isinstance(first, DTensor):
+        return _local_norms(grads, order)
+    if any(placement.is_partial() for placement in first.placements):
+        return _local_norms([each.full_tensor() for each in grads if _is_dtensor(each)], order)
+    norms = _local_norms([compat.local_of(each) for each in grads if _is_dtensor(each)], order)
+    finite = math.isfinite(order) and order != 0
+    powers = norms**order if finite else norms
+    how = dist.ReduceOp.SUM if math.isfinite(order) else _EXTREMES[order > 0]
+    for dim, placement in enumerate(first.placements):
+        if not placement.is_replicate():
+            dist.all_reduce(powers, how, first.device_mesh.get_group(dim))
+    return powers ** (1 / order) if finite else powers
+
+
+_EXTREMES = {True: dist.ReduceOp.MAX, False: dist.ReduceOp.MIN}
+
+
+def _is_dtensor(value: Tensor) -> TypeGuard[DTensor]:
+    return isinstance(value, DTensor)
+
+
+def _local_norms(tensors: Sequence[Tensor], order: float) -> Tensor:
+    """Return the norm of each tensor; of one without elements, what changes no other norm."""
+    dtype = functools.reduce(torch.promote_types, (each.dtype for each in tensors), torch.float32)
+    norms = [each.new_full((), math.inf if order < 0 else 0.0, dtype=dtype) for each in tensors]
+    filled = [at for at, each in enumerate(tensors) if each.numel()]
+    found = compat.foreach_norm([tensors[at] for at in filled], order, dtype)
+    for at, norm in zip(filled, found, strict=True):
+        norms[at] = norm
+    return torch.stack(norms)

@@ -11,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 
 from zpasses import compat
 from zpasses.errors import ShardingError
@@ -27,22 +29,28 @@ from zpasses.runtime.local_shards import to_local_shard
 from zpasses.runtime.param_value import (
     ParamValue,
     as_sharded_parameter,
+    drop_cached,
     is_sharded_parameter,
+    mark_edited,
     param_value_of,
 )
-from zpasses.runtime.watched import DTensorInplaceMode, WatchedShard
-from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE, grad_state_of
+from zpasses.runtime.watched import DTensorInplaceMode, WatchedShard, replace_shard
 from zpasses.sharding.saved_shards import StateShard, as_state_shard, check_owner
 
 __all__ = [
     "GatheredCopy",
+    "GatheredPiece",
     "ParamShardSpec",
     "ShardedModule",
+    "add_reads",
+    "check_source",
     "local_shards",
     "own_part",
+    "register_source",
     "shard_tensor",
     "sharded_class",
     "sharded_parameters",
+    "unsharded_class",
     "with_plain_inputs",
 ]
 
@@ -99,13 +107,51 @@ def own_part(param: Tensor, layout: ParamLayout) -> Tensor:
     return piece.narrow(layout.dim, *layout.row_range(full.shape)) if full.dim() else piece
 
 
-class GatheredCopy(Tensor):
+@dataclass(frozen=True)
+class Source:
+    """The parameter that was gathered."""
+
+    param: nn.Parameter
+    """A DTensor."""
+    spec: ParamShardSpec
+
+
+class _StandsForParameter:
+    """What a read of a sharded parameter has in common with the parameter.
+
+    Where a module registers a parameter, it registers the parameter that was read. So weights are
+    tied, and torch's parametrizations registered, as in an unsharded model. Marks (attributes that
+    programs set) are those of the parameter, too.
+    """
+
+    _label: str
+    _source: Source | None = None
+    """None for a view."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._source is None or not _is_mark(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._source.param, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if self._source is not None and _is_mark(name) and name in self._source.param.__dict__:
+            return self._source.param.__dict__[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def set_(self, source: Tensor) -> Tensor:
+        """Replace the whole value, in the shards. torch's parametrizations do that."""
+        copy = cast(Tensor, self)
+        if source is not copy:
+            _replace_value(copy, self._source, source)
+        return copy
+
+
+class GatheredCopy(_StandsForParameter, Tensor):  # type: ignore[misc]  # set_
     """A gathered full parameter, or a view of one. Writing to it raises ShardingError.
 
     Results of other operations are plain tensors.
     """
-
-    _label: str
 
     @classmethod
     def __torch_function__(
@@ -120,13 +166,10 @@ class GatheredCopy(Tensor):
             # The copy is an input of the graph. The captured graph is checked for writes later.
             with compat.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func == _GET_GRAD and not compat.is_tracing():
-            raise ShardingError(
-                f"{args[0]._label} is sharded: the gradient is stored with the shards, and this "
-                "is a gathered copy, which has none. Read it from the parameter itself: "
-                "model.parameters() and named_parameters() yield DTensors, and their .grad is a "
-                "DTensor; .grad.full_tensor(), on every rank, gathers it."
-            )
+        if func in _ABOUT_PARAMETERS and not compat.is_tracing():
+            answer = _about_parameter(func, args, kwargs)
+            if answer is not _NO_ANSWER:
+                return answer
         target = _written_copy(func, args, kwargs)
         if target is not None and not compat.is_tracing():
             raise ShardingError(_lost_write(func, target._label))
@@ -134,7 +177,7 @@ class GatheredCopy(Tensor):
             try:
                 result = func(*args, **kwargs)
             except RuntimeError as error:
-                hint = _dtype_hint(args, kwargs)
+                hint = _unused_hint(func, args) or _dtype_hint(args, kwargs)
                 if hint:
                     raise ShardingError(f"{_name(func)}: {error}. {hint}") from error
                 raise
@@ -143,18 +186,163 @@ class GatheredCopy(Tensor):
                 return result
             return _guard_views(result, source)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self._copied()
 
-_GET_GRAD: Any = getattr(Tensor, "grad").__get__  # noqa: B009
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return cast(Any, self._copied()).__reduce_ex__(protocol)
+
+    def _copied(self) -> Tensor:
+        """A copy with memory of its own: a full parameter, or a plain tensor of a view."""
+        plain = self.as_subclass(Tensor).detach().clone()
+        source = self._source
+        return plain if source is None else nn.Parameter(plain, source.param.requires_grad)
+
+
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+_NO_ANSWER = object()
+_GET_GRAD, _GET_GRAD_FN, _GET_RETAINS_GRAD = map(_getter, ("grad", "grad_fn", "retains_grad"))
+_SET_REQUIRES_GRAD: Any = getattr(Tensor, "requires_grad").__set__  # noqa: B009
+_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad)
+_ABOUT_PARAMETERS = frozenset(
+    (
+        *(*_HOOKS, _GET_GRAD, _GET_GRAD_FN, _GET_RETAINS_GRAD),
+        *(Tensor.requires_grad_, _SET_REQUIRES_GRAD),
+    )
+)
+"""Functions of a tensor that concern the parameter, and not its value."""
+
+
+def _about_parameter(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> object:
+    """Return what a function of `_ABOUT_PARAMETERS` gives for a gathered copy; `_NO_ANSWER` if it
+    runs on the copy itself.
+
+    Raises:
+        ShardingError: if it is about the gradient, which is stored with the shards.
+    """
+    copy = args[0]
+    if func == _GET_GRAD:
+        raise ShardingError(
+            f"{copy._label} is sharded: the gradient is stored with the shards, and this "
+            "is a gathered copy, which has none. Read it from the parameter itself: "
+            "model.parameters() and named_parameters() yield DTensors, and their .grad is a "
+            "DTensor; .grad.full_tensor(), on every rank, gathers it."
+        )
+    source: Source | None = copy._source
+    if source is None:
+        # A detached view, of which nn.Parameter makes a leaf. To register it is refused.
+        if func is Tensor.requires_grad_ and compat.is_called_by(nn.Parameter.__new__, depth=2):
+            with compat.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return _NO_ANSWER
+    if func in (*_HOOKS, _GET_RETAINS_GRAD):
+        raise ShardingError(
+            f"{_name(func)} on {copy._label}, which is sharded: a read returns a gathered copy. "
+            "The gradient is stored with the shards, so a hook on the copy would not see it, and "
+            "an optimizer could not step it. Use the parameter itself, whose hooks get DTensors: "
+            "dict(model.named_parameters())[...] returns it, and so does the attribute inside "
+            "`with zpasses.local_shards(model):`."
+        )
+    if func == _GET_GRAD_FN:
+        is_registered = compat.is_called_by(nn.Module.register_parameter, depth=2)
+        return None if is_registered else _NO_ANSWER
+    wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+    if wanted == source.param.requires_grad:
+        return copy if func is Tensor.requires_grad_ else None
+    return _NO_ANSWER  # a write
+
+
+def _is_mark(name: str) -> bool:
+    known = hasattr(Tensor, name) or name in ("_label", "_source", "_is_param")
+    return not known and not name.startswith(("_dynamo", "_zpasses"))
+
+
+def _replace_value(copy: Tensor, source: Source | None, value: Tensor) -> None:
+    label = cast(Any, copy)._label
+    if source is None:
+        raise ShardingError(_lost_write(Tensor.set_, label))
+    param = cast(DTensor, source.param)
+    if value.shape != copy.shape or value.dtype != param.dtype:
+        raise ShardingError(
+            f"set_ on {label}, whose shards are {param.dtype} of {list(copy.shape)}: got "
+            f"{value.dtype} of {list(value.shape)}. Give a tensor of that shape and dtype; with "
+            "param_dtype, register parametrizations before zpasses.shard."
+        )
+    with torch.no_grad(), compat.DisableTorchFunctionSubclass():
+        plain = value.as_subclass(Tensor) if isinstance(value, GatheredCopy) else value
+        compat.local_of(param).copy_(own_part(plain, source.spec.layout))
+        _SET_DATA(copy, plain.detach())
+    mark_edited(param)
+
+
+_SET_DATA: Any = getattr(Tensor, "data").__set__  # noqa: B009
 _BASE: Any = getattr(Tensor, "_base").__get__  # noqa: B009
 _ITEM_WRITES = frozenset({"__setitem__", "__set__", "__delete__"})
 
 
 def _lost_write(func: Callable[..., Any], label: str) -> str:
+    utility = compat.module_among_callers(_REGISTRARS)
+    if utility is not None:
+        return _late_registration(utility, label)
     return (
         f"{_name(func)} would write to {label}, which is sharded. A read returns a gathered copy, "
         "so the write would be lost. Write to the shards instead: inside "
         "`with zpasses.local_shards(model):` every parameter read returns its DTensor, and "
         "model.parameters() always does. (model.apply and reset_parameters use the shards already.)"
+    )
+
+
+_REGISTRARS = (
+    *("torch.nn.utils.parametrize", "torch.nn.utils.prune"),
+    *("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm"),
+)
+"""Modules of torch that keep parameters in another form."""
+
+
+def _late_registration(utility: str, label: str) -> str:
+    return (
+        f"{utility} makes new parameters of {label}, which is sharded already. They would be whole "
+        "on every rank, and their gradients would not be averaged. Call it before zpasses.shard, "
+        "which then shards the new parameters. If a forward calls it, as with PEFT's "
+        "target_parameters, compile the rest of the model only: "
+        "module.forward = torch.compiler.disable(module.forward)."
+    )
+
+
+def check_source(copy: Any, name: str) -> Source:
+    """Return the parameter that a gathered copy stands for, which is to be registered.
+
+    Raises:
+        ShardingError: for a new parameter, or a view, that was made of the copy.
+    """
+    source: Source | None = copy._source
+    if source is None:
+        utility = compat.module_among_callers(_REGISTRARS)
+        raise ShardingError(
+            _late_registration(utility, copy._label)
+            if utility is not None
+            else f"registered as {name!r}: a parameter that shares the memory of {copy._label}, "
+            "which is sharded. Register what the read returned, without nn.Parameter, to tie both "
+            "names to one parameter; or a copy, nn.Parameter(value.detach().clone()), and call "
+            "zpasses.shard on the model again."
+        )
+    return source
+
+
+def _unused_hint(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """Why torch.autograd.grad has found no path to a gathered copy; "" for other functions."""
+    given = args[1] if func is torch.autograd.grad and len(args) > 1 else ()
+    copies = [each for each in given if isinstance(each, GatheredCopy)]
+    if not copies:
+        return ""
+    return (
+        f"{copies[0]._label} is sharded, and each read of it returns another gathered copy. "
+        "Differentiate with respect to the parameter itself: dict(model.named_parameters())[...]."
     )
 
 
@@ -208,11 +396,14 @@ def _is_other_float(value: Tensor, dtype: torch.dtype) -> bool:
     return value.is_floating_point() and value.dtype != dtype
 
 
-def _guard(full: Tensor, label: str) -> Tensor:
+def _guard(full: Tensor, label: str, source: Source | None = None) -> Tensor:
     if type(full) is not Tensor:
         return full  # leave fake, simulated and functional tensors as they are
     copy = full.as_subclass(GatheredCopy)
     copy._label = label
+    if source is not None:
+        copy._source = source
+        copy._is_param = True  # for isinstance(copy, nn.Parameter)
     return copy
 
 
@@ -236,12 +427,10 @@ def with_plain_inputs(
     return compat.dynamo_disable(run)
 
 
-class GatheredPiece(DTensor):
+class GatheredPiece(_StandsForParameter, DTensor):  # type: ignore[misc]  # set_
     """What a read of a parameter under tensor parallelism returns: a DTensor on the mesh of tensor
     parallelism. Writing to it raises ShardingError.
     """
-
-    _label: str
 
     @classmethod
     def __torch_function__(
@@ -252,6 +441,10 @@ class GatheredPiece(DTensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _ABOUT_PARAMETERS and not compat.is_tracing():
+            answer = _about_parameter(func, args, kwargs)
+            if answer is not _NO_ANSWER:
+                return answer
         target = _written_copy(func, args, kwargs)
         if target is not None and not compat.is_tracing():
             raise ShardingError(_lost_write(func, target._label))
@@ -259,11 +452,12 @@ class GatheredPiece(DTensor):
             return func(*args, **kwargs)
 
 
-def _guard_piece(piece: DTensor, label: str) -> DTensor:
+def _guard_piece(piece: DTensor, label: str, source: Source) -> DTensor:
     if type(piece) is not DTensor:
         return piece
-    cast(Any, piece).__class__ = GatheredPiece
-    cast(Any, piece)._label = label
+    made = cast(Any, piece)
+    made.__class__ = GatheredPiece
+    made._label, made._is_param, made._source = label, True, source
     return piece
 
 
@@ -284,7 +478,13 @@ def _gathering_property(spec: ParamShardSpec) -> property:
         gather = _with_constants(_gather_rows, {"name": spec.name, "group": groups[0], **dtypes})
     else:
         gather = _gather_of(spec)
-    return property(gather, doc=f"{spec.name}, gathered for reading")
+    name = spec.name
+    return property(
+        gather,
+        lambda module, value: _set_plain_value(module, name, value),
+        lambda module: module.__dict__.pop(name),
+        f"{name}, gathered for reading",
+    )
 
 
 def _gather_rows(module: nn.Module) -> Any:
@@ -296,7 +496,7 @@ def _gather_rows(module: nn.Module) -> Any:
     try:
         param = module._parameters["$name"]
     except KeyError:
-        raise AttributeError(_missing(module, "$name")) from None
+        return _plain_value(module, "$name")
     if not isinstance(param, DTensor):
         return param  # None, or a tensor swapped in by torch.func.functional_call
     if _is_compiling():
@@ -328,7 +528,7 @@ def _gather_of(spec: ParamShardSpec) -> Callable[..., Any]:
         try:
             param = module._parameters[name]
         except KeyError:
-            raise AttributeError(_missing(module, name)) from None
+            return _plain_value(module, name)
         if not isinstance(param, DTensor):
             return param
         if not torch.compiler.is_compiling():
@@ -348,9 +548,29 @@ def _gather_of(spec: ParamShardSpec) -> Callable[..., Any]:
     return gather
 
 
-def _missing(module: nn.Module, name: str) -> str:
-    """What reading a parameter says that parametrizations have deleted."""
-    return f"{type(module).__name__!r} object has no attribute {name!r}"
+def _plain_value(module: nn.Module, name: str) -> Any:
+    """Read what was assigned to the name of a parameter that was deleted, such as a pruned weight.
+
+    Raises:
+        AttributeError: if nothing was.
+    """
+    if name not in module.__dict__:
+        raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+    return module.__dict__[name]
+
+
+def _set_plain_value(module: nn.Module, name: str, value: Any) -> None:
+    """Assign to the name of a parameter that was deleted."""
+    if isinstance(value, DTensor):
+        label = f"parameter {name!r} of a {type(module).__name__}"
+        utility = compat.module_among_callers(_REGISTRARS)
+        raise ShardingError(
+            _late_registration(utility, label)
+            if utility is not None
+            else f"assigned a DTensor to {label}, which was sharded and has been deleted. Assign "
+            "a parameter, nn.Parameter(value), or a plain tensor."
+        )
+    module.__dict__[name] = value
 
 
 def _read_eagerly(module: Any, name: str, param: DTensor) -> Tensor:
@@ -367,9 +587,10 @@ def _read_eagerly(module: Any, name: str, param: DTensor) -> Tensor:
         )
     )
     label = f"parameter {name!r} of a {type(module).__name__}"
+    source = Source(cast(nn.Parameter, param), spec)
     if layout.inner_mesh is None:
-        return _guard(full, label)
-    return _guard_piece(layout.wrap_piece(full, param.shape), label)
+        return _guard(full, label, source)
+    return _guard_piece(layout.wrap_piece(full, param.shape), label, source)
 
 
 class ShardedModule(nn.Module):
@@ -381,7 +602,8 @@ class ShardedModule(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Shard a full parameter that is assigned to a sharded name.
 
-        A DTensor must have the mesh and the placement of the parameter that it replaces.
+        A DTensor must have the mesh and the placement of the parameter that it replaces, and so
+        must a parameter that was read from a sharded module, which ties the two.
 
         Raises:
             ShardingError: for another mesh, placement or device type.
@@ -390,9 +612,21 @@ class ShardedModule(nn.Module):
         if spec is None or param is None:
             super().register_parameter(name, param)
         else:
+            self.__dict__.pop(name, None)
+            if isinstance(param, _StandsForParameter):
+                param = check_source(param, name).param
             current = self._parameters.get(name)
             value = param_value_of(current) if isinstance(current, WatchedShard) else None
             self._parameters[name] = _shard_assigned(param, spec, value)
+
+    def __delattr__(self, name: str) -> None:
+        param = self._parameters.get(name) if name in self._zpasses_specs else None
+        if param is not None and compat.is_called_by(parametrize.register_parametrization):
+            place = getattr(param, _NEW_PLACE, None)
+            if place is None or not isinstance(place(), parametrize.ParametrizationList):
+                label = f"parameter {name!r} of a {type(self).__name__}"
+                raise ShardingError(_late_registration(parametrize.__name__, label))
+        super().__delattr__(name)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -424,22 +658,6 @@ class ShardedModule(nn.Module):
             if isinstance(value, DTensor):
                 destination[prefix + name] = as_state_shard(value)
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedModule:
-        """Keep the gradient state and the layout of parameters, because moves and casts replace
-        their attributes.
-        """
-        before = {
-            name: (grad_state_of(param), param_value_of(param))
-            for name in self._zpasses_specs
-            if (param := self._parameters.get(name)) is not None
-        }
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, (grads, value) in before.items():
-            param = cast(nn.Parameter, self._parameters[name])
-            setattr(param, GRAD_STATE_ATTRIBUTE, grads)
-            as_sharded_parameter(param, self._zpasses_specs[name].layout, value)
-        return self
-
     def apply(self, fn: Callable[[nn.Module], None]) -> ShardedModule:
         """Like nn.Module.apply, but `fn` reads this module's parameters as DTensors, so that
         initialisers work on the shards.
@@ -465,9 +683,59 @@ class ShardedModule(nn.Module):
         return _Namespace(self._parameters)
 
 
+class _ConvertedInPlace(nn.Module):
+    """Mixin of sharded modules that follows all other classes, so that it sees the conversions
+    that a module's own `_apply` passes on.
+
+    torch swaps a parameter of a tensor subclass with the converted one, which it refuses for
+    parameters that weak references exist of. Schedules and guards of compiled code hold such.
+    """
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> _ConvertedInPlace:
+        """Convert the shards and their gradients. Parameters stay the same objects."""
+        specs: dict[str, ParamShardSpec] = self._zpasses_specs  # type: ignore[assignment]
+        shards: dict[str, Any] = {
+            name: param
+            for name, param in self._parameters.items()
+            if name in specs and isinstance(param, DTensor)
+        }
+        self._parameters.update(dict.fromkeys(shards))
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            self._parameters.update(shards)
+        for name, param in shards.items():
+            with torch.no_grad():
+                converted = fn(param)
+                grad = fn(param.grad) if param.grad is not None else None
+            if not isinstance(converted, DTensor):
+                self._parameters[name] = nn.Parameter(converted, param.requires_grad)
+            elif converted is not param:
+                made = specs[name].layout.wrap(compat.local_of(converted), param.shape)
+                replace_shard(param, made)
+                drop_cached(param)
+                if grad is not None:
+                    compat.replace_dtensor(param.grad, grad)
+        return self
+
+
 class _Namespace:
     def __init__(self, values: dict[str, nn.Parameter | None]) -> None:
         self.__dict__.update(values)
+
+
+_NEW_PLACE = "_zpasses_new_place"
+
+
+def register_source(module: nn.Module, name: str, source: Source) -> nn.Parameter:
+    """Let a module that is not sharded read the parameter of another one under a name.
+
+    Returns:
+        The parameter, which is to be registered.
+    """
+    add_reads(module, [replace(source.spec, name=name)])
+    setattr(source.param, _NEW_PLACE, weakref.ref(module))
+    return source.param
 
 
 def _shard_assigned(
@@ -522,7 +790,49 @@ def sharded_class(base: type[Any], specs: tuple[ParamShardSpec, ...]) -> type[An
     members["__module__"], members["__qualname__"] = base.__module__, base.__qualname__
     if hasattr(base, "reset_parameters"):
         members["reset_parameters"] = _reset_shards(base.reset_parameters)
-    return type(base.__name__, (ShardedModule, base), members)
+    ends = (_ConvertedInPlace, base) if base is nn.Module else (base, _ConvertedInPlace)
+    return type(base.__name__, (ShardedModule, *ends), members)
+
+
+def add_reads(module: nn.Module, added: Sequence[ParamShardSpec]) -> None:
+    """Let a module gather these parameters when it reads them, besides those of before."""
+    cls: type[Any] = type(module)
+    if not issubclass(cls, ShardedModule) and _is_parametrized(module):
+        # Below the class that torch removes together with the last parametrization.
+        made = _rebased(cls, lambda parent: _with_reads(parent, tuple(added)))
+    else:
+        made = _with_reads(cls, tuple(added))
+    module.__class__ = made
+
+
+def _is_parametrized(module: nn.Module) -> bool:
+    """Whether the class of a module is one that torch's parametrize has derived for it."""
+    cls = type(module)
+    named = cls.__base__ is not None and cls.__name__ == f"Parametrized{cls.__base__.__name__}"
+    return named and isinstance(module._modules.get("parametrizations"), nn.ModuleDict)
+
+
+def _with_reads(cls: type[Any], added: tuple[ParamShardSpec, ...]) -> type[Any]:
+    if not issubclass(cls, ShardedModule):
+        return sharded_class(cls, added)  # type: ignore[arg-type]
+    base = vars(cls).get("_zpasses_unsharded_class")
+    if base is None:
+        return _rebased(cls, lambda parent: _with_reads(parent, added))
+    return sharded_class(base, (*cls._zpasses_specs.values(), *added))
+
+
+def unsharded_class(cls: type[Any]) -> type[Any]:
+    """Return the class of modules before they were sharded; the class itself if they were not."""
+    if not issubclass(cls, ShardedModule):
+        return cls
+    base: type[Any] | None = vars(cls).get("_zpasses_unsharded_class")
+    return base if base is not None else _rebased(cls, unsharded_class)
+
+
+def _rebased(cls: type[Any], change: Callable[[type[Any]], type[Any]]) -> type[Any]:
+    """Return a class that torch's parametrize has derived from a sharded one, with another base."""
+    members = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+    return type(cls.__name__, tuple(map(change, cls.__bases__)), members)
 
 
 def mark_ignored(params: Iterable[nn.Parameter]) -> None:
@@ -567,7 +877,7 @@ def local_shards(model: nn.Module, *, recurse: bool = True) -> Iterator[nn.Modul
         for module in original.modules() if recurse else [original]:
             if isinstance(module, ShardedModule):
                 exposed.append((module, type(module)))
-                module.__class__ = type(module)._zpasses_unsharded_class  # type: ignore[assignment]
+                module.__class__ = unsharded_class(type(module))
         with contextlib.ExitStack() as stack:
             if exposed:
                 stack.enter_context(DTensorInplaceMode())  # type: ignore[no-untyped-call]

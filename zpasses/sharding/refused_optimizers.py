@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from zpasses.errors import ShardingError
 
@@ -45,3 +46,22 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"{kind.__name__} on parameters that zpasses sharded: it {why}. "
             "The page about optimizers in the documentation lists what is exact."
         )
+    _check_groups(optimizer)
+
+
+def _check_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ShardingError for a group whose parameters one operator would take together, if some
+    are sharded and others are not.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        flag = next((name for name in ("fused", "foreach") if group.get(name)), None)
+        trained = [param for param in group["params"] if param.requires_grad]
+        plain = [param for param in trained if not isinstance(param, DTensor)]
+        if flag is not None and plain and len(plain) < len(trained):
+            raise ShardingError(
+                f"{type(optimizer).__name__}({flag}=True), parameter group {number}: it has "
+                f"{len(trained) - len(plain)} sharded parameters and {len(plain)} that are not, "
+                f"the first of shape {list(plain[0].shape)}, and torch has no {flag} operator for "
+                "both together. Put those that are not sharded (ignored_params) into a group of "
+                f"their own, or leave {flag} out."
+            )

@@ -33,12 +33,13 @@ from zpasses.sharding.layouts import (
 from zpasses.sharding.module import (
     ParamShardSpec,
     ShardedModule,
+    add_reads,
     mark_ignored,
     own_part,
-    sharded_class,
     sharded_parameters,
 )
 from zpasses.sharding.packing import check_pack_mb, next_batch, pack_local_rows
+from zpasses.sharding.registrations import install_registration_hooks
 from zpasses.sharding.replaced_params import mark_replaced, sharded_form
 from zpasses.sharding.saved_shards import install_optimizer_state_check
 from zpasses.sharding.wrappers import (
@@ -185,7 +186,7 @@ def shard(
                 specs.setdefault(module, []).append(spec)
         batch.clear()  # frees the full parameters
     for module, own in specs.items():
-        _swap_class(module, own)
+        add_reads(module, own)
     edit_adapters_as_shards(model)
     register_step_window(
         [(module, spec.name) for module, own in specs.items() for spec in own],
@@ -193,6 +194,7 @@ def shard(
     )
     install_optimizer_state_check()
     install_wrapper_hooks()
+    install_registration_hooks()
     explain_dynamo_backend()
     accept_compiled_names(model)
     return model
@@ -327,14 +329,6 @@ def _as_parameter(part: Tensor, param: nn.Parameter, layout: ParamLayout) -> nn.
     return made
 
 
-def _swap_class(module: nn.Module, added: list[ParamShardSpec]) -> None:
-    earlier = tuple(module._zpasses_specs.values()) if isinstance(module, ShardedModule) else ()
-    base: type[Any] = (
-        module._zpasses_unsharded_class if isinstance(module, ShardedModule) else type(module)
-    )
-    module.__class__ = sharded_class(base, (*earlier, *added))  # type: ignore[arg-type]
-
-
 def _check_arguments(mesh: Any, param_dtype: Any, reduce_dtype: Any) -> None:
     if not dist.is_initialized():
         raise ShardingError(
@@ -456,4 +450,11 @@ def _check_parameter(path: str, param: nn.Parameter, mesh: DeviceMesh, packs: bo
             f"(model.to({mesh.device_type!r})), give pack_mb=... so that each rank moves its own "
             "shards from the host, or build it on "
             "meta and call to_empty after sharding."
+        )
+    if compat.has_tensor_hooks(param) or compat.has_accumulation_hooks(param):
+        raise ShardingError(
+            f"parameter {path} has hooks (register_hook or register_post_accumulate_grad_hook). "
+            "Sharding replaces it by a DTensor, and they would not be called. Register them after "
+            f"zpasses.shard, on dict(model.named_parameters())[{path!r}]: they get DTensors, and "
+            "the average of the gradient over the ranks. Or pass the parameter as ignored_params."
         )

@@ -253,6 +253,28 @@ def test_hooks_after_accumulation_are_called_once_and_with_the_gradient():
     assert run_on_ranks(hooked, 1) == expected
 
 
+@pytest.mark.ranks(2)
+def test_hooks_of_nodes_that_accumulate_are_called_once_and_after_the_gradient():
+    model, _ = build_step(Net, {**EAGER, "prefetch": 1}, per_block=True)
+    tokens, seen, later = torch.arange(VOCAB).view(2, -1), [], block_schedule.BlockSchedule
+    with patch.object(later, "reduce_later", autospec=True, side_effect=later.reduce_later) as wait:
+        model(tokens).backward()
+        assert wait.called, "reductions wait where the program holds no node"
+        model.zero_grad()
+        nodes = []
+        for name, param in model.named_parameters():
+            nodes.append(param.expand_as(param).grad_fn.next_functions[0][0])
+            nodes[-1].register_hook(
+                lambda inputs, outputs, name=name, param=param: seen.append(
+                    (name, param.grad is not None)
+                )
+            )
+        wait.reset_mock()
+        model(tokens).backward()
+        assert not wait.called
+    assert sorted(seen) == sorted((name, True) for name, _ in model.named_parameters())
+
+
 def with_replicas(prefetch):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     options = {**EAGER, "prefetch": prefetch}

@@ -210,6 +210,39 @@ def test_refused_optimizers_name_the_way_out_and_change_nothing(which):
     assert torch.equal(zpasses.full_state_dict(model)["weight"], before["weight"])
 
 
+FUSED_AND_FOREACH = [
+    (optim.AdamW, {"foreach": True}),
+    (optim.Adam, {"fused": True}),
+    (optim.SGD, {"foreach": True, "momentum": 0.9}),
+]
+
+
+@pytest.mark.parametrize(("cls", "options"), FUSED_AND_FOREACH)
+@pytest.mark.ranks(2)
+def test_ignored_parameters_beside_sharded_ones_in_one_group(cls, options):
+    plain = nn.Linear(4, 5)
+    model = copy.deepcopy(plain)
+    zpasses.shard(model, mesh=world_mesh(), ignored_params=[model.bias])
+    for each in (plain, model):
+        each(torch.ones(2, 4)).pow(2).sum().backward()
+    (flag,) = options.keys() & {"foreach", "fused"}
+    optimizer = cls(model.parameters(), lr=0.1, **options)
+    with pytest.raises(zpasses.ShardingError, match=rf"1 sharded .* 1 that are not.*leave {flag}"):
+        optimizer.step()
+    assert not optimizer.state
+    # Both ways out give the step of the unsharded model.
+    without = {name: value for name, value in options.items() if name != flag}
+    groups = [{"params": [param]} for param in model.parameters()]
+    for made, used in (
+        (cls(groups, lr=0.1, **options), options),
+        (cls(model.parameters(), lr=0.1, **without), without),
+    ):
+        made.step()
+        cls(plain.parameters(), lr=0.1, **used).step()
+        torch.testing.assert_close(model.weight.detach(), plain.weight.detach())
+        torch.testing.assert_close(model.bias, plain.bias)
+
+
 @pytest.mark.ranks(2)
 def test_refused_optimizers_step_plain_models():
     assert dist.get_world_size() == 2

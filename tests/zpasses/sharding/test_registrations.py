@@ -1,0 +1,479 @@
+"""What happens to a gathered copy that a program takes for the parameter: registered in modules, by
+parametrizations, as a tied weight or as a buffer; with hooks and marks; in optimizers.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.utils.prune
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import parametrizations, parametrize
+
+import zpasses
+from zpasses.testing import run_on_ranks, world_mesh
+
+pytestmark = pytest.mark.processes
+
+
+def _net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 7))
+
+
+def _sharded(model=None, **options):
+    return zpasses.shard(_net() if model is None else model, mesh=world_mesh(), **options)
+
+
+def _compiled(model, stage, codegen="eager"):
+    options = {"zero_stage": stage, "codegen": codegen}
+    return torch.compile(model, backend="zpasses", options=options) if stage else model
+
+
+def _data():
+    return torch.linspace(-1, 1, 24).view(4, 6)
+
+
+def _train(run, model, steps=2):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        run(_data()).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _assert_like(model, plain, **tolerances):
+    actual = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
+    expected = {name: param.detach() for name, param in plain.named_parameters()}
+    assert list(actual) == list(expected)
+    torch.testing.assert_close(actual, expected, **tolerances)
+
+
+# --- parametrizations -----------------------------------------------------------------------------
+class Half(nn.Module):
+    def forward(self, weight):
+        return weight.tanh()
+
+    def right_inverse(self, weight):
+        return weight * 0.5
+
+
+class LowRank(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(2, 6)), nn.Parameter(torch.ones(5, 2))
+
+    def forward(self, weight):
+        return weight + self.b @ self.a
+
+
+class RankOne(nn.Module):
+    def forward(self, column, row):
+        return column[:, None] @ row[None]
+
+    def right_inverse(self, weight):
+        return weight[:, 0].clone(), weight[0].clone()
+
+
+def _two(linear):
+    parametrize.register_parametrization(linear, "weight", Half())
+    parametrize.register_parametrization(linear, "weight", LowRank())
+    parametrize.register_parametrization(linear, "bias", Half())
+
+
+KINDS = {
+    "spectral norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "LoRA": lambda linear: parametrize.register_parametrization(linear, "weight", LowRank()),
+    "several": _two,
+    "pruning": lambda linear: nn.utils.prune.l1_unstructured(linear, "weight", amount=0.5),
+}
+OF_SEVERAL_TENSORS = {
+    "weight norm": parametrizations.weight_norm,
+    "rank one": lambda linear: parametrize.register_parametrization(linear, "weight", RankOne()),
+    "old weight norm": lambda linear: nn.utils.weight_norm(linear),
+    "old spectral norm": lambda linear: nn.utils.spectral_norm(linear),
+}
+
+
+def _registered(how, model):
+    torch.manual_seed(3)
+    {**KINDS, **OF_SEVERAL_TENSORS}[how](model[0])
+    return model
+
+
+def _registers_late(how, stage, codegen="eager"):
+    plain, model = _registered(how, _net()), _sharded()
+    params = dict(model.named_parameters())
+    _registered(how, model)
+    if how in ("LoRA", "several"):
+        _sharded(model)  # the adapters
+    kept = {id(param) for param in model.parameters()}
+    assert all(id(param) in kept for param in params.values())
+    run = _compiled(model, stage, codegen)
+    _train(run, model)
+    _train(plain, plain)
+    exact = {} if codegen != "eager" else {"rtol": 0, "atol": 0}
+    _assert_like(model, plain, **exact)
+    model.load_state_dict(copy.deepcopy(plain.state_dict()))
+    _assert_like(model, plain, rtol=0, atol=0)
+    with zpasses.local_shards(model):
+        assert not hasattr(type(model[0]), "_zpasses_specs")
+    assert repr(model[0]).startswith(repr(plain[0]).partition("(")[0])
+    if how == "pruning":
+        return
+    for each in (model, plain):
+        for name in list(each[0].parametrizations):
+            parametrize.remove_parametrizations(each[0], name)
+    _assert_like(model, plain)
+    torch.testing.assert_close(run(_data()), plain(_data()))
+
+
+@pytest.mark.parametrize("how", KINDS)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.ranks(2)
+def test_parametrizations_after_sharding_train_as_before_it(how, stage):
+    _registers_late(how, stage)
+
+
+@pytest.mark.inductor
+@pytest.mark.ranks(2, timeout_s=300)
+def test_parametrizations_after_sharding_under_inductor():
+    _registers_late("several", 3, "inductor")
+
+
+@pytest.mark.parametrize("how", OF_SEVERAL_TENSORS)
+@pytest.mark.ranks(2)
+def test_parametrizations_of_several_tensors_are_refused_after_sharding(how):
+    with pytest.raises(
+        zpasses.ShardingError, match=r"of parameter 'weight' of a Linear.* before zpasses\.shard"
+    ):
+        _registered(how, _sharded())
+
+
+def _registers_early(how, stage, codegen="eager"):
+    plain, model = _registered(how, _net()), _sharded(_registered(how, _net()))
+    _train(_compiled(model, stage, codegen), model)
+    _train(plain, plain)
+    _assert_like(model, plain)
+
+
+@pytest.mark.parametrize("how", OF_SEVERAL_TENSORS)
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.ranks(2)
+def test_parametrizations_of_several_tensors_before_sharding(how, stage):
+    _registers_early(how, stage)
+
+
+@pytest.mark.inductor
+@pytest.mark.ranks(2, timeout_s=300)
+def test_parametrizations_of_several_tensors_before_sharding_under_inductor():
+    _registers_early("weight norm", 3, "inductor")
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.ranks(2)
+def test_parametrizations_of_before_sharding_are_removed_after_it(bias):
+    plain, model = nn.Linear(6, 5, bias=bias), nn.Linear(6, 5, bias=bias)
+    model.load_state_dict(plain.state_dict())
+    for each in (plain, model):
+        parametrize.register_parametrization(each, "weight", Half())
+    _sharded(model)
+    for each in (plain, model):
+        parametrize.remove_parametrizations(each, "weight")
+    assert isinstance(model._parameters["weight"], DTensor)
+    with zpasses.local_shards(model):
+        assert type(model) is nn.Linear
+    _assert_like(model, plain)
+    _train(model, model)
+    _train(plain, plain)
+    _assert_like(model, plain)
+
+
+@pytest.mark.parametrize("how", ["LoRA", "pruning"])
+@pytest.mark.ranks(2)
+def test_windows_follow_parameters_that_a_parametrization_moves(how):
+    plain, model = _registered(how, _net()), _registered(how, _sharded())
+    if how == "LoRA":
+        _sharded(model)
+    options = {"codegen": "eager", "zero_stage": 2, "backwards_per_step": 2}
+    run = torch.compile(model, backend="zpasses", options=options)
+    for each, call in ((plain, plain), (model, run)):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for backwards in (2, 1):  # the second step comes early
+            for _ in range(backwards):
+                call(_data()).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    _assert_like(model, plain)
+
+
+@pytest.mark.ranks(2)
+def test_values_that_a_parametrization_sets_need_the_dtype_of_the_shards():
+    model = _sharded(param_dtype=torch.bfloat16)
+    with pytest.raises(zpasses.ShardingError, match=r"before zpasses\.shard"):
+        parametrize.register_parametrization(model[0], "weight", Half())
+    parametrize.register_parametrization(model[0], "bias", nn.Identity())
+    assert model[0].bias.dtype == torch.bfloat16
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 90).view(3, 6, 5))
+        self.out = nn.Linear(5, 4)
+
+    def forward(self, x):
+        return self.out(torch.einsum("bi,eio->bo", x, self.weight))
+
+
+@pytest.mark.ranks(2)
+def test_adapters_of_peft_that_parametrize_inside_of_forward():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=2, target_modules=["out"], target_parameters=["1.weight"], init_lora_weights=False
+    )
+
+    def adapted():
+        torch.manual_seed(0)
+        return peft.get_peft_model(nn.Sequential(nn.Identity(), Experts()), config)
+
+    plain, model = adapted(), _sharded(adapted())
+    with pytest.raises(zpasses.ShardingError, match=r"torch\.compiler\.disable"):
+        _compiled(_sharded(adapted()), 3)(_data())
+    _train(plain, plain, steps=1)
+    _train(model, model, steps=1)
+    _assert_like(model, plain)
+    for module in model.modules():
+        if type(module).__name__ == "ParamWrapper":
+            module.forward = torch.compiler.disable(module.forward)
+    _train(plain, plain, steps=1)
+    _train(_compiled(model, 3), model, steps=1)
+    _assert_like(model, plain)
+
+
+# --- tied weights ---------------------------------------------------------------------------------
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(7, 6), nn.Linear(6, 7, bias=False)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.embed(tokens)))
+
+
+def _tie(model):
+    model.head.weight = model.embed.weight
+
+
+def _tie_new_head(model):
+    model.head = nn.Linear(6, 7, bias=False)
+    model.head.weight = model.embed.weight
+
+
+def _tie_without_gradients(model):
+    with torch.no_grad():
+        _tie_new_head(model)
+
+
+@pytest.mark.parametrize("tie", [_tie, _tie_new_head, _tie_without_gradients])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.ranks(2)
+def test_assignment_of_a_read_ties_weights(tie, stage):
+    plain, model = Words(), _sharded(Words())
+    for each in (plain, model):
+        tie(each)
+    assert model.head._parameters["weight"] is model.embed._parameters["weight"]
+    for each, run in ((plain, plain), (model, _compiled(model, stage))):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(2):
+            run(torch.arange(7)).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    _assert_like(model, plain)
+
+
+@pytest.mark.ranks(2)
+def test_tied_weights_need_equal_layouts():
+    model = Words()
+    zpasses.shard(model.embed, mesh=world_mesh(), shard_placement_fn=lambda param: Shard(1))
+    zpasses.shard(model.head, mesh=world_mesh())
+    with pytest.raises(zpasses.ShardingError, match="assigned to 'weight'"):
+        _tie(model)
+
+
+@pytest.mark.ranks(2)
+def test_tie_weights_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    for tied_before in (True, False):
+        config = transformers.LlamaConfig(
+            vocab_size=33,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            tie_word_embeddings=tied_before,
+        )
+        model = _sharded(transformers.LlamaForCausalLM(config))
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+        tied = model.model.embed_tokens._parameters["weight"]
+        assert model.lm_head._parameters["weight"] is tied
+        tokens = torch.arange(8).view(1, 8)
+        model(tokens, labels=tokens).loss.backward()
+        assert tied.grad.full_tensor().abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", ["weight", "other"])
+@pytest.mark.ranks(2)
+def test_new_parameters_of_a_copy_are_not_registered(name):
+    model = _sharded(Words())
+    made = nn.Parameter(model.embed.weight.T)  # code of PEFT computes with it
+    assert made.shape == (6, 7)
+    with pytest.raises(zpasses.ShardingError, match=rf"{name}.*without nn\.Parameter.*clone\(\)"):
+        setattr(model.head, name, nn.Parameter(model.embed.weight))
+    setattr(model.head, name, nn.Parameter(model.embed.weight.detach().clone()))
+
+
+@pytest.mark.ranks(2)
+def test_get_parameter_returns_a_read():
+    model = _sharded()
+    assert torch.equal(model.get_parameter("0.weight"), model[0].weight)
+    assert isinstance(model[0].weight, nn.Parameter)
+    assert not isinstance(model[0].weight[0], nn.Parameter)
+
+
+# --- hooks, gradients, optimizers -----------------------------------------------------------------
+REFUSED = {
+    "register_hook": lambda weight: weight.register_hook(print),
+    "register_post_accumulate_grad_hook": (
+        lambda weight: weight.register_post_accumulate_grad_hook(print)
+    ),
+    "retain_grad": lambda weight: weight.retain_grad(),
+    "an optimizer": lambda weight: torch.optim.SGD([weight], lr=0.1),
+    "a frozen copy": lambda weight: weight.requires_grad_(False),
+    "requires_grad": lambda weight: setattr(weight, "requires_grad", False),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+@pytest.mark.ranks(2)
+def test_what_is_about_the_parameter_is_refused_on_a_copy(how):
+    model = _sharded()
+    with pytest.raises(
+        zpasses.ShardingError,
+        match=r"parameter 'weight' of a Linear.*with zpasses\.local_shards\(model\)",
+    ):
+        REFUSED[how](model[0].weight)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.ranks(2)
+def test_ways_out_for_hooks(blocks):
+    model, calls = _sharded(), []
+    by_name = dict(model.named_parameters())["0.weight"]
+    with zpasses.local_shards(model):
+        for param in (by_name, model[0].weight):
+            param.register_hook(lambda grad: calls.append(("grad", type(grad))))
+            param.register_post_accumulate_grad_hook(lambda param: calls.append("stored"))
+        model[2].weight.requires_grad_(False)
+    if blocks:
+        zpasses.compile_blocks(model, codegen="eager")
+    model(_data()).sum().backward()
+    assert [call for call in calls if call != "stored"] == [("grad", DTensor)] * 2
+    assert calls.count("stored") == 2
+    assert dict(model.named_parameters())["2.weight"].grad is None
+
+
+@pytest.mark.ranks(2)
+def test_requires_grad_that_is_so_already():
+    model = _sharded()
+    weight = model[0].weight
+    assert weight.requires_grad_() is weight
+    weight.requires_grad = True
+    dict(model.named_parameters())["0.weight"].requires_grad_(False)
+    assert model[0].weight.requires_grad_(False).requires_grad is False
+
+
+@pytest.mark.ranks(2)
+def test_gradients_with_respect_to_another_read():
+    model = _sharded()
+    with pytest.raises(zpasses.ShardingError, match=r"parameter itself: dict\(model\.named_param"):
+        torch.autograd.grad(model(_data()).sum(), [model[0].weight])
+    param = dict(model.named_parameters())["0.weight"]
+    (grad,) = torch.autograd.grad(model(_data()).sum(), [param])
+    assert grad.full_tensor().shape == (5, 6)
+    weight = model[0].weight  # a read that is used
+    (grad,) = torch.autograd.grad((weight * 2).sum(), [weight])
+    assert torch.equal(grad, torch.full((5, 6), 2.0))
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.ranks(2)
+def test_models_with_hooks_on_parameters_are_refused(kind):
+    model = _net()
+    handle = getattr(model[0].weight, kind)(print)
+    with pytest.raises(
+        zpasses.ShardingError,
+        match=r"parameter 0\.weight has hooks.*dict\(model\.named_parameters\(\)\)\['0\.weight'\]",
+    ):
+        _sharded(model)
+    assert type(model[0].weight) is nn.Parameter
+    handle.remove()
+    _sharded(model)
+
+
+# --- buffers, marks, copies -----------------------------------------------------------------------
+@pytest.mark.ranks(2)
+def test_copies_are_no_buffers():
+    model = _sharded()
+    for value in (model[0].weight, model[0].weight.detach(), model[0].weight[0]):
+        with pytest.raises(zpasses.ShardingError, match=r"buffer 'kept' of a Tanh.*clone\(\)"):
+            model[1].register_buffer("kept", value)
+    model[1].register_buffer("kept", model[0].weight.detach().clone())
+    assert type(model[1].kept) is torch.Tensor
+
+
+@pytest.mark.ranks(2)
+def test_marks_are_those_of_the_parameter():
+    model = _net()
+    model[0].weight.decay = False
+    _sharded(model)
+    assert model[0].weight.decay is False
+    model[0].weight.kind = "matrix"
+    assert dict(model.named_parameters())["0.weight"].kind == model[0].weight.kind == "matrix"
+    assert not hasattr(model[0].weight, "unknown")
+
+
+@pytest.mark.ranks(2)
+def test_copies_of_a_read_are_full_parameters():
+    model = _sharded()
+    for made in (copy.deepcopy(model[0].weight), pickle.loads(pickle.dumps(model[0].weight))):
+        assert type(made) is nn.Parameter
+        assert made.requires_grad
+        assert torch.equal(made, model[0].weight)
+    assert type(copy.deepcopy(model[0].weight.detach())) is torch.Tensor
+
+
+def _deleted():
+    model = _sharded()
+    del model[0].weight
+    assert not hasattr(model[0], "weight")
+    model[0].weight = torch.zeros(5, 6)
+    assert torch.equal(model(_data())[0], model(_data())[1])
+    with pytest.raises(zpasses.ShardingError, match="has been deleted"):
+        model[0].weight = model[2]._parameters["weight"].detach()
+    del model[0].weight
+    model[0].weight = nn.Parameter(torch.ones(5, 6))
+    assert isinstance(model[0]._parameters["weight"], DTensor)
+    assert dist.get_rank() >= 0
+    return model[0].weight.sum().item()
+
+
+def test_deleted_parameters_may_become_plain_tensors_and_parameters_again():
+    assert run_on_ranks(_deleted) == [30.0, 30.0]
