@@ -1,6 +1,8 @@
 """Blocks that are compiled one by one: same numbers as one graph, gathers ahead of their blocks."""
 
+import contextlib
 import copy
+import gc
 import random
 from functools import partial
 from unittest.mock import patch
@@ -496,6 +498,39 @@ def test_ranks_that_gather_at_other_distances_are_told():
         assert outcome.ok, str(outcome)
         assert "1 ahead" in outcome.result
         assert "2 ahead" in outcome.result
+
+
+def fail_often(options):
+    """Every second backward raises in a hook. Returns how many tensors and collectives exist after
+    some steps, and after many.
+    """
+    model, _ = build_step(Net, options, per_block=True)
+    failing = False
+
+    def hook(grad):
+        if failing:
+            raise ZeroDivisionError
+
+    model.layers[1].register_forward_hook(lambda module, args, out: out.register_hook(hook) and out)
+    tokens = torch.arange(2 * VOCAB).view(4, 5) % VOCAB
+    counts = []
+    for step in range(20):
+        failing = step % 2 == 1
+        with contextlib.suppress(ZeroDivisionError):
+            model(tokens).backward()
+        model.zero_grad()
+        if step in (5, 19):
+            gc.collect()
+            tensors = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+            counts.append((tensors, torch._C._distributed_c10d._get_work_registry_size()))
+    return counts
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("options", [EAGER, pytest.param({}, marks=SLOW)], ids=str)
+def test_backwards_that_fail_leave_nothing(options):
+    for few, many in run_on_ranks(fail_often, {**options, "zero_stage": 2, "prefetch": 1}):
+        assert few == many
 
 
 def evaluate_on_one_rank(options):
