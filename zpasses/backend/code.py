@@ -24,7 +24,13 @@ from zpasses.backend.cache.artifacts import (
     GraphArtifacts,
     StoredVariant,
 )
-from zpasses.backend.prefetch import add_turning_point, agreed_prefetch, graph_cost, turn_text
+from zpasses.backend.prefetch import (
+    add_turning_point,
+    agreed_prefetch,
+    graph_cost,
+    turn_order,
+    turn_text,
+)
 from zpasses.cost.prefetch import GraphRun
 from zpasses.cost.target import Target
 from zpasses.graph.hoisting import HoistedGraph, hoist_collectives
@@ -348,12 +354,13 @@ class GraphCompiler:
         if hoisted is not None:
             # Ranks that start gathers elsewhere start collectives in another order.
             cost = graph_cost(hoisted, kind, self._target)
-            leaves = (
-                f"{hoisted.summary()}, {self._options.prefetch} ahead{turn_text(hoisted, cost)}"
-            )
+            leaves = f"{hoisted.summary()}, {self._options.prefetch} ahead"
+            ordered, shown = turn_order(hoisted), turn_text(hoisted, cost)
             events = {
                 group: dataclasses.replace(
-                    event, digest=f"{event.digest} {leaves}", text=f"{event.text} ({leaves})"
+                    event,
+                    digest=f"{event.digest} {leaves}{ordered}",
+                    text=f"{event.text} ({leaves}{shown})",
                 )
                 for group, event in events.items()
             }

@@ -208,6 +208,8 @@ class _GraphCompiler:
         """The passes before they get the bytes of "auto", which differ from start to start."""
         self._artifacts: GraphArtifacts | None = None
         """What the compile cache has, or gets, of this graph."""
+        self._in_call = False
+        """Whether torch has called the backend, which has not returned yet."""
 
     def open_recorders(self, example_inputs: Sequence[Any]) -> None:
         """Start the dump and the structured trace of this compile, if they are enabled."""
@@ -237,8 +239,12 @@ class _GraphCompiler:
         self._find_budget()
         compiled = self._from_cache(example_inputs)
         if compiled is None:
-            with self._compiling():
-                compiled = compat.call_with_stack_room(self._compile)
+            self._in_call = True
+            try:
+                with self._compiling():
+                    compiled = compat.call_with_stack_room(self._compile)
+            finally:
+                self._in_call = False
         self.recorder.done()
         positions, names = list(self._captured.shards), list(self._captured.shards.values())
         return with_local_shards(
@@ -483,12 +489,12 @@ class _GraphCompiler:
 
     def _backward(self, codegen: Codegen, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         graphs = self._graph_compiler(self._artifacts)
-        if compat.in_backward():
+        if not self._in_call:
             with no_garbage_collection(), graphs.compiling_late():
                 return self._compile_backward(graphs, codegen, gm, inputs)
         # torch compiles backwards of dynamic shapes ahead, and others when they first run. Ranks
         # may hold one of each, but must vote in one order: all compile when the backward first
-        # runs.
+        # runs. The forward may itself run in a backward, of a checkpoint or of a hook.
         state, compiled = compat.CompilerState(), list[Compiled]()
         # A compile that failed may run again, and must not find its own changes. AOTAutograd clears
         # the metadata of `gm` where it stores it.

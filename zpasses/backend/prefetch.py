@@ -15,13 +15,13 @@ from zpasses.cost.step_time import step_time
 from zpasses.cost.target import Target
 from zpasses.errors import MemoryBudgetError
 from zpasses.graph.hoisting import HoistedGraph, ReductionPart
-from zpasses.graph.nodes import nbytes, value_of
+from zpasses.graph.nodes import collective_of, is_wait, nbytes, value_of
 from zpasses.option_values import parse_budget
 from zpasses.pipeline.recorder import runtime_note
 from zpasses.ranks.vote import exchange
 from zpasses.runtime.block_schedule import TURNING_POINT
 
-__all__ = ["add_turning_point", "agreed_prefetch", "graph_cost", "turn_text"]
+__all__ = ["add_turning_point", "agreed_prefetch", "graph_cost", "turn_order", "turn_text"]
 
 _MIB = float(1 << 20)
 _GIB = float(1 << 30)
@@ -42,14 +42,21 @@ def add_turning_point(hoisted: HoistedGraph, target: Target) -> None:
     join them. The turning point is behind a matrix product: its result is in memory anyway,
     whatever the kernels fuse. If the reductions are predicted to take nearly as long as the body,
     it has none.
+
+    Durations depend on shapes, in which ranks may differ. If the place of the turning point decides
+    about the order in which collectives start, it depends only on the number of products.
     """
     if hoisted.reductions is None:
         return
     graph = hoisted.body.graph
     nodes = list(graph.nodes)
-    durations = durations_us(nodes, target)
+    if _orders_collectives(hoisted):
+        durations = [float(_is_product(node)) for node in nodes]
+        wanted = _TURN_AFTER * sum(durations)
+    else:
+        durations = durations_us(nodes, target)
+        wanted = max(_TURN_AFTER * sum(durations), _MARGIN * _reduce_us(hoisted.reductions, target))
     total, passed = sum(durations), 0.0
-    wanted = max(_TURN_AFTER * total, _MARGIN * _reduce_us(hoisted.reductions, target))
     for node, duration in zip(nodes, durations, strict=True):
         passed += duration
         if wanted <= passed < total and _is_product(node):
@@ -57,6 +64,18 @@ def add_turning_point(hoisted: HoistedGraph, target: Target) -> None:
                 graph.call_function(TURNING_POINT, (node,))
             hoisted.body.recompile()
             return
+
+
+def _orders_collectives(hoisted: HoistedGraph) -> bool:
+    """Whether the place of the turning point decides about the order of collectives: the body has
+    some, or those that end reductions start others, as averages over replicas do.
+    """
+    ends = [hoisted.reductions.end] if hoisted.reductions is not None else []
+    return any(_starts(node) for part in (hoisted.body, *ends) for node in part.graph.nodes)
+
+
+def _starts(node: fx.Node) -> bool:
+    return collective_of(node) is not None and not is_wait(node)
 
 
 def _is_product(node: fx.Node) -> bool:
@@ -107,15 +126,29 @@ def graph_cost(hoisted: HoistedGraph, kind: str, target: Target) -> GraphRun:
         saved_bytes=0 if kind == "backward" else nbytes([value_of(node) for node in saved]),
         turn_us=turn_us,
         turn_peak_bytes=turn_peak,
-        gathers_at_turn=turn_us is not None and turn_us + _MARGIN * gather_us <= compute_us,
+        gathers_at_turn=turn_us is not None
+        and (_orders_collectives(hoisted) or turn_us + _MARGIN * gather_us <= compute_us),
     )
 
 
 def turn_text(hoisted: HoistedGraph, cost: GraphRun) -> str:
-    """Says what starts and ends at the turning point of a graph, equally on all ranks."""
+    """Says what starts and ends at the turning point of a graph."""
     for node in hoisted.body.graph.find_nodes(op="call_function", target=TURNING_POINT):
         what = "gathers and reductions" if cost.gathers_at_turn else "reductions"
         return f", {what} at {node.args[0]}"
+    return ""
+
+
+def turn_order(hoisted: HoistedGraph) -> str:
+    """Says where the turning point is among the collectives of a graph; "" if that does not decide
+    about their order. Ranks must agree on it.
+    """
+    if not _orders_collectives(hoisted):
+        return ""
+    nodes = list(hoisted.body.graph.nodes)
+    for at, node in enumerate(nodes):
+        if node.target is TURNING_POINT:
+            return f", turns after {sum(map(_starts, nodes[:at]))}"
     return ""
 
 

@@ -17,7 +17,9 @@ group on: its backward is `reduce_grad` within the replica, then `average_grad` 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +39,7 @@ __all__ = [
     "reduction_calls",
     "rows_per_rank",
     "set_eager_collectives",
+    "set_eager_guard",
     "set_grad_hook",
 ]
 
@@ -70,10 +73,15 @@ class _Collectives:
     """Takes this rank's block, the number of ranks and the group."""
     reduce_scatter: Callable[[Tensor, str, int, str], Tensor]
     """Takes the blocks of all ranks, "avg", the number of ranks and the group."""
+    guard: Callable[[str, Tensor, str], AbstractContextManager[None]]
+    """Context of a collective until it has ended. Takes the name of the collective, its input and
+    the group."""
 
 
 _collectives = _Collectives(
-    compat.functional.all_gather_into_tensor, compat.functional.reduce_scatter_tensor
+    compat.functional.all_gather_into_tensor,
+    compat.functional.reduce_scatter_tensor,
+    lambda name, value, group: contextlib.nullcontext(),
 )
 
 
@@ -86,6 +94,25 @@ def set_eager_collectives(
     `zpasses.runtime.gloo` has the others.
     """
     _collectives.all_gather, _collectives.reduce_scatter = all_gather, reduce_scatter
+
+
+def set_eager_guard(guard: Callable[[str, Tensor, str], AbstractContextManager[None]]) -> None:
+    """Sets the context in which eager collectives run: `zpasses.runtime.run_checks` compares them
+    between ranks.
+
+    Args:
+        guard: takes the name of the collective, its input and the process group.
+    """
+    _collectives.guard = guard
+
+
+def _averaged(value: Tensor, group_name: str) -> Tensor:
+    """Returns the average of a tensor over the ranks of a group."""
+    with _collectives.guard("all_reduce", value, group_name):
+        total: Tensor = compat.functional.wait_tensor(
+            compat.functional.all_reduce(value, "avg", group_name)
+        )
+    return total
 
 
 def group_size(group_name: str) -> int:
@@ -135,8 +162,9 @@ def _unshard(
     if block.numel() == 0:
         return block.new_empty(full_shape)
     block[: shard.shape[0]].copy_(shard)
-    started = _collectives.all_gather(block, group_size(group_name), group_name)
-    full: Tensor = compat.functional.wait_tensor(started)
+    with _collectives.guard("all_gather", block, group_name):
+        started = _collectives.all_gather(block, group_size(group_name), group_name)
+        full: Tensor = compat.functional.wait_tensor(started)
     return full[:rows]
 
 
@@ -177,18 +205,16 @@ def _reduce_grad(
     value = grad.to(reduce_dtype or grad.dtype)
     size = group_size(group_name)
     if grad.dim() == 0:
-        total: Tensor = compat.functional.wait_tensor(
-            compat.functional.all_reduce(value, "avg", group_name)
-        )
-        return total.to(dtype, copy=True)
+        return _averaged(value, group_name).to(dtype, copy=True)
     if value.numel() == 0:
         return grad.new_empty((shard_rows, *grad.shape[1:]), dtype=dtype)
     block = rows_per_rank(rows, size)
     padded = value.new_zeros((block * size, *value.shape[1:]))
     padded[:rows].copy_(value)
-    mine: Tensor = compat.functional.wait_tensor(
-        _collectives.reduce_scatter(padded, "avg", size, group_name)
-    )
+    with _collectives.guard("reduce_scatter", padded, group_name):
+        mine: Tensor = compat.functional.wait_tensor(
+            _collectives.reduce_scatter(padded, "avg", size, group_name)
+        )
     return mine[:shard_rows].to(dtype, copy=True)
 
 
@@ -218,10 +244,7 @@ def _average_grad(grad: Tensor, dtype: torch.dtype, group_name: str) -> Tensor:
     """
     if grad.numel() == 0:
         return grad.to(dtype, copy=True)
-    total: Tensor = compat.functional.wait_tensor(
-        compat.functional.all_reduce(grad, "avg", group_name)
-    )
-    return total.to(dtype, copy=True)
+    return _averaged(grad, group_name).to(dtype, copy=True)
 
 
 def _average_grad_fake(grad: Tensor, dtype: torch.dtype, group_name: str) -> Tensor:

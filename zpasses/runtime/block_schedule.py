@@ -16,6 +16,7 @@ or in the same run of the autograd engine.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -45,6 +46,8 @@ __all__ = [
     "block_schedule",
     "end_model_call",
 ]
+
+log = logging.getLogger("zpasses")
 
 _CONTEXTS = (8, 4, 2, 1)
 """Numbers of graphs by which the next one is predicted. The longest that is known decides."""
@@ -154,6 +157,18 @@ class _Pending:
                 self.grads += first.finish()
             self.params += first.params
 
+    def drop(self) -> None:
+        """Await the reductions of a run that failed. Until then torch holds them, and they write to
+        their memory.
+        """
+        reducing, self.reducing, self.params, self.grads = self.reducing, [], [], []
+        for each in reducing:
+            try:
+                with each.limits():
+                    each.finish()
+            except Exception as error:  # nobody misses the gradients
+                log.warning("reductions of a backward that failed did not end: %s", error)
+
     def close(self) -> None:
         self.finish(0)
         params, grads = self.params, self.grads
@@ -186,6 +201,8 @@ class BlockSchedule:
         self._put_off = 0
         """For how many graphs gathers start at the turning point of the backward that runs."""
         self._pending: weakref.WeakKeyDictionary[EngineRun, _Pending] = weakref.WeakKeyDictionary()
+        self._ended: list[_Pending] = []
+        """What runs of the engine left that have ended, some of them by an exception."""
         self._lock = threading.RLock()
         self.started_ahead = 0
         """Number of graphs whose gathers started before them. For tests."""
@@ -221,6 +238,7 @@ class BlockSchedule:
             Its gathers, which may still be in flight.
         """
         with self._lock:
+            self._drop_failed()
             number = self._numbers.setdefault(key, len(self._numbers))
             self._is_backward[number] = key.is_backward
             if number not in self._runs:
@@ -329,9 +347,16 @@ class BlockSchedule:
         if pending is None:
             pending = self._pending[run] = _Pending()
             run.at_end(pending.close)
+            # A run that fails calls nothing at its end. Nobody may wait for other ranks where it is
+            # freed, so the next graph does.
+            weakref.finalize(run, self._ended.append, pending).atexit = False
         pending.reducing.append(reducing)
         pending.ahead = ahead
         pending.finish(max(1, ahead))
+
+    def _drop_failed(self) -> None:
+        while self._ended:
+            self._ended.pop().drop()
 
     def turn(self) -> None:
         """A backward has come to its turning point: await the reductions whose gradients need not

@@ -18,13 +18,17 @@ In graphs, the replacement happens right before code generation. Passes, dumps a
 ranks see the functional ops.
 
 The messages of one pair of ranks arrive in the order in which they were sent. All ranks start the
-same exchanges in the same order, so a message needs no number of its own.
+same exchanges in the same order, so a message needs no number of its own. If ranks do start others,
+because their runs are not compared, no message is received for one of another size or kind: gloo
+would end the process, or leave a part of the memory unwritten. The wait then gives up.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,8 +73,12 @@ _REPLACEMENTS: dict[Any, compat.OpOverload] = {
         _ours.gloo_reduce_scatter_coalesced.default
     ),
 }
-_TAG = 0x7A70
-"""Tag of the messages. Other senders of the group should not use it."""
+
+
+@functools.cache
+def _tag(kind: str, nbytes: int) -> int:
+    """Returns the tag of the messages of a size. Other senders of the group should not use it."""
+    return zlib.crc32(f"zpasses {kind} {nbytes}".encode()) >> 1
 
 
 @dataclass
@@ -164,9 +172,9 @@ def use_exchanges_in_eager_code() -> None:
 class _Exchange(compat.Work):  # type: ignore[misc]  # Work is Any to mypy
     """The messages of one collective, and what is left to do when they have arrived."""
 
-    def __init__(self, group_name: str) -> None:
+    def __init__(self, group_name: str, kind: str) -> None:
         super().__init__()
-        self._group_name = group_name
+        self._group_name, self._kind = group_name, kind
         self._group = compat.process_group(group_name)
         self._timeout = compat.collective_timeout(self._group)
         self.rank, self.size = self._group.rank(), self._group.size()
@@ -189,21 +197,22 @@ class _Exchange(compat.Work):  # type: ignore[misc]  # Work is Any to mypy
         """Starts to send a contiguous tensor, whose memory must not change until the wait."""
         if tensor.numel():
             self._held.append(tensor)
-            self._messages.append(self._group.send([tensor], peer, _TAG))
+            self._messages.append(self._group.send([tensor], peer, _tag(self._kind, tensor.nbytes)))
             self.sent_bytes += tensor.nbytes
 
     def receive(self, tensor: Tensor, peer: int) -> None:
         """Starts to receive into a contiguous tensor."""
         if tensor.numel():
             self._held.append(tensor)
-            self._messages.append(self._group.recv([tensor], peer, _TAG))
+            self._messages.append(self._group.recv([tensor], peer, _tag(self._kind, tensor.nbytes)))
 
     def at_end(self, action: Callable[[], object]) -> None:
         """Adds what the first wait does after all messages have arrived."""
         self._finish.append(action)
 
-    def started(self, kind: str, outputs: Sequence[Tensor]) -> None:
+    def started(self, outputs: Sequence[Tensor]) -> None:
         """Counts the collective, and makes `wait_tensor` of an output wait for it."""
+        kind = self._kind
         STARTED.calls[kind] += 1
         STARTED.sent_bytes[kind] += self.sent_bytes
         written = progress.current()
@@ -271,7 +280,7 @@ def _gather_into(exchange: _Exchange, source: Tensor, output: Tensor) -> None:
 
 
 def _gather_all(inputs: Sequence[Tensor], size: int, group_name: str) -> list[Tensor]:
-    exchange = _Exchange(group_name)
+    exchange = _Exchange(group_name, "all_gather")
     sources = [source.contiguous() for source in inputs]
     outputs = [source.new_empty(_gathered_shape(source, size)) for source in sources]
     packed = gloo_packs([source.nbytes for source in sources])
@@ -289,7 +298,7 @@ def _gather_all(inputs: Sequence[Tensor], size: int, group_name: str) -> list[Te
                 _bytes(outputs[number]).view(size, -1).copy_(part)
 
         exchange.at_end(unpack)
-    exchange.started("all_gather", outputs)
+    exchange.started(outputs)
     return outputs
 
 
@@ -325,7 +334,7 @@ def _reduce_all(
 ) -> list[Tensor]:
     if reduce_op not in ("sum", "avg"):
         raise ValueError(f"gloo_reduce_scatter: got {reduce_op!r}; expected 'sum' or 'avg'.")
-    exchange, average = _Exchange(group_name), reduce_op == "avg"
+    exchange, average = _Exchange(group_name, "reduce_scatter"), reduce_op == "avg"
     sources = [source.contiguous() for source in inputs]
     outputs = [source.new_empty(_scattered_shape(source, size)) for source in sources]
     packed = gloo_packs([source.nbytes // size for source in sources])
@@ -339,7 +348,7 @@ def _reduce_all(
             [outputs[number] for number in packed if sources[number].dtype == dtype],
             average=average,
         )
-    exchange.started("reduce_scatter", outputs)
+    exchange.started(outputs)
     return outputs
 
 

@@ -15,8 +15,12 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from zpasses import compat
 from zpasses.errors import AgreementError
+from zpasses.graph.ops import set_eager_guard
 from zpasses.ranks import heartbeat
 from zpasses.ranks.notes import check_conflicts
 from zpasses.ranks.run_order import RunEvent, check_run_event, forget_events
@@ -37,6 +41,7 @@ from zpasses.runtime.local_shards import CallParams, current_call
 __all__ = [
     "barriers_enabled",
     "check_optimizer_step",
+    "checked_eager_collective",
     "in_window",
     "limited_collectives",
     "limited_run",
@@ -250,6 +255,40 @@ def check_optimizer_step(groups: Sequence[str], optimizer: str) -> None:
     except AgreementError as error:
         pass_on_failure(groups, error)
         raise
+
+
+def checked_eager_collective(
+    name: str, value: Tensor, group: str
+) -> contextlib.AbstractContextManager[None]:
+    """Context of a collective that uncompiled code runs for a sharded parameter, such as a read.
+
+    It is an event of its group, as a run of a graph is, once a graph has run there whose runs are
+    checked. Otherwise a rank that runs code which another rank does not run would exchange parts
+    of different tensors with it.
+
+    Args:
+        name: of the collective.
+        value: its input.
+
+    Raises:
+        AgreementError: if another rank comes to another event, or does not come in time.
+    """
+    if group not in _checked_groups or not has_other_ranks(group):
+        return contextlib.nullcontext()
+    event = _eager_event(name, value.dtype, tuple(value.shape))
+    limit = _vote_timeouts[group]
+    check_run_event(group, event, limit)
+    return limited_collectives([group], event.text, limit, COMPILE_TIMEOUT)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _eager_event(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> RunEvent:
+    kind = "gradient" if name.startswith("reduce") else "parameter"
+    described = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    return RunEvent.of(f"{name} of a {kind}, {described}, in code that is not compiled")
+
+
+set_eager_guard(checked_eager_collective)
 
 
 @functools.lru_cache(maxsize=1 << 14)

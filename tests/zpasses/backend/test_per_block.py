@@ -1,5 +1,8 @@
 """Blocks that are compiled one by one: same numbers as one graph, gathers ahead of their blocks."""
 
+import contextlib
+import copy
+import gc
 import random
 from functools import partial
 from unittest.mock import patch
@@ -17,6 +20,7 @@ from tests.cases import some_quick
 from tests.zpasses.layered_models import (
     DEPTH,
     VOCAB,
+    WIDTH,
     Attention,
     Checkpointed,
     Dropout,
@@ -146,6 +150,55 @@ def test_all_stages_train_to_the_same_bits(stage, how):
     (first, second) = run_on_ranks(compare, Net, {"zero_stage": stage}, **how)
     assert first == second
     assert first[0] > 0
+
+
+class Encoder(nn.TransformerEncoderLayer):
+    def __init__(self):
+        super().__init__(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+
+
+def train_own_batches(build, options, sizes, evaluations):
+    """Train on batches whose sizes differ between ranks, and compare with the unsharded model."""
+    torch._dynamo.reset()
+    block_schedule._schedule = block_schedule.BlockSchedule()
+    torch.manual_seed(0)
+    model = build()
+    plain = copy.deepcopy(model)
+    zpasses.shard(model, mesh=world_mesh())
+    zpasses.compile_blocks(model, "layers.*", **options)
+    pairs = [(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, plain)]
+    for number, step in enumerate(sizes):
+        batches = [torch.arange(5 * size).view(size, 5) % VOCAB for size in step]
+        if number < evaluations:
+            with torch.no_grad():
+                model(batches[dist.get_rank()])
+            continue
+        model(batches[dist.get_rank()]).backward()
+        (sum(map(plain, batches)) / len(batches)).backward()
+        for _, optimizer in pairs:
+            optimizer.step()
+            optimizer.zero_grad()
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.full_tensor(), expected, rtol=1e-4, atol=1e-5)
+    return block_schedule.block_schedule().started_ahead
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("build", "options", "evaluations"),
+    [
+        # Rank 1 knows that sizes differ when it first compiles for gradients, in a backward.
+        (Reentrant, {**EAGER, "prefetch": 4, "zero_stage": 2}, 2),
+        (partial(Net, Encoder), {**EAGER, "prefetch": 4, "zero_stage": 3}, 0),
+        pytest.param(Reentrant, {"prefetch": "auto"}, 2, marks=SLOW),
+    ],
+    ids=["in a backward", "other turning points", "Inductor"],
+)
+def test_a_rank_recompiles_alone_for_batches_of_its_own_size(build, options, evaluations):
+    (first, second) = run_on_ranks(
+        train_own_batches, build, options, [(2, 2), (2, 400), (2, 3), (3, 2)], evaluations
+    )
+    assert first == second > 0
 
 
 def test_layer_drop_wastes_gathers_and_nothing_else():
@@ -467,6 +520,64 @@ def test_ranks_that_gather_at_other_distances_are_told():
         assert outcome.ok, str(outcome)
         assert "1 ahead" in outcome.result
         assert "2 ahead" in outcome.result
+
+
+def fail_often(options):
+    """Every second backward raises in a hook. Returns how many tensors and collectives exist after
+    some steps, and after many.
+    """
+    model, _ = build_step(Net, options, per_block=True)
+    failing = False
+
+    def hook(grad):
+        if failing:
+            raise ZeroDivisionError
+
+    model.layers[1].register_forward_hook(lambda module, args, out: out.register_hook(hook) and out)
+    tokens = torch.arange(2 * VOCAB).view(4, 5) % VOCAB
+    counts = []
+    for step in range(20):
+        failing = step % 2 == 1
+        with contextlib.suppress(ZeroDivisionError):
+            model(tokens).backward()
+        model.zero_grad()
+        if step in (5, 19):
+            gc.collect()
+            tensors = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+            counts.append((tensors, torch._C._distributed_c10d._get_work_registry_size()))
+    return counts
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("options", [EAGER, pytest.param({}, marks=SLOW)], ids=str)
+def test_backwards_that_fail_leave_nothing(options):
+    for few, many in run_on_ranks(fail_often, {**options, "zero_stage": 2, "prefetch": 1}):
+        assert few == many
+
+
+def evaluate_on_one_rank(options):
+    model, _ = build_step(Net, {**EAGER, "agreement_timeout_s": 4.0, **options}, per_block=True)
+    tokens = torch.arange(2 * VOCAB).view(4, 5) % VOCAB
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for step in range(4):
+            model(tokens).backward()
+            optimizer.step()
+            if step == 2 and dist.get_rank() == 0:
+                with torch.no_grad():
+                    model(tokens)
+    except AgreementError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.processes
+def test_ranks_are_told_of_an_evaluation_that_only_one_runs():
+    # What runs between blocks is not compiled. The ranks meet there first.
+    for outcome in run_in_fresh_ranks(evaluate_on_one_rank, {"zero_stage": 2}):
+        assert outcome.ok, str(outcome)
+        assert "in code that is not compiled" in outcome.result
+        assert "within 4 s" in outcome.result or "for 4 s" in outcome.result
 
 
 def test_hooks_on_the_model_are_set_once():
