@@ -332,8 +332,6 @@ def test_the_example_is_captured_from_the_command_line(tmp_path, forked):
         "mi300x",
         "--zero-stage",
         "3",
-        "--blocks",
-        "auto",
         "--no-train",
         "-o",
         str(tmp_path / "dump"),

@@ -73,9 +73,11 @@ class Pairs(Net):
         return y + mean
 
 
-class InPlace(Layer):
+class ReadTwice(Layer):
+    """A layer that reads each of its weights twice."""
+
     def forward(self, x):
-        return F.relu(super().forward(x) * 2, inplace=True)
+        return super().forward(super().forward(x))
 
 
 class Checkpointed(Net):
@@ -96,19 +98,6 @@ class Frozen(Net):
         super().__init__()
         for layer in self.layers:
             layer.up.weight.requires_grad_(False)
-
-
-class Broken(Net):
-    """A graph break after the second layer."""
-
-    def forward(self, tokens, depth=DEPTH):
-        x = self.tokens(tokens)
-        for layer in self.layers[:2]:
-            x = layer(x)
-        torch._dynamo.graph_break()
-        for layer in self.layers[2:]:
-            x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
 class Repeated(Net):

@@ -333,7 +333,6 @@ def _scaling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--zero-stage", type=int, choices=(1, 2, 3), default=default.stage, help="ZeRO stage"
     )
-    parser.add_argument("--blocks", metavar="NAMES", help="option 'blocks' of the compile")
     parser.add_argument("--ranks", type=_at_least(1), default=default.ranks, help="fake ranks")
     for name in ("hidden", "intermediate", "heads", "kv_heads", "vocab", "seq"):
         parser.add_argument(
@@ -350,7 +349,6 @@ def _scaling(options: argparse.Namespace) -> int:
     names = ("layers", "ranks", "hidden", "intermediate", "heads", "kv_heads", "vocab", "seq")
     config = ScalingConfig(
         stage=options.zero_stage,
-        blocks=options.blocks,
         timeout_s=options.timeout,
         **{name: getattr(options, name) for name in names},
     )

@@ -43,7 +43,6 @@ class CompileConfig:
         "simple-fsdp",
         "zpasses-2",
         "zpasses-3",
-        "zpasses:zero_stage=3:blocks=auto",
         "zpasses-3-blocks",
     )
     layers: tuple[int, ...] = (6, 24)

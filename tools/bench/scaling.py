@@ -36,8 +36,6 @@ class ScalingConfig:
 
     layers: tuple[int, ...] = (2, 8, 32, 80)
     stage: int = 3
-    blocks: str | None = None
-    """The option `blocks` of the compile."""
     ranks: int = 512
     """Size of the fake process group."""
     hidden: int = 8192
@@ -120,11 +118,7 @@ def measure(job: dict[str, Any]) -> ScalingPoint:
         compiled: Any = torch.compile(
             model,
             backend="zpasses",
-            options={
-                "zero_stage": job["stage"],
-                "codegen": "eager",
-                "blocks": job["blocks"],
-            },
+            options={"zero_stage": job["stage"], "codegen": "eager"},
             fullgraph=True,
         )
         tokens = torch.zeros(1, job["seq"], dtype=torch.long)

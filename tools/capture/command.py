@@ -210,11 +210,6 @@ def _how_to_inspect(out: Path) -> str:
     help='Passes to run instead, as text: "gather-params,reduce-grads,reshard-after-forward".',
 )
 @click.option(
-    "--blocks",
-    metavar="NAMES",
-    help='Equal modules to compile once: "layers.*", or "auto" for all modules in lists.',
-)
-@click.option(
     "--compile-blocks",
     metavar="NAMES",
     help="Modules to compile one by one, as zpasses.compile_blocks does.",
@@ -235,7 +230,6 @@ def capture(
     target: str | None,
     zero_stage: int | None,
     pipeline: str | None,
-    blocks: str | None,
     compile_blocks: str | None,
     arguments: dict[str, Any],
     param_dtype: str | None,
@@ -255,7 +249,6 @@ def capture(
     given = {
         "zero_stage": zero_stage,
         "pipeline": pipeline,
-        "blocks": blocks,
         "target": target,
     }
     if zero_stage is not None and pipeline is not None:

@@ -30,7 +30,7 @@ from zpasses.runtime.layout import layout_of, rows_of
 from zpasses.runtime.windows import grad_state_of
 from zpasses.sharding.module import is_ignored
 
-__all__ = ["Capture", "capture", "describe_inputs", "is_read_of_shard", "local_shard", "tag_joint"]
+__all__ = ["Capture", "capture", "describe_inputs", "local_shard", "tag_joint"]
 
 log = logging.getLogger("zpasses")
 
@@ -275,11 +275,6 @@ def _unique_names(placeholders: Sequence[fx.Node]) -> list[str]:
 
 def _is_unshard(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (UNSHARD, UNSHARD.overloadpacket)
-
-
-def is_read_of_shard(node: fx.Node) -> bool:
-    """Whether a node of a captured graph reads the shard of a parameter, or gathers it."""
-    return node.op == "call_function" and (node.target is local_shard or _is_unshard(node))
 
 
 def _check_and_tag_reads(gm: fx.GraphModule, names: dict[fx.Node, str]) -> tuple[str, ...]:

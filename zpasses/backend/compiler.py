@@ -20,12 +20,6 @@ import torch
 from torch import fx
 
 from zpasses import compat
-from zpasses.backend.blocks import (
-    blocks_of,
-    has_subgraph_calls,
-    outline_blocks,
-    read_subgraph_inputs_directly,
-)
 from zpasses.backend.cache.artifacts import GraphArtifacts
 from zpasses.backend.cache.graph_text import NotCacheableError
 from zpasses.backend.cache.key import graph_key, refusal, refusal_here
@@ -57,6 +51,7 @@ from zpasses.errors import AgreementError, OptionError
 from zpasses.garbage import no_garbage_collection
 from zpasses.graph.ops import UNSHARD
 from zpasses.graph.regathers import remove_regathers
+from zpasses.graph.subgraphs import read_subgraph_inputs_directly
 from zpasses.pipeline.observers import ObservedGraph, notify_observers
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Level, Pass, Pipeline
@@ -268,8 +263,6 @@ class _GraphCompiler:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._recording_answers())
             self._run_level(gm, Level.CAPTURED, "captured")
-            if self._outline_blocks(gm):
-                stack.enter_context(compat.subgraphs_write_no_inputs())
             compiled: Callable[..., Any]
             if self._options.codegen == "eager":
                 compiled = compat.aot_compile(
@@ -294,19 +287,6 @@ class _GraphCompiler:
         self._artifacts.entry.result = result
         self._artifacts.write_if_complete()
         return compiled
-
-    def _outline_blocks(self, gm: fx.GraphModule) -> bool:
-        """Returns whether the graph has blocks now, and no subgraphs of the model's own."""
-        if self._options.blocks is None:
-            return False
-        own = has_subgraph_calls(gm)
-        outlined = outline_blocks(gm, self._options.blocks)
-        for name, modules in outlined.calls.items():
-            several = f"{modules[0]} to {modules[-1]}"
-            log.info("graph %s: %s is %s (%d calls)", self.name, name, several, len(modules))
-        for module, reason in outlined.kept.items():
-            log.info("graph %s: %s is compiled by itself: %s", self.name, module, reason)
-        return bool(outlined.calls) and not own
 
     def _patches(self) -> dict[str, Any]:
         partitioner = _Partitioner(self._partition, self._pipeline.digest())
@@ -559,9 +539,6 @@ class _GraphCompiler:
             )
             if predictor is not None:
                 self._record_prediction(predictor, kind, gm.graph)
-            for block, body in blocks_of(gm.graph).items():
-                if level in (Level.FORWARD, Level.BACKWARD):
-                    self.recorder.before(f"{kind}.{block}", level.value, body.graph)
         gm.recompile()
         name = f"{self.name} {kind}"
         for record in records:

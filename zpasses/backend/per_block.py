@@ -40,8 +40,6 @@ def compile_blocks(model: nn.Module, blocks: str = "auto", **options: Any) -> li
     """
     options = {"prefetch": "auto", **options}
     parsed = Options.parse(options)
-    if options.get("blocks") is not None:
-        raise OptionError("blocks: give the names of the blocks once, to compile_blocks.")
     if not isinstance(blocks, str):
         raise OptionError(
             f"compile_blocks: got blocks={blocks!r}; expected names of modules such as 'layers.*', "

@@ -187,12 +187,7 @@ from zpasses.compat.optim import (
     newton_schulz,
 )
 from zpasses.compat.pipelining import call_when_gradients_are_scaled
-from zpasses.compat.regions import (
-    call_subgraph,
-    is_subgraph_call,
-    subgraph_of,
-    subgraphs_write_no_inputs,
-)
+from zpasses.compat.regions import is_subgraph_call, subgraph_of
 from zpasses.compat.vector_instructions import (
     VectorInstructions,
     must_try_vector_instructions,
@@ -226,7 +221,6 @@ __all__ = [
     "as_fake",
     "call_after_optimizer_load",
     "call_around_compiles",
-    "call_subgraph",
     "call_when_gradients_are_scaled",
     "call_with_stack_room",
     "clear_sharding_prop_cache",
@@ -342,7 +336,6 @@ __all__ = [
     "storage_id",
     "strided_shard",
     "subgraph_of",
-    "subgraphs_write_no_inputs",
     "submesh_of_dimension",
     "symm_mem_module",
     "symm_mem_stream",

@@ -194,8 +194,8 @@ class Graph:
 
     name: str
     """ "captured", "joint", "forward", "backward", "inference", "pack" or "flush". A variant, which
-    carries values between calls, is "forward.variant0" and so on. A subgraph that equal blocks of a
-    graph call is "forward.block_0". A second graph of the same name is "flush.2".
+    carries values between calls, is "forward.variant0" and so on. A second graph of the same name
+    is "flush.2".
     """
     steps: tuple[Step, ...]
     of: str = ""

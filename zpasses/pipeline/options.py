@@ -21,6 +21,9 @@ from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 __all__ = ["Options"]
 
 
+_REMOVED = {"blocks": "Call zpasses.compile_blocks(model, 'layers.*') in place of torch.compile."}
+"""Options of earlier releases -> what to do instead."""
+
 _MERGE_ALL = "bucket{cap_mb=1e6,memory_budget=1000%}"
 """What stages run in place of `schedule` with the option `prefetch`: one launch per group and
 dtype."""
@@ -77,9 +80,6 @@ class Options:
     """What accumulates between reductions: `"full"` gradients, and nothing is communicated before
     the last backward; or `"shards"`, for hybrid sharding: every backward reduces within a replica,
     and only the average over replicas waits. Needs less memory and more communication."""
-    blocks: str | None = None
-    """Compile equal blocks once: names of modules with wildcards, separated by commas, such as
-    `"layers.*"`, or `"auto"` for all modules in lists. See docs/equal-blocks.md."""
     prefetch: int | Literal["auto"] = 0
     """For how many graphs ahead gathers start, and how many backwards reductions may take, if a
     model runs as several graphs: `"auto"` plans it, 0 keeps all collectives inside their graphs.
@@ -104,7 +104,7 @@ class Options:
             OptionError: for unknown keys, unknown passes and values of the wrong type. The message
                 suggests the most similar known name.
         """
-        options = build_dataclass(cls, given or {}, "backend 'zpasses'")
+        options = build_dataclass(cls, given or {}, "backend 'zpasses'", _REMOVED)
         if options.zero_stage is not None and options.pipeline is not None:
             raise OptionError(
                 f"zero_stage={options.zero_stage} and pipeline={str(options.pipeline)!r} both "

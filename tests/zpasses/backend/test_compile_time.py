@@ -1,4 +1,4 @@
-"""What keeps the time of a compile low: no garbage collection, blocks traced once, fast pickles."""
+"""What keeps the time of a compile low: no garbage collection, fast pickles."""
 
 import gc
 import io
@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch.fx._graph_pickler import GraphPickler
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -80,40 +79,6 @@ def test_a_collector_that_was_off_stays_off():
         assert not gc.isenabled()
     finally:
         gc.enable()
-
-
-@pytest.fixture
-def schemas(monkeypatch):
-    """Names of the subgraphs that torch traced to see what they write to."""
-    traced = []
-    original = type(invoke_subgraph).gen_schema
-
-    def gen_schema(self, subgraph, identifier, *operands):
-        traced.append(identifier)
-        return original(self, subgraph, identifier, *operands)
-
-    monkeypatch.setattr(type(invoke_subgraph), "gen_schema", gen_schema)
-    return traced
-
-
-def test_blocks_are_not_traced_once_more_per_call(one_rank, schemas):
-    step_of(layers(), blocks="auto")(torch.ones(2, WIDTH)).sum().backward()
-    assert len(schemas) < DEPTH
-    assert not invoke_subgraph._supports_training_input_mutation
-
-
-def test_subgraphs_of_the_model_itself_are_still_checked(one_rank, schemas):
-    class Marked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = layers()
-            self.region = torch.compiler.nested_compile_region(lambda x: torch.sin(x))
-
-        def forward(self, x):
-            return self.region(self.region(self.layers(x)))
-
-    step_of(Marked(), blocks="layers.*")(torch.ones(2, WIDTH)).sum().backward()
-    assert len(schemas) >= DEPTH
 
 
 def inputs_of(gm):

@@ -29,6 +29,7 @@ from tests.zpasses.layered_models import (
     Net,
     Pair,
     Pairs,
+    ReadTwice,
     Recurrent,
     Repeated,
     Shared,
@@ -104,6 +105,7 @@ def compare(build, options, *, one_graph=True, **how):
 CASES = {
     "plain": (Net, {}),
     "attention": (partial(Net, Attention), {}),
+    "read twice": (partial(Net, ReadTwice), {}),
     "dropout": (partial(Net, Dropout), {}),
     "several results": (partial(Pairs, Pair), {}),
     "checkpoint": (Checkpointed, {}),
@@ -125,7 +127,10 @@ CASES = {
 @pytest.mark.processes
 @pytest.mark.parametrize("prefetch", some_quick([1, 3, "auto"], [1]))
 @pytest.mark.parametrize(
-    "case", some_quick(CASES, ["attention", "checkpoint", "shared weight", "frozen", "layer drop"])
+    "case",
+    some_quick(
+        CASES, ["attention", "read twice", "checkpoint", "shared weight", "frozen", "layer drop"]
+    ),
 )
 def test_blocks_of_all_kinds_train_to_the_same_bits(case, prefetch):
     build, how = CASES[case]

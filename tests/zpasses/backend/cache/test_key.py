@@ -131,7 +131,6 @@ CHANGES = {
     "zero_stage": 2,
     "pipeline": "merge-reads,gather-params,reduce-grads",
     "recompute_elementwise": False,
-    "blocks": "auto",
     "prefetch": 1,
     "target": "h100",
     "memory_budget": "1MiB",
