@@ -210,6 +210,17 @@ def test_refused_optimizers_name_the_way_out_and_change_nothing(which):
     assert torch.equal(zpasses.full_state_dict(model)["weight"], before["weight"])
 
 
+@pytest.mark.ranks(2)
+def test_a_refused_step_has_not_begun():
+    model = zpasses.shard(nn.Linear(4, 5), mesh=world_mesh())
+    run = torch.compile(model, backend="zpasses", options={"codegen": "eager"})
+    run(torch.ones(2, 4)).sum().backward()
+    if dist.get_rank() == 0:
+        with pytest.raises(zpasses.ShardingError):
+            optim.Rprop(model.parameters()).step()
+    run(torch.ones(2, 4))
+
+
 def _keys(rows):
     model = zpasses.shard(nn.Linear(4, rows, bias=False), mesh=world_mesh())
     model(torch.ones(2, 4)).sum().backward()
