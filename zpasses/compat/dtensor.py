@@ -60,6 +60,18 @@ class _SharedSpec(DTensorSpec):
     def __deepcopy__(self, memo: dict[int, Any]) -> _SharedSpec:
         return self
 
+    def _stable_hash(self) -> str:
+        """What AOTAutograd's cache knows of a DTensor.
+
+        torch names the whole tensor only. Where its rows are not divisible by the number of ranks,
+        a rank would then run what another one compiled for more rows, as in a compiled step of an
+        optimizer.
+        """
+        assert self.tensor_meta is not None
+        own = local_range(self.tensor_meta.shape, self.mesh, self.placements)
+        lengths = [length for _, length in own]
+        return f"{super()._stable_hash()}{lengths}"
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain spec, so that checkpoints can be loaded without zpasses."""
         plain = DTensorSpec.__new__(DTensorSpec)

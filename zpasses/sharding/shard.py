@@ -188,11 +188,11 @@ def shard(
     for module, own in specs.items():
         add_reads(module, own)
     edit_adapters_as_shards(model)
+    install_optimizer_state_check()  # first: a step that it refuses has not begun
     register_step_window(
         [(module, spec.name) for module, own in specs.items() for spec in own],
         {module: path for path, module in model.named_modules()},
     )
-    install_optimizer_state_check()
     install_wrapper_hooks()
     install_registration_hooks()
     explain_dynamo_backend()

@@ -210,6 +210,31 @@ def test_refused_optimizers_name_the_way_out_and_change_nothing(which):
     assert torch.equal(zpasses.full_state_dict(model)["weight"], before["weight"])
 
 
+@pytest.mark.ranks(2)
+def test_a_refused_step_has_not_begun():
+    model = zpasses.shard(nn.Linear(4, 5), mesh=world_mesh())
+    run = torch.compile(model, backend="zpasses", options={"codegen": "eager"})
+    run(torch.ones(2, 4)).sum().backward()
+    if dist.get_rank() == 0:
+        with pytest.raises(zpasses.ShardingError):
+            optim.Rprop(model.parameters()).step()
+    run(torch.ones(2, 4))
+
+
+def _keys(rows):
+    model = zpasses.shard(nn.Linear(4, rows, bias=False), mesh=world_mesh())
+    model(torch.ones(2, 4)).sum().backward()
+    (param,) = model.parameters()
+    return param._stable_hash_for_caching(), param.grad._stable_hash_for_caching()
+
+
+def test_ranks_with_other_rows_do_not_share_compiled_steps():
+    """AOTAutograd's cache knows inputs of a compiled `optimizer.step` by these keys."""
+    first, second = run_on_ranks(_keys, 9)
+    assert set(first).isdisjoint(second)
+    assert run_on_ranks(_keys, 8)[0] == run_on_ranks(_keys, 8)[1]
+
+
 FUSED_AND_FOREACH = [
     (optim.AdamW, {"foreach": True}),
     (optim.Adam, {"fused": True}),
