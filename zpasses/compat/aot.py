@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
@@ -165,8 +166,26 @@ def partition(
         settings["activation_memory_budget"] = activation_budget
         if hasattr(functorch_config, _SCRIPT_OBJECT_SIZE) and _hold_no_tensors(gm.graph):
             settings[_SCRIPT_OBJECT_SIZE] = True
+    _save_readers_of_changed_inputs(gm.graph)
     with functorch_config.patch(cse=False, **settings):
         return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+
+def _save_readers_of_changed_inputs(graph: fx.Graph) -> None:
+    """Let backward recompute nothing from an input that forward changes, such as a buffer: it would
+    read the new value. torch's partitioner does not see this.
+    """
+    changed = {
+        node.args[0]
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    }
+    pending = [node for node in graph.find_nodes(op="placeholder") if node in changed]
+    while pending:
+        for user in pending.pop().users:
+            if getattr(user.target, "is_view", False):
+                pending.append(user)
+            elif user.target is not torch.ops.aten.copy_.default:
+                mark_saved(user)
 
 
 def is_joint_of_subgraph(gm: fx.GraphModule) -> bool:

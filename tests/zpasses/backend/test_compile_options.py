@@ -1,5 +1,7 @@
 """Compile options that change the graphs."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn as nn
@@ -47,6 +49,32 @@ def wide(graph):
 def test_elementwise_results_are_recomputed_where_parameters_are_gathered_again(options, saved):
     assert wide(backward_of(**options)) == saved
     assert wide(backward_of(**options, recompute_elementwise=saved != 1)) == 3 - saved
+
+
+class Running(nn.Module):
+    """Changes a buffer, and subtracts the new value."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(1, 2, 6))
+        self.register_buffer("mean", torch.ones(6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        return self.head(x * self.weight - self.mean.clone())
+
+
+@pytest.mark.inductor
+def test_backward_recomputes_nothing_from_a_buffer_that_forward_changes():
+    torch._dynamo.reset()
+    plain, x = Running(), torch.linspace(-1, 2, 24).view(4, 6)
+    with fake_world(1) as mesh:
+        model = zpasses.shard(copy.deepcopy(plain), mesh=mesh)
+        torch.compile(model, backend="zpasses")(x).square().sum().backward()
+        found = dict(model.named_parameters())["head.weight"].grad.to_local()
+    plain(x).square().sum().backward()
+    torch.testing.assert_close(found, plain.head.weight.grad)
 
 
 ROOMY = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{memory_budget=1GiB}"
