@@ -1,0 +1,473 @@
+"""Modules of torch train sharded as they do unsharded, both compiled by Inductor."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from tests.models.families import Family, cases, train
+from zpasses.testing import run_in_fresh_ranks
+
+pytestmark = [pytest.mark.processes, pytest.mark.inductor]
+
+randn = torch.randn
+
+
+class Calls(nn.Module):
+    """Calls a function with itself and the batch."""
+
+    def __init__(self, function, **members):
+        super().__init__()
+        self.function = function
+        for name, member in members.items():
+            if isinstance(member, nn.Module):
+                setattr(self, name, member)
+            else:
+                self.register_buffer(name, member)
+
+    def forward(self, *batch):
+        return self.function(self, *batch)
+
+
+# --- recurrence -----------------------------------------------------------------------------------
+def _cells(cell, hidden=lambda state: state, **options):
+    """A loop over a cell. Inductor sums gradients of biases over steps and samples in one kernel,
+    in an order of its own for each graph.
+    """
+
+    def loop(self, x):
+        state = None
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return self.head(hidden(state))
+
+    return Family(
+        lambda: Calls(loop, cell=cell(3, 5), head=nn.Linear(5, 2)),
+        lambda: randn(2, 3, 3),
+        **options,
+    )
+
+
+class StateSpace(nn.Module):
+    """Mamba's selective scan."""
+
+    def __init__(self, scan, width=4, states=3):
+        super().__init__()
+        self.scan = scan
+        self.decay = nn.Parameter(torch.rand(width, states))
+        self.project = nn.Linear(width, width + 2 * states)
+        self.width, self.states = width, states
+
+    def forward(self, x):
+        sizes = [self.width, self.states, self.states]
+        delta, inward, outward = self.project(x).split(sizes, -1)
+        delta = F.softplus(delta).unsqueeze(-1)
+        decay = torch.exp(-delta * self.decay)
+        states = self.scan(decay, delta * inward.unsqueeze(-2) * x.unsqueeze(-1))
+        return (states * outward.unsqueeze(-2)).sum(-1)
+
+
+def _loop(decay, inputs):
+    state, states = torch.zeros_like(inputs[:, 0]), []
+    for a, b in zip(decay.unbind(1), inputs.unbind(1), strict=True):
+        state = a * state + b
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+def _cumulative(decay, inputs):
+    total = decay.log().cumsum(1)
+    return total.exp() * (inputs * (-total).exp()).cumsum(1)
+
+
+def _associative(decay, inputs):
+    def combine(left, right):
+        return left[0] * right[0], left[1] * right[0] + right[1]
+
+    return associative_scan(combine, (decay, inputs), 1, combine_mode="generic")[1]
+
+
+# --- mixtures of experts --------------------------------------------------------------------------
+class Experts(nn.Module):
+    def __init__(self, mix, width=4, experts=3):
+        super().__init__()
+        self.mix, self.count = mix, experts
+        self.route = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
+
+    def forward(self, x):
+        weights, chosen = self.route(x).softmax(-1).topk(2)
+        return self.mix(self, x, weights, chosen)
+
+
+def _dense(self, x, weights, chosen):
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(self.experts):
+        out = out + expert(x) * (weights * (chosen == number)).sum(-1, keepdim=True)
+    return out
+
+
+def _indexed(self, x, weights, chosen):
+    """Numbers of tokens that depend on data, which break the graph."""
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(self.experts):
+        tokens, place = torch.where(chosen == number)
+        out = out.index_add(0, tokens, expert(x[tokens]) * weights[tokens, place, None])
+    return out
+
+
+# --- attention ------------------------------------------------------------------------------------
+class Attention(nn.Module):
+    def __init__(self, attend, width=8, heads=2, groups=None):
+        super().__init__()
+        self.attend, self.heads, self.groups = attend, heads, groups or heads
+        size = width // heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, self.groups * size)
+        self.value = nn.Linear(width, self.groups * size)
+
+    def forward(self, x):
+        q, k, v = (
+            project(x).unflatten(-1, (count, -1)).transpose(1, 2)
+            for project, count in (
+                (self.query, self.heads),
+                (self.key, self.groups),
+                (self.value, self.groups),
+            )
+        )
+        return self.attend(q, k, v).transpose(1, 2).flatten(2)
+
+
+sdpa = F.scaled_dot_product_attention
+
+
+def _masked(q, k, v):
+    return sdpa(q, k, v, attn_mask=torch.ones(5, 5, dtype=torch.bool).tril())
+
+
+def _biased(q, k, v):
+    distance = torch.arange(5).unsqueeze(1) - torch.arange(5)
+    return sdpa(q, k, v, attn_mask=-0.5 * distance.abs().float())
+
+
+def _lower_right(q, k, v):
+    return sdpa(q[:, :, 2:], k, v, attn_mask=causal_lower_right(3, 5))
+
+
+def _by_products(q, k, v):
+    with sdpa_kernel(SDPBackend.MATH):
+        return sdpa(q, k, v, is_causal=True)
+
+
+def _attention(attend=sdpa, groups=None, **options):
+    if options:
+        attend = functools.partial(attend, **options)
+    return Family(lambda: Attention(attend, groups=groups), lambda: randn(2, 5, 8))
+
+
+def _padding(self, x):
+    mask = torch.arange(5) >= torch.tensor([[5], [3]])
+    return self.inner(x, x, x, key_padding_mask=mask)[0]
+
+
+# --- buffers and numbers --------------------------------------------------------------------------
+def _rotated(self, x):
+    x = torch.view_as_complex(self.inner(x).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(x * self.turn).flatten(-2)
+
+
+def _filtered(self, x):
+    gain = torch.view_as_complex(self.gain.weight.unflatten(-1, (-1, 2)))
+    return torch.fft.irfft(torch.fft.rfft(x) * gain, n=x.shape[-1])
+
+
+def _counted(self, x):
+    self.calls += 1
+    self.seen.index_add_(0, x.argmax(-1), torch.ones(len(x), dtype=torch.int64))
+    return self.inner(x)[:, self.order] / self.calls
+
+
+def _autocast(self, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return self.inner(x)
+
+
+def _checkpointed(self, x, reentrant):
+    return self.after(checkpoint(self.inner, self.before(x), use_reentrant=reentrant))
+
+
+def _checkpoints(reentrant):
+    return Family(
+        lambda: Calls(
+            functools.partial(_checkpointed, reentrant=reentrant),
+            before=nn.Linear(5, 5),
+            inner=nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.2), nn.Tanh(), nn.Linear(7, 5)),
+            after=nn.Linear(5, 5),
+        ),
+        lambda: randn(4, 5),
+    )
+
+
+def _unet(self, x):
+    inner = self.down(x)
+    wide = F.interpolate(F.max_pool2d(inner, 2), scale_factor=2, mode="bilinear")
+    return self.up(torch.cat([inner, wide], 1))
+
+
+def _weighted_bags(self, words, starts, weights):
+    return self.bag(words, starts, weights)
+
+
+def _bag(mode):
+    return Family(
+        lambda: nn.Sequential(nn.EmbeddingBag(7, 5, mode=mode), nn.Linear(5, 3)),
+        lambda: torch.randint(7, (4, 3)),
+    )
+
+
+def _chain(*modules, shape):
+    return Family(lambda: nn.Sequential(*(each() for each in modules)), lambda: randn(shape))
+
+
+_part = functools.partial
+IMAGE = (2, 3, 6, 6)
+FAMILIES = {
+    "conv1d": _chain(
+        _part(nn.Conv1d, 3, 4, 3), nn.ReLU, _part(nn.Conv1d, 4, 2, 3), shape=(2, 3, 9)
+    ),
+    "conv2d": Family(
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(4, 3, 3),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(3, 2),
+        ),
+        lambda: randn(IMAGE),
+    ),
+    "conv2d channels last": Family(
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3)),
+        lambda: randn(IMAGE).to(memory_format=torch.channels_last),
+    ),
+    "channels last weights": Family(
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3)).to(
+            memory_format=torch.channels_last
+        ),
+        lambda: randn(IMAGE).to(memory_format=torch.channels_last),
+    ),
+    "conv3d": _chain(
+        _part(nn.Conv3d, 2, 3, 2), nn.ReLU, _part(nn.Conv3d, 3, 2, 2), shape=(2, 2, 4, 4, 4)
+    ),
+    "transposed conv1d": _chain(
+        _part(nn.ConvTranspose1d, 3, 4, 3), nn.ReLU, _part(nn.Conv1d, 4, 2, 3), shape=(2, 3, 6)
+    ),
+    "transposed conv2d": _chain(
+        _part(nn.ConvTranspose2d, 3, 4, 2, stride=2),
+        nn.ReLU,
+        _part(nn.Conv2d, 4, 2, 3, stride=2),
+        shape=IMAGE,
+    ),
+    "depthwise conv": _chain(
+        _part(nn.Conv2d, 3, 6, 3, groups=3, dilation=2),
+        nn.SiLU,
+        _part(nn.Conv2d, 6, 4, 1),
+        shape=IMAGE,
+    ),
+    "u-net": Family(
+        lambda: Calls(_unet, down=nn.Conv2d(3, 4, 3, padding=1), up=nn.Conv2d(8, 2, 3)),
+        lambda: randn(IMAGE),
+    ),
+    "batch norm": _chain(
+        _part(nn.Linear, 5, 7),
+        _part(nn.BatchNorm1d, 7),
+        nn.ReLU,
+        _part(nn.Linear, 7, 3),
+        shape=(4, 5),
+    ),
+    "batch norm of images": _chain(
+        _part(nn.Conv2d, 3, 4, 3),
+        _part(nn.BatchNorm2d, 4),
+        nn.ReLU,
+        _part(nn.Conv2d, 4, 2, 3),
+        shape=IMAGE,
+    ),
+    "group norm": _chain(
+        _part(nn.Conv2d, 3, 4, 3),
+        _part(nn.GroupNorm, 2, 4),
+        nn.ReLU,
+        _part(nn.Conv2d, 4, 2, 3),
+        shape=IMAGE,
+    ),
+    "instance norm": _chain(
+        _part(nn.Conv1d, 3, 4, 3),
+        _part(nn.InstanceNorm1d, 4, affine=True, track_running_stats=True),
+        shape=(2, 3, 9),
+    ),
+    "layer norm": _chain(
+        _part(nn.Linear, 5, 7),
+        _part(nn.LayerNorm, 7),
+        _part(nn.RMSNorm, 7),
+        _part(nn.Linear, 7, 3),
+        shape=(4, 5),
+    ),
+    "weight norm": Family(
+        lambda: nn.Sequential(
+            nn.utils.parametrizations.weight_norm(nn.Linear(5, 7)), nn.Tanh(), nn.Linear(7, 3)
+        ),
+        lambda: randn(4, 5),
+    ),
+    "spectral norm": Family(
+        lambda: nn.Sequential(
+            nn.utils.parametrizations.spectral_norm(nn.Linear(5, 7)), nn.Tanh(), nn.Linear(7, 3)
+        ),
+        lambda: randn(4, 5),
+    ),
+    "embedding bag sum": _bag("sum"),
+    "embedding bag mean": _bag("mean"),
+    "embedding bag max": _bag("max"),
+    "weighted embedding bag": Family(
+        lambda: Calls(_weighted_bags, bag=nn.EmbeddingBag(7, 5, mode="sum")),
+        lambda: (torch.randint(7, (9,)), torch.tensor([0, 2, 5]), torch.rand(9)),
+    ),
+    "lstm cell": _cells(nn.LSTMCell, lambda state: state[0], rounding=1e-6),
+    "gru cell": _cells(nn.GRUCell),
+    "rnn cell": _cells(nn.RNNCell, rounding=1e-6),
+    "multihead attention": Family(
+        lambda: Calls(_padding, inner=nn.MultiheadAttention(8, 2, batch_first=True)),
+        lambda: randn(2, 5, 8),
+    ),
+    "transformer": Family(
+        lambda: nn.Transformer(8, 2, 1, 1, 12, batch_first=True),
+        lambda: (randn(2, 5, 8), randn(2, 5, 8)),
+    ),
+    "transformer encoder": Family(
+        lambda: nn.TransformerEncoderLayer(
+            8, 2, 12, dropout=0.0, batch_first=True, norm_first=True
+        ),
+        lambda: randn(2, 5, 8),
+    ),
+    "attention": _attention(),
+    "causal attention": _attention(is_causal=True),
+    "masked attention": _attention(_masked),
+    "biased attention": _attention(_biased),
+    "attention causal at the lower right": _attention(_lower_right),
+    "attention by matrix products": _attention(_by_products),
+    "grouped-query attention": _attention(groups=1, enable_gqa=True),
+    "attention with dropout": _attention(dropout_p=0.2),
+    "state space loop": Family(lambda: StateSpace(_loop), lambda: randn(2, 3, 4)),
+    "state space cumulative": Family(lambda: StateSpace(_cumulative), lambda: randn(2, 3, 4)),
+    "state space associative scan": Family(
+        lambda: StateSpace(_associative), lambda: randn(2, 4, 4)
+    ),
+    "dense experts": Family(lambda: Experts(_dense), lambda: randn(6, 4)),
+    "indexed experts": Family(lambda: Experts(_indexed), lambda: randn(12, 4)),
+    "complex buffer": Family(
+        lambda: Calls(
+            _rotated, inner=nn.Linear(4, 4), turn=torch.polar(torch.ones(2), torch.tensor([0.1, 2]))
+        ),
+        lambda: randn(3, 4),
+    ),
+    "fourier filter": Family(lambda: Calls(_filtered, gain=nn.Linear(6, 1)), lambda: randn(3, 4)),
+    "integer buffers": Family(
+        lambda: Calls(
+            _counted,
+            inner=nn.Linear(5, 3),
+            calls=torch.tensor(0),
+            order=torch.tensor([2, 0, 1]),
+            seen=torch.zeros(5, dtype=torch.int64),
+        ),
+        lambda: randn(4, 5),
+    ),
+    "dropout": _chain(
+        _part(nn.Linear, 5, 7), _part(nn.Dropout, 0.3), _part(nn.Linear, 7, 3), shape=(4, 5)
+    ),
+    "checkpoint": _checkpoints(False),
+    "reentrant checkpoint": _checkpoints(True),
+    "autocast": Family(
+        lambda: Calls(
+            _autocast, inner=nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+        ),
+        lambda: randn(4, 5),
+    ),
+    "bilinear and prelu": Family(
+        lambda: Calls(
+            lambda self, x, y: self.act(self.inner(x, y)),
+            inner=nn.Bilinear(3, 4, 5),
+            act=nn.PReLU(),
+        ),
+        lambda: (randn(2, 3), randn(2, 4)),
+    ),
+}
+
+
+QUICK = {
+    "conv1d": 1,
+    "conv2d": 3,
+    "conv2d channels last": 2,
+    "transposed conv2d": 3,
+    "depthwise conv": 2,
+    "batch norm": 3,
+    "weight norm": 2,
+    "embedding bag mean": 3,
+    "rnn cell": 1,
+    "multihead attention": 2,
+    "causal attention": 3,
+    "grouped-query attention": 2,
+    "attention with dropout": 3,
+    "state space cumulative": 3,
+    "indexed experts": 3,
+    "complex buffer": 1,
+    "integer buffers": 2,
+    "checkpoint": 3,
+    "reentrant checkpoint": 2,
+    "autocast": 3,
+}
+"""Family -> the stage that `make test` trains: a third of them, the cheapest of each kind."""
+
+
+@pytest.mark.parametrize(("name", "stages"), cases(FAMILIES, QUICK))
+@pytest.mark.ranks(2, timeout_s=240)
+def test_a_module_trains_as_it_does_unsharded(name, stages):
+    train(FAMILIES[name], *stages)
+
+
+# --- flex attention -------------------------------------------------------------------------------
+class FlexAttention(nn.Module):
+    """torch has no backward of flex attention on CPUs, so its inputs are detached."""
+
+    def __init__(self):
+        super().__init__()
+        self.project, self.head = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.slope = nn.Parameter(torch.rand(2))
+        self.mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 16, device="cpu")
+
+    def forward(self, x):
+        projected, slope = self.project(x), self.slope.detach()
+        q, k, v = (
+            each.unflatten(-1, (2, -1)).transpose(1, 2) for each in projected.detach().chunk(3, -1)
+        )
+        mixed = flex_attention(
+            q, k, v, lambda score, b, h, i, j: score - slope[h] * (i - j), self.mask
+        )
+        return projected[..., :32] + self.head(mixed.transpose(1, 2).flatten(2)) * self.slope.sum()
+
+
+def _train_with_vector_instructions():
+    """Inductor has no other code for flex attention on CPUs."""
+    torch._inductor.config.cpp.vec_isa_ok = True
+    torch._inductor.cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    train(Family(FlexAttention, lambda: randn(2, 16, 32)), 1, 2, 3)
+
+
+@pytest.mark.slow(quick="test_a_module_trains_as_it_does_unsharded")
+def test_flex_attention_trains_as_it_does_unsharded():
+    for outcome in run_in_fresh_ranks(_train_with_vector_instructions, timeout_s=240):
+        assert outcome.ok, outcome.error or outcome.output
