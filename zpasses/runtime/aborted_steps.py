@@ -57,6 +57,7 @@ def begin_step(optimizer: object, groups: Sequence[str], params: Sequence[Tensor
         groups: process groups of its sharded parameters.
         params: the sharded parameters.
     """
+    _abort(_open_steps.pop(id(optimizer), None))  # it raised, or another optimizer had its id
     if params:
         name = type(optimizer).__name__
         _open_steps[id(optimizer)] = _Step(name, groups, params, _edits(params))
@@ -71,10 +72,13 @@ def take_aborted_steps(group: str) -> str:
     """Returns which steps were aborted since the last call for a group; "" if none were."""
     if not _closures:
         while _open_steps:
-            _, step = _open_steps.popitem()
-            for name in step.groups:
-                _aborted.setdefault(name, []).append(step.describe())
+            _abort(_open_steps.popitem()[1])
     return " and ".join(_aborted.pop(group, ()))
+
+
+def _abort(step: _Step | None) -> None:
+    for name in step.groups if step is not None else ():
+        _aborted.setdefault(name, []).append(step.describe())  # type: ignore[union-attr]
 
 
 def with_watched_closure(closure: Callable[..., Any]) -> Callable[..., Any]:
