@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from zpasses import compat
 from zpasses.errors import ShardingError
@@ -256,6 +256,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if writes is None:
         if args and draws_full(func, args):
             return run_random(func, args, kwargs)
+        if func is _VIEW and _must_gather(*args):
+            return _gathered_view(*args)
         result = _by_torch(func, *args, **kwargs)
         if func.is_view and isinstance(args[0], DTensor):
             return _watch_views(args[0], result, func, args[1:], kwargs)
@@ -273,6 +275,35 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     finally:
         for target in targets:
             _count_edit(target)
+
+
+_VIEW = torch.ops.aten.view.default
+
+
+def _must_gather(source: Any, shape: list[int]) -> bool:
+    """Whether a view merges the sharded dimension with others, and DTensor cannot express it: the
+    rows do not divide, or another dimension than the first is sharded. Equal on all ranks.
+    """
+    if not isinstance(source, WatchedShard) or not is_sharded(source) or source.dim() < 2:
+        return False
+    cut = [
+        (dim, size)
+        for each, size in zip(source.placements, source.device_mesh.shape, strict=True)
+        if (dim := getattr(each, "dim", None)) is not None
+    ]
+    kept = len(shape) > 0 and shape[0] == source.shape[0]
+    return bool(cut) and not kept and any(d > 0 or source.shape[d] % size for d, size in cut)
+
+
+def _gathered_view(source: WatchedShard, shape: list[int]) -> WatchedShard:
+    """A view of the full tensor. Writes to it are written back."""
+    full = source.full_tensor().contiguous().view(shape)
+    replicated = (Replicate(),) * source.device_mesh.ndim
+    made = compat.make_dtensor(full, source.device_mesh, replicated, full.shape)
+    copy_of = _CopiedView(plain_dtensor(made), source, _VIEW, (shape,), {})
+    view = watch(made, None)
+    view._zpasses_copied_view = copy_of
+    return view
 
 
 def _targets(

@@ -523,6 +523,11 @@ def _gather_of(spec: ParamShardSpec) -> Callable[..., Any]:
     name, layout = spec.name, spec.layout
     param_dtype, reduce_dtype = spec.param_dtype, spec.reduce_dtype
     groups = (spec.group_name, *spec.other_groups)
+    # Dynamo makes the attribute `dim` of a layout an input where the layouts of a model differ.
+    rows_first, rows_back = (
+        _with_constants(exchange, {"dim": layout.dim}) if layout.dim else _unchanged
+        for exchange in (_rows_first, _rows_back)
+    )
 
     def gather(module: nn.Module) -> Any:
         try:
@@ -534,9 +539,9 @@ def _gather_of(spec: ParamShardSpec) -> Callable[..., Any]:
         if not torch.compiler.is_compiling():
             return _read_eagerly(module, name, param)
         # zpasses.backend.capture looks for this exchange of dimensions.
-        traced: Tensor = layout.rows_back(
+        traced: Tensor = rows_back(
             torch.ops.zpasses.unshard(
-                layout.rows_first(param.to_local()),
+                rows_first(param.to_local()),
                 layout.rows(param.shape),
                 param_dtype,
                 reduce_dtype,
@@ -546,6 +551,18 @@ def _gather_of(spec: ParamShardSpec) -> Callable[..., Any]:
         return traced if layout.inner_mesh is None else layout.wrap_piece(traced, param.shape)
 
     return gather
+
+
+def _rows_first(local: Any) -> Any:
+    return local.movedim("$dim", 0)
+
+
+def _rows_back(rows: Any) -> Any:
+    return rows.movedim(0, "$dim")
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 def _plain_value(module: nn.Module, name: str) -> Any:

@@ -113,6 +113,13 @@ def vectors(model):
     vector_to_parameters(vector * 1.5, model.parameters())
 
 
+def flattened(model):
+    params = list(model.parameters())
+    vector_to_parameters(parameters_to_vector(params) * 1.5, params)
+    for param in params:
+        param.data.view(-1).add_(0.25)
+
+
 def swapped_and_restored(model):
     kept = [param.data for param in model.parameters()]
     for param in model.parameters():
@@ -157,6 +164,7 @@ def random_numbers(model):
 EDITS = [
     *(assigned_data, assigned_full, in_place_through_data, in_place_through_detach),
     *(in_place_on_the_shard, rows, views_of_copies, transposed, lists, full_values, vectors),
+    flattened,
     *(swapped_and_restored, shared_data, state_dict_values, loaded, assigned_state),
     random_numbers,
 ]

@@ -131,6 +131,37 @@ def test_passes_deal_with_any_dimension(pipeline):
     assert_step_equals_reference(captures)
 
 
+class Broken(nn.Module):
+    """Dynamo compiles neither the loop, because of the break, nor what it calls as one frame. So
+    each read of a parameter is a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Parameter(torch.randn(6, 6))
+        self.deep = nn.Parameter(torch.randn(2, 6, 5))
+
+    def forward(self, x):
+        for weight in ("wide", "deep"):
+            x = x @ getattr(self, weight)
+            torch._dynamo.graph_break()
+        return x
+
+
+def _last(param):
+    return Shard(param.dim() - 1) if param.dim() > 1 else None
+
+
+@pytest.mark.ranks(2)
+def test_graphs_of_a_broken_model_read_what_is_cut_along_different_dimensions():
+    torch.manual_seed(0)
+    plain = Broken()
+    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh(), shard_placement_fn=_last)
+    step = torch.compile(model, backend="zpasses", options={"codegen": "eager"}, dynamic=True)
+    for rows in (2, 3):
+        x = torch.ones(rows, 6)
+        torch.testing.assert_close(step(x), plain(x))
+
+
 def _step(pack_mb, stage, factor):
     plain, mesh = Wide(), world_mesh()
     batches = [integers(3, 7, seed=10 + rank) for rank in range(mesh.size())]
