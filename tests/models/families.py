@@ -71,6 +71,7 @@ def train(family: Family, *stages: int) -> None:
     expected: list[Any] = [_unsharded(family) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(expected)
     for stage in stages:
+        torch.compiler.reset()  # what rank 0 has seen must not decide which sizes are dynamic
         model = zpasses.shard(_build(family), mesh=world_mesh())
         run = torch.compile(model, backend="zpasses", options={"zero_stage": stage})
         for number, step in enumerate(expected[0]):

@@ -61,6 +61,8 @@ from zpasses.compat.autograd import (
     in_backward,
     is_held_elsewhere,
     is_profiling,
+    next_node_number,
+    node_number,
     queue_engine_callback,
     will_accumulate,
 )
@@ -299,7 +301,9 @@ __all__ = [
     "module_among_callers",
     "must_try_vector_instructions",
     "newton_schulz",
+    "next_node_number",
     "no_dispatch_modes",
+    "node_number",
     "op_name",
     "op_namespace",
     "pack_code",

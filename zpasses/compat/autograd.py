@@ -20,9 +20,21 @@ __all__ = [
     "in_backward",
     "is_held_elsewhere",
     "is_profiling",
+    "next_node_number",
+    "node_number",
     "queue_engine_callback",
     "will_accumulate",
 ]
+
+
+def next_node_number() -> int:
+    """Returns the number of the autograd node that this thread makes next. Numbers count up."""
+    return int(cast(Any, torch.autograd)._get_sequence_nr())
+
+
+def node_number(node: Any) -> int:
+    """Returns the number of an autograd node among those that its thread made."""
+    return int(node._sequence_nr())
 
 
 def is_profiling() -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
@@ -230,11 +231,11 @@ def with_local_shards(
         if bound is not None:
             bound.bind(params, names)
         with bound_call(calls.of(params), params):
-            values_used = None
+            values_used = first_node = None
             if torch.is_grad_enabled():
                 accumulation.apply(params)
                 shards: Sequence[Tensor] = to_local_shards(params)
-                values_used = _ValuesUsed(params)
+                values_used, first_node = _ValuesUsed(params), compat.next_node_number()
             else:
                 shards = rows_of_all(params)
             for i, shard in zip(positions, shards, strict=True):
@@ -244,8 +245,8 @@ def with_local_shards(
             finally:
                 if bound is not None:
                     bound.release()
-            if values_used is not None:
-                _prepare_backward(outputs, values_used)
+            if values_used is not None and first_node is not None:
+                _prepare_backward(outputs, values_used, first_node)
             return outputs
 
     return compat.dynamo_disable(run)
@@ -304,14 +305,31 @@ def with_value_check(
 _VALUES_USED = "zpasses_values_used"
 
 
-def _prepare_backward(outputs: Any, values_used: _ValuesUsed) -> None:
-    """Give the autograd node of a call what its backward has to check."""
+def _prepare_backward(outputs: Any, values_used: _ValuesUsed, first_node: int) -> None:
+    """Give the autograd node of a call what its backward has to check.
+
+    Args:
+        first_node: the number of the first autograd node that the call made.
+    """
     for value in outputs if isinstance(outputs, (list, tuple)) else (outputs,):
-        node = value.grad_fn if isinstance(value, Tensor) else None
+        node = _compiled_node(value.grad_fn, first_node) if isinstance(value, Tensor) else None
         if node is not None:  # all outputs share the node
             setattr(node, _VALUES_USED, values_used)
             node.register_prehook(_refuse_create_graph)
             break
+
+
+def _compiled_node(node: Any, first_node: int) -> Any:
+    """The node of a compiled graph, from the `grad_fn` of an output; None for a view of an input.
+
+    AOTAutograd makes outputs that are views of other outputs, or of inputs, after the graph has
+    run. Their nodes are torch's own.
+    """
+    while node is not None and compat.node_number(node) >= first_node:
+        if isinstance(node, BackwardCFunction):
+            return node
+        node = node.next_functions[0][0]
+    return None
 
 
 def _refuse_create_graph(grads: Any) -> None:

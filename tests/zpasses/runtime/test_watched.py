@@ -360,6 +360,34 @@ def test_training_goes_on_after_an_edit_at_the_wrong_time():
         optimizer.zero_grad()
 
 
+class ReturnsViews(nn.Module):
+    """Its first outputs are views of its input and of another output."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = build(False)
+
+    def forward(self, x):
+        y = self.inner(x)
+        return x[0], y[0], y
+
+
+@pytest.mark.ranks(2)
+def test_edits_are_seen_where_outputs_are_views():
+    model = zpasses.shard(ReturnsViews(), mesh=world_mesh())
+    call, x = compiled(model, 3), X.clone().requires_grad_()
+    plain = ReturnsViews()
+    for outputs in (call(x * 2), plain(x * 2)):
+        sum(each.square().sum() for each in outputs).backward()
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+    loss = call(x * 2)[1].sum()
+    with torch.no_grad():
+        model.inner[2]._parameters["weight"].mul_(1.5)
+    with pytest.raises(zpasses.ShardingError, match=r"inner\.2\.weight"):
+        loss.backward()
+
+
 def _step_that_raises(stage, failing_ranks, changed):
     model = build(True)
     call, optimizer = compiled(model, stage), torch.optim.SGD(model.parameters(), lr=0.1)
