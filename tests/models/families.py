@@ -25,8 +25,6 @@ class Family:
     loss: Callable[[Any], Tensor] = lambda output: output.square().mean()
     rounding: float = 0.0
     """Allowed error of a gradient, relative to its largest entry."""
-    compiled_reference: bool = True
-    """Whether the unsharded model is compiled, too."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,7 @@ def cases(families: Iterable[str], quick: Mapping[str, int]) -> list[Any]:
 
 def train(family: Family, *stages: int) -> None:
     """Train sharded models of some stages on this rank, and compare each step with the unsharded
-    model: the loss, gradients and buffers. Both are compiled with default options, unless torch's
-    own compile is wrong.
+    model: the loss, gradients and buffers. Both are compiled with default options.
 
     Every rank has batches of its own. As DDP does, the unsharded model averages the gradients of
     the ranks' batches. The sum of two numbers has one order, so two ranks compute equal bits,
@@ -87,7 +84,7 @@ def _build(family: Family) -> nn.Module:
 
 def _unsharded(family: Family) -> list[_Step]:
     model, world = _build(family), dist.get_world_size()
-    run = torch.compile(model) if family.compiled_reference else model
+    run = torch.compile(model)
     buffers = [[each.clone() for each in model.buffers()] for _ in range(world)]
     steps = []
     for number in range(STEPS):

@@ -388,9 +388,6 @@ FAMILIES = {
             seen=torch.zeros(5, dtype=torch.int64),
         ),
         lambda: randn(4, 5),
-        rounding=1e-6,
-        # Its backward would divide by the count of the next call.
-        compiled_reference=False,
     ),
     "dropout": _chain(
         _part(nn.Linear, 5, 7), _part(nn.Dropout, 0.3), _part(nn.Linear, 7, 3), shape=(4, 5)
