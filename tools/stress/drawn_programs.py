@@ -268,6 +268,8 @@ class RankReport:
     """The exception that ended the program."""
     own: bool = False
     """Whether the exception is one of zpasses."""
+    refused_alike: bool = False
+    """Whether the references raised an exception of the same type."""
     at: str = ""
     """The action that it was."""
     actions: int = 0
@@ -331,7 +333,11 @@ class _World:
             refused = error
         else:
             self._reduce(before if action.name in _BACKWARDS else None)
-        perform(self.sharded, **action.arguments)
+        try:
+            perform(self.sharded, **action.arguments)
+        except Exception as error:
+            report.refused_alike = type(error) is type(refused)
+            raise
         if refused is not None:
             report.wrong = report.wrong or (
                 f"{action}: plain torch raises {type(refused).__name__}: {refused}"
@@ -512,6 +518,8 @@ def _judge(outcomes: Sequence[RankOutcome]) -> tuple[Outcome, str]:
         return "equal", "all values are equal"
     if any(each.wrong for each in reports):
         return "wrong", "\n".join(texts)
+    if all(each.refused_alike for each in reports):
+        return "equal", "plain torch raises, too\n" + "\n".join(texts)
     if not all(each.own for each in reports):
         texts += [str(each) for each in outcomes]
         return "crash", "\n".join(texts)

@@ -280,7 +280,7 @@ def average_model(side: Side, rows: Rows, grad: bool, compiled: bool) -> None:
     side.saved["average"] = average
     average.update_parameters(side.model)
     average.eval()
-    call = side.compile(average) if compiled else average
+    call = average if side.sharded and not compiled else side.compile(average)
     with torch.set_grad_enabled(grad):
         side.show(call(side.batch(rows)))
 

@@ -19,6 +19,7 @@ __all__ = [
     "address",
     "clear_sharding_prop_cache",
     "concatenate_meshes",
+    "has_empty_part",
     "local_of",
     "local_range",
     "locals_of",
@@ -167,6 +168,26 @@ def local_range(
         before = min(coordinate[at] * block, length)
         ranges[dim] = (start + before, min(block, length - before))
     return ranges
+
+
+def has_empty_part(spec: DTensorSpec) -> bool:
+    """Whether a rank holds no element of a tensor that has elements. Equal on all ranks."""
+    known: bool | None = spec.__dict__.get("_zpasses_has_empty_part")
+    if known is None:
+        known = _cuts_to_nothing(spec)
+        cast(Any, spec)._zpasses_has_empty_part = known
+    return known
+
+
+def _cuts_to_nothing(spec: DTensorSpec) -> bool:
+    sizes = list(spec.shape)
+    if 0 in sizes:
+        return False
+    for placement, ranks in zip(spec.placements, spec.mesh.shape, strict=True):
+        dim = _cut_dim(placement)
+        if dim >= 0:  # the last rank has the least
+            sizes[dim] -= (ranks - 1) * -(-sizes[dim] // ranks)
+    return min(sizes, default=1) <= 0
 
 
 def _is_strided(placement: Placement) -> bool:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from zpasses import compat
 from zpasses.runtime.layout import layout_of, rows_of, rows_of_all
 from zpasses.runtime.param_value import drop_cached
+from zpasses.runtime.watched import watch_if_needed
 
 __all__ = [
     "CallParams",
@@ -155,7 +156,7 @@ class StealableGrad(DTensor):
     Autograd detaches a gradient before it stores it. Through DTensor's dispatch, that costs more
     than everything else that happens to a small gradient. If nothing else references the gradient,
     detach is not needed, so this class returns itself from detach. Any other operation, and detach
-    itself, turns it into a plain DTensor.
+    itself, turns it into a plain DTensor, or a WatchedShard if torch's reductions need one.
     """
 
     @classmethod
@@ -164,10 +165,11 @@ class StealableGrad(DTensor):
     ) -> Any:
         if func is _DETACH:
             args[0].__class__ = DTensor
-            return args[0]
+            return watch_if_needed(args[0])
         for value in compat.pytree.tree_leaves((args, kwargs)):
             if type(value) is StealableGrad:
                 cast(Any, value).__class__ = DTensor
+                watch_if_needed(value)
         return func(*args, **(kwargs or {}))
 
 
@@ -188,7 +190,10 @@ def wrap_shard_grad(rows: Tensor, param: DTensor, *, stored: bool = True) -> DTe
         rows = rows.mul_(layout.grad_scale) if in_place else rows * layout.grad_scale
     local = layout.rows_back(rows) if layout.dim else rows
     if not local.requires_grad:
-        return compat.wrap_local(local, spec, StealableGrad if stored else DTensor)
+        if stored:
+            return compat.wrap_local(local, spec, StealableGrad)
+        made: DTensor = watch_if_needed(compat.wrap_local(local, spec))
+        return made
     meta = cast(Any, spec.tensor_meta)
     return DTensor.from_local(
         local, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride

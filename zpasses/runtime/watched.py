@@ -30,6 +30,7 @@ from zpasses.runtime.inplace import (
     write_rows,
 )
 from zpasses.runtime.layout import LAYOUT_ATTRIBUTE
+from zpasses.runtime.reductions import NEED_ELEMENTS, has_empty_part, with_full_inputs
 
 __all__ = [
     "VALUE_ATTRIBUTE",
@@ -41,6 +42,7 @@ __all__ = [
     "replace_shard",
     "set_shard",
     "watch",
+    "watch_if_needed",
 ]
 
 
@@ -145,6 +147,15 @@ def watch(value: Tensor, memory: ShardMemory | None) -> WatchedShard:
     made.__class__ = WatchedShard
     made._zpasses_memory = memory
     return cast(WatchedShard, made)
+
+
+def watch_if_needed(value: Any) -> Any:
+    """Make a DTensor that is no parameter a WatchedShard if torch's reductions cannot take it
+    (zpasses.runtime.reductions), in place. Gradients and what is computed from them are such.
+    """
+    if type(value) is DTensor and has_empty_part(value):
+        return watch(value, None)
+    return value
 
 
 def set_shard(target: Any, local: Tensor, memory: ShardMemory | None = None) -> None:
@@ -258,10 +269,12 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return run_random(func, args, kwargs)
         if func is _VIEW and _must_gather(*args):
             return _gathered_view(*args)
+        if func in NEED_ELEMENTS:
+            args = with_full_inputs(args)
         result = _by_torch(func, *args, **kwargs)
         if func.is_view and isinstance(args[0], DTensor):
             return _watch_views(args[0], result, func, args[1:], kwargs)
-        return result
+        return watch_if_needed(result)
     targets = list(_targets(writes, args, kwargs))
     try:
         if writes.lists:
