@@ -107,24 +107,50 @@ def _pin_outputs(gm: fx.GraphModule) -> None:
     values of three and more dimensions differently. So these get an operator that demands the
     strides. It makes no copy where they are as demanded.
     """
-    from torch._inductor.inductor_prims import force_stride_order
-
     output = gm.graph.output_node()
     pinned: dict[int, tuple[int, ...]] = output.meta.pop(_PINNED, {})
     values = list(cast(Sequence[Any], output.args[0]))
     for position, strides in pinned.items():
         node = values[position]
         static = all(isinstance(each, int) for each in strides)
-        if len(strides) < 3 or not static:
+        if len(strides) < 3 or not static or not _repeats_statically(node, strides):
             continue
         with gm.graph.inserting_before(output):
-            forced = gm.graph.call_function(force_stride_order, (node, list(strides)))
-        forced.meta["val"] = node.meta["val"].new_empty_strided(node.meta["val"].shape, strides)
-        values[position] = forced
+            values[position] = _pinned(gm.graph, node, strides)
     output.args = (tuple(values),)
     visible = {*output.meta.get("user_visible_output_idxs", ()), *pinned}
     output.meta["user_visible_output_idxs"] = sorted(visible)
     gm.recompile()
+
+
+def _pinned(graph: fx.Graph, node: fx.Node, strides: tuple[int, ...]) -> fx.Node:
+    """Inserts a node that has the value of another, and these strides."""
+    from torch._inductor.inductor_prims import force_stride_order
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        made = graph.call_function(target, args)
+        made.meta["val"] = target(args[0].meta["val"], *args[1:])
+        return made
+
+    aten, repeated = torch.ops.aten, _repeated_sizes(node, strides)
+    for dim in repeated:  # an operator that writes cannot take a tensor that repeats its memory
+        node = call(aten.slice.Tensor, node, dim, 0, 1)
+    forced = graph.call_function(force_stride_order, (node, list(strides)))
+    val = node.meta["val"]
+    forced.meta["val"] = val.new_empty_strided(val.shape, strides)
+    if not repeated:
+        return forced
+    return call(aten.expand.default, forced, [repeated.get(dim, -1) for dim in range(val.dim())])
+
+
+def _repeated_sizes(node: fx.Node, strides: tuple[int, ...]) -> dict[int, Any]:
+    """Returns dimension -> size, for those along which all elements are one."""
+    sizes = enumerate(node.meta["val"].shape)
+    return {dim: size for dim, size in sizes if strides[dim] == 0 and size != 1}
+
+
+def _repeats_statically(node: fx.Node, strides: tuple[int, ...]) -> bool:
+    return all(isinstance(size, int) for size in _repeated_sizes(node, strides).values())
 
 
 def report_output_strides(strides: Sequence[tuple[int, ...] | None]) -> None:

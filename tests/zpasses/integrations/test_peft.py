@@ -123,3 +123,87 @@ def test_sft_trainer_trains_like_ddp(tmp_path, adapters):
     pytest.importorskip("trl")
     for plain, ours in run_on_ranks(_fine_tunes, tmp_path, adapters, timeout_s=240):
         assert ours == pytest.approx(plain, rel=1e-5)
+
+
+PROMPTS = {
+    "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "p": lambda: peft.PromptEncoderConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8
+    ),
+}
+
+
+def _tune_prompt(folder, kind, options):
+    training.as_started_by_torchrun()
+    torch.manual_seed(0)
+    model = peft.get_peft_model(training.llama(), PROMPTS[kind]())
+    if options is not None:
+        prepare(model, options=options)
+    args = training.arguments(folder, gradient_accumulation_steps=2)
+    samples = training.Samples(training.llama)
+    trainer = training.quiet(transformers.Trainer(model, args, train_dataset=samples))
+    trainer.train()
+    return training.logged(trainer, *NAMES)
+
+
+def _tune_prompts(folder, kind, options):
+    return [_tune_prompt(folder, kind, given) for given in (None, options)]
+
+
+@pytest.mark.slow(quick="test_lora_trains_saves_and_resumes")
+@pytest.mark.parametrize("kind", sorted(PROMPTS))
+@pytest.mark.parametrize("stage", [2, 3])
+def test_prompt_learning_trains_like_ddp(tmp_path, kind, stage):
+    options = {"zero_stage": stage}
+    for plain, ours in run_on_ranks(_tune_prompts, tmp_path, kind, options, timeout_s=240):
+        assert ours == pytest.approx(plain, rel=1e-4)
+
+
+def _letters(completions, **_):
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+
+
+def _reinforce(folder, prepared, adapted):
+    import datasets
+    import trl
+
+    training.as_started_by_torchrun()
+    datasets.disable_progress_bars()
+    prompts = [" ".join(chr(97 + (i * j) % 26) for j in range(4)) for i in range(16)]
+    args = training.arguments(
+        folder,
+        kind=trl.GRPOConfig,
+        beta=0.1,
+        num_generations=2,
+        max_completion_length=4,
+        bf16=False,
+    )
+    torch.manual_seed(0)
+    model = _adapted(torch.float32) if adapted else training.llama()
+    if prepared:
+        prepare(model, options=training.OPTIONS)
+    torch.manual_seed(5)
+    trainer = trl.GRPOTrainer(
+        model,
+        _letters,
+        args=args,
+        train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+        processing_class=_tokenizer(),
+        peft_config=None if adapted else _config(),
+    )
+    training.quiet(trainer).train()
+    return training.logged(trainer, *NAMES, "kl")
+
+
+def _reinforces(folder, adapted):
+    return [_reinforce(folder, prepared, adapted) for prepared in (False, True)]
+
+
+@pytest.mark.slow(quick="test_lora_trains_saves_and_resumes")
+@pytest.mark.parametrize("adapted", [False, True])
+def test_grpo_with_a_reference_adapter_trains_like_ddp(tmp_path, adapted):
+    """The reference is a copy of the adapter, or the model without it."""
+    pytest.importorskip("trl")
+    for plain, ours in run_on_ranks(_reinforces, tmp_path, adapted, timeout_s=240):
+        assert ours == pytest.approx(plain, rel=1e-4, abs=1e-9)
