@@ -171,7 +171,7 @@ def draw(seed: int, codegen: str = "eager") -> Program:
         dynamic=chance.choice((None, None, None, True, False)),
         options={"codegen": codegen, "agreement_timeout_s": _VOTE_LIMIT_S, **options},
         optimizer=(kind, arguments),
-        actions=tuple(_draw_actions(chance, shard, options.get("backwards_per_step", 1))),
+        actions=tuple(_draw_actions(chance, how, shard, options.get("backwards_per_step", 1))),
     )
 
 
@@ -219,13 +219,15 @@ _STEP = ("backward", "clip", "step", "zero_grad")
 
 
 def _draw_actions(
-    chance: random.Random, shard: Mapping[str, Any], backwards: int
+    chance: random.Random, how: str, shard: Mapping[str, Any], backwards: int
 ) -> Iterator[Action]:
     others = [name for name in ACTIONS if name not in _STEP]
     if backwards > 1:
         others.remove("fail")
-    if backwards > 1 or chance.random() < 0.8:
-        others.remove("edit_before_backward")  # most such programs are refused, and end there
+    if how != "whole" or backwards > 1 or chance.random() < 0.8:
+        # Most such programs are refused, and end there. Code that is not compiled keeps the values
+        # that forward read.
+        others.remove("edit_before_backward")
     windows = backwards > 1 or "grad_divide_factor" in shard or chance.random() < 0.6
     for _ in range(chance.randint(2, 3)):
         for name in _STEP:

@@ -220,6 +220,9 @@ def locals_of(dtensors: Sequence[DTensor]) -> list[Tensor]:
 
 def set_local(dtensor: DTensor, local: Tensor) -> None:
     """Replaces a DTensor's local tensor by one of the same shape and dtype."""
+    if local.storage_offset() != dtensor.storage_offset():  # torch compares the two in Dynamo
+        with DisableTorchFunctionSubclass():
+            _set_data(dtensor, wrap_local(local, spec_of(dtensor)))
     dtensor._local_tensor = local
 
 

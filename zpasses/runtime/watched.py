@@ -295,7 +295,8 @@ _VIEW = torch.ops.aten.view.default
 
 def _must_gather(source: Any, shape: list[int]) -> bool:
     """Whether a view merges the sharded dimension with others, and DTensor cannot express it: the
-    rows do not divide, or another dimension than the first is sharded. Equal on all ranks.
+    rows do not divide, there is one, or another dimension than the first is sharded. Equal on all
+    ranks.
     """
     if not isinstance(source, WatchedShard) or not is_sharded(source) or source.dim() < 2:
         return False
@@ -305,7 +306,9 @@ def _must_gather(source: Any, shape: list[int]) -> bool:
         if (dim := getattr(each, "dim", None)) is not None
     ]
     kept = len(shape) > 0 and shape[0] == source.shape[0]
-    return bool(cut) and not kept and any(d > 0 or source.shape[d] % size for d, size in cut)
+    return not kept and any(
+        d > 0 or source.shape[d] == 1 or source.shape[d] % size for d, size in cut
+    )
 
 
 def _gathered_view(source: WatchedShard, shape: list[int]) -> WatchedShard:

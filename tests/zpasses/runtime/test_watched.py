@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel
@@ -449,3 +450,17 @@ def test_an_optimizer_that_was_built_before_shard_raises(stage):
     with pytest.raises(zpasses.ShardingError, match=r"built before zpasses\.shard: 4 of its 4"):
         optimizer.step()
     torch.optim.AdamW(model.parameters()).step()
+
+
+@pytest.mark.ranks(2)
+def test_parameters_may_be_parts_of_one_tensor():
+    """With one shard per node, shards are views of the vector that they are set to."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))
+    reference = copy.deepcopy(model)
+    zpasses.shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("node", "local")))
+    step = compiled(model, 2)
+    with torch.no_grad():
+        flattened(model)
+        flattened(reference)
+    torch.testing.assert_close(step(X), reference(X))
