@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 
 from zpasses.checkpoint.full import full_state_dict
 from zpasses.checkpoint.model_tensors import agree, gather_full, sharding_groups, writing_rank
+from zpasses.errors import ZpassesError
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 
-__all__ = ["CheckpointState", "full_state"]
+__all__ = ["AdapterStates", "CheckpointState", "adapter_states", "full_state", "is_adapted"]
 
 
 class CheckpointState(dict[str, Any]):
@@ -20,6 +23,32 @@ class CheckpointState(dict[str, Any]):
 
     Without it, `save_pretrained` may rename and split tensors into an older format of the model.
     """
+
+
+class AdapterStates(dict[str, Any]):
+    """The names of adapters of PEFT, and for each what its file holds."""
+
+    @contextlib.contextmanager
+    def written(self) -> Iterator[None]:
+        """In the block, `PeftModel.save_pretrained` writes these states. It would compute them
+        anew from the parameters of the model, which takes all ranks."""
+        from peft import peft_model
+
+        original: Any = peft_model.get_peft_model_state_dict
+
+        def prepared(model: Any, *args: Any, adapter_name: str = "default", **kwargs: Any) -> Any:
+            return dict(self[adapter_name])
+
+        peft_model.get_peft_model_state_dict = prepared
+        try:
+            yield
+        finally:
+            peft_model.get_peft_model_state_dict = original
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether a model is a PeftModel."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def full_state(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
@@ -30,29 +59,58 @@ def full_state(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
 
     Raises:
         AgreementError: on every rank, if another rank does not call it in time.
+        ZpassesError: if an adapter has nothing to write.
     """
-    if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
-        return full_state_dict(model, cpu_offload=True, rank0_only=not every_rank)
-    from peft import get_peft_model_state_dict  # only for its models
+    if is_adapted(model):
+        return adapter_states(model, every_rank=every_rank)
+    return full_state_dict(model, cpu_offload=True, rank0_only=not every_rank)
 
-    adapters: Any = model.peft_config
-    sharded = model.state_dict()
-    written = {
-        id(value)
-        for adapter in adapters
-        for value in get_peft_model_state_dict(
-            model, state_dict=sharded, adapter_name=adapter
-        ).values()
-    }
-    chosen = {name: value for name, value in sharded.items() if id(value) in written}
-    agree(sharding_groups(model), "save_pretrained", DEFAULT_TIMEOUT_S, described=[*chosen])
+
+def adapter_states(
+    model: nn.Module,
+    adapters: Collection[str] | None = None,
+    *,
+    every_rank: bool = False,
+    **options: Any,
+) -> AdapterStates:
+    """Compute what PEFT writes of the adapters of a model, as `full_state` does.
+
+    PEFT computes it on every rank, from the shards: some adapters save other tensors than their
+    parameters, such as the prompts that a network makes.
+
+    Args:
+        adapters: their names; None takes all.
+        options: further arguments of PEFT's `get_peft_model_state_dict`.
+    """
+    from peft import get_peft_model_state_dict
+
+    sharded, configs = model.state_dict(), getattr(model, "peft_config", {})
+    found: dict[str, dict[str, Any]] = {}
+    with torch.no_grad():
+        for adapter in configs if adapters is None else adapters:
+            found[adapter] = get_peft_model_state_dict(
+                model, state_dict=sharded, adapter_name=adapter, **options
+            )
+    names = {adapter: [*state] for adapter, state in found.items()}
+    agree(sharding_groups(model), "save_pretrained", DEFAULT_TIMEOUT_S, described=names)
+    empty = [adapter for adapter, state in found.items() if not state]
+    if empty or not found:
+        raise ZpassesError(
+            f"save_pretrained: PEFT finds no tensor of adapter {', '.join(empty) or '(none)'!r} of "
+            f"{type(model).__name__}, so its file would be empty. Add the adapter, or pass the "
+            "adapters to save as selected_adapters=[...]."
+        )
     destination = None if every_rank else writing_rank(model)
-    full: dict[str, Any] = {}
-    for name, value in chosen.items():
-        if isinstance(value, DTensor):
-            gathered = gather_full(value, destination)
-            if gathered is not None:
-                full[name] = gathered.cpu()
-        elif destination in (None, dist.get_rank()):
-            full[name] = value
+    full = AdapterStates()
+    for adapter, state in found.items():
+        gathered = {name: _on_host(value, destination) for name, value in state.items()}
+        if destination in (None, dist.get_rank()):
+            full[adapter] = gathered
     return full
+
+
+def _on_host(value: Any, destination: int | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    full = gather_full(value, destination)
+    return None if full is None else full.cpu()

@@ -23,7 +23,7 @@ from zpasses.checkpoint.safetensors_reader import load_safetensors
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.integrations.accelerate import shard_with
 from zpasses.integrations.failures import fail_on_all_ranks
-from zpasses.integrations.full_states import CheckpointState, full_state
+from zpasses.integrations.full_states import AdapterStates, CheckpointState, full_state
 from zpasses.integrations.optimizer_state import load_states, save_states
 from zpasses.integrations.preparation import finish_preparation, preparation_of
 
@@ -102,7 +102,8 @@ class ShardingTrainer(Trainer):  # type: ignore[misc]
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         # Some versions call `_save` on the main process only, so gather first.
         state = full_state(self.model, every_rank=self.args.save_on_each_node)
-        self._full_state = CheckpointState(state) if _internal_call else state
+        as_named = _internal_call and not isinstance(state, AdapterStates)
+        self._full_state = CheckpointState(state) if as_named else state
         if _internal_call and output_dir is not None:  # the first file of a checkpoint
             with fail_on_all_ranks(self.model, "removing an earlier checkpoint"):
                 if self.args.should_save:

@@ -18,7 +18,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zpasses.integrations.failures import fail_on_all_ranks
-from zpasses.integrations.full_states import CheckpointState, full_state
+from zpasses.integrations.full_states import (
+    AdapterStates,
+    CheckpointState,
+    adapter_states,
+    full_state,
+    is_adapted,
+)
 from zpasses.integrations.preparation import prepare_model, uncompiled
 from zpasses.integrations.trainer_class import install, last_checkpoint
 
@@ -104,15 +110,31 @@ def _gathering(model: nn.Module, original: Callable[..., None]) -> Callable[...,
         given.apply_defaults()
         values = dict(given.arguments)
         values.update(values.pop("kwargs", {}))
-        if values.get("state_dict") is not None:  # gathered by the caller
-            if isinstance(values["state_dict"], CheckpointState) and keeps_names:
-                values["save_original_format"] = False
-            original(**values)
+        state = values.pop("state_dict", None)
+        if state is not None:  # gathered by the caller
+            _write(original, values, state, keeps_names)
             return
-        values["state_dict"] = full_state(model)
+        if is_adapted(model):
+            embeddings = values.get("save_embedding_layers", "auto")
+            adapters = values.get("selected_adapters")
+            state = adapter_states(model, adapters, save_embedding_layers=embeddings)
+        else:
+            state = full_state(model)
         with fail_on_all_ranks(model, "save_pretrained"):
-            if values["state_dict"]:
-                original(**values)
+            if state:
+                _write(original, values, state, keeps_names=False)
 
     save_pretrained.__doc__ = original.__doc__
     return save_pretrained
+
+
+def _write(
+    original: Callable[..., None], values: dict[str, Any], state: dict[str, Any], keeps_names: bool
+) -> None:
+    if isinstance(state, AdapterStates):
+        with state.written():
+            original(**values)
+        return
+    if isinstance(state, CheckpointState) and keeps_names:
+        values["save_original_format"] = False
+    original(**values, state_dict=state)

@@ -3,14 +3,15 @@ that were added after sharding are found.
 
 PEFT merges an adapter by `base_layer.weight.data += ...`. On a sharded model that would write to a
 gathered copy. So these methods of a sharded model run inside `local_shards`, as `reset_parameters`
-does.
+does. AdaLoRA computes with what `named_parameters` returns, so it gets full parameters there.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,9 +40,9 @@ _EDITS = {
 """Class of `peft.tuners.tuners_utils` -> its methods that edit weights."""
 
 
-def _peft_class(name: str) -> type[Any] | None:
+def _peft_class(name: str, module: str = "tuners_utils") -> type[Any] | None:
     """Return a class of PEFT, if the program has imported PEFT."""
-    found = getattr(sys.modules.get("peft.tuners.tuners_utils"), name, None)
+    found = getattr(sys.modules.get(f"peft.tuners.{module}"), name, None)
     return found if isinstance(found, type) else None
 
 
@@ -71,6 +72,12 @@ def edit_adapters_as_shards(model: nn.Module) -> None:
 @functools.cache
 def _editing_class(base: type[Any], edits: tuple[str, ...]) -> type[Any]:
     members: dict[str, Any] = {name: _on_shards(getattr(base, name)) for name in edits}
+    adaptive = _peft_class("AdaLoraModel", "adalora.model")
+    if adaptive is not None and issubclass(base, adaptive):
+        members["forward"] = _with_full_adapters(base.forward)
+        members["update_and_allocate"] = _allocating(base.update_and_allocate)
+        resize = "resize_state_dict_by_rank_pattern"
+        members[resize] = _resizing(getattr(base, resize))
     members["_zpasses_edits_shards"] = True
     members["__module__"], members["__qualname__"] = base.__module__, base.__qualname__
     return type(base.__name__, (base,), members)
@@ -83,6 +90,72 @@ def _on_shards(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
 
     return edit
+
+
+# --- AdaLoRA --------------------------------------------------------------------------------------
+def _with_full_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`AdaLoraModel.forward`, which regularizes the adapters that `named_parameters` returns."""
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        reads = functools.partial(_full_adapters, self.model)
+        model = SimpleNamespace(forward=self.model.forward, named_parameters=reads)
+        return original(_stand_in(self, model), *args, **kwargs)
+
+    return forward
+
+
+def _full_adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, _ in model.named_parameters():
+        if "lora_A" in name or "lora_B" in name:
+            module, _, last = name.rpartition(".")
+            yield name, getattr(model.get_submodule(module), last)
+
+
+def _allocating(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`AdaLoraModel.update_and_allocate`, which ranks the triplets of all adapters by parameters
+    and gradients, and masks the worst. Every rank does so, on full tensors.
+    """
+
+    @functools.wraps(original)
+    def update_and_allocate(self: Any, global_step: int) -> None:
+        shards = {name: p for name, p in self.model.named_parameters() if "lora_" in name}
+        full = {}
+        for name, param in shards.items():
+            full[name] = _full(param.detach())
+            full[name].grad = None if param.grad is None else _full(param.grad)
+        original(_stand_in(self, SimpleNamespace(named_parameters=full.items)), global_step)
+        with torch.no_grad():
+            for name, param in shards.items():
+                if "lora_E" in name:
+                    param.copy_(full[name])
+
+    return update_and_allocate
+
+
+def _resizing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`AdaLoraModel.resize_state_dict_by_rank_pattern`, which leaves masked rows out."""
+
+    @functools.wraps(original)
+    def resize(self: Any, rank_pattern: Any, state_dict: dict[str, Any], name: str) -> Any:
+        full = {key: _full(value) for key, value in state_dict.items()}
+        return original(self, rank_pattern, full, name)
+
+    return resize
+
+
+def _stand_in(adapted: Any, model: Any) -> Any:
+    """An AdaLoraModel around another model."""
+    return SimpleNamespace(
+        model=model,
+        peft_config=adapted.peft_config,
+        trainable_adapter_name=adapted.trainable_adapter_name,
+        rankallocator=getattr(adapted, "rankallocator", None),
+    )
+
+
+def _full(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 # --- adapters added after sharding ----------------------------------------------------------------

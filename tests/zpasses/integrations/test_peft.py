@@ -9,6 +9,8 @@ pytest.importorskip("accelerate")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
+from safetensors.torch import load_file  # noqa: E402
+
 from tests.zpasses.integrations import training  # noqa: E402
 from zpasses.integrations.transformers import prepare  # noqa: E402
 
@@ -134,30 +136,54 @@ PROMPTS = {
 }
 
 
-def _tune_prompt(folder, kind, options):
+def _tune_prompt(folder, kind, options, resume=None):
     training.as_started_by_torchrun()
     torch.manual_seed(0)
     model = peft.get_peft_model(training.llama(), PROMPTS[kind]())
     if options is not None:
         prepare(model, options=options)
-    args = training.arguments(folder, gradient_accumulation_steps=2)
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    args = training.arguments(folder, gradient_accumulation_steps=2, **saves)
     samples = training.Samples(training.llama)
     trainer = training.quiet(transformers.Trainer(model, args, train_dataset=samples))
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return training.logged(trainer, *NAMES)
 
 
 def _tune_prompts(folder, kind, options):
-    return [_tune_prompt(folder, kind, given) for given in (None, options)]
+    results = [
+        _tune_prompt(folder / str(prepared), kind, options if prepared else None)
+        for prepared in (False, True)
+    ]
+    plain, ours = (
+        load_file(folder / str(prepared) / "checkpoint-3" / "adapter_model.safetensors")
+        for prepared in (False, True)
+    )
+    torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-5)
+    return results
 
 
 @pytest.mark.slow(quick="test_lora_trains_saves_and_resumes")
 @pytest.mark.parametrize("kind", sorted(PROMPTS))
 @pytest.mark.parametrize("stage", [2, 3])
-def test_prompt_learning_trains_like_ddp(tmp_path, kind, stage):
+def test_prompt_learning_trains_and_saves_like_ddp(tmp_path, kind, stage):
     options = {"zero_stage": stage}
     for plain, ours in run_on_ranks(_tune_prompts, tmp_path, kind, options, timeout_s=240):
         assert ours == pytest.approx(plain, rel=1e-4)
+
+
+def _resume_prompts(folder, kind):
+    return [
+        _tune_prompt(folder, kind, training.OPTIONS, resume)
+        for resume in (None, str(folder / "checkpoint-2"))
+    ]
+
+
+@pytest.mark.slow(quick="test_lora_trains_saves_and_resumes")
+@pytest.mark.parametrize("kind", sorted(PROMPTS))
+def test_prompt_learning_resumes(tmp_path, kind):
+    for whole, resumed in run_on_ranks(_resume_prompts, tmp_path, kind):
+        assert resumed == whole
 
 
 def _letters(completions, **_):
