@@ -11,8 +11,10 @@ Everything else is written as for other models: see docs/trainers.md.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +22,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from zpasses.checkpoint.full import full_state_dict
 from zpasses.checkpoint.safetensors_writer import save_safetensors
@@ -128,13 +131,17 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
     - `get_state_dict` gathers the full state on the main process. It is empty on other ranks.
     - `save_model` writes safetensors, parameter by parameter.
     - `save_state` and `load_state` use torch.distributed.checkpoint: each rank writes its own rows,
-      and the checkpoint loads on any number of ranks.
+      and the checkpoint loads on any number of ranks. Hooks get the prepared models, too, and their
+      rows of this rank as `weights`. What a hook removes from `weights` is written nevertheless;
+      models that it removes on load, on every rank, are not loaded.
 
     Call the saving methods on every rank.
     """
 
     _models: list[nn.Module]
     _optimizers: list[Any]
+    _save_model_state_pre_hook: OrderedDict[int, Callable[..., None]]
+    _load_model_state_pre_hook: OrderedDict[int, Callable[..., None]]
 
     def prepare_model(
         self,
@@ -198,17 +205,17 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
         if not models:
             return super().save_state(output_dir, safe_serialization, **kwargs)
         together = _together(models)
-        discarded = self.register_save_state_pre_hook(
-            lambda _models, _weights, path: discard_states(os.path.join(path, FOLDER), together)
-        )
-        try:
-            with (
-                self._hidden(models, optimizers),
-                fail_on_all_ranks(together, "Accelerator.save_state"),
-            ):
-                folder = super().save_state(output_dir, safe_serialization, **kwargs)
-        finally:
-            discarded.remove()
+
+        def hide(_: list[nn.Module], weights: list[Any], folder: str) -> None:
+            weights[:] = [each for each in weights if not isinstance(each, _Shards)]
+            discard_states(os.path.join(folder, FOLDER), together)
+
+        with (
+            self._hidden(optimizers) as every_model,
+            _around(self._save_model_state_pre_hook, functools.partial(_show, every_model), hide),
+            fail_on_all_ranks(together, "Accelerator.save_state"),
+        ):
+            folder = super().save_state(output_dir, safe_serialization, **kwargs)
         save_states(os.path.join(folder, FOLDER), together, optimizers, with_model=True)
         return folder
 
@@ -219,22 +226,39 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         models, optimizers = self._prepared(), self._optimizers_of_prepared()
-        folders: list[str] = []
-        found = self.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
-        try:
-            with self._hidden(models, optimizers):
-                super().load_state(input_dir, load_kwargs, **kwargs)
-        finally:
-            found.remove()
-        if models:
-            folder = os.path.join(folders[0], FOLDER)
-            if not os.path.isdir(folder):
-                raise OptionError(
-                    f"load_state: {folders[0]} has no folder {FOLDER!r}, which save_state writes "
-                    "for a prepared model. To load the weights of another checkpoint, use "
-                    "zpasses.load_safetensors(model, path)."
-                )
-            load_states(folder, _together(models), optimizers, with_model=True)
+        if not models:
+            super().load_state(input_dir, load_kwargs, **kwargs)
+            return
+        left: list[nn.Module] = []
+        folder = ""
+
+        def show(shown: list[nn.Module], path: str) -> None:
+            nonlocal folder
+            folder = os.path.join(path, FOLDER)
+            shown[:] = every_model
+
+        def hide(shown: list[nn.Module], _: str) -> None:
+            left[:] = [each for each in shown if each in models]
+            shown[:] = [each for each in shown if each not in models]
+
+        with (
+            self._hidden(optimizers) as every_model,
+            _around(self._load_model_state_pre_hook, show, hide),
+        ):
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        if left not in ([], models):
+            raise OptionError(
+                f"load_state: hooks have removed {len(models) - len(left)} of {len(models)} "
+                "prepared models, which one folder holds. Remove all that a hook has loaded, or "
+                "none."
+            )
+        if not os.path.isdir(folder):
+            raise OptionError(
+                f"load_state: {os.path.dirname(folder)} has no folder {FOLDER!r}, which save_state "
+                "writes for a prepared model. To load the weights of another checkpoint, use "
+                "zpasses.load_safetensors(model, path)."
+            )
+        load_states(folder, _together(models), optimizers, with_model=bool(left))
 
     def _prepared(self) -> list[nn.Module]:
         return [each for each in self._models if preparation_of(each) is not None]
@@ -248,17 +272,49 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
         ]
 
     @contextlib.contextmanager
-    def _hidden(
-        self, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]
-    ) -> Iterator[None]:
-        """accelerate saves and loads only what else it has prepared."""
+    def _hidden(self, optimizers: list[torch.optim.Optimizer]) -> Iterator[list[nn.Module]]:
+        """accelerate saves and loads only what else it has prepared. Yields all models."""
         both: tuple[list[nn.Module], list[Any]] = self._models, self._optimizers
-        self._models = [each for each in both[0] if each not in models]
+        self._models = [each for each in both[0] if preparation_of(each) is None]
         self._optimizers = [each for each in both[1] if each.optimizer not in optimizers]
         try:
-            yield
+            yield both[0]
         finally:
             self._models, self._optimizers = both
+
+
+class _Shards(dict[str, Any]):
+    """The state of a prepared model that hooks get: the rows of this rank."""
+
+
+def _show(
+    every_model: list[nn.Module], models: list[nn.Module], weights: list[Any], _: str
+) -> None:
+    """A hook that gives those after it all models, and for each a state."""
+    others = iter(list(weights))
+    models[:] = every_model
+    weights[:] = [
+        next(others) if preparation_of(each) is None else _Shards(each.state_dict())
+        for each in every_model
+    ]
+
+
+@contextlib.contextmanager
+def _around(
+    hooks: OrderedDict[int, Callable[..., None]],
+    first: Callable[..., None],
+    last: Callable[..., None],
+) -> Iterator[None]:
+    """In the block, call `first` before the hooks and `last` after them."""
+    added = RemovableHandle(hooks), RemovableHandle(hooks)
+    for handle, hook in zip(added, (first, last), strict=True):
+        hooks[handle.id] = hook
+    hooks.move_to_end(added[0].id, last=False)
+    try:
+        yield
+    finally:
+        for handle in added:
+            handle.remove()
 
 
 def _together(models: list[nn.Module]) -> nn.Module:

@@ -9,6 +9,7 @@ See docs/trainers.md.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +20,15 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
-from zpasses.checkpoint.full import full_state_dict
+from zpasses import compat
+from zpasses.checkpoint.model_tensors import gather_full
 from zpasses.errors import ZpassesError
 from zpasses.integrations.failures import fail_on_all_ranks
 from zpasses.integrations.optimizer_state import load_states, save_states
@@ -37,7 +44,11 @@ from zpasses.sharding.shard import shard
 __all__ = ["ZpassesStrategy"]
 
 STATES = "sharded_state"
+"""Folder in a checkpoint that holds the optimizers."""
+TENSORS = "tensors"
+"""Folder that holds entries of a checkpoint that have shards, such as `state_dict`."""
 META = "meta.pt"
+"""File that holds the other entries, and describes the tensors of these."""
 
 
 class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
@@ -150,13 +161,14 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
         return False  # `load_checkpoint` does
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return {}  # `save_checkpoint` writes it
+        """The shards of this rank. `on_save_checkpoint` may edit the dict."""
+        return dict(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return {}  # `save_checkpoint` writes it
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if checkpoint.get("state_dict"):  # of a file; `load_checkpoint` has loaded a folder
+        if "state_dict" in checkpoint:
             self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -179,12 +191,15 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
             if self.is_global_zero:
                 _remove(part)
                 (part.parent if as_file else part).mkdir(parents=True, exist_ok=True)
+        sharded = {key: value for key, value in checkpoint.items() if _has_shards(value)}
+        checkpoint.pop("optimizer_states", None)
         if as_file:
-            checkpoint["state_dict"] = full_state_dict(module, cpu_offload=True, rank0_only=True)
+            checkpoint.update(_map_tensors(_on_first_rank, sharded))
         else:
-            del checkpoint["optimizer_states"]
-            checkpoint.pop("state_dict", None)
-            save_states(part / STATES, module, self.optimizers, with_model=True)
+            save_states(part / STATES, module, self.optimizers, with_model=False)
+            planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # buffers are of rank 0
+            save(sharded, storage_writer=FileSystemWriter(part / TENSORS), planner=planner)
+            checkpoint.update(_map_tensors(_described, sharded))
         with fail_on_all_ranks(module, "ZpassesStrategy.save_checkpoint"):
             if self.is_global_zero:
                 torch.save(checkpoint, part if as_file else part / META)
@@ -208,9 +223,62 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
         if path.is_file():
             return torch.load(path, map_location="cpu", weights_only=weights_only)
         loaded = torch.load(path / META, map_location="cpu", weights_only=weights_only)
-        optimizers = self.optimizers if fitting else []
-        load_states(path / STATES, self.lightning_module, optimizers, with_model=True)
-        return loaded
+        preparation = preparation_of(self.model)
+        assert preparation is not None
+        make = functools.partial(_empty, preparation.mesh)
+        sharded = {key: _made(make, value) for key, value in loaded.items() if _is_described(value)}
+        if sharded:
+            load(sharded, checkpoint_id=os.fspath(path / TENSORS))
+        earlier = "state_dict" not in loaded  # of an earlier version
+        if fitting or earlier:
+            optimizers = self.optimizers if fitting else []
+            load_states(path / STATES, self.lightning_module, optimizers, with_model=earlier)
+        return {**loaded, **sharded}
+
+
+# --- entries of a checkpoint ----------------------------------------------------------------------
+_DESCRIBED = "zpasses_tensor"
+
+
+def _has_shards(value: Any) -> bool:
+    return any(isinstance(leaf, DTensor) for leaf in compat.pytree.tree_leaves(value))
+
+
+def _map_tensors(make: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    return compat.pytree.tree_map_only(torch.Tensor, make, value)
+
+
+def _on_first_rank(tensor: torch.Tensor) -> torch.Tensor | None:
+    full = gather_full(tensor, destination=0)
+    return None if full is None else full.cpu()
+
+
+def _described(tensor: torch.Tensor) -> dict[str, Any]:
+    sharded = isinstance(tensor, DTensor)
+    return {_DESCRIBED: [list(tensor.shape), tensor.dtype, sharded]}  # files hold plain types only
+
+
+def _is_description(value: Any) -> bool:
+    return isinstance(value, dict) and list(value) == [_DESCRIBED]
+
+
+def _is_described(value: Any) -> bool:
+    leaves = compat.pytree.tree_leaves(value, is_leaf=_is_description)
+    return any(map(_is_description, leaves))
+
+
+def _made(make: Callable[[Any], Any], value: Any) -> Any:
+    return compat.pytree.tree_map(
+        lambda leaf: make(leaf) if _is_description(leaf) else leaf, value, is_leaf=_is_description
+    )
+
+
+def _empty(mesh: DeviceMesh, description: dict[str, Any]) -> torch.Tensor:
+    shape, dtype, sharded = description[_DESCRIBED]
+    if not sharded:
+        return torch.empty(shape, dtype=dtype)
+    placement = Shard(0) if shape else Replicate()
+    return empty(shape, dtype=dtype, device_mesh=mesh, placements=[placement])
 
 
 def _averages(trainer: Any, device: torch.device) -> Iterator[nn.Module]:

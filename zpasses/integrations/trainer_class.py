@@ -51,6 +51,8 @@ def install(adopt: Callable[[nn.Module], None]) -> None:
         model: Any = given.get("model")
         if not isinstance(self, ShardingTrainer) and preparation_of(model) is not None:
             _check_arguments(given.get("args"))
+            if getattr(given.get("args"), "load_best_model_at_end", False):
+                _check_prompts(model, "load_best_model_at_end")
             finish_preparation(model)
             adopt(model)
             kind = type(self)
@@ -175,6 +177,7 @@ class ShardingTrainer(Trainer):  # type: ignore[misc]
         if _has_weights(resume_from_checkpoint) and not hasattr(self.model, "peft_config"):
             load_safetensors(model or self.model, resume_from_checkpoint)
         else:  # adapters
+            _check_prompts(self.model, "resume_from_checkpoint")
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
@@ -196,6 +199,22 @@ def _is_complete(checkpoint: Path) -> bool:
 def _has_weights(checkpoint: str) -> bool:
     names = ("model.safetensors", "model.safetensors.index.json")
     return any(os.path.exists(os.path.join(checkpoint, name)) for name in names)
+
+
+def _check_prompts(model: Any, argument: str) -> None:
+    """Raise OptionError for adapters whose file holds the prompts that a network has made, but not
+    the network, such as p-tuning. PEFT would load the prompts as its input.
+    """
+    for adapter, encoder in getattr(model, "prompt_encoder", {}).items():
+        networks = [name for name, _ in encoder.named_children() if name != "embedding"]
+        if networks:
+            raise OptionError(
+                f"{argument}: PEFT saves the prompts of adapter {adapter!r}, and not the network "
+                f"that makes them ({type(encoder).__name__}.{networks[0]}), so training cannot go "
+                f"on from its file. Leave {argument} out, and load the file for inference with "
+                "PeftModel.from_pretrained; or use prompt tuning, or prefix tuning without "
+                "prefix_projection, which resume."
+            )
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:

@@ -83,6 +83,50 @@ def test_accumulation_clipping_and_checkpoints(tmp_path):
     run_on_ranks(_resume_on_one_rank, tmp_path, ranks=1)
 
 
+def _hooks(folder):
+    training.as_started_by_torchrun()
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = prepare(accelerator, _model(), options=training.OPTIONS)
+    model, other = accelerator.prepare(model, nn.Linear(2, 2))
+    seen = []
+
+    def save(models, weights, path):
+        full = accelerator.get_state_dict(models[0])
+        if accelerator.is_main_process:
+            torch.save(full, f"{path}/own.pt")
+        seen.append([list(models), list(map(list, weights)), path])
+
+    def load(models, path):
+        own = models.pop(0)
+        assert own is model
+        own.load_state_dict(torch.load(f"{path}/own.pt"))
+        seen.append([list(models), path])
+
+    saving = accelerator.register_save_state_pre_hook(save)
+    path = str(folder / "state")
+    accelerator.save_state(path)
+    saving.remove()
+    names = [list(_model().state_dict()), ["weight", "bias"]]
+    assert seen.pop() == [[model, other.module], names, path]
+    assert {each.name for each in (folder / "state").glob("*.safetensors")} == {"model.safetensors"}
+    before = zpasses.full_state_dict(model)
+    for hooked in (False, True):
+        with torch.no_grad():
+            for each in (*model.parameters(), *other.parameters()):
+                each.zero_()
+        if hooked:
+            accelerator.register_load_state_pre_hook(load)
+        accelerator.load_state(path)
+        torch.testing.assert_close(zpasses.full_state_dict(model), before)
+        assert all(each.abs().sum() > 0 for each in other.parameters())
+    assert seen == [[[other.module], path]]
+    assert len(accelerator._models) == 2
+
+
+def test_hooks_of_save_state_and_load_state_get_the_models(tmp_path):
+    run_on_ranks(_hooks, tmp_path)
+
+
 def _save_states(folder):
     for number, steps in enumerate((2, 4)):
         training.as_started_by_torchrun()

@@ -16,6 +16,7 @@ lightning = pytest.importorskip("lightning")
 pytest.importorskip("transformers")
 
 from lightning.pytorch import callbacks  # noqa: E402
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
 
 from tests.zpasses.integrations import snapshots, training  # noqa: E402
 from zpasses.integrations.lightning import ZpassesStrategy  # noqa: E402
@@ -69,10 +70,9 @@ def _trainer(strategy, ranks=2, steps=3, accumulate=1, **changes):
         max_steps=steps,
         accumulate_grad_batches=accumulate,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"gradient_clip_val": 0.1, **changes},
+        **{"gradient_clip_val": 0.1, "enable_checkpointing": False, **changes},
     )
 
 
@@ -177,6 +177,67 @@ def _export(folder):
 
 def test_weights_only_checkpoints_are_files_as_of_ddp(tmp_path):
     run_on_ranks(_export, tmp_path)
+
+
+class HookedModule(Module):
+    def on_save_checkpoint(self, checkpoint):
+        state = checkpoint["state_dict"]
+        self.seen = {name: value.full_tensor() for name, value in state.items()}
+        checkpoint["mine"] = {"twice": 2 * state["scale"], "count": 5}
+        del state["model.2.bias"]
+
+    def on_load_checkpoint(self, checkpoint):
+        assert checkpoint["mine"]["count"] == 5
+        state = checkpoint["state_dict"]
+        assert "model.2.bias" not in state
+        self.seen = {name: value.full_tensor() for name, value in state.items()}
+        self.twice = checkpoint["mine"]["twice"].full_tensor()
+        state["model.2.bias"] = torch.full((3,), 5.0)
+
+
+def _hooked(folder):
+    trainer, module, _ = _fit(_zpasses(), HookedModule)
+    trainer.save_checkpoint(folder / "hooked.ckpt")
+    full = zpasses.full_state_dict(module)
+    torch.testing.assert_close(module.seen, full)
+    again, loaded = _trainer(_zpasses()), HookedModule()
+    again.validate(loaded, _loader(), ckpt_path=folder / "hooked.ckpt", verbose=False)
+    full["model.2.bias"].fill_(5.0)
+    torch.testing.assert_close(zpasses.full_state_dict(loaded), full)
+    torch.testing.assert_close(loaded.twice, 2 * full["scale"])
+    del full["model.2.bias"]
+    torch.testing.assert_close(loaded.seen, full)
+    if dist.get_rank() == 0:
+        dcp_to_torch_save(folder / "hooked.ckpt" / "tensors", folder / "export.pt")
+        torch.testing.assert_close(torch.load(folder / "export.pt")["state_dict"], full)
+
+
+def test_hooks_see_the_state_in_a_checkpoint_and_it_can_be_exported(tmp_path):
+    run_on_ranks(_hooked, tmp_path)
+
+
+def _resumed_average(folder):
+    found = []
+    for checkpoint in (None, folder / "four.ckpt"):
+        saving = callbacks.ModelCheckpoint(
+            folder, "four", every_n_train_steps=4, save_top_k=-1, enable_version_counter=False
+        )
+        average = callbacks.EMAWeightAveraging(decay=0.5)
+        _, module, _ = _fit(
+            _zpasses(),
+            steps=6,
+            checkpoint=checkpoint,
+            limit_train_batches=2,  # an epoch, so that the fourth step ends one
+            enable_checkpointing=True,
+            callbacks=[average, saving],
+        )
+        found.append(zpasses.full_state_dict(module))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.slow(quick="test_callbacks_that_average_weights_give_what_they_give_with_ddp")
+def test_average_of_weights_resumes(tmp_path):
+    run_on_ranks(_resumed_average, tmp_path)
 
 
 def _save_again(folder):
