@@ -558,7 +558,8 @@ def _rows_first(local: Any) -> Any:
 
 
 def _rows_back(rows: Any) -> Any:
-    return rows.movedim(0, "$dim")
+    # The model may view its parameters as contiguous tensors, and so do some kernels.
+    return rows.movedim(0, "$dim").contiguous()
 
 
 def _unchanged(value: Any) -> Any:
@@ -602,7 +603,7 @@ def _read_eagerly(module: Any, name: str, param: DTensor) -> Tensor:
             spec.group_name,
             *spec.other_groups,
         )
-    )
+    ).contiguous()
     label = f"parameter {name!r} of a {type(module).__name__}"
     source = Source(cast(nn.Parameter, param), spec)
     if layout.inner_mesh is None:
