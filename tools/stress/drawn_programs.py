@@ -531,4 +531,5 @@ def _judge(outcomes: Sequence[RankOutcome]) -> tuple[Outcome, str]:
 def _kind(outcomes: Sequence[RankOutcome]) -> str:
     """What refused a program, without names, numbers and ranks."""
     error = next(each.result.error for each in outcomes if each.result.error)
-    return re.sub(r"(?<=parameter )\S+|'[^']*'|\"[^\"]*\"|\([^()]*\)|\d[\d.]*", "*", " ".join(error.split()))[:400]
+    varying = r"(?<=parameter )\S+|'[^']*'|\"[^\"]*\"|\([^()]*\)|\d[\d.]*"
+    return re.sub(varying, "*", " ".join(error.split()))[:400]
