@@ -31,14 +31,13 @@ from zpasses.sharding.layouts import (
     layouts_of,
 )
 from zpasses.sharding.module import (
-    ParamShardSpec,
     ShardedModule,
     add_reads,
     mark_ignored,
-    own_part,
     sharded_parameters,
 )
 from zpasses.sharding.packing import check_pack_mb, next_batch, pack_local_rows
+from zpasses.sharding.param_spec import ParamShardSpec, own_part
 from zpasses.sharding.registrations import install_registration_hooks
 from zpasses.sharding.replaced_params import mark_replaced, sharded_form
 from zpasses.sharding.saved_shards import install_optimizer_state_check
