@@ -172,7 +172,7 @@ def _about_parameter(
             f"{_name(func)} on {copy._label}, which is sharded: a read returns a gathered copy. "
             "The gradient is stored with the shards, so a hook on the copy would not see it, and "
             "an optimizer could not step it. Use the parameter itself, whose hooks get DTensors: "
-            "dict(model.named_parameters())[...] returns it, and so does the attribute inside "
+            "model.get_parameter(name) returns it, and so does the attribute inside "
             "`with zpasses.local_shards(model):`."
         )
     if func == _GET_GRAD_FN:
@@ -272,7 +272,7 @@ def _unused_hint(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
         return ""
     return (
         f"{copies[0]._label} is sharded, and each read of it returns another gathered copy. "
-        "Differentiate with respect to the parameter itself: dict(model.named_parameters())[...]."
+        "Differentiate with respect to the parameter itself: model.get_parameter(name)."
     )
 
 

@@ -454,6 +454,6 @@ def _check_parameter(path: str, param: nn.Parameter, mesh: DeviceMesh, packs: bo
         raise ShardingError(
             f"parameter {path} has hooks (register_hook or register_post_accumulate_grad_hook). "
             "Sharding replaces it by a DTensor, and they would not be called. Register them after "
-            f"zpasses.shard, on dict(model.named_parameters())[{path!r}]: they get DTensors, and "
+            f"zpasses.shard, on model.get_parameter({path!r}): they get DTensors, and "
             "the average of the gradient over the ranks. Or pass the parameter as ignored_params."
         )
