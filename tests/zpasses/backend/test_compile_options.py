@@ -77,6 +77,26 @@ def test_backward_recomputes_nothing_from_a_buffer_that_forward_changes():
     torch.testing.assert_close(found, plain.head.weight.grad)
 
 
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.second_norm = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        x = x + checkpoint(self.first, x, use_reentrant=False)
+        return self.last(self.second_norm(self.norm(x)))
+
+
+def test_normalizations_beside_checkpoints_are_saved_value_by_value():
+    """Their operator reads statistics that forward changes, and returns several tensors."""
+    options = {"codegen": "eager", "zero_stage": 1, "memory_budget": "0%"}
+    with fake_world(2) as mesh:
+        model = zpasses.shard(Checkpointed(), mesh=mesh)
+        torch.compile(model, backend="zpasses", options=options)(torch.ones(4, 6)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
 ROOMY = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{memory_budget=1GiB}"
 SLOW_LAUNCH = "cpu,launch_us=1000000"
 SLOW_MEMORY = "cpu,launch_us=0.001,hop_us=0.001,network_hop_us=0.001,memory_gb_s=0.001"
