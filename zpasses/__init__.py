@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from zpasses.checkpoint.full import full_state_dict
     from zpasses.checkpoint.safetensors_reader import load_safetensors
     from zpasses.checkpoint.safetensors_writer import save_safetensors
+    from zpasses.checkpoint.training_state import load_training_state, training_state
     from zpasses.cost.target import Target
     from zpasses.errors import (
         AgreementError,
@@ -54,12 +55,14 @@ __all__ = [
     "init_device_mesh",
     "invalidate",
     "load_safetensors",
+    "load_training_state",
     "local_shards",
     "pack_parameters",
     "pack_shards",
     "save_safetensors",
     "sdma",
     "shard",
+    "training_state",
 ]
 
 _HOMES = {
@@ -82,11 +85,13 @@ _HOMES = {
     "init_device_mesh": "zpasses.ranks.device_mesh",
     "invalidate": "zpasses.sharding.shard",
     "load_safetensors": "zpasses.checkpoint.safetensors_reader",
+    "load_training_state": "zpasses.checkpoint.training_state",
     "pack_parameters": "zpasses.sharding.flat_buffers",
     "pack_shards": "zpasses.sharding.shard",
     "save_safetensors": "zpasses.checkpoint.safetensors_writer",
     "shard": "zpasses.sharding.shard",
     "local_shards": "zpasses.sharding.module",
+    "training_state": "zpasses.checkpoint.training_state",
 }
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,10 @@ from zpasses.sharding.module import ShardedModule
 __all__ = [
     "ModelTensor",
     "agree",
+    "agreed",
     "gather_full",
     "model_tensors",
+    "plain_name",
     "sharding_groups",
     "state_names",
     "writing_rank",
@@ -49,6 +52,11 @@ class ModelTensor:
         return self.names[0]
 
 
+def plain_name(name: str) -> str:
+    """Return the name of a parameter or buffer without what `torch.compile(model)` adds to it."""
+    return name.replace(_WRAPPER, "")
+
+
 def state_names(model: nn.Module) -> dict[str, Any]:
     """Name without `_orig_mod.` -> value, of everything in the state dict of a model.
 
@@ -59,7 +67,7 @@ def state_names(model: nn.Module) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        plain = name.replace(_WRAPPER, "")
+        plain = plain_name(name)
         if plain in found:
             raise ShardingError(
                 f"two tensors of {type(model).__name__} are named {plain!r} without "
@@ -189,6 +197,40 @@ def agree(
             f"{occasion}: ranks differ in {what}; rank {different[0]} differs from the first rank "
             "of its group. Every rank must pass the same model and the same checkpoint."
         )
+
+
+@contextlib.contextmanager
+def agreed(
+    groups: Iterable[str], occasion: str, timeout_s: float, *, described: Any = None
+) -> Iterator[None]:
+    """If the block fails on a rank, raise on every rank at its end. Call it on every rank.
+
+    The block must not communicate after what may fail on one rank only.
+
+    Args:
+        groups: names of the process groups, in one order on all ranks.
+        occasion: what the block does, for the error.
+        timeout_s: seconds to wait for the other ranks.
+        described: what must be equal on all ranks at the end of the block: plain JSON values.
+
+    Raises:
+        ShardingError: on every rank, if the block failed on one.
+        AgreementError: if ranks differ, or if one does not come in time.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    text = None if failure is None else f"{type(failure).__name__}: {failure}"
+    if isinstance(failure, ShardingError):
+        text = str(failure)
+    try:
+        agree(groups, occasion, timeout_s, described=described, failure=text)
+    except Exception as error:
+        if failure is not None:
+            raise error from failure
+        raise
 
 
 # --- gathers --------------------------------------------------------------------------------------

@@ -185,7 +185,9 @@ def _save_readers_of_changed_inputs(graph: fx.Graph) -> None:
             if getattr(user.target, "is_view", False):
                 pending.append(user)
             elif user.target is not torch.ops.aten.copy_.default:
-                mark_saved(user)
+                several = isinstance(user.meta.get("val"), (tuple, list))
+                for value in user.users if several else (user,):
+                    mark_saved(value)
 
 
 def is_joint_of_subgraph(gm: fx.GraphModule) -> bool:

@@ -35,6 +35,7 @@ from zpasses.integrations.preparation import (
     preparation_of,
     prepare_model,
 )
+from zpasses.runtime.param_value import is_sharded_parameter
 from zpasses.sharding.dynamo_backends import explain_dynamo_backend
 
 __all__ = ["ShardingAccelerator", "prepare", "shard_with"]
@@ -264,11 +265,15 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
         return [each for each in self._models if preparation_of(each) is not None]
 
     def _optimizers_of_prepared(self) -> list[torch.optim.Optimizer]:
-        sharded = {id(param) for model in self._prepared() for param in model.parameters()}
+        prepared = {param for model in self._prepared() for param in model.parameters()}
         return [
             each.optimizer
             for each in self._optimizers
-            if any(id(p) in sharded for group in each.param_groups for p in group["params"])
+            if any(
+                param in prepared or is_sharded_parameter(param)
+                for group in each.param_groups
+                for param in group["params"]
+            )
         ]
 
     @contextlib.contextmanager

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from zpasses.checkpoint.model_tensors import agree, sharding_groups
+from zpasses.checkpoint.model_tensors import agreed, sharding_groups
 from zpasses.integrations.preparation import preparation_of
 from zpasses.pipeline.options import Options
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 
-__all__ = ["fail_on_all_ranks"]
+__all__ = ["fail_on_all_ranks", "limit_s"]
 
 
 @contextlib.contextmanager
@@ -30,21 +30,12 @@ def fail_on_all_ranks(model: nn.Module, occasion: str) -> Iterator[None]:
         ShardingError: on every rank, if the block failed on one.
         AgreementError: if another rank does not come in time.
     """
-    failure: Exception | None = None
-    try:
+    with agreed(sharding_groups(model), f"the end of {occasion}", limit_s(model)):
         yield
-    except Exception as error:
-        failure = error
-    text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    try:
-        agree(sharding_groups(model), f"the end of {occasion}", _limit_s(model), failure=text)
-    except Exception as error:
-        if failure is not None:
-            raise error from failure
-        raise
 
 
-def _limit_s(model: nn.Module) -> float:
+def limit_s(model: nn.Module) -> float:
+    """Return how long the ranks of a prepared model wait for each other."""
     for module in model.modules():
         done = preparation_of(module)
         if done is not None:

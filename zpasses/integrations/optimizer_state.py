@@ -1,25 +1,20 @@
-"""State of sharded models and their optimizers through torch.distributed.checkpoint (DCP)."""
+"""Checkpoints of trainers: a folder of torch.distributed.checkpoint (DCP), complete or refused."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from zpasses.checkpoint.training_state import load_training_state, training_state
 from zpasses.errors import ZpassesError
-from zpasses.integrations.failures import fail_on_all_ranks
+from zpasses.integrations.failures import fail_on_all_ranks, limit_s
 
 __all__ = ["discard_states", "load_states", "save_states"]
 
@@ -51,7 +46,7 @@ def save_states(
     Args:
         with_model: write the model, too; a trainer may have written it in another format.
     """
-    states = _states(model, optimizers, with_model)
+    states = training_state(model, optimizers, weights=with_model, timeout_s=limit_s(model))
     discard_states(folder, model)
     save(states, storage_writer=FileSystemWriter(os.fspath(folder), overwrite=True))
 
@@ -73,21 +68,4 @@ def load_states(
             f"{folder} is incomplete: it has no {METADATA}, which is written last. A program that "
             "is killed while it saves leaves such a folder. Load an earlier checkpoint."
         )
-    states = _states(model, optimizers, with_model)
-    load(states, checkpoint_id=os.fspath(folder))
-    if with_model:
-        model.load_state_dict(states["model"])
-    for number, optimizer in enumerate(optimizers):
-        set_optimizer_state_dict(model, optimizer, states[f"optimizer_{number}"])
-
-
-def _states(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], with_model: bool
-) -> dict[str, Any]:
-    states: dict[str, Any] = {
-        f"optimizer_{number}": get_optimizer_state_dict(model, each)
-        for number, each in enumerate(optimizers)
-    }
-    if with_model:
-        states["model"] = model.state_dict()
-    return states
+    load_training_state(folder, model, optimizers, weights=with_model, timeout_s=limit_s(model))

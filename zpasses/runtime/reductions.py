@@ -16,12 +16,12 @@ from zpasses.runtime.inplace import is_sharded
 
 __all__ = ["NEED_ELEMENTS", "has_empty_part", "with_full_inputs"]
 
-_ATEN = torch.ops.aten
+aten = torch.ops.aten
 NEED_ELEMENTS = frozenset(
     getattr(packet, name)
     for packet in (
-        *(_ATEN.linalg_vector_norm, _ATEN.norm, _ATEN._foreach_norm, _ATEN._foreach_max),
-        *(_ATEN.max, _ATEN.min, _ATEN.amax, _ATEN.amin, _ATEN.aminmax, _ATEN.argmax, _ATEN.argmin),
+        *(aten.linalg_vector_norm, aten.norm, aten._foreach_norm, aten._foreach_max),
+        *(aten.max, aten.min, aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin),
     )
     for name in packet.overloads()
 )

@@ -18,10 +18,8 @@ from torch.nn.modules.module import (
 )
 
 from zpasses.errors import ShardingError
+from zpasses.sharding.gathered import GatheredCopy, GatheredPiece, check_source
 from zpasses.sharding.module import (
-    GatheredCopy,
-    GatheredPiece,
-    check_source,
     register_source,
 )
 

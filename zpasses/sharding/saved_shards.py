@@ -127,7 +127,7 @@ def check_owner(value: DTensor, param: DTensor, what: str) -> None:
     error = ShardingError(
         f"{what} {cause}. A state dict of a model that zpasses sharded holds the shards of one "
         "rank, so torch.save on one rank does not save those of the others. Save and load with "
-        "torch.distributed.checkpoint and get_state_dict, which works on any number of ranks; or "
+        "torch.distributed.checkpoint and zpasses.training_state, on any number of ranks; or "
         "let each rank save and load a file of its own. For the model, zpasses.full_state_dict(...)"
         " and zpasses.save_safetensors(...) give the whole parameters."
     )

@@ -31,14 +31,13 @@ from zpasses.sharding.layouts import (
     layouts_of,
 )
 from zpasses.sharding.module import (
-    ParamShardSpec,
     ShardedModule,
     add_reads,
     mark_ignored,
-    own_part,
     sharded_parameters,
 )
 from zpasses.sharding.packing import check_pack_mb, next_batch, pack_local_rows
+from zpasses.sharding.param_spec import ParamShardSpec, own_part
 from zpasses.sharding.registrations import install_registration_hooks
 from zpasses.sharding.replaced_params import mark_replaced, sharded_form
 from zpasses.sharding.saved_shards import install_optimizer_state_check
@@ -455,6 +454,6 @@ def _check_parameter(path: str, param: nn.Parameter, mesh: DeviceMesh, packs: bo
         raise ShardingError(
             f"parameter {path} has hooks (register_hook or register_post_accumulate_grad_hook). "
             "Sharding replaces it by a DTensor, and they would not be called. Register them after "
-            f"zpasses.shard, on dict(model.named_parameters())[{path!r}]: they get DTensors, and "
+            f"zpasses.shard, on model.get_parameter({path!r}): they get DTensors, and "
             "the average of the gradient over the ranks. Or pass the parameter as ignored_params."
         )

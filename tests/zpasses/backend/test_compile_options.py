@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import zpasses
 from zpasses.cost.memory import saved_for_backward
@@ -75,6 +76,27 @@ def test_backward_recomputes_nothing_from_a_buffer_that_forward_changes():
         found = dict(model.named_parameters())["head.weight"].grad.to_local()
     plain(x).square().sum().backward()
     torch.testing.assert_close(found, plain.head.weight.grad)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6, bias=False))
+        self.norm, self.second_norm = nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = x + checkpoint(self.first, x, use_reentrant=False)
+        return self.last(self.second_norm(self.norm(x)))
+
+
+def test_normalizations_beside_checkpoints_are_saved_value_by_value():
+    """Their operator reads statistics that forward changes, and returns several tensors."""
+    options = {"codegen": "eager", "zero_stage": 1, "target": "h100", "memory_budget": "0%"}
+    with fake_world(2) as mesh:
+        model = zpasses.shard(Checkpointed(), mesh=mesh)
+        torch.compile(model, backend="zpasses", options=options)(torch.ones(4, 6)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
 
 
 ROOMY = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{memory_budget=1GiB}"

@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import zpasses
 from tests.zpasses.models import assert_same, integers
@@ -37,12 +36,10 @@ def _trains_and_saves(folder, stage, beside):
     """The next steps run while the checkpoint is written, and must not show in it."""
     model, run, optimizer = _training(stage)
     _step(run, optimizer, 0)
-    weights, moments = get_state_dict(model, optimizer)
     # Gloo has no collectives that may run beside others, so the checkpoint has a group of its own.
     group = dist.new_group(backend="gloo")
-    saving = dcp.async_save(
-        {"model": weights, "optimizer": moments}, checkpoint_id=folder, process_group=group
-    )
+    state = zpasses.training_state(model, optimizer)
+    saving = dcp.async_save(state, checkpoint_id=folder, process_group=group)
     if not beside:
         saving.result()
     for seed in range(1, STEPS):
@@ -56,12 +53,7 @@ def _resumes(folder, stage):
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    zpasses.load_training_state(folder, model, optimizer)
     for seed in range(1, STEPS):
         _step(run, optimizer, seed)
     return zpasses.full_state_dict(model)

@@ -127,6 +127,35 @@ def test_hooks_of_save_state_and_load_state_get_the_models(tmp_path):
     run_on_ranks(_hooks, tmp_path)
 
 
+def _warm_start(folder):
+    """A checkpoint from before the first step, loaded after one, and one step after that."""
+    steps, weights = [], []
+    for number in range(2):
+        training.as_started_by_torchrun()
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = prepare(accelerator, _model(), options=training.OPTIONS)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if number == 0:
+            accelerator.save_state(str(folder))
+        else:
+            accelerator.backward(model(torch.zeros(2, 5)).square().sum())
+            optimizer.step()
+            accelerator.load_state(str(folder))
+            assert not optimizer.optimizer.state
+            optimizer.zero_grad()
+        accelerator.backward(model(torch.ones(2, 5)).square().sum())
+        optimizer.step()
+        steps.append({int(each["step"]) for each in optimizer.optimizer.state.values()})
+        weights.append(zpasses.full_state_dict(model))
+    assert steps == [{1}, {1}]
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
+
+
+def test_a_state_from_before_the_first_step_has_no_steps(tmp_path):
+    run_on_ranks(_warm_start, tmp_path)
+
+
 def _save_states(folder):
     for number, steps in enumerate((2, 4)):
         training.as_started_by_torchrun()

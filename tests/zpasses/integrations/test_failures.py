@@ -4,7 +4,6 @@ import pytest
 from torch import nn
 
 from zpasses.integrations import failures
-from zpasses.integrations.failures import fail_on_all_ranks
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 
 
@@ -19,14 +18,8 @@ class Prepared:
     ids=["default", "given"],
 )
 def test_ranks_wait_as_long_as_the_options_say(monkeypatch, options, expected):
-    limits = []
-    monkeypatch.setattr(
-        failures, "agree", lambda groups, what, limit, failure: limits.append(limit)
-    )
     inner = nn.Linear(1, 1)
     monkeypatch.setattr(
         failures, "preparation_of", lambda module: Prepared(options) if module is inner else None
     )
-    with fail_on_all_ranks(nn.Sequential(inner), "saving"):
-        pass
-    assert limits == [expected]
+    assert failures.limit_s(nn.Sequential(inner)) == expected

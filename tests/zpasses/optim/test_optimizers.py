@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn, optim
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 import zpasses
@@ -135,16 +134,9 @@ def test_parameters_that_are_not_sharded_may_be_in_the_same_optimizer(which):
     )
 
 
-def _without_unused():
-    """Distributed checkpoint expects state of every parameter that requires a gradient."""
-    model = Net()
-    model.unused.requires_grad_(False)
-    return zpasses.shard(model, mesh=world_mesh())
-
-
 def _save(which, folder):
     torch.manual_seed(0)
-    model = _without_unused()
+    model = zpasses.shard(Net(), mesh=world_mesh())
     optimizer = OURS[which][0](_params(model, which), lr=0.05)
     _steps(model, optimizer, range(2))
     sharded = [
@@ -155,21 +147,15 @@ def _save(which, folder):
     ]
     assert sharded
     assert all(isinstance(value, DTensor) for value in sharded)
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    dcp.save(zpasses.training_state(model, optimizer), checkpoint_id=folder)
     _steps(model, optimizer, range(2, 4))
     return zpasses.full_state_dict(model)
 
 
 def _resume(which, folder):
-    model = _without_unused()
+    model = zpasses.shard(Net(), mesh=world_mesh())
     optimizer = OURS[which][0](_params(model, which), lr=0.05)
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    zpasses.load_training_state(folder, model, optimizer)
     _steps(model, optimizer, range(2, 4))
     return zpasses.full_state_dict(model)
 

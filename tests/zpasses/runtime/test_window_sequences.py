@@ -243,7 +243,7 @@ def run_programs(examples, **options):
         with torch.no_grad():
             for seed, param in enumerate(model.parameters()):
                 param.copy_(
-                    zpasses.sharding.module.shard_tensor(
+                    zpasses.sharding.param_spec.shard_tensor(
                         integers(*param.shape, seed=seed).sign(), layout_of(param)
                     )
                 )

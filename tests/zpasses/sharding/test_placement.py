@@ -36,7 +36,8 @@ class Wide(nn.Module):
 
     def forward(self, x):
         hidden = x @ self.short.t()  # [n, 2]
-        return torch.einsum("nk,kij->nij", hidden, self.deep).sum() * self.scale + self.bias.sum()
+        deep = self.deep.view(-1).view(2, 3, -1)  # a parameter that is read is contiguous
+        return torch.einsum("nk,kij->nij", hidden, deep).sum() * self.scale + self.bias.sum()
 
 
 def longest(param):

@@ -342,9 +342,11 @@ def test_new_parameters_of_a_copy_are_not_registered(name):
 
 
 @pytest.mark.ranks(2)
-def test_get_parameter_returns_a_read():
+def test_get_parameter_returns_the_parameter_and_a_read_a_copy():
     model = _sharded()
-    assert torch.equal(model.get_parameter("0.weight"), model[0].weight)
+    param = model.get_parameter("0.weight")
+    assert param is next(model.parameters())
+    assert torch.equal(param.full_tensor(), model[0].weight)
     assert isinstance(model[0].weight, nn.Parameter)
     assert not isinstance(model[0].weight[0], nn.Parameter)
 
@@ -421,7 +423,7 @@ def test_models_with_hooks_on_parameters_are_refused(kind):
     handle = getattr(model[0].weight, kind)(print)
     with pytest.raises(
         zpasses.ShardingError,
-        match=r"parameter 0\.weight has hooks.*dict\(model\.named_parameters\(\)\)\['0\.weight'\]",
+        match=r"parameter 0\.weight has hooks.*model\.get_parameter\('0\.weight'\)",
     ):
         _sharded(model)
     assert type(model[0].weight) is nn.Parameter

@@ -11,9 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -657,21 +655,14 @@ def _full(state):
 
 def _save(folder):
     model, optimizer = _trained(0)
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-    return _full(weights), _full(moments["state"])
+    dcp.save(zpasses.training_state(model, optimizer), checkpoint_id=folder)
+    return _full(model.state_dict()), _full(optimizer.state_dict()["state"])
 
 
 def _load(folder):
     model, optimizer = _trained(1)
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
-    weights, moments = get_state_dict(model, optimizer)
-    return _full(weights), _full(moments["state"])
+    zpasses.load_training_state(folder, model, optimizer)
+    return _full(model.state_dict()), _full(optimizer.state_dict()["state"])
 
 
 @pytest.mark.processes

@@ -1,0 +1,176 @@
+"""What a checkpoint of a training run holds, and what is refused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import zpasses
+from tests.zpasses.models import integers
+from zpasses.testing import run_on_ranks, world_mesh
+
+pytestmark = pytest.mark.processes
+
+
+class Net(nn.Module):
+    """Batch norm, a head that nothing uses, and extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.last = nn.Linear(5, 3)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)))
+
+    def get_extra_state(self):
+        return {"made by": {"rank": dist.get_rank()}}
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def _training(**arguments):
+    torch.manual_seed(0)
+    model = zpasses.shard(Net(), mesh=world_mesh())
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1, **arguments)
+
+
+def _step(model, optimizer):
+    model(integers(4, 4, seed=dist.get_rank())).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _buffers(folder):
+    model, optimizer = _training()
+    _step(model, optimizer)
+    of_first = [buffer.clone() for buffer in model.buffers()]
+    own = [buffer.clone() for buffer in model.buffers()]
+    for buffer in of_first:
+        dist.broadcast(buffer, 0)
+    if dist.get_rank():
+        assert not torch.equal(own[0], of_first[0])
+    dcp.save(zpasses.training_state(model, optimizer), checkpoint_id=folder)
+    assert all(torch.equal(*both) for both in zip(model.buffers(), own, strict=True))
+    zpasses.load_training_state(folder, model, optimizer)
+    assert all(torch.equal(*both) for both in zip(model.buffers(), of_first, strict=True))
+    assert model.extra == {"made by": {"rank": 0}}
+
+
+def test_every_rank_loads_the_buffers_of_rank_0(tmp_path):
+    run_on_ranks(_buffers, str(tmp_path), ranks=4)
+
+
+def _reads_earlier_formats(folder):
+    for documented in (True, False):
+        model = zpasses.shard(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), mesh=world_mesh())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        _step(model, optimizer)
+        weights, moments = get_state_dict(model, optimizer)
+        key = "optimizer" if documented else "optimizer_0"
+        path = f"{folder}/{documented}"
+        dcp.save({"model": weights, key: moments}, checkpoint_id=path)
+        expected = zpasses.full_state_dict(model)
+        other = torch.optim.AdamW(model.parameters(), lr=0.5)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        zpasses.load_training_state(path, model, other)
+        assert other.param_groups[0]["lr"] == 0.1
+        torch.testing.assert_close(zpasses.full_state_dict(model), expected, rtol=0, atol=0)
+        for param in model.parameters():
+            for name, value in optimizer.state[param].items():
+                mine = other.state[param][name]
+                assert type(mine) is type(value)
+                mine, value = (getattr(each, "_local_tensor", each) for each in (mine, value))
+                assert torch.equal(mine, value)
+
+
+def test_checkpoints_of_earlier_versions_load(tmp_path):
+    run_on_ranks(_reads_earlier_formats, str(tmp_path))
+
+
+def _refusals(folder):
+    model, optimizer = _training()
+    x = integers(4, 4)
+    with zpasses.coalesce_grad_reduction(model):
+        model(x).sum().backward()
+        with pytest.raises(zpasses.ShardingError, match=r"is pending in a gradient window"):
+            zpasses.training_state(model, optimizer)
+    _step(model, optimizer)
+    stranger = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    with pytest.raises(zpasses.ShardingError, match="not in the model"):
+        zpasses.training_state(model, stranger)
+    dcp.save(zpasses.training_state(model, optimizer), checkpoint_id=folder)
+
+    before = zpasses.full_state_dict(model)
+    part = torch.optim.AdamW(model.last.parameters(), lr=0.5)
+    with pytest.raises(zpasses.ShardingError, match=r"has state of first\.weight and of 3 more"):
+        zpasses.load_training_state(folder, model, part)
+    with pytest.raises(zpasses.ShardingError, match="got 2 optimizers, and the checkpoint holds 1"):
+        zpasses.load_training_state(folder, model, [optimizer, part])
+    larger = zpasses.shard(
+        nn.ModuleDict({"first": nn.Linear(4, 5), "new": nn.Linear(2, 2)}), mesh=world_mesh()
+    )
+    with pytest.raises(
+        zpasses.ShardingError, match=r"has no new\.weight of the model, nor 1 others"
+    ):
+        zpasses.load_training_state(folder, larger)
+    torch.testing.assert_close(zpasses.full_state_dict(model), before, rtol=0, atol=0)
+
+    local = optimizer.state[model.first._parameters["weight"]]
+    local["mine"] = torch.zeros(local["exp_avg"].to_local().shape)
+    with pytest.raises(zpasses.ShardingError, match=r"mine of first\.weight .* this rank's part"):
+        zpasses.training_state(model, optimizer)
+
+
+def test_what_would_be_lost_is_refused(tmp_path):
+    run_on_ranks(_refusals, str(tmp_path))
+
+
+def _one_rank_fails():
+    model, optimizer = _training()
+    if dist.get_rank() == 1:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(zpasses.ShardingError, match=r"failed on rank 1: .* not in the model"):
+        zpasses.training_state(model, optimizer)
+
+
+def test_every_rank_gets_the_error_of_one():
+    run_on_ranks(_one_rank_fails)
+
+
+def _odd_state(folder):
+    """State with text, numbers, nested dicts and dtypes of its own; two groups."""
+    model, _ = _training()
+    params = list(model.parameters())
+    make = [{"params": params[:3], "lr": 0.5}, {"params": params[3:], "lr": torch.tensor(0.25)}]
+    saved, loaded = (torch.optim.SGD(make, lr=0.1) for _ in range(2))
+    saved.state[params[0]] = {
+        "text": "abc",
+        "step": 3,
+        "nested": {7: {"half": torch.zeros_like(params[0], dtype=torch.float16) + 2}},
+        "wide": torch.zeros_like(params[0], dtype=torch.float64) + 1,
+        "mean": torch.tensor(0.5, dtype=torch.float64),
+    }
+    saved.param_groups[1]["lr"].fill_(0.125)
+    loaded.param_groups[0]["initial_lr"] = 0.75
+    dcp.save(zpasses.training_state(model, saved), checkpoint_id=folder)
+    zpasses.load_training_state(folder, model, loaded)
+    got = loaded.state[params[0]]
+    assert len(loaded.state) == 1
+    assert (got["text"], got["step"]) == ("abc", 3)
+    assert torch.equal(got["wide"].to_local(), saved.state[params[0]]["wide"].to_local())
+    assert torch.equal(got["mean"], saved.state[params[0]]["mean"])
+    assert got["nested"][7]["half"].full_tensor().eq(2).all()
+    assert loaded.param_groups[0]["initial_lr"] == 0.75
+    assert torch.equal(loaded.param_groups[1]["lr"], torch.tensor(0.125))
+
+
+def test_state_of_other_kinds_comes_back_as_it_was(tmp_path):
+    run_on_ranks(_odd_state, str(tmp_path))
