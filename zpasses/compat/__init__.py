@@ -101,6 +101,7 @@ from zpasses.compat.c10d import (
 from zpasses.compat.dtensor import (
     DTensorSpec,
     address,
+    check_items,
     clear_sharding_prop_cache,
     concatenate_meshes,
     has_empty_part,
@@ -226,6 +227,7 @@ __all__ = [
     "call_around_compiles",
     "call_when_gradients_are_scaled",
     "call_with_stack_room",
+    "check_items",
     "clear_sharding_prop_cache",
     "clone_graph_module",
     "code_environment",

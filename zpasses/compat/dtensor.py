@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,7 @@ from zpasses.compat.fake import FakeTensor, no_dispatch_modes
 __all__ = [
     "DTensorSpec",
     "address",
+    "check_items",
     "clear_sharding_prop_cache",
     "concatenate_meshes",
     "has_empty_part",
@@ -196,6 +197,17 @@ def _is_strided(placement: Placement) -> bool:
 
 def _cut_dim(placement: Placement) -> int:
     return int(getattr(placement, "dim", -1)) if not placement.is_partial() else -1
+
+
+def check_items(check: Callable[[DTensor], None]) -> None:
+    """Call `check` with each DTensor whose `item()` is called, in place of an earlier check."""
+
+    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check(args[0])
+        return op(local_of(args[0]))
+
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = handler
 
 
 def clear_sharding_prop_cache() -> None:

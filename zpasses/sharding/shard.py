@@ -41,6 +41,7 @@ from zpasses.sharding.param_spec import ParamShardSpec, own_part
 from zpasses.sharding.registrations import install_registration_hooks
 from zpasses.sharding.replaced_params import mark_replaced, sharded_form
 from zpasses.sharding.saved_shards import install_optimizer_state_check
+from zpasses.sharding.scalars import refuse_parts_as_numbers
 from zpasses.sharding.wrappers import (
     accept_compiled_names,
     check_no_ddp_inside,
@@ -195,6 +196,7 @@ def shard(
     install_wrapper_hooks()
     install_registration_hooks()
     explain_dynamo_backend()
+    refuse_parts_as_numbers(mesh)
     accept_compiled_names(model)
     return model
 
