@@ -114,5 +114,7 @@ def _difference(group: str, rank_a: int, a: str, rank_b: int, b: str) -> str:
     return (
         f"ranks of {name_group(group)} are about to do different things: rank {rank_a} comes to "
         f"{a}, but rank {rank_b} to {b}. Every rank must take the same branches, and run as many "
-        "forwards, backwards and optimizer steps as the others."
+        "forwards, backwards and optimizer steps as the others. Layers that are skipped at random "
+        "must be skipped on every rank alike: with transformers, set the layerdrop values of the "
+        "configuration to 0."
     )

@@ -185,7 +185,8 @@ def _set_data(target: WatchedShard, value: Tensor) -> None:
         raise ShardingError(
             f"assigned {value.dtype}{list(value.shape)} to `.data` of a sharded parameter, "
             f"which is {target.dtype}{list(target.shape)}. Assign a tensor of the same shape "
-            "and dtype, or convert the model with model.to(dtype)."
+            "and dtype, or convert the model with model.to(dtype). Change shapes, as "
+            "resize_token_embeddings does, before you shard the model."
         )
     old = compat.local_of(target)
     memory = memory_of(value)
@@ -291,6 +292,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 _VIEW = torch.ops.aten.view.default
+_ITEM = torch.ops.aten._local_scalar_dense.default
 
 
 def _must_gather(source: Any, shape: list[int]) -> bool:
@@ -420,6 +422,8 @@ class DTensorInplaceMode(compat.TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _ITEM and isinstance(args[0], DTensor):  # initialisers loop until all values fit
+            return func(args[0].full_tensor())
         if isinstance(kwargs.get("out"), DTensor) or (args and isinstance(args[0], DTensor)):
             return _dispatch(func, args, kwargs)
         return func(*args, **kwargs)

@@ -213,11 +213,13 @@ _ITEM_WRITES = frozenset({"__setitem__", "__set__", "__delete__"})
 
 
 def _lost_write(func: Callable[..., Any], label: str) -> str:
+    reshaped = " What changes its shape, such as resize_token_embeddings, comes before sharding."
     return late_registration_of(label) or (
         f"{_name(func)} would write to {label}, which is sharded. A read returns a gathered copy, "
         "so the write would be lost. Write to the shards instead: inside "
         "`with zpasses.local_shards(model):` every parameter read returns its DTensor, and "
         "model.parameters() always does. (model.apply and reset_parameters use the shards already.)"
+        + (reshaped if _name(func) == ".data" else "")
     )
 
 

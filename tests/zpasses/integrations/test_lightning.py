@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import zpasses
 from zpasses.testing import run_on_ranks
@@ -155,6 +156,25 @@ def _compare_averages():
 
 def test_callbacks_that_average_weights_give_what_they_give_with_ddp():
     run_on_ranks(_compare_averages)
+
+
+class NormModule(Module):
+    def on_before_optimizer_step(self, optimizer):
+        self.norms = {
+            name: norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
+            for name, param in self.named_parameters()
+            if (norm := param.grad.norm()) is not None
+        }
+
+
+def _norms():
+    _, plain, _ = _fit("ddp", NormModule)
+    _, ours, _ = _fit(_zpasses(), NormModule)
+    assert ours.norms == pytest.approx(plain.norms, rel=1e-5)
+
+
+def test_norms_of_gradients_are_read_by_full_tensor():
+    run_on_ranks(_norms)
 
 
 def _export(folder):

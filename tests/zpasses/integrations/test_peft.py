@@ -235,3 +235,43 @@ def test_grpo_with_a_reference_adapter_trains_like_ddp(tmp_path, adapted):
     pytest.importorskip("trl")
     for plain, ours in run_on_ranks(_reinforces, tmp_path, adapted, timeout_s=240):
         assert ours == pytest.approx(plain, rel=1e-4, abs=1e-9)
+
+
+def _prefer(folder, prepared, how):
+    import datasets
+    import trl
+
+    training.as_started_by_torchrun()
+    datasets.disable_progress_bars()
+    prompts = [" ".join(chr(97 + (i * j) % 26) for j in range(4)) for i in range(16)]
+    samples = {"prompt": prompts, "chosen": [" a b c"] * 16, "rejected": [" d e"] * 16}
+    args = training.arguments(folder, kind=trl.DPOConfig, beta=0.1, max_length=16, bf16=False)
+    models = []
+    for _ in range(2 if how == "reference" else 1):
+        torch.manual_seed(0)
+        model = _adapted(torch.float32) if how == "adapted" else training.llama()
+        models.append(prepare(model, options=training.OPTIONS) if prepared else model)
+    torch.manual_seed(5)
+    trainer = trl.DPOTrainer(
+        models[0],
+        ref_model=models[1] if len(models) > 1 else None,
+        args=args,
+        train_dataset=datasets.Dataset.from_dict(samples),
+        processing_class=_tokenizer(),
+        peft_config=_config() if how == "adapters" else None,
+    )
+    training.quiet(trainer).train()
+    return training.logged(trainer, *NAMES)
+
+
+def _prefers(folder, how):
+    return [_prefer(folder, prepared, how) for prepared in (False, True)]
+
+
+@pytest.mark.slow(quick="test_lora_trains_saves_and_resumes")
+@pytest.mark.parametrize("how", ["adapted", "adapters", "reference"])
+def test_dpo_with_a_reference_trains_like_ddp(tmp_path, how):
+    """The reference is a copy of the adapter, the model without it, or another prepared model."""
+    pytest.importorskip("trl")
+    for plain, ours in run_on_ranks(_prefers, tmp_path, how, timeout_s=240):
+        assert ours == pytest.approx(plain, rel=1e-4)

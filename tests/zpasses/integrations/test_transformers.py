@@ -327,6 +327,65 @@ def test_seq2seq_trainer_predicts_with_generate_as_with_ddp(tmp_path):
         assert len({tuple(each) for each in predicted}) > 1
 
 
+def _resize():
+    training.as_started_by_torchrun()
+    size = training.VOCABULARY + 6
+    model = prepare(training.llama(), options=training.OPTIONS)
+    with pytest.raises(zpasses.ShardingError, match="resize_token_embeddings, comes before"):
+        model.resize_token_embeddings(size, mean_resizing=False)
+    with (
+        zpasses.local_shards(model),
+        pytest.raises(zpasses.ShardingError, match="resize_token_embeddings does, before"),
+    ):
+        model.resize_token_embeddings(size, mean_resizing=False)
+    model = training.llama()
+    model.resize_token_embeddings(size, mean_resizing=False)
+    prepare(model, options=training.OPTIONS)
+    ids = torch.tensor([[size - 1, 3, 4]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    grad = model.get_input_embeddings().get_parameter("weight").grad
+    assert grad.full_tensor()[size - 1].abs().sum() > 0
+
+
+def test_embeddings_are_resized_before_sharding():
+    run_on_ranks(_resize)
+
+
+def _skip_layers(layerdrop):
+    training.as_started_by_torchrun()
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        vocab_size=training.VOCABULARY,
+        d_model=16,
+        encoder_layers=3,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        dropout=0.0,
+        encoder_layerdrop=layerdrop,
+    )
+    model = transformers.BartForConditionalGeneration(config).train()
+    prepare(model, options=training.OPTIONS)
+    torch.manual_seed(dist.get_rank())
+    ids = torch.arange(3, 13)[None]
+    for _ in range(3):
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+
+
+def _skip_and_not():
+    with pytest.raises(zpasses.AgreementError, match="layerdrop values of the configuration to 0"):
+        _skip_layers(0.5)
+
+
+@pytest.mark.slow(quick="test_embeddings_are_resized_before_sharding")
+def test_layers_that_are_skipped_at_random_are_refused_by_name():
+    run_on_ranks(_skip_and_not)
+    run_on_ranks(_skip_layers, 0.0)
+
+
 # --- precision ------------------------------------------------------------------------------------
 def _precisions(folder):
     changes = {"label_smoothing_factor": 0.1, "max_steps": 2}

@@ -354,6 +354,7 @@ def _qkv(weight):
 INITS = {
     "normal": nn.init.normal_,
     "trunc_normal": nn.init.trunc_normal_,
+    "trunc_normal in rounds": lambda weight: nn.init.trunc_normal_(weight, a=-0.5, b=0.5),
     "kaiming": nn.init.kaiming_uniform_,
     "orthogonal": nn.init.orthogonal_,
     "eye": nn.init.eye_,
