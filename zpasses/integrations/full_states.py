@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+import inspect
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zpasses.checkpoint.full import full_state_dict
 from zpasses.checkpoint.model_tensors import agree, gather_full, sharding_groups, writing_rank
 from zpasses.errors import ZpassesError
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
+from zpasses.sharding.module import unsharded_class
 
-__all__ = ["AdapterStates", "CheckpointState", "adapter_states", "full_state", "is_adapted"]
+__all__ = [
+    "AdapterStates",
+    "CheckpointState",
+    "adapter_states",
+    "full_state",
+    "is_adapted",
+    "takes_state_dict",
+    "unsharded",
+]
 
 
 class CheckpointState(dict[str, Any]):
@@ -44,6 +55,41 @@ class AdapterStates(dict[str, Any]):
             yield
         finally:
             peft_model.get_peft_model_state_dict = original
+
+
+@contextlib.contextmanager
+def unsharded(model: nn.Module, state: dict[str, Any]) -> Iterator[None]:
+    """In the block, a model on this rank is a plain one with these parameters, for code that writes
+    modules one by one. It may also run the model, as sentence-transformers does for a model card.
+
+    Args:
+        state: what `full_state` has gathered.
+    """
+    full: dict[Tensor, nn.Parameter] = {}
+    before: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []
+    try:
+        for prefix, module in model.named_modules():
+            before.append((module, type(module), dict(module._parameters)))
+            module.__class__ = unsharded_class(type(module))
+            for name, param in module._parameters.items():
+                if isinstance(param, DTensor):
+                    value = state[f"{prefix}.{name}" if prefix else name]
+                    full.setdefault(param, nn.Parameter(value, param.requires_grad))
+                    module._parameters[name] = full[param]
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module, kind, params in before:
+            module.__class__ = kind
+            module._parameters.update(params)
+
+
+def takes_state_dict(save_pretrained: Callable[..., Any]) -> bool:
+    """Whether a method `save_pretrained` can be given the state that it writes."""
+    parameters = inspect.signature(save_pretrained).parameters
+    return "state_dict" in parameters or any(
+        each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()
+    )
 
 
 def is_adapted(model: nn.Module) -> bool:

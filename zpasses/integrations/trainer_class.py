@@ -23,7 +23,13 @@ from zpasses.checkpoint.safetensors_reader import load_safetensors
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.integrations.accelerate import shard_with
 from zpasses.integrations.failures import fail_on_all_ranks
-from zpasses.integrations.full_states import AdapterStates, CheckpointState, full_state
+from zpasses.integrations.full_states import (
+    AdapterStates,
+    CheckpointState,
+    full_state,
+    takes_state_dict,
+    unsharded,
+)
 from zpasses.integrations.optimizer_state import load_states, save_states
 from zpasses.integrations.preparation import finish_preparation, preparation_of
 
@@ -120,7 +126,12 @@ class ShardingTrainer(Trainer):  # type: ignore[misc]
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
         state = state_dict if state_dict is not None else getattr(self, "_full_state", None)
-        super()._save(output_dir, state_dict=state)
+        save = getattr(self.model, "save_pretrained", None)
+        if state is None or save is None or takes_state_dict(save):
+            super()._save(output_dir, state_dict=state)
+        elif self.args.should_save:  # it writes from every rank that calls it
+            with unsharded(self.model, state):
+                super()._save(output_dir, state_dict=state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_states(
@@ -174,18 +185,22 @@ class ShardingTrainer(Trainer):  # type: ignore[misc]
                 + " zpasses.integrations.transformers.last_checkpoint(folder) finds the newest "
                 "complete one."
             )
-        if _has_weights(resume_from_checkpoint) and not hasattr(self.model, "peft_config"):
+        load: Any = super()._load_from_checkpoint
+        if load.__func__ is not Trainer._load_from_checkpoint:  # a format of its own
+            load(resume_from_checkpoint)
+        elif _has_weights(resume_from_checkpoint) and not hasattr(self.model, "peft_config"):
             load_safetensors(model or self.model, resume_from_checkpoint)
         else:  # adapters
             _check_prompts(self.model, "resume_from_checkpoint")
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            load(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        if _has_weights(best) and not hasattr(self.model, "peft_config"):
+        best, load = self.state.best_model_checkpoint, super()._load_best_model
+        own = load.__func__ is not Trainer._load_best_model
+        if not own and _has_weights(best) and not hasattr(self.model, "peft_config"):
             load_safetensors(self.model, best)
-        else:  # adapters
-            super()._load_best_model()
+        else:  # adapters, or a format of its own
+            load()
 
 
 def _is_complete(checkpoint: Path) -> bool:

@@ -9,6 +9,7 @@ Everything else is written as for other models: see docs/trainers.md.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zpasses.checkpoint.model_tensors import sharding_groups
 from zpasses.integrations.failures import fail_on_all_ranks
 from zpasses.integrations.full_states import (
     AdapterStates,
@@ -24,6 +26,8 @@ from zpasses.integrations.full_states import (
     adapter_states,
     full_state,
     is_adapted,
+    takes_state_dict,
+    unsharded,
 )
 from zpasses.integrations.preparation import prepare_model, uncompiled
 from zpasses.integrations.trainer_class import install, last_checkpoint
@@ -104,8 +108,13 @@ def adopt(model: nn.Module) -> None:
 def _gathering(model: nn.Module, original: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(original)
     keeps_names = "save_original_format" in signature.parameters
+    takes_state = takes_state_dict(original)
 
+    @functools.wraps(original)
     def save_pretrained(*args: Any, **kwargs: Any) -> None:
+        if not sharding_groups(model):  # inside of `unsharded`, for a module that contains it
+            original(*args, **kwargs)
+            return
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         values = dict(given.arguments)
@@ -121,10 +130,12 @@ def _gathering(model: nn.Module, original: Callable[..., None]) -> Callable[...,
         else:
             state = full_state(model)
         with fail_on_all_ranks(model, "save_pretrained"):
-            if state:
+            if state and takes_state:
                 _write(original, values, state, keeps_names=False)
+            elif state:
+                with unsharded(model, state):
+                    original(**values)
 
-    save_pretrained.__doc__ = original.__doc__
     return save_pretrained
 
 
