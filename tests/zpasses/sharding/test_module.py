@@ -351,10 +351,15 @@ def _qkv(weight):
         nn.init.xavier_uniform_(part)
 
 
+def _in_rounds(weight):
+    nn.init.trunc_normal_(weight, a=-0.5, b=0.5)  # draws again as long as a value is outside
+    weight[1:6].normal_()
+
+
 INITS = {
     "normal": nn.init.normal_,
     "trunc_normal": nn.init.trunc_normal_,
-    "trunc_normal in rounds": lambda weight: nn.init.trunc_normal_(weight, a=-0.5, b=0.5),
+    "trunc_normal, and more": _in_rounds,
     "kaiming": nn.init.kaiming_uniform_,
     "orthogonal": nn.init.orthogonal_,
     "eye": nn.init.eye_,
