@@ -224,7 +224,7 @@ def _draw_actions(
     others = [name for name in ACTIONS if name not in _STEP]
     if backwards > 1:
         others.remove("fail")
-    if how != "whole" or "cut_last" in shard or backwards > 1 or chance.random() < 0.8:
+    if how != "whole" or backwards > 1 or chance.random() < 0.8 or "cut_last" in shard:
         # Most such programs are refused, and end there. Code that is not compiled keeps the values
         # that forward read, and so does a parameter that is cut along its last dimension.
         others.remove("edit_before_backward")

@@ -152,7 +152,13 @@ def watch(value: Tensor, memory: ShardMemory | None) -> WatchedShard:
 def watch_if_needed(value: Any) -> Any:
     """Make a DTensor that is no parameter a WatchedShard if torch's reductions cannot take it
     (zpasses.runtime.reductions), in place. Gradients and what is computed from them are such.
+
+    Args:
+        value: what an operator returned, maybe a list.
     """
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            watch_if_needed(each)
     if type(value) is DTensor and has_empty_part(value):
         return watch(value, None)
     return value

@@ -58,6 +58,7 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "argmax": torch.argmax,
     "largest": lambda x: x.abs().max(),
     "norm": lambda x: torch.linalg.vector_norm(x, math.inf),
+    "of a list": lambda x: torch._foreach_abs([x])[0].amax(),
     "two norms": lambda x: torch.stack(torch._foreach_norm([x, x * 2], math.inf)),
 }
 
