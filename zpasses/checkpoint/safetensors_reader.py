@@ -87,7 +87,7 @@ def load_safetensors(
     except (OSError, SafetensorError, ShardingError) as error:
         failure = f"{path} cannot be read: {error}. The model is incomplete; load it again."
     for each in plan.tensors:
-        mark_edited(each.tensor)
+        mark_edited(each.tensor, "load_safetensors")
     agree(groups, f"the end of {_OCCASION}", timeout_s, failure=failure)
     return LoadResult(plan.missing, plan.unexpected)
 

@@ -21,6 +21,7 @@ __all__ = [
     "clear_sharding_prop_cache",
     "concatenate_meshes",
     "has_empty_part",
+    "is_placement_error",
     "local_of",
     "local_range",
     "locals_of",
@@ -208,6 +209,15 @@ def check_items(check: Callable[[DTensor], None]) -> None:
 
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = handler
+
+
+def is_placement_error(error: RuntimeError) -> bool:
+    """Whether DTensor has no way to run an operator on tensors that are placed like its arguments.
+
+    Only the text says so.
+    """
+    text = str(error)
+    return "placement changes are not supported" in text or "sharding strategy registered" in text
 
 
 def clear_sharding_prop_cache() -> None:

@@ -19,13 +19,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks.group_names import name_group
-from zpasses.ranks.vote import COMPILE_TIMEOUT, Ballot, GroupState, group_state, vote
+from zpasses.ranks.vote import COMPILE_TIMEOUT, NOT_ALONE, Ballot, GroupState, group_state, vote
 
-__all__ = ["RunEvent", "check_run_event", "forget_events"]
+__all__ = ["ALIKE", "Edits", "RunEvent", "check_run_event", "forget_events"]
+
+ALIKE = (
+    "Run the model, edit its parameters and step its optimizer on every rank alike, and catch an "
+    f"error of a step only if it occurs on all ranks. {NOT_ALONE}"
+)
+"""Advice of errors about ranks that wait for each other."""
 
 _CONTEXT = 16
 """Number of events by which the next one is predicted."""
@@ -50,11 +57,23 @@ class RunEvent:
         return cls(digest, text)
 
 
+class Edits(Protocol):
+    """Edits of parameters since the last event of their group."""
+
+    digest: int
+    """Depends on all of them, and on their order."""
+    count: int
+
+    def told(self) -> list[str]:
+        """Returns the last of them in words."""
+
+
 def check_run_event(
     group: str,
     event: RunEvent,
     timeout_s: float,
     *,
+    edits: Edits | None = None,
     always_vote: bool = False,
     timeout_option: str = COMPILE_TIMEOUT,
 ) -> None:
@@ -62,6 +81,7 @@ def check_run_event(
 
     Args:
         timeout_s: seconds to wait for the other ranks.
+        edits: of parameters since the last event; equal on all ranks, too.
         always_vote: vote also where the event was predicted. Windows do, to hear of failures.
         timeout_option: what the user sets to wait longer, for the error.
 
@@ -69,9 +89,10 @@ def check_run_event(
         AgreementError: when a rank comes to another event, failed, or does not come in time.
     """
     state = group_state(group)
-    if always_vote or state.successors.get(state.events) != event.digest:
-        _vote(group, state, event, timeout_s, timeout_option)
-    state.events = (*state.events, event.digest)[-_CONTEXT:]
+    digest = event.digest if edits is None else f"{event.digest} {edits.digest}"
+    if always_vote or state.successors.get(state.events) != digest:
+        _vote(group, state, event, edits, digest, timeout_s, timeout_option)
+    state.events = (*state.events, digest)[-_CONTEXT:]
 
 
 def forget_events(group: str) -> None:
@@ -80,19 +101,33 @@ def forget_events(group: str) -> None:
 
 
 def _vote(
-    group: str, state: GroupState, event: RunEvent, timeout_s: float, timeout_option: str
+    group: str,
+    state: GroupState,
+    event: RunEvent,
+    edits: Edits | None,
+    digest: str,
+    timeout_s: float,
+    timeout_option: str,
 ) -> None:
     ranks = compat.group_ranks(group)
 
     def combine(ballots: Sequence[Ballot]) -> Ballot:
         first = ballots[0]
         for rank, each in zip(ranks, ballots, strict=True):
-            if each["digest"] != first["digest"]:
+            if each["event"] != first["event"]:
                 return {"error": _difference(group, ranks[0], first["text"], rank, each["text"])}
+            if each["digest"] != first["digest"]:
+                return {"error": _other_edits(group, ranks[0], first, rank, each)}
         return {"error": None}
 
-    ballot = {"digest": event.digest, "text": event.text}
-    missed = f"come to {event.text}"
+    ballot = {
+        "digest": digest,
+        "event": event.digest,
+        "text": event.text,
+        "edits": [] if edits is None else edits.told(),
+        "count": 0 if edits is None else edits.count,
+    }
+    missed = f"come to {event.text}{_since_last_time(state, event, edits)}"
     error = vote(
         group,
         "the next graph or optimizer step",
@@ -100,6 +135,7 @@ def _vote(
         combine,
         timeout_s,
         missed=missed,
+        advice=ALIKE,
         timeout_option=timeout_option,
     )["error"]
     if error is not None:
@@ -107,14 +143,57 @@ def _vote(
         raise AgreementError(error)
     if len(state.successors) >= _MAX_PREDICTIONS:
         state.successors.clear()
-    state.successors[state.events] = event.digest
+    state.successors[state.events] = digest
 
 
 def _difference(group: str, rank_a: int, a: str, rank_b: int, b: str) -> str:
     return (
         f"ranks of {name_group(group)} are about to do different things: rank {rank_a} comes to "
         f"{a}, but rank {rank_b} to {b}. Every rank must take the same branches, and run as many "
-        "forwards, backwards and optimizer steps as the others. Layers that are skipped at random "
+        f"forwards, backwards and optimizer steps as the others. {NOT_ALONE} Layers that are "
+        "skipped at random "
         "must be skipped on every rank alike: with transformers, set the layerdrop values of the "
         "configuration to 0."
     )
+
+
+def _since_last_time(state: GroupState, event: RunEvent, edits: Edits | None) -> str:
+    """Says what edits came before an event that was expected, if others were."""
+    expected = state.successors.get(state.events)
+    if expected is None or expected.partition(" ")[0] != event.digest:
+        return ""
+    told = [] if edits is None else edits.told()
+    more = f" and {edits.count - 3} more" if edits is not None and edits.count > 3 else ""
+    which = f": {', '.join(told[:3])}{more}" if told else " (none now)"
+    return f" after other edits of parameters than at earlier steps{which}"
+
+
+def _other_edits(group: str, rank_a: int, a: Ballot, rank_b: int, b: Ballot) -> str:
+    """The error about two ranks that come to one event after different edits."""
+    told_a, told_b = a["edits"], b["edits"]
+    first_a, first_b = a["count"] - len(told_a), b["count"] - len(told_b)
+    start = max(first_a, first_b)  # the logs keep the last edits
+    at = next(
+        (
+            i
+            for i in range(start, max(a["count"], b["count"]))
+            if _at(told_a, i - first_a) != _at(told_b, i - first_b)
+        ),
+        None,
+    )
+    where = (
+        f"Of {a['count']} and {b['count']} edits, the first ones differ."
+        if at is None or (start and at == start)
+        else f"Edit {at + 1} is {_at(told_a, at - first_a)} on rank {rank_a}, but "
+        f"{_at(told_b, at - first_b)} on rank {rank_b}."
+    )
+    return (
+        f"ranks of {name_group(group)} come to {a['text']} after different edits of sharded "
+        f"parameters. {where} Edit parameters on every rank alike: the same operations, with the "
+        "same values. Load the same state on every rank, and catch an error of an optimizer's step "
+        "only if it occurs on all ranks."
+    )
+
+
+def _at(edits: Sequence[str], i: int) -> str:
+    return edits[i] if 0 <= i < len(edits) else "nothing"

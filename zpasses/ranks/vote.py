@@ -35,6 +35,8 @@ from zpasses.ranks.notes import found_conflict
 __all__ = [
     "COMPILE_TIMEOUT",
     "DEFAULT_TIMEOUT_S",
+    "GROUP_TIMEOUT",
+    "NOT_ALONE",
     "WINDOW_TIMEOUT",
     "Answers",
     "Ballot",
@@ -63,7 +65,11 @@ DEFAULT_TIMEOUT_S = 300.0
 
 COMPILE_TIMEOUT = "options={'agreement_timeout_s': ...}"
 WINDOW_TIMEOUT = "coalesce_grad_reduction(..., timeout_s=...)"
+GROUP_TIMEOUT = "init_process_group(timeout=...)"
 """What the user sets to wait longer, for errors."""
+
+NOT_ALONE = "One rank cannot run a sharded model alone, for an evaluation or a log."
+"""Advice of errors about ranks that do different things."""
 
 _RESULT_SLACK_S = 5.0
 """How much longer the others wait than the first rank of the group, if that came to collect and
@@ -168,6 +174,7 @@ def vote(
     *,
     failure: str | None = None,
     missed: str | None = None,
+    advice: str = "",
     timeout_option: str = COMPILE_TIMEOUT,
 ) -> Ballot:
     """Exchange what the ranks of a group know.
@@ -181,6 +188,7 @@ def vote(
         failure: why this rank cannot go on. It tells the other ranks and returns its own ballot at
             once.
         missed: what a missing rank did not do, for the error; by default to reach the occasion.
+        advice: how a program avoids that, for the error.
         timeout_option: what the user sets to wait longer, for the error.
 
     Returns:
@@ -195,7 +203,8 @@ def vote(
         _post_failure(name, f"rank {dist.get_rank()} {failure}", recoverable=False)
         return ballot
     limit = current_timeout_s() if timeout_s is None else timeout_s
-    poll = _VoteRound(name, occasion, missed or f"reach {occasion}", limit, timeout_option)
+    missed = missed or f"reach {occasion}"
+    poll = _VoteRound(name, occasion, missed, advice, limit, timeout_option)
     return poll.run(ballot, combine)
 
 
@@ -340,6 +349,7 @@ class _VoteRound:
     group: str
     occasion: str
     missed: str
+    advice: str
     timeout_s: float
     timeout_option: str
 
@@ -484,8 +494,9 @@ class _VoteRound:
         seen = heartbeat.describe(missing[:4])
         return (
             f"rank {', '.join(map(str, missing))} of {name_group(self.group)} did not "
-            f"{self.missed} within {self.timeout_s:g} s, but the others did. {seen} Look at its "
-            f"log; {self.timeout_option} waits longer."
+            f"{self.missed} within {self.timeout_s:g} s, but the others did. {seen} "
+            f"{self.advice and f'{self.advice} '}Look at its log; {self.timeout_option} waits "
+            "longer."
         )
 
 
@@ -500,7 +511,7 @@ def _mismatch_error(where: str, rank: int, occasion: str, other_rank: int, other
     return (
         f"{where} {rank} is at {occasion}, but rank {other_rank} at {other}: every rank must do "
         "the same things in the same order. Compile the same graphs, run the same backwards and "
-        "optimizer steps, and leave windows at the same point on every rank."
+        f"optimizer steps, and leave windows at the same point on every rank. {NOT_ALONE}"
     )
 
 

@@ -65,7 +65,12 @@ def run_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call:
         write_rows(target, func(_full_like(target), *args[1:], **kwargs))
         return target
     if not plain or _any_dtensor(args[1:]):
-        return call(func, target, *(_placed_like(target, arg) for arg in args[1:]), **kwargs)
+        try:
+            return call(func, target, *(_placed_like(target, arg) for arg in args[1:]), **kwargs)
+        except RuntimeError as error:
+            if not compat.is_placement_error(error):
+                raise
+        args = (target, *compat.pytree.tree_map(_gathered, args[1:]))
     if torch.Tag.pointwise in func.tags or func is torch.ops.aten.copy_.default:
         own = [_rows_like(func, target, each) if _is_plain(each) else each for each in args[1:]]
         func(compat.local_of(target), *own, **kwargs)

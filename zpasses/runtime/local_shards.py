@@ -6,6 +6,7 @@ a call, and wraps the gradients of their shards as DTensors in backward.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from zpasses import compat
 from zpasses.runtime.layout import layout_of, rows_of, rows_of_all
 from zpasses.runtime.param_value import drop_cached
-from zpasses.runtime.watched import watch_if_needed
+from zpasses.runtime.watched import run_explained, watch_if_needed
 
 __all__ = [
     "CallParams",
@@ -30,6 +31,7 @@ __all__ = [
     "current_call",
     "current_params",
     "local_shards_node",
+    "read_of",
     "to_local_shard",
     "to_local_shards",
     "wrap_shard_grad",
@@ -59,6 +61,12 @@ class CallParams:
         last = identities[-1].partition(":")[2]
         names = repr(first) if first == last else f"{first!r} to {last!r}"
         return cls(digest, f"parameters {names}, sharded in call {number} of zpasses.shard")
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def read_of(identity: str) -> CallParams | None:
+    """Returns the one parameter of a read in code that is not compiled."""
+    return CallParams.of([identity])
 
 
 class _Calls(threading.local):
@@ -170,7 +178,7 @@ class StealableGrad(DTensor):
             if type(value) is StealableGrad:
                 cast(Any, value).__class__ = DTensor
                 watch_if_needed(value)
-        return func(*args, **(kwargs or {}))
+        return run_explained(func, args, kwargs or {})
 
 
 _DETACH = torch.ops.aten.detach.default

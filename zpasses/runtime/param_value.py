@@ -21,14 +21,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from zpasses.runtime.edits import EditedParam, EditLog, number_of
 from zpasses.runtime.layout import LAYOUT_ATTRIBUTE, ParamLayout
-from zpasses.runtime.watched import VALUE_ATTRIBUTE, ShardMemory, memory_of, watch
+from zpasses.runtime.watched import VALUE_ATTRIBUTE, ShardMemory, count_edit, memory_of, watch
 
 __all__ = [
     "ParamValue",
     "Stamp",
     "as_sharded_parameter",
     "drop_cached",
+    "identify",
     "install_step_invalidation",
     "is_sharded_parameter",
     "mark_edited",
@@ -126,8 +128,16 @@ def as_sharded_parameter(
     watch(param, memory_of(param) or ShardMemory())
     setattr(param, LAYOUT_ATTRIBUTE, layout)
     if value is not None:
-        setattr(param, VALUE_ATTRIBUTE, ParamValue(value.identity))
+        identify(param, ParamValue(value.identity))
     return param
+
+
+def identify(param: Any, value: ParamValue) -> None:
+    """Give a parameter its identity, by which its edits are counted, too."""
+    setattr(param, VALUE_ATTRIBUTE, value)
+    memory = memory_of(param)
+    if memory is not None and memory.owner is None and value.identity:
+        memory.owner = EditedParam(value.identity, getattr(param, LAYOUT_ATTRIBUTE).sharding_groups)
 
 
 def is_sharded_parameter(param: object) -> bool:
@@ -146,6 +156,7 @@ def install_step_invalidation() -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    logs: tuple[EditLog, ...] = ()
     for group in optimizer.param_groups:
         for param in group["params"]:
             memory = memory_of(param)
@@ -153,14 +164,22 @@ def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) 
                 continue
             memory.exposed = False
             if param.requires_grad or param.grad is not None:  # optimizers skip the others
-                mark_edited(param)
+                memory.edits += 1
+                drop_cached(param)
+            if memory.owner is not None and memory.owner.logs is not logs:
+                logs = memory.owner.logs
+                name = f"a completed {type(optimizer).__name__}.step()"
+                for log in logs:
+                    log.add("", number_of(name), name)
 
 
-def mark_edited(param: Any) -> None:
-    """Count an edit that no operator made, and drop the full copy."""
-    memory = memory_of(param)
-    if memory is not None:
-        memory.edits += 1
+def mark_edited(param: Any, what: str) -> None:
+    """Count an edit that no operator made, and drop the full copy.
+
+    Args:
+        what: the edit, for errors.
+    """
+    count_edit(param, what)
     drop_cached(param)
 
 

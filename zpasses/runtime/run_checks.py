@@ -23,9 +23,10 @@ from zpasses.errors import AgreementError
 from zpasses.graph.ops import set_eager_guard
 from zpasses.ranks import heartbeat
 from zpasses.ranks.notes import check_conflicts
-from zpasses.ranks.run_order import RunEvent, check_run_event, forget_events
+from zpasses.ranks.run_order import ALIKE, RunEvent, check_run_event, forget_events
 from zpasses.ranks.vote import (
     COMPILE_TIMEOUT,
+    GROUP_TIMEOUT,
     WINDOW_TIMEOUT,
     current_timeout_s,
     has_other_ranks,
@@ -34,8 +35,8 @@ from zpasses.ranks.vote import (
     reported_failure,
     vote_timeout,
 )
-from zpasses.runtime.aborted_steps import take_aborted_steps
 from zpasses.runtime.codegen import boxed
+from zpasses.runtime.edits import take_edits
 from zpasses.runtime.local_shards import CallParams, current_call
 
 __all__ = [
@@ -57,11 +58,8 @@ _window_timeouts: dict[str, list[float | None]] = {}
 # Group name -> time limit of the votes of the last graph that ran on it, in seconds.
 _vote_timeouts: dict[str, float] = {}
 
-# Names of groups on which a graph has run whose runs are all checked.
-_checked_groups: set[str] = set()
-
-# Group name -> optimizer steps before a graph ran on it.
-_steps_before_graphs: dict[str, int] = {}
+# Names of groups on which only graphs have run whose runs are not checked.
+_unchecked_groups: set[str] = set()
 
 
 @contextlib.contextmanager
@@ -134,18 +132,21 @@ def with_run_check(
         for group in asked:
             event = events[group] if call is None else _with_params(events[group], call)
             _vote_timeouts[group] = timeout_s
+            edits = None
             if every_run:
-                event = _with_aborted_steps(group, _with_earlier_steps(group, event))
-                _checked_groups.add(group)
+                edits = take_edits(group)
+                _unchecked_groups.discard(group)
             if group in _window_timeouts:
                 asked_for = [each for each in _window_timeouts[group] if each is not None]
                 limit = max(asked_for, default=timeout_s)
                 option = WINDOW_TIMEOUT if asked_for else COMPILE_TIMEOUT
                 if limit > longest:
                     longest, longest_option = limit, option
-                check_run_event(group, event, limit, always_vote=True, timeout_option=option)
+                check_run_event(
+                    group, event, limit, edits=edits, always_vote=True, timeout_option=option
+                )
             elif every_run:
-                check_run_event(group, event, timeout_s)
+                check_run_event(group, event, timeout_s, edits=edits)
         return longest, longest_option
 
     def run(args: list[Any]) -> Any:
@@ -229,6 +230,8 @@ def with_vote_limit(
 
     def run(args: list[Any]) -> Any:
         for group in names:
+            if group not in _vote_timeouts:
+                _unchecked_groups.add(group)
             _vote_timeouts[group] = timeout_s
         with vote_timeout(timeout_s):
             return code(args)
@@ -239,18 +242,14 @@ def with_vote_limit(
 def check_optimizer_step(groups: Sequence[str], optimizer: str) -> None:
     """Check that every rank comes to a step of an optimizer of parameters of these groups.
 
-    Only groups whose graphs are checked on every run take part. Steps before the first such graph
-    are counted, and its first run compares the counts.
+    Groups on which only graphs have run whose runs are not checked do not take part.
     """
     check_conflicts()
     event = RunEvent.of(f"{optimizer}.step()")
     try:
         for group in groups:
-            if group not in _checked_groups:
-                _steps_before_graphs[group] = _steps_before_graphs.get(group, 0) + 1
-            elif has_other_ranks(group):
-                own = _with_aborted_steps(group, event)
-                check_run_event(group, own, _vote_timeouts[group])
+            if group not in _unchecked_groups and has_other_ranks(group):
+                _check_eager_event(group, event)
                 heartbeat.set_activity(f"in {optimizer}.step()")
     except AgreementError as error:
         pass_on_failure(groups, error)
@@ -262,9 +261,8 @@ def checked_eager_collective(
 ) -> contextlib.AbstractContextManager[None]:
     """Context of a collective that uncompiled code runs for a sharded parameter, such as a read.
 
-    It is an event of its group, as a run of a graph is, once a graph has run there whose runs are
-    checked. Otherwise a rank that runs code which another rank does not run would exchange parts
-    of different tensors with it.
+    It is an event of its group, as a run of a graph is. Otherwise a rank that runs code which
+    another rank does not run would exchange parts of different tensors with it.
 
     Args:
         name: of the collective.
@@ -273,12 +271,25 @@ def checked_eager_collective(
     Raises:
         AgreementError: if another rank comes to another event, or does not come in time.
     """
-    if group not in _checked_groups or not has_other_ranks(group):
+    if group in _unchecked_groups or not has_other_ranks(group):
         return contextlib.nullcontext()
-    event = _eager_event(name, value.dtype, tuple(value.shape))
-    limit = _vote_timeouts[group]
-    check_run_event(group, event, limit)
-    return limited_collectives([group], event.text, limit, COMPILE_TIMEOUT)
+    event, call = _eager_event(name, value.dtype, tuple(value.shape)), current_call()
+    if call is not None:
+        event = _with_params(event, call)
+    limit, option = _check_eager_event(group, event)
+    return limited_collectives([group], event.text, limit, option)
+
+
+def _check_eager_event(group: str, event: RunEvent) -> tuple[float, str]:
+    """Returns the time limit, in seconds, and what sets it: until a graph has run on a group, the
+    group's own.
+    """
+    limit, option = _vote_timeouts.get(group), COMPILE_TIMEOUT
+    if limit is None:
+        limit = compat.collective_timeout(compat.process_group(group)).total_seconds()
+        option = GROUP_TIMEOUT
+    check_run_event(group, event, limit, edits=take_edits(group), timeout_option=option)
+    return limit, option
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -297,23 +308,6 @@ def _with_params(event: RunEvent, call: CallParams) -> RunEvent:
     return RunEvent.of(f"{event.text} with {call.text}", (event.digest, call.digest))
 
 
-def _with_earlier_steps(group: str, event: RunEvent) -> RunEvent:
-    """The event of a run; for the first run of a group, with the optimizer steps before it."""
-    steps = _steps_before_graphs.pop(group, 0)
-    if group in _checked_groups or not steps:
-        return event
-    text = f"{event.text} after {steps} optimizer step(s) without a graph"
-    return RunEvent.of(text, (event.digest, str(steps)))
-
-
-def _with_aborted_steps(group: str, event: RunEvent) -> RunEvent:
-    """The event, with the steps of optimizers that began since the last one and did not end."""
-    aborted = take_aborted_steps(group)
-    if not aborted:
-        return event
-    return RunEvent.of(f"{event.text} after {aborted}", (event.digest, aborted))
-
-
 def _timeout_error(
     groups: Sequence[str],
     activity: str,
@@ -330,7 +324,7 @@ def _timeout_error(
         f"rank {me} waited in a collective while {activity}, for {timeout_s:g} s or until the "
         f"other end closed ({type(error).__name__}: {str(error)[:200]}). "
         f"{' '.join(f'{reason}.' for reason in reasons) or heartbeat.describe(others[:8])} "
-        f"Look at the logs of these ranks; {timeout_option} waits longer."
+        f"{ALIKE} Look at the logs of these ranks; {timeout_option} waits longer."
     )
     found._zpasses_reported = False  # type: ignore[attr-defined]  # no vote told the other ranks
     return found

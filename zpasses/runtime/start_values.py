@@ -16,14 +16,12 @@ from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks.group_names import name_group
 from zpasses.ranks.vote import Ballot, has_other_ranks, pass_on_failure, vote
+from zpasses.runtime.checksum import checksum
 from zpasses.runtime.layout import layout_of, rows_of
 from zpasses.runtime.param_value import param_value_of
 from zpasses.runtime.windows import grad_state_of
 
 __all__ = ["compare_start_values"]
-
-_CHUNK = 1 << 20
-"""Elements that are summed at once, so that little memory is needed."""
 
 
 def compare_start_values(params: Sequence[Any], names: Sequence[str], timeout_s: float) -> None:
@@ -62,7 +60,7 @@ def _holders(param: Any) -> list[str]:
 
 def _compare(group: str, values: dict[str, Tensor], timeout_s: float) -> None:
     with torch.no_grad():
-        sums = torch.stack([_checksum(each) for each in values.values()]).tolist()
+        sums = torch.stack([checksum(each) for each in values.values()]).tolist()
     held = [[total, list(each.shape)] for total, each in zip(sums, values.values(), strict=True)]
     ranks = compat.group_ranks(group)
 
@@ -104,14 +102,3 @@ def _difference(group: str, name: str, rank: int, other: int) -> str:
         "same seed on every rank before the model is built, or load a checkpoint before the first "
         "step. The option agreement=False compares nothing."
     )
-
-
-def _checksum(values: Tensor) -> Tensor:
-    """A sum over the bits of a tensor, in the order of its memory, as an int64 scalar."""
-    flat = values.detach().reshape(-1)
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = flat.view(sizes[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for part in bits.split(_CHUNK):
-        total = total * 31 + part.sum(dtype=torch.int64)
-    return total

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from zpasses import compat
 from zpasses.errors import ShardingError
+from zpasses.runtime.edits import EditedParam, number_of
 from zpasses.runtime.inplace import (
     draws_full,
     edit_plain,
@@ -37,9 +38,12 @@ __all__ = [
     "DTensorInplaceMode",
     "ShardMemory",
     "WatchedShard",
+    "count_edit",
     "memory_of",
+    "named_source",
     "plain_dtensor",
     "replace_shard",
+    "run_explained",
     "set_shard",
     "watch",
     "watch_if_needed",
@@ -53,9 +57,11 @@ VALUE_ATTRIBUTE = "_zpasses_value"
 class ShardMemory:
     """The memory of a shard, and how often it was edited."""
 
-    __slots__ = ("edits", "exposed")
+    __slots__ = ("edits", "exposed", "owner")
 
-    def __init__(self) -> None:
+    def __init__(self, owner: EditedParam | None = None) -> None:
+        self.owner = owner
+        """The parameter of a sharded model whose memory it is; None for copies."""
         self.edits = 0
         self.exposed = False
         """Whether code outside has the local tensor, whose `.data` nobody sees, since the last step
@@ -111,6 +117,13 @@ class WatchedShard(DTensor):
             ShardingError: for another shape or dtype.
         """
         _set_data(self, value)
+
+    def share_memory_(self) -> NoReturn:
+        """Refused: torch would end the process."""
+        raise ShardingError(
+            "share_memory_() of a sharded parameter: each rank holds other rows. Share a full copy:"
+            " zpasses.full_state_dict(model) on every rank, and load it into an unsharded model."
+        )
 
     def to_local(self, **kwargs: Any) -> Tensor:
         """Returns this rank's rows, which share memory with the parameter."""
@@ -171,13 +184,47 @@ def set_shard(target: Any, local: Tensor, memory: ShardMemory | None = None) -> 
         memory: what counts the edits of the tensor; None if nothing does yet.
     """
     compat.set_local(target, local)
-    target._zpasses_memory = memory or ShardMemory()
+    target._zpasses_memory = memory or ShardMemory(_owner_of(target))
 
 
 def replace_shard(target: Any, value: DTensor) -> None:
     """Give a parameter the local tensor, dtype and device of a DTensor that nothing else has."""
     compat.replace_dtensor(target, value)
-    target._zpasses_memory = ShardMemory()
+    target._zpasses_memory = ShardMemory(_owner_of(target))
+    count_edit(target, "conversion")
+
+
+def count_edit(target: Any, what: str, full: Tensor | None = None) -> None:
+    """Count an edit of a parameter that no operator made.
+
+    Args:
+        what: the edit, for errors.
+        full: the values that it takes, equal on every rank, if they are plain.
+    """
+    memory = memory_of(target)
+    if memory is None:
+        return
+    memory.edits += 1
+    if memory.owner is None:
+        return
+    if full is None:
+        memory.owner.edited(what, number_of(what))
+    else:
+        memory.owner.edited_by_values(what, full)
+
+
+def named_source(value: object) -> str:
+    """Returns which parameter's memory a tensor is, for `count_edit`; "" if it is none's."""
+    owner = _owner_of(value)
+    if owner is None:
+        return ""
+    call, _, name = owner.name.partition(":")
+    return f" from {name!r} (sharded in call {call} of zpasses.shard)"
+
+
+def _owner_of(value: object) -> EditedParam | None:
+    memory = memory_of(value)
+    return None if memory is None else memory.owner
 
 
 def memory_of(value: object) -> ShardMemory | None:
@@ -211,6 +258,8 @@ def _set_data(target: WatchedShard, value: Tensor) -> None:
         copied = compat.wrap_local(own, compat.spec_of(target))
         write_rows(copied, value.detach())
         local = own
+    plain = None if isinstance(value, DTensor) else value
+    count_edit(target, f"assignment of .data{named_source(value)}", plain)
     if local.device != old.device:
         raise ShardingError(
             f"assigned a tensor on {local.device} to `.data` of a parameter on {old.device}. Move "
@@ -233,7 +282,11 @@ def _deep_copy(source: WatchedShard, memo: dict[int, Any]) -> DTensor:
         elif not name.startswith("_zpasses_"):
             setattr(param, name, copy.deepcopy(attribute, memo))
     if value is not None:
-        setattr(param, VALUE_ATTRIBUTE, value.copied())
+        copied = value.copied()
+        setattr(param, VALUE_ATTRIBUTE, copied)
+        layout = getattr(param, LAYOUT_ATTRIBUTE, None)
+        if layout is not None and copied.identity:
+            param._zpasses_memory.owner = EditedParam(copied.identity, layout.sharding_groups)
     return cast(DTensor, param)
 
 
@@ -248,6 +301,13 @@ class _Writes:
     names: tuple[str, ...]
     lists: bool
     """Whether one of them is a list."""
+    name: str
+    number: int
+    """What counts it; see `zpasses.runtime.edits`."""
+    copies: bool
+    """Whether it only copies values."""
+    moves: bool
+    """Whether it changes the memory of its first argument."""
 
 
 @functools.cache
@@ -261,11 +321,16 @@ def _writes_of(func: Any) -> _Writes | None:
     if not written:
         return None
     lists = any("List" in str(each.type) or "[]" in str(each.type) for _, each in written)
+    name = func.overloadpacket.__name__
     return _Writes(
         written[0][0] == 0 and not lists,
         tuple(i for i, each in written if not each.kwarg_only),
         tuple(each.name for _, each in written),
         lists,
+        name,
+        number_of(name),
+        name in ("copy_", "_foreach_copy_"),
+        name in ("set_", "resize_"),
     )
 
 
@@ -281,8 +346,16 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = _by_torch(func, *args, **kwargs)
         if func.is_view and isinstance(args[0], DTensor):
             return _watch_views(args[0], result, func, args[1:], kwargs)
+        if type(result) is DTensor and not _is_factory(func):
+            return watch(result, None)  # explains errors, and torch's reductions may need it
         return watch_if_needed(result)
     targets = list(_targets(writes, args, kwargs))
+    if writes.moves and targets:
+        raise ShardingError(
+            f"{writes.name}() of a sharded parameter of shape {list(targets[0].shape)} would give "
+            "it other memory. Assign the value: param.data = value, or param.copy_(value), with "
+            "a DTensor or a full tensor of the same shape."
+        )
     try:
         if writes.lists:
             if run_on_lists(func, args, kwargs):
@@ -294,7 +367,18 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _by_torch(func, *args, **kwargs)
     finally:
         for target in targets:
-            _count_edit(target)
+            _count_edit(target, writes)
+        if targets and (writes.first or writes.copies):
+            _count_values(targets, writes, args[1:])
+
+
+@functools.cache
+def _is_factory(func: Any) -> bool:
+    """Whether an operator makes a tensor like another one, such as the state of an optimizer, which
+    nothing needs to watch.
+    """
+    name = func.overloadpacket.__name__
+    return bool(name.endswith("_like") or name.startswith("new_"))
 
 
 _VIEW = torch.ops.aten.view.default
@@ -341,10 +425,12 @@ def _targets(
                 yield item
 
 
-def _count_edit(target: WatchedShard) -> None:
+def _count_edit(target: WatchedShard, writes: _Writes) -> None:
     memory = memory_of(target)
     if memory is not None:
         memory.edits += 1
+        if memory.owner is not None:
+            memory.owner.edited(writes.name, writes.number)
     copied: _CopiedView | None = getattr(target, "_zpasses_copied_view", None)
     if copied is None:
         return
@@ -353,7 +439,27 @@ def _count_edit(target: WatchedShard) -> None:
     copied.view(full, *copied.args, **copied.kwargs).copy_(copied.made.full_tensor())
     write_rows(source, full)
     if isinstance(source, WatchedShard):
-        _count_edit(source)
+        _count_edit(source, writes)
+
+
+def _edited_owner(target: Any) -> EditedParam | None:
+    """Returns the parameter that a write to a tensor edits."""
+    copied: _CopiedView | None = getattr(target, "_zpasses_copied_view", None)
+    return _owner_of(target) if copied is None else _edited_owner(copied.source)
+
+
+def _count_values(targets: Sequence[Any], writes: _Writes, operands: Sequence[Any]) -> None:
+    """Count what an edit takes from elsewhere: full values, and other parameters that it copies."""
+    owner = next((found for each in targets if (found := _edited_owner(each)) is not None), None)
+    if owner is None:
+        return
+    for value in operands:
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, DTensor):
+                if writes.copies and (source := named_source(each)):
+                    owner.edited(writes.name + source, number_of(source))
+            elif isinstance(each, Tensor) and each.dim():
+                owner.edited_by_values(writes.name, each)
 
 
 def _by_torch(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -367,25 +473,31 @@ def _by_torch(func: Any, *args: Any, **kwargs: Any) -> Any:
     for item, _ in watched:
         item.__class__ = DTensor  # type: ignore[assignment]
     try:
-        return func(*args, **kwargs)
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            raise
-        raise ShardingError(_mixed(func, watched[0][0] if watched else args[0])) from error
+        return run_explained(func, args, kwargs)
     finally:
         for item, kind in watched:
             item.__class__ = kind
 
 
-def _mixed(func: Any, sharded: Any) -> str:
-    return (
-        f"{func.overloadpacket.__name__} of a plain tensor and a sharded parameter of shape "
-        f"{list(sharded.shape)} (a DTensor with placements {sharded.placements}). Shard the other "
-        "model, too (zpasses.shard), so that both are DTensors; or read the full value on every "
-        "rank, param.full_tensor(). Parameters that are sharded and others, such as ignored_params,"
-        " need an optimizer or a parameter group each if it steps lists of tensors (foreach, fused)"
-        "."
-    )
+def run_explained(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on DTensors.
+
+    Raises:
+        ShardingError: if it has plain tensors, too. torch's error does not say where they are from.
+    """
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise ShardingError(
+            f"{func.overloadpacket.__name__} of plain tensors and DTensors, which are sharded "
+            "parameters or gradients, or were computed from them. Expected tensors of one kind. "
+            "Averages and copies: shard the other model, too (zpasses.shard), or read the full "
+            "value on every rank, param.full_tensor(). Parameters that are sharded and others, "
+            "such as ignored_params: clip with zpasses.clip_grad_norm_, and give each kind an "
+            "optimizer or a parameter group if it steps lists of tensors (foreach, fused)."
+        ) from error
 
 
 def _watch_views(

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
@@ -32,11 +31,10 @@ from zpasses import compat
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.graph.ops import set_grad_hook
 from zpasses.graph.tags import Reduction
-from zpasses.runtime.aborted_steps import begin_step, end_step, with_watched_closure
 from zpasses.runtime.grad_slots import PendingKey, pending_key
 from zpasses.runtime.layout import layout_of
 from zpasses.runtime.local_shards import local_shards_node
-from zpasses.runtime.param_value import is_sharded_parameter, param_value_of
+from zpasses.runtime.param_value import identify, is_sharded_parameter, param_value_of
 from zpasses.runtime.run_checks import check_optimizer_step
 
 __all__ = [
@@ -326,7 +324,9 @@ def register_step_window(
         for (module, name), param, own in zip(holders, params, groups, strict=True):
             if own is group:
                 path = f"{paths[module]}.{name}".lstrip(".")
-                param_value_of(param).identity = f"{number}:{path}"
+                value = param_value_of(param)
+                value.identity = f"{number}:{path}"
+                identify(param, value)
     identities += [param_value_of(param).identity for param in params]
     install_step_guard()
 
@@ -421,13 +421,11 @@ def install_step_guard() -> None:
     too.
     """
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: end_step(optimizer))
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     early: dict[StepWindow, None] = {}
     names: set[str] = set()
-    params: list[Tensor] = []
     for group in optimizer.param_groups:
         for param in group["params"]:
             state = getattr(param, GRAD_STATE_ATTRIBUTE, None)
@@ -441,16 +439,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
             if state.step_window is not None and state.step_window.count:
                 early[state.step_window] = None
             names.update(layout_of(param).sharding_groups)
-            params.append(param)
     check_optimizer_step(sorted(names), type(optimizer).__name__)
     for window in early:
         window.close()  # the step comes before the Nth backward: reduce the gradients so far
-    begin_step(optimizer, sorted(names), params)
-    if args[1:] and callable(args[1]):  # the optimizer is the first
-        return (args[0], with_watched_closure(args[1]), *args[2:]), kwargs
-    if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": with_watched_closure(kwargs["closure"])}
-    return None
 
 
 set_grad_hook(maybe_defer_grad)

@@ -204,7 +204,7 @@ def _replace_value(copy: Tensor, source: Source | None, value: Tensor) -> None:
         plain = value.as_subclass(Tensor) if isinstance(value, GatheredCopy) else value
         compat.local_of(param).copy_(own_part(plain, source.spec.layout))
         _SET_DATA(copy, plain.detach())
-    mark_edited(param)
+    mark_edited(param, "set_")
 
 
 _SET_DATA: Any = getattr(Tensor, "data").__set__  # noqa: B009

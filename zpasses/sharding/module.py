@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.runtime.gloo import use_exchanges_in_eager_code
-from zpasses.runtime.local_shards import to_local_shard
+from zpasses.runtime.local_shards import bound_call, read_of, to_local_shard
 from zpasses.runtime.param_value import (
     ParamValue,
     as_sharded_parameter,
@@ -31,7 +31,13 @@ from zpasses.runtime.param_value import (
     is_sharded_parameter,
     param_value_of,
 )
-from zpasses.runtime.watched import DTensorInplaceMode, WatchedShard, replace_shard
+from zpasses.runtime.watched import (
+    DTensorInplaceMode,
+    WatchedShard,
+    count_edit,
+    named_source,
+    replace_shard,
+)
 from zpasses.sharding.gathered import (
     Source,
     StandsForParameter,
@@ -182,16 +188,17 @@ def _read_eagerly(module: Any, name: str, param: DTensor) -> Tensor:
         return param
     spec: ParamShardSpec = module._zpasses_specs[name]
     layout = spec.layout
-    full = layout.rows_back(
-        torch.ops.zpasses.unshard(
-            to_local_shard(param),
-            layout.rows(param.shape),
-            spec.param_dtype,
-            spec.reduce_dtype,
-            spec.group_name,
-            *spec.other_groups,
-        )
-    ).contiguous()
+    with bound_call(read_of(param_value_of(param).identity)):
+        full = layout.rows_back(
+            torch.ops.zpasses.unshard(
+                to_local_shard(param),
+                layout.rows(param.shape),
+                spec.param_dtype,
+                spec.reduce_dtype,
+                spec.group_name,
+                *spec.other_groups,
+            )
+        ).contiguous()
     label = f"parameter {name!r} of a {type(module).__name__}"
     source = Source(cast(nn.Parameter, param), spec)
     if layout.inner_mesh is None:
@@ -222,7 +229,11 @@ class ShardedModule(nn.Module):
             if isinstance(param, StandsForParameter):
                 param = check_source(param, name).param
             current = self._parameters.get(name)
-            value = param_value_of(current) if isinstance(current, WatchedShard) else None
+            value = None
+            if isinstance(current, WatchedShard):
+                value = param_value_of(current)
+                plain = None if isinstance(param, DTensor) else param
+                count_edit(current, f"assignment{named_source(param)}", plain)
             self._parameters[name] = _shard_assigned(param, spec, value)
 
     def __delattr__(self, name: str) -> None:
@@ -252,6 +263,7 @@ class ShardedModule(nn.Module):
                 if isinstance(value, StateShard):
                     state_dict[prefix + name] = value.data
             elif value.shape == current.shape:
+                count_edit(current, "load_state_dict", value)
                 state_dict[prefix + name] = shard_tensor(value, spec.layout)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

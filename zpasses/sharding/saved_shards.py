@@ -11,7 +11,6 @@ loaded on another. A pickled DTensor holds its device mesh, and that holds the r
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any, NoReturn, cast
 
 import torch
@@ -22,8 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.ranks.vote import report_failure
-from zpasses.runtime.watched import WatchedShard, memory_of, plain_dtensor, watch
+from zpasses.runtime.layout import layout_of
+from zpasses.runtime.watched import WatchedShard, count_edit, memory_of, plain_dtensor, watch
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE
+from zpasses.sharding.param_spec import shard_tensor
 from zpasses.sharding.refused_optimizers import check_optimizer
 from zpasses.sharding.replaced_params import check_current
 
@@ -166,17 +167,17 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
 
 
 def _check_state(optimizer: torch.optim.Optimizer) -> None:
-    for param, name, value in _sharded_state(optimizer):
-        check_owner(value, param, f"{name} of the optimizer's state")
+    for param, entries in optimizer.state.items():
+        if not _is_ours(param) or not isinstance(entries, dict):
+            continue
+        for name, value in entries.items():
+            if isinstance(value, DTensor):
+                check_owner(value, cast(DTensor, param), f"{name} of the optimizer's state")
+            elif isinstance(value, Tensor) and value.dim() and value.shape == param.shape:
+                # That of the unsharded model, whose parameters have full values, too.
+                count_edit(param, f"load of the optimizer's {name}", value)
+                entries[name] = shard_tensor(value, layout_of(cast(DTensor, param)))
 
 
 def _is_ours(param: Tensor) -> bool:
     return isinstance(param, DTensor) and hasattr(param, GRAD_STATE_ATTRIBUTE)
-
-
-def _sharded_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[DTensor, str, DTensor]]:
-    for param, entries in optimizer.state.items():
-        if _is_ours(param) and isinstance(entries, dict):
-            for name, value in entries.items():
-                if isinstance(value, DTensor):
-                    yield cast(DTensor, param), str(name), value

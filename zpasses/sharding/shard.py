@@ -245,7 +245,7 @@ def invalidate(model: nn.Module) -> None:
     Call it on every rank. Edits by torch are detected without it, through `.data`, too.
     """
     for param in model.parameters():
-        mark_edited(param)
+        mark_edited(param, "zpasses.invalidate")
 
 
 def _unsharded(

@@ -242,8 +242,8 @@ def test_a_step_of_one_rank_before_the_first_graph_is_an_error():
     for seconds, error in (
         each.result for each in run_in_fresh_ranks(_steps_before_the_first_graph)
     ):
-        assert "rank 1 to graph 0/0 forward" in error
-        assert "after 1 optimizer step(s) without a graph" in error
+        assert "rank 1 at the next graph or optimizer step" in error
+        assert "run the same backwards and optimizer steps" in error
         assert seconds < LIMIT_S + SLACK_S
 
 

@@ -3,6 +3,7 @@ unsharded model does, or an error says on all ranks why it cannot.
 """
 
 import copy
+import datetime
 import re
 import sys
 
@@ -33,6 +34,11 @@ def compiled(model, stage, **options):
     return torch.compile(
         model, backend="zpasses", options={"zero_stage": stage, **EAGER, **options}
     )
+
+
+def set_group_timeout(seconds):
+    backend = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    backend._set_default_timeout(datetime.timedelta(seconds=seconds))
 
 
 def whole(value):
@@ -265,12 +271,27 @@ def test_what_cannot_be_mixed_says_what_to_do():
     model, plain = build(True), build(False)
     own, other = next(model.parameters()), next(plain.parameters())
     with torch.no_grad():
-        with pytest.raises(zpasses.ShardingError, match="Shard the other model, too"):
+        with pytest.raises(zpasses.ShardingError, match="shard the other model, too"):
             other + own
         with pytest.raises(zpasses.ShardingError, match=r"got a plain tensor of shape \[3, 6\]"):
             own.copy_(torch.zeros(3, 6))
         with pytest.raises(zpasses.ShardingError, match="same shape"):
             own.data = torch.zeros(3, 6)
+        with pytest.raises(zpasses.ShardingError, match="shard the other model, too"):
+            0.9 * other.detach() + 0.1 * own
+        with pytest.raises(zpasses.ShardingError, match=r"Assign the value: param\.data = value"):
+            own.data.set_(torch.zeros(7, 6))
+        with pytest.raises(zpasses.ShardingError, match="Share a full copy"):
+            model.share_memory()
+
+
+@pytest.mark.ranks(2)
+def test_masks_of_the_parameter_itself():
+    own, plain = next(build(True).parameters()), next(build(False).parameters())
+    with torch.no_grad():
+        for param in (own, plain):
+            param[param > 0.1] = 0.25
+    assert torch.equal(own.full_tensor(), plain)
 
 
 # --- copies ---------------------------------------------------------------------------------------
@@ -297,7 +318,7 @@ def test_copies_are_sharded_models_with_values_of_their_own():
 def _run_copies(stage):
     model = build(True)
     copies = copy.deepcopy(model), copy.deepcopy(model)
-    calls = [compiled(each, stage) for each in copies]
+    calls = [compiled(each, stage) if stage else each for each in copies]
     with torch.no_grad():
         for param in copies[1].parameters():
             param.mul_(2)
@@ -306,12 +327,90 @@ def _run_copies(stage):
     calls[torch.distributed.get_rank()](X)
 
 
-@pytest.mark.parametrize("stage", [3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_that_run_different_copies_learn_it(stage):
     for rank in run_in_fresh_ranks(_run_copies, stage):
         assert raised(rank) == "AgreementError", str(rank)
         assert "copy 1" in rank.error
         assert "copy 2" in rank.error
+
+
+def _load_by_rank(stage, values, **given):
+    model = build(True)
+    call = compiled(model, stage) if stage else model
+    call(X).sum().backward()
+    states = values()
+    model.load_state_dict(states[torch.distributed.get_rank()], **given)
+    call(X)
+
+
+def _of_copies():
+    model = build(True)
+    return [copy.deepcopy(model).state_dict() for _ in range(2)]
+
+
+def _full_values():
+    other = build(False)
+    with torch.no_grad():
+        other[0].bias.add_(1e-6)
+    return [build(False).state_dict(), other.state_dict()]
+
+
+@pytest.mark.parametrize(
+    ("stage", "values", "assign", "told"),
+    [
+        (0, _of_copies, True, "assignment from '0.weight, copy 1'"),
+        (2, _of_copies, False, "copy_ from '0.weight, copy 2'"),
+        (3, _of_copies, True, "assignment from '0.weight, copy 1'"),
+        (2, _full_values, True, "load_state_dict of values with checksum"),
+        (3, _full_values, False, "of parameter '0.bias' on rank 0"),
+    ],
+)
+def test_ranks_that_load_different_values_learn_it(stage, values, assign, told):
+    for rank in run_in_fresh_ranks(_load_by_rank, stage, values, assign=assign):
+        assert raised(rank) == "AgreementError", str(rank)
+        assert "after different edits of sharded parameters" in rank.error
+        assert told in rank.error
+
+
+def _load_on_one_rank():
+    model = build(True)
+    call = compiled(model, 3)
+    call(X).sum().backward()
+    if torch.distributed.get_rank() == 1:
+        model.load_state_dict(build(False).state_dict(), assign=True)
+    call(X)
+
+
+def test_a_rank_that_loads_alone_is_an_error_on_all():
+    for rank in run_in_fresh_ranks(_load_on_one_rank):
+        assert raised(rank) == "AgreementError", str(rank)
+        assert "Edit 1 is nothing on rank 0, but load_state_dict of values" in rank.error
+
+
+def _edit_by_rank(edit):
+    model = build(True)
+    call = compiled(model, 3)
+    call(X).sum().backward()
+    param = next(model.parameters())
+    with torch.no_grad():
+        edit(param, torch.full(param.shape, float(torch.distributed.get_rank())))
+    call(X)
+
+
+def _assign_data(param, value):
+    param.data = value
+
+
+def _write_row(param, value):
+    param[0].copy_(value[0])
+
+
+@pytest.mark.parametrize("edit", [torch.Tensor.copy_, torch.Tensor.add_, _assign_data, _write_row])
+def test_full_values_that_differ_between_ranks_are_an_error(edit):
+    for rank in run_in_fresh_ranks(_edit_by_rank, edit):
+        assert raised(rank) == "AgreementError", str(rank)
+        assert "of values with checksum" in rank.error
 
 
 # --- edits at the wrong time ----------------------------------------------------------------------
@@ -391,7 +490,8 @@ def test_edits_are_seen_where_outputs_are_views():
 
 def _step_that_raises(stage, failing_ranks, changed):
     model = build(True)
-    call, optimizer = compiled(model, stage), torch.optim.SGD(model.parameters(), lr=0.1)
+    call = compiled(model, stage) if stage else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     module = sys.modules["torch.optim.sgd"]
     update = module._single_tensor_sgd
 
@@ -401,6 +501,8 @@ def _step_that_raises(stage, failing_ranks, changed):
 
     for i in range(3):
         call(X).square().sum().backward()
+        if i == 0:
+            set_group_timeout(20)  # that of code which is not compiled
         if i == 1 and torch.distributed.get_rank() in failing_ranks:
             module._single_tensor_sgd = partly
         try:
@@ -413,11 +515,13 @@ def _step_that_raises(stage, failing_ranks, changed):
     return [whole(param).sum().item() for param in model.parameters()]
 
 
-@pytest.mark.parametrize(("stage", "changed"), [(2, 0), (3, 1)])
+@pytest.mark.parametrize(("stage", "changed"), [(2, 0), (3, 1), (0, 0)])
 def test_a_step_that_raised_on_one_rank_and_was_caught_is_an_error_on_all(stage, changed):
     for rank in run_in_fresh_ranks(_step_that_raises, stage, (1,), changed):
         assert raised(rank) == "AgreementError", str(rank)
-        assert f"raised after it had changed {changed} of 4 parameters" in rank.error
+        assert "after different edits of sharded parameters" in rank.error
+        first = "add_ of parameter '0.bias'" if changed else "add_ of parameter '0.weight'"
+        assert f"is {first} on rank 0, but nothing on rank 1" in rank.error
 
 
 def test_a_step_that_raised_on_all_ranks_alike_can_be_caught():
@@ -447,8 +551,36 @@ def test_an_optimizer_that_was_built_before_shard_raises(stage):
     optimizer = torch.optim.AdamW(model.parameters())
     zpasses.shard(model, mesh=world_mesh())
     compiled(model, stage)(X).sum().backward()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
     with pytest.raises(zpasses.ShardingError, match=r"built before zpasses\.shard: 4 of its 4"):
         optimizer.step()
+    for use in (
+        optimizer.zero_grad,
+        lambda: scaler.unscale_(optimizer),
+        lambda: nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0),
+    ):
+        with pytest.raises(zpasses.ShardingError, match=r"zpasses\.shard replaced it"):
+            use()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("settings", [{}, {"foreach": False}, {"fused": True}])
+@pytest.mark.ranks(2)
+def test_the_state_of_an_optimizer_of_the_unsharded_model_is_sharded(settings):
+    model, plain = build(True), build(False)
+    steps = [torch.optim.AdamW(each.parameters(), **settings) for each in (model, plain)]
+    plain(X).sum().backward()
+    steps[1].step()
+    model.load_state_dict(plain.state_dict())
+    steps[0].load_state_dict(copy.deepcopy(steps[1].state_dict()))
+    for each, step in zip((model, plain), steps, strict=True):
+        step.zero_grad()
+        each(X).square().sum().backward()
+        step.step()
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert isinstance(steps[0].state[param]["exp_avg"], DTensor)
+        assert torch.equal(param.full_tensor(), expected)
     torch.optim.AdamW(model.parameters()).step()
 
 
