@@ -119,6 +119,7 @@ from zpasses.compat.dtensor import (
     storage_id,
     strided_shard,
     submesh_of_dimension,
+    versions_of,
     wrap_local,
 )
 from zpasses.compat.dynamo import (
@@ -359,6 +360,7 @@ __all__ = [
     "unpack_result",
     "user_outputs",
     "vector_instructions_key",
+    "versions_of",
     "warm_up_compilers",
     "will_accumulate",
     "wrap_local",

@@ -35,6 +35,7 @@ __all__ = [
     "storage_id",
     "strided_shard",
     "submesh_of_dimension",
+    "versions_of",
     "wrap_local",
 ]
 
@@ -238,6 +239,15 @@ def local_of(dtensor: DTensor) -> Tensor:
 def locals_of(dtensors: Sequence[DTensor]) -> list[Tensor]:
     """Returns `local_of` each DTensor."""
     return [each._local_tensor for each in dtensors]
+
+
+def versions_of(dtensors: Sequence[DTensor]) -> list[int]:
+    """Returns the version of each local tensor.
+
+    Raises:
+        RuntimeError: if one was made in inference mode.
+    """
+    return [each._local_tensor._version for each in dtensors]
 
 
 def set_local(dtensor: DTensor, local: Tensor) -> None:

@@ -28,7 +28,7 @@ from zpasses.runtime.param_value import (
     ParamValue,
     install_step_invalidation,
     param_value_of,
-    value_stamp,
+    value_stamps,
 )
 from zpasses.runtime.start_values import compare_start_values
 from zpasses.runtime.windows import StepWindow, grad_state_of, step_windows
@@ -262,7 +262,7 @@ class _ValuesUsed:
 
     def __init__(self, params: Sequence[Any]) -> None:
         self._params = params
-        self._stamps = list(map(value_stamp, params, compat.locals_of(params)))
+        self._stamps = value_stamps(params)
 
     def check(self, positions: Mapping[str, int]) -> None:
         """Raises ShardingError if one of these parameters was edited.
@@ -270,9 +270,12 @@ class _ValuesUsed:
         Args:
             positions: name of a parameter -> its position among those of the call.
         """
+        now = value_stamps(self._params)
+        if now == self._stamps:
+            return
         for name, i in positions.items():
             param = self._params[i]
-            if value_stamp(param, compat.local_of(param)) != self._stamps[i]:
+            if any(new[i] != old[i] for new, old in zip(now, self._stamps, strict=False)):
                 error = ShardingError(
                     f"parameter {name} was edited between a forward and its backward: in place, by "
                     "an optimizer step, or by load_state_dict. Backward needs the value that "

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from zpasses import compat
 from zpasses.runtime.layout import layout_of, rows_of, rows_of_all
 from zpasses.runtime.param_value import drop_cached
-from zpasses.runtime.watched import run_explained, watch_if_needed
+from zpasses.runtime.watched import run_explained, watch, watch_if_needed
 
 __all__ = [
     "CallParams",
@@ -172,13 +172,19 @@ class StealableGrad(DTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DETACH:
-            args[0].__class__ = DTensor
-            return watch_if_needed(args[0])
+            return _settle(args[0])
         for value in compat.pytree.tree_leaves((args, kwargs)):
             if type(value) is StealableGrad:
-                cast(Any, value).__class__ = DTensor
-                watch_if_needed(value)
+                _settle(value)
         return run_explained(func, args, kwargs or {})
+
+
+def _settle(grad: Any) -> DTensor:
+    """Make a gradient what it is for the rest of its life, in place."""
+    if compat.has_empty_part(grad._spec):
+        return watch(grad, None)
+    grad.__class__ = DTensor
+    return cast(DTensor, grad)
 
 
 _DETACH = torch.ops.aten.detach.default

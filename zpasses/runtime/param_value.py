@@ -14,6 +14,7 @@ other. zpasses.runtime.watched counts the changes.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from zpasses import compat
 from zpasses.runtime.edits import EditedParam, EditLog, number_of
 from zpasses.runtime.layout import LAYOUT_ATTRIBUTE, ParamLayout
 from zpasses.runtime.watched import VALUE_ATTRIBUTE, ShardMemory, count_edit, memory_of, watch
@@ -36,7 +38,7 @@ __all__ = [
     "mark_edited",
     "param_value_of",
     "stamp_of",
-    "value_stamp",
+    "value_stamps",
 ]
 
 Stamp = tuple[object, int]
@@ -93,16 +95,23 @@ def stamp_of(param: Any, shard: Tensor) -> Stamp | None:
     and for shards that other code may be writing to.
     """
     memory = memory_of(param)
-    return None if memory is not None and memory.exposed else value_stamp(param, shard)
-
-
-def value_stamp(param: Any, shard: Tensor) -> Stamp | None:
-    """The same, but counts only edits that were seen."""
-    memory = memory_of(param)
+    if memory is None or memory.exposed:
+        return None
     try:
-        return None if memory is None else (memory, memory.edits + shard._version)
+        return memory, memory.edits + shard._version
     except RuntimeError:  # made in inference mode
         return None
+
+
+def value_stamps(params: Sequence[Any]) -> list[list[Any]]:
+    """Returns what changes with each edit of one of these parameters that is seen. Called in every
+    step.
+    """
+    try:
+        memories = [param._zpasses_memory for param in params]
+        return [memories, [each.edits for each in memories], compat.versions_of(params)]
+    except RuntimeError:  # made in inference mode
+        return [memories, [each.edits for each in memories]]
 
 
 def param_value_of(param: Any) -> ParamValue:
