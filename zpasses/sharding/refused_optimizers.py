@@ -29,18 +29,23 @@ _WAYS_OUT: dict[type[torch.optim.Optimizer], str] = {
 }
 """Class -> what it does, and what to use. Subclasses are not refused."""
 
-_OF_TRANSFORMERS = (
-    "mixes its own plain tensors with DTensors. Use zpasses.optim.Adafactor, which is torch's "
-    "variant: convert the arguments, lr is its largest relative step"
-)
+_OF_OTHERS = {
+    ("transformers.optimization", "Adafactor"): (
+        "mixes its own plain tensors with DTensors. Use zpasses.optim.Adafactor, which is torch's "
+        "variant: convert the arguments, lr is its largest relative step"
+    ),
+    ("prodigyopt.prodigy", "Prodigy"): (
+        "reads sums over each parameter as numbers, of which each rank has a part. Use AdamW with "
+        "a learning rate of your choice"
+    ),
+}
+"""Module and name of a class -> the same."""
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise ShardingError for an optimizer that cannot step sharded parameters correctly."""
     kind = type(optimizer)
-    why = _WAYS_OUT.get(kind)
-    if (kind.__module__, kind.__name__) == ("transformers.optimization", "Adafactor"):
-        why = _OF_TRANSFORMERS
+    why = _WAYS_OUT.get(kind) or _OF_OTHERS.get((kind.__module__, kind.__name__))
     if why is not None:
         raise ShardingError(
             f"{kind.__name__} on parameters that zpasses sharded: it {why}. "

@@ -175,12 +175,19 @@ def _hugging_face(params):
     return Adafactor(params)
 
 
+def _prodigy(params):
+    from prodigyopt import Prodigy
+
+    return Prodigy(params)
+
+
 REFUSED = {
     "Muon": (lambda params: optim.Muon(params), r"zpasses\.optim\.Muon"),
     "Adafactor": (lambda params: optim.Adafactor(params), r"zpasses\.optim\.Adafactor"),
     "Hugging Face's Adafactor": (_hugging_face, r"zpasses\.optim\.Adafactor"),
     "Rprop": (lambda params: optim.Rprop(params), r"zpasses\.optim\.Rprop"),
     "LBFGS": (lambda params: optim.LBFGS(params), "Use another optimizer"),
+    "Prodigy": (_prodigy, "Use AdamW with a learning rate"),
 }
 
 
@@ -300,6 +307,7 @@ def test_rows_of_the_page_are_tested():
     rows = re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)
     tested = {f"torch.optim.{name}" for name in EXACT} | {f"zpasses.optim.{name}" for name in OURS}
     tested |= {f"torch.optim.{name}" for name in ("Muon", "Adafactor", "Rprop", "LBFGS")}
-    tested |= {"transformers.Adafactor"} | {f"torchao.optim.{name}" for name in LOW_BIT}
+    tested |= {"transformers.Adafactor", "prodigyopt.Prodigy"}
+    tested |= {f"torchao.optim.{name}" for name in LOW_BIT}
     assert set(rows) == tested
     assert len(rows) == len(tested)
