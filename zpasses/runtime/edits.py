@@ -1,4 +1,5 @@
-"""Edits of sharded parameters since the ranks last compared what they do.
+"""Edits of sharded parameters: the memory of a shard counts them, and logs say to other ranks which
+they were.
 
 Every rank makes the same edits: operators in place, assignments, loaded values, steps of
 optimizers. Nothing else would notice a rank that edits alone, or whose optimizer step raised, or
@@ -17,13 +18,24 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zpasses.runtime.checksum import checksum
 
-__all__ = ["EditLog", "EditedParam", "log_of", "logs_of", "number_of", "take_edits"]
+__all__ = [
+    "EditLog",
+    "EditedParam",
+    "ShardMemory",
+    "count_edit",
+    "memory_of",
+    "named_source",
+    "number_of",
+    "owner_of",
+    "take_edits",
+]
 
 _MOST_TOLD = 64
 
@@ -108,3 +120,57 @@ class EditedParam:
         if not full.is_meta and type(full) in (Tensor, torch.nn.Parameter):
             number = int(checksum(full))
             self.edited(f"{what} of values with checksum {number & 0xFFFFFFFF:08x}", number)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+class ShardMemory:
+    """The memory of a shard, and how often it was edited."""
+
+    __slots__ = ("edits", "exposed", "owner")
+
+    def __init__(self, owner: EditedParam | None = None) -> None:
+        self.owner = owner
+        """The parameter of a sharded model whose memory it is; None for copies."""
+        self.edits = 0
+        self.exposed = False
+        """Whether code outside has the local tensor, whose `.data` nobody sees, since the last step
+        of an optimizer."""
+
+
+def count_edit(target: Any, what: str, full: Tensor | None = None) -> None:
+    """Count an edit of a parameter that no operator made.
+
+    Args:
+        what: the edit, for errors.
+        full: the values that it takes, equal on every rank, if they are plain.
+    """
+    memory = memory_of(target)
+    if memory is None:
+        return
+    memory.edits += 1
+    if memory.owner is None:
+        return
+    if full is None:
+        memory.owner.edited(what, number_of(what))
+    else:
+        memory.owner.edited_by_values(what, full)
+
+
+def named_source(value: object) -> str:
+    """Returns which parameter's memory a tensor is, for `count_edit`; "" if it is none's."""
+    owner = owner_of(value)
+    if owner is None:
+        return ""
+    call, _, name = owner.name.partition(":")
+    return f" from {name!r} (sharded in call {call} of zpasses.shard)"
+
+
+def owner_of(value: object) -> EditedParam | None:
+    memory = memory_of(value)
+    return None if memory is None else memory.owner
+
+
+def memory_of(value: object) -> ShardMemory | None:
+    """Return what counts the edits of a tensor; None if nothing does."""
+    found: ShardMemory | None = getattr(value, "_zpasses_memory", None)
+    return found

@@ -23,9 +23,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zpasses import compat
-from zpasses.runtime.edits import EditedParam, EditLog, number_of
+from zpasses.runtime.edits import (
+    EditedParam,
+    EditLog,
+    ShardMemory,
+    count_edit,
+    memory_of,
+    number_of,
+)
 from zpasses.runtime.layout import LAYOUT_ATTRIBUTE, ParamLayout
-from zpasses.runtime.watched import VALUE_ATTRIBUTE, ShardMemory, count_edit, memory_of, watch
+from zpasses.runtime.watched import VALUE_ATTRIBUTE, watch
 
 __all__ = [
     "ParamValue",

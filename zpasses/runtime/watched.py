@@ -20,7 +20,15 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from zpasses import compat
 from zpasses.errors import ShardingError
-from zpasses.runtime.edits import EditedParam, number_of
+from zpasses.runtime.edits import (
+    EditedParam,
+    ShardMemory,
+    count_edit,
+    memory_of,
+    named_source,
+    number_of,
+    owner_of,
+)
 from zpasses.runtime.inplace import (
     draws_full,
     edit_plain,
@@ -36,11 +44,7 @@ from zpasses.runtime.reductions import NEED_ELEMENTS, has_empty_part, with_full_
 __all__ = [
     "VALUE_ATTRIBUTE",
     "DTensorInplaceMode",
-    "ShardMemory",
     "WatchedShard",
-    "count_edit",
-    "memory_of",
-    "named_source",
     "plain_dtensor",
     "replace_shard",
     "run_explained",
@@ -52,20 +56,6 @@ __all__ = [
 
 VALUE_ATTRIBUTE = "_zpasses_value"
 """Attribute of a sharded parameter that holds its `zpasses.runtime.param_value.ParamValue`."""
-
-
-class ShardMemory:
-    """The memory of a shard, and how often it was edited."""
-
-    __slots__ = ("edits", "exposed", "owner")
-
-    def __init__(self, owner: EditedParam | None = None) -> None:
-        self.owner = owner
-        """The parameter of a sharded model whose memory it is; None for copies."""
-        self.edits = 0
-        self.exposed = False
-        """Whether code outside has the local tensor, whose `.data` nobody sees, since the last step
-        of an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -184,53 +174,14 @@ def set_shard(target: Any, local: Tensor, memory: ShardMemory | None = None) -> 
         memory: what counts the edits of the tensor; None if nothing does yet.
     """
     compat.set_local(target, local)
-    target._zpasses_memory = memory or ShardMemory(_owner_of(target))
+    target._zpasses_memory = memory or ShardMemory(owner_of(target))
 
 
 def replace_shard(target: Any, value: DTensor) -> None:
     """Give a parameter the local tensor, dtype and device of a DTensor that nothing else has."""
     compat.replace_dtensor(target, value)
-    target._zpasses_memory = ShardMemory(_owner_of(target))
+    target._zpasses_memory = ShardMemory(owner_of(target))
     count_edit(target, "conversion")
-
-
-def count_edit(target: Any, what: str, full: Tensor | None = None) -> None:
-    """Count an edit of a parameter that no operator made.
-
-    Args:
-        what: the edit, for errors.
-        full: the values that it takes, equal on every rank, if they are plain.
-    """
-    memory = memory_of(target)
-    if memory is None:
-        return
-    memory.edits += 1
-    if memory.owner is None:
-        return
-    if full is None:
-        memory.owner.edited(what, number_of(what))
-    else:
-        memory.owner.edited_by_values(what, full)
-
-
-def named_source(value: object) -> str:
-    """Returns which parameter's memory a tensor is, for `count_edit`; "" if it is none's."""
-    owner = _owner_of(value)
-    if owner is None:
-        return ""
-    call, _, name = owner.name.partition(":")
-    return f" from {name!r} (sharded in call {call} of zpasses.shard)"
-
-
-def _owner_of(value: object) -> EditedParam | None:
-    memory = memory_of(value)
-    return None if memory is None else memory.owner
-
-
-def memory_of(value: object) -> ShardMemory | None:
-    """Return what counts the edits of a tensor; None if nothing does."""
-    found: ShardMemory | None = getattr(value, "_zpasses_memory", None)
-    return found
 
 
 def _set_data(target: WatchedShard, value: Tensor) -> None:
@@ -445,7 +396,7 @@ def _count_edit(target: WatchedShard, writes: _Writes) -> None:
 def _edited_owner(target: Any) -> EditedParam | None:
     """Returns the parameter that a write to a tensor edits."""
     copied: _CopiedView | None = getattr(target, "_zpasses_copied_view", None)
-    return _owner_of(target) if copied is None else _edited_owner(copied.source)
+    return owner_of(target) if copied is None else _edited_owner(copied.source)
 
 
 def _count_values(targets: Sequence[Any], writes: _Writes, operands: Sequence[Any]) -> None:

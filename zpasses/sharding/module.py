@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 
 from zpasses import compat
 from zpasses.errors import ShardingError
+from zpasses.runtime.edits import count_edit, named_source
 from zpasses.runtime.gloo import use_exchanges_in_eager_code
 from zpasses.runtime.local_shards import bound_call, read_of, to_local_shard
 from zpasses.runtime.param_value import (
@@ -31,13 +32,7 @@ from zpasses.runtime.param_value import (
     is_sharded_parameter,
     param_value_of,
 )
-from zpasses.runtime.watched import (
-    DTensorInplaceMode,
-    WatchedShard,
-    count_edit,
-    named_source,
-    replace_shard,
-)
+from zpasses.runtime.watched import DTensorInplaceMode, WatchedShard, replace_shard
 from zpasses.sharding.gathered import (
     Source,
     StandsForParameter,

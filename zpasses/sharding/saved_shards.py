@@ -21,8 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.ranks.vote import report_failure
+from zpasses.runtime.edits import count_edit, memory_of
 from zpasses.runtime.layout import layout_of
-from zpasses.runtime.watched import WatchedShard, count_edit, memory_of, plain_dtensor, watch
+from zpasses.runtime.watched import WatchedShard, plain_dtensor, watch
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE
 from zpasses.sharding.param_spec import shard_tensor
 from zpasses.sharding.refused_optimizers import check_optimizer

@@ -1,0 +1,280 @@
+"""A drawn run under a trainer that is resumed from a checkpoint, by new objects, ends as the run
+that goes on, bit for bit.
+"""
+
+import random
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from zpasses.testing import run_on_ranks
+from zpasses.tools.stress.drawn_models import WIDTH, Model, ModelChoice, draw_model
+
+accelerate = pytest.importorskip("accelerate")
+lightning = pytest.importorskip("lightning")
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from tests.zpasses.integrations import training  # noqa: E402
+from zpasses.integrations import accelerate as for_accelerate  # noqa: E402
+from zpasses.integrations import transformers as for_transformers  # noqa: E402
+from zpasses.integrations.lightning import ZpassesStrategy  # noqa: E402
+
+pytestmark = pytest.mark.processes
+
+OPTIMIZERS = (
+    ("SGD", {"momentum": 0.5}),
+    ("SGD", {}),
+    ("AdamW", {"weight_decay": 0.1}),
+    ("AdamW", {"amsgrad": True}),
+    ("Adam", {"fused": True}),
+    ("RMSprop", {"momentum": 0.5}),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    seed: int
+    trainer: str
+    model: ModelChoice
+    optimizer: tuple[str, dict[str, Any]]
+    stage: int
+    groups: int
+    unused: bool
+    """Whether a parameter of the optimizer never has a gradient."""
+    scheduler: bool
+    accumulate: int
+    saved_at: int
+    """Optimizer steps before the checkpoint."""
+    steps: int
+
+
+TRAINERS = ("accelerate", "lightning", "transformers")
+
+
+def _draw(seed):
+    chance = random.Random(f"resumed run {seed}")
+    model = draw_model(chance)
+    while "buffers" in model.blocks:  # each rank has its own; a checkpoint has those of rank 0
+        model = draw_model(chance)
+    saved_at = chance.choice((1, 1, 2, 3))
+    return Run(
+        seed,
+        TRAINERS[seed % len(TRAINERS)],
+        model,
+        chance.choice(OPTIMIZERS),
+        stage=chance.choice((2, 3)),
+        groups=chance.choice((1, 1, 2)),
+        unused=chance.random() < 0.4,
+        scheduler=chance.random() < 0.5,
+        accumulate=chance.choice((1, 1, 2)),
+        saved_at=saved_at,
+        steps=saved_at + chance.choice((1, 2)),
+    )
+
+
+class _WithLoss(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.model = Model(run.model)
+        self.unused = nn.Parameter(torch.randn(5, 3)) if run.unused else None
+
+    def forward(self, x):
+        return {"loss": self.model(x).square().mean()}
+
+
+def _model(run, shift):
+    """`shift`: of the seed, because a model that loads has other values before."""
+    torch.manual_seed(run.seed + shift)
+    return _WithLoss(run).double()
+
+
+def _optimizer(run, model):
+    name, arguments = run.optimizer
+    params = [param for param in model.parameters() if param.requires_grad]
+    groups = [
+        {"params": params[at :: run.groups], "lr": 0.01 * (1 + at)} for at in range(run.groups)
+    ]
+    groups = [group for group in groups if group["params"]]
+    return getattr(torch.optim, name)(groups, lr=0.01, **arguments)
+
+
+def _scheduler(run, optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7 if run.scheduler else 1.0)
+
+
+def _samples(run):
+    source = torch.Generator().manual_seed(run.seed)
+    count = 2 * 2 * run.accumulate * run.steps
+    return torch.randn(count, WIDTH, generator=source, dtype=torch.float64)
+
+
+def _with_accelerate(run, folder, resumes, shift):
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=run.accumulate)
+    model = for_accelerate.prepare(accelerator, _model(run, shift), options=_options(run))
+    optimizer = _optimizer(run, model)
+    scheduler = _scheduler(run, optimizer)
+    loader = DataLoader(list(_samples(run)), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.register_for_checkpointing(scheduler)
+    done = 0
+    if resumes:
+        accelerator.load_state(str(folder / "state"))
+        loader = accelerator.skip_first_batches(loader, run.saved_at * run.accumulate)
+        done = run.saved_at
+    for x in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x)["loss"])
+            optimizer.step()
+            if accelerator.sync_gradients:
+                scheduler.step()
+                done += 1
+            optimizer.zero_grad()
+        if accelerator.sync_gradients and done == run.saved_at and not resumes:
+            accelerator.save_state(str(folder / "state"))
+    return model, optimizer.optimizer
+
+
+class _Lit(lightning.LightningModule):
+    def __init__(self, run, shift):
+        super().__init__()
+        self.run, self.net = run, _model(run, shift)
+
+    def training_step(self, batch, index):
+        # Lightning begins the data anew when it resumes.
+        at = self.trainer.global_step * self.run.accumulate + index % self.run.accumulate
+        rows = _samples(self.run).view(-1, 2, 2, WIDTH)[at, dist.get_rank()]
+        return self.net(rows)["loss"]
+
+    def configure_optimizers(self):
+        optimizer = _optimizer(self.run, self)
+        return [optimizer], [{"scheduler": _scheduler(self.run, optimizer), "interval": "step"}]
+
+
+def _with_lightning(run, folder, resumes, shift):
+    saves = lightning.pytorch.callbacks.ModelCheckpoint(
+        dirpath=folder, filename="{step}", every_n_train_steps=run.saved_at, save_top_k=-1
+    )
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=ZpassesStrategy(options=_options(run)),
+        max_steps=run.steps,
+        accumulate_grad_batches=run.accumulate,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[] if resumes else [saves],
+        enable_checkpointing=not resumes,
+    )
+    module = _Lit(run, shift)
+    path = folder / f"step={run.saved_at}.ckpt" if resumes else None
+    trainer.fit(module, DataLoader(list(_samples(run)), batch_size=2), ckpt_path=path)
+    return module.net, trainer.optimizers[0]
+
+
+class _Samples(torch.utils.data.Dataset):
+    def __init__(self, run):
+        self.rows = _samples(run)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return {"x": self.rows[index]}
+
+
+def _with_transformers(run, folder, resumes, shift):
+    arguments = training.arguments(
+        folder,
+        gradient_accumulation_steps=run.accumulate,
+        max_steps=run.steps,
+        max_grad_norm=0.0,
+        save_strategy="steps",
+        save_steps=run.saved_at,
+        remove_unused_columns=False,
+    )
+    model = for_transformers.prepare(_model(run, shift), options=_options(run))
+    optimizer = _optimizer(run, model)
+    trainer = transformers.Trainer(
+        model,
+        arguments,
+        train_dataset=_Samples(run),
+        optimizers=(optimizer, _scheduler(run, optimizer)),
+    )
+    checkpoint = str(folder / f"checkpoint-{run.saved_at}") if resumes else None
+    training.quiet(trainer).train(resume_from_checkpoint=checkpoint)
+    return model, optimizer
+
+
+RUNS = {
+    "accelerate": _with_accelerate,
+    "lightning": _with_lightning,
+    "transformers": _with_transformers,
+}
+
+
+def _options(run):
+    return {"zero_stage": run.stage, "codegen": "eager"}
+
+
+def _values(model, optimizer):
+    names = {param: name for name, param in model.named_parameters()}
+    if dist.get_rank() == 0:
+        yield from ((name, value.clone()) for name, value in model.named_buffers())
+    for param, name in names.items():
+        yield name, param.detach().clone()
+        for key, value in sorted(optimizer.state.get(param, {}).items()):
+            yield f"{key} of {name}", value
+    for number, group in enumerate(optimizer.param_groups):
+        yield f"lr of group {number}", group["lr"]
+        yield f"group {number}", [names[param] for param in group["params"]]
+
+
+def _local(value):
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _check(run, folder):
+    training.as_started_by_torchrun()
+    train = RUNS[run.trainer]
+    expected = dict(_values(*train(run, folder, False, 0)))
+    training.as_started_by_torchrun()
+    found = dict(_values(*train(run, folder, True, 1)))
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for name, value in expected.items():
+        mine, theirs = _local(found[name]), _local(value)
+        same = torch.equal(mine, theirs) if isinstance(theirs, torch.Tensor) else mine == theirs
+        assert same, f"{name}: {mine} is not {theirs}"
+
+
+def _runs(seeds):
+    for seed in seeds:
+        run, folder = _draw(seed), [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder, 0)
+        try:
+            _check(run, Path(folder[0]))
+        except Exception as error:
+            raise AssertionError(f"{run}: {type(error).__name__}: {error}") from error
+        finally:
+            torch.compiler.reset()
+            dist.barrier()
+            shutil.rmtree(folder[0], ignore_errors=True)
+
+
+def test_a_few_runs_end_as_without_a_stop():
+    run_on_ranks(_runs, range(3), timeout_s=120)
+
+
+@pytest.mark.slow(quick="test_a_few_runs_end_as_without_a_stop")
+@pytest.mark.parametrize("first", range(3, 183, 20))
+def test_runs_end_as_without_a_stop(first):
+    run_on_ranks(_runs, range(first, first + 20), timeout_s=600)
