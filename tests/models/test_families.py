@@ -241,6 +241,14 @@ def _chain(*modules, shape):
 
 _part = functools.partial
 IMAGE = (2, 3, 6, 6)
+
+
+def _solved(call, x):
+    """The check of a solution is an effect, whose token comes before the inputs of a graph."""
+    weight = call.mix.weight
+    return call.mix(torch.linalg.solve(torch.eye(6) + weight - weight.mT, x.mT).mT)
+
+
 FAMILIES = {
     "conv1d": _chain(
         _part(nn.Conv1d, 3, 4, 3), nn.ReLU, _part(nn.Conv1d, 4, 2, 3), shape=(2, 3, 9)
@@ -379,6 +387,14 @@ FAMILIES = {
         lambda: randn(3, 4),
     ),
     "fourier filter": Family(lambda: Calls(_filtered, gain=nn.Linear(6, 1)), lambda: randn(3, 4)),
+    "linear solve": Family(
+        lambda: Calls(_solved, mix=nn.Linear(6, 6)), lambda: randn(3, 6), rounding=1e-5
+    ),
+    "orthogonal weight": Family(
+        lambda: nn.utils.parametrizations.orthogonal(nn.Linear(5, 5), orthogonal_map="cayley"),
+        lambda: randn(3, 5),
+        rounding=1e-5,
+    ),
     "integer buffers": Family(
         lambda: Calls(
             _counted,
@@ -427,6 +443,7 @@ QUICK = {
     "attention with dropout": 3,
     "state space cumulative": 3,
     "indexed experts": 3,
+    "linear solve": 3,
     "complex buffer": 1,
     "integer buffers": 2,
     "checkpoint": 3,

@@ -49,6 +49,7 @@ from zpasses.cost.target import Target, current_target, use_target
 from zpasses.dumps.recorders import recorders_for
 from zpasses.errors import AgreementError, OptionError
 from zpasses.garbage import no_garbage_collection
+from zpasses.graph.nodes import put_inputs_first
 from zpasses.graph.ops import UNSHARD
 from zpasses.graph.regathers import remove_regathers
 from zpasses.graph.subgraphs import read_subgraph_inputs_directly
@@ -523,6 +524,7 @@ class _GraphCompiler:
         )
 
     def _run_level(self, gm: fx.GraphModule, level: Level, kind: str) -> None:
+        put_inputs_first(gm.graph)
         if level is Level.JOINT:
             tag_joint(gm.graph, self._captured.shards)
         # torch may compile a backward late, outside of the call of the backend

@@ -42,15 +42,16 @@ def full_state_dict(
         timeout_s: seconds to wait for the other ranks before the first gather.
 
     Raises:
-        AgreementError: on every rank, if another rank does not call it in time or passes another
-            model.
+        AgreementError: on every rank, if another rank does not call it in time, passes another
+            model, or has edited it otherwise.
     """
     values = state_names(model)
     described = [
         [name, str(value.dtype), list(value.shape)] if isinstance(value, Tensor) else [name]
         for name, value in values.items()
     ]
-    agree(sharding_groups(model), _OCCASION, timeout_s, described=described, what="the model")
+    groups = sharding_groups(model)
+    agree(groups, _OCCASION, timeout_s, described=described, model=model, what="the model")
     destination = writing_rank(model) if rank0_only else None
     keeps = destination is None or not dist.is_initialized() or dist.get_rank() == destination
     state: dict[str, Any] = {}

@@ -18,6 +18,7 @@ from zpasses import compat
 from zpasses.errors import AgreementError, ShardingError
 from zpasses.graph.ops import rows_per_rank
 from zpasses.ranks.vote import exchange
+from zpasses.runtime.edits import log_of, origin_of, owner_of
 from zpasses.sharding.module import ShardedModule
 
 __all__ = [
@@ -153,6 +154,7 @@ def agree(
     timeout_s: float,
     *,
     described: Any = None,
+    model: nn.Module | None = None,
     failure: str | None = None,
     what: str = "what they hold",
 ) -> None:
@@ -163,6 +165,7 @@ def agree(
         occasion: what the ranks are doing.
         timeout_s: seconds to wait for the other ranks.
         described: what must be equal on all ranks: plain JSON values.
+        model: one whose parameters must be the same, after the same edits.
         failure: why this rank cannot go on.
         what: what `described` describes, for the error.
 
@@ -170,7 +173,6 @@ def agree(
         ShardingError: if a rank failed.
         AgreementError: if ranks differ, or if one does not come in time.
     """
-    digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
     failures = {} if failure is None else {dist.get_rank() if _ranks() else 0: failure}
     different: list[int] = []
     # Every vote is held, also after a failure: ranks of another group wait in it. A failure reaches
@@ -178,6 +180,8 @@ def agree(
     groups = list(groups)
     for _ in groups:
         for group in groups:
+            compared = json.dumps([described, _edits_of(model, group)])
+            digest = hashlib.sha256(compared.encode()).hexdigest()[:16]
             answers = exchange(
                 group,
                 occasion,
@@ -195,13 +199,31 @@ def agree(
     if different:
         raise AgreementError(
             f"{occasion}: ranks differ in {what}; rank {different[0]} differs from the first rank "
-            "of its group. Every rank must pass the same model and the same checkpoint."
+            "of its group. Every rank must pass the same model and the same checkpoint, and make "
+            "the same edits and steps before."
         )
+
+
+def _edits_of(model: nn.Module | None, group: str) -> list[int]:
+    """Numbers of the parameters that a group shards, and of all edits of them. Experts of other
+    groups may have other values.
+    """
+    log = log_of(group)
+    return [
+        origin_of(param)
+        for param in (model.parameters() if model is not None else ())
+        if (owner := owner_of(param)) is not None and any(each is log for each in owner.logs)
+    ]
 
 
 @contextlib.contextmanager
 def agreed(
-    groups: Iterable[str], occasion: str, timeout_s: float, *, described: Any = None
+    groups: Iterable[str],
+    occasion: str,
+    timeout_s: float,
+    *,
+    described: Any = None,
+    model: nn.Module | None = None,
 ) -> Iterator[None]:
     """If the block fails on a rank, raise on every rank at its end. Call it on every rank.
 
@@ -212,6 +234,7 @@ def agreed(
         occasion: what the block does, for the error.
         timeout_s: seconds to wait for the other ranks.
         described: what must be equal on all ranks at the end of the block: plain JSON values.
+        model: as for `agree`.
 
     Raises:
         ShardingError: on every rank, if the block failed on one.
@@ -226,7 +249,7 @@ def agreed(
     if isinstance(failure, ShardingError):
         text = str(failure)
     try:
-        agree(groups, occasion, timeout_s, described=described, failure=text)
+        agree(groups, occasion, timeout_s, described=described, model=model, failure=text)
     except Exception as error:
         if failure is not None:
             raise error from failure

@@ -112,8 +112,8 @@ def save_safetensors(
         OptionError: for a size that is none.
         ShardingError: on every rank, for a model with entries that are not tensors or are on meta,
             and if the files cannot be written.
-        AgreementError: on every rank, if another rank does not call it in time or passes another
-            model.
+        AgreementError: on every rank, if another rank does not call it in time, passes another
+            model, or has edited it otherwise.
     """
     most_bytes = _parse_size(max_shard_size)
     groups, failure = sharding_groups(model), None
@@ -124,7 +124,15 @@ def save_safetensors(
     except ShardingError as error:
         failure = str(error)
     described = [[each.names, str(each.tensor.dtype), list(each.tensor.shape)] for each in tensors]
-    agree(groups, _OCCASION, timeout_s, described=described, failure=failure, what="the model")
+    agree(
+        groups,
+        _OCCASION,
+        timeout_s,
+        described=described,
+        model=model,
+        failure=failure,
+        what="the model",
+    )
     folder, stem = _place(Path(path))
     files = _split(tensors, stem, most_bytes)
     header = {"format": "pt", **dict(metadata or {})}

@@ -84,7 +84,8 @@ def training_state(
     writer = writing_rank(model)
     state: dict[str, Any] = {}
     held: list[Any] = []
-    with agreed(sharding_groups(model), "zpasses.training_state", timeout_s, described=held):
+    groups = sharding_groups(model)
+    with agreed(groups, "zpasses.training_state", timeout_s, described=held, model=model):
         _check_nothing_pending(model)
         names = _names(model)
         for number, optimizer in enumerate(_listed(optimizers)):

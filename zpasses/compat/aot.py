@@ -166,14 +166,18 @@ def partition(
         settings["activation_memory_budget"] = activation_budget
         if hasattr(functorch_config, _SCRIPT_OBJECT_SIZE) and _hold_no_tensors(gm.graph):
             settings[_SCRIPT_OBJECT_SIZE] = True
-    _save_readers_of_changed_inputs(gm.graph)
+    _save_readers_of_changed_inputs(gm.graph, recomputes=activation_budget < 1.0)
     with functorch_config.patch(cse=False, **settings):
         return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
 
-def _save_readers_of_changed_inputs(graph: fx.Graph) -> None:
+def _save_readers_of_changed_inputs(graph: fx.Graph, *, recomputes: bool) -> None:
     """Let backward recompute nothing from an input that forward changes, such as a buffer: it would
     read the new value. torch's partitioner does not see this.
+
+    Args:
+        recomputes: whether the partitioner may recompute what it usually saves. It then ignores
+            that results of an operator with several are to be saved, so that reads a saved copy.
     """
     changed = {
         node.args[0]
@@ -181,11 +185,19 @@ def _save_readers_of_changed_inputs(graph: fx.Graph) -> None:
     }
     pending = [node for node in graph.find_nodes(op="placeholder") if node in changed]
     while pending:
-        for user in pending.pop().users:
+        read = pending.pop()
+        for user in list(read.users):
             if getattr(user.target, "is_view", False):
                 pending.append(user)
             elif user.target is not torch.ops.aten.copy_.default:
                 several = isinstance(user.meta.get("val"), (tuple, list))
+                if several and recomputes:
+                    with graph.inserting_before(user):
+                        copied = graph.call_function(torch.ops.aten.clone.default, (read,))
+                    copied.meta.update(val=read.meta["val"].clone())
+                    user.replace_input_with(read, copied)
+                    mark_saved(copied)
+                    continue
                 for value in user.users if several else (user,):
                     mark_saved(value)
 

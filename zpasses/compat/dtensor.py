@@ -212,13 +212,14 @@ def check_items(check: Callable[[DTensor], None]) -> None:
     handlers[torch.ops.aten._local_scalar_dense.default] = handler
 
 
-def is_placement_error(error: RuntimeError) -> bool:
+def is_placement_error(error: BaseException) -> bool:
     """Whether DTensor has no way to run an operator on tensors that are placed like its arguments.
 
     Only the text says so.
     """
     text = str(error)
-    return "placement changes are not supported" in text or "sharding strategy registered" in text
+    signs = ("Sharding propagation failed", "sharding strategy", "not supported with DTensor")
+    return any(sign in text for sign in signs)
 
 
 def clear_sharding_prop_cache() -> None:

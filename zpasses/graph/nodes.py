@@ -30,6 +30,7 @@ __all__ = [
     "named_arguments",
     "nbytes",
     "propagate",
+    "put_inputs_first",
     "value_of",
 ]
 
@@ -162,6 +163,16 @@ def collectives_by_group(graph: fx.Graph) -> dict[str, list[Collective]]:
     for _, each in collectives(graph):
         by_group.setdefault(each.group, []).append(each)
     return dict(sorted(by_group.items()))
+
+
+def put_inputs_first(graph: fx.Graph) -> None:
+    """Moves inputs before all other nodes. torch puts the token of ordered effects, such as the
+    checks of torch.linalg, before them.
+    """
+    first = next(iter(graph.nodes))
+    for node in graph.find_nodes(op="placeholder", sort=True):
+        if first.op != "placeholder":
+            first.prepend(node)
 
 
 def append_placeholder(graph: fx.Graph, name: str) -> fx.Node:

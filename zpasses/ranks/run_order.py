@@ -60,12 +60,20 @@ class RunEvent:
 class Edits(Protocol):
     """Edits of parameters since the last event of their group."""
 
+    count: int
     digest: int
     """Depends on all of them, and on their order."""
-    count: int
+    values: int
+    """Depends on their arguments, too, and on edits since the last vote."""
 
-    def told(self) -> list[str]:
-        """Returns the last of them in words."""
+    def needs_vote(self) -> bool:
+        """Whether arguments have not been compared for long."""
+
+    def end_event(self, *, voted: bool) -> None:
+        """Forget the edits."""
+
+    def told(self) -> list[tuple[str, int]]:
+        """Returns the last of them, each in words and as a number of its arguments."""
 
 
 def check_run_event(
@@ -73,7 +81,7 @@ def check_run_event(
     event: RunEvent,
     timeout_s: float,
     *,
-    edits: Edits | None = None,
+    edits: Edits,
     always_vote: bool = False,
     timeout_option: str = COMPILE_TIMEOUT,
 ) -> None:
@@ -89,9 +97,14 @@ def check_run_event(
         AgreementError: when a rank comes to another event, failed, or does not come in time.
     """
     state = group_state(group)
-    digest = event.digest if edits is None else f"{event.digest} {edits.digest}"
-    if always_vote or state.successors.get(state.events) != digest:
-        _vote(group, state, event, edits, digest, timeout_s, timeout_option)
+    has_edits = edits is not None and edits.count > 0
+    digest = f"{event.digest} {edits.digest}" if has_edits else event.digest
+    votes = always_vote or state.successors.get(state.events) != digest or edits.needs_vote()
+    try:
+        if votes:
+            _vote(group, state, event, edits, digest, timeout_s, timeout_option)
+    finally:
+        edits.end_event(voted=votes)
     state.events = (*state.events, digest)[-_CONTEXT:]
 
 
@@ -104,7 +117,7 @@ def _vote(
     group: str,
     state: GroupState,
     event: RunEvent,
-    edits: Edits | None,
+    edits: Edits,
     digest: str,
     timeout_s: float,
     timeout_option: str,
@@ -116,7 +129,7 @@ def _vote(
         for rank, each in zip(ranks, ballots, strict=True):
             if each["event"] != first["event"]:
                 return {"error": _difference(group, ranks[0], first["text"], rank, each["text"])}
-            if each["digest"] != first["digest"]:
+            if (each["digest"], each["values"]) != (first["digest"], first["values"]):
                 return {"error": _other_edits(group, ranks[0], first, rank, each)}
         return {"error": None}
 
@@ -124,8 +137,9 @@ def _vote(
         "digest": digest,
         "event": event.digest,
         "text": event.text,
-        "edits": [] if edits is None else edits.told(),
-        "count": 0 if edits is None else edits.count,
+        "values": edits.values,
+        "edits": edits.told(),
+        "count": edits.count,
     }
     missed = f"come to {event.text}{_since_last_time(state, event, edits)}"
     error = vote(
@@ -157,43 +171,45 @@ def _difference(group: str, rank_a: int, a: str, rank_b: int, b: str) -> str:
     )
 
 
-def _since_last_time(state: GroupState, event: RunEvent, edits: Edits | None) -> str:
+def _since_last_time(state: GroupState, event: RunEvent, edits: Edits) -> str:
     """Says what edits came before an event that was expected, if others were."""
     expected = state.successors.get(state.events)
     if expected is None or expected.partition(" ")[0] != event.digest:
         return ""
-    told = [] if edits is None else edits.told()
-    more = f" and {edits.count - 3} more" if edits is not None and edits.count > 3 else ""
+    told = [what for what, _ in edits.told()]
+    more = f" and {edits.count - 3} more" if edits.count > 3 else ""
     which = f": {', '.join(told[:3])}{more}" if told else " (none now)"
     return f" after other edits of parameters than at earlier steps{which}"
 
 
 def _other_edits(group: str, rank_a: int, a: Ballot, rank_b: int, b: Ballot) -> str:
     """The error about two ranks that come to one event after different edits."""
-    told_a, told_b = a["edits"], b["edits"]
-    first_a, first_b = a["count"] - len(told_a), b["count"] - len(told_b)
-    start = max(first_a, first_b)  # the logs keep the last edits
-    at = next(
-        (
-            i
-            for i in range(start, max(a["count"], b["count"]))
-            if _at(told_a, i - first_a) != _at(told_b, i - first_b)
-        ),
-        None,
+    first_a, first_b = a["count"] - len(a["edits"]), b["count"] - len(b["edits"])
+    pairs = (
+        (i, _at(a["edits"], i - first_a), _at(b["edits"], i - first_b))
+        for i in range(max(first_a, first_b), max(a["count"], b["count"]))  # the last are known
     )
-    where = (
-        f"Of {a['count']} and {b['count']} edits, the first ones differ."
-        if at is None or (start and at == start)
-        else f"Edit {at + 1} is {_at(told_a, at - first_a)} on rank {rank_a}, but "
-        f"{_at(told_b, at - first_b)} on rank {rank_b}."
-    )
+    different = next((each for each in pairs if each[1] != each[2]), None)
+    if different is None:
+        where = (
+            "Arguments or values of earlier edits, or settings of an optimizer, differ between "
+            f"rank {rank_a} and rank {rank_b}."
+        )
+    else:
+        at, (what_a, _), (what_b, _) = different
+        where = (
+            f"Edit {at + 1}, {what_a}, has other arguments or values on rank {rank_b} than on rank "
+            f"{rank_a}."
+            if what_a == what_b
+            else f"Edit {at + 1} is {what_a} on rank {rank_a}, but {what_b} on rank {rank_b}."
+        )
     return (
         f"ranks of {name_group(group)} come to {a['text']} after different edits of sharded "
         f"parameters. {where} Edit parameters on every rank alike: the same operations, with the "
-        "same values. Load the same state on every rank, and catch an error of an optimizer's step "
-        "only if it occurs on all ranks."
+        "same values and settings, such as learning rates. Load the same state on every rank, and "
+        "catch an error of an optimizer's step only if it occurs on all ranks."
     )
 
 
-def _at(edits: Sequence[str], i: int) -> str:
-    return edits[i] if 0 <= i < len(edits) else "nothing"
+def _at(edits: Sequence[tuple[str, int]], i: int) -> tuple[str, int]:
+    return (edits[i][0], edits[i][1]) if 0 <= i < len(edits) else ("nothing", 0)

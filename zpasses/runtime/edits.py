@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zpasses.runtime.checksum import checksum
 
@@ -29,12 +30,18 @@ __all__ = [
     "EditLog",
     "EditedParam",
     "ShardMemory",
+    "argument_number",
+    "begin_step",
     "count_edit",
+    "end_step",
+    "is_in_step",
+    "log_of",
     "memory_of",
     "named_source",
+    "note_edit",
     "number_of",
+    "origin_of",
     "owner_of",
-    "take_edits",
 ]
 
 _MOST_TOLD = 64
@@ -46,25 +53,51 @@ class EditLog:
 
     count: int = 0
     digest: int = 0
-    last: deque[tuple[str, str]] = field(default_factory=lambda: deque(maxlen=_MOST_TOLD))
-    """Parameter and operation of the last edits."""
+    """Depends on the parameters and operations, which are the same in each step of a training."""
+    values: int = 0
+    """Depends on the arguments, too, since the last vote. Learning rates change in each step."""
+    steps: int = 0
+    """Steps of optimizers since the last vote."""
+    last: deque[tuple[str, str, int]] = field(default_factory=lambda: deque(maxlen=_MOST_TOLD))
+    """Parameter, operation and value of the last edits."""
 
-    def add(self, param: str, number: int, what: str) -> None:
+    def add(self, param: str, what: str, number: int, value: int) -> None:
         """Args:
         param: "" if the edit is one of many parameters.
-        number: of the edit, equal on all ranks.
         what: for errors.
+        number: of the parameter and the operation, equal on all ranks.
+        value: of the arguments, equal on all ranks.
         """
         self.count += 1
         self.digest = hash((self.digest, number))  # of integers: equal in all processes
-        self.last.append((param, what))
+        self.values = hash((self.values, value))
+        self.last.append((param, what, value))
 
-    def told(self) -> list[str]:
-        """The last edits in words: "mul_ of parameter 'layers.0.weight'"."""
+    def add_step(self, what: str, number: int, settings: int) -> None:
+        self.steps += 1
+        self.add("", what, number, settings)
+
+    def needs_vote(self) -> bool:
+        """Whether arguments have not been compared for long."""
+        return self.steps >= _STEPS_PER_VOTE
+
+    def told(self) -> list[tuple[str, int]]:
+        """The last edits in words, "mul_ of parameter 'layers.0.weight'", with their values."""
         return [
-            f"{what} of parameter {param.partition(':')[2]!r}" if param else what
-            for param, what in self.last
+            (f"{what} of parameter {param.partition(':')[2]!r}" if param else what, value)
+            for param, what, value in self.last
         ]
+
+    def end_event(self, *, voted: bool) -> None:
+        """Called after each event of the group."""
+        if self.count:
+            self.count, self.digest = 0, 0
+            self.last.clear()
+        if voted:
+            self.values = self.steps = 0
+
+
+_STEPS_PER_VOTE = 100
 
 
 @functools.cache
@@ -77,16 +110,6 @@ def log_of(group: str) -> EditLog:
 def logs_of(groups: Sequence[str]) -> tuple[EditLog, ...]:
     """Returns the logs of the process groups of a parameter; one object for equal groups."""
     return tuple(map(log_of, groups))
-
-
-def take_edits(group: str) -> EditLog | None:
-    """Returns the edits since the last call for a group, and starts anew; None if none came."""
-    log = log_of(group)
-    if not log.count:
-        return None
-    taken = EditLog(log.count, log.digest, log.last)
-    log.count, log.digest, log.last = 0, 0, deque(maxlen=_MOST_TOLD)
-    return taken
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -105,59 +128,132 @@ class EditedParam:
         self.number = number_of(identity)
         self.logs = logs_of(tuple(groups))
 
-    def edited(self, what: str, number: int) -> None:
+    def edited(self, what: str, number: int, value: int) -> None:
         """Count an edit.
 
         Args:
             what: the operation, for errors.
             number: that of the operation.
+            value: that of its arguments.
         """
         for log in self.logs:
-            log.add(self.name, self.number ^ number, what)
-
-    def edited_by_values(self, what: str, full: Tensor) -> None:
-        """Count an edit that takes full values, which must be equal on every rank."""
-        if not full.is_meta and type(full) in (Tensor, torch.nn.Parameter):
-            number = int(checksum(full))
-            self.edited(f"{what} of values with checksum {number & 0xFFFFFFFF:08x}", number)
+            log.add(self.name, what, self.number ^ number, value)
 
 
 # --- memory ---------------------------------------------------------------------------------------
 class ShardMemory:
     """The memory of a shard, and how often it was edited."""
 
-    __slots__ = ("edits", "exposed", "owner")
+    __slots__ = ("edits", "exposed", "history", "owner")
 
     def __init__(self, owner: EditedParam | None = None) -> None:
         self.owner = owner
         """The parameter of a sharded model whose memory it is; None for copies."""
         self.edits = 0
+        self.history = 0
+        """Depends on all edits and their order, equal on all ranks."""
         self.exposed = False
         """Whether code outside has the local tensor, whose `.data` nobody sees, since the last step
         of an optimizer."""
 
+    def count(self, number: int) -> None:
+        """Count an edit, which has this number on all ranks."""
+        self.edits += 1
+        self.history = hash((self.history, number))
 
-def count_edit(target: Any, what: str, full: Tensor | None = None) -> None:
+    def edit(self, what: str, number: int, value: int) -> None:
+        """The same, and tell other ranks.
+
+        Args:
+            number: of the operation.
+            value: of its arguments.
+        """
+        self.count(value)
+        if self.owner is not None:
+            self.owner.edited(what, number, value)
+
+
+def count_edit(target: Any, what: str, value: Tensor | None = None) -> None:
     """Count an edit of a parameter that no operator made.
 
     Args:
         what: the edit, for errors.
-        full: the values that it takes, equal on every rank, if they are plain.
+        value: what the parameter gets: a DTensor, or full values, equal on every rank.
     """
-    memory = memory_of(target)
+    memory, number = memory_of(target), number_of(what)
+    given = hash((number, argument_number(value)))
+    if memory is not None:
+        memory.edit(what + named_source(value), number, given)
+    elif hasattr(target, "_zpasses_origin"):
+        target._zpasses_origin = hash((target._zpasses_origin, given))
+
+
+def note_edit(param: Any, what: str) -> None:
+    """Tell other ranks of an edit of what belongs to a parameter, such as its moments."""
+    owner = owner_of(param)
+    if owner is not None:
+        owner.edited(what, number_of(what), 0)
+
+
+# --- steps of optimizers --------------------------------------------------------------------------
+_steps: set[int] = set()
+"""Optimizers whose steps have begun and not ended, by their ids."""
+
+
+def begin_step(optimizer: object) -> None:
+    _steps.add(id(optimizer))
+
+
+def end_step(optimizer: object) -> None:
+    """Called after a step that did not raise."""
+    _steps.discard(id(optimizer))
+
+
+def is_in_step() -> bool:
+    """Whether an optimizer is in a step; or was, and raised."""
+    return bool(_steps)
+
+
+# --- where values come from -----------------------------------------------------------------------
+def argument_number(value: Any) -> int:
+    """Returns a number of an argument of an operator, which must be equal on all ranks: of a number
+    itself, of full values, and of where the values of a DTensor come from.
+
+    0 for what has none, or cannot be read at once: a scalar on an accelerator, values in traces.
+    """
+    if isinstance(value, (bool, int)):
+        return hash(value)
+    if isinstance(value, float):
+        return hash(value) if value == value else 0  # that of NaN is an address
+    if isinstance(value, DTensor):
+        return origin_of(value)
+    if isinstance(value, Tensor):
+        return _number_of_values(value)
+    if isinstance(value, (list, tuple)):
+        return hash(tuple(map(argument_number, value)))
+    return number_of(value) if isinstance(value, str) else 0
+
+
+def _number_of_values(full: Tensor) -> int:
+    is_slow = not full.dim() and full.device.type != "cpu"
+    if full.is_meta or is_slow or type(full) not in (Tensor, torch.nn.Parameter):
+        return 0
+    return int(checksum(full))
+
+
+def origin_of(value: Any) -> int:
+    """Returns a number of what the values of a DTensor are: those of a parameter after its edits,
+    or what an operator made of them.
+    """
+    memory: ShardMemory | None = getattr(value, "_zpasses_memory", None)
     if memory is None:
-        return
-    memory.edits += 1
-    if memory.owner is None:
-        return
-    if full is None:
-        memory.owner.edited(what, number_of(what))
-    else:
-        memory.owner.edited_by_values(what, full)
+        return int(getattr(value, "_zpasses_origin", 0))
+    name = 0 if memory.owner is None else memory.owner.number
+    return hash((name, memory.history, getattr(value, "_zpasses_view", 0)))
 
 
 def named_source(value: object) -> str:
-    """Returns which parameter's memory a tensor is, for `count_edit`; "" if it is none's."""
+    """Returns which parameter's memory a tensor is, in words; "" if it is none's."""
     owner = owner_of(value)
     if owner is None:
         return ""

@@ -26,7 +26,6 @@ from zpasses.runtime.layout import layout_of, rows_of_all
 from zpasses.runtime.local_shards import CallParams, bound_call, to_local_shards
 from zpasses.runtime.param_value import (
     ParamValue,
-    install_step_invalidation,
     param_value_of,
     value_stamps,
 )
@@ -126,7 +125,6 @@ class ForwardDispatch:
         # Every rank needs this variant first, so it is compiled with the graph. The others are
         # compiled on first use.
         self._code = {self._first: compile_variant(self._first)}
-        install_step_invalidation()
 
     def __call__(self, args: list[Any]) -> Any:
         entries = self._bound.of(self._params)

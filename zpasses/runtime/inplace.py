@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from zpasses import compat
 from zpasses.errors import AgreementError, ShardingError
 from zpasses.ranks.vote import current_timeout_s
+from zpasses.runtime.edits import count_edit
 
 __all__ = [
     "edit_plain",
@@ -57,18 +58,18 @@ def run_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call:
     """
     out = kwargs.get("out")
     if is_sharded(out) and not _any_dtensor(args):
-        write_rows(out, func(*args, **{**kwargs, "out": _full_like(out)}))
+        _write_drawn(func, out, func(*args, **{**kwargs, "out": _full_like(out)}))
         return out
     target: DTensor = args[0]
     plain = [each for each in _flat(args[1:]) if _is_plain(each)]
     if is_random(func) and not _any_dtensor(args[1:]) and not _has_rng_tracker(target):
-        write_rows(target, func(_full_like(target), *args[1:], **kwargs))
+        _write_drawn(func, target, func(_full_like(target), *args[1:], **kwargs))
         return target
     if not plain or _any_dtensor(args[1:]):
         try:
             return call(func, target, *(_placed_like(target, arg) for arg in args[1:]), **kwargs)
-        except RuntimeError as error:
-            if not compat.is_placement_error(error):
+        except ShardingError as error:
+            if error.__cause__ is None or not compat.is_placement_error(error.__cause__):
                 raise
         args = (target, *compat.pytree.tree_map(_gathered, args[1:]))
     if torch.Tag.pointwise in func.tags or func is torch.ops.aten.copy_.default:
@@ -115,8 +116,14 @@ def _gathered(value: Any) -> Any:
 def run_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Run an operator such as `rand_like` of a sharded DTensor."""
     result = cast(DTensor, torch.empty_like(args[0]))
-    write_rows(result, func(_full_like(args[0]), *args[1:], **kwargs))
+    _write_drawn(func, result, func(_full_like(args[0]), *args[1:], **kwargs))
     return result
+
+
+def _write_drawn(func: Any, target: DTensor, full: Tensor) -> None:
+    """Write this rank's part of values that each rank has computed, equally."""
+    write_rows(target, full)
+    count_edit(target, f"values of {func.overloadpacket.__name__}", full)
 
 
 def draws_full(func: Any, args: tuple[Any, ...]) -> bool:

@@ -27,7 +27,9 @@ from zpasses.runtime.edits import (
     EditedParam,
     EditLog,
     ShardMemory,
+    argument_number,
     count_edit,
+    end_step,
     memory_of,
     number_of,
 )
@@ -40,7 +42,7 @@ __all__ = [
     "as_sharded_parameter",
     "drop_cached",
     "identify",
-    "install_step_invalidation",
+    "install_step_end",
     "is_sharded_parameter",
     "mark_edited",
     "param_value_of",
@@ -162,17 +164,21 @@ def is_sharded_parameter(param: object) -> bool:
 
 
 @functools.cache
-def install_step_invalidation() -> None:
-    """Install a hook that drops the full copies of an optimizer's parameters after each step.
+def install_step_end() -> None:
+    """Install a hook that counts an edit of an optimizer's parameters after each step, and drops
+    their full copies.
 
     It applies to every torch optimizer of this process. Further calls do nothing. It also serves
-    optimizers whose kernels write to the memory of the shards.
+    compiled steps, and optimizers whose kernels write to the memory of the shards.
     """
     register_optimizer_step_post_hook(_after_step)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    end_step(optimizer)
     logs: tuple[EditLog, ...] = ()
+    name = f"a completed {type(optimizer).__name__}.step()"
+    number, settings = number_of(name), _settings_number(optimizer)
     for group in optimizer.param_groups:
         for param in group["params"]:
             memory = memory_of(param)
@@ -180,13 +186,25 @@ def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) 
                 continue
             memory.exposed = False
             if param.requires_grad or param.grad is not None:  # optimizers skip the others
-                memory.edits += 1
+                memory.count(settings)
                 drop_cached(param)
             if memory.owner is not None and memory.owner.logs is not logs:
                 logs = memory.owner.logs
-                name = f"a completed {type(optimizer).__name__}.step()"
                 for log in logs:
-                    log.add("", number_of(name), name)
+                    log.add_step(name, number, settings)
+
+
+def _settings_number(optimizer: torch.optim.Optimizer) -> int:
+    """Returns a number of the learning rates and other settings of an optimizer, equal on all ranks
+    that have the same.
+    """
+    groups = optimizer.param_groups
+    return argument_number(
+        [value for group in groups for name, value in group.items() if name not in _NOT_SETTINGS]
+    )
+
+
+_NOT_SETTINGS = ("params", "param_names")
 
 
 def mark_edited(param: Any, what: str) -> None:

@@ -36,7 +36,7 @@ from zpasses.ranks.vote import (
     vote_timeout,
 )
 from zpasses.runtime.codegen import boxed
-from zpasses.runtime.edits import take_edits
+from zpasses.runtime.edits import log_of
 from zpasses.runtime.local_shards import CallParams, current_call
 
 __all__ = [
@@ -132,9 +132,8 @@ def with_run_check(
         for group in asked:
             event = events[group] if call is None else _with_params(events[group], call)
             _vote_timeouts[group] = timeout_s
-            edits = None
+            edits = log_of(group)
             if every_run:
-                edits = take_edits(group)
                 _unchecked_groups.discard(group)
             if group in _window_timeouts:
                 asked_for = [each for each in _window_timeouts[group] if each is not None]
@@ -288,7 +287,7 @@ def _check_eager_event(group: str, event: RunEvent) -> tuple[float, str]:
     if limit is None:
         limit = compat.collective_timeout(compat.process_group(group)).total_seconds()
         option = GROUP_TIMEOUT
-    check_run_event(group, event, limit, edits=take_edits(group), timeout_option=option)
+    check_run_event(group, event, limit, edits=log_of(group), timeout_option=option)
     return limit, option
 
 

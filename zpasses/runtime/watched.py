@@ -23,10 +23,13 @@ from zpasses.errors import ShardingError
 from zpasses.runtime.edits import (
     EditedParam,
     ShardMemory,
+    argument_number,
     count_edit,
+    is_in_step,
     memory_of,
     named_source,
     number_of,
+    origin_of,
     owner_of,
 )
 from zpasses.runtime.inplace import (
@@ -45,6 +48,7 @@ __all__ = [
     "VALUE_ATTRIBUTE",
     "DTensorInplaceMode",
     "WatchedShard",
+    "alias",
     "plain_dtensor",
     "replace_shard",
     "run_explained",
@@ -68,6 +72,8 @@ class _CopiedView:
     view: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    number: int
+    """Equal on all ranks, and for equal views."""
 
 
 class WatchedShard(DTensor):
@@ -79,6 +85,10 @@ class WatchedShard(DTensor):
 
     _zpasses_memory: ShardMemory | None
     _zpasses_copied_view: _CopiedView | None
+    _zpasses_view: int
+    """Which view of the memory it is; missing for the whole."""
+    _zpasses_origin: int
+    """Where its values come from, if its memory is not that of a parameter."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # DTensor's is untyped
@@ -97,7 +107,7 @@ class WatchedShard(DTensor):
     @property
     def data(self) -> WatchedShard:
         """The rows without autograd history. Writing to them edits the parameter."""
-        return watch(plain_dtensor(self), memory_of(self))
+        return alias(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -123,8 +133,7 @@ class WatchedShard(DTensor):
         return super().to_local(**kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        """A copy of a parameter is another parameter of a sharded model. Other copies are plain
-        DTensors."""
+        """A copy of a parameter is another parameter of a sharded model."""
         if id(self) not in memo:
             memo[id(self)] = _deep_copy(self, memo)
         made: DTensor = memo[id(self)]
@@ -150,6 +159,15 @@ def watch(value: Tensor, memory: ShardMemory | None) -> WatchedShard:
     made.__class__ = WatchedShard
     made._zpasses_memory = memory
     return cast(WatchedShard, made)
+
+
+def alias(source: WatchedShard) -> WatchedShard:
+    """Return another tensor of the same memory, which is edited as the source is."""
+    made = watch(plain_dtensor(source), memory_of(source))
+    for name in ("_zpasses_view", "_zpasses_origin"):
+        if name in source.__dict__:
+            setattr(made, name, source.__dict__[name])
+    return made
 
 
 def watch_if_needed(value: Any) -> Any:
@@ -201,21 +219,25 @@ def _set_data(target: WatchedShard, value: Tensor) -> None:
         if local is not compat.local_of(value):
             memory = None
         elif memory is None:
-            memory = ShardMemory()
+            memory = ShardMemory(owner_of(target))
+            memory.history = origin_of(value)
             if type(value) is DTensor:
-                watch(value, memory)  # the two share memory from now on
+                watch(value, None)
+            cast(Any, value)._zpasses_memory = memory  # the two share memory from now on
     else:
         own = torch.empty_like(old)
         copied = compat.wrap_local(own, compat.spec_of(target))
         write_rows(copied, value.detach())
         local = own
-    plain = None if isinstance(value, DTensor) else value
-    count_edit(target, f"assignment of .data{named_source(value)}", plain)
+    count_edit(target, "assignment of .data", value)
     if local.device != old.device:
         raise ShardingError(
             f"assigned a tensor on {local.device} to `.data` of a parameter on {old.device}. Move "
             "the value first."
         )
+    if memory is None:
+        memory = ShardMemory(owner_of(target))
+        memory.history = origin_of(target)
     set_shard(target, local, memory)
 
 
@@ -223,6 +245,7 @@ def _deep_copy(source: WatchedShard, memo: dict[int, Any]) -> DTensor:
     made = compat.wrap_local(compat.local_of(source).detach().clone(), compat.spec_of(source))
     value = getattr(source, VALUE_ATTRIBUTE, None)
     if value is None and not isinstance(source, nn.Parameter):
+        watch(made, None)._zpasses_origin = origin_of(source)
         return made
     param: Any = nn.Parameter(made, requires_grad=source.requires_grad)
     compat.set_spec(param, compat.spec_of(source))
@@ -294,11 +317,15 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _gathered_view(*args)
         if func in NEED_ELEMENTS:
             args = with_full_inputs(args)
+        if torch.is_grad_enabled():
+            _check_gradients(func, args)
         result = _by_torch(func, *args, **kwargs)
         if func.is_view and isinstance(args[0], DTensor):
             return _watch_views(args[0], result, func, args[1:], kwargs)
-        if type(result) is DTensor and not _is_factory(func):
-            return watch(result, None)  # explains errors, and torch's reductions may need it
+        if type(result) is DTensor and not (_is_factory(func) and is_in_step()):
+            # Edits by the result are compared, torch's errors explained, random numbers drawn.
+            watch(result, None)._zpasses_origin = _origin_of_call(func, args, kwargs)
+            return result
         return watch_if_needed(result)
     targets = list(_targets(writes, args, kwargs))
     if writes.moves and targets:
@@ -317,16 +344,36 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return edit_plain(func, args, kwargs)
         return _by_torch(func, *args, **kwargs)
     finally:
-        for target in targets:
-            _count_edit(target, writes)
-        if targets and (writes.first or writes.copies):
-            _count_values(targets, writes, args[1:])
+        if targets:
+            number = _number_of_call(writes, args, kwargs)
+            for at, target in enumerate(targets):
+                _count_edit(target, writes, number, args[1:], at)
+
+
+def _check_gradients(func: Any, args: tuple[Any, ...]) -> None:
+    """Raise ShardingError for an operator whose gradient for a plain tensor would be a DTensor."""
+    plain = (each for each in args if isinstance(each, Tensor) and not isinstance(each, DTensor))
+    if any(each.requires_grad for each in plain):
+        raise ShardingError(
+            f"{func.overloadpacket.__name__} of a plain tensor that needs a gradient, such as a "
+            "loss, and of a DTensor that was computed from sharded parameters, such as a penalty. "
+            "Make the second one plain first, on every rank: penalty.full_tensor()."
+        )
+
+
+def _origin_of_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    return hash((_number_of(func), argument_number((*args, *kwargs.values()))))
+
+
+@functools.cache
+def _number_of(func: Any) -> int:
+    return number_of(str(func))
 
 
 @functools.cache
 def _is_factory(func: Any) -> bool:
-    """Whether an operator makes a tensor like another one, such as the state of an optimizer, which
-    nothing needs to watch.
+    """Whether an operator makes a tensor like another one. In a step, it is the state of an
+    optimizer, which nothing needs to watch.
     """
     name = func.overloadpacket.__name__
     return bool(name.endswith("_like") or name.startswith("new_"))
@@ -359,9 +406,11 @@ def _gathered_view(source: WatchedShard, shape: list[int]) -> WatchedShard:
     full = source.full_tensor().contiguous().view(shape)
     replicated = (Replicate(),) * source.device_mesh.ndim
     made = compat.make_dtensor(full, source.device_mesh, replicated, full.shape)
-    copy_of = _CopiedView(plain_dtensor(made), source, _VIEW, (shape,), {})
+    number = argument_number(shape)
+    copy_of = _CopiedView(plain_dtensor(made), source, _VIEW, (shape,), {}, number)
     view = watch(made, None)
     view._zpasses_copied_view = copy_of
+    view._zpasses_origin = hash((origin_of(source), number))
     return view
 
 
@@ -376,12 +425,38 @@ def _targets(
                 yield item
 
 
-def _count_edit(target: WatchedShard, writes: _Writes) -> None:
+def _number_of_call(writes: _Writes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Returns a number of an edit, with its arguments. Those of lists are numbers only, unless they
+    are copied, because optimizers call these operators in each step.
+    """
+    given = (*args[writes.first :], *kwargs.values())
+    if writes.lists and not writes.copies:
+        given = tuple(each for each in given if not _has_tensors(each))
+    return hash((writes.number, argument_number(given)))
+
+
+def _has_tensors(value: Any) -> bool:
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    return isinstance(first, Tensor)
+
+
+def _count_edit(
+    target: WatchedShard, writes: _Writes, number: int, given: Sequence[Any], at: int
+) -> None:
+    """Args:
+    number: of the call.
+    given: what is written, for errors.
+    at: position of the target among those of the call.
+    """
     memory = memory_of(target)
-    if memory is not None:
-        memory.edits += 1
-        if memory.owner is not None:
-            memory.owner.edited(writes.name, writes.number)
+    if memory is None:
+        target._zpasses_origin = hash((origin_of(target), number))
+    else:
+        what = writes.name
+        if writes.copies:
+            what += named_source(given[0][at] if writes.lists else given[0])
+        view = getattr(target, "_zpasses_view", 0)
+        memory.edit(what, writes.number, hash((number, view)) if view else number)
     copied: _CopiedView | None = getattr(target, "_zpasses_copied_view", None)
     if copied is None:
         return
@@ -390,27 +465,7 @@ def _count_edit(target: WatchedShard, writes: _Writes) -> None:
     copied.view(full, *copied.args, **copied.kwargs).copy_(copied.made.full_tensor())
     write_rows(source, full)
     if isinstance(source, WatchedShard):
-        _count_edit(source, writes)
-
-
-def _edited_owner(target: Any) -> EditedParam | None:
-    """Returns the parameter that a write to a tensor edits."""
-    copied: _CopiedView | None = getattr(target, "_zpasses_copied_view", None)
-    return owner_of(target) if copied is None else _edited_owner(copied.source)
-
-
-def _count_values(targets: Sequence[Any], writes: _Writes, operands: Sequence[Any]) -> None:
-    """Count what an edit takes from elsewhere: full values, and other parameters that it copies."""
-    owner = next((found for each in targets if (found := _edited_owner(each)) is not None), None)
-    if owner is None:
-        return
-    for value in operands:
-        for each in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(each, DTensor):
-                if writes.copies and (source := named_source(each)):
-                    owner.edited(writes.name + source, number_of(source))
-            elif isinstance(each, Tensor) and each.dim():
-                owner.edited_by_values(writes.name, each)
+        _count_edit(source, writes, hash((number, copied.number)), given, at)
 
 
 def _by_torch(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -439,6 +494,13 @@ def run_explained(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
+        if compat.is_placement_error(error):
+            raise ShardingError(
+                f"torch cannot run {func.overloadpacket.__name__} on sharded parameters, or on "
+                f"what was computed from them ({str(error)[:200]}). Run it on the full value, on "
+                "every rank, and write the result back: full = param.full_tensor(), and "
+                "param.copy_(full). Or run it before zpasses.shard."
+            ) from error
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise ShardingError(
@@ -456,15 +518,22 @@ def _watch_views(
 ) -> Any:
     several = isinstance(result, (list, tuple))
     memory, copied = memory_of(source), getattr(source, "_zpasses_copied_view", None)
+    view = hash((_number_of(func), argument_number((*args, *kwargs.values()))))
     for i, made in enumerate(result if several else [result]):
         if not isinstance(made, DTensor) or not is_sharded(source):
             continue
         if _storage(made) != _storage(source):
             pick = functools.partial(_pick, func, i) if several else func
-            copy_of = _CopiedView(plain_dtensor(made), source, pick, args, kwargs)
-            watch(made, None)._zpasses_copied_view = copy_of
+            copy_of = _CopiedView(plain_dtensor(made), source, pick, args, kwargs, hash((view, i)))
+            copied_view = watch(made, None)
+            copied_view._zpasses_copied_view = copy_of
+            copied_view._zpasses_origin = hash((origin_of(source), view, i))
         elif isinstance(source, WatchedShard):
-            watch(made, memory)._zpasses_copied_view = copied
+            shared = watch(made, memory)
+            shared._zpasses_copied_view = copied
+            if memory is None:
+                shared._zpasses_origin = hash((origin_of(source), view, i))
+            shared._zpasses_view = hash((getattr(source, "_zpasses_view", 0), view, i))
     return result
 
 

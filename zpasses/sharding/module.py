@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 
 from zpasses import compat
 from zpasses.errors import ShardingError
-from zpasses.runtime.edits import count_edit, named_source
+from zpasses.runtime.edits import count_edit
 from zpasses.runtime.gloo import use_exchanges_in_eager_code
 from zpasses.runtime.local_shards import bound_call, read_of, to_local_shard
 from zpasses.runtime.param_value import (
@@ -227,8 +227,7 @@ class ShardedModule(nn.Module):
             value = None
             if isinstance(current, WatchedShard):
                 value = param_value_of(current)
-                plain = None if isinstance(param, DTensor) else param
-                count_edit(current, f"assignment{named_source(param)}", plain)
+                count_edit(current, "assignment", param)
             self._parameters[name] = _shard_assigned(param, spec, value)
 
     def __delattr__(self, name: str) -> None:

@@ -21,9 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.ranks.vote import report_failure
-from zpasses.runtime.edits import count_edit, memory_of
+from zpasses.runtime.edits import count_edit, note_edit
 from zpasses.runtime.layout import layout_of
-from zpasses.runtime.watched import WatchedShard, plain_dtensor, watch
+from zpasses.runtime.watched import WatchedShard, alias, plain_dtensor
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE
 from zpasses.sharding.param_spec import shard_tensor
 from zpasses.sharding.refused_optimizers import check_optimizer
@@ -81,7 +81,7 @@ class StateShard(WatchedShard):
 def as_state_shard(value: Tensor) -> StateShard:
     """Wrap a DTensor without autograd history. The memory is shared."""
     assert isinstance(value, DTensor)
-    made = watch(plain_dtensor(value), memory_of(value))
+    made = alias(cast(WatchedShard, value))
     made.__class__ = StateShard
     return cast(StateShard, made)
 
@@ -171,6 +171,7 @@ def _check_state(optimizer: torch.optim.Optimizer) -> None:
     for param, entries in optimizer.state.items():
         if not _is_ours(param) or not isinstance(entries, dict):
             continue
+        note_edit(param, "load of the state of an optimizer")
         for name, value in entries.items():
             if isinstance(value, DTensor):
                 check_owner(value, cast(DTensor, param), f"{name} of the optimizer's state")

@@ -14,6 +14,7 @@ from tests.cases import some_quick
 from zpasses import AgreementError
 from zpasses.ranks.run_order import RunEvent, check_run_event
 from zpasses.ranks.vote import group_state
+from zpasses.runtime.edits import EditLog
 from zpasses.runtime.local_shards import CallParams
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 
@@ -232,9 +233,8 @@ def _steps_before_the_first_graph():
     model = nn.Linear(4, 4)
     step = compiled(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if dist.get_rank() == 1:
-        optimizer.step()
-    return outcome_of(lambda: step(torch.ones(2, 4)))
+    first = optimizer.step if dist.get_rank() == 1 else lambda: step(torch.ones(2, 4))
+    return outcome_of(first)
 
 
 def test_a_step_of_one_rank_before_the_first_graph_is_an_error():
@@ -295,7 +295,7 @@ def test_a_steady_loop_needs_no_votes():
 def _events(ours, limit_s):
     texts = ours[dist.get_rank()]
     for text in texts:
-        check_run_event("0", RunEvent.of(text), limit_s)
+        check_run_event("0", RunEvent.of(text), limit_s, edits=EditLog())
     return group_state("0").votes
 
 
@@ -314,9 +314,9 @@ def test_events_after_a_mismatch_meet_again():
 
 def _mismatch_then_same():
     with pytest.raises(AgreementError, match="about to do different things") as caught:
-        check_run_event("0", RunEvent.of(f"rank {dist.get_rank()}"), LIMIT_S)
+        check_run_event("0", RunEvent.of(f"rank {dist.get_rank()}"), LIMIT_S, edits=EditLog())
     for _ in range(2):
-        check_run_event("0", RunEvent.of("the same"), LIMIT_S)
+        check_run_event("0", RunEvent.of("the same"), LIMIT_S, edits=EditLog())
     assert "rank 0 comes to rank 0, but rank 1 to rank 1" in str(caught.value)
     return "different things", group_state("0").votes
 

@@ -16,6 +16,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel
 
 import zpasses
+from zpasses.runtime.edits import EditLog
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
@@ -285,6 +286,44 @@ def test_what_cannot_be_mixed_says_what_to_do():
             model.share_memory()
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.ranks(2)
+def test_penalties_on_parameters_are_exact_as_full_values(stage):
+    model, plain = build(True), build(False)
+    call = compiled(model, stage) if stage else model
+    penalty = sum(param.pow(2).sum() for param in model.parameters())
+    with pytest.raises(zpasses.ShardingError, match=r"penalty\.full_tensor\(\)"):
+        call(X).square().sum() + penalty
+    (call(X).square().sum() + 0.1 * penalty.full_tensor()).backward()
+    expected = sum(param.pow(2).sum() for param in plain.parameters())
+    (plain(X).square().sum() + 0.1 * expected).backward()
+    for param, same in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), same.grad)
+
+
+@pytest.mark.ranks(2)
+def test_noise_like_a_parameter_is_that_of_the_full_one():
+    own, plain = next(build(True).parameters()), next(build(False).parameters())
+    for make in (torch.zeros_like, torch.empty_like, torch.clone):
+        noises = []
+        for param in (own, plain):
+            torch.manual_seed(3)
+            with torch.no_grad():
+                noises.append(whole(make(param).normal_()))
+            noises.append(torch.rand(1))  # the generators stay equal
+        assert torch.equal(noises[0], noises[2])
+        assert torch.equal(noises[1], noises[3])
+
+
+@pytest.mark.ranks(2)
+def test_what_torch_cannot_run_on_shards_says_how():
+    own = next(build(True).parameters())
+    with torch.no_grad():
+        for operation in (lambda: own.fill_diagonal_(1.0), lambda: own.unbind(0)):
+            with pytest.raises(zpasses.ShardingError, match=r"full = param\.full_tensor\(\)"):
+                operation()
+
+
 @pytest.mark.ranks(2)
 def test_masks_of_the_parameter_itself():
     own, plain = next(build(True).parameters()), next(build(False).parameters())
@@ -349,11 +388,23 @@ def _of_copies():
     return [copy.deepcopy(model).state_dict() for _ in range(2)]
 
 
+def _snapshots():
+    """Of one model before and after a step."""
+    model = build(True)
+    states = [copy.deepcopy(model.state_dict())]
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    return [*states, {name: value.clone() for name, value in model.state_dict().items()}]
+
+
 def _full_values():
     other = build(False)
     with torch.no_grad():
         other[0].bias.add_(1e-6)
     return [build(False).state_dict(), other.state_dict()]
+
+
+_OTHER_VALUES = "has other arguments or values on rank 1"
 
 
 @pytest.mark.parametrize(
@@ -362,15 +413,17 @@ def _full_values():
         (0, _of_copies, True, "assignment from '0.weight, copy 1'"),
         (2, _of_copies, False, "copy_ from '0.weight, copy 2'"),
         (3, _of_copies, True, "assignment from '0.weight, copy 1'"),
-        (2, _full_values, True, "load_state_dict of values with checksum"),
-        (3, _full_values, False, "of parameter '0.bias' on rank 0"),
+        (3, _snapshots, False, f"copy_ of parameter '0.weight', {_OTHER_VALUES}"),
+        (2, _snapshots, True, f"assignment of parameter '0.weight', {_OTHER_VALUES}"),
+        (2, _full_values, True, f"load_state_dict of parameter '0.bias', {_OTHER_VALUES}"),
+        (3, _full_values, False, f"load_state_dict of parameter '0.bias', {_OTHER_VALUES}"),
     ],
 )
 def test_ranks_that_load_different_values_learn_it(stage, values, assign, told):
     for rank in run_in_fresh_ranks(_load_by_rank, stage, values, assign=assign):
         assert raised(rank) == "AgreementError", str(rank)
         assert "after different edits of sharded parameters" in rank.error
-        assert told in rank.error
+        assert told in rank.error, rank.error
 
 
 def _load_on_one_rank():
@@ -385,35 +438,152 @@ def _load_on_one_rank():
 def test_a_rank_that_loads_alone_is_an_error_on_all():
     for rank in run_in_fresh_ranks(_load_on_one_rank):
         assert raised(rank) == "AgreementError", str(rank)
-        assert "Edit 1 is nothing on rank 0, but load_state_dict of values" in rank.error
+        assert "Edit 1 is nothing on rank 0, but load_state_dict of parameter" in rank.error
 
 
-def _edit_by_rank(edit):
+EDITS_BY_RANK = {
+    "full values": lambda p, r: p.copy_(torch.full(p.shape, float(r))),
+    "an operand": lambda p, r: p.add_(torch.full(p.shape, float(r))),
+    "assigned values": lambda p, r: setattr(p, "data", torch.full(p.shape, float(r))),
+    "a row": lambda p, r: p[0].copy_(torch.full((p.shape[1],), float(r))),
+    "another row": lambda p, r: p[r].mul_(2),
+    "a factor": lambda p, r: p.mul_(r + 2),
+    "a scalar": lambda p, r: p.mul_(torch.tensor(r + 2.0)),
+    "a list": lambda p, r: torch._foreach_mul_([p], r + 2.0),
+    "a result": lambda p, r: setattr(p, "data", p.data * (r + 2)),
+    "a clone": lambda p, r: p.copy_([p.clone(), p * 2][r]),
+    "a mask": lambda p, r: p.__setitem__(p > r / 10, 0.5),
+    "a result of out": lambda p, r: torch.mul(p, r + 2, out=p),
+    "random numbers": lambda p, r: (torch.manual_seed(r), p.normal_()),
+    "noise": lambda p, r: (torch.manual_seed(r), p.add_(torch.zeros_like(p).normal_())),
+    "an initialiser": lambda p, r: (torch.manual_seed(r), nn.init.kaiming_uniform_(p)),
+}
+
+
+def _edit_by_rank(names):
+    """What each edit raises: if all ranks make one, and if each makes it with another value."""
+    told = {}
+    for name in names:
+        model = build(True)
+        call, param = compiled(model, 3), next(model.parameters())
+        for rank in (0, torch.distributed.get_rank()):
+            with torch.no_grad():
+                EDITS_BY_RANK[name](param, rank)
+            try:
+                call(X)
+            except zpasses.AgreementError as error:
+                told.setdefault(name, []).append(str(error))
+            else:
+                told.setdefault(name, []).append("")
+    return told
+
+
+def test_edits_with_other_values_on_each_rank_are_errors():
+    for told in run_on_ranks(_edit_by_rank, list(EDITS_BY_RANK)):
+        for name, (alike, by_rank) in told.items():
+            assert not alike, name
+            assert "after different edits of sharded parameters" in by_rank, name
+
+
+def _step_by_rank(make, stage, steps):
+    """Ends with a call of the model that it has not seen before, in compiled code."""
     model = build(True)
-    call = compiled(model, 3)
-    call(X).sum().backward()
-    param = next(model.parameters())
+    call = compiled(model, stage) if stage else model
+    rates = [0.1, 0.1 * (1 + torch.distributed.get_rank())]
+    optimizer = make(model.parameters(), rates[0])
+    for step in range(steps):
+        if step == 1:
+            optimizer.param_groups[0]["lr"] = rates[1]
+        call(X).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     with torch.no_grad():
-        edit(param, torch.full(param.shape, float(torch.distributed.get_rank())))
-    call(X)
+        call(X)
 
 
-def _assign_data(param, value):
-    param.data = value
+def _load_state_on_one_rank():
+    model = build(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    model(X).sum().backward()
+    optimizer.step()
+    if torch.distributed.get_rank() == 1:
+        optimizer.load_state_dict(optimizer.state_dict())
+    set_group_timeout(20)
+    model(X)
 
 
-def _write_row(param, value):
-    param[0].copy_(value[0])
-
-
-@pytest.mark.parametrize("edit", [torch.Tensor.copy_, torch.Tensor.add_, _assign_data, _write_row])
-def test_full_values_that_differ_between_ranks_are_an_error(edit):
-    for rank in run_in_fresh_ranks(_edit_by_rank, edit):
+def test_optimizer_state_that_one_rank_loads_alone_is_an_error():
+    for rank in run_in_fresh_ranks(_load_state_on_one_rank):
         assert raised(rank) == "AgreementError", str(rank)
-        assert "of values with checksum" in rank.error
+        assert "load of the state of an optimizer" in rank.error
+
+
+def _fused(params, rate):
+    return torch.optim.AdamW(params, lr=rate, fused=True)
+
+
+def _foreach(params, rate):
+    return torch.optim.SGD(params, lr=rate, foreach=True)
+
+
+@pytest.mark.parametrize(("make", "stage", "steps"), [(_fused, 0, 104), (_foreach, 3, 2)])
+def test_ranks_with_other_learning_rates_learn_it(make, stage, steps):
+    for rank in run_in_fresh_ranks(_step_by_rank, make, stage, steps):
+        assert raised(rank) == "AgreementError", str(rank)
+        assert "settings, such as learning rates" in rank.error
+
+
+def test_arguments_of_edits_are_compared_now_and_then():
+    log = EditLog()
+    for step in range(100):
+        assert not log.needs_vote()
+        log.add_step("a completed SGD.step()", 1, step)
+        log.end_event(voted=False)
+    assert log.needs_vote()
+    log.end_event(voted=True)
+    assert not log.needs_vote()
+    assert log.values == 0
+
+
+def _save_by_rank(save, kind):
+    model, rank = build(True), torch.distributed.get_rank()
+    copies = [copy.deepcopy(model), copy.deepcopy(model)]
+    if kind == "copies":
+        model = copies[rank]
+    elif rank == 1:
+        with torch.no_grad():
+            next(model.parameters()).mul_(2)
+    return save(model)
+
+
+def _safetensors(model):
+    return zpasses.save_safetensors(model, "unused")
+
+
+@pytest.mark.parametrize("kind", ["copies", "edit"])
+@pytest.mark.parametrize("save", [zpasses.full_state_dict, zpasses.training_state, _safetensors])
+def test_ranks_that_would_save_different_values_learn_it(save, kind):
+    for rank in run_in_fresh_ranks(_save_by_rank, save, kind):
+        assert raised(rank) == "AgreementError", str(rank)
+        assert "make the same edits and steps before" in rank.error
 
 
 # --- edits at the wrong time ----------------------------------------------------------------------
+@pytest.mark.parametrize("per_block", [False, True])
+@pytest.mark.ranks(2)
+def test_a_compiled_step_between_forward_and_backward_raises(per_block):
+    model = build(True)
+    if per_block:
+        zpasses.compile_blocks(model, "0,2", **EAGER)
+    call = model if per_block else compiled(model, 3)
+    step = torch.compile(torch.optim.SGD(model.parameters(), lr=0.1).step, backend="eager")
+    call(X).square().sum().backward()
+    loss = call(X).square().sum()
+    step()
+    with pytest.raises(zpasses.ShardingError, match="edited between a forward and its backward"):
+        loss.backward()
+
+
 def _edit_before_backward(stage, editing_ranks, per_block):
     model = build(True)
     if per_block:
