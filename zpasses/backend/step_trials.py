@@ -152,6 +152,8 @@ class StepTrials:
         self._inputs, self._recompute, self._options = joint_inputs, recompute_elementwise, options
         self._fallback_cost = fallback_cost
         self._made: dict[float, Trial] = {}
+        saves_all = compat.reads_changed_inputs_at_once(gm.graph)
+        self._fractions = (1.0,) if saves_all else _ACTIVATIONS
 
     def trial(self, activations: float) -> Trial:
         """Returns the trial that saves this fraction of the activations."""
@@ -173,7 +175,7 @@ class StepTrials:
     def fastest(self, limit_bytes: int) -> StepPlan:
         """Returns the fastest plan within a limit, or that which exceeds it least if none fits."""
         best: StepPlan | None = None
-        for activations in _ACTIVATIONS:
+        for activations in self._fractions:
             trial = self.trial(activations)
             choice = choose_kept(
                 trial.step, self._keepable(trial), limit_bytes, caches=self.share >= WHOLE

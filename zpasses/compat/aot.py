@@ -28,6 +28,7 @@ __all__ = [
     "mark_recompute",
     "mark_saved",
     "partition",
+    "reads_changed_inputs_at_once",
     "recompute_policy",
     "undonate_saved",
     "unmark_recompute",
@@ -166,38 +167,42 @@ def partition(
         settings["activation_memory_budget"] = activation_budget
         if hasattr(functorch_config, _SCRIPT_OBJECT_SIZE) and _hold_no_tensors(gm.graph):
             settings[_SCRIPT_OBJECT_SIZE] = True
-    _save_readers_of_changed_inputs(gm.graph, recomputes=activation_budget < 1.0)
+    _save_readers_of_changed_inputs(gm.graph)
     with functorch_config.patch(cse=False, **settings):
         return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
 
-def _save_readers_of_changed_inputs(graph: fx.Graph, *, recomputes: bool) -> None:
-    """Let backward recompute nothing from an input that forward changes, such as a buffer: it would
-    read the new value. torch's partitioner does not see this.
-
-    Args:
-        recomputes: whether the partitioner may recompute what it usually saves. It then ignores
-            that results of an operator with several are to be saved, so that reads a saved copy.
+def reads_changed_inputs_at_once(graph: fx.Graph) -> bool:
+    """Whether an operator with several results, such as a normalisation, reads an input that
+    forward changes, such as a running mean. With an activation budget, torch's partitioner may
+    recompute it in backward, although its results are marked as saved.
     """
+    return any(
+        isinstance(user.meta.get("val"), (tuple, list))
+        for read in _changed_inputs(graph)
+        for user in read.users
+    )
+
+
+def _changed_inputs(graph: fx.Graph) -> list[fx.Node]:
     changed = {
         node.args[0]
         for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     }
-    pending = [node for node in graph.find_nodes(op="placeholder") if node in changed]
+    return [node for node in graph.find_nodes(op="placeholder") if node in changed]
+
+
+def _save_readers_of_changed_inputs(graph: fx.Graph) -> None:
+    """Let backward recompute nothing from an input that forward changes, such as a buffer: it would
+    read the new value. torch's partitioner does not see this.
+    """
+    pending = _changed_inputs(graph)
     while pending:
-        read = pending.pop()
-        for user in list(read.users):
+        for user in pending.pop().users:
             if getattr(user.target, "is_view", False):
                 pending.append(user)
             elif user.target is not torch.ops.aten.copy_.default:
                 several = isinstance(user.meta.get("val"), (tuple, list))
-                if several and recomputes:
-                    with graph.inserting_before(user):
-                        copied = graph.call_function(torch.ops.aten.clone.default, (read,))
-                    copied.meta.update(val=read.meta["val"].clone())
-                    user.replace_input_with(read, copied)
-                    mark_saved(copied)
-                    continue
                 for value in user.users if several else (user,):
                     mark_saved(value)
 
