@@ -13,7 +13,8 @@ from zpasses.cost.memory import saved_for_backward
 from zpasses.errors import OptionError
 from zpasses.graph.nodes import collectives
 from zpasses.pipeline.observers import observe_graphs
-from zpasses.testing import fake_world
+from zpasses.testing import fake_world, world_mesh
+from zpasses.tools.stress.drawn_models import Model, ModelChoice
 
 
 class Mlp(nn.Module):
@@ -97,6 +98,18 @@ def test_normalizations_beside_checkpoints_are_saved_value_by_value():
         model = zpasses.shard(Checkpointed(), mesh=mesh)
         torch.compile(model, backend="zpasses", options=options)(torch.ones(4, 6)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.ranks(2)
+def test_a_budget_recomputes_no_normalization_from_statistics_that_changed():
+    options = {"codegen": "eager", "zero_stage": 1, "memory_budget": "0%"}
+    plain, x = Model(ModelChoice(("batch_norm", "wide"))), torch.linspace(-1, 2, 24).view(4, 6)
+    model = zpasses.shard(copy.deepcopy(plain), mesh=world_mesh())
+    call = torch.compile(model, backend="zpasses", options=options)
+    for each in (call, plain):
+        (each(x).square().mean() + each(2 * x).square().mean()).backward()
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
 
 
 ROOMY = "merge-reads,gather-params,reduce-grads,reshard-after-forward,bucket{memory_budget=1GiB}"
