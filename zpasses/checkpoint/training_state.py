@@ -44,6 +44,7 @@ from zpasses.checkpoint.model_tensors import (
 )
 from zpasses.errors import ShardingError
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
+from zpasses.runtime.watched import plain_dtensor
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE
 
 __all__ = ["load_training_state", "training_state"]
@@ -503,7 +504,7 @@ def _destination(param: Tensor, size: torch.Size, dtype: torch.dtype, value: _Va
         # A step that is not captured is read on the host. torch moves it where it is.
         return torch.empty(size, dtype=dtype, device=param.device if size else "cpu")
     if layout == LIKE_PARAMETER and size == param.shape:
-        return torch.empty_like(param.detach(), dtype=dtype)
+        return torch.empty_like(plain_dtensor(param), dtype=dtype)
     placements = param.placements
     if layout == REPLICATED:
         placements = (Replicate(),) * param.device_mesh.ndim
