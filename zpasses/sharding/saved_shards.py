@@ -42,7 +42,7 @@ _SAVE_INSTEAD = (
 class StateShard(WatchedShard):
     """A value of a sharded model's state dict: a DTensor that shares the parameter's memory.
 
-    Copies are StateShards too. Results of other operations are plain DTensors, and so is what
+    Copies are StateShards too. Results of other operations are not. A plain DTensor is what
     `pickle` and `torch.save` write.
     """
 

@@ -61,7 +61,8 @@ def test_values_of_a_state_dict_work_as_dtensors():
     for name, value in {**state, **copy.deepcopy(state)}.items():
         assert isinstance(value, DTensor)
         assert torch.equal(value.full_tensor(), getattr(model, name))
-        assert type(value * 2) is DTensor
+        assert isinstance(value * 2, DTensor)
+        assert not isinstance(value * 2, StateShard)
         assert type(pickle.loads(pickle.dumps(value))) is DTensor
     other = sharded(nn.Linear(4, 5))
     for assign in (False, True):
