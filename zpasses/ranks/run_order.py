@@ -97,14 +97,11 @@ def check_run_event(
         AgreementError: when a rank comes to another event, failed, or does not come in time.
     """
     state = group_state(group)
-    has_edits = edits is not None and edits.count > 0
-    digest = f"{event.digest} {edits.digest}" if has_edits else event.digest
+    digest = f"{event.digest} {edits.digest}" if edits.count else event.digest
     votes = always_vote or state.successors.get(state.events) != digest or edits.needs_vote()
-    try:
-        if votes:
-            _vote(group, state, event, edits, digest, timeout_s, timeout_option)
-    finally:
-        edits.end_event(voted=votes)
+    if votes:
+        _vote(group, state, event, edits, digest, timeout_s, timeout_option)
+    edits.end_event(voted=votes)
     state.events = (*state.events, digest)[-_CONTEXT:]
 
 
@@ -154,6 +151,7 @@ def _vote(
     )["error"]
     if error is not None:
         state.events = ()
+        edits.end_event(voted=True)  # all ranks took part; after other errors, all keep theirs
         raise AgreementError(error)
     if len(state.successors) >= _MAX_PREDICTIONS:
         state.successors.clear()

@@ -31,10 +31,7 @@ __all__ = [
     "EditedParam",
     "ShardMemory",
     "argument_number",
-    "begin_step",
     "count_edit",
-    "end_step",
-    "is_in_step",
     "log_of",
     "memory_of",
     "named_source",
@@ -188,30 +185,15 @@ def count_edit(target: Any, what: str, value: Tensor | None = None) -> None:
         target._zpasses_origin = hash((target._zpasses_origin, given))
 
 
-def note_edit(param: Any, what: str) -> None:
-    """Tell other ranks of an edit of what belongs to a parameter, such as its moments."""
+def note_edit(param: Any, what: str, value: Tensor | None = None) -> None:
+    """Tell other ranks of an edit of what belongs to a parameter, such as its moments.
+
+    Args:
+        value: as for `count_edit`.
+    """
     owner = owner_of(param)
     if owner is not None:
-        owner.edited(what, number_of(what), 0)
-
-
-# --- steps of optimizers --------------------------------------------------------------------------
-_steps: set[int] = set()
-"""Optimizers whose steps have begun and not ended, by their ids."""
-
-
-def begin_step(optimizer: object) -> None:
-    _steps.add(id(optimizer))
-
-
-def end_step(optimizer: object) -> None:
-    """Called after a step that did not raise."""
-    _steps.discard(id(optimizer))
-
-
-def is_in_step() -> bool:
-    """Whether an optimizer is in a step; or was, and raised."""
-    return bool(_steps)
+        owner.edited(what, number_of(what), argument_number(value))
 
 
 # --- where values come from -----------------------------------------------------------------------

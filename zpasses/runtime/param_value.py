@@ -29,7 +29,6 @@ from zpasses.runtime.edits import (
     ShardMemory,
     argument_number,
     count_edit,
-    end_step,
     memory_of,
     number_of,
 )
@@ -175,7 +174,6 @@ def install_step_end() -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    end_step(optimizer)
     logs: tuple[EditLog, ...] = ()
     name = f"a completed {type(optimizer).__name__}.step()"
     number, settings = number_of(name), _settings_number(optimizer)

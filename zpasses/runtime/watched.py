@@ -25,7 +25,6 @@ from zpasses.runtime.edits import (
     ShardMemory,
     argument_number,
     count_edit,
-    is_in_step,
     memory_of,
     named_source,
     number_of,
@@ -322,7 +321,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = _by_torch(func, *args, **kwargs)
         if func.is_view and isinstance(args[0], DTensor):
             return _watch_views(args[0], result, func, args[1:], kwargs)
-        if type(result) is DTensor and not (_is_factory(func) and is_in_step()):
+        if type(result) is DTensor and not (_is_factory(func) and _is_in_optimizer()):
             # Edits by the result are compared, torch's errors explained, random numbers drawn.
             watch(result, None)._zpasses_origin = _origin_of_call(func, args, kwargs)
             return result
@@ -372,11 +371,16 @@ def _number_of(func: Any) -> int:
 
 @functools.cache
 def _is_factory(func: Any) -> bool:
-    """Whether an operator makes a tensor like another one. In a step, it is the state of an
-    optimizer, which nothing needs to watch.
-    """
+    """Whether an operator makes a tensor like another one."""
     name = func.overloadpacket.__name__
     return bool(name.endswith("_like") or name.startswith("new_"))
+
+
+def _is_in_optimizer() -> bool:
+    """Whether a step of an optimizer runs. What it makes is its state, which nothing needs to
+    watch, and whose operators are called in each step.
+    """
+    return compat.module_among_callers((torch.optim.Optimizer.__module__,)) is not None
 
 
 _VIEW = torch.ops.aten.view.default

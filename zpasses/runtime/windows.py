@@ -31,7 +31,6 @@ from zpasses import compat
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.graph.ops import set_grad_hook
 from zpasses.graph.tags import Reduction
-from zpasses.runtime.edits import begin_step
 from zpasses.runtime.grad_slots import PendingKey, pending_key
 from zpasses.runtime.layout import layout_of
 from zpasses.runtime.local_shards import local_shards_node
@@ -449,8 +448,6 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     check_optimizer_step(sorted(names), type(optimizer).__name__)
     for window in early:
         window.close()  # the step comes before the Nth backward: reduce the gradients so far
-    if names:
-        begin_step(optimizer)
 
 
 set_grad_hook(maybe_defer_grad)

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.ranks.vote import report_failure
-from zpasses.runtime.edits import count_edit, note_edit
+from zpasses.runtime.edits import note_edit
 from zpasses.runtime.layout import layout_of
 from zpasses.runtime.watched import WatchedShard, alias, plain_dtensor
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE
@@ -177,7 +177,7 @@ def _check_state(optimizer: torch.optim.Optimizer) -> None:
                 check_owner(value, cast(DTensor, param), f"{name} of the optimizer's state")
             elif isinstance(value, Tensor) and value.dim() and value.shape == param.shape:
                 # That of the unsharded model, whose parameters have full values, too.
-                count_edit(param, f"load of the optimizer's {name}", value)
+                note_edit(param, f"load of the optimizer's {name}", value)
                 entries[name] = shard_tensor(value, layout_of(cast(DTensor, param)))
 
 

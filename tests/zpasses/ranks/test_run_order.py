@@ -13,7 +13,7 @@ import zpasses
 from tests.cases import some_quick
 from zpasses import AgreementError
 from zpasses.ranks.run_order import RunEvent, check_run_event
-from zpasses.ranks.vote import group_state
+from zpasses.ranks.vote import group_state, report_failure
 from zpasses.runtime.edits import EditLog
 from zpasses.runtime.local_shards import CallParams
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
@@ -336,3 +336,28 @@ def test_module_without_sharded_parameters_is_refused_where_ranks_train():
     assert "ShardingError: nothing in this compiled module is sharded" in error
     assert "trains weight, bias on 2 ranks" in error
     assert evaluated == (2, 4)  # without gradients there is nothing to average
+
+
+def _edits_before_a_failure():
+    """Rank 0 fails before the event to which rank 1 comes, and both go on."""
+    log, told = EditLog(), ""
+    log.add_step("a completed SGD.step()", 1, 2)
+    if dist.get_rank() == 0:
+        report_failure(["0"], "0/0", ValueError("injected"))
+        time.sleep(3)  # longer than the vote of the other rank waits for a rank that continues
+    else:
+        try:
+            check_run_event("0", RunEvent.of("a graph"), LIMIT_S, edits=log)
+        except AgreementError as error:
+            told = str(error)
+    check_run_event("0", RunEvent.of("a graph"), LIMIT_S, edits=log)
+    return told, log.count, log.values
+
+
+def test_edits_before_a_failure_that_was_caught_are_still_the_same_on_all_ranks():
+    (first, *after), (second, *same) = (
+        each.result for each in run_in_fresh_ranks(_edits_before_a_failure)
+    )
+    assert not first
+    assert "injected" in second
+    assert after == same == [0, 0]

@@ -316,6 +316,27 @@ def test_noise_like_a_parameter_is_that_of_the_full_one():
 
 
 @pytest.mark.ranks(2)
+def test_noise_after_a_step_that_raised_and_state_that_is_plain():
+    model = build(True)
+    own, plain = next(model.parameters()), next(build(False).parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(X).sum().backward()
+    optimizer.step()
+    assert type(optimizer.state[own]["exp_avg"]) is DTensor
+
+    def fails():
+        raise ValueError("injected")
+
+    with pytest.raises(ValueError, match="injected"):
+        optimizer.step(fails)
+    noises = []
+    for param in (own, plain):
+        torch.manual_seed(3)
+        noises.append(whole(torch.zeros_like(param, requires_grad=False).normal_()))
+    assert torch.equal(*noises)
+
+
+@pytest.mark.ranks(2)
 def test_what_torch_cannot_run_on_shards_says_how():
     own = next(build(True).parameters())
     with torch.no_grad():
@@ -733,6 +754,7 @@ def test_an_optimizer_that_was_built_before_shard_raises(stage):
         with pytest.raises(zpasses.ShardingError, match=r"zpasses\.shard replaced it"):
             use()
     model.zero_grad()
+    assert copy.deepcopy(optimizer.param_groups[0]["params"][0]).grad is None
 
 
 @pytest.mark.parametrize("settings", [{}, {"foreach": False}, {"fused": True}])
