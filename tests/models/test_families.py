@@ -454,7 +454,7 @@ QUICK = {
 
 
 @pytest.mark.parametrize(("name", "stages"), cases(FAMILIES, QUICK))
-@pytest.mark.ranks(2, timeout_s=240)
+@pytest.mark.ranks(2, timeout_s=600)
 def test_a_module_trains_as_it_does_unsharded(name, stages):
     train(FAMILIES[name], *stages)
 

@@ -5,6 +5,7 @@ torch.distributed.checkpoint (DCP) writes and reads it, each rank its own rows. 
     model.<name>                            a parameter, a buffer, or other state of a module
     optimizer_<number>.state.<name>.<key>   a value that the optimizer holds for a parameter
     optimizer_<number>.groups.<name>        a parameter group, under the name of its first parameter
+    random_states.<rank>                    the random generators of a rank
 
 DCP decides for each plain tensor by itself which rank writes it, so a checkpoint would mix the
 buffers of several ranks. Here, what is no DTensor is in the state of one rank only.
@@ -42,6 +43,7 @@ from zpasses.checkpoint.model_tensors import (
     state_names,
     writing_rank,
 )
+from zpasses.checkpoint.random_states import packed_random_states, restore_random_states
 from zpasses.errors import ShardingError
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 from zpasses.runtime.watched import plain_dtensor
@@ -50,6 +52,8 @@ from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE
 __all__ = ["load_training_state", "training_state"]
 
 LIKE_PARAMETER, REPLICATED, PLAIN = "like the parameter", "replicated", "plain"
+
+RANDOM_STATES = "random_states"
 
 _NOT_SETTINGS = ("params", "param_names")
 """Keys of a parameter group that name its parameters."""
@@ -65,9 +69,10 @@ def training_state(
     """Return the state of a training run, for `torch.distributed.checkpoint.save` and `async_save`.
     Call it on every rank.
 
-    DTensors are in the state of every rank. Everything else, such as buffers and learning rates, is
-    in that of one rank only, the first one of the mesh. Tensors share the memory of the run. Add
-    what else the program needs to the dict, under keys of your own.
+    DTensors are in the state of every rank, and so are its own random generators, if there are
+    optimizers. Everything else, such as buffers and learning rates, is in that of one rank only,
+    the first one of the mesh. Tensors share the memory of the run. Add what else the program needs
+    to the dict, under keys of your own.
 
     Args:
         model: a sharded module, a module that contains sharded ones, or `torch.compile` of one.
@@ -89,8 +94,11 @@ def training_state(
     with agreed(groups, "zpasses.training_state", timeout_s, described=held, model=model):
         _check_nothing_pending(model)
         names = _names(model)
-        for number, optimizer in enumerate(_listed(optimizers)):
+        listed = _listed(optimizers)
+        for number, optimizer in enumerate(listed):
             state[f"optimizer_{number}"] = _state_of(optimizer, names, writer, held)
+        if listed:
+            state[RANDOM_STATES] = {str(_rank()): packed_random_states()}
         if weights:
             shards = model.state_dict()
             held.append(list(state_names(model)))
@@ -118,6 +126,9 @@ def load_training_state(
     in the checkpoint; settings that only the optimizer has stay. A group whose parameters were in
     no optimizer stays as it is. The optimizers may have other groups than they had.
 
+    If as many ranks read optimizers as wrote them, the default random generators of each rank are
+    set to what they were: of torch, the current accelerator, Python and NumPy. Otherwise they stay.
+
     Args:
         source: the folder, or a reader of DCP.
         model: the model, built and sharded as for training.
@@ -144,7 +155,10 @@ def load_training_state(
         for number, optimizer in enumerate(listed):
             targets.append(_Target(optimizer, names, metadata, _key(metadata, number)))
             settings.update(targets[-1].first_read())
+    generators = _random_states_key(metadata)
     if listed:
+        if generators is not None:
+            settings[generators] = None
         load(settings, storage_reader=reader)
     tensors: dict[str, Any] = {}
     parts: dict[str, str] = {}
@@ -161,6 +175,8 @@ def load_training_state(
         model.load_state_dict({name: _unwrapped(tensors[key]) for name, key in parts.items()})
     for target in targets:
         target.apply({**settings, **tensors})
+    if listed and generators is not None:
+        restore_random_states(settings[generators])
 
 
 # --- the state of a rank --------------------------------------------------------------------------
@@ -189,6 +205,10 @@ def _name(param: Tensor, names: Mapping[Tensor, str], optimizer: Optimizer) -> s
 
 def _is_rank(rank: int) -> bool:
     return not dist.is_initialized() or dist.get_rank() == rank
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _check_nothing_pending(model: nn.Module) -> None:
@@ -309,6 +329,16 @@ def _paths(metadata: Metadata) -> Mapping[str, tuple[Any, ...]]:
         )
     paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data
     return paths
+
+
+def _random_states_key(metadata: Metadata) -> str | None:
+    """Return the key of this rank's generators; None if the checkpoint has none for this rank, or
+    is of another number of ranks.
+    """
+    saved = [key for key, path in _paths(metadata).items() if path[0] == RANDOM_STATES]
+    key = f"{RANDOM_STATES}.{_rank()}"
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return key if len(saved) == ranks and key in saved else None
 
 
 def _check_number(metadata: Metadata, optimizers: Sequence[Optimizer]) -> None:

@@ -158,7 +158,12 @@ from zpasses.compat.fake import (
     statically_known_true,
     trace_aten,
 )
-from zpasses.compat.frames import call_with_stack_room, is_called_by, module_among_callers
+from zpasses.compat.frames import (
+    call_with_stack_room,
+    is_called_by,
+    is_saving_checkpoint,
+    module_among_callers,
+)
 from zpasses.compat.fx_graph import (
     BOXED_CODEGEN,
     HigherOrderOperator,
@@ -287,6 +292,7 @@ __all__ = [
     "is_optimized_module",
     "is_placement_error",
     "is_profiling",
+    "is_saving_checkpoint",
     "is_structured_trace_on",
     "is_subgraph_call",
     "is_to_local",

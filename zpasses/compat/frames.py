@@ -7,7 +7,12 @@ import types
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-__all__ = ["call_with_stack_room", "is_called_by", "module_among_callers"]
+__all__ = [
+    "call_with_stack_room",
+    "is_called_by",
+    "is_saving_checkpoint",
+    "module_among_callers",
+]
 
 _R = TypeVar("_R")
 _SLOTS = (1 << 17) + (1 << 10)
@@ -42,6 +47,15 @@ def is_called_by(function: Callable[..., Any], depth: int = 1) -> bool:
         depth: 2 asks who called its caller.
     """
     return sys._getframe(1 + depth).f_code is getattr(function, "__code__", None)
+
+
+def is_saving_checkpoint() -> bool:
+    """Whether torch's code of checkpoints calls the function that calls this one. It only reads."""
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    return bool(caller.startswith(_CHECKPOINTS))
+
+
+_CHECKPOINTS = ("torch.distributed.checkpoint", "torch.distributed._state_dict_utils")
 
 
 def module_among_callers(names: Collection[str]) -> str | None:

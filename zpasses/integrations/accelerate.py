@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from zpasses.checkpoint.full import full_state_dict
 from zpasses.checkpoint.safetensors_writer import save_safetensors
 from zpasses.errors import OptionError
+from zpasses.integrations.buffers import broadcast_buffers
 from zpasses.integrations.failures import fail_on_all_ranks
 from zpasses.integrations.optimizer_state import discard_states, load_states, save_states
 from zpasses.integrations.preparation import (
@@ -206,6 +207,8 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
         if not models:
             return super().save_state(output_dir, safe_serialization, **kwargs)
         together = _together(models)
+        for model in models:
+            broadcast_buffers(model, "Accelerator.save_state")
 
         def hide(_: list[nn.Module], weights: list[Any], folder: str) -> None:
             weights[:] = [each for each in weights if not isinstance(each, _Shards)]

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 from zpasses import compat
 from zpasses.checkpoint.model_tensors import gather_full
 from zpasses.errors import ZpassesError
+from zpasses.integrations.buffers import broadcast_buffers
 from zpasses.integrations.failures import fail_on_all_ranks
 from zpasses.integrations.optimizer_state import load_states, save_states
 from zpasses.integrations.preparation import (
@@ -151,6 +152,13 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
         assert preparation is not None
         return preparation.reduction
 
+    # --- buffers ----------------------------------------------------------------------------------
+    def on_validation_start(self) -> None:
+        broadcast_buffers(self.lightning_module, "the start of validation")
+
+    def on_test_start(self) -> None:
+        broadcast_buffers(self.lightning_module, "the start of the test")
+
     # --- checkpoints ------------------------------------------------------------------------------
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -185,6 +193,7 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
         path = Path(self.broadcast(os.fspath(filepath)))
         part, earlier = (path.with_name(f"{path.name}.{word}") for word in ("part", "earlier"))
         module = self.lightning_module
+        broadcast_buffers(module, "ZpassesStrategy.save_checkpoint")
         # `save_weights_only` is an export: a file, as Lightning writes it.
         as_file = "optimizer_states" not in checkpoint
         with fail_on_all_ranks(module, "ZpassesStrategy.save_checkpoint"):

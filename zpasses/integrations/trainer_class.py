@@ -22,6 +22,7 @@ from transformers import Trainer
 from zpasses.checkpoint.safetensors_reader import load_safetensors
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.integrations.accelerate import shard_with
+from zpasses.integrations.buffers import broadcast_buffers
 from zpasses.integrations.failures import fail_on_all_ranks
 from zpasses.integrations.full_states import (
     AdapterStates,
@@ -107,7 +108,12 @@ class ShardingTrainer(Trainer):  # type: ignore[misc]
         if preparation_of(model) is None:  # `to` would take the shards out of their flat buffers
             super()._move_model_to_device(model, device)
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        broadcast_buffers(self.model, "Trainer.evaluation_loop")
+        return super().evaluation_loop(*args, **kwargs)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        broadcast_buffers(self.model, "Trainer.save_model")
         # Some versions call `_save` on the main process only, so gather first.
         state = full_state(self.model, every_rank=self.args.save_on_each_node)
         as_named = _internal_call and not isinstance(state, AdapterStates)

@@ -125,7 +125,7 @@ def _vote(
         first = ballots[0]
         for rank, each in zip(ranks, ballots, strict=True):
             if each["event"] != first["event"]:
-                return {"error": _difference(group, ranks[0], first["text"], rank, each["text"])}
+                return {"error": _difference(group, ranks[0], first, rank, each)}
             if (each["digest"], each["values"]) != (first["digest"], first["values"]):
                 return {"error": _other_edits(group, ranks[0], first, rank, each)}
         return {"error": None}
@@ -158,14 +158,18 @@ def _vote(
     state.successors[state.events] = digest
 
 
-def _difference(group: str, rank_a: int, a: str, rank_b: int, b: str) -> str:
+def _difference(group: str, rank_a: int, a: Ballot, rank_b: int, b: Ballot) -> str:
+    edits = (
+        ""
+        if a["edits"] == b["edits"]
+        else f"Edits of parameters before it differ: {_first_difference(rank_a, a, rank_b, b)} "
+    )
     return (
         f"ranks of {name_group(group)} are about to do different things: rank {rank_a} comes to "
-        f"{a}, but rank {rank_b} to {b}. Every rank must take the same branches, and run as many "
-        f"forwards, backwards and optimizer steps as the others. {NOT_ALONE} Layers that are "
-        "skipped at random "
-        "must be skipped on every rank alike: with transformers, set the layerdrop values of the "
-        "configuration to 0."
+        f"{a['text']}, but rank {rank_b} to {b['text']}. {edits}Every rank must take the same "
+        "branches, make the same edits, and run as many forwards, backwards and optimizer steps as "
+        f"the others. {NOT_ALONE} Layers that are skipped at random must be skipped on every rank "
+        "alike: with transformers, set the layerdrop values of the configuration to 0."
     )
 
 
@@ -182,6 +186,17 @@ def _since_last_time(state: GroupState, event: RunEvent, edits: Edits) -> str:
 
 def _other_edits(group: str, rank_a: int, a: Ballot, rank_b: int, b: Ballot) -> str:
     """The error about two ranks that come to one event after different edits."""
+    return (
+        f"ranks of {name_group(group)} come to {a['text']} after different edits of sharded "
+        f"parameters. {_first_difference(rank_a, a, rank_b, b)} Edit parameters on every rank "
+        "alike: the same operations, with the same values and settings, such as learning rates. "
+        "Load the same state on every rank, and catch an error of an optimizer's step only if it "
+        "occurs on all ranks."
+    )
+
+
+def _first_difference(rank_a: int, a: Ballot, rank_b: int, b: Ballot) -> str:
+    """Says which of the edits of two ranks is the first that differs."""
     first_a, first_b = a["count"] - len(a["edits"]), b["count"] - len(b["edits"])
     pairs = (
         (i, _at(a["edits"], i - first_a), _at(b["edits"], i - first_b))
@@ -189,24 +204,17 @@ def _other_edits(group: str, rank_a: int, a: Ballot, rank_b: int, b: Ballot) -> 
     )
     different = next((each for each in pairs if each[1] != each[2]), None)
     if different is None:
-        where = (
+        return (
             "Arguments or values of earlier edits, or settings of an optimizer, differ between "
             f"rank {rank_a} and rank {rank_b}."
         )
-    else:
-        at, (what_a, _), (what_b, _) = different
-        where = (
+    at, (what_a, _), (what_b, _) = different
+    if what_a == what_b:
+        return (
             f"Edit {at + 1}, {what_a}, has other arguments or values on rank {rank_b} than on rank "
             f"{rank_a}."
-            if what_a == what_b
-            else f"Edit {at + 1} is {what_a} on rank {rank_a}, but {what_b} on rank {rank_b}."
         )
-    return (
-        f"ranks of {name_group(group)} come to {a['text']} after different edits of sharded "
-        f"parameters. {where} Edit parameters on every rank alike: the same operations, with the "
-        "same values and settings, such as learning rates. Load the same state on every rank, and "
-        "catch an error of an optimizer's step only if it occurs on all ranks."
-    )
+    return f"Edit {at + 1} is {what_a} on rank {rank_a}, but {what_b} on rank {rank_b}."
 
 
 def _at(edits: Sequence[tuple[str, int]], i: int) -> tuple[str, int]:

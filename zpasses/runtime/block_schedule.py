@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from zpasses import compat
 from zpasses.cost.prefetch import GraphRun
+from zpasses.runtime.edits import memory_of
 from zpasses.runtime.layout import rows_of
 from zpasses.runtime.local_shards import accumulate_grads
 from zpasses.runtime.param_value import stamp_of
@@ -113,6 +114,9 @@ class Starter:
         with torch.no_grad():
             shards = [rows_of(param).detach() for param in alive]
             sources = list(map(_source, alive, shards))
+            for param in alive:
+                if (memory := memory_of(param)) is not None:
+                    memory.copied = True
             return Gathered(list(self._run(list(shards))), self._in_flight, sources)
 
     def is_fresh(self, gathered: Gathered) -> bool:
@@ -124,7 +128,7 @@ class Starter:
 
 
 def _source(param: DTensor, shard: Tensor) -> tuple[int, object]:
-    # A shard that other code may be writing to equals nothing.
+    # A shard without a version counter equals nothing.
     return compat.address(shard), stamp_of(param, shard) or object()
 
 

@@ -141,7 +141,7 @@ class EditedParam:
 class ShardMemory:
     """The memory of a shard, and how often it was edited."""
 
-    __slots__ = ("edits", "exposed", "history", "owner")
+    __slots__ = ("copied", "edits", "exposed", "history", "owner")
 
     def __init__(self, owner: EditedParam | None = None) -> None:
         self.owner = owner
@@ -149,13 +149,39 @@ class ShardMemory:
         self.edits = 0
         self.history = 0
         """Depends on all edits and their order, equal on all ranks."""
-        self.exposed = False
-        """Whether code outside has the local tensor, whose `.data` nobody sees, since the last step
-        of an optimizer."""
+        self.copied = False
+        """Whether a full copy was gathered since the last edit, that may serve another read."""
+        self.exposed: _Seen | None = None
+        """What the memory was when code outside, which has the local tensor, was last looked after;
+        None if no code has it. Nobody sees its writes through `.data` of the local tensor."""
+
+    def expose(self, local: Tensor) -> None:
+        """Called when code outside gets the local tensor."""
+        if self.exposed is None:
+            self.exposed = _Seen.of(self, local)
+
+    def look_after(self, local: Tensor) -> None:
+        """Count an edit if code that has the local tensor has written to it.
+
+        Reads on one rank change nothing, so ranks may differ in which of them has it. Writes may
+        differ, too, unless a rank that has not written would read a copy while others gather: then
+        other ranks are told.
+        """
+        if self.exposed is None:
+            return
+        before, now = self.exposed, _Seen.of(self, local)
+        if before.edits == now.edits and not before.equals(now):
+            if self.copied:
+                self.edit(_WRITE, number_of(_WRITE), 0)  # the rows are different ones on each rank
+            else:
+                self.edits += 1
+            now.edits = self.edits
+        self.exposed = now
 
     def count(self, number: int) -> None:
         """Count an edit, which has this number on all ranks."""
         self.edits += 1
+        self.copied = False
         self.history = hash((self.history, number))
 
     def edit(self, what: str, number: int, value: int) -> None:
@@ -168,6 +194,26 @@ class ShardMemory:
         self.count(value)
         if self.owner is not None:
             self.owner.edited(what, number, value)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The state of a memory."""
+
+    edits: int
+    version: int
+    checksum: Tensor
+
+    @classmethod
+    def of(cls, memory: ShardMemory, local: Tensor) -> _Seen:
+        version = 0 if local.is_inference() else local._version
+        return cls(memory.edits, version, checksum(local))
+
+    def equals(self, other: _Seen) -> bool:
+        return self.version == other.version and bool(self.checksum == other.checksum)
+
+
+_WRITE = "a write to `to_local()`"
 
 
 def count_edit(target: Any, what: str, value: Tensor | None = None) -> None:

@@ -7,7 +7,9 @@ applied to the parameters. `ForwardDispatch` runs the variant of the graph
 
 from __future__ import annotations
 
+import functools
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from zpasses.runtime.layout import layout_of, rows_of_all
 from zpasses.runtime.local_shards import CallParams, bound_call, to_local_shards
 from zpasses.runtime.param_value import (
     ParamValue,
+    look_after,
     param_value_of,
     value_stamps,
 )
@@ -226,6 +229,7 @@ def with_local_shards(
     def run(*args: Any) -> Any:
         values = list(args)
         params = [values[i] for i in positions]
+        look_after(params)
         if bound is not None:
             bound.bind(params, names)
         with bound_call(calls.of(params), params):
@@ -233,7 +237,7 @@ def with_local_shards(
             if torch.is_grad_enabled():
                 accumulation.apply(params)
                 shards: Sequence[Tensor] = to_local_shards(params)
-                values_used, first_node = _ValuesUsed(params), compat.next_node_number()
+                values_used, first_node = _ValuesUsed(params, names), compat.next_node_number()
             else:
                 shards = rows_of_all(params)
             for i, shard in zip(positions, shards, strict=True):
@@ -258,8 +262,16 @@ class _ValuesUsed:
     saves.
     """
 
-    def __init__(self, params: Sequence[Any]) -> None:
-        self._params = params
+    def __init__(self, params: Sequence[Any], names: Sequence[str]) -> None:
+        for param, name in zip(params, names, strict=True):
+            if param._zpasses_memory is None:
+                raise ShardingError(
+                    f"parameter {name} was replaced where zpasses does not see it, such as by an "
+                    "assignment to module._parameters, or by torch.utils.swap_tensors. Assign it "
+                    "to its module, module.weight = parameter, or write its values, "
+                    "param.copy_(values)."
+                )
+        self._params, self._names = params, names
         self._stamps = value_stamps(params)
 
     def check(self, positions: Mapping[str, int]) -> None:
@@ -268,20 +280,46 @@ class _ValuesUsed:
         Args:
             positions: name of a parameter -> its position among those of the call.
         """
+        look_after(self._params)
+        changed = self._changed()
+        for name, i in positions.items():
+            if i in changed:
+                raise self._error(i, name)
+
+    def check_saved(self, node: Any) -> None:
+        """Raises ShardingError if a shard that a node has saved was edited, in place of torch's
+        error, which does not say what was edited.
+        """
+        changed = self._changed()
+        if not changed:
+            return
+        try:
+            _ = node.saved_tensors
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            i = min(changed)
+            raise self._error(i, self._names[i]) from error
+
+    def _changed(self) -> frozenset[int]:
+        """Positions of the parameters that were edited since the forward."""
         now = value_stamps(self._params)
         if now == self._stamps:
-            return
-        for name, i in positions.items():
-            param = self._params[i]
-            if any(new[i] != old[i] for new, old in zip(now, self._stamps, strict=False)):
-                error = ShardingError(
-                    f"parameter {name} was edited between a forward and its backward: in place, by "
-                    "an optimizer step, or by load_state_dict. Backward needs the value that "
-                    "forward used. Edit parameters before the forward or after the backward."
-                )
-                groups = layout_of(param).sharding_groups
-                report_failure(groups, "", error, doing="running a backward")
-                raise error
+            return frozenset()
+        pairs = [(new, old) for new, old in zip(now, self._stamps, strict=False)]
+        edited = [any(new[i] != old[i] for new, old in pairs) for i in range(len(self._params))]
+        return frozenset(i for i, each in enumerate(edited) if each)
+
+    def _error(self, position: int, name: str) -> ShardingError:
+        """Reports the failure to the other ranks."""
+        error = ShardingError(
+            f"parameter {name} was edited between a forward and its backward: in place, by an "
+            "optimizer step, or by load_state_dict. Backward needs the value that forward used. "
+            "Edit parameters before the forward or after the backward."
+        )
+        groups = layout_of(self._params[position]).sharding_groups
+        report_failure(groups, "", error, doing="running a backward")
+        return error
 
 
 def with_value_check(
@@ -317,7 +355,13 @@ def _prepare_backward(outputs: Any, values_used: _ValuesUsed, first_node: int) -
         if node is not None:  # all outputs share the node
             setattr(node, _VALUES_USED, values_used)
             node.register_prehook(_refuse_create_graph)
+            # The node refers to its hooks, so they hold it weakly.
+            node.register_prehook(functools.partial(_check_saved, values_used, weakref.ref(node)))
             break
+
+
+def _check_saved(values_used: _ValuesUsed, node: weakref.ref[Any], _: Any) -> None:
+    values_used.check_saved(node())
 
 
 def _compiled_node(node: Any, first_node: int) -> Any:

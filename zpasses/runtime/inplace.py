@@ -19,6 +19,7 @@ corrects these:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard, cast
 
@@ -99,7 +100,7 @@ def _gathered(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     groups = [compat.group_name(each) for each in value.device_mesh.get_all_groups()]
-    limit = current_timeout_s()
+    limit, started = current_timeout_s(), time.monotonic()
     try:
         with compat.limited_timeouts(groups, limit):
             return value.full_tensor()
@@ -107,9 +108,9 @@ def _gathered(value: Any) -> Any:
         if not compat.is_collective_timeout(error):
             raise
         raise AgreementError(
-            f"rank {compat.global_rank()} waited {limit:g} s to gather a parameter of shape "
-            f"{list(value.shape)} into a plain tensor, or another rank ended. Every rank must run "
-            "this edit."
+            f"rank {compat.global_rank()} waited {time.monotonic() - started:.1f} s (limit "
+            f"{limit:g} s) to gather a parameter of shape {list(value.shape)} into a plain tensor, "
+            "or another rank ended. Every rank must run this edit."
         ) from error
 
 

@@ -43,6 +43,7 @@ __all__ = [
     "identify",
     "install_step_end",
     "is_sharded_parameter",
+    "look_after",
     "mark_edited",
     "param_value_of",
     "stamp_of",
@@ -91,6 +92,8 @@ class ParamValue:
     def store(self, full: Tensor, param: DTensor, shard: Tensor) -> None:
         # The reference to the shard prevents another tensor from reusing its address.
         self.full, self.shard, self.stamp = full, shard, stamp_of(param, shard)
+        if (memory := memory_of(param)) is not None:
+            memory.copied = True
 
     def drop(self) -> None:
         self.full = self.shard = None
@@ -99,16 +102,26 @@ class ParamValue:
 def stamp_of(param: Any, shard: Tensor) -> Stamp | None:
     """Returns what says whether the shard of a parameter has changed.
 
-    None, which is never fresh, for tensors made in inference mode, which have no version counter,
-    and for shards that other code may be writing to.
+    None, which is never fresh, for tensors made in inference mode, which have no version counter.
     """
     memory = memory_of(param)
-    if memory is None or memory.exposed:
+    if memory is None:
         return None
     try:
         return memory, memory.edits + shard._version
     except RuntimeError:  # made in inference mode
         return None
+
+
+def look_after(params: Sequence[Any]) -> None:
+    """Count edits by code that has local tensors of parameters (`ShardMemory.look_after`).
+
+    Called in every step, before the parameters are read.
+    """
+    for param in params:
+        memory = param._zpasses_memory
+        if memory is not None and memory.exposed is not None:
+            memory.look_after(compat.local_of(param))
 
 
 def value_stamps(params: Sequence[Any]) -> list[list[Any]]:
@@ -182,7 +195,6 @@ def _after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) 
             memory = memory_of(param)
             if memory is None:
                 continue
-            memory.exposed = False
             if param.requires_grad or param.grad is not None:  # optimizers skip the others
                 memory.count(settings)
                 drop_cached(param)

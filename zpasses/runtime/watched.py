@@ -127,8 +127,8 @@ class WatchedShard(DTensor):
     def to_local(self, **kwargs: Any) -> Tensor:
         """Returns this rank's rows, which share memory with the parameter."""
         memory = memory_of(self)
-        if memory is not None:
-            memory.exposed = True
+        if memory is not None and not compat.is_saving_checkpoint():
+            memory.expose(compat.local_of(self))
         return super().to_local(**kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:

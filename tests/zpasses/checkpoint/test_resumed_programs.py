@@ -3,14 +3,17 @@ same program without that, bit for bit.
 """
 
 import random
-import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Shard
 
 import zpasses
@@ -42,6 +45,12 @@ class Program:
     """When there is a scheduler: "" for never, before, after, or both."""
     warm: bool
     """Whether the new optimizer has made a step, and gradients are there, when it loads."""
+    dropout: bool
+    """Whether the model draws random numbers, others on each rank."""
+    window: str
+    """How the two backwards of a step end their gradient window; "none" for no window."""
+    file: bool
+    """Whether the weights go through a safetensors file, which other code reads, too."""
 
 
 def _draw(seed):
@@ -66,6 +75,9 @@ def _draw(seed):
         unfreezes=chance.choice(("", "before", "after")),
         scheduler=chance.choice(("", "before", "after", "both")),
         warm=chance.random() < 0.4,
+        dropout=chance.random() < 0.4,
+        window=chance.choice(("exit", "count", "last", "none")),
+        file=chance.random() < 0.4,
     )
 
 
@@ -76,6 +88,8 @@ def _cut_last(param):
 def _side(program, seed):
     torch.manual_seed(seed)
     model = Model(program.model).double()
+    if program.dropout:
+        model.head.register_forward_pre_hook(lambda _, args: nn.functional.dropout(args[0], 0.2))
     zpasses.shard(model, mesh=world_mesh(), **program.shard)
 
     def compiled(model):
@@ -99,11 +113,11 @@ def _side(program, seed):
     )
 
 
-def _steps(side, frozen, scheduler):
+def _steps(program, side, frozen, scheduler):
     for part in frozen:
         if part:
             ACTIONS["freeze"](side, part, True)
-        ACTIONS["backward"](side, (3, 3), 2, "exit", "plain", "compiled")
+        ACTIONS["backward"](side, (3, 3), 2, program.window, "plain", "compiled")
         side.optimizer.step()
         side.model.zero_grad()
         if scheduler is not None:
@@ -127,48 +141,108 @@ def _go_on(program, side, scheduler):
         side.optimizer.add_param_group({"params": side.params[::3]})
         if scheduler is not None:
             scheduler = None  # it knows the groups from before only
-    _steps(side, ["", ""], scheduler)
+    _steps(program, side, ["", ""], scheduler)
 
 
-def _run(program, path):
+def _first(program, folder):
+    """Save, and go on without loading."""
     side = _side(program, program.seed)
     scheduler = _scheduler(side) if program.scheduler in ("before", "both") else None
-    _steps(side, program.before, scheduler)
-    flags = [param.requires_grad for param in side.params]
-    dcp.save(zpasses.training_state(side.model, side.optimizer), checkpoint_id=path)
+    _steps(program, side, program.before, scheduler)
+    dcp.save(zpasses.training_state(side.model, side.optimizer), checkpoint_id=f"{folder}/state")
+    if program.file:
+        zpasses.save_safetensors(side.model, f"{folder}/weights")
+    _check_files(side, folder, program)
+    found = {
+        "flags": [param.requires_grad for param in side.params],
+        "batches": side.batches,
+        "scheduler": scheduler.state_dict() if program.scheduler == "both" else None,
+    }
+    if program.scheduler == "after":
+        scheduler = _scheduler(side)
+    elif program.scheduler == "before":
+        scheduler = None
+    for buffer in side.model.buffers():  # a checkpoint has those of rank 0
+        dist.broadcast(buffer, 0)
+    _go_on(program, side, scheduler)
+    found["values"] = dict(_values(side))
+    torch.save(found, f"{folder}/{dist.get_rank()}.pt")
 
+
+def _check_files(side, folder, program):
+    """A checkpoint holds what one process would have written."""
+    weights = zpasses.full_state_dict(side.model)
+    moments = {
+        (name, key): value.full_tensor() if isinstance(value, DTensor) else value
+        for name, param in side.model.named_parameters()
+        for key, value in side.optimizer.state.get(param, {}).items()
+    }
+    if dist.get_rank():
+        return
+    with torch.random.fork_rng():
+        plain = Model(program.model).double()
+    plain.load_state_dict(weights)
+    expected = plain.state_dict()
+    if program.file:
+        found = load_file(f"{folder}/weights/model.safetensors")
+        tied = {value.data_ptr(): found.get(name) for name, value in expected.items()}
+        tied |= {expected[name].data_ptr(): value for name, value in found.items()}
+        found = {name: tied[value.data_ptr()] for name, value in expected.items()}
+    else:
+        dcp_to_torch_save(f"{folder}/state", f"{folder}/whole.pt")
+        whole = torch.load(f"{folder}/whole.pt", weights_only=False)
+        found = {
+            name: value if isinstance(value, torch.Tensor) else value[0]
+            for name, value in whole["model"].items()
+        }
+        states = whole["optimizer_0"].get("state", {})
+        inner = {(name, key): state[key] for name, state in states.items() for key in state}
+        assert inner.keys() == moments.keys()
+        for key, value in moments.items():
+            assert torch.equal(torch.as_tensor(inner[key]), torch.as_tensor(value)), key
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+def _pass_on(program, folder):
+    """Load and save."""
+    side = _side(program, program.seed + 2)
+    zpasses.load_training_state(f"{folder}/state", side.model, side.optimizer)
+    dcp.save(zpasses.training_state(side.model, side.optimizer), checkpoint_id=f"{folder}/other")
+    Path(f"{folder}/state").rename(f"{folder}/earlier") if dist.get_rank() == 0 else None
+    dist.barrier()
+    Path(f"{folder}/other").rename(f"{folder}/state") if dist.get_rank() == 0 else None
+
+
+def _second(program, folder):
+    """Load, go on, and compare."""
+    found = torch.load(f"{folder}/{dist.get_rank()}.pt", weights_only=False)
     other = _side(program, program.seed + 1)
     if program.unfreezes == "before":
         _unfreeze(other)
     else:
-        for param, flag in zip(other.params, flags, strict=True):
+        for param, flag in zip(other.params, found["flags"], strict=True):
             param.requires_grad_(flag)
     late = _scheduler(other) if program.scheduler in ("after", "both") else None
     if program.warm:
-        _steps(other, [""], None)
+        _steps(program, other, [""], None)
         ACTIONS["backward"](other, (3, 3), 1, "none", "plain", "compiled")
-    zpasses.load_training_state(path, other.model, other.optimizer)
+    zpasses.load_training_state(
+        f"{folder}/state", other.model, other.optimizer, weights=not program.file
+    )
+    if program.file:
+        zpasses.load_safetensors(other.model, f"{folder}/weights")
     other.model.zero_grad()
-    other.batches = side.batches
+    other.batches = found["batches"]
     if program.scheduler == "both":
-        late.load_state_dict(scheduler.state_dict())
-    elif program.scheduler == "after":
-        scheduler = _scheduler(side)
-    elif program.scheduler == "before":
-        scheduler = None
-    for buffer in side.model.buffers():
-        dist.broadcast(buffer, 0)
-
-    _go_on(program, side, scheduler)
+        late.load_state_dict(found["scheduler"])
     _go_on(program, other, late)
-    values, expected = dict(_values(other)), dict(_values(side))
+    values, expected = dict(_values(other)), found["values"]
     assert values.keys() == expected.keys(), values.keys() ^ expected.keys()
     for name, mine in expected.items():
         theirs = values[name]
-        assert isinstance(mine, DTensor) == isinstance(theirs, DTensor), name
-        if isinstance(mine, DTensor):
-            assert mine.placements == theirs.placements, name
-            mine, theirs = mine.to_local(), theirs.to_local()
         if isinstance(mine, torch.Tensor):
             assert mine.dtype == theirs.dtype, name
             assert torch.equal(mine, theirs), name
@@ -177,12 +251,18 @@ def _run(program, path):
 
 
 def _values(side):
+    """Everything that must be equal: this rank's tensors, their placements, and settings."""
     names = {param: name for name, param in side.model.named_parameters()}
-    yield from side.model.named_buffers()
+    tensors = dict(side.model.named_buffers())
     for param, name in names.items():
-        yield name, param.detach()
+        tensors[name] = param.detach()
         for key, value in sorted(side.optimizer.state.get(param, {}).items()):
-            yield f"{key} of {name}", value
+            tensors[f"{key} of {name}"] = value
+    for name, value in tensors.items():
+        if isinstance(value, DTensor):
+            yield f"placements of {name}", str(value.placements)
+            value = value.to_local()
+        yield name, value.clone() if isinstance(value, torch.Tensor) else value
     for number, group in enumerate(side.optimizer.param_groups):
         # torch adds `differentiable` to the defaults of any optimizer that loads.
         for key in sorted(group.keys() - {"params", "differentiable"}):
@@ -190,23 +270,42 @@ def _values(side):
         yield f"group {number}", [names[param] for param in group["params"]]
 
 
-def _runs(seeds):
+def _each(folder, seeds, *parts, **changes):
+    """Run parts of the programs of seeds, each in a folder of its own."""
     for seed in seeds:
-        program, folder = _draw(seed), [tempfile.mkdtemp()]
-        dist.broadcast_object_list(folder, 0)
+        program = replace(_draw(seed), **changes)
+        own = f"{folder}/{seed}"
         try:
-            _run(program, folder[0])
+            for part in parts:
+                part(program, own)
+                torch.compiler.reset()
         except Exception as error:
-            raise AssertionError(f"{program}: {error}") from error
-        finally:
-            torch.compiler.reset()
+            raise AssertionError(f"{program}: {type(error).__name__}: {error}") from error
 
 
-def test_a_few_programs_go_on_as_without_a_checkpoint():
-    run_on_ranks(_runs, range(10))
+def _through_three_ranks(folder, seeds):
+    # Generators are restored on as many ranks only.
+    changes = {"dropout": False, "file": False}
+    run_on_ranks(_each, folder, seeds, _first, timeout_s=300, **changes)
+    run_on_ranks(_each, folder, seeds, _pass_on, ranks=3, timeout_s=300, **changes)
+    run_on_ranks(_each, folder, seeds, _second, timeout_s=300, **changes)
+
+
+def test_a_few_programs_go_on_as_without_a_checkpoint(tmp_path):
+    run_on_ranks(_each, str(tmp_path), range(8), _first, _second)
+
+
+def test_a_checkpoint_passes_through_another_number_of_ranks(tmp_path):
+    _through_three_ranks(str(tmp_path), range(8, 10))
 
 
 @pytest.mark.slow(quick="test_a_few_programs_go_on_as_without_a_checkpoint")
 @pytest.mark.parametrize("first", range(10, 130, 20))
-def test_programs_go_on_as_without_a_checkpoint(first):
-    run_on_ranks(_runs, range(first, first + 20), timeout_s=300)
+def test_programs_go_on_as_without_a_checkpoint(tmp_path, first):
+    run_on_ranks(_each, str(tmp_path), range(first, first + 20), _first, _second, timeout_s=300)
+
+
+@pytest.mark.slow(quick="test_a_checkpoint_passes_through_another_number_of_ranks")
+@pytest.mark.parametrize("first", range(130, 170, 20))
+def test_checkpoints_pass_through_another_number_of_ranks(tmp_path, first):
+    _through_three_ranks(str(tmp_path), range(first, first + 20))

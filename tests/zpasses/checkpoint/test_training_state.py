@@ -1,5 +1,8 @@
 """What a checkpoint of a training run holds, and what is refused."""
 
+import random
+
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -174,3 +177,33 @@ def _odd_state(folder):
 
 def test_state_of_other_kinds_comes_back_as_it_was(tmp_path):
     run_on_ranks(_odd_state, str(tmp_path))
+
+
+def _drawn():
+    return torch.rand(3), random.random(), numpy.random.rand()
+
+
+def _random_states(folder, resumes):
+    model, optimizer = _training()
+    if not resumes:
+        for _ in range(3 + dist.get_rank()):
+            _drawn()
+        _step(model, optimizer)
+        dcp.save(zpasses.training_state(model, optimizer), checkpoint_id=folder)
+        torch.save(_drawn(), f"{folder}/drawn-{dist.get_rank()}.pt")
+        return
+    state = torch.get_rng_state()
+    zpasses.load_training_state(folder, model)  # only the model
+    assert torch.equal(torch.get_rng_state(), state)
+    zpasses.load_training_state(folder, model, optimizer)
+    expected = torch.load(f"{folder}/drawn-{dist.get_rank() % 2}.pt", weights_only=False)
+    same = dist.get_world_size() == 2
+    assert torch.equal(torch.get_rng_state(), state) != same
+    for mine, theirs in zip(_drawn(), expected, strict=True):
+        assert bool((torch.as_tensor(mine) == torch.as_tensor(theirs)).all()) == same
+
+
+def test_random_generators_go_on_where_they_were(tmp_path):
+    run_on_ranks(_random_states, str(tmp_path), False)
+    run_on_ranks(_random_states, str(tmp_path), True)
+    run_on_ranks(_random_states, str(tmp_path), True, ranks=3)

@@ -199,6 +199,29 @@ def test_weights_only_checkpoints_are_files_as_of_ddp(tmp_path):
     run_on_ranks(_export, tmp_path)
 
 
+class BatchNormModule(Module):
+    def __init__(self):
+        super().__init__()
+        self.model.insert(1, nn.BatchNorm1d(7))
+
+
+def _best(folder):
+    monitor = callbacks.ModelCheckpoint(
+        folder, monitor="valid", save_top_k=2, save_on_train_epoch_end=False
+    )
+    changes = {"enable_checkpointing": True, "callbacks": [monitor], "val_check_interval": 1}
+    trainer, module = _trainer(_zpasses(), **changes), BatchNormModule()
+    trainer.fit(module, _loader(), _loader())
+    assert len(monitor.best_k_models) == 2
+    for path, score in monitor.best_k_models.items():
+        [found] = trainer.validate(module, _loader(), ckpt_path=path, verbose=False)
+        assert found["valid"] == score.item()
+
+
+def test_the_best_checkpoint_validates_at_the_value_that_was_recorded(tmp_path):
+    run_on_ranks(_best, tmp_path)
+
+
 class HookedModule(Module):
     def on_save_checkpoint(self, checkpoint):
         state = checkpoint["state_dict"]

@@ -1,0 +1,49 @@
+"""Buffers of a prepared model, equal on all ranks where a trainer validates or saves."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zpasses.checkpoint.model_tensors import agree, sharding_groups, state_names
+from zpasses.integrations.failures import limit_s
+from zpasses.integrations.preparation import preparation_of
+
+__all__ = ["broadcast_buffers"]
+
+
+def broadcast_buffers(model: nn.Module, occasion: str) -> None:
+    """Give every rank the buffers of the first one that a checkpoint holds. Call it on every rank.
+
+    So what is validated is what is saved, and a run that resumes goes on as the one that saved. DDP
+    broadcasts them in each forward.
+
+    Args:
+        occasion: what the ranks are about to do, for the error.
+
+    Raises:
+        AgreementError: if another rank does not come in time, or has other buffers.
+    """
+    preparation = preparation_of(model)
+    assert preparation is not None
+    own = {id(buffer) for buffer in model.buffers()}
+    buffers = {
+        name: value
+        for name, value in state_names(model).items()
+        if id(value) in own and not isinstance(value, DTensor)
+    }
+    if not buffers:
+        return
+    described = [[name, list(each.shape), str(each.dtype)] for name, each in buffers.items()]
+    agree(
+        sharding_groups(model), occasion, limit_s(model), described=described, what="their buffers"
+    )
+    with torch.no_grad():
+        for buffer in buffers.values():
+            value = buffer.contiguous()
+            for dim in range(preparation.mesh.ndim):
+                dist.broadcast(value, group=preparation.mesh.get_group(dim), group_src=0)
+            if value is not buffer:
+                buffer.copy_(value)
