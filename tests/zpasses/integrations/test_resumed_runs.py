@@ -22,6 +22,9 @@ from zpasses.tools.stress.drawn_models import WIDTH, Model, ModelChoice, draw_mo
 accelerate = pytest.importorskip("accelerate")
 lightning = pytest.importorskip("lightning")
 transformers = pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("peft")
+
+from peft import LoraConfig, get_peft_model  # noqa: E402
 
 from tests.zpasses.integrations import training  # noqa: E402
 from zpasses.integrations import accelerate as for_accelerate  # noqa: E402
@@ -55,6 +58,10 @@ class Run:
     saved_at: int
     """Optimizer steps before the checkpoint."""
     steps: int
+    dropout: bool
+    """Whether the model draws random numbers, others on each rank."""
+    adapter: bool
+    """Whether adapters of PEFT are trained, and the rest is frozen."""
 
 
 TRAINERS = ("accelerate", "lightning", "transformers")
@@ -63,8 +70,6 @@ TRAINERS = ("accelerate", "lightning", "transformers")
 def _draw(seed):
     chance = random.Random(f"resumed run {seed}")
     model = draw_model(chance)
-    while "buffers" in model.blocks:  # each rank has its own; a checkpoint has those of rank 0
-        model = draw_model(chance)
     saved_at = chance.choice((1, 1, 2, 3))
     return Run(
         seed,
@@ -78,6 +83,8 @@ def _draw(seed):
         accumulate=chance.choice((1, 1, 2)),
         saved_at=saved_at,
         steps=saved_at + chance.choice((1, 2)),
+        dropout=chance.random() < 0.4,
+        adapter=chance.random() < 0.3,
     )
 
 
@@ -85,16 +92,25 @@ class _WithLoss(nn.Module):
     def __init__(self, run):
         super().__init__()
         self.model = Model(run.model)
+        self.dropout = nn.Dropout(0.2 if run.dropout else 0.0)
         self.unused = nn.Parameter(torch.randn(5, 3)) if run.unused else None
 
     def forward(self, x):
-        return {"loss": self.model(x).square().mean()}
+        return {"loss": self.dropout(self.model(x)).square().mean()}
 
 
 def _model(run, shift):
     """`shift`: of the seed, because a model that loads has other values before."""
-    torch.manual_seed(run.seed + shift)
-    return _WithLoss(run).double()
+    # A checkpoint of adapters has no other weights.
+    torch.manual_seed(run.seed + (0 if run.adapter else shift))
+    model = _WithLoss(run).double()
+    if run.adapter:
+        torch.manual_seed(run.seed + shift)
+        linear = [name for name, each in model.named_modules() if type(each) is nn.Linear]
+        config = LoraConfig(r=2, target_modules=linear, init_lora_weights=False)
+        model = get_peft_model(model, config).double()
+    torch.manual_seed(run.seed + shift + 10 * dist.get_rank())  # of dropout
+    return model
 
 
 def _optimizer(run, model):
@@ -172,8 +188,7 @@ def _with_lightning(run, folder, resumes, shift):
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[] if resumes else [saves],
-        enable_checkpointing=not resumes,
+        callbacks=[saves],  # both: a save gives every rank the buffers of rank 0
     )
     module = _Lit(run, shift)
     path = folder / f"step={run.saved_at}.ckpt" if resumes else None
@@ -228,8 +243,7 @@ def _options(run):
 
 def _values(model, optimizer):
     names = {param: name for name, param in model.named_parameters()}
-    if dist.get_rank() == 0:
-        yield from ((name, value.clone()) for name, value in model.named_buffers())
+    yield from ((name, value.clone()) for name, value in model.named_buffers())
     for param, name in names.items():
         yield name, param.detach().clone()
         for key, value in sorted(optimizer.state.get(param, {}).items()):
