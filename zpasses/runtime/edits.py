@@ -150,7 +150,8 @@ class ShardMemory:
         self.history = 0
         """Depends on all edits and their order, equal on all ranks."""
         self.copied = False
-        """Whether a full copy was gathered since the last edit, that may serve another read."""
+        """Whether there is a full copy on every rank that may serve another read: one was gathered
+        since the last edit, and since the last reduction of its gradient."""
         self.exposed: _Seen | None = None
         """What the memory was when code outside, which has the local tensor, was last looked after;
         None if no code has it. Nobody sees its writes through `.data` of the local tensor."""

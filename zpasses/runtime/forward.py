@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.ranks.vote import report_failure
+from zpasses.runtime.edits import memory_of
 from zpasses.runtime.forward_variants import ForwardVariant, ParamSlot
 from zpasses.runtime.layout import layout_of, rows_of_all
 from zpasses.runtime.local_shards import CallParams, bound_call, to_local_shards
@@ -264,7 +265,7 @@ class _ValuesUsed:
 
     def __init__(self, params: Sequence[Any], names: Sequence[str]) -> None:
         for param, name in zip(params, names, strict=True):
-            if param._zpasses_memory is None:
+            if memory_of(param) is None:
                 raise ShardingError(
                     f"parameter {name} was replaced where zpasses does not see it, such as by an "
                     "assignment to module._parameters, or by torch.utils.swap_tensors. Assign it "

@@ -119,7 +119,7 @@ def look_after(params: Sequence[Any]) -> None:
     Called in every step, before the parameters are read.
     """
     for param in params:
-        memory = param._zpasses_memory
+        memory = memory_of(param)
         if memory is not None and memory.exposed is not None:
             memory.look_after(compat.local_of(param))
 
@@ -228,7 +228,10 @@ def mark_edited(param: Any, what: str) -> None:
 
 
 def drop_cached(param: Any) -> None:
-    """Drop the full copy of a parameter, if there is one."""
+    """Drop the full copy of a parameter, if there is one. Every rank does it."""
     value = getattr(param, VALUE_ATTRIBUTE, None)
     if value is not None:
         value.drop()
+    memory = memory_of(param)
+    if memory is not None:
+        memory.copied = False

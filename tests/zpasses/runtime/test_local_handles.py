@@ -141,6 +141,39 @@ def test_a_write_of_one_rank_is_named_where_another_rank_reads_a_copy():
     assert run_on_ranks(_one_rank_writes, False) == [0.0, 0.0]
 
 
+class _Alone(nn.Module):
+    """One row, so that a rank has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.row = nn.Parameter(torch.ones(1, 6))
+
+    def forward(self, x):
+        return x * self.row
+
+
+def _own_steps():
+    """A step of the user's own, which leaves out ranks without rows."""
+    shown = []
+    for sharded in (False, True):
+        model = _Alone()
+        run = model
+        if sharded:
+            run = compiled(zpasses.shard(model, mesh=world_mesh()), 2)
+        for _ in range(3):
+            run(X).square().sum().backward()
+            for param in model.parameters():
+                if _local(param).numel():
+                    _local(param).data.sub_(_local(param.grad), alpha=0.1)
+            model.zero_grad()
+        shown.append(whole(next(model.parameters())).detach())
+    torch.testing.assert_close(shown[1], shown[0])
+
+
+def test_steps_of_ones_own_may_leave_out_ranks_without_rows():
+    run_on_ranks(_own_steps)
+
+
 def _replaced():
     for way in ("dict", "swap"):
         model = build(True)
