@@ -255,7 +255,7 @@ FAMILIES = {
     "audio spectrogram transformer": _family(
         "ASTForAudioClassification",
         _spectrum,
-        rounding=1e-5,
+        rounding=1e-6,
         **WIDTHS,
         patch_size=4,
         max_length=12,
