@@ -34,6 +34,7 @@ __all__ = [
     "read_of",
     "to_local_shard",
     "to_local_shards",
+    "watch_gradients",
     "wrap_shard_grad",
 ]
 
@@ -179,9 +180,20 @@ class StealableGrad(DTensor):
         return run_explained(func, args, kwargs or {})
 
 
+def watch_gradients() -> None:
+    """From now on, gradients are WatchedShards, whose errors say what to do. For programs that have
+    plain gradients, too, which torch cannot mix with DTensors. It costs time per operator.
+    """
+    global _watches_gradients
+    _watches_gradients = True
+
+
+_watches_gradients = False
+
+
 def _settle(grad: Any) -> DTensor:
     """Make a gradient what it is for the rest of its life, in place."""
-    if compat.has_empty_part(grad._spec):
+    if _watches_gradients or compat.has_empty_part(grad._spec):
         return watch(grad, None)
     grad.__class__ = DTensor
     return cast(DTensor, grad)

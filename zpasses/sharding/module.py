@@ -24,7 +24,12 @@ from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.runtime.edits import count_edit
 from zpasses.runtime.gloo import use_exchanges_in_eager_code
-from zpasses.runtime.local_shards import bound_call, read_of, to_local_shard
+from zpasses.runtime.local_shards import (
+    bound_call,
+    read_of,
+    to_local_shard,
+    watch_gradients,
+)
 from zpasses.runtime.param_value import (
     ParamValue,
     as_sharded_parameter,
@@ -450,6 +455,7 @@ def _rebased(cls: type[Any], change: Callable[[type[Any]], type[Any]]) -> type[A
 def mark_ignored(params: Iterable[nn.Parameter]) -> None:
     """Remember that the user left these parameters out of sharding."""
     for param in params:
+        watch_gradients()
         param._zpasses_ignored = True  # type: ignore[attr-defined]
 
 

@@ -56,6 +56,15 @@ def test_every_rank_gets_the_norm_of_the_unsharded_model(order, ignored):
         torch.testing.assert_close(grad, other.grad)
 
 
+@pytest.mark.ranks(2)
+def test_torch_cannot_clip_sharded_and_plain_gradients_together():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    zpasses.shard(model, mesh=world_mesh(), ignored_params=[model[0].bias])
+    model(_batch(dist.get_rank())).pow(2).sum().backward()
+    with pytest.raises(zpasses.ShardingError, match=r"clip with zpasses\.clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1, math.inf, foreach=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.ranks(2)
 def test_norm_has_the_dtype_of_the_gradients(dtype):
