@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from zpasses import compat
+
 __all__ = ["packed_random_states", "restore_random_states"]
 
 
@@ -23,8 +25,9 @@ def packed_random_states() -> bytes:
         states[device.type] = torch.get_device_module(device).get_rng_state()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        states["numpy"] = (kind, torch.from_numpy(keys.copy()), *rest)
+        # A dict for every kind of generator. Files hold tensors in place of arrays.
+        state = numpy.random.get_state(legacy=False)
+        states["numpy"] = compat.pytree.tree_map_only(numpy.ndarray, torch.tensor, state)
     packed = io.BytesIO()
     torch.save(states, packed)
     return packed.getvalue()
@@ -44,5 +47,5 @@ def restore_random_states(packed: bytes) -> None:
     if "numpy" in states:
         import numpy
 
-        kind, keys, *rest = states["numpy"]
-        numpy.random.set_state((kind, keys.numpy(), *rest))
+        state = compat.pytree.tree_map_only(torch.Tensor, torch.Tensor.numpy, states["numpy"])
+        numpy.random.set_state(state)

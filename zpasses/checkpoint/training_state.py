@@ -98,7 +98,7 @@ def training_state(
         for number, optimizer in enumerate(listed):
             state[f"optimizer_{number}"] = _state_of(optimizer, names, writer, held)
         if listed:
-            state[RANDOM_STATES] = {str(_rank()): packed_random_states()}
+            state[RANDOM_STATES] = {str(compat.global_rank()): packed_random_states()}
         if weights:
             shards = model.state_dict()
             held.append(list(state_names(model)))
@@ -175,8 +175,9 @@ def load_training_state(
         model.load_state_dict({name: _unwrapped(tensors[key]) for name, key in parts.items()})
     for target in targets:
         target.apply({**settings, **tensors})
-    if listed and generators is not None:
-        restore_random_states(settings[generators])
+    with agreed(ranks, occasion, timeout_s):
+        if listed and generators is not None:
+            restore_random_states(settings[generators])
 
 
 # --- the state of a rank --------------------------------------------------------------------------
@@ -205,10 +206,6 @@ def _name(param: Tensor, names: Mapping[Tensor, str], optimizer: Optimizer) -> s
 
 def _is_rank(rank: int) -> bool:
     return not dist.is_initialized() or dist.get_rank() == rank
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _check_nothing_pending(model: nn.Module) -> None:
@@ -336,7 +333,7 @@ def _random_states_key(metadata: Metadata) -> str | None:
     is of another number of ranks.
     """
     saved = [key for key, path in _paths(metadata).items() if path[0] == RANDOM_STATES]
-    key = f"{RANDOM_STATES}.{_rank()}"
+    key = f"{RANDOM_STATES}.{compat.global_rank()}"
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     return key if len(saved) == ranks and key in saved else None
 

@@ -50,7 +50,9 @@ def is_called_by(function: Callable[..., Any], depth: int = 1) -> bool:
 
 
 def is_saving_checkpoint() -> bool:
-    """Whether torch's code of checkpoints calls the function that calls this one. It only reads."""
+    """Whether torch's code of checkpoints calls the function that calls this one. It keeps no
+    tensor that it reads from a state dict.
+    """
     caller = sys._getframe(2).f_globals.get("__name__", "")
     return bool(caller.startswith(_CHECKPOINTS))
 

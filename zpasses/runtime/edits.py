@@ -203,15 +203,21 @@ class _Seen:
 
     edits: int
     version: int
-    checksum: Tensor
+    checksum: Tensor | None
+    """None for shards without values, and for subclasses such as quantized ones."""
 
     @classmethod
     def of(cls, memory: ShardMemory, local: Tensor) -> _Seen:
         version = 0 if local.is_inference() else local._version
-        return cls(memory.edits, version, checksum(local))
+        is_plain = type(local) is Tensor and not local.is_meta
+        return cls(memory.edits, version, checksum(local) if is_plain else None)
 
     def equals(self, other: _Seen) -> bool:
-        return self.version == other.version and bool(self.checksum == other.checksum)
+        if self.version != other.version:
+            return False
+        if self.checksum is None or other.checksum is None:
+            return self.checksum is other.checksum
+        return bool(self.checksum == other.checksum)
 
 
 _WRITE = "a write to `to_local()`"

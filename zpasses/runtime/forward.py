@@ -307,7 +307,7 @@ class _ValuesUsed:
         now = value_stamps(self._params)
         if now == self._stamps:
             return frozenset()
-        pairs = [(new, old) for new, old in zip(now, self._stamps, strict=False)]
+        pairs = list(zip(now, self._stamps, strict=False))
         edited = [any(new[i] != old[i] for new, old in pairs) for i in range(len(self._params))]
         return frozenset(i for i, each in enumerate(edited) if each)
 

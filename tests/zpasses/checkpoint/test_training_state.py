@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import zpasses
 from tests.zpasses.models import integers
+from zpasses.checkpoint.random_states import packed_random_states, restore_random_states
 from zpasses.testing import run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
@@ -177,6 +178,24 @@ def _odd_state(folder):
 
 def test_state_of_other_kinds_comes_back_as_it_was(tmp_path):
     run_on_ranks(_odd_state, str(tmp_path))
+
+
+def _other_generator():
+    before = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64(7))
+    try:
+        packed = packed_random_states()
+        drawn = _drawn()
+        _drawn()
+        restore_random_states(packed)
+        for mine, theirs in zip(_drawn(), drawn, strict=True):
+            assert bool((torch.as_tensor(mine) == torch.as_tensor(theirs)).all())
+    finally:
+        numpy.random.set_bit_generator(before)
+
+
+def test_numpy_may_have_another_generator():
+    run_on_ranks(_other_generator)
 
 
 def _drawn():

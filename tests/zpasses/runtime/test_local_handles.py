@@ -111,8 +111,8 @@ def _edited_before_backward():
                 local = param.to_local()
                 with torch.no_grad():
                     (local.data if hidden else local).mul_(1.5)
-            # In stage 3, torch's backward reads values that are written through `.data`, and so
-            # does this one. They are refused, because stage 2 would not.
+            # Unsharded, backward uses what is written through `.data`. Stage 2 has saved the old
+            # value, so all stages refuse it.
             with pytest.raises(zpasses.ShardingError, match="edited between a forward and its"):
                 loss.backward()
 
