@@ -5,6 +5,8 @@ processes that tests start inherit them.
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Limits end hangs. They must not decide on a busy machine.
+os.environ.setdefault("ZPASSES_TEST_PATIENCE", "5")
 # No pool of compile workers, each of which would import torch.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Scalar kernels: Inductor compiles C++ in every process to find out which vector instructions work.

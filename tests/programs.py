@@ -96,7 +96,7 @@ class forked_subprocess:
 def run_program(
     *command: object,
     ranks: int | None = None,
-    timeout: float = 200,
+    timeout: float = 900,
     cwd: Path | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> list[subprocess.CompletedProcess[str]]:

@@ -103,7 +103,7 @@ def test_the_quickstart_trains_on_two_ranks(forked):
     else:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command = [sys.executable, *torchrun, str(QUICKSTART)]
-        ranks = [subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)]
+        ranks = [subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)]
     for done in ranks:
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     said = "".join(done.stdout for done in ranks)

@@ -30,7 +30,7 @@ def package(tmp_path_factory):
     installed = tmp_path_factory.mktemp("installed")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-build-isolation"]
     command += ["--no-deps", "--no-index", "--target", str(installed), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     return folder, installed
 

@@ -48,7 +48,7 @@ def site(tmp_path_factory):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr, done.stderr
@@ -151,7 +151,7 @@ def test_search_works_without_a_server(site, tmp_path):
         "--dump-dom",
         f"{(site / 'index.html').as_uri()}?q=coalesce_grad_reduction",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert "accumulation.html" in "".join(
         re.findall(r'class="md-search-result__link".*', done.stdout)
     )

@@ -36,7 +36,7 @@ def run(*command: object, env: dict[str, str] | None = None) -> subprocess.Compl
         arguments,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=900,
         env={**clean, "OMP_NUM_THREADS": "1", **(env or {})},
     )
 

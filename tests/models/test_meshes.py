@@ -313,6 +313,7 @@ def test_differences_are_rounding_errors(kind):
     run_on_ranks(_train, "gpt", kind, 3, 2, torch.float64, ranks=4)
 
 
+@pytest.mark.slow(quick="test_training_equals_the_unsharded_model of test_hybrid.py")
 def test_hybrid_sharding_is_exact_where_sums_are():
     run_on_ranks(_train, "gpt", "hybrid", 3, 1, torch.float32, True, ranks=4)
 

@@ -11,13 +11,13 @@ import time
 import traceback
 
 MEMORY_LIMIT = 1 << 30
-LIMIT_S = 5
+LIMIT_S = 25  # a command takes 5 at most, but the machine may be slow
 
 
 def run_limited(commands):
     """Runs commands of `zpasses`, and returns {"count", "slowest_s", "peak_bytes", "refused"}.
 
-    Fails if one of them raises, takes 5 s of processor time, or does not fit into the memory.
+    Fails if one of them raises, takes 25 s of processor time, or does not fit into the memory.
     """
     done = subprocess.run(
         [sys.executable, "-m", "tests.tools.limited"],

@@ -48,7 +48,7 @@ pytestmark = pytest.mark.processes
 
 def bench(*arguments):
     command = [sys.executable, "-m", "zpasses.tools.bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
 
 
 class forked_except_for_memory(forked_subprocess):

@@ -120,7 +120,7 @@ def test_the_command_writes_a_file_that_the_cost_model_reads(tmp_path, forked):
             [sys.executable, *torchrun, *command],
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=900,
             check=False,
         )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -343,7 +343,7 @@ def test_the_example_is_captured_from_the_command_line(tmp_path, forked):
             [sys.executable, *command, *options],
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=900,
             check=False,
         )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -32,7 +32,7 @@ def zpasses(*arguments, **environment):
         command,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         check=False,
         env={**os.environ, **environment},
     )
@@ -61,7 +61,7 @@ def test_reading_a_dump_loads_no_torch(dump):
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
 
@@ -106,7 +106,7 @@ main()
 
 def test_a_process_ends_without_freeing_its_memory_after_threads_and_handlers():
     command = [sys.executable, "-c", _LEAVES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     version, *lines = done.stdout.splitlines()
     assert version.startswith("zpasses ")
@@ -472,7 +472,7 @@ def test_output_to_a_full_disk_is_a_message(dump):
                 stdout=full,
                 stderr=subprocess.PIPE,
                 text=True,
-                timeout=120,
+                timeout=900,
                 check=False,
             )
         assert done.returncode == 2

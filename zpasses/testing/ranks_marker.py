@@ -151,7 +151,9 @@ def run_marked(item: pytest.Function) -> None:
     )
     failure = importlib.import_module("zpasses.testing.ranks.failure")
     if not all(outcome.ok for outcome in outcomes):
-        raise failure.RanksFailed(failure.describe_failure("", outcomes, wanted.timeout_s))
+        raise failure.RanksFailed(
+            failure.describe_failure("", outcomes, pool.scaled(wanted.timeout_s))
+        )
     for outcome in outcomes:
         if outcome.output:
             item.add_report_section("call", f"rank {outcome.rank}", outcome.output)

@@ -128,9 +128,7 @@ CASES = {
 @pytest.mark.parametrize("prefetch", some_quick([1, 3, "auto"], [1]))
 @pytest.mark.parametrize(
     "case",
-    some_quick(
-        CASES, ["attention", "read twice", "checkpoint", "shared weight", "frozen", "layer drop"]
-    ),
+    some_quick(CASES, ["attention", "read twice", "checkpoint", "frozen"]),
 )
 def test_blocks_of_all_kinds_train_to_the_same_bits(case, prefetch):
     build, how = CASES[case]
@@ -148,7 +146,7 @@ def test_blocks_of_all_kinds_train_to_the_same_bits(case, prefetch):
             for stage in (1, 2, 3)
             for how in ({}, {"window": True}, {"depths": [4, 2, 3, 4]})
         ],
-        [(1, {"depths": [4, 2, 3, 4]}), (2, {"window": True}), (3, {})],
+        [(1, {"depths": [4, 2, 3, 4]}), (2, {"window": True})],
     ),
 )
 def test_all_stages_train_to_the_same_bits(stage, how):

@@ -108,13 +108,16 @@ OTHERS = [
 ]
 """Backwards that are compiled late, and collectives that leave their graphs."""
 
-SLOW = pytest.mark.slow(quick="the same of whole models")
+SLOW = pytest.mark.slow(quick="the same at a cold start")
 
 
-@pytest.mark.parametrize("cases", [FIRST, pytest.param(OTHERS, marks=SLOW)])
-def test_convolutions_train_as_without_sharding(cases, tmp_path):
+@pytest.mark.parametrize(
+    ("cases", "starts"),
+    [(FIRST, ["cold"]), pytest.param([*FIRST, *OTHERS], ["cold", "warm"], marks=SLOW)],
+)
+def test_convolutions_train_as_without_sharding(cases, starts, tmp_path):
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    for _start in ("cold", "warm"):
+    for _start in starts:
         ranks = run_in_fresh_ranks(_all_differences, cases, env=env, timeout_s=280)
         assert all(rank.ok for rank in ranks), "\n".join(map(str, ranks))
         assert all(rank.result == [pytest.approx(0, abs=1e-6)] * len(cases) for rank in ranks)

@@ -372,7 +372,7 @@ assert "zpasses.dumps.writer" not in sys.modules and "zpasses.dumps.describe" no
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         check=False,
         env=environment,
     )

@@ -65,8 +65,8 @@ def browser(tmp_path_factory):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    driver.set_page_load_timeout(60)
-    driver.set_script_timeout(30)
+    driver.set_page_load_timeout(300)
+    driver.set_script_timeout(300)
     yield driver
     driver.quit()
 
@@ -93,7 +93,7 @@ def all_of(browser, selector):
 
 def one(browser, selector, text=None):
     """The first visible element with this text. Waits for it up to 10 seconds."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         found = [
             each
@@ -107,7 +107,7 @@ def one(browser, selector, text=None):
 
 
 def wait_for(browser, script, *arguments):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not (value := browser.execute_script(f"return {script}", *arguments)):
         assert time.monotonic() < deadline, script
         time.sleep(0.05)

@@ -17,7 +17,7 @@ from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
 pytestmark = pytest.mark.processes
 
 LIMIT_S = 8.0
-SLACK_S = 25.0
+SLACK_S = 120.0
 """How much longer than the limit an error may take on a loaded machine; 10 s on an idle one."""
 
 

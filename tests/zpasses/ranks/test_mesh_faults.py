@@ -23,7 +23,7 @@ pytestmark = pytest.mark.processes
 
 LIMIT_S = 4.0
 NAMES = ("replicate", "shard")
-MOST_S = 3 * LIMIT_S + 6
+MOST_S = 3 * LIMIT_S + 120
 """Two groups may wait one after the other, and a loaded machine adds to it."""
 
 
@@ -82,7 +82,7 @@ def a_replica_that_fails_in_a_window():
 
 def a_rank_that_nobody_collects_for():
     """Nobody collects the ballots, so waiting longer for a result is of no use."""
-    vote._RESULT_SLACK_S = 60.0
+    vote._RESULT_SLACK_S = 400.0
     if dist.get_rank():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
         group_names.call_dimension(mesh.get_group().group_name, "data")

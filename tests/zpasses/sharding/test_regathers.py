@@ -105,7 +105,6 @@ PIPELINES = {"scheduled": LEAN, "single": SINGLE}
     some_quick(
         itertools.product(PIPELINES, SHARDED),
         [
-            ("scheduled", "2 of 4"),
             ("single", "hybrid"),
             ("scheduled", "bfloat16"),
             ("scheduled", "columns"),

@@ -3,6 +3,7 @@ parametrizations, as a tied weight or as a buffer; with hooks and marks; in opti
 """
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import parametrizations, parametrize
 
 import zpasses
+from tests.cases import some_quick
 from zpasses.testing import run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes
@@ -133,8 +135,13 @@ def _registers_late(how, stage, codegen="eager"):
     torch.testing.assert_close(run(_data()), plain(_data()))
 
 
-@pytest.mark.parametrize("how", KINDS)
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("how", "stage"),
+    some_quick(
+        itertools.product(KINDS, (0, 2, 3)),
+        [*itertools.product(KINDS, (0, 3)), ("LoRA", 2)],
+    ),
+)
 @pytest.mark.ranks(2)
 def test_parametrizations_after_sharding_train_as_before_it(how, stage):
     _registers_late(how, stage)

@@ -55,10 +55,20 @@ def test_failing_rank_is_shown_and_waiting_ranks_are_killed():
     started = time.monotonic()
     with pytest.raises(RanksError, match=r"rank 1: failed\n(.*\n)*ValueError: expected failure"):
         run_on_ranks(_fail_on, 1)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 100  # far below the limit of the call
     assert run_on_ranks(_sum_of_ranks, 0) == [(0, 1.0), (1, 1.0)], (
         "the next call gets new processes"
     )
+
+
+def test_limits_are_multiplied_for_slow_machines(monkeypatch):
+    monkeypatch.setenv("ZPASSES_TEST_PATIENCE", "0.001")
+    with pytest.raises(RanksError, match=r"rank 1 of 2 did not finish within 1 s"):
+        run_on_ranks(_sleep_on, 1, timeout_s=1000)
+    for wrong in ("soon", "0", "nan", "inf"):
+        monkeypatch.setenv("ZPASSES_TEST_PATIENCE", wrong)
+        with pytest.raises(ValueError, match=f"got ZPASSES_TEST_PATIENCE='{wrong}'"):
+            run_on_ranks(_sum_of_ranks, 0)
 
 
 def test_hanging_rank_is_killed_and_its_stack_shown():
@@ -122,7 +132,7 @@ def _run_script(folder, guard):
     script = folder / "script.py"
     script.write_text(SCRIPT.format(guard=guard))
     command = [sys.executable, str(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
 
 
 @pytest.mark.slow(quick="test_every_rank_returns_its_result")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import math
 import multiprocessing
 import os
 import pickle
@@ -33,7 +34,17 @@ from zpasses.testing.ranks.outcome import (
 )
 from zpasses.testing.ranks.server import Call, RankSettings, serve
 
-__all__ = ["call_on_ranks", "close_pools", "run_in_fresh_ranks", "run_on_ranks", "spawner"]
+__all__ = [
+    "call_on_ranks",
+    "close_pools",
+    "run_in_fresh_ranks",
+    "run_on_ranks",
+    "scaled",
+    "spawner",
+]
+
+PATIENCE_VARIABLE = "ZPASSES_TEST_PATIENCE"
+"""Environment variable with a factor of all time limits here, for slow or busy machines."""
 
 GRACE_S = 5.0
 """Seconds that the other ranks have to finish or fail after the first rank failed."""
@@ -51,6 +62,22 @@ spawner = multiprocessing.get_context("forkserver")
 spawner.set_forkserver_preload(["zpasses.testing.preload"])
 
 
+def scaled(seconds: float) -> float:
+    """A time limit times ZPASSES_TEST_PATIENCE.
+
+    Raises:
+        ValueError: if the environment variable is not a number above 0.
+    """
+    given = os.environ.get(PATIENCE_VARIABLE, "1")
+    try:
+        factor = float(given)
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < math.inf:
+        raise ValueError(f"got {PATIENCE_VARIABLE}={given!r}; expected a factor, such as 4")
+    return seconds * factor
+
+
 def run_on_ranks(
     fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout_s: float = 120, **kwargs: Any
 ) -> list[Any]:
@@ -66,7 +93,7 @@ def run_on_ranks(
         fn: a function that the ranks can import by name.
         args: picklable arguments.
         ranks: number of ranks.
-        timeout_s: seconds after which the ranks are killed.
+        timeout_s: seconds after which the ranks are killed; ZPASSES_TEST_PATIENCE multiplies them.
         kwargs: picklable keyword arguments.
 
     Returns:
@@ -79,7 +106,7 @@ def run_on_ranks(
     """
     outcomes = call_on_ranks(fn, args, kwargs, ranks=ranks, timeout_s=timeout_s)
     if not all(outcome.ok for outcome in outcomes):
-        raise RanksError(describe_failure(fn.__name__, outcomes, timeout_s))
+        raise RanksError(describe_failure(fn.__name__, outcomes, scaled(timeout_s)))
     return [outcome.result for outcome in outcomes]
 
 
@@ -130,7 +157,8 @@ def run_in_fresh_ranks(
         fn: a function that the ranks can import by name.
         args: picklable arguments.
         ranks: number of ranks.
-        timeout_s: seconds after which running ranks are killed.
+        timeout_s: seconds after which running ranks are killed; ZPASSES_TEST_PATIENCE multiplies
+            them.
         env: environment variables, set before `fn` is imported (but after torch is).
         answers: number of ranks to wait for; None for all. A stopped rank never answers.
         kwargs: picklable keyword arguments.
@@ -251,7 +279,7 @@ class _Ranks:
         in time are missing.
         """
         replies: dict[int, tuple[bool, Any] | None] = {}
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + scaled(timeout_s)
         while len(replies) < answers:
             pending = {
                 self._connections[rank]: rank
@@ -267,7 +295,7 @@ class _Ranks:
                     reply = _unpacked(connection.recv_bytes())  # type: ignore[union-attr]
                 replies[pending[connection]] = reply  # type: ignore[index]
                 if reply is None or not reply[0]:
-                    deadline = min(deadline, time.monotonic() + grace_s)
+                    deadline = min(deadline, time.monotonic() + scaled(grace_s))
         return replies
 
     def _outcome(
