@@ -1,10 +1,9 @@
 """A drawn run under a trainer that is resumed from a checkpoint, by new objects, ends as the run
-that goes on, bit for bit.
+that goes on, bit for bit. On another number of ranks, it begins with the values that were saved.
 """
 
+import copy
 import random
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +132,7 @@ def _samples(run):
     return torch.randn(count, WIDTH, generator=source, dtype=torch.float64)
 
 
-def _with_accelerate(run, folder, resumes, shift):
+def _with_accelerate(run, folder, shift, loaded=None):
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=run.accumulate)
     model = for_accelerate.prepare(accelerator, _model(run, shift), options=_options(run))
     optimizer = _optimizer(run, model)
@@ -142,8 +141,9 @@ def _with_accelerate(run, folder, resumes, shift):
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.register_for_checkpointing(scheduler)
     done = 0
-    if resumes:
+    if loaded:
         accelerator.load_state(str(folder / "state"))
+        loaded(model, optimizer.optimizer)
         loader = accelerator.skip_first_batches(loader, run.saved_at * run.accumulate)
         done = run.saved_at
     for x in loader:
@@ -154,7 +154,7 @@ def _with_accelerate(run, folder, resumes, shift):
                 scheduler.step()
                 done += 1
             optimizer.zero_grad()
-        if accelerator.sync_gradients and done == run.saved_at and not resumes:
+        if accelerator.sync_gradients and done == run.saved_at and not loaded:
             accelerator.save_state(str(folder / "state"))
     return model, optimizer.optimizer
 
@@ -167,7 +167,7 @@ class _Lit(lightning.LightningModule):
     def training_step(self, batch, index):
         # Lightning begins the data anew when it resumes.
         at = self.trainer.global_step * self.run.accumulate + index % self.run.accumulate
-        rows = _samples(self.run).view(-1, 2, 2, WIDTH)[at, dist.get_rank()]
+        rows = _samples(self.run).view(-1, 2, 2, WIDTH)[at, dist.get_rank() % 2]
         return self.net(rows)["loss"]
 
     def configure_optimizers(self):
@@ -175,23 +175,34 @@ class _Lit(lightning.LightningModule):
         return [optimizer], [{"scheduler": _scheduler(self.run, optimizer), "interval": "step"}]
 
 
-def _with_lightning(run, folder, resumes, shift):
+class _LightningLoaded(lightning.Callback):
+    """Calls a function when a checkpoint is loaded."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def on_train_start(self, trainer, module):
+        self.call(module.net, trainer.optimizers[0])
+
+
+def _with_lightning(run, folder, shift, loaded=None):
     saves = lightning.pytorch.callbacks.ModelCheckpoint(
         dirpath=folder, filename="{step}", every_n_train_steps=run.saved_at, save_top_k=-1
     )
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=dist.get_world_size(),
         strategy=ZpassesStrategy(options=_options(run)),
         max_steps=run.steps,
         accumulate_grad_batches=run.accumulate,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[saves],  # both: a save gives every rank the buffers of rank 0
+        # Both save: that gives every rank the buffers of rank 0.
+        callbacks=[saves, *([_LightningLoaded(loaded)] if loaded else [])],
     )
     module = _Lit(run, shift)
-    path = folder / f"step={run.saved_at}.ckpt" if resumes else None
+    path = folder / f"step={run.saved_at}.ckpt" if loaded else None
     trainer.fit(module, DataLoader(list(_samples(run)), batch_size=2), ckpt_path=path)
     return module.net, trainer.optimizers[0]
 
@@ -207,7 +218,17 @@ class _Samples(torch.utils.data.Dataset):
         return {"x": self.rows[index]}
 
 
-def _with_transformers(run, folder, resumes, shift):
+class _TrainerLoaded(transformers.TrainerCallback):
+    """The same of Trainer."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def on_train_begin(self, args, state, control, model, optimizer, **_):
+        self.call(model, getattr(optimizer, "optimizer", optimizer))
+
+
+def _with_transformers(run, folder, shift, loaded=None):
     arguments = training.arguments(
         folder,
         gradient_accumulation_steps=run.accumulate,
@@ -224,8 +245,9 @@ def _with_transformers(run, folder, resumes, shift):
         arguments,
         train_dataset=_Samples(run),
         optimizers=(optimizer, _scheduler(run, optimizer)),
+        callbacks=[_TrainerLoaded(loaded)] if loaded else [],
     )
-    checkpoint = str(folder / f"checkpoint-{run.saved_at}") if resumes else None
+    checkpoint = str(folder / f"checkpoint-{run.saved_at}") if loaded else None
     training.quiet(trainer).train(resume_from_checkpoint=checkpoint)
     return model, optimizer
 
@@ -257,12 +279,15 @@ def _local(value):
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _check(run, folder):
-    training.as_started_by_torchrun()
-    train = RUNS[run.trainer]
-    expected = dict(_values(*train(run, folder, False, 0)))
-    training.as_started_by_torchrun()
-    found = dict(_values(*train(run, folder, True, 1)))
+def _full(model, optimizer):
+    values = _values(model, optimizer)
+    return {
+        name: copy.deepcopy(value.full_tensor() if isinstance(value, DTensor) else value)
+        for name, value in values
+    }
+
+
+def _assert_equal(found, expected):
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     for name, value in expected.items():
         mine, theirs = _local(found[name]), _local(value)
@@ -270,25 +295,54 @@ def _check(run, folder):
         assert same, f"{name}: {mine} is not {theirs}"
 
 
-def _runs(seeds):
+def _resume(run, folder):
+    """Train, resume, and compare. Stores the values that the second run began with."""
+    training.as_started_by_torchrun()
+    train, began = RUNS[run.trainer], {}
+    expected = dict(_values(*train(run, folder, 0)))
+    training.as_started_by_torchrun()
+    found = dict(_values(*train(run, folder, 1, lambda *each: began.update(_full(*each)))))
+    _assert_equal(found, expected)
+    if dist.get_rank() == 0:
+        torch.save(began, folder / "began.pt")
+
+
+class _EnoughError(Exception):
+    """Ends a run whose beginning is all that is compared."""
+
+
+def _resume_elsewhere(run, folder):
+    """Resume on other ranks, and compare what the run begins with."""
+    training.as_started_by_torchrun()
+    expected = torch.load(folder / "began.pt", weights_only=False)
+
+    def compare(model, optimizer):
+        _assert_equal(_full(model, optimizer), expected)
+        raise _EnoughError
+
+    with pytest.raises(_EnoughError):
+        RUNS[run.trainer](run, folder, 2, compare)
+
+
+def _each(folder, seeds, part):
     for seed in seeds:
-        run, folder = _draw(seed), [tempfile.mkdtemp()]
-        dist.broadcast_object_list(folder, 0)
+        run, own = _draw(seed), Path(folder, str(seed))
+        own.mkdir(exist_ok=True)
         try:
-            _check(run, Path(folder[0]))
+            part(run, own)
         except Exception as error:
             raise AssertionError(f"{run}: {type(error).__name__}: {error}") from error
         finally:
             torch.compiler.reset()
-            dist.barrier()
-            shutil.rmtree(folder[0], ignore_errors=True)
 
 
-def test_a_few_runs_end_as_without_a_stop():
-    run_on_ranks(_runs, range(3), timeout_s=120)
+def test_a_few_runs_end_as_without_a_stop(tmp_path):
+    run_on_ranks(_each, str(tmp_path), range(3), _resume)
 
 
 @pytest.mark.slow(quick="test_a_few_runs_end_as_without_a_stop")
 @pytest.mark.parametrize("first", range(3, 183, 20))
-def test_runs_end_as_without_a_stop(first):
-    run_on_ranks(_runs, range(first, first + 20), timeout_s=600)
+def test_runs_end_as_without_a_stop(tmp_path, first):
+    seeds = range(first, first + 20)
+    run_on_ranks(_each, str(tmp_path), seeds, _resume, timeout_s=600)
+    run_on_ranks(_each, str(tmp_path), seeds, _resume_elsewhere, ranks=3, timeout_s=600)

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 import zpasses
 from tests.cases import some_quick
-from zpasses import AgreementError
+from zpasses import AgreementError, compat
 from zpasses.ranks.run_order import RunEvent, check_run_event
 from zpasses.ranks.vote import group_state, report_failure
 from zpasses.runtime.edits import EditLog
@@ -344,20 +344,22 @@ def _edits_before_a_failure():
     log.add_step("a completed SGD.step()", 1, 2)
     if dist.get_rank() == 0:
         report_failure(["0"], "0/0", ValueError("injected"))
-        time.sleep(3)  # longer than the vote of the other rank waits for a rank that continues
+        # The vote of the other rank does not wait so long for a rank that continues.
+        compat.default_store().wait(["told"])
     else:
         try:
             check_run_event("0", RunEvent.of("a graph"), LIMIT_S, edits=log)
         except AgreementError as error:
             told = str(error)
-    check_run_event("0", RunEvent.of("a graph"), LIMIT_S, edits=log)
+        compat.default_store().set("told", "1")
+    check_run_event("0", RunEvent.of("a graph"), 100.0, edits=log)
     return told, log.count, log.values
 
 
 def test_edits_before_a_failure_that_was_caught_are_still_the_same_on_all_ranks():
-    (first, *after), (second, *same) = (
-        each.result for each in run_in_fresh_ranks(_edits_before_a_failure)
-    )
+    ranks = run_in_fresh_ranks(_edits_before_a_failure)
+    assert all(rank.ok for rank in ranks), "\n".join(map(str, ranks))
+    (first, *after), (second, *same) = (rank.result for rank in ranks)
     assert not first
     assert "injected" in second
     assert after == same == [0, 0]
