@@ -436,6 +436,7 @@ QUICK = {
     "causal attention": 3,
     "grouped-query attention": 2,
     "indexed experts": 3,
+    "linear solve": 3,
     "complex buffer": 1,
     "reentrant checkpoint": 2,
 }

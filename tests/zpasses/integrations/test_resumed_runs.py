@@ -132,12 +132,18 @@ def _samples(run):
     return torch.randn(count, WIDTH, generator=source, dtype=torch.float64)
 
 
+def _loader(run):
+    # A loop over batches draws a number. Without a generator for it, that is one of the generator
+    # of dropout, also in a run that resumes and has restored it.
+    return DataLoader(list(_samples(run)), batch_size=2, generator=torch.Generator())
+
+
 def _with_accelerate(run, folder, shift, loaded=None):
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=run.accumulate)
     model = for_accelerate.prepare(accelerator, _model(run, shift), options=_options(run))
     optimizer = _optimizer(run, model)
     scheduler = _scheduler(run, optimizer)
-    loader = DataLoader(list(_samples(run)), batch_size=2)
+    loader = _loader(run)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.register_for_checkpointing(scheduler)
     done = 0
@@ -203,7 +209,7 @@ def _with_lightning(run, folder, shift, loaded=None):
     )
     module = _Lit(run, shift)
     path = folder / f"step={run.saved_at}.ckpt" if loaded else None
-    trainer.fit(module, DataLoader(list(_samples(run)), batch_size=2), ckpt_path=path)
+    trainer.fit(module, _loader(run), ckpt_path=path)
     return module.net, trainer.optimizers[0]
 
 
