@@ -49,7 +49,7 @@ from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 from zpasses.runtime.watched import plain_dtensor
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE
 
-__all__ = ["load_training_state", "training_state"]
+__all__ = ["load_training_state", "pending_gradients", "training_state"]
 
 LIKE_PARAMETER, REPLICATED, PLAIN = "like the parameter", "replicated", "plain"
 
@@ -64,6 +64,7 @@ def training_state(
     optimizers: Optimizer | Sequence[Optimizer] = (),
     *,
     weights: bool = True,
+    drop_pending: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> dict[str, Any]:
     """Return the state of a training run, for `torch.distributed.checkpoint.save` and `async_save`.
@@ -78,6 +79,8 @@ def training_state(
         model: a sharded module, a module that contains sharded ones, or `torch.compile` of one.
         optimizers: optimizers over parameters of the model.
         weights: whether the model is in the state, too.
+        drop_pending: leave the pending gradients of a window out of the state, instead of raising
+            an error. The first step of a run that resumes lacks them.
         timeout_s: seconds to wait for the other ranks.
 
     Raises:
@@ -92,7 +95,8 @@ def training_state(
     held: list[Any] = []
     groups = sharding_groups(model)
     with agreed(groups, "zpasses.training_state", timeout_s, described=held, model=model):
-        _check_nothing_pending(model)
+        if not drop_pending:
+            _check_nothing_pending(model)
         names = _names(model)
         listed = _listed(optimizers)
         for number, optimizer in enumerate(listed):
@@ -208,15 +212,23 @@ def _is_rank(rank: int) -> bool:
     return not dist.is_initialized() or dist.get_rank() == rank
 
 
+def pending_gradients(model: nn.Module) -> list[str]:
+    """Return the names of parameters whose gradients are pending in a window on this rank."""
+    entries = (
+        (name, getattr(param, GRAD_STATE_ATTRIBUTE, None))
+        for name, param in model.named_parameters()
+    )
+    return [plain_name(name) for name, entry in entries if entry is not None and entry.pending]
+
+
 def _check_nothing_pending(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        entry = getattr(param, GRAD_STATE_ATTRIBUTE, None)
-        if entry is not None and entry.pending:
-            raise ShardingError(
-                f"the gradient of {plain_name(name)} is pending in a gradient window, and a "
-                "checkpoint would lose it. Save after the optimizer's step: between the first "
-                "and the last backward of a step, there is nothing to resume from."
-            )
+    for name in pending_gradients(model)[:1]:
+        raise ShardingError(
+            f"the gradient of {name} is pending in a gradient window, and a checkpoint would lose "
+            "it. Save after the optimizer's step, or call zpasses.training_state with "
+            "drop_pending=True: the first step of a run that resumes then lacks what this step has "
+            "summed so far."
+        )
 
 
 def _state_of(

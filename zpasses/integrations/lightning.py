@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -29,6 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
 from zpasses import compat
 from zpasses.checkpoint.model_tensors import gather_full
+from zpasses.checkpoint.training_state import pending_gradients
 from zpasses.errors import ZpassesError
 from zpasses.integrations.buffers import broadcast_buffers
 from zpasses.integrations.failures import fail_on_all_ranks
@@ -50,6 +52,11 @@ TENSORS = "tensors"
 """Folder that holds entries of a checkpoint that have shards, such as `state_dict`."""
 META = "meta.pt"
 """File that holds the other entries, and describes the tensors of these."""
+
+_SAVED_INSIDE_OF_A_STEP = (
+    "{} is saved between two micro-batches of a step, and does not hold the gradients that "
+    "the step has summed so far. The first step of a run that resumes from it lacks them."
+)
 
 
 class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
@@ -205,7 +212,13 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
         if as_file:
             checkpoint.update(_map_tensors(_on_first_rank, sharded))
         else:
-            save_states(part / STATES, module, self.optimizers, with_model=False)
+            # Lightning saves inside of a step, too: in a validation between two micro-batches, and
+            # after the first one of a run that resumes. As with DDP, gradients are in no checkpoint.
+            if pending_gradients(module):
+                rank_zero_warn(_SAVED_INSIDE_OF_A_STEP.format(path))
+            save_states(
+                part / STATES, module, self.optimizers, with_model=False, drop_pending=True
+            )
             planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # buffers are of rank 0
             save(sharded, storage_writer=FileSystemWriter(part / TENSORS), planner=planner)
             checkpoint.update(_map_tensors(_described, sharded))

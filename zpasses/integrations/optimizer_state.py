@@ -40,13 +40,21 @@ def save_states(
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     with_model: bool,
+    drop_pending: bool = False,
 ) -> None:
     """Write the states, each rank its own rows. Call it on every rank.
 
     Args:
         with_model: write the model, too; a trainer may have written it in another format.
+        drop_pending: leave out gradients that are pending in a window, instead of refusing them.
     """
-    states = training_state(model, optimizers, weights=with_model, timeout_s=limit_s(model))
+    states = training_state(
+        model,
+        optimizers,
+        weights=with_model,
+        drop_pending=drop_pending,
+        timeout_s=limit_s(model),
+    )
     discard_states(folder, model)
     save(states, storage_writer=FileSystemWriter(os.fspath(folder), overwrite=True))
 

@@ -106,6 +106,7 @@ def _refusals(folder):
         model(x).sum().backward()
         with pytest.raises(zpasses.ShardingError, match=r"is pending in a gradient window"):
             zpasses.training_state(model, optimizer)
+        assert "model" in zpasses.training_state(model, optimizer, drop_pending=True)
     _step(model, optimizer)
     stranger = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
     with pytest.raises(zpasses.ShardingError, match="not in the model"):

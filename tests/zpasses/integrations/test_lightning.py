@@ -129,6 +129,29 @@ def test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks(tmp_pa
     assert sum(alone) == pytest.approx(sum(map(sum, pairs)) / 2, rel=1e-5)
 
 
+def _validate_inside_of_a_step(strategy, folder):  # `strategy()` is a new one
+    saves = callbacks.ModelCheckpoint(folder, save_top_k=-1)
+    changes = {"val_check_interval": 3, "limit_val_batches": 1, "enable_checkpointing": True}
+    module = Module()
+    trainer = _trainer(strategy(), steps=3, accumulate=2, callbacks=[saves], **changes)
+    trainer.fit(module, _loader(), _loader())
+    (path,) = folder.glob("epoch=0-step=1.ckpt")
+    return module.losses, _fit(strategy(), accumulate=2, checkpoint=path)[1].losses
+
+
+def _compare_inside_of_a_step(folder):
+    expected = _validate_inside_of_a_step(lambda: "ddp", folder / "ddp")
+    warned = pytest.warns(UserWarning, match="between two micro-batches")
+    with warned if dist.get_rank() == 0 else contextlib.nullcontext():
+        found = _validate_inside_of_a_step(_zpasses, folder / "zpasses")
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def test_checkpoints_between_two_micro_batches_are_as_of_ddp(tmp_path):
+    run_on_ranks(_compare_inside_of_a_step, tmp_path)
+
+
 CALLBACKS = {
     "EMA": lambda: callbacks.EMAWeightAveraging(decay=0.5),
     "SWA": lambda: callbacks.StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1),
