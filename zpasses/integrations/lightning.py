@@ -213,7 +213,7 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
             checkpoint.update(_map_tensors(_on_first_rank, sharded))
         else:
             # Lightning saves inside of a step, too: in a validation between two micro-batches, and
-            # after the first one of a run that resumes. As with DDP, gradients are in no checkpoint.
+            # after the first one of a run that resumes. With DDP, the gradients are lost as well.
             if pending_gradients(module):
                 rank_zero_warn(_SAVED_INSIDE_OF_A_STEP.format(path))
             save_states(
