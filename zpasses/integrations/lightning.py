@@ -216,9 +216,7 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
             # after the first one of a run that resumes. With DDP, the gradients are lost as well.
             if pending_gradients(module):
                 rank_zero_warn(_SAVED_INSIDE_OF_A_STEP.format(path))
-            save_states(
-                part / STATES, module, self.optimizers, with_model=False, drop_pending=True
-            )
+            save_states(part / STATES, module, self.optimizers, with_model=False, drop_pending=True)
             planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # buffers are of rank 0
             save(sharded, storage_writer=FileSystemWriter(part / TENSORS), planner=planner)
             checkpoint.update(_map_tensors(_described, sharded))
