@@ -49,7 +49,7 @@ from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 from zpasses.runtime.watched import plain_dtensor
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE
 
-__all__ = ["load_training_state", "pending_gradients", "training_state"]
+__all__ = ["load_training_state", "training_state"]
 
 LIKE_PARAMETER, REPLICATED, PLAIN = "like the parameter", "replicated", "plain"
 
@@ -212,23 +212,16 @@ def _is_rank(rank: int) -> bool:
     return not dist.is_initialized() or dist.get_rank() == rank
 
 
-def pending_gradients(model: nn.Module) -> list[str]:
-    """Return the names of parameters whose gradients are pending in a window on this rank."""
-    entries = (
-        (name, getattr(param, GRAD_STATE_ATTRIBUTE, None))
-        for name, param in model.named_parameters()
-    )
-    return [plain_name(name) for name, entry in entries if entry is not None and entry.pending]
-
-
 def _check_nothing_pending(model: nn.Module) -> None:
-    for name in pending_gradients(model)[:1]:
-        raise ShardingError(
-            f"the gradient of {name} is pending in a gradient window, and a checkpoint would lose "
-            "it. Save after the optimizer's step, or call zpasses.training_state with "
-            "drop_pending=True: the first step of a run that resumes then lacks what this step has "
-            "summed so far."
-        )
+    for name, param in model.named_parameters():
+        entry = getattr(param, GRAD_STATE_ATTRIBUTE, None)
+        if entry is not None and entry.pending:
+            raise ShardingError(
+                f"the gradient of {plain_name(name)} is pending in a gradient window, and a "
+                "checkpoint would lose it. Save after the optimizer's step, or call "
+                "zpasses.training_state with drop_pending=True: the first step of a run that "
+                "resumes then lacks what this step has summed so far."
+            )
 
 
 def _state_of(

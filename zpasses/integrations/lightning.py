@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
 from zpasses import compat
 from zpasses.checkpoint.model_tensors import gather_full
-from zpasses.checkpoint.training_state import pending_gradients
 from zpasses.errors import ZpassesError
 from zpasses.integrations.buffers import broadcast_buffers
 from zpasses.integrations.failures import fail_on_all_ranks
@@ -107,6 +106,8 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
         }
 
     model: Any
+    _inside_of_a_step = False
+    """Whether a backward has added to gradients, and the step's last one is still to come."""
 
     # --- setup ------------------------------------------------------------------------------------
     def setup(self, trainer: Any) -> None:
@@ -138,6 +139,7 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
     # --- gradients --------------------------------------------------------------------------------
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
+        self._inside_of_a_step = True
         with self._reduction().defer():
             yield
 
@@ -152,6 +154,7 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
     ) -> Any:
         # The last backward of the step is in the closure, and reduces the gradients of the step.
         result = closure()
+        self._inside_of_a_step = False
         return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
 
     def _reduction(self) -> DeferredReduction:
@@ -200,7 +203,14 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
         path = Path(self.broadcast(os.fspath(filepath)))
         part, earlier = (path.with_name(f"{path.name}.{word}") for word in ("part", "earlier"))
         module = self.lightning_module
-        broadcast_buffers(module, "ZpassesStrategy.save_checkpoint")
+        if self._inside_of_a_step:
+            # Lightning saves here when it validates here, and after the first micro-batch of a run
+            # that resumes. With DDP, the gradients are lost as well.
+            rank_zero_warn(_SAVED_INSIDE_OF_A_STEP.format(path))
+        else:
+            # A run that resumes begins with the buffers of rank 0 on all ranks. So this one goes on
+            # with them.
+            broadcast_buffers(module, "ZpassesStrategy.save_checkpoint")
         # `save_weights_only` is an export: a file, as Lightning writes it.
         as_file = "optimizer_states" not in checkpoint
         with fail_on_all_ranks(module, "ZpassesStrategy.save_checkpoint"):
@@ -212,10 +222,6 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
         if as_file:
             checkpoint.update(_map_tensors(_on_first_rank, sharded))
         else:
-            # Lightning saves inside of a step, too: in a validation between two micro-batches, and
-            # after the first one of a run that resumes. With DDP, the gradients are lost as well.
-            if pending_gradients(module):
-                rank_zero_warn(_SAVED_INSIDE_OF_A_STEP.format(path))
             save_states(part / STATES, module, self.optimizers, with_model=False, drop_pending=True)
             planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # buffers are of rank 0
             save(sharded, storage_writer=FileSystemWriter(part / TENSORS), planner=planner)

@@ -4,7 +4,7 @@ that goes on, bit for bit. On another number of ranks, it begins with the values
 
 import copy
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,12 @@ TRAINERS = ("accelerate", "lightning", "transformers")
 def _draw(seed):
     chance = random.Random(f"resumed run {seed}")
     trainer, model = TRAINERS[seed % len(TRAINERS)], draw_model(chance)
-    # A checkpoint of Trainer that holds adapters has no buffers of the base, without zpasses, too.
-    base_is_whole = trainer != "transformers" or "buffers" not in model.blocks
+    base_is_whole = True
+    if trainer == "transformers":
+        # Two limits of Trainer, with or without zpasses: it saves shared weights of models of
+        # transformers only, and a checkpoint of adapters has no buffers of the base.
+        model = replace(model, tied=False, repeated=False)
+        base_is_whole = not {"buffers", "batch_norm"} & {*model.blocks}
     saved_at = chance.choice((1, 1, 2, 3))
     return Run(
         seed,
@@ -299,7 +303,11 @@ def _assert_equal(found, expected):
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     for name, value in expected.items():
         mine, theirs = _local(found[name]), _local(value)
-        same = torch.equal(mine, theirs) if isinstance(theirs, torch.Tensor) else mine == theirs
+        if isinstance(theirs, torch.Tensor):  # some runs diverge, without zpasses, too
+            same = torch.equal(mine.isnan(), theirs.isnan())
+            same = same and torch.equal(mine.nan_to_num(), theirs.nan_to_num())
+        else:
+            same = mine == theirs
         assert same, f"{name}: {mine} is not {theirs}"
 
 
