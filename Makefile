@@ -34,7 +34,7 @@ demo: $(INSTALLED)
 # compiled bytecode whatever the environment says.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 4 --dist worksteal
 
-# Property tests draw a third of their examples. pyproject.toml tells which tests are slow.
+# Property tests draw a fifth of their examples. pyproject.toml tells which tests are slow.
 test: QUICK := -m "not slow" --hypothesis-profile quick
 
 # mypy runs beside the tests, and prints its errors when it has them.

@@ -31,10 +31,10 @@ from zpasses.pipeline.observers import observe_graphs
 logging.getLogger("torch.__trace").propagate = False
 
 
-# `make test` draws a third of the examples. See `drawn_examples` in tests/graphs.py.
+# `make test` draws a fifth of the examples. See `drawn_examples` in tests/graphs.py.
 # An example may take long on a busy machine, so none has a deadline.
 hypothesis.settings.register_profile("all", deadline=None)
-hypothesis.settings.register_profile("quick", max_examples=34, deadline=None)
+hypothesis.settings.register_profile("quick", max_examples=20, deadline=None)
 hypothesis.settings.load_profile("all")
 
 

@@ -90,7 +90,7 @@ def test_the_tests_of_the_package_pass(package, left_out):
 @pytest.mark.parametrize(
     "left_out",
     [
-        pytest.param("real_ranks drawn", id="simulated"),
+        pytest.param("real_ranks drawn 3", id="simulated"),
         # Hypothesis looks for the smallest failing example.
         pytest.param("", id="all", marks=pytest.mark.slow(quick="simulated")),
     ],

@@ -318,6 +318,7 @@ def test_hybrid_sharding_is_exact_where_sums_are():
     run_on_ranks(_train, "gpt", "hybrid", 3, 1, torch.float32, True, ranks=4)
 
 
+@pytest.mark.slow(quick="test_experts_as_plain_parameters of zpasses/sharding")
 def test_expert_parallelism():
     run_on_ranks(_train, "mixtral", "ep", 3, 1, ranks=4)
 

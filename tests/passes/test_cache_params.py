@@ -114,7 +114,7 @@ def test_partitioned_step_equals_the_dialect_on_all_ranks(world_size):
     assert_step_equals_reference(captures)
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_cached_variant_equals_the_fresh_one_and_does_not_communicate(world_size):
     captures = capture_ranks(Mlp(), (X,), world_size=world_size, pipeline="zero2")
     graphs = [each.after.forward for each in captures]

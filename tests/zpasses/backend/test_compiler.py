@@ -505,6 +505,7 @@ def test_backward_does_not_overwrite_cached_parameters():
             assert_same_gradients(model, reference)
 
 
+@pytest.mark.slow(quick="test_convolutions_train_as_without_sharding of test_strides.py")
 @pytest.mark.ranks(2, timeout_s=120)
 def test_variants_have_equal_strides_although_inductor_changes_them_for_convolutions():
     reference = nn.Sequential(

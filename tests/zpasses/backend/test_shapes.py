@@ -62,12 +62,20 @@ def test_a_graph_is_compiled_at_most_twice_for_twenty_lengths(stage):
     assert run_on_ranks(train, {"zero_stage": stage}, 20) == [2, 2]
 
 
+LAYERS = replace(SIZE, layers=3)
+
+
 @pytest.mark.processes
+def test_blocks_are_compiled_at_most_twice_for_twenty_lengths():
+    assert run_on_ranks(train, {"prefetch": 1}, 20, blocks="blocks.*", size=LAYERS) == [2, 2]
+
+
+@pytest.mark.processes
+@pytest.mark.slow(quick="test_blocks_are_compiled_at_most_twice_for_twenty_lengths")
 def test_each_kind_of_block_is_compiled_at_most_twice_for_twenty_lengths():
-    layers = {"blocks": "blocks.*", "size": replace(SIZE, layers=3)}
-    assert run_on_ranks(train, {"prefetch": 1}, 20, **layers) == [2, 2]
-    layers["blocks"] += ",tokens,norm,head"
-    assert max(run_on_ranks(train, {"prefetch": "auto"}, 20, **layers)) <= 2 * 4
+    blocks = "blocks.*,tokens,norm,head"
+    counts = run_on_ranks(train, {"prefetch": "auto"}, 20, blocks=blocks, size=LAYERS)
+    assert max(counts) <= 2 * 4
 
 
 @pytest.mark.processes

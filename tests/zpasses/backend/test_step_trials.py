@@ -41,7 +41,7 @@ def names(graph):
 
 @pytest.mark.parametrize("activations", some_quick([1.0, 0.4, 0.1], [0.4]))
 @pytest.mark.parametrize(
-    ("kept", "cached"), some_quick([(0, 0), (2, 0), (100, 0), (1, 2), (0, 100)], [(100, 0), (1, 2)])
+    ("kept", "cached"), some_quick([(0, 0), (2, 0), (100, 0), (1, 2), (0, 100)], [(1, 2)])
 )
 @pytest.mark.parametrize("reshard", [None, 2])
 def test_kept_parameters_change_nothing_but_their_gathers(activations, kept, cached, reshard):

@@ -67,8 +67,6 @@ def difference(options, window, per_block):
     step = model
     if per_block:
         zpasses.compile_blocks(model, "layers.*", **options)
-        for layer in plain.layers:
-            layer.compile()
     else:
         step = torch.compile(model, backend="zpasses", options=options)
     in_window = (lambda: zpasses.coalesce_grad_reduction(model)) if window else None
@@ -80,7 +78,7 @@ def difference(options, window, per_block):
     )
     expected = _trained(
         plain,
-        plain if per_block else torch.compile(plain),
+        plain,
         contextlib.nullcontext,
         torch.optim.SGD(plain.parameters(), lr=RATE),
     )

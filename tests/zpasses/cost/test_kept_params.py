@@ -94,7 +94,7 @@ def test_memory_of_a_choice_is_that_of_its_graphs(world_size, plan):
             ([16, 40, 3], 3, 24, 2),
             ([9] * 6, 50, 8, 3),
         ],
-        [([7, 33, 33, 5], 60, 2, 3), ([16, 40, 3], 3, 24, 2)],
+        [([16, 40, 3], 3, 24, 2)],
     ),
 )
 def test_what_fits_does_not_raise_the_peak_and_is_equal_on_all_ranks(
@@ -112,7 +112,7 @@ def test_what_fits_does_not_raise_the_peak_and_is_equal_on_all_ranks(
 
 def test_more_memory_keeps_more_and_is_never_slower():
     with use_target(Target.parse("h100")):
-        step = step_of(captured([512] * 8, 1024, 64, 4, "nothing"), 4)
+        step = step_of(captured([512] * 5, 1024, 64, 4, "nothing"), 4)
         lean = step.peak_bytes()
         candidates = keepable_params(step)
         choices = [
@@ -162,7 +162,7 @@ def test_frozen_parameters_are_never_gathered_again():
 
 def test_memory_is_given_to_caching_where_it_saves_time():
     with use_target(Target.parse("h100")):
-        graphs = captured([512] * 8, 1024, 64, 4, "nothing")
+        graphs = captured([512] * 5, 1024, 64, 4, "nothing")
         lean = step_of(graphs, 4).peak_bytes()
         found = {}
         for backwards, factor in itertools.product((1, 16), (1.0, 1.6, 4.0)):

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 import zpasses
+from tests.cases import some_quick
 from tests.graphs import Param, joint, rewritten
 from zpasses import compat
 from zpasses.cost.memory import (
@@ -298,10 +299,14 @@ def test_an_empty_graph_has_no_peak():
 SIZE = ModelSize(width=128, layers=2, heads=4, vocab=256, seq=64, batch=4)
 
 
-LARGE = "bucket{cap_mb=1,memory_budget=1GiB},overlap"
+RESHARDED = "reshard-after-forward,bucket{cap_mb=1,memory_budget=1GiB},overlap"
 
 
-@pytest.mark.parametrize("last", ["cache-params", f"reshard-after-forward,{LARGE}"])
+@pytest.mark.parametrize(
+    "last",
+    some_quick(["cache-params", RESHARDED], [RESHARDED]),
+    ids=["cached", "resharded"],
+)
 def test_modelled_peaks_are_what_a_step_allocates(last):
     graphs = {}
     options = {

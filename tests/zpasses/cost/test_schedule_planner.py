@@ -77,7 +77,7 @@ def problem_of(graph, target=H100, **options):
 @pytest.mark.parametrize(
     "params",
     [
-        60,
+        40,
         pytest.param(700, marks=pytest.mark.slow(quick="the same with 3,000 nodes")),
     ],
 )

@@ -253,7 +253,13 @@ def test_a_large_budget_keeps_all_even_parameters_whole():
     assert _even_step(KEEPING, memory_budget="1GiB") == (0, 0)
 
 
-@pytest.mark.parametrize("pipeline", [LEAN, KEEPING], ids=["gathered", "kept"])
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        pytest.param(LEAN, marks=pytest.mark.slow(quick="kept"), id="gathered"),
+        pytest.param(KEEPING, id="kept"),
+    ],
+)
 def test_simulated_ranks_compute_the_same_step_with_even_parameters(pipeline):
     found = capture_ranks(
         EvenNet(),

@@ -170,6 +170,7 @@ def test_one_rank_of_a_machine_tries_vector_instructions(tmp_path):
     assert sorted(bool(tried) for tried, *_ in ranks) == [False, True]
 
 
+@pytest.mark.slow(quick="test_a_rank_with_a_cold_cache_makes_all_compile")
 def test_a_rank_that_dumps_makes_no_other_rank_wait(tmp_path):
     trained = []
     for number in (1, 2):
