@@ -2,16 +2,22 @@
 nothing from a dump is executed.
 """
 
-import importlib.util
 import json
 import re
-import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.zpasses.inspect.browsing import (
+    ESCAPED,
+    HOSTILE,
+    all_of,
+    keys,
+    needs_browser,
+    one,
+    wait_for,
+)
 from tests.zpasses.inspect.graphs import (
     GATHER,
     WAIT,
@@ -28,99 +34,6 @@ from tests.zpasses.inspect.real import real_dump
 from zpasses.dumps.format import Buffer, Collective, Failure, Prediction, Ref, Source, Tag
 from zpasses.inspect import Inspection, report
 from zpasses.inspect import open as open_dump
-
-BROWSER = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
-DRIVER = shutil.which("chromedriver")
-needs_browser = pytest.mark.skipif(
-    BROWSER is None or DRIVER is None or importlib.util.find_spec("selenium") is None,
-    reason="needs Chromium and its driver (Debian: apt install chromium chromium-driver) and selenium (pip install -e '.[dev]')",  # noqa: E501
-)
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--window-size=1280,800",
-)
-HOSTILE = '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script>${window.hacked=1}\'"\u202e'  # noqa: E501
-
-ESCAPED = HOSTILE.replace("\u202e", r"\u202e")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    driver.set_page_load_timeout(300)
-    driver.set_script_timeout(300)
-    yield driver
-    driver.quit()
-
-
-@pytest.fixture
-def page(browser, tmp_path):
-    """Opens an inspection's page. Any error that the browser logs fails the test."""
-
-    def show(inspection, address=""):
-        path = tmp_path / "report.html"
-        path.write_text(inspection.html(), encoding="utf-8")
-        browser.get("about:blank")
-        browser.get(f"{path.as_uri()}{address and '#' + address}")
-        return browser
-
-    browser.get_log("browser")
-    yield show
-    assert [entry["message"] for entry in browser.get_log("browser")] == []
-
-
-def all_of(browser, selector):
-    return browser.find_elements("css selector", selector)
-
-
-def one(browser, selector, text=None):
-    """The first visible element with this text. Waits for it up to 10 seconds."""
-    deadline = time.monotonic() + 60
-    while True:
-        found = [
-            each
-            for each in all_of(browser, selector)
-            if each.is_displayed() and (text is None or text in each.text)
-        ]
-        if found:
-            return found[0]
-        assert time.monotonic() < deadline, f"no {selector} with {text!r}"
-        time.sleep(0.05)
-
-
-def wait_for(browser, script, *arguments):
-    deadline = time.monotonic() + 60
-    while not (value := browser.execute_script(f"return {script}", *arguments)):
-        assert time.monotonic() < deadline, script
-        time.sleep(0.05)
-    return value
-
-
-def keys(browser, *pressed):
-    from selenium.webdriver import ActionChains, Keys
-
-    chain_ = ActionChains(browser)
-    for key in pressed:
-        chain_.send_keys(getattr(Keys, key) if len(key) > 1 else key)
-    chain_.perform()
 
 
 def rows(browser):

@@ -4,15 +4,11 @@ docs/measurements.md.
 
 from dataclasses import replace
 
-from tests.zpasses.inspect.graphs import MM, dump_of, gather, graph_of, node, snapshot, value, wait
-from tests.zpasses.inspect.test_report import (  # noqa: F401
-    all_of,
-    browser,
+from tests.zpasses.inspect.browsing import (
     needs_browser,
     one,
-    page,
-    wait_for,
 )
+from tests.zpasses.inspect.graphs import MM, dump_of, gather, graph_of, node, snapshot, value, wait
 from zpasses.dumps.format import Buffer, Ref, Source
 from zpasses.inspect import Inspection
 
@@ -105,7 +101,7 @@ def test_the_page_of_80_layers_is_small():
 
 
 @needs_browser
-def test_a_page_of_80_layers_has_few_elements_in_every_view(page):  # noqa: F811
+def test_a_page_of_80_layers_has_few_elements_in_every_view(page):
     shown = page(page_of(backward=38))
     count = "return document.querySelectorAll('*').length"
     assert shown.execute_script(count) < MOST_ELEMENTS
