@@ -4,6 +4,23 @@ import pytest
 
 from tests.zpasses.inspect.browsing import BROWSER, DRIVER, FLAGS
 
+MOST = 23
+"""Quick tests of the report page. `make test` draws two other pages, too."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    quick = [
+        item.nodeid
+        for item in items
+        if "browser" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("slow")
+    ]
+    if len(quick) > MOST:
+        raise pytest.UsageError(
+            f"{len(quick)} tests of the report page in a browser are quick; at most {MOST} may be: "
+            f"mark others as slow. They are {', '.join(quick)}"
+        )
+
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory):

@@ -128,6 +128,7 @@ def test_buffers_of_a_bucket_are_compared_by_their_parameters():
     assert (other.new, other.gone) == (found.gone, ())
 
 
+@pytest.mark.slow(quick="test_pairs_of_the_page_are_those_of_the_command_line")
 @needs_browser
 def test_the_page_compares_buffers_of_a_bucket_by_their_parameters(page):
     steps = graph_of("forward", (None, two_of_a_bucket(1, 2, 3)), ("p", two_of_a_bucket(2, 3)))
@@ -233,6 +234,7 @@ class _Both:
         return first.html(*others)
 
 
+@pytest.mark.slow(quick="test_both_graphs_scroll_and_are_selected_together")
 @needs_browser
 def test_a_second_dump_is_one_click_away(both):
     shown = both("0/forward/0/memory/")
@@ -246,6 +248,7 @@ def test_a_second_dump_is_one_click_away(both):
     assert "gone at the peak: 160 B" in one(shown, "main").text
 
 
+@pytest.mark.slow(quick="test_both_graphs_scroll_and_are_selected_together")
 @needs_browser
 def test_the_header_speaks_of_the_dump_that_is_shown(page):
     dumps = []
@@ -272,6 +275,7 @@ def test_both_graphs_scroll_and_are_selected_together(both):
     assert one(shown, ".detail h2").text == "relu"
 
 
+@pytest.mark.slow(quick="test_the_page_counts_the_changes_between_dumps_as_the_command_does")
 @needs_browser
 def test_passes_of_one_graph_can_be_compared(page):
     graph = graph_of(
@@ -296,6 +300,7 @@ SIDES = [
 ]
 
 
+@pytest.mark.slow(quick="test_diff_is_side_by_side_and_folds_unchanged_nodes")
 @needs_browser
 @pytest.mark.parametrize(
     ("address", "left", "right"),
@@ -333,6 +338,7 @@ COUNTERPARTS = [
 ]
 
 
+@pytest.mark.slow(quick="test_the_page_estimates_no_step_of_a_compile_that_has_no_graph_that_runs")
 @needs_browser
 def test_graphs_of_a_compile_that_failed_are_no_whole_step(page):
     failure = Failure("KeyError", "w", "overlap")
@@ -352,6 +358,7 @@ def compared_with(shown):
     return all_of(shown, ".diff-head span")[1].text
 
 
+@pytest.mark.slow(quick="test_the_page_counts_the_changes_between_dumps_as_the_command_does")
 @needs_browser
 def test_a_step_is_compared_with_the_same_pass_of_the_other_dump(page):
     for own, step, others, expected, why in COUNTERPARTS:
@@ -363,6 +370,7 @@ def test_a_step_is_compared_with_the_same_pass_of_the_other_dump(page):
         assert not why or why in notices[0]
 
 
+@pytest.mark.slow(quick="test_both_graphs_scroll_and_are_selected_together")
 @needs_browser
 def test_the_other_side_follows_the_shown_pass(page):
     both_ = _Both(named("a", passes(*FULL)), named("b", passes(*FULL)))
@@ -374,6 +382,7 @@ def test_the_other_side_follows_the_shown_pass(page):
     assert select.get_attribute("value") == "1/forward/same"
 
 
+@pytest.mark.slow(quick="test_both_graphs_scroll_and_are_selected_together")
 @needs_browser
 def test_a_node_of_the_left_graph_alone_is_shown(page):
     graph = graph_of("forward", (None, two_gathers()), ("drop", chain(3)))
@@ -383,7 +392,7 @@ def test_a_node_of_the_left_graph_alone_is_shown(page):
 
 
 @needs_browser
-@pytest.mark.parametrize("graph", ["joint", "forward", "backward"])
+@pytest.mark.parametrize("graph", some_quick(["joint", "forward", "backward"], ["forward"]))
 def test_pairs_of_the_page_are_those_of_the_command_line(page, tmp_path, graph):
     dump_training_step(tmp_path / "other", pipeline="zero2")
     first, second = open_dump(real_dump()[0]), open_dump(tmp_path / "other")
@@ -401,6 +410,7 @@ def test_pairs_of_the_page_are_those_of_the_command_line(page, tmp_path, graph):
     assert abs(len(found) - len(expected)) <= 0.05 * len(expected)
 
 
+@pytest.mark.slow(quick="test_diff_is_side_by_side_and_folds_unchanged_nodes")
 @needs_browser
 @pytest.mark.parametrize("view", ["diff", "compare"])
 def test_a_row_shows_what_differs_in_lists_that_are_cut(page, view):
@@ -415,6 +425,7 @@ def test_a_row_shows_what_differs_in_lists_that_are_cut(page, view):
     assert "with last" not in one(shown, ".cell.before", "gather_w").text
 
 
+@pytest.mark.slow(quick="test_pairs_of_the_page_are_those_of_the_command_line")
 @needs_browser
 @pytest.mark.parametrize("lines", [True, False])
 def test_the_page_pairs_nodes_by_their_parameters_before_their_shapes(page, lines):
@@ -429,6 +440,7 @@ def test_the_page_pairs_nodes_by_their_parameters_before_their_shapes(page, line
     assert dict(found) == pair_nodes(*graphs)
 
 
+@pytest.mark.slow(quick="test_the_page_counts_the_changes_between_dumps_as_the_command_does")
 @needs_browser
 @pytest.mark.parametrize("graph", ["joint", "forward", "backward"])
 def test_changes_between_steps_on_the_page_are_those_of_the_command_line(page, graph):
@@ -482,6 +494,7 @@ NO_REPORTS = [
 ]
 
 
+@pytest.mark.slow(quick="test_nothing_of_a_dropped_report_is_executed")
 @needs_browser
 @pytest.mark.parametrize(
     "text",

@@ -124,6 +124,7 @@ def test_list_has_the_counts_that_a_failed_pass_was_given():
     assert row.split()[:6] == ["2", "overlap", "10", "before", "2", "before"]
 
 
+@pytest.mark.slow(quick="test_the_page_estimates_no_step_of_a_compile_that_has_no_graph_that_runs")
 @needs_browser
 @pytest.mark.parametrize("left", [two_gathers(early=True), None])
 def test_the_overview_of_a_failed_compile_has_the_counts_that_are_known(page, left):

@@ -102,6 +102,7 @@ def test_shards_count_against_the_memory_of_the_target():
     )
 
 
+@pytest.mark.slow(quick="the tests of notes without a browser")
 @needs_browser
 def test_the_page_warns_of_a_peak_above_the_memory_of_the_target(page):
     dump = dump_of(steps(), steps("joint"))

@@ -135,6 +135,7 @@ def test_the_parameter_that_only_one_rank_gathers_is_named(disagreeing):
     assert f"zpasses diff {disagreeing.dump.path} forward --ranks 0 1" in text
 
 
+@pytest.mark.slow(quick="the tests of rank_agreements without a browser")
 @needs_browser
 def test_the_page_says_which_ranks_differ(page, disagreeing):
     text = one(page(disagreeing), ".failure").text
@@ -142,6 +143,7 @@ def test_the_page_says_which_ranks_differ(page, disagreeing):
     assert "Only on rank 1: scale." in text
 
 
+@pytest.mark.slow(quick="the tests of rank_agreements without a browser")
 @needs_browser
 def test_ranks_that_differ_are_compared_in_one_click(page, disagreeing):
     both = ranks_that_differ(disagreeing.dump)

@@ -114,6 +114,7 @@ def retagged(graph, at):
     return snapshot(*nodes, number=1)
 
 
+@pytest.mark.slow(quick="test_diff_is_side_by_side_and_folds_unchanged_nodes")
 @needs_browser
 def test_recompute_marks_are_in_the_diff_and_in_the_node_panel(page):
     inspection = open_dump(real_dump()[0])
@@ -127,6 +128,7 @@ def test_recompute_marks_are_in_the_diff_and_in_the_node_panel(page):
     assert "no mark -> recomputed" in one(browser, ".detail dl").text
 
 
+@pytest.mark.slow(quick="test_the_page_estimates_no_step_of_a_compile_that_has_no_graph_that_runs")
 @needs_browser
 def test_unchanged_and_failed_passes_are_reported(page):
     assert (
@@ -149,6 +151,7 @@ def test_unchanged_and_failed_passes_are_reported(page):
     )
 
 
+@pytest.mark.slow(quick="test_memory_and_times_on_the_page_equal_the_models")
 @needs_browser
 def test_captured_graph_has_no_estimates(page):
     browser = page(Inspection(dump_of(graph_of("captured", (None, chain(5))))))
@@ -161,6 +164,7 @@ def test_captured_graph_has_no_estimates(page):
         assert "is the graph that Dynamo captured" in one(browser, "main").text
 
 
+@pytest.mark.slow(quick="test_the_page_estimates_no_step_of_a_compile_that_has_no_graph_that_runs")
 @needs_browser
 def test_dump_without_graphs_shows_the_error(page):
     failure = Failure("OptionError", "no pass is called 'x'", "options")
@@ -216,6 +220,7 @@ def test_collectives_sort_filter_and_jump(page):
     assert "gather_v = all_gather_into_tensor" in active
 
 
+@pytest.mark.slow(quick="test_collectives_sort_filter_and_jump")
 @needs_browser
 def test_exposed_filter_and_kind_filter_of_collectives(page):
     browser = page(open_dump(real_dump()[0]), "0/backward/0/collectives/")
@@ -294,6 +299,7 @@ def test_timeline_and_memory_react_to_pointer_and_keys(page):
     assert one(browser, ".detail h2").text == "mm_1"
 
 
+@pytest.mark.slow(quick="test_every_view_of_a_real_dump_opens")
 @needs_browser
 def test_source_view_shows_lines_and_their_nodes(page):
     text = "class Model:\n    def forward(self, x):\n        x = self.up(x)\n        return x\n"
@@ -426,6 +432,7 @@ def test_only_visible_nodes_of_a_large_graph_are_on_the_page(page):
     )
 
 
+@pytest.mark.slow(quick="test_memory_and_times_on_the_page_equal_the_models")
 @needs_browser
 def test_overview_compares_a_graph_with_what_is_possible(page):
     graph = graph_of("forward", (None, chain(3)))
@@ -446,6 +453,7 @@ def test_overview_compares_a_graph_with_what_is_possible(page):
     assert widths[2] == pytest.approx(0.5 * widths[0], abs=2)
 
 
+@pytest.mark.slow(quick="test_the_page_counts_the_changes_between_dumps_as_the_command_does")
 @needs_browser
 def test_the_sign_of_changes_counts_a_node_once(page):
     nodes = {each.name: each for each in two_gathers(early=True).nodes}
@@ -503,6 +511,7 @@ def test_changes_are_readable_on_their_ground():
             assert contrast(color[text], chosen) >= 4.5, (theme, text)
 
 
+@pytest.mark.slow(quick="test_every_view_of_a_real_dump_opens")
 @needs_browser
 def test_the_page_groups_the_digits_of_all_counts(page):
     graph = chain(1234)

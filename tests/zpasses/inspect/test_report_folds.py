@@ -79,6 +79,7 @@ def test_the_timeline_shows_equal_layers_once(page):
     assert row[4:] == [f"{10 * LAYERS} µs", "10 µs", "model.layers.3"]
 
 
+@pytest.mark.slow(quick="test_the_timeline_shows_equal_layers_once")
 @needs_browser
 def test_layers_that_are_too_narrow_for_names_share_one(page):
     shown = page(inspection(gathered_layers()), "0/forward/0/timeline/")
@@ -98,6 +99,7 @@ def test_layers_that_are_too_narrow_for_names_share_one(page):
     assert not any(TIMES in text for text in shown.execute_script("return window.texts"))
 
 
+@pytest.mark.slow(quick="test_a_fold_of_collectives_keeps_selection_order_and_heading")
 @needs_browser
 def test_collectives_of_equal_layers_are_one_row(page):
     shown = page(inspection(gathered_layers()), "0/forward/0/collectives/")
@@ -135,6 +137,7 @@ def test_a_fold_of_collectives_keeps_selection_order_and_heading(page):
     assert shown.execute_script("return window.compared") > 0
 
 
+@pytest.mark.slow(quick="test_a_fold_of_collectives_keeps_selection_order_and_heading")
 @needs_browser
 def test_collectives_without_parameters_say_their_module(page):
     source = Source("model.py", 7, "x = self.up(x)", "model.layers.3.mlp.up_proj")
@@ -148,6 +151,7 @@ def test_collectives_without_parameters_say_their_module(page):
     assert "model.layers.3.mlp.up_proj" in one(shown, ".grid-row").get_attribute("title")
 
 
+@pytest.mark.slow(quick="test_equal_layers_are_one_row_and_the_odd_one_is_named")
 @needs_browser
 def test_layers_are_found_once_per_module(page):
     shown = page(inspection(gathered_layers()), "0/forward/0/overview/")
@@ -164,6 +168,7 @@ def test_layers_are_found_once_per_module(page):
     assert nodes > LAYERS
 
 
+@pytest.mark.slow(quick="test_every_view_of_a_real_dump_opens")
 @needs_browser
 def test_likely_views_are_prepared_when_idle(page):
     joint = graph_of(
@@ -183,6 +188,7 @@ def test_likely_views_are_prepared_when_idle(page):
     assert wait_for(shown, ready)
 
 
+@pytest.mark.slow(quick="test_equal_layers_are_one_row_and_the_odd_one_is_named")
 @needs_browser
 def test_compared_graphs_are_folded_by_layer(page):
     graphs = gathered_layers(), gathered_layers(extra=5)
@@ -196,6 +202,7 @@ def test_compared_graphs_are_folded_by_layer(page):
     assert one(shown, ".cell.after.inserted", "relu")
 
 
+@pytest.mark.slow(quick="test_a_fold_of_collectives_keeps_selection_order_and_heading")
 @needs_browser
 @pytest.mark.parametrize("fold", ["", "/fold=yes&by=module"])
 def test_headings_of_tables_explain_themselves(page, fold):
@@ -209,6 +216,7 @@ def test_headings_of_tables_explain_themselves(page, fold):
         assert not bare, tab
 
 
+@pytest.mark.slow(quick="test_timeline_and_memory_react_to_pointer_and_keys")
 @needs_browser
 def test_needed_until_is_a_link_to_the_last_reader(page):
     shown = page(Inspection(small_dump()), "0/forward/2/memory/6")
@@ -222,6 +230,7 @@ def test_needed_until_is_a_link_to_the_last_reader(page):
     assert one(shown, ".detail h2").text == "mm_1"
 
 
+@pytest.mark.slow(quick="test_every_view_fits_the_width")
 @needs_browser
 def test_names_keep_the_number_of_their_layer_where_there_is_little_room(page):
     shown = page(inspection(gathered_layers()), "0/forward/0/collectives/")
@@ -243,6 +252,7 @@ def test_names_keep_the_number_of_their_layer_where_there_is_little_room(page):
     assert shown.execute_script(beside)  # at 1,280 px, the table does not scroll sideways
 
 
+@pytest.mark.slow(quick="test_every_view_fits_the_width")
 @needs_browser
 @pytest.mark.parametrize(
     ("name", "shown_as"),
@@ -270,6 +280,7 @@ def test_parameters_of_collectives_begin_at_their_layer_if_the_page_is_narrow(pa
         shown.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.slow(quick="test_every_view_fits_the_width")
 @needs_browser
 def test_long_names_break_between_their_parts(page):
     shown = page(inspection(gathered_layers()))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.cases import some_quick
 from tests.zpasses.inspect.browsing import (
     all_of,
     needs_browser,
@@ -78,12 +79,14 @@ def test_equal_layers_are_one_row_and_the_odd_one_is_named(page):
     assert one(shown, ".line", "up_4 = relu(down_3)")
 
 
+@pytest.mark.slow(quick="test_equal_layers_are_one_row_and_the_odd_one_is_named")
 @needs_browser
 def test_a_selected_node_is_visible_in_a_folded_list(page):
     shown = page(inspection(layered()), "0/forward/0/listing/9/fold=yes")
     assert "up_4" in one(shown, ".row.active").text
 
 
+@pytest.mark.slow(quick="test_equal_layers_are_one_row_and_the_odd_one_is_named")
 @needs_browser
 def test_the_difference_of_equal_layers_is_one_row(page):
     shown = page(
@@ -94,6 +97,7 @@ def test_the_difference_of_equal_layers_is_one_row(page):
     assert "unchanged" in folds(shown)[0]
 
 
+@pytest.mark.slow(quick="test_equal_layers_are_one_row_and_the_odd_one_is_named")
 @needs_browser
 def test_small_graphs_are_not_folded_unless_asked(page):
     shown = page(inspection(layered()), "0/forward/0/listing/")
@@ -103,12 +107,14 @@ def test_small_graphs_are_not_folded_unless_asked(page):
     assert "fold=yes" in shown.execute_script("return location.hash")
 
 
+@pytest.mark.slow(quick="test_equal_layers_are_one_row_and_the_odd_one_is_named")
 @needs_browser
 def test_nodes_of_a_line_are_folded(page):
     shown = page(inspection(layered()), "0/forward/0/source//fold=yes")
     assert any(f"× {LAYERS}" in each for each in folds(shown))  # noqa: RUF001
 
 
+@pytest.mark.slow(quick="test_memory_and_times_on_the_page_equal_the_models")
 @needs_browser
 def test_memory_has_sums_by_module_and_a_band_for_each_buffer(page):
     shown = page(inspection(layered()), "0/forward/0/memory/")
@@ -124,6 +130,7 @@ def test_memory_has_sums_by_module_and_a_band_for_each_buffer(page):
     assert f"model.layers.*.up {LAYERS} 768 B 50.0 % 64 B" in rows
 
 
+@pytest.mark.slow(quick="test_timeline_and_memory_react_to_pointer_and_keys")
 @needs_browser
 def test_memory_and_timeline_zoom_and_name_the_layers(page):
     shown = page(inspection(layered()), "0/forward/0/memory/")
@@ -140,6 +147,7 @@ def test_memory_and_timeline_zoom_and_name_the_layers(page):
     wait_for(shown, "window.texts.some((each) => /^(model[.])?layers[.]3$/.test(each))")
 
 
+@pytest.mark.slow(quick="test_the_timeline_shows_equal_layers_once")
 @needs_browser
 def test_labels_of_the_timeline_keep_the_number_of_the_layer(page):
     shown = page(inspection(layered()))
@@ -165,6 +173,7 @@ def test_labels_of_the_timeline_keep_the_number_of_the_layer(page):
     assert shown.execute_script(fitting, ["scaled_dot_product_12"], 8) == "…duct_12"
 
 
+@pytest.mark.slow(quick="test_the_timeline_shows_equal_layers_once")
 @needs_browser
 def test_a_point_above_the_compute_stream_names_its_layer(page):
     shown = page(inspection(layered()), "0/forward/0/timeline/")
@@ -181,7 +190,10 @@ def test_a_point_above_the_compute_stream_names_its_layer(page):
 @needs_browser
 @pytest.mark.parametrize(
     "module",
-    ["layers.3.mlp.up", "layers.3", "3", "blocks.3.mlp.0", "a.3.experts.12.up", "norm2", ""],
+    some_quick(
+        ["layers.3.mlp.up", "layers.3", "3", "blocks.3.mlp.0", "a.3.experts.12.up", "norm2", ""],
+        ["a.3.experts.12.up"],
+    ),
 )
 def test_page_and_command_line_fold_alike(page, module):
     shown = page(inspection(layered()))

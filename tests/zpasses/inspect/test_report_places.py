@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.cases import some_quick
 from tests.zpasses.inspect.browsing import (
     all_of,
     needs_browser,
@@ -50,6 +51,7 @@ def test_exposed_time_beyond_the_transfer_is_queueing():
     assert "queueing" not in plain
 
 
+@pytest.mark.slow(quick="test_the_page_estimates_no_step_of_a_compile_that_has_no_graph_that_runs")
 @needs_browser
 def test_a_failed_pass_is_no_success_on_any_view(page):
     for left in (two_gathers(), two_gathers(early=True), None):
@@ -64,6 +66,7 @@ def test_a_failed_pass_is_no_success_on_any_view(page):
             assert ("may be wrong" in text) == (left is not None)
 
 
+@pytest.mark.slow(quick="test_memory_and_times_on_the_page_equal_the_models")
 @needs_browser
 def test_exposed_time_on_the_page_is_split_into_transfer_and_queueing(page):
     shown = page(
@@ -74,6 +77,7 @@ def test_exposed_time_on_the_page_is_split_into_transfer_and_queueing(page):
     )
 
 
+@pytest.mark.slow(quick="test_memory_and_times_on_the_page_equal_the_models")
 @needs_browser
 def test_the_earlier_curve_keeps_its_order_and_its_peak(page):
     def state(order, removed=()):
@@ -94,6 +98,7 @@ def test_the_earlier_curve_keeps_its_order_and_its_peak(page):
     assert curve == [0, 0, 0, 0, 1000, 400, 0]
 
 
+@pytest.mark.slow(quick="test_every_view_of_a_real_dump_opens")
 @needs_browser
 def test_graphs_that_run_come_first_and_the_joint_graph_raises_no_alarm(page):
     graphs = [
@@ -109,6 +114,7 @@ def test_graphs_that_run_come_first_and_the_joint_graph_raises_no_alarm(page):
     assert all_of(all_of(shown, ".card")[1], ".delta.worse") == []
 
 
+@pytest.mark.slow(quick="test_zoom_whole_graph_and_line_survive_a_reload")
 @needs_browser
 def test_the_address_keeps_filter_and_sorting_and_the_theme_survives(page):
     shown = page(Inspection(small_dump()), "0/forward/2/collectives//filter=gather_v&sort=time")
@@ -127,18 +133,22 @@ def test_the_address_keeps_filter_and_sorting_and_the_theme_survives(page):
 @needs_browser
 @pytest.mark.parametrize(
     ("address", "said"),
-    [
-        ("0/backwards/1/diff/", 'has no graph "backwards"; this is forward'),
-        ("0/forward/9/diff/", "has no step 9; it has 0 to 2"),
-        ("0/forward/1/pictures/", 'no view "pictures"'),
-        ("7/forward/1/diff/", "no compile 7"),
-        ("0/forward/2/listing/99", "no node with the id 99"),
-    ],
+    some_quick(
+        [
+            ("0/backwards/1/diff/", 'has no graph "backwards"; this is forward'),
+            ("0/forward/9/diff/", "has no step 9; it has 0 to 2"),
+            ("0/forward/1/pictures/", 'no view "pictures"'),
+            ("7/forward/1/diff/", "no compile 7"),
+            ("0/forward/2/listing/99", "no node with the id 99"),
+        ],
+        [("0/forward/9/diff/", "has no step 9; it has 0 to 2")],
+    ),
 )
 def test_an_address_that_names_something_else_says_so(page, address, said):
     assert said in one(page(Inspection(small_dump()), address), ".notice").text
 
 
+@pytest.mark.slow(quick="test_an_address_that_names_something_else_says_so")
 @needs_browser
 def test_an_unknown_kind_of_collectives_in_the_address_is_named(page):
     for more in ("", "&filter=w", "&exposed=1"):
@@ -151,6 +161,7 @@ def test_an_unknown_kind_of_collectives_in_the_address_is_named(page):
         assert kind.get_attribute("value") == "all_gather"
 
 
+@pytest.mark.slow(quick="test_zoom_whole_graph_and_line_survive_a_reload")
 @needs_browser
 def test_a_view_has_the_name_of_its_tab_in_addresses(page):
     shown = page(Inspection(small_dump()), "0/forward/2/listing/")
@@ -162,6 +173,7 @@ def test_a_view_has_the_name_of_its_tab_in_addresses(page):
         assert not all_of(shown, ".notice")
 
 
+@pytest.mark.slow(quick="test_zoom_whole_graph_and_line_survive_a_reload")
 @needs_browser
 def test_back_leads_away_from_an_address_that_the_page_rewrites(page):
     shown = page(Inspection(small_dump()), "0/forward/2/diff/")
@@ -178,6 +190,7 @@ STRANGE = [
 ]
 
 
+@pytest.mark.slow(quick="test_an_address_that_names_something_else_says_so")
 @needs_browser
 def test_an_address_of_another_form_says_so(page):
     for address, said in STRANGE:
@@ -236,6 +249,7 @@ def test_zoom_whole_graph_and_line_survive_a_reload(page):
     assert "line 3: " in one(shown, ".nodes-of h3").text
 
 
+@pytest.mark.slow(quick="test_listing_filters_and_selects_a_node")
 @needs_browser
 def test_empty_lists_say_why(page):
     shown = page(Inspection(small_dump()), "0/forward/2/listing//filter=nothing")
@@ -244,6 +258,7 @@ def test_empty_lists_say_why(page):
     assert "No collective matches" in one(shown, "main").text
 
 
+@pytest.mark.slow(quick="test_everything_is_reachable_by_keyboard")
 @needs_browser
 def test_next_change_goes_from_block_to_block(page):
     old = chain(60)
@@ -266,6 +281,7 @@ def test_next_change_goes_from_block_to_block(page):
     assert places[2] == places[1]  # there is no third block
 
 
+@pytest.mark.slow(quick="test_timeline_and_memory_react_to_pointer_and_keys")
 @needs_browser
 def test_why_the_peak_changed_is_one_click(page):
     shown = page(Inspection(small_dump()), "0/forward/2/memory/")
@@ -277,7 +293,7 @@ def test_why_the_peak_changed_is_one_click(page):
 
 
 @needs_browser
-@pytest.mark.parametrize("width", [390, 640, 1280, 1920])
+@pytest.mark.parametrize("width", some_quick([390, 640, 1280, 1920], [390]))
 def test_every_view_fits_the_width(page, width):
     shown = page(Inspection(small_dump()))
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 700}
@@ -310,6 +326,7 @@ def at_width(browser, page):
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.slow(quick="test_every_view_fits_the_width")
 @needs_browser
 def test_a_narrow_header_keeps_the_button_of_the_theme(at_width):
     dumps = [
@@ -349,6 +366,7 @@ def long_names():
     return Inspection(dump_of(graph_of("forward", (None, snapshot(*nodes)))))
 
 
+@pytest.mark.slow(quick="test_every_view_fits_the_width")
 @needs_browser
 @pytest.mark.parametrize("width", [390, 1280])
 def test_names_in_memory_have_two_lines_at_most(at_width, width):
@@ -365,6 +383,7 @@ def test_names_in_memory_have_two_lines_at_most(at_width, width):
     assert shown.execute_script(f"{table} return box.scrollWidth <= box.clientWidth")
 
 
+@pytest.mark.slow(quick="test_every_view_fits_the_width")
 @needs_browser
 @pytest.mark.parametrize("view", ["diff", "compare"])
 def test_a_narrow_page_has_both_sides_in_one_list(at_width, view):
@@ -391,6 +410,7 @@ def test_a_narrow_page_has_both_sides_in_one_list(at_width, view):
     wait_for(shown, "document.querySelectorAll('.cell.none').length > 0")
 
 
+@pytest.mark.slow(quick="test_memory_and_times_on_the_page_equal_the_models")
 @needs_browser
 def test_the_overview_shows_how_far_the_step_is_from_its_bound(page):
     graphs = [
@@ -410,6 +430,7 @@ def test_the_overview_shows_how_far_the_step_is_from_its_bound(page):
     assert widths == ["width: 100%;", "width: 75%;", "width: 50%;"]
 
 
+@pytest.mark.slow(quick="test_the_timeline_shows_equal_layers_once")
 @needs_browser
 def test_a_layer_begins_once_in_memory(page):
     modules = ["layers.0.up", "layers.1.up", "", "layers.1.up", "layers.0.up", "layers.2.up"]

@@ -4,6 +4,8 @@ docs/measurements.md.
 
 from dataclasses import replace
 
+import pytest
+
 from tests.zpasses.inspect.browsing import (
     needs_browser,
     one,
@@ -100,6 +102,7 @@ def test_the_page_of_80_layers_is_small():
     assert len(inspected.html().encode()) < MOST_BYTES
 
 
+@pytest.mark.slow(quick="test_only_visible_nodes_of_a_large_graph_are_on_the_page")
 @needs_browser
 def test_a_page_of_80_layers_has_few_elements_in_every_view(page):
     shown = page(page_of(backward=38))
