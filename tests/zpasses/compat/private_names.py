@@ -7,6 +7,7 @@ brings `private_names.txt` up to date for the torch that runs it. Run it with ea
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import inspect
@@ -194,4 +195,5 @@ def _write_table() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     _write_table()
