@@ -18,6 +18,7 @@ import gc
 import logging
 import shutil
 import tempfile
+from collections import Counter
 
 import hypothesis
 import pytest
@@ -58,6 +59,14 @@ def pytest_sessionstart(session):
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None and not hasattr(session.config, "workerinput"):
         session.config.pluginmanager.register(Failures(terminal))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Counts skipped tests by reason: what a machine lacks would otherwise go unnoticed."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(str(each.longrepr[2]).removeprefix("Skipped: ") for each in skipped)
+    for reason, number in reasons.most_common():
+        terminalreporter.write_line(f"skipped {number}: {reason}")
 
 
 def pytest_collection_finish():

@@ -20,7 +20,7 @@ def packed_random_states() -> bytes:
     Of the accelerator, only the current device counts. NumPy counts if it was imported.
     """
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
         states[device.type] = torch.get_device_module(device).get_rng_state()
     numpy = sys.modules.get("numpy")
@@ -41,7 +41,7 @@ def restore_random_states(packed: bytes) -> None:
     states: dict[str, Any] = torch.load(io.BytesIO(packed), weights_only=True)
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type])
     if "numpy" in states:

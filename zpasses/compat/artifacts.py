@@ -72,9 +72,6 @@ def artifacts_refusal(
         functions: functions in the graph that are safe to store besides those that torch knows.
         inductor: the user's options of Inductor.
     """
-    missing = [name for name in _SETTINGS if not hasattr(functorch_config, name)]
-    if missing:
-        return f"torch {torch.__version__} has no torch._functorch.config.{missing[0]}"
     from torch._functorch._aot_autograd.autograd_cache import check_cacheable
     from torch._inductor import config
 

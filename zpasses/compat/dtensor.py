@@ -108,13 +108,8 @@ def concatenate_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     """
     if outer.mesh_dim_names is None or inner.mesh_dim_names is None:
         raise RuntimeError("the dimensions of the meshes have no names")
-    if hasattr(DeviceMesh, "_concatenate"):
-        with no_dispatch_modes():  # a mesh holds real tensors of ranks
-            return DeviceMesh._concatenate([outer, inner])
-    root = cast(Any, outer)._get_root_mesh()
-    if root != cast(Any, inner)._get_root_mesh():
-        raise RuntimeError("the meshes are no submeshes of one mesh")
-    return cast(DeviceMesh, root[(*outer.mesh_dim_names, *inner.mesh_dim_names)])
+    with no_dispatch_modes():  # a mesh holds real tensors of ranks
+        return DeviceMesh._concatenate([outer, inner])
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -125,11 +120,7 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def submesh_of_dimension(mesh: DeviceMesh, dim: int) -> DeviceMesh:
     """Returns the one-dimensional submesh of this rank along a dimension of a mesh with names."""
     assert mesh.mesh_dim_names is not None
-    name = mesh.mesh_dim_names[dim]
-    try:
-        return mesh[name]
-    except RuntimeError:  # older torch cuts only a whole mesh, and no submesh
-        return cast(DeviceMesh, cast(Any, mesh)._get_root_mesh()[name])
+    return mesh[mesh.mesh_dim_names[dim]]
 
 
 def mesh_ranks(mesh: DeviceMesh) -> list[int]:

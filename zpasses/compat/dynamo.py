@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import re
 from collections.abc import Callable
 from types import CodeType
@@ -169,12 +168,10 @@ def recompile_limit(kinds: int) -> dict[str, int]:
     """Returns what lets `torch.compile` compile one function for so many kinds of modules, each as
     often as Dynamo allows for one.
 
-    Empty for one kind, and for versions of torch whose `torch.compile` takes no such limit.
+    Empty for one kind.
     """
-    takes = inspect.signature(torch.compile).parameters
-    if kinds <= 1 or "recompile_limit" not in takes:
-        return {}
-    return {"recompile_limit": kinds * torch._dynamo.config.recompile_limit}
+    limit = torch._dynamo.config.recompile_limit
+    return {"recompile_limit": kinds * limit} if kinds > 1 else {}
 
 
 def recompile_reason() -> str | None:

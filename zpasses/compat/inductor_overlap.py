@@ -91,9 +91,12 @@ def inductor_node_ms(node: fx.Node, tflops: float, memory_gb_s: float) -> float:
                 comm_analysis.get_collective_type_from_kernel_name(target.name()),
             )
         )
+    # The second name is that of torch < 2.15, whose functions take no device.
+    bandwidth = ("get_device_dram_gbps", "get_gpu_dram_gbps")
+    name = next(each for each in bandwidth if hasattr(_runtime_estimation, each))
     with (
-        patch.object(_runtime_estimation, "get_device_tflops", lambda dtype: tflops),
-        patch.object(_runtime_estimation, "get_gpu_dram_gbps", lambda: memory_gb_s),
+        patch.object(_runtime_estimation, "get_device_tflops", lambda *args, **kwargs: tflops),
+        patch.object(_runtime_estimation, name, lambda *args: memory_gb_s),
     ):
         return float(overlap_scheduling.estimate_roofline_runtime_ms(node))
 

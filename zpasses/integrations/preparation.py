@@ -229,7 +229,7 @@ def uncompiled(method: F) -> F:
 def _device_type() -> str:
     if dist.get_backend() == "gloo":
         return "cpu"
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if device is None else device.type
 
 

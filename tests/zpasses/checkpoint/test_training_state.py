@@ -199,6 +199,19 @@ def test_numpy_may_have_another_generator():
     run_on_ranks(_other_generator)
 
 
+def test_a_build_for_accelerators_that_the_machine_lacks_has_no_generator(monkeypatch):
+    """A CUDA build of torch on a machine without a GPU."""
+
+    def current_accelerator(check_available=False):
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    packed = packed_random_states()
+    drawn = torch.rand(3)
+    restore_random_states(packed)
+    assert torch.equal(torch.rand(3), drawn)
+
+
 def _drawn():
     return torch.rand(3), random.random(), numpy.random.rand()
 

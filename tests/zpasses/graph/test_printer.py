@@ -1,4 +1,3 @@
-import pytest
 import torch
 from torch import nn
 
@@ -34,9 +33,6 @@ return [mul, reduce_grad, None]
     )
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="Dynamo of torch 2.11 calls the node prim_to_local"
-)
 def test_captured_graph_has_a_listing():
     captured = capture_graphs(nn.Linear(6, 4, bias=False), (torch.zeros(2, 6),), world_size=2)
     expect_listing(

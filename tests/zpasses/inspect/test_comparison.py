@@ -7,6 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.cases import some_quick
+from tests.zpasses.inspect.browsing import (
+    HOSTILE,
+    all_of,
+    keys,
+    needs_browser,
+    one,
+    wait_for,
+)
 from tests.zpasses.inspect.graphs import (
     chain,
     dump_of,
@@ -18,16 +26,6 @@ from tests.zpasses.inspect.graphs import (
     two_gathers,
 )
 from tests.zpasses.inspect.real import dump_training_step, real_dump
-from tests.zpasses.inspect.test_report import (  # noqa: F401
-    HOSTILE,
-    all_of,
-    browser,
-    keys,
-    needs_browser,
-    one,
-    page,
-    wait_for,
-)
 from zpasses.dumps.format import Buffer, Failure, Ref, Tag
 from zpasses.inspect import Inspection, compare, pair_nodes
 from zpasses.inspect import open as open_dump
@@ -130,8 +128,9 @@ def test_buffers_of_a_bucket_are_compared_by_their_parameters():
     assert (other.new, other.gone) == (found.gone, ())
 
 
+@pytest.mark.slow(quick="test_pairs_of_the_page_are_those_of_the_command_line")
 @needs_browser
-def test_the_page_compares_buffers_of_a_bucket_by_their_parameters(page):  # noqa: F811
+def test_the_page_compares_buffers_of_a_bucket_by_their_parameters(page):
     steps = graph_of("forward", (None, two_of_a_bucket(1, 2, 3)), ("p", two_of_a_bucket(2, 3)))
     shown = page(Inspection(dump_of(steps)), "0/forward/1/compare/")
     texts = shown.find_element("css selector", ".peak-delta").text.split("\n")
@@ -155,7 +154,7 @@ def saves_or_computes(*, saves):
 
 
 @needs_browser
-def test_the_page_counts_the_changes_between_dumps_as_the_command_does(page):  # noqa: F811
+def test_the_page_counts_the_changes_between_dumps_as_the_command_does(page):
     both = [
         named(name, graph_of("forward", (None, saves_or_computes(saves=saves))))
         for name, saves in (("stage2", True), ("stage3", False))
@@ -218,7 +217,7 @@ def test_equal_graphs_have_no_summary():
 
 # --- the page -------------------------------------------------------------------------------------
 @pytest.fixture
-def both(page):  # noqa: F811
+def both(page):
     def show(address="0/forward/0/compare/"):
         first, second = two_dumps()
         return page(_Both(first, second), address)
@@ -235,6 +234,7 @@ class _Both:
         return first.html(*others)
 
 
+@pytest.mark.slow(quick="test_both_graphs_scroll_and_are_selected_together")
 @needs_browser
 def test_a_second_dump_is_one_click_away(both):
     shown = both("0/forward/0/memory/")
@@ -248,8 +248,9 @@ def test_a_second_dump_is_one_click_away(both):
     assert "gone at the peak: 160 B" in one(shown, "main").text
 
 
+@pytest.mark.slow(quick="test_both_graphs_scroll_and_are_selected_together")
 @needs_browser
-def test_the_header_speaks_of_the_dump_that_is_shown(page):  # noqa: F811
+def test_the_header_speaks_of_the_dump_that_is_shown(page):
     dumps = []
     for inspected, folder in zip(two_dumps(), ("old", "new"), strict=True):
         dump = inspected.dump
@@ -274,8 +275,9 @@ def test_both_graphs_scroll_and_are_selected_together(both):
     assert one(shown, ".detail h2").text == "relu"
 
 
+@pytest.mark.slow(quick="test_the_page_counts_the_changes_between_dumps_as_the_command_does")
 @needs_browser
-def test_passes_of_one_graph_can_be_compared(page):  # noqa: F811
+def test_passes_of_one_graph_can_be_compared(page):
     graph = graph_of(
         "forward", (None, two_gathers()), ("bucket", two_gathers()), ("overlap", two_gathers(True))
     )
@@ -298,12 +300,13 @@ SIDES = [
 ]
 
 
+@pytest.mark.slow(quick="test_diff_is_side_by_side_and_folds_unchanged_nodes")
 @needs_browser
 @pytest.mark.parametrize(
     ("address", "left", "right"),
     some_quick(SIDES, SIDES[-2:]),
 )
-def test_the_earlier_graph_is_on_the_left(page, address, left, right):  # noqa: F811
+def test_the_earlier_graph_is_on_the_left(page, address, left, right):
     graph = graph_of(
         "forward", (None, two_gathers()), ("bucket", two_gathers()), ("overlap", two_gathers(True))
     )
@@ -335,8 +338,9 @@ COUNTERPARTS = [
 ]
 
 
+@pytest.mark.slow(quick="test_the_page_estimates_no_step_of_a_compile_that_has_no_graph_that_runs")
 @needs_browser
-def test_graphs_of_a_compile_that_failed_are_no_whole_step(page):  # noqa: F811
+def test_graphs_of_a_compile_that_failed_are_no_whole_step(page):
     failure = Failure("KeyError", "w", "overlap")
     graph = graph_of("forward", (None, two_gathers()), ("overlap", None), error=failure)
     whole = dump_of(graph_of("forward", (None, two_gathers())))
@@ -354,8 +358,9 @@ def compared_with(shown):
     return all_of(shown, ".diff-head span")[1].text
 
 
+@pytest.mark.slow(quick="test_the_page_counts_the_changes_between_dumps_as_the_command_does")
 @needs_browser
-def test_a_step_is_compared_with_the_same_pass_of_the_other_dump(page):  # noqa: F811
+def test_a_step_is_compared_with_the_same_pass_of_the_other_dump(page):
     for own, step, others, expected, why in COUNTERPARTS:
         first, second = named("a", passes(*own)), named("b", passes(*others))
         shown = page(_Both(first, second), f"0/forward/{step}/compare/")
@@ -365,8 +370,9 @@ def test_a_step_is_compared_with_the_same_pass_of_the_other_dump(page):  # noqa:
         assert not why or why in notices[0]
 
 
+@pytest.mark.slow(quick="test_both_graphs_scroll_and_are_selected_together")
 @needs_browser
-def test_the_other_side_follows_the_shown_pass(page):  # noqa: F811
+def test_the_other_side_follows_the_shown_pass(page):
     both_ = _Both(named("a", passes(*FULL)), named("b", passes(*FULL)))
     shown = page(both_, "0/forward/1/compare//with=1%2Fforward%2Fsame")
     assert compared_with(shown) == "b, compile 0/0 forward, bucket{cap_mb=1}"
@@ -376,8 +382,9 @@ def test_the_other_side_follows_the_shown_pass(page):  # noqa: F811
     assert select.get_attribute("value") == "1/forward/same"
 
 
+@pytest.mark.slow(quick="test_both_graphs_scroll_and_are_selected_together")
 @needs_browser
-def test_a_node_of_the_left_graph_alone_is_shown(page):  # noqa: F811
+def test_a_node_of_the_left_graph_alone_is_shown(page):
     graph = graph_of("forward", (None, two_gathers()), ("drop", chain(3)))
     shown = page(Inspection(dump_of(graph)), "0/forward/1/compare/")
     one(shown, ".cell.before.removed", "gather_v").click()
@@ -385,8 +392,8 @@ def test_a_node_of_the_left_graph_alone_is_shown(page):  # noqa: F811
 
 
 @needs_browser
-@pytest.mark.parametrize("graph", ["joint", "forward", "backward"])
-def test_pairs_of_the_page_are_those_of_the_command_line(page, tmp_path, graph):  # noqa: F811
+@pytest.mark.parametrize("graph", some_quick(["joint", "forward", "backward"], ["forward"]))
+def test_pairs_of_the_page_are_those_of_the_command_line(page, tmp_path, graph):
     dump_training_step(tmp_path / "other", pipeline="zero2")
     first, second = open_dump(real_dump()[0]), open_dump(tmp_path / "other")
     shown = page(_Both(first, second))
@@ -403,9 +410,10 @@ def test_pairs_of_the_page_are_those_of_the_command_line(page, tmp_path, graph):
     assert abs(len(found) - len(expected)) <= 0.05 * len(expected)
 
 
+@pytest.mark.slow(quick="test_diff_is_side_by_side_and_folds_unchanged_nodes")
 @needs_browser
 @pytest.mark.parametrize("view", ["diff", "compare"])
-def test_a_row_shows_what_differs_in_lists_that_are_cut(page, view):  # noqa: F811
+def test_a_row_shows_what_differs_in_lists_that_are_cut(page, view):
     names = tuple(f"layers.{at}.weight" for at in range(12))
     before, after = retagged(names, (*names[:-1], "last"))
     steps = graph_of("forward", (None, before), ("p", after))
@@ -417,9 +425,10 @@ def test_a_row_shows_what_differs_in_lists_that_are_cut(page, view):  # noqa: F8
     assert "with last" not in one(shown, ".cell.before", "gather_w").text
 
 
+@pytest.mark.slow(quick="test_pairs_of_the_page_are_those_of_the_command_line")
 @needs_browser
 @pytest.mark.parametrize("lines", [True, False])
-def test_the_page_pairs_nodes_by_their_parameters_before_their_shapes(page, lines):  # noqa: F811
+def test_the_page_pairs_nodes_by_their_parameters_before_their_shapes(page, lines):
     graphs = gradients("b", lines=lines), gradients("b", "c", lines=lines)
     first, second = (
         named(f"rank{at}", graph_of("backward", (None, each))) for at, each in enumerate(graphs)
@@ -431,9 +440,10 @@ def test_the_page_pairs_nodes_by_their_parameters_before_their_shapes(page, line
     assert dict(found) == pair_nodes(*graphs)
 
 
+@pytest.mark.slow(quick="test_the_page_counts_the_changes_between_dumps_as_the_command_does")
 @needs_browser
 @pytest.mark.parametrize("graph", ["joint", "forward", "backward"])
-def test_changes_between_steps_on_the_page_are_those_of_the_command_line(page, graph):  # noqa: F811
+def test_changes_between_steps_on_the_page_are_those_of_the_command_line(page, graph):
     inspection = open_dump(real_dump()[0])
     shown = page(inspection)
     steps = inspection.dump.ranks[0].compiles[0].graphs[graph].steps
@@ -464,7 +474,7 @@ def drop(shown, text, name="other.html"):
 
 
 @needs_browser
-def test_a_report_can_be_dropped_onto_the_page(page):  # noqa: F811
+def test_a_report_can_be_dropped_onto_the_page(page):
     first, second = two_dumps()
     shown = page(first, "0/forward/0/memory/")
     drop(shown, second.html())
@@ -484,12 +494,13 @@ NO_REPORTS = [
 ]
 
 
+@pytest.mark.slow(quick="test_nothing_of_a_dropped_report_is_executed")
 @needs_browser
 @pytest.mark.parametrize(
     "text",
     some_quick(NO_REPORTS, NO_REPORTS[1::2]),
 )
-def test_a_dropped_file_that_is_no_report_is_refused_with_a_reason(page, text):  # noqa: F811
+def test_a_dropped_file_that_is_no_report_is_refused_with_a_reason(page, text):
     shown = page(two_dumps()[0])
     drop(shown, text, HOSTILE)
     assert "cannot be added: " in one(shown, ".notice").text
@@ -497,7 +508,7 @@ def test_a_dropped_file_that_is_no_report_is_refused_with_a_reason(page, text): 
 
 
 @needs_browser
-def test_nothing_of_a_dropped_report_is_executed(page):  # noqa: F811
+def test_nothing_of_a_dropped_report_is_executed(page):
     first, second = two_dumps()
     shown = page(first)
     hostile = second.html().replace('"relu"', json.dumps(HOSTILE).replace("<", "\\u003c"))

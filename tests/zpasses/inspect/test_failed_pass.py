@@ -8,9 +8,12 @@ import torch
 from click.testing import CliRunner
 
 import zpasses
+from tests.zpasses.inspect.browsing import (
+    needs_browser,
+    one,
+)
 from tests.zpasses.inspect.graphs import dump_of, graph_of, two_gathers
 from tests.zpasses.inspect.real import Layers
-from tests.zpasses.inspect.test_report import browser, needs_browser, one, page  # noqa: F401
 from zpasses import compat
 from zpasses.dumps.format import Failure
 from zpasses.errors import PassError, raising_line
@@ -121,9 +124,10 @@ def test_list_has_the_counts_that_a_failed_pass_was_given():
     assert row.split()[:6] == ["2", "overlap", "10", "before", "2", "before"]
 
 
+@pytest.mark.slow(quick="test_the_page_estimates_no_step_of_a_compile_that_has_no_graph_that_runs")
 @needs_browser
 @pytest.mark.parametrize("left", [two_gathers(early=True), None])
-def test_the_overview_of_a_failed_compile_has_the_counts_that_are_known(page, left):  # noqa: F811
+def test_the_overview_of_a_failed_compile_has_the_counts_that_are_known(page, left):
     graph = graph_of("joint", (None, two_gathers()), ("overlap", left), error=FAILURE)
     shown = page(Inspection(dump_of(graph, error=FAILURE)))
     tiles = [each.text.split("\n") for each in shown.find_elements("css selector", ".tile")]
@@ -141,7 +145,7 @@ def test_the_overview_of_a_failed_compile_has_the_counts_that_are_known(page, le
 
 
 @needs_browser
-def test_the_page_estimates_no_step_of_a_compile_that_has_no_graph_that_runs(page):  # noqa: F811
+def test_the_page_estimates_no_step_of_a_compile_that_has_no_graph_that_runs(page):
     graph = graph_of("joint", (None, two_gathers()), ("overlap", two_gathers()), error=FAILURE)
     shown = one(page(Inspection(dump_of(graph, error=FAILURE))), "main").text
     assert "This compile ended before it had a graph that runs." in shown

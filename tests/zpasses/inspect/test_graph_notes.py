@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.zpasses.inspect.browsing import (
+    needs_browser,
+    one,
+)
 from tests.zpasses.inspect.graphs import chain, dump_of, graph_of, two_gathers
-from tests.zpasses.inspect.test_report import browser, needs_browser, one, page  # noqa: F401
 from zpasses.dumps.format import Dump, Param
 from zpasses.inspect import Inspection
 from zpasses.inspect.graph_notes import NEVER_RUNS, variant_text
@@ -99,8 +102,9 @@ def test_shards_count_against_the_memory_of_the_target():
     )
 
 
+@pytest.mark.slow(quick="the tests of notes without a browser")
 @needs_browser
-def test_the_page_warns_of_a_peak_above_the_memory_of_the_target(page):  # noqa: F811
+def test_the_page_warns_of_a_peak_above_the_memory_of_the_target(page):
     dump = dump_of(steps(), steps("joint"))
     shown = page(Inspection(on_target(dump, name="small", memory_bytes=100)))
     assert TOO_LARGE in one(shown, "main").text

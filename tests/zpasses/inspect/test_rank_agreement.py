@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 import pytest
 from click.testing import CliRunner
 
+from tests.zpasses.inspect.browsing import (
+    needs_browser,
+    one,
+)
 from tests.zpasses.inspect.graphs import chain, dump_of, graph_of, node, snapshot, two_gathers
 from tests.zpasses.inspect.real import dump_training_step
 from tests.zpasses.inspect.test_real_dump import ExtraParameter
-from tests.zpasses.inspect.test_report import browser, needs_browser, one, page  # noqa: F401
 from zpasses.dumps.format import Agreement, Dump, Value
 from zpasses.inspect import Inspection
 from zpasses.inspect import open as open_dump
@@ -132,15 +135,17 @@ def test_the_parameter_that_only_one_rank_gathers_is_named(disagreeing):
     assert f"zpasses diff {disagreeing.dump.path} forward --ranks 0 1" in text
 
 
+@pytest.mark.slow(quick="the tests of rank_agreements without a browser")
 @needs_browser
-def test_the_page_says_which_ranks_differ(page, disagreeing):  # noqa: F811
+def test_the_page_says_which_ranks_differ(page, disagreeing):
     text = one(page(disagreeing), ".failure").text
     assert "Ranks run different collectives" in text
     assert "Only on rank 1: scale." in text
 
 
+@pytest.mark.slow(quick="the tests of rank_agreements without a browser")
 @needs_browser
-def test_ranks_that_differ_are_compared_in_one_click(page, disagreeing):  # noqa: F811
+def test_ranks_that_differ_are_compared_in_one_click(page, disagreeing):
     both = ranks_that_differ(disagreeing.dump)
     assert both == (0, 1)
     shown = page(Side(disagreeing, Inspection(disagreeing.dump, 1)))

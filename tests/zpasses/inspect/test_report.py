@@ -2,16 +2,22 @@
 nothing from a dump is executed.
 """
 
-import importlib.util
 import json
 import re
-import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.zpasses.inspect.browsing import (
+    ESCAPED,
+    HOSTILE,
+    all_of,
+    keys,
+    needs_browser,
+    one,
+    wait_for,
+)
 from tests.zpasses.inspect.graphs import (
     GATHER,
     WAIT,
@@ -28,99 +34,6 @@ from tests.zpasses.inspect.real import real_dump
 from zpasses.dumps.format import Buffer, Collective, Failure, Prediction, Ref, Source, Tag
 from zpasses.inspect import Inspection, report
 from zpasses.inspect import open as open_dump
-
-BROWSER = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
-DRIVER = shutil.which("chromedriver")
-needs_browser = pytest.mark.skipif(
-    BROWSER is None or DRIVER is None or importlib.util.find_spec("selenium") is None,
-    reason="needs Chromium and its driver (Debian: apt install chromium chromium-driver) and selenium (pip install -e '.[dev]')",  # noqa: E501
-)
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--window-size=1280,800",
-)
-HOSTILE = '<img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script>${window.hacked=1}\'"\u202e'  # noqa: E501
-
-ESCAPED = HOSTILE.replace("\u202e", r"\u202e")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    driver.set_page_load_timeout(300)
-    driver.set_script_timeout(300)
-    yield driver
-    driver.quit()
-
-
-@pytest.fixture
-def page(browser, tmp_path):
-    """Opens an inspection's page. Any error that the browser logs fails the test."""
-
-    def show(inspection, address=""):
-        path = tmp_path / "report.html"
-        path.write_text(inspection.html(), encoding="utf-8")
-        browser.get("about:blank")
-        browser.get(f"{path.as_uri()}{address and '#' + address}")
-        return browser
-
-    browser.get_log("browser")
-    yield show
-    assert [entry["message"] for entry in browser.get_log("browser")] == []
-
-
-def all_of(browser, selector):
-    return browser.find_elements("css selector", selector)
-
-
-def one(browser, selector, text=None):
-    """The first visible element with this text. Waits for it up to 10 seconds."""
-    deadline = time.monotonic() + 60
-    while True:
-        found = [
-            each
-            for each in all_of(browser, selector)
-            if each.is_displayed() and (text is None or text in each.text)
-        ]
-        if found:
-            return found[0]
-        assert time.monotonic() < deadline, f"no {selector} with {text!r}"
-        time.sleep(0.05)
-
-
-def wait_for(browser, script, *arguments):
-    deadline = time.monotonic() + 60
-    while not (value := browser.execute_script(f"return {script}", *arguments)):
-        assert time.monotonic() < deadline, script
-        time.sleep(0.05)
-    return value
-
-
-def keys(browser, *pressed):
-    from selenium.webdriver import ActionChains, Keys
-
-    chain_ = ActionChains(browser)
-    for key in pressed:
-        chain_.send_keys(getattr(Keys, key) if len(key) > 1 else key)
-    chain_.perform()
 
 
 def rows(browser):
@@ -201,6 +114,7 @@ def retagged(graph, at):
     return snapshot(*nodes, number=1)
 
 
+@pytest.mark.slow(quick="test_diff_is_side_by_side_and_folds_unchanged_nodes")
 @needs_browser
 def test_recompute_marks_are_in_the_diff_and_in_the_node_panel(page):
     inspection = open_dump(real_dump()[0])
@@ -214,6 +128,7 @@ def test_recompute_marks_are_in_the_diff_and_in_the_node_panel(page):
     assert "no mark -> recomputed" in one(browser, ".detail dl").text
 
 
+@pytest.mark.slow(quick="test_the_page_estimates_no_step_of_a_compile_that_has_no_graph_that_runs")
 @needs_browser
 def test_unchanged_and_failed_passes_are_reported(page):
     assert (
@@ -236,6 +151,7 @@ def test_unchanged_and_failed_passes_are_reported(page):
     )
 
 
+@pytest.mark.slow(quick="test_memory_and_times_on_the_page_equal_the_models")
 @needs_browser
 def test_captured_graph_has_no_estimates(page):
     browser = page(Inspection(dump_of(graph_of("captured", (None, chain(5))))))
@@ -248,6 +164,7 @@ def test_captured_graph_has_no_estimates(page):
         assert "is the graph that Dynamo captured" in one(browser, "main").text
 
 
+@pytest.mark.slow(quick="test_the_page_estimates_no_step_of_a_compile_that_has_no_graph_that_runs")
 @needs_browser
 def test_dump_without_graphs_shows_the_error(page):
     failure = Failure("OptionError", "no pass is called 'x'", "options")
@@ -303,6 +220,7 @@ def test_collectives_sort_filter_and_jump(page):
     assert "gather_v = all_gather_into_tensor" in active
 
 
+@pytest.mark.slow(quick="test_collectives_sort_filter_and_jump")
 @needs_browser
 def test_exposed_filter_and_kind_filter_of_collectives(page):
     browser = page(open_dump(real_dump()[0]), "0/backward/0/collectives/")
@@ -381,6 +299,7 @@ def test_timeline_and_memory_react_to_pointer_and_keys(page):
     assert one(browser, ".detail h2").text == "mm_1"
 
 
+@pytest.mark.slow(quick="test_every_view_of_a_real_dump_opens")
 @needs_browser
 def test_source_view_shows_lines_and_their_nodes(page):
     text = "class Model:\n    def forward(self, x):\n        x = self.up(x)\n        return x\n"
@@ -513,6 +432,7 @@ def test_only_visible_nodes_of_a_large_graph_are_on_the_page(page):
     )
 
 
+@pytest.mark.slow(quick="test_memory_and_times_on_the_page_equal_the_models")
 @needs_browser
 def test_overview_compares_a_graph_with_what_is_possible(page):
     graph = graph_of("forward", (None, chain(3)))
@@ -533,6 +453,7 @@ def test_overview_compares_a_graph_with_what_is_possible(page):
     assert widths[2] == pytest.approx(0.5 * widths[0], abs=2)
 
 
+@pytest.mark.slow(quick="test_the_page_counts_the_changes_between_dumps_as_the_command_does")
 @needs_browser
 def test_the_sign_of_changes_counts_a_node_once(page):
     nodes = {each.name: each for each in two_gathers(early=True).nodes}
@@ -590,6 +511,7 @@ def test_changes_are_readable_on_their_ground():
             assert contrast(color[text], chosen) >= 4.5, (theme, text)
 
 
+@pytest.mark.slow(quick="test_every_view_of_a_real_dump_opens")
 @needs_browser
 def test_the_page_groups_the_digits_of_all_counts(page):
     graph = chain(1234)

@@ -6,6 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from tests.zpasses.inspect.browsing import (
+    all_of,
+    needs_browser,
+    one,
+    wait_for,
+)
 from tests.zpasses.inspect.graphs import (
     MM,
     dump_of,
@@ -15,14 +21,6 @@ from tests.zpasses.inspect.graphs import (
     small_dump,
     snapshot,
     wait,
-)
-from tests.zpasses.inspect.test_report import (  # noqa: F401
-    all_of,
-    browser,
-    needs_browser,
-    one,
-    page,
-    wait_for,
 )
 from zpasses.dumps.format import Ref, Source
 from zpasses.inspect import Inspection
@@ -73,7 +71,7 @@ def cells(shown, selector):
 
 
 @needs_browser
-def test_the_timeline_shows_equal_layers_once(page):  # noqa: F811
+def test_the_timeline_shows_equal_layers_once(page):
     shown = page(inspection(gathered_layers(odd=3)), "0/forward/0/timeline/")
     (row,) = cells(shown, ".by-module tbody tr")
     compute = f"{4 * (LAYERS - 1) + 40} µs"
@@ -81,8 +79,9 @@ def test_the_timeline_shows_equal_layers_once(page):  # noqa: F811
     assert row[4:] == [f"{10 * LAYERS} µs", "10 µs", "model.layers.3"]
 
 
+@pytest.mark.slow(quick="test_the_timeline_shows_equal_layers_once")
 @needs_browser
-def test_layers_that_are_too_narrow_for_names_share_one(page):  # noqa: F811
+def test_layers_that_are_too_narrow_for_names_share_one(page):
     shown = page(inspection(gathered_layers()), "0/forward/0/timeline/")
     shown.execute_script("document.querySelector('main').style.maxWidth = '300px'")
     shown.execute_script(
@@ -100,8 +99,9 @@ def test_layers_that_are_too_narrow_for_names_share_one(page):  # noqa: F811
     assert not any(TIMES in text for text in shown.execute_script("return window.texts"))
 
 
+@pytest.mark.slow(quick="test_a_fold_of_collectives_keeps_selection_order_and_heading")
 @needs_browser
-def test_collectives_of_equal_layers_are_one_row(page):  # noqa: F811
+def test_collectives_of_equal_layers_are_one_row(page):
     shown = page(inspection(gathered_layers()), "0/forward/0/collectives/")
     assert len(cells(shown, ".grid-row")) > 1
     one(shown, '[aria-label="Fold by module"]').click()
@@ -119,7 +119,7 @@ def test_collectives_of_equal_layers_are_one_row(page):  # noqa: F811
 
 
 @needs_browser
-def test_a_fold_of_collectives_keeps_selection_order_and_heading(page):  # noqa: F811
+def test_a_fold_of_collectives_keeps_selection_order_and_heading(page):
     shown = page(inspection(gathered_layers()), "0/forward/0/collectives//sort=params&down=1")
     shown.execute_script(
         "window.heading = document.querySelector('.grid-head button'); window.compared = 0;"
@@ -137,8 +137,9 @@ def test_a_fold_of_collectives_keeps_selection_order_and_heading(page):  # noqa:
     assert shown.execute_script("return window.compared") > 0
 
 
+@pytest.mark.slow(quick="test_a_fold_of_collectives_keeps_selection_order_and_heading")
 @needs_browser
-def test_collectives_without_parameters_say_their_module(page):  # noqa: F811
+def test_collectives_without_parameters_say_their_module(page):
     source = Source("model.py", 7, "x = self.up(x)", "model.layers.3.mlp.up_proj")
     nodes = [
         replace(each, params=(), source=source) if each.collective else each
@@ -150,8 +151,9 @@ def test_collectives_without_parameters_say_their_module(page):  # noqa: F811
     assert "model.layers.3.mlp.up_proj" in one(shown, ".grid-row").get_attribute("title")
 
 
+@pytest.mark.slow(quick="test_equal_layers_are_one_row_and_the_odd_one_is_named")
 @needs_browser
-def test_layers_are_found_once_per_module(page):  # noqa: F811
+def test_layers_are_found_once_per_module(page):
     shown = page(inspection(gathered_layers()), "0/forward/0/overview/")
     splits = (
         "const graph = compiles[0].at(compiles[0].graphs[0], 0); delete graph.memo.layers;"
@@ -166,8 +168,9 @@ def test_layers_are_found_once_per_module(page):  # noqa: F811
     assert nodes > LAYERS
 
 
+@pytest.mark.slow(quick="test_every_view_of_a_real_dump_opens")
 @needs_browser
-def test_likely_views_are_prepared_when_idle(page):  # noqa: F811
+def test_likely_views_are_prepared_when_idle(page):
     joint = graph_of(
         "joint", *[(f"p{at}" if at else None, gathered_layers(odd=at)) for at in (0, 1)]
     )
@@ -185,8 +188,9 @@ def test_likely_views_are_prepared_when_idle(page):  # noqa: F811
     assert wait_for(shown, ready)
 
 
+@pytest.mark.slow(quick="test_equal_layers_are_one_row_and_the_odd_one_is_named")
 @needs_browser
-def test_compared_graphs_are_folded_by_layer(page):  # noqa: F811
+def test_compared_graphs_are_folded_by_layer(page):
     graphs = gathered_layers(), gathered_layers(extra=5)
     shown = page(inspection(*graphs), "0/forward/0/compare//fold=yes&with=0/forward/1")
     texts = wait_for(shown, "[...document.querySelectorAll('.fold')].map((each) => each.innerText)")
@@ -198,9 +202,10 @@ def test_compared_graphs_are_folded_by_layer(page):  # noqa: F811
     assert one(shown, ".cell.after.inserted", "relu")
 
 
+@pytest.mark.slow(quick="test_a_fold_of_collectives_keeps_selection_order_and_heading")
 @needs_browser
 @pytest.mark.parametrize("fold", ["", "/fold=yes&by=module"])
-def test_headings_of_tables_explain_themselves(page, fold):  # noqa: F811
+def test_headings_of_tables_explain_themselves(page, fold):
     shown = page(Inspection(small_dump()))
     for tab in ("overview", "diff", "memory", "timeline", "collectives", "compare"):
         shown.execute_script("location.hash = arguments[0]", f"0/forward/2/{tab}/6{fold}")
@@ -211,8 +216,9 @@ def test_headings_of_tables_explain_themselves(page, fold):  # noqa: F811
         assert not bare, tab
 
 
+@pytest.mark.slow(quick="test_timeline_and_memory_react_to_pointer_and_keys")
 @needs_browser
-def test_needed_until_is_a_link_to_the_last_reader(page):  # noqa: F811
+def test_needed_until_is_a_link_to_the_last_reader(page):
     shown = page(Inspection(small_dump()), "0/forward/2/memory/6")
     row = one(shown, ".alive tbody tr", "gather_v")
     *_, until = row.find_elements("css selector", "td")
@@ -224,8 +230,9 @@ def test_needed_until_is_a_link_to_the_last_reader(page):  # noqa: F811
     assert one(shown, ".detail h2").text == "mm_1"
 
 
+@pytest.mark.slow(quick="test_every_view_fits_the_width")
 @needs_browser
-def test_names_keep_the_number_of_their_layer_where_there_is_little_room(page):  # noqa: F811
+def test_names_keep_the_number_of_their_layer_where_there_is_little_room(page):
     shown = page(inspection(gathered_layers()), "0/forward/0/collectives/")
     shown.execute_script(
         "document.querySelectorAll('.col-params').forEach((each) => (each.style.width = '70px'))"
@@ -245,6 +252,7 @@ def test_names_keep_the_number_of_their_layer_where_there_is_little_room(page): 
     assert shown.execute_script(beside)  # at 1,280 px, the table does not scroll sideways
 
 
+@pytest.mark.slow(quick="test_every_view_fits_the_width")
 @needs_browser
 @pytest.mark.parametrize(
     ("name", "shown_as"),
@@ -256,7 +264,7 @@ def test_names_keep_the_number_of_their_layer_where_there_is_little_room(page): 
         ("lm_head.weight", "lm_head.weight"),
     ],
 )
-def test_parameters_of_collectives_begin_at_their_layer_if_the_page_is_narrow(page, name, shown_as):  # noqa: F811
+def test_parameters_of_collectives_begin_at_their_layer_if_the_page_is_narrow(page, name, shown_as):
     shown = page(inspection(gathered_layers()), "0/forward/0/collectives/")
     text = (
         "const cell = document.querySelector('.grid-row .col-params');"
@@ -272,8 +280,9 @@ def test_parameters_of_collectives_begin_at_their_layer_if_the_page_is_narrow(pa
         shown.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.slow(quick="test_every_view_fits_the_width")
 @needs_browser
-def test_long_names_break_between_their_parts(page):  # noqa: F811
+def test_long_names_break_between_their_parts(page):
     shown = page(inspection(gathered_layers()))
     parts = "return wrapping(arguments[0]).map((each) => each.textContent ?? each)"
     for name in (

@@ -1,14 +1,18 @@
 """The page with a trace: measured times stand beside the predicted ones."""
 
+from tests.zpasses.inspect.browsing import (
+    all_of,
+    needs_browser,
+    one,
+)
 from tests.zpasses.inspect.graphs import small_dump
 from tests.zpasses.inspect.test_measured import gloo_run
-from tests.zpasses.inspect.test_report import all_of, browser, needs_browser, one  # noqa: F401
 from tests.zpasses.inspect.traces import memory, write
 from zpasses.inspect import Inspection
 
 
 @needs_browser
-def test_measured_times_stand_beside_the_predicted_ones(browser, tmp_path):  # noqa: F811
+def test_measured_times_stand_beside_the_predicted_ones(browser, tmp_path):
     trace = write(tmp_path / "trace.json", [*gloo_run(), memory(500, 1 << 20)])
     path = tmp_path / "report.html"
     pieces = Inspection(small_dump()).html_pieces(trace=trace)

@@ -2,15 +2,14 @@
 
 import pytest
 
-from tests.zpasses.inspect.graphs import dump_of, graph_of, node, snapshot
-from tests.zpasses.inspect.test_report import (  # noqa: F401
+from tests.cases import some_quick
+from tests.zpasses.inspect.browsing import (
     all_of,
-    browser,
     needs_browser,
     one,
-    page,
     wait_for,
 )
+from tests.zpasses.inspect.graphs import dump_of, graph_of, node, snapshot
 from zpasses.dumps.format import Buffer, Param, Ref, Source
 from zpasses.inspect import Inspection
 from zpasses.inspect.modules import template
@@ -61,7 +60,7 @@ def folds(shown):
 
 
 @needs_browser
-def test_equal_layers_are_one_row_and_the_odd_one_is_named(page):  # noqa: F811
+def test_equal_layers_are_one_row_and_the_odd_one_is_named(page):
     shown = page(inspection(layered(odd=3)), "0/forward/0/listing//fold=yes")
     inputs, layers, output = folds(shown)
     assert "(inputs)" in inputs
@@ -80,14 +79,16 @@ def test_equal_layers_are_one_row_and_the_odd_one_is_named(page):  # noqa: F811
     assert one(shown, ".line", "up_4 = relu(down_3)")
 
 
+@pytest.mark.slow(quick="test_equal_layers_are_one_row_and_the_odd_one_is_named")
 @needs_browser
-def test_a_selected_node_is_visible_in_a_folded_list(page):  # noqa: F811
+def test_a_selected_node_is_visible_in_a_folded_list(page):
     shown = page(inspection(layered()), "0/forward/0/listing/9/fold=yes")
     assert "up_4" in one(shown, ".row.active").text
 
 
+@pytest.mark.slow(quick="test_equal_layers_are_one_row_and_the_odd_one_is_named")
 @needs_browser
-def test_the_difference_of_equal_layers_is_one_row(page):  # noqa: F811
+def test_the_difference_of_equal_layers_is_one_row(page):
     shown = page(
         inspection(layered(), layered(changed=range(1, LAYERS))), "0/forward/1/diff//fold=yes"
     )
@@ -96,8 +97,9 @@ def test_the_difference_of_equal_layers_is_one_row(page):  # noqa: F811
     assert "unchanged" in folds(shown)[0]
 
 
+@pytest.mark.slow(quick="test_equal_layers_are_one_row_and_the_odd_one_is_named")
 @needs_browser
-def test_small_graphs_are_not_folded_unless_asked(page):  # noqa: F811
+def test_small_graphs_are_not_folded_unless_asked(page):
     shown = page(inspection(layered()), "0/forward/0/listing/")
     assert folds(shown) == []
     one(shown, '[aria-label="Fold by module"]').click()
@@ -105,14 +107,16 @@ def test_small_graphs_are_not_folded_unless_asked(page):  # noqa: F811
     assert "fold=yes" in shown.execute_script("return location.hash")
 
 
+@pytest.mark.slow(quick="test_equal_layers_are_one_row_and_the_odd_one_is_named")
 @needs_browser
-def test_nodes_of_a_line_are_folded(page):  # noqa: F811
+def test_nodes_of_a_line_are_folded(page):
     shown = page(inspection(layered()), "0/forward/0/source//fold=yes")
     assert any(f"× {LAYERS}" in each for each in folds(shown))  # noqa: RUF001
 
 
+@pytest.mark.slow(quick="test_memory_and_times_on_the_page_equal_the_models")
 @needs_browser
-def test_memory_has_sums_by_module_and_a_band_for_each_buffer(page):  # noqa: F811
+def test_memory_has_sums_by_module_and_a_band_for_each_buffer(page):
     shown = page(inspection(layered()), "0/forward/0/memory/")
     band = all_of(shown, ".lifetime")[0]
     assert "alive from up_0 to output" in band.get_attribute("title")
@@ -126,8 +130,9 @@ def test_memory_has_sums_by_module_and_a_band_for_each_buffer(page):  # noqa: F8
     assert f"model.layers.*.up {LAYERS} 768 B 50.0 % 64 B" in rows
 
 
+@pytest.mark.slow(quick="test_timeline_and_memory_react_to_pointer_and_keys")
 @needs_browser
-def test_memory_and_timeline_zoom_and_name_the_layers(page):  # noqa: F811
+def test_memory_and_timeline_zoom_and_name_the_layers(page):
     shown = page(inspection(layered()), "0/forward/0/memory/")
     texts = "window.texts = []; const old = CanvasRenderingContext2D.prototype.fillText;"
     shown.execute_script(
@@ -142,8 +147,9 @@ def test_memory_and_timeline_zoom_and_name_the_layers(page):  # noqa: F811
     wait_for(shown, "window.texts.some((each) => /^(model[.])?layers[.]3$/.test(each))")
 
 
+@pytest.mark.slow(quick="test_the_timeline_shows_equal_layers_once")
 @needs_browser
-def test_labels_of_the_timeline_keep_the_number_of_the_layer(page):  # noqa: F811
+def test_labels_of_the_timeline_keep_the_number_of_the_layer(page):
     shown = page(inspection(layered()))
     names = "model.layers.33.mlp.up_proj.weight", "lm_head.weight", "3", "wte"
     widest, headless, bare, plain = shown.execute_script(
@@ -167,8 +173,9 @@ def test_labels_of_the_timeline_keep_the_number_of_the_layer(page):  # noqa: F81
     assert shown.execute_script(fitting, ["scaled_dot_product_12"], 8) == "…duct_12"
 
 
+@pytest.mark.slow(quick="test_the_timeline_shows_equal_layers_once")
 @needs_browser
-def test_a_point_above_the_compute_stream_names_its_layer(page):  # noqa: F811
+def test_a_point_above_the_compute_stream_names_its_layer(page):
     shown = page(inspection(layered()), "0/forward/0/timeline/")
     chart = one(shown, "canvas")
     shown.execute_script(
@@ -183,8 +190,11 @@ def test_a_point_above_the_compute_stream_names_its_layer(page):  # noqa: F811
 @needs_browser
 @pytest.mark.parametrize(
     "module",
-    ["layers.3.mlp.up", "layers.3", "3", "blocks.3.mlp.0", "a.3.experts.12.up", "norm2", ""],
+    some_quick(
+        ["layers.3.mlp.up", "layers.3", "3", "blocks.3.mlp.0", "a.3.experts.12.up", "norm2", ""],
+        ["a.3.experts.12.up"],
+    ),
 )
-def test_page_and_command_line_fold_alike(page, module):  # noqa: F811
+def test_page_and_command_line_fold_alike(page, module):
     shown = page(inspection(layered()))
     assert shown.execute_script("return template(arguments[0])", module) == template(module)

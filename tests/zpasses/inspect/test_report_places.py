@@ -4,6 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests.cases import some_quick
+from tests.zpasses.inspect.browsing import (
+    all_of,
+    needs_browser,
+    one,
+    wait_for,
+)
 from tests.zpasses.inspect.graphs import (
     chain,
     dump_of,
@@ -14,14 +21,6 @@ from tests.zpasses.inspect.graphs import (
     snapshot,
     two_gathers,
     wait,
-)
-from tests.zpasses.inspect.test_report import (  # noqa: F401
-    all_of,
-    browser,
-    needs_browser,
-    one,
-    page,
-    wait_for,
 )
 from zpasses.dumps.format import Buffer, Failure, Prediction, Ref, Source
 from zpasses.inspect import Inspection, communication
@@ -52,8 +51,9 @@ def test_exposed_time_beyond_the_transfer_is_queueing():
     assert "queueing" not in plain
 
 
+@pytest.mark.slow(quick="test_the_page_estimates_no_step_of_a_compile_that_has_no_graph_that_runs")
 @needs_browser
-def test_a_failed_pass_is_no_success_on_any_view(page):  # noqa: F811
+def test_a_failed_pass_is_no_success_on_any_view(page):
     for left in (two_gathers(), two_gathers(early=True), None):
         states = ("bucket{cap_mb=0}", two_gathers()), ("overlap", left)
         graph = graph_of("forward", (None, two_gathers()), *states, error=FAILURE)
@@ -66,8 +66,9 @@ def test_a_failed_pass_is_no_success_on_any_view(page):  # noqa: F811
             assert ("may be wrong" in text) == (left is not None)
 
 
+@pytest.mark.slow(quick="test_memory_and_times_on_the_page_equal_the_models")
 @needs_browser
-def test_exposed_time_on_the_page_is_split_into_transfer_and_queueing(page):  # noqa: F811
+def test_exposed_time_on_the_page_is_split_into_transfer_and_queueing(page):
     shown = page(
         Inspection(dump_of(graph_of("forward", (None, queueing())))), "0/forward/0/collectives/2"
     )
@@ -76,8 +77,9 @@ def test_exposed_time_on_the_page_is_split_into_transfer_and_queueing(page):  # 
     )
 
 
+@pytest.mark.slow(quick="test_memory_and_times_on_the_page_equal_the_models")
 @needs_browser
-def test_the_earlier_curve_keeps_its_order_and_its_peak(page):  # noqa: F811
+def test_the_earlier_curve_keeps_its_order_and_its_peak(page):
     def state(order, removed=()):
         nodes = {
             key: node(key, f"n{key}", "aten.relu.default", (Ref(0),)) for key in range(1, 7)
@@ -96,8 +98,9 @@ def test_the_earlier_curve_keeps_its_order_and_its_peak(page):  # noqa: F811
     assert curve == [0, 0, 0, 0, 1000, 400, 0]
 
 
+@pytest.mark.slow(quick="test_every_view_of_a_real_dump_opens")
 @needs_browser
-def test_graphs_that_run_come_first_and_the_joint_graph_raises_no_alarm(page):  # noqa: F811
+def test_graphs_that_run_come_first_and_the_joint_graph_raises_no_alarm(page):
     graphs = [
         graph_of("captured", (None, chain(5))),
         graph_of("joint", (None, two_gathers()), ("overlap", two_gathers(early=True))),
@@ -111,8 +114,9 @@ def test_graphs_that_run_come_first_and_the_joint_graph_raises_no_alarm(page):  
     assert all_of(all_of(shown, ".card")[1], ".delta.worse") == []
 
 
+@pytest.mark.slow(quick="test_zoom_whole_graph_and_line_survive_a_reload")
 @needs_browser
-def test_the_address_keeps_filter_and_sorting_and_the_theme_survives(page):  # noqa: F811
+def test_the_address_keeps_filter_and_sorting_and_the_theme_survives(page):
     shown = page(Inspection(small_dump()), "0/forward/2/collectives//filter=gather_v&sort=time")
     wait_for(shown, "document.querySelectorAll('.grid .row').length === 1")
     assert one(shown, ".filter").get_attribute("value") == "gather_v"
@@ -129,20 +133,24 @@ def test_the_address_keeps_filter_and_sorting_and_the_theme_survives(page):  # n
 @needs_browser
 @pytest.mark.parametrize(
     ("address", "said"),
-    [
-        ("0/backwards/1/diff/", 'has no graph "backwards"; this is forward'),
-        ("0/forward/9/diff/", "has no step 9; it has 0 to 2"),
-        ("0/forward/1/pictures/", 'no view "pictures"'),
-        ("7/forward/1/diff/", "no compile 7"),
-        ("0/forward/2/listing/99", "no node with the id 99"),
-    ],
+    some_quick(
+        [
+            ("0/backwards/1/diff/", 'has no graph "backwards"; this is forward'),
+            ("0/forward/9/diff/", "has no step 9; it has 0 to 2"),
+            ("0/forward/1/pictures/", 'no view "pictures"'),
+            ("7/forward/1/diff/", "no compile 7"),
+            ("0/forward/2/listing/99", "no node with the id 99"),
+        ],
+        [("0/forward/9/diff/", "has no step 9; it has 0 to 2")],
+    ),
 )
-def test_an_address_that_names_something_else_says_so(page, address, said):  # noqa: F811
+def test_an_address_that_names_something_else_says_so(page, address, said):
     assert said in one(page(Inspection(small_dump()), address), ".notice").text
 
 
+@pytest.mark.slow(quick="test_an_address_that_names_something_else_says_so")
 @needs_browser
-def test_an_unknown_kind_of_collectives_in_the_address_is_named(page):  # noqa: F811
+def test_an_unknown_kind_of_collectives_in_the_address_is_named(page):
     for more in ("", "&filter=w", "&exposed=1"):
         shown = page(Inspection(small_dump()), f"0/forward/2/collectives//kind=all_gather{more}")
         assert one(shown, "main p.pad").text == (
@@ -153,8 +161,9 @@ def test_an_unknown_kind_of_collectives_in_the_address_is_named(page):  # noqa: 
         assert kind.get_attribute("value") == "all_gather"
 
 
+@pytest.mark.slow(quick="test_zoom_whole_graph_and_line_survive_a_reload")
 @needs_browser
-def test_a_view_has_the_name_of_its_tab_in_addresses(page):  # noqa: F811
+def test_a_view_has_the_name_of_its_tab_in_addresses(page):
     shown = page(Inspection(small_dump()), "0/forward/2/listing/")
     titles = [each.text for each in all_of(shown, '[role="tab"]')]
     assert "Graph" in titles
@@ -164,8 +173,9 @@ def test_a_view_has_the_name_of_its_tab_in_addresses(page):  # noqa: F811
         assert not all_of(shown, ".notice")
 
 
+@pytest.mark.slow(quick="test_zoom_whole_graph_and_line_survive_a_reload")
 @needs_browser
-def test_back_leads_away_from_an_address_that_the_page_rewrites(page):  # noqa: F811
+def test_back_leads_away_from_an_address_that_the_page_rewrites(page):
     shown = page(Inspection(small_dump()), "0/forward/2/diff/")
     shown.execute_script("location.hash = '0/forward/2/graph/'")
     wait_for(shown, "state.tab === 'listing'")
@@ -180,8 +190,9 @@ STRANGE = [
 ]
 
 
+@pytest.mark.slow(quick="test_an_address_that_names_something_else_says_so")
 @needs_browser
-def test_an_address_of_another_form_says_so(page):  # noqa: F811
+def test_an_address_of_another_form_says_so(page):
     for address, said in STRANGE:
         shown = page(Inspection(small_dump()), address)
         assert said in one(shown, ".notice").text
@@ -203,7 +214,7 @@ def long_graph():
 
 
 @needs_browser
-def test_zoom_whole_graph_and_line_survive_a_reload(page):  # noqa: F811
+def test_zoom_whole_graph_and_line_survive_a_reload(page):
     shown = page(Inspection(long_graph()))
     for tab, key in (("memory", "nodes="), ("timeline", "time=")):
         shown.execute_script(f"go({{graph: 'forward', step: 1, tab: '{tab}', node: null}})")
@@ -238,16 +249,18 @@ def test_zoom_whole_graph_and_line_survive_a_reload(page):  # noqa: F811
     assert "line 3: " in one(shown, ".nodes-of h3").text
 
 
+@pytest.mark.slow(quick="test_listing_filters_and_selects_a_node")
 @needs_browser
-def test_empty_lists_say_why(page):  # noqa: F811
+def test_empty_lists_say_why(page):
     shown = page(Inspection(small_dump()), "0/forward/2/listing//filter=nothing")
     assert 'No node matches all words of the filter "nothing"' in one(shown, "main").text
     one(shown, "#tab-collectives").click()
     assert "No collective matches" in one(shown, "main").text
 
 
+@pytest.mark.slow(quick="test_everything_is_reachable_by_keyboard")
 @needs_browser
-def test_next_change_goes_from_block_to_block(page):  # noqa: F811
+def test_next_change_goes_from_block_to_block(page):
     old = chain(60)
     nodes = [
         node(900 + each.id, f"new{each.id}") if each.id in (10, 11, 12, 40) else each
@@ -268,8 +281,9 @@ def test_next_change_goes_from_block_to_block(page):  # noqa: F811
     assert places[2] == places[1]  # there is no third block
 
 
+@pytest.mark.slow(quick="test_timeline_and_memory_react_to_pointer_and_keys")
 @needs_browser
-def test_why_the_peak_changed_is_one_click(page):  # noqa: F811
+def test_why_the_peak_changed_is_one_click(page):
     shown = page(Inspection(small_dump()), "0/forward/2/memory/")
     one(shown, ".runline button", "Why?").click()
     first, second = (each.text for each in all_of(shown, ".compared thead th.right")[:2])
@@ -279,8 +293,8 @@ def test_why_the_peak_changed_is_one_click(page):  # noqa: F811
 
 
 @needs_browser
-@pytest.mark.parametrize("width", [390, 640, 1280, 1920])
-def test_every_view_fits_the_width(page, width):  # noqa: F811
+@pytest.mark.parametrize("width", some_quick([390, 640, 1280, 1920], [390]))
+def test_every_view_fits_the_width(page, width):
     shown = page(Inspection(small_dump()))
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 700}
     shown.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -300,7 +314,7 @@ def test_every_view_fits_the_width(page, width):  # noqa: F811
 
 
 @pytest.fixture
-def at_width(browser, page):  # noqa: F811
+def at_width(browser, page):
     """Opens an inspection's page at a width."""
 
     def show(inspection, address, width):
@@ -312,6 +326,7 @@ def at_width(browser, page):  # noqa: F811
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.slow(quick="test_every_view_fits_the_width")
 @needs_browser
 def test_a_narrow_header_keeps_the_button_of_the_theme(at_width):
     dumps = [
@@ -351,6 +366,7 @@ def long_names():
     return Inspection(dump_of(graph_of("forward", (None, snapshot(*nodes)))))
 
 
+@pytest.mark.slow(quick="test_every_view_fits_the_width")
 @needs_browser
 @pytest.mark.parametrize("width", [390, 1280])
 def test_names_in_memory_have_two_lines_at_most(at_width, width):
@@ -367,6 +383,7 @@ def test_names_in_memory_have_two_lines_at_most(at_width, width):
     assert shown.execute_script(f"{table} return box.scrollWidth <= box.clientWidth")
 
 
+@pytest.mark.slow(quick="test_every_view_fits_the_width")
 @needs_browser
 @pytest.mark.parametrize("view", ["diff", "compare"])
 def test_a_narrow_page_has_both_sides_in_one_list(at_width, view):
@@ -393,8 +410,9 @@ def test_a_narrow_page_has_both_sides_in_one_list(at_width, view):
     wait_for(shown, "document.querySelectorAll('.cell.none').length > 0")
 
 
+@pytest.mark.slow(quick="test_memory_and_times_on_the_page_equal_the_models")
 @needs_browser
-def test_the_overview_shows_how_far_the_step_is_from_its_bound(page):  # noqa: F811
+def test_the_overview_shows_how_far_the_step_is_from_its_bound(page):
     graphs = [
         replace(
             graph_of(name, (None, two_gathers())),
@@ -412,8 +430,9 @@ def test_the_overview_shows_how_far_the_step_is_from_its_bound(page):  # noqa: F
     assert widths == ["width: 100%;", "width: 75%;", "width: 50%;"]
 
 
+@pytest.mark.slow(quick="test_the_timeline_shows_equal_layers_once")
 @needs_browser
-def test_a_layer_begins_once_in_memory(page):  # noqa: F811
+def test_a_layer_begins_once_in_memory(page):
     modules = ["layers.0.up", "layers.1.up", "", "layers.1.up", "layers.0.up", "layers.2.up"]
     nodes = [node(0, "x", "x", op="placeholder")] + [
         node(at, f"n{at}", args=(Ref(at - 1),), source=Source("m.py", 1, "code", module))

@@ -4,15 +4,13 @@ docs/measurements.md.
 
 from dataclasses import replace
 
-from tests.zpasses.inspect.graphs import MM, dump_of, gather, graph_of, node, snapshot, value, wait
-from tests.zpasses.inspect.test_report import (  # noqa: F401
-    all_of,
-    browser,
+import pytest
+
+from tests.zpasses.inspect.browsing import (
     needs_browser,
     one,
-    page,
-    wait_for,
 )
+from tests.zpasses.inspect.graphs import MM, dump_of, gather, graph_of, node, snapshot, value, wait
 from zpasses.dumps.format import Buffer, Ref, Source
 from zpasses.inspect import Inspection
 
@@ -104,8 +102,9 @@ def test_the_page_of_80_layers_is_small():
     assert len(inspected.html().encode()) < MOST_BYTES
 
 
+@pytest.mark.slow(quick="test_only_visible_nodes_of_a_large_graph_are_on_the_page")
 @needs_browser
-def test_a_page_of_80_layers_has_few_elements_in_every_view(page):  # noqa: F811
+def test_a_page_of_80_layers_has_few_elements_in_every_view(page):
     shown = page(page_of(backward=38))
     count = "return document.querySelectorAll('*').length"
     assert shown.execute_script(count) < MOST_ELEMENTS

@@ -430,10 +430,6 @@ def test_semantics_of_further_collectives_can_be_passed():
     assert runs[0].collectives[0].op == "gather_twice"
 
 
-@pytest.mark.skipif(
-    not hasattr(F, "isend"),
-    reason="torch 2.11 has no collective that zpasses.testing does not know",
-)
 def test_collective_without_semantics_is_refused():
     gm = program(lambda graph, x: (graph.call_function(F.isend.default, (x, 0, 0, "0")),))
     with pytest.raises(SimulationError, match=r"isend.* is not simulated"):

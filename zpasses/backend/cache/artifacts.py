@@ -6,6 +6,7 @@ of variants that are compiled later is added to it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+import torch
 from torch import fx
 
 from zpasses import compat
@@ -30,6 +32,16 @@ from zpasses.runtime.profiling import TraceNames
 __all__ = ["BackwardFacts", "Entry", "ForwardFacts", "GraphArtifacts", "StoredVariant"]
 
 log = logging.getLogger("zpasses")
+
+
+@functools.cache
+def _warn_of_missing(name: str) -> None:
+    log.warning(
+        "The compile cache stores nothing with torch %s: %s. Every start compiles all graphs.",
+        torch.__version__,
+        name,
+    )
+
 
 Variant = ForwardVariant | BackwardVariant
 
@@ -227,6 +239,10 @@ class GraphArtifacts:
             return
         try:
             data = compat.pack_graph(gm, inputs)
+        except ImportError as error:
+            _warn_of_missing(str(error))
+            self.give_up(str(error))
+            return
         except Exception as error:  # whatever a value in the graph's metadata raises
             self.give_up(f"its {kind} graph cannot be stored ({type(error).__name__}: {error})")
             return
