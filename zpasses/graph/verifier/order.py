@@ -36,24 +36,27 @@ from zpasses.graph.verifier.versions import CurrentGraph, GraphVersion, NodeReco
 
 __all__ = ["Race", "StreamOf", "find_races", "group_stream", "may_race", "own_stream", "races_in"]
 
-StreamOf = Callable[[fx.Node, NodeRecord], str]
-"""(launch, its record) -> name of the stream on which it runs, in order with others."""
+StreamOf = Callable[[fx.Node, NodeRecord, int], str]
+"""(launch, its record, number of the output) -> name of the stream on which it runs, in order with
+others. The number is 0 unless the outputs are awaited separately.
+"""
 
 
-def own_stream(node: fx.Node, record: NodeRecord) -> str:
+def own_stream(node: fx.Node, record: NodeRecord, output: int) -> str:
     """Every launch has a stream of its own, so nothing orders launches but waits. This is true of
     gloo, and safe for every backend.
     """
-    return f"{node.name} ({group_stream(node, record)})"
+    which = f"{node.name}, output {output}" if output else node.name
+    return f"{group_stream(node, record, output)} ({which})"
 
 
-def group_stream(node: fx.Node, record: NodeRecord) -> str:
+def group_stream(node: fx.Node, record: NodeRecord, output: int) -> str:
     """The launches of a group run in order, as with NCCL, and those of copy engines on another
     stream.
     """
     group = compat.group_name(record.arguments()["group_name"])
     functional = getattr(record.target, "namespace", "") == "_c10d_functional"
-    return f"group {group!r}" if functional else f"copy engine of group {group!r}"
+    return group if functional else f"copies of {group}"
 
 
 @dataclass(frozen=True)
@@ -254,9 +257,7 @@ class _Walk:
             pairs = [(self._regions(read), writes)]
         found = []
         for place, (reading, writing) in enumerate(pairs):
-            stream = self._stream_of(node, record)
-            if len(pairs) > 1 and self._stream_of is own_stream:
-                stream = f"output {place} of {stream}"
+            stream = self._stream_of(node, record, place)
             number = self._numbers[stream] = self._numbers.get(stream, 0) + 1
             keeps = keeps_arguments(record.target)
             found.append(_Launch(node, stream, number, keeps, reading, writing))
@@ -331,7 +332,7 @@ def _race(node: fx.Node, launch: _Launch, root: Root, text: str) -> Race:
 
 def _place(launch: _Launch, root: Root) -> str:
     which = f"output {root[1]} of {root[0].name}" if root[1] else root[0].name
-    return f"the buffer of {which}, on stream {launch.stream!r}"
+    return f"the buffer of {which}, on stream {launch.stream}"
 
 
 def _accessed(launch: _Launch, written: bool, root: Root) -> str:
