@@ -6,10 +6,11 @@ import re
 
 import pytest
 import torch
-
 import torch.distributed._symmetric_memory  # defines torch.ops.symm_mem
-from tests.streams import SEEDS, GraphBuilder, inputs_of, races_and_difference
-from zpasses.graph.verifier.order import group_stream
+
+from tests.streams import SEEDS, GraphBuilder, races_and_difference
+from zpasses.graph.nodes import Editor
+from zpasses.graph.verifier.operators import is_launch
 from zpasses.testing import fake_world
 
 aten, F, sdma = torch.ops.aten, torch.ops._c10d_functional, torch.ops.zpasses
@@ -117,9 +118,10 @@ def output_freed_in_flight():
     """Nobody holds or awaits the output of a gather by copy engines; its memory goes to the next
     operator, over which the gather then writes.
     """
-    build = GraphBuilder("x")
-    build.call(SYMM_GATHER, build.inputs[0], "0")
-    return build.returns(build.call(aten.mul.Tensor, build.inputs[0], 2))
+    build = GraphBuilder("x", y=(8, 2))
+    x, y = build.inputs
+    build.call(SYMM_GATHER, x, "0")
+    return build.returns(build.call(aten.mul.Tensor, y, 2))
 
 
 def chained_without_a_wait():
@@ -157,7 +159,7 @@ RACES = {
         r"on stream copies of 0 \(sdma_all_gather_default\)",
     ),
     wait_after_the_reader: ("neg_default", "clone_default", r"reads or writes what"),
-    own_part_written_in_flight: ("copy__default", "zeros_default", r"reads or writes what"),
+    own_part_written_in_flight: ("copy__default", "zeros_default", r"writes to the input"),
     output_freed_in_flight: (
         "_low_contention_all_gather_default",
         "_low_contention_all_gather_default",
@@ -169,6 +171,10 @@ RACES = {
         r"is writing",
     ),
 }
+
+
+NOT_RETURNED = {source_overwritten_by_the_next_micro_batch}
+"""Races that spoil the memory of the caller, and nothing that the graph returns."""
 
 
 @pytest.fixture(autouse=True)
@@ -192,16 +198,21 @@ def test_static_check_names_node_buffer_stream_and_wait(race):
 def test_runs_show_the_race(race):
     gm = race()
     _, difference, schedule = races_and_difference(gm)
-    print(
-        difference,
-        [
-            schedule.run(i).has_nan
-            or any(
-                not torch.equal(a, b)
-                for x, y in zip(schedule.run(i).outputs, schedule.in_program_order().outputs)
-                for a, b in zip(x, y)
-            )
-            for i in range(20)
-        ].count(True),
-    )
     assert difference is not None
+    if race not in NOT_RETURNED:
+        expected = schedule.in_program_order()
+        assert not expected.has_nan
+        assert any(schedule.run(seed).differs_from(expected) for seed in range(SEEDS))
+
+
+@for_each_race
+def test_awaiting_each_launch_at_once_removes_the_race(race):
+    gm = race()
+    for node in list(gm.graph.nodes):
+        if is_launch(node.target):
+            edit = Editor(gm.graph, before=node.next)
+            edit.call(WAIT, node)
+            for held in (*node.all_input_nodes, node):
+                edit.call(aten.neg.default, held)
+    races, difference, _ = races_and_difference(gm)
+    assert (races, difference) == ([], None)

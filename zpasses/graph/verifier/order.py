@@ -251,8 +251,13 @@ class _Walk:
         read = [item for item in self._version.inputs(node) if item not in written]
         outputs = sorted(self._aliases.roots(node), key=lambda root: root[1])
         writes = self._regions(written) or [_Region(root) for root in outputs]
-        if awaits_each_output(record.target) and len(read) == len(writes):
-            pairs = [(self._regions([each]), [to]) for each, to in zip(read, writes, strict=True)]
+        given = arguments.get(0)
+        if (
+            awaits_each_output(record.target)
+            and isinstance(given, (list, tuple))
+            and len(given) == len(writes)
+        ):
+            pairs = [(self._regions([each]), [to]) for each, to in zip(given, writes, strict=True)]
         else:
             pairs = [(self._regions(read), writes)]
         found = []
