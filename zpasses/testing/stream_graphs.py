@@ -24,7 +24,7 @@ from zpasses.graph.verifier.order import StreamOf, own_stream
 from zpasses.graph.verifier.versions import CurrentGraph
 from zpasses.sdma.routes import SideStreamWork
 from zpasses.testing.semantics import SEMANTICS, Semantics, reduce
-from zpasses.testing.simulated_device import Operator, SimulatedDevice
+from zpasses.testing.simulated_device import Operator, SimulatedDevice, poison
 from zpasses.testing.simulator import (
     SimulationError,
     base_name,
@@ -186,6 +186,8 @@ class _Exchange:
         def send() -> None:
             box = boxes.setdefault(self._key, {})
             box[rank] = [each.clone() for each in sources], self._arguments
+            for target in targets:  # nothing is known about it before all of it has arrived
+                poison(target)
 
         def receive() -> None:
             box = [boxes[self._key][member] for member in self._members]
@@ -194,7 +196,7 @@ class _Exchange:
                 results = self._semantics([sent[i] for sent, _ in box], calls)
                 target.copy_(results[list(self._members).index(rank)].view_as(target))
 
-        self._device.enqueue(send, sources)
+        self._device.enqueue(send, [*sources, *targets])
         self._device.enqueue(
             receive,
             targets,
