@@ -139,8 +139,6 @@ def return_started(gm, draw):
 def gather_without_keeping(gm, draw):
     gathers = [node for node in gm.graph.nodes if str(node.target).endswith("all_gather.default")]
     gathers += calls(gm.graph, F.all_gather_into_tensor.default)
-    if not gathers:
-        return drop_wait(gm, draw)
     node = draw.choice(gathers)
     node.target = torch.ops.symm_mem._low_contention_all_gather.default
     node.args = (node.args[0], node.args[2])
@@ -156,8 +154,6 @@ def gather_into_used_memory(gm, draw):
         and isinstance(value_of(other), torch.Tensor)
         and value_of(other).shape == value_of(node).shape
     ]
-    if not buffers:
-        return drop_wait(gm, draw)
     node, out = draw.choice(buffers)
     node.target, node.kwargs = F.all_gather_into_tensor_out.default, {"out": out}
 
@@ -180,7 +176,10 @@ def test_mutated_graphs_race_if_and_only_if_runs_show_it():
             draw = random.Random(seed)
             gm = copy_graph(draw.choice(lowered()))
             mutation = draw.choice(MUTATIONS)
-            mutation(gm, draw)
+            try:
+                mutation(gm, draw)
+            except IndexError:  # the graph has nothing to draw from
+                continue
             stream_of = draw.choice(STREAMS)
             races, difference, _ = races_and_difference(gm, stream_of=stream_of)
             assert bool(races) == bool(difference), (

@@ -196,11 +196,12 @@ class SimulatedDevice(TorchDispatchMode):
     # --- memory -----------------------------------------------------------------------------------
     def put(self, tensor: Tensor) -> Tensor:
         """Returns a copy of a host tensor in the device's memory."""
-        copied = self.allocate(tensor.shape, tensor.stride(), tensor.dtype)
-        block = self.block_of(copied)
-        content = torch.zeros_like(block.raw)
-        _as(content, copied).copy_(tensor.detach())
-        self.schedule.add_memory(block.raw, content)
+        with compat.no_dispatch_modes():
+            copied = self.allocate(tensor.shape, tensor.stride(), tensor.dtype)
+            block = self.block_of(copied)
+            content = torch.zeros_like(block.raw)
+            _as(content, copied).copy_(tensor.detach())
+            self.schedule.add_memory(block.raw, content)
         return copied
 
     def allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -244,7 +245,8 @@ class SimulatedDevice(TorchDispatchMode):
             block = self._blocks.get(each.untyped_storage().data_ptr())
             return each.detach() if block is None else _as(block.raw, each)
 
-        return compat.pytree.tree_map(replace, value)
+        with compat.no_dispatch_modes():
+            return compat.pytree.tree_map(replace, value)
 
     def collect_freed(self) -> None:
         """Enqueues the reuse of the memory that the host has freed since the last call."""

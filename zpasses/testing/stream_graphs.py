@@ -35,7 +35,7 @@ from zpasses.testing.simulator import (
 )
 from zpasses.testing.stream_schedule import StreamSchedule
 
-__all__ = ["record_streams"]
+__all__ = ["LOW_CONTENTION", "Exchange", "record_streams"]
 
 
 def record_streams(
@@ -155,7 +155,7 @@ class _Host:
             stream = device.stream(self._stream_of(self._node, record, places[0]))
             stream.follow_current()
             number = self._started[group] = self._started.get(group, 0) + 1
-            exchange = _Exchange(device, (group, number), members, semantics, arguments)
+            exchange = Exchange(device, (group, number), members, semantics, arguments)
             with device.on(stream.name):
                 exchange.enqueue([inputs[i] for i in places], [written[i] for i in places])
             needs = [*inputs, *written] if keeps_arguments(target) else []
@@ -165,7 +165,7 @@ class _Host:
         return written if isinstance(given, (list, tuple)) else written[0]
 
 
-class _Exchange:
+class Exchange:
     """One rank's part of one collective: it sends, and receives once all ranks have sent."""
 
     def __init__(
@@ -216,20 +216,18 @@ def _as_list(outputs: Any) -> list[Tensor]:
 
 def _semantics_of(target: Any) -> Semantics:
     name = base_name(compat.op_name(target))
-    found = {**SEMANTICS, **_LOW_CONTENTION}.get(name)
+    found = {**SEMANTICS, **LOW_CONTENTION}.get(name)
     if found is None:
         raise SimulationError(f"collective {target} is not simulated.")
     return found
 
 
-def _low_contention_reduce_scatter(
-    inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]
-) -> list[Tensor]:
+def _scatter(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     total = reduce(inputs, str(calls[0]["reduce_op"]))
     return [part.clone() for part in total.chunk(len(inputs))]
 
 
-_LOW_CONTENTION: Mapping[str, Semantics] = {
+LOW_CONTENTION: Mapping[str, Semantics] = {
     "_low_contention_all_gather": lambda inputs, calls: [torch.cat(list(inputs)) for _ in inputs],
-    "_low_contention_reduce_scatter": _low_contention_reduce_scatter,
+    "_low_contention_reduce_scatter": _scatter,
 }
