@@ -145,7 +145,7 @@ class SimulatedDevice(TorchDispatchMode):
         schedule: StreamSchedule | None = None,
         operators: Callable[[Any], Operator | None] = lambda target: None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rank, self.schedule = rank, StreamSchedule() if schedule is None else schedule
         self.current, self.label = COMPUTE, ""
         self._operators = operators
@@ -356,17 +356,17 @@ class SimulatedDevice(TorchDispatchMode):
             layout = (each.shape, each.stride())
             return torch.empty_strided(*layout, dtype=each.dtype, device="meta")
 
-        args, kwargs = compat.pytree.tree_map(to_meta, (args, dict(kwargs)))
+        meta_args, meta_kwargs = compat.pytree.tree_map(to_meta, (args, dict(kwargs)))
         schema = getattr(function, "_schema", None)
         if schema is not None and any(each.name == "device" for each in schema.arguments):
-            kwargs["device"] = torch.device("meta")
+            meta_kwargs["device"] = torch.device("meta")
         return compat.pytree.tree_map(
             lambda each: (
                 self.allocate(each.shape, each.stride(), each.dtype)
                 if isinstance(each, Tensor)
                 else each
             ),
-            function(*args, **kwargs),
+            function(*meta_args, **meta_kwargs),
         )
 
 

@@ -11,6 +11,7 @@ assert schedule.first_difference(seeds=50) is None
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -110,6 +111,6 @@ class SimulatedAllgather:
 
         with device.on(SimulatedStream.of(stream).name):
             for peer in range(self._size):
-                device.enqueue(lambda peer=peer: put(peer), [given], label="put")
+                device.enqueue(functools.partial(put, peer), [given], label="put")
             device.enqueue(copy_out, [taken], label="copy out", is_ready=arrived)
         return True

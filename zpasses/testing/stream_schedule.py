@@ -24,10 +24,10 @@ StreamKey = tuple[int, str]
 
 
 class Point(NamedTuple):
-    """A point in the order of a stream: the end of its first `count` tasks."""
+    """A point in the order of a stream: the end of its first `tasks` tasks."""
 
     stream: StreamKey
-    count: int
+    tasks: int
 
 
 @dataclass(eq=False)
@@ -181,7 +181,7 @@ class StreamSchedule:
                     task
                     for task in heads
                     if task.is_ready()
-                    and all(done.get(point.stream, 0) >= point.count for point in task.after)
+                    and all(done.get(point.stream, 0) >= point.tasks for point in task.after)
                 ]
                 task = order.choose(heads, ready)
                 found[task] = [each.clone() for each in task.touches]

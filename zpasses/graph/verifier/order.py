@@ -303,8 +303,9 @@ class _Walk:
             return _Region(root)
         if not value.numel():
             return _Region(root, 0, 0)
-        last = sum((size - 1) * s for size, s in zip(value.shape, value.stride(), strict=True))
-        first, width = value.storage_offset(), value.element_size()
+        pairs = zip(value.shape, value.stride(), strict=True)
+        last = sum((int(size) - 1) * int(step) for size, step in pairs)
+        first, width = int(value.storage_offset()), value.element_size()
         return _Region(root, first * width, (first + last + 1) * width)
 
     def _lifetimes(self) -> dict[Root, int]:
