@@ -45,4 +45,4 @@ def races_and_difference(gm, inputs=None, stream_of=own_stream, seeds=SEEDS):
     """What the static check says about a graph, and what its runs show."""
     schedule = record_streams(gm, inputs or inputs_of(gm), stream_of=stream_of)
     races = find_races(gm.graph, stream_of)
-    return races, schedule.first_difference(seeds if races else seeds // 4), schedule
+    return races, schedule.first_difference(seeds if races else seeds // 5), schedule

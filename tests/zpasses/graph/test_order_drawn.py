@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory  # defines torch.ops.symm_mem
 
+from tests.graphs import drawn_examples
 from tests.streams import GraphBuilder, races_and_difference
 from zpasses.graph.nodes import value_of
 from zpasses.graph.verifier.order import group_stream, own_stream
@@ -16,7 +17,7 @@ from zpasses.testing import fake_world
 
 aten, F, sdma = torch.ops.aten, torch.ops._c10d_functional, torch.ops.zpasses
 WAIT = F.wait_tensor.default
-GRAPHS = int(__import__("os").environ.get("GRAPHS", 60))
+GRAPHS = drawn_examples(90)
 
 
 class Draw:
