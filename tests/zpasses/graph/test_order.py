@@ -9,8 +9,11 @@ import torch
 import torch.distributed._symmetric_memory  # defines torch.ops.symm_mem
 
 from tests.streams import SEEDS, GraphBuilder, races_and_difference
+from tests.zpasses.graph.test_verifier import Do
+from zpasses import PassError
 from zpasses.graph.nodes import Editor
 from zpasses.graph.verifier.operators import is_launch
+from zpasses.pipeline.pipeline import run_passes
 from zpasses.testing import fake_world
 
 aten, F, sdma = torch.ops.aten, torch.ops._c10d_functional, torch.ops.zpasses
@@ -216,3 +219,17 @@ def test_awaiting_each_launch_at_once_removes_the_race(race):
                 edit.call(aten.neg.default, held)
     races, difference, _ = races_and_difference(gm)
     assert (races, difference) == ([], None)
+
+
+def test_runner_names_the_pass_that_takes_the_order_away():
+    build = GraphBuilder("x")
+    source = build.call(aten.mul.Tensor, build.inputs[0], 2)
+    started = build.call(GATHER, source, 2, "0")
+    gm = build.returns(build.call(WAIT, started))
+
+    def use_symmetric_memory(graph):
+        started.target, started.args = SYMM_GATHER, (source, "0")
+
+    message = r"pass 'do': %all_gather.* is the last to need .* the buffer of mul_tensor, on stream"
+    with pytest.raises(PassError, match=message):
+        run_passes(gm.graph, [Do(use_symmetric_memory)])

@@ -17,7 +17,7 @@ from zpasses.testing import fake_world
 
 aten, F, sdma = torch.ops.aten, torch.ops._c10d_functional, torch.ops.zpasses
 WAIT = F.wait_tensor.default
-GRAPHS = drawn_examples(90)
+GRAPHS = drawn_examples(60)
 
 
 class Draw:
