@@ -20,7 +20,14 @@ import torch
 from torch import Tensor, fx
 
 from zpasses import compat
-from zpasses.graph.nodes import Collective, collective_of, is_wait, nbytes, value_of
+from zpasses.graph.nodes import (
+    Collective,
+    collective_of,
+    is_wait,
+    nbytes,
+    saved_inputs,
+    value_of,
+)
 from zpasses.graph.tags import tag_of
 
 __all__ = [
@@ -35,7 +42,6 @@ __all__ = [
     "memory_root",
     "reinplaceable_all_reduces",
     "root_output",
-    "saved_for_backward",
     "scratch_bytes",
     "subgraph_bytes",
 ]
@@ -98,24 +104,6 @@ class Liveness:
         )
 
 
-def saved_for_backward(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the inputs of a backward graph that are freed at their last use: saved values, kept
-    parameters, parts of parameters (`zpasses.graph.regathers`) and incoming gradients.
-
-    Other inputs, such as parameters and the batch, belong to the caller. Returns an empty set for
-    graphs that are no backward.
-    """
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    if not any(node.name.startswith("tangents") for node in inputs):
-        return set()
-    return {
-        node
-        for node in inputs
-        if ((tag := tag_of(node)) is None or tag.kept or tag.role == "part")
-        and not node.name.startswith("primals")
-    }
-
-
 def liveness(
     graph: fx.Graph,
     *,
@@ -131,9 +119,7 @@ def liveness(
         is_view: nodes to treat as views of their first input, besides actual views.
     """
     nodes = tuple(graph.nodes)
-    tracker = _Tracker(
-        saved_for_backward(graph), reinplaceable_all_reduces(graph), bytes_of, is_view
-    )
+    tracker = _Tracker(saved_inputs(nodes), reinplaceable_all_reduces(graph), bytes_of, is_view)
     for index, node in enumerate(nodes):
         tracker.visit(index, node)
     changes = [0] * (len(nodes) + 1)

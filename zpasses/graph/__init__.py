@@ -21,6 +21,7 @@ from zpasses.graph.nodes import (
 from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD, UNSHARD
 from zpasses.graph.printer import listing
 from zpasses.graph.tags import Tag, add_tag, retag, tag_of, tagged
+from zpasses.graph.verifier.order import Race, find_races
 
 __all__ = [
     "AVERAGE_GRAD",
@@ -28,6 +29,7 @@ __all__ = [
     "UNSHARD",
     "Collective",
     "Editor",
+    "Race",
     "Tag",
     "add_tag",
     "calls",
@@ -35,6 +37,7 @@ __all__ = [
     "collectives",
     "collectives_by_group",
     "erase_dead",
+    "find_races",
     "is_wait",
     "listing",
     "named_arguments",

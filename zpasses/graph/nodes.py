@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from zpasses import compat
 from zpasses.graph.ops import DIALECT, UNSHARD
-from zpasses.graph.tags import drop_tag
+from zpasses.graph.tags import Tag, drop_tag, tag_of
 
 __all__ = [
     "Collective",
@@ -31,6 +31,7 @@ __all__ = [
     "nbytes",
     "propagate",
     "put_inputs_first",
+    "saved_inputs",
     "value_of",
 ]
 
@@ -173,6 +174,30 @@ def put_inputs_first(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="placeholder", sort=True):
         if first.op != "placeholder":
             first.prepend(node)
+
+
+def saved_inputs(
+    nodes: Iterable[fx.Node], tag_of: Callable[[fx.Node], Tag | None] = tag_of
+) -> set[fx.Node]:
+    """Returns the inputs of a backward graph that are freed at their last use: saved values, kept
+    parameters, parts of parameters (`zpasses.graph.regathers`) and incoming gradients.
+
+    Other inputs, such as parameters and the batch, belong to the caller. Returns an empty set for
+    graphs that are no backward.
+
+    Args:
+        nodes: the nodes of the graph.
+        tag_of: the tag of a node.
+    """
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    if not any(node.name.startswith("tangents") for node in inputs):
+        return set()
+    return {
+        node
+        for node in inputs
+        if ((tag := tag_of(node)) is None or tag.kept or tag.role == "part")
+        and not node.name.startswith("primals")
+    }
 
 
 def append_placeholder(graph: fx.Graph, name: str) -> fx.Node:

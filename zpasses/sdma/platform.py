@@ -14,10 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zpasses import compat
+
 __all__ = [
     "CudaPlatform",
     "Platform",
     "SideStream",
+    "SymmMemory",
     "node_name",
     "platform_of",
     "register_platform",
@@ -44,8 +47,29 @@ class SideStream(Protocol):
         so far.
         """
 
+    def keep(self, tensor: Tensor) -> None:
+        """Once the tensor is freed, do not reuse its memory before this stream has done the work
+        that it has by then.
+        """
+
     def synchronize(self) -> None:
         """Make the CPU wait until all work on this stream is done."""
+
+
+class SymmMemory(Protocol):
+    """torch's collectives by copy engines through symmetric memory. They return at once,
+    `wait_tensor` awaits them, and their inputs must live until then.
+    """
+
+    @property
+    def stream(self) -> SideStream:
+        """The stream on which they run."""
+
+    def all_gather(self, source: Tensor, group: str) -> Tensor:
+        """Returns the parts of all ranks, [group size * rows, ...]."""
+
+    def reduce_scatter(self, source: Tensor, reduce_op: str, group: str) -> Tensor:
+        """Returns this rank's rows of the "sum" or "avg"."""
 
 
 class Platform(Protocol):
@@ -60,6 +84,8 @@ class Platform(Protocol):
     def free_bytes(self) -> int: ...
 
     def side_stream(self) -> SideStream: ...
+
+    def symm_memory(self) -> SymmMemory: ...
 
     def bind_thread(self) -> Callable[[], None]:
         """Returns a function that makes another thread use this thread's device."""
@@ -83,7 +109,10 @@ class CudaPlatform:
         return int(torch.cuda.mem_get_info()[0])
 
     def side_stream(self) -> SideStream:
-        return _CudaStream()
+        return _CudaStream(torch.cuda.Stream())
+
+    def symm_memory(self) -> SymmMemory:
+        return _CudaSymmMemory()
 
     def bind_thread(self) -> Callable[[], None]:
         device = torch.cuda.current_device()
@@ -91,9 +120,8 @@ class CudaPlatform:
 
 
 class _CudaStream:
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
-        self.handle = int(self._stream.cuda_stream)
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream, self.handle = stream, int(stream.cuda_stream)
 
     def follow_current(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -109,8 +137,23 @@ class _CudaStream:
     def record(self) -> Any:
         return self._stream.record_event()
 
+    def keep(self, tensor: Tensor) -> None:
+        tensor.record_stream(self._stream)
+
     def synchronize(self) -> None:
         self._stream.synchronize()
+
+
+class _CudaSymmMemory:
+    @property
+    def stream(self) -> SideStream:
+        return _CudaStream(compat.symm_mem_stream())
+
+    def all_gather(self, source: Tensor, group: str) -> Tensor:
+        return compat.low_contention_all_gather(source, group)
+
+    def reduce_scatter(self, source: Tensor, reduce_op: str, group: str) -> Tensor:
+        return compat.low_contention_reduce_scatter(source, reduce_op, group)
 
 
 _platforms: dict[str, Platform] = {"cuda": CudaPlatform()}

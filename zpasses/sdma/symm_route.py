@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zpasses import compat
-from zpasses.sdma.platform import Platform, node_name
+from zpasses.sdma.platform import Platform, SymmMemory, node_name
 from zpasses.sdma.refusals import (
     Answer,
     first_refusal,
@@ -59,7 +59,7 @@ def unavailable_reason(group: str, answers: Sequence[Answer]) -> str | None:
 
 def start(group: str, platform: Platform, capacity_bytes: int, timeout_s: float) -> SymmRoute | str:
     """Try the route, and vote on the result. Returns a reason if it cannot be taken."""
-    route = SymmRoute()
+    route = SymmRoute(platform.symm_memory())
     trial = run_with_timeout(timeout_s, lambda: _trial_gather(route, group), platform)
     refusal = first_refusal(group, "sdma: the trial of symmetric memory", trial, timeout_s)
     return route if refusal is None else f"trial gather: {refusal}"
@@ -79,6 +79,9 @@ class SymmRoute(Route):
 
     name = "symm_mem"
 
+    def __init__(self, memory: SymmMemory) -> None:
+        self._memory = memory
+
     def all_gather(self, inputs: Sequence[Tensor], group_size: int, group: str) -> list[Tensor]:
         outputs = []
         for source in inputs:
@@ -94,14 +97,15 @@ class SymmRoute(Route):
     def all_gather_out(self, source: Tensor, group_size: int, group: str, out: Tensor) -> Tensor:
         if source.numel():
             full = self._gather(resolve_contiguous(source), group)
-            stream = compat.symm_mem_stream()
-            with torch.cuda.stream(stream):
+            stream = self._memory.stream
+
+            def deliver() -> None:
                 # The stream waits for its own work, which removes the gather from the registry.
                 compat.functional.wait_tensor(full)
                 out.reshape(-1).view(torch.uint8).copy_(full)
-                compat.register_work(
-                    out, SideStreamWork(stream.record_event(), (full, source, out))
-                )
+
+            stream.run(deliver)
+            compat.register_work(out, SideStreamWork(stream.record(), (full, source, out)))
         return out
 
     def reduce_scatter(self, source: Tensor, reduce_op: str, group_size: int, group: str) -> Tensor:
@@ -109,14 +113,14 @@ class SymmRoute(Route):
         if reduce_op not in ("sum", "avg") or not source.numel():
             return super().reduce_scatter(source, reduce_op, group_size, group)
         given = resolve_contiguous(source)
-        reduced = compat.low_contention_reduce_scatter(given, reduce_op, group)
-        given.record_stream(compat.symm_mem_stream())
+        reduced = self._memory.reduce_scatter(given, reduce_op, group)
+        self._memory.stream.keep(given)
         return reduced
 
     def _gather(self, source: Tensor, group: str) -> Tensor:
         """Start a gather; uint8[bytes of all ranks], not yet awaited."""
         raise_if_capturing(source.device)
-        full = compat.low_contention_all_gather(source.reshape(-1).view(torch.uint8), group)
+        full = self._memory.all_gather(source.reshape(-1).view(torch.uint8), group)
         # The caller may free the source before the copies have read it.
-        source.record_stream(compat.symm_mem_stream())
+        self._memory.stream.keep(source)
         return full

@@ -14,7 +14,7 @@ zpasses installed can use. `run_on_ranks` and the marker `ranks` run code on rea
 
 `listing(graph)` prints a graph as short text for inline expectations. `trace_joint` makes a joint
 graph of a plain function in milliseconds. `simulate` raises if real ranks would hang, race or
-disagree.
+disagree. `record_streams` runs graphs on simulated asynchronous devices, in any order.
 
 Public names are imported on first use, because pytest loads the plugin in every project, and an
 import of torch takes seconds.
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         run_on_ranks,
     )
     from zpasses.testing.semantics import SEMANTICS, Semantics
+    from zpasses.testing.simulated_device import SimulatedDevice
     from zpasses.testing.simulator import RankRun, SimulationError, simulate
     from zpasses.testing.steps import (
         PipelineRun,
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
         run_pipeline,
         simulate_step,
     )
+    from zpasses.testing.stream_graphs import record_streams
+    from zpasses.testing.stream_schedule import StreamSchedule
     from zpasses.testing.worlds import fake_world, world_mesh
 
 __all__ = [
@@ -61,10 +64,12 @@ __all__ = [
     "RankRun",
     "RanksError",
     "Semantics",
+    "SimulatedDevice",
     "SimulationError",
     "StepCapture",
     "StepGraphs",
     "StepRun",
+    "StreamSchedule",
     "assert_deterministic",
     "assert_equal_bits",
     "assert_step_equals_reference",
@@ -75,6 +80,7 @@ __all__ = [
     "joint_graph",
     "listing",
     "random_inputs",
+    "record_streams",
     "run_in_fresh_ranks",
     "run_on_ranks",
     "run_pipeline",
@@ -93,10 +99,12 @@ _HOMES = {
     "RanksError": "zpasses.testing.ranks",
     "SEMANTICS": "zpasses.testing.semantics",
     "Semantics": "zpasses.testing.semantics",
+    "SimulatedDevice": "zpasses.testing.simulated_device",
     "SimulationError": "zpasses.testing.simulator",
     "StepCapture": "zpasses.testing.capture",
     "StepGraphs": "zpasses.testing.capture",
     "StepRun": "zpasses.testing.steps",
+    "StreamSchedule": "zpasses.testing.stream_schedule",
     "assert_deterministic": "zpasses.testing.compare",
     "assert_equal_bits": "zpasses.testing.compare",
     "assert_step_equals_reference": "zpasses.testing.steps",
@@ -107,6 +115,7 @@ _HOMES = {
     "joint_graph": "zpasses.testing.graphs",
     "listing": "zpasses.graph.printer",
     "random_inputs": "zpasses.testing.compare",
+    "record_streams": "zpasses.testing.stream_graphs",
     "run_in_fresh_ranks": "zpasses.testing.ranks",
     "run_on_ranks": "zpasses.testing.ranks",
     "run_pipeline": "zpasses.testing.steps",

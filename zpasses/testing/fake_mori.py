@@ -37,7 +37,7 @@ from torch import Tensor
 
 from zpasses import compat
 from zpasses.sdma.lifecycle import reset_routes
-from zpasses.sdma.platform import register_platform
+from zpasses.sdma.platform import SymmMemory, register_platform
 from zpasses.testing.host_stream import DeviceFaultError, HostStream
 
 __all__ = ["DeviceFaultError", "HostStream", "Settings", "installed"]
@@ -121,6 +121,9 @@ class _HostPlatform:
 
     def side_stream(self) -> HostStream:
         return HostStream(self._settings.time_limit_s)
+
+    def symm_memory(self) -> SymmMemory:
+        raise NotImplementedError("this device has no symmetric memory")
 
     def bind_thread(self) -> Callable[[], None]:
         return lambda: None

@@ -59,6 +59,9 @@ class HostStream:
         self._queue.put(_Signal(event))
         return event
 
+    def keep(self, tensor: Tensor) -> None:
+        self._queue.put(lambda: tensor)
+
     def synchronize(self) -> None:
         self.record().wait()
 

@@ -17,11 +17,20 @@ from torch.fx.node import map_arg
 
 from zpasses import compat
 from zpasses.errors import ZpassesError
-from zpasses.graph.nodes import Collective
+from zpasses.graph.nodes import Collective, named_arguments
 from zpasses.graph.ops import AVERAGE_GRAD, DIALECT, REDUCE_GRAD, UNSHARD
 from zpasses.testing.semantics import SEMANTICS, Semantics
 
-__all__ = ["RankRun", "SimulationError", "simulate"]
+__all__ = [
+    "RankRun",
+    "SimulationError",
+    "base_name",
+    "last_uses",
+    "local_result",
+    "members_of",
+    "simulate",
+    "take_tensors",
+]
 
 
 class SimulationError(ZpassesError):
@@ -144,15 +153,7 @@ class _CollectiveMatcher:
         self._open: dict[tuple[str, int], dict[int, _Call]] = {}
 
     def members(self, group: str) -> Sequence[int]:
-        if self._groups is None:
-            return range(self._size)
-        for name in (group, compat.parent_group(group)):
-            if name in self._groups:
-                return self._groups[name]
-        raise SimulationError(
-            f"a graph communicates on group {group!r}; the groups given are "
-            f"{', '.join(map(repr, self._groups))}."
-        )
+        return members_of(group, self._size, self._groups)
 
     def post(self, call: _Call) -> None:
         group, members = call.collective.group, self.members(call.collective.group)
@@ -185,6 +186,19 @@ class _CollectiveMatcher:
                 )
                 + "."
             )
+
+
+def members_of(group: str, size: int, groups: Mapping[str, Sequence[int]] | None) -> Sequence[int]:
+    """The ranks of a group among `size` simulated ranks, as `simulate` takes groups."""
+    if groups is None:
+        return range(size)
+    for name in (group, compat.parent_group(group)):
+        if name in groups:
+            return groups[name]
+    raise SimulationError(
+        f"a graph communicates on group {group!r}; the groups given are "
+        f"{', '.join(map(repr, groups))}."
+    )
 
 
 def _check_match(a: _Call, b: _Call) -> None:
@@ -309,7 +323,7 @@ class _Rank:
 
     def _interpret(self) -> Generator[_Call, None, None]:
         values: dict[fx.Node, Any] = {}
-        dying = _last_uses(self._gm.graph)
+        dying = last_uses(self._gm.graph)
         for node in self._gm.graph.nodes:
             self._node = node
             if _is_call_of(node, compat.functional.wait_tensor):
@@ -332,7 +346,7 @@ class _Rank:
         if target in self._custom:
             return self._custom[target]
         if _is_collective(target):
-            name = _base_name(compat.op_name(target))
+            name = base_name(compat.op_name(target))
             if name in SEMANTICS:
                 return SEMANTICS[name]
             if name != "_wrap_tensor_autograd":
@@ -346,22 +360,16 @@ class _Rank:
         self, node: fx.Node, semantics: Semantics, values: Mapping[fx.Node, Any]
     ) -> Generator[_Call, None, Any]:
         target = _overload(node)
-        schema = target._schema
-        arguments = dict(
-            zip((argument.name for argument in schema.arguments), node.args, strict=False)
-        ) | dict(node.kwargs)
-        arguments = {name: self._fetch(node, value, values) for name, value in arguments.items()}
-        given = arguments.pop(schema.arguments[0].name)
-        inputs = list(given) if isinstance(given, (list, tuple)) else [given]
-        into = inputs if schema.arguments[0].alias_info is not None and schema.is_mutable else None
-        if "out" in arguments:
-            out = arguments.pop("out")
-            into = list(out) if isinstance(out, (list, tuple)) else [out]
+        arguments = {
+            name: self._fetch(node, value, values)
+            for name, value in named_arguments(node, target).items()
+        }
+        given, inputs, into = take_tensors(target, arguments)
         self._check_access(inputs, into or [])
-        local = _local_result(target, inputs[0], arguments)
+        local = local_result(target, inputs[0], arguments)
         if local is not None:
             return local
-        name = _base_name(compat.op_name(target))
+        name = base_name(compat.op_name(target))
         what = _collective(name, inputs, arguments)
         call = _Call(self.rank, node, name, what, semantics, arguments, inputs, into)
         self.log.append(what)
@@ -458,6 +466,25 @@ class _Rank:
         ) from cause
 
 
+def take_tensors(
+    target: Any, arguments: dict[str, Any]
+) -> tuple[Any, list[Tensor], list[Tensor] | None]:
+    """Take what a collective sends and writes out of its arguments, by name.
+
+    Returns:
+        The first argument, the tensors that are sent, and those that in-place and `out=` forms
+        write to.
+    """
+    schema = target._schema
+    given = arguments.pop(schema.arguments[0].name)
+    inputs = list(given) if isinstance(given, (list, tuple)) else [given]
+    into = inputs if schema.arguments[0].alias_info is not None and schema.is_mutable else None
+    if "out" in arguments:
+        out = arguments.pop("out")
+        into = list(out) if isinstance(out, (list, tuple)) else [out]
+    return given, inputs, into
+
+
 def _overload(node: fx.Node) -> Any:
     """The operator that a node calls. Graphs from Dynamo may hold an overload packet instead of an
     overload.
@@ -486,11 +513,11 @@ def _is_collective(target: Any) -> bool:
     )
 
 
-def _base_name(name: str) -> str:
+def base_name(name: str) -> str:
     return name.removesuffix("_").removesuffix("_out").removesuffix("_coalesced")
 
 
-def _local_result(target: Any, source: Tensor, arguments: Mapping[str, Any]) -> Tensor | None:
+def local_result(target: Any, source: Tensor, arguments: Mapping[str, Any]) -> Tensor | None:
     """The result of a dialect op that has nothing to communicate."""
     if target is UNSHARD:
         dtype = arguments["param_dtype"] or source.dtype
@@ -532,7 +559,7 @@ def _collective(name: str, inputs: Sequence[Tensor], arguments: Mapping[str, Any
     )
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Node -> values that no later node reads."""
     seen: set[fx.Node] = set()
     dying: dict[fx.Node, list[fx.Node]] = {}

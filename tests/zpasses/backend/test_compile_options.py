@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zpasses
-from zpasses.cost.memory import saved_for_backward
 from zpasses.errors import OptionError
-from zpasses.graph.nodes import collectives
+from zpasses.graph.nodes import collectives, saved_inputs
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.testing import fake_world, world_mesh
 from zpasses.tools.stress.drawn_models import Model, ModelChoice
@@ -44,7 +43,7 @@ def backward_of(**options):
 
 def wide(graph):
     """Count the saved activations that are as wide as the hidden layer."""
-    return sum(node.meta["val"].shape == (4, 32) for node in saved_for_backward(graph))
+    return sum(node.meta["val"].shape == (4, 32) for node in saved_inputs(graph.nodes))
 
 
 @pytest.mark.parametrize(("options", "saved"), [({"zero_stage": 3}, 1), ({"zero_stage": 2}, 2)])

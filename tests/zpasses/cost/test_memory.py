@@ -16,10 +16,9 @@ from zpasses.cost.memory import (
     memory_root,
     reinplaceable_all_reduces,
     root_output,
-    saved_for_backward,
     scratch_bytes,
 )
-from zpasses.graph.nodes import collective_of, is_wait
+from zpasses.graph.nodes import collective_of, is_wait, saved_inputs
 from zpasses.graph.tags import Tag, add_tag
 from zpasses.passes import CacheParams, GatherParams, ReduceGrads
 from zpasses.passes.bucket import Bucket
@@ -133,14 +132,14 @@ def test_saved_values_die_at_their_last_use_in_a_backward_graph():
     builder = GraphBuilder("primals_1", "saved", "tangents_1")
     a = builder.call(aten.mul.Tensor, builder.inputs[1], builder.inputs[2])
     b = builder.call(aten.mul.Tensor, a, builder.inputs[0])
-    assert {node.name for node in saved_for_backward(builder.graph)} == {"saved", "tangents_1"}
+    assert {node.name for node in saved_inputs(builder.graph.nodes)} == {"saved", "tangents_1"}
     assert builder.live(b) == [3, 2, 1]
 
 
 def test_shards_and_inputs_of_the_model_belong_to_the_caller_in_a_backward_graph():
     builder = GraphBuilder("primals_1", "p", "tangents_1")
     add_tag(builder.inputs[1], Tag("shard", ("p",)))
-    assert [node.name for node in saved_for_backward(builder.graph)] == ["tangents_1"]
+    assert [node.name for node in saved_inputs(builder.graph.nodes)] == ["tangents_1"]
 
 
 def test_saved_views_of_one_tensor_count_once_and_die_together():

@@ -169,7 +169,7 @@ def spans_beside_products(gather, part):
 def on_one_device():
     import zpasses
     from zpasses.ranks.vote import exchange
-    from zpasses.sdma.platform import platform_of
+    from zpasses.sdma.platform import CudaPlatform, platform_of
     from zpasses.sdma.refusals import placement_obstacle
     from zpasses.sdma.symm_route import SymmRoute, probe
 
@@ -186,7 +186,7 @@ def on_one_device():
         lambda part: sdma.sdma_all_gather(part, size, group), rank, size, DTYPES[:2]
     )
 
-    route = SymmRoute()
+    route = SymmRoute(CudaPlatform().symm_memory())
 
     def gather(part):
         return route.all_gather([part], size, group)[0]

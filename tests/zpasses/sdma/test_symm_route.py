@@ -2,8 +2,6 @@
 the route has not run on a device.
 """
 
-import contextlib
-
 import pytest
 import torch
 
@@ -14,41 +12,35 @@ from zpasses.testing import fake_world
 wait = torch.ops._c10d_functional.wait_tensor
 
 
-class Stream:
-    """Replaces the stream of torch's low-contention collectives."""
+class FunctionalMemory:
+    """Symmetric memory whose collectives are functional ones, and whose stream is the host."""
 
-    def record_event(self):
+    def __init__(self):
+        self.kept = []
+
+    @property
+    def stream(self):
+        return self
+
+    def run(self, work):
+        work()
+
+    def record(self):
         return self
 
     def wait(self):
         pass
 
+    def keep(self, tensor):
+        self.kept.append(tensor.data_ptr())
 
-@contextlib.contextmanager
-def without_device(monkeypatch, kept):
-    """Replaces torch's two operators by functional collectives, and streams by no-ops. `kept`
-    receives the tensors that are recorded as in use.
-    """
+    def all_gather(self, source, group):
+        size = compat.process_group(group).size()
+        return compat.functional.all_gather_into_tensor(source, size, group)
 
-    def gather(source, group):
-        return compat.functional.all_gather_into_tensor(
-            source, compat.process_group(group).size(), group
-        )
-
-    def reduce(source, op, group):
-        return compat.functional.reduce_scatter_tensor(
-            source, op, compat.process_group(group).size(), group
-        )
-
-    with monkeypatch.context() as patch:
-        patch.setattr(compat, "low_contention_all_gather", gather)
-        patch.setattr(compat, "low_contention_reduce_scatter", reduce)
-        patch.setattr(compat, "symm_mem_stream", Stream)
-        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-        patch.setattr(
-            torch.Tensor, "record_stream", lambda tensor, stream: kept.append(tensor.data_ptr())
-        )
-        yield
+    def reduce_scatter(self, source, op, group):
+        size = compat.process_group(group).size()
+        return compat.functional.reduce_scatter_tensor(source, op, size, group)
 
 
 @pytest.mark.processes
@@ -57,31 +49,31 @@ def test_tensors_of_every_kind_are_gathered_as_bytes():
     import torch.distributed as dist
 
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
-    kept, route = [], symm_route.SymmRoute()
-    with without_device(pytest.MonkeyPatch(), kept):
-        for make in (
-            lambda each: torch.arange(6.0).reshape(3, 2) + each,
-            lambda each: torch.full((3, 4), each, dtype=torch.int64).t(),
-            lambda each: torch.tensor(float(each)),
-            lambda each: torch.empty(0, 3),
-            lambda each: torch.full((5,), each, dtype=torch.bool),
-        ):
-            parts = [make(each) for each in range(size)]
-            expected = torch.cat([part.reshape(-1, *part.shape[1:]) for part in parts])
-            full, other = route.all_gather([parts[rank], parts[rank]], size, group)
-            assert torch.equal(wait(full), expected)
-            assert torch.equal(wait(other), expected)
-            out = torch.empty_like(expected)
-            assert route.all_gather_out(parts[rank], size, group, out) is out
-            assert torch.equal(wait(out), expected)
-        assert kept  # the copies run on another stream than the one that frees
-        grads = torch.arange(4.0).reshape(4, 1) * (rank + 1)
-        total = wait(route.reduce_scatter(grads, "sum", size, group))
-        assert torch.equal(total, torch.arange(4.0).reshape(4, 1)[2 * rank : 2 * rank + 2] * 3)
-        largest = wait(
-            route.reduce_scatter(grads, "max", size, group)
-        )  # not what torch's operator can do
-        assert torch.equal(largest, torch.arange(4.0).reshape(4, 1)[2 * rank : 2 * rank + 2] * 2)
+    memory = FunctionalMemory()
+    route = symm_route.SymmRoute(memory)
+    for make in (
+        lambda each: torch.arange(6.0).reshape(3, 2) + each,
+        lambda each: torch.full((3, 4), each, dtype=torch.int64).t(),
+        lambda each: torch.tensor(float(each)),
+        lambda each: torch.empty(0, 3),
+        lambda each: torch.full((5,), each, dtype=torch.bool),
+    ):
+        parts = [make(each) for each in range(size)]
+        expected = torch.cat([part.reshape(-1, *part.shape[1:]) for part in parts])
+        full, other = route.all_gather([parts[rank], parts[rank]], size, group)
+        assert torch.equal(wait(full), expected)
+        assert torch.equal(wait(other), expected)
+        out = torch.empty_like(expected)
+        assert route.all_gather_out(parts[rank], size, group, out) is out
+        assert torch.equal(wait(out), expected)
+    assert memory.kept  # the copies run on another stream than the one that frees
+    grads = torch.arange(4.0).reshape(4, 1) * (rank + 1)
+    total = wait(route.reduce_scatter(grads, "sum", size, group))
+    assert torch.equal(total, torch.arange(4.0).reshape(4, 1)[2 * rank : 2 * rank + 2] * 3)
+    largest = wait(
+        route.reduce_scatter(grads, "max", size, group)
+    )  # not what torch's operator can do
+    assert torch.equal(largest, torch.arange(4.0).reshape(4, 1)[2 * rank : 2 * rank + 2] * 2)
 
 
 def test_unmet_conditions_are_reported(monkeypatch):

@@ -11,15 +11,19 @@ from typing import Any, Literal
 import torch
 
 from zpasses import compat
+from zpasses.graph.ops import DIALECT
 
 __all__ = [
     "GETITEM",
     "REDUCE_OPS",
     "WAIT",
     "Kind",
+    "awaits_each_output",
     "is_collective",
     "is_factory_of_uninitialised",
+    "is_launch",
     "is_link",
+    "keeps_arguments",
     "shared_arguments",
     "written_arguments",
 ]
@@ -80,6 +84,41 @@ def is_collective(target: Any) -> bool:
         and target.namespace in ("_c10d_functional", "zpasses")
         and target is not WAIT
         and any(argument.name == "group_name" for argument in target._schema.arguments)
+    )
+
+
+@functools.cache
+def is_launch(target: Any) -> bool:
+    """Whether a call of `target` returns before its work is done, which `wait_tensor` awaits.
+
+    The ops of the dialect communicate, but return their results.
+    """
+    return (is_collective(target) and target not in DIALECT) or _is_low_contention(target)
+
+
+@functools.cache
+def keeps_arguments(target: Any) -> bool:
+    """Whether a launch keeps its inputs and outputs alive until it is awaited.
+
+    Functional collectives and the ops of zpasses do. torch's own collectives by copy engines
+    (`torch.ops.symm_mem._low_contention_*`) read and write memory that the caller must keep.
+    """
+    return not _is_low_contention(target)
+
+
+@functools.cache
+def awaits_each_output(target: Any) -> bool:
+    """Whether the outputs of a launch are awaited separately. The outputs of a functional coalesced
+    collective arrive together.
+    """
+    return is_launch(target) and compat.op_name(target).startswith("sdma_")
+
+
+def _is_low_contention(target: Any) -> bool:
+    return (
+        isinstance(target, compat.OpOverload)
+        and target.namespace == "symm_mem"
+        and compat.op_name(target).startswith("_low_contention_")
     )
 
 
