@@ -20,7 +20,7 @@ def machine(tmp_path):
     programs.mkdir()
 
     def run(**texts):
-        for name in ("env", "touch", "chmod"):
+        for name in ("env", "touch", "chmod", "timeout"):
             (programs / name).symlink_to(shutil.which(name))
         for name, text in texts.items():
             path = programs / name.replace("_", "-")

@@ -244,13 +244,14 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
 
     def _step_of(self, path: Path) -> int | None:
         """The optimizer steps before a checkpoint; None if there is no folder of this strategy."""
-        step = None
+        step: int | None = None
         with fail_on_all_ranks(self.lightning_module, "ZpassesStrategy.save_checkpoint"):
             if self.is_global_zero and (path / META).exists():
                 step = torch.load(path / META, map_location="cpu", weights_only=False)[
                     "global_step"
                 ]
-        return self.broadcast(step)
+        agreed: int | None = self.broadcast(step)
+        return agreed
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         path = Path(self.broadcast(os.fspath(checkpoint_path)))

@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.dlpack import from_dlpack
 
 from zpasses import compat
@@ -130,7 +129,7 @@ class SimulatedStream:
         self._device.barrier(self.record()._point)
 
 
-class SimulatedDevice(TorchDispatchMode):
+class SimulatedDevice(compat.TorchDispatchMode):
     """One rank's device.
 
     Args:
