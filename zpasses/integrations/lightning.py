@@ -56,10 +56,6 @@ _SAVED_INSIDE_OF_A_STEP = (
     "{} is saved between two micro-batches of a step, and does not hold the gradients that "
     "the step has summed so far. The first step of a run that resumes from it lacks them."
 )
-_KEPT_INSIDE_OF_A_STEP = (
-    "{} was saved after the same optimizer step, and stays as it is: what would be saved now, "
-    "between two micro-batches, lacks the gradients that the next step has summed so far."
-)
 
 
 class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
@@ -210,9 +206,6 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
         if self._inside_of_a_step:
             # Lightning saves here when it validates here, and after the first micro-batch of a run
             # that resumes, over what that has loaded. With DDP, the gradients are lost as well.
-            if self._step_of(path) == checkpoint["global_step"]:
-                rank_zero_warn(_KEPT_INSIDE_OF_A_STEP.format(path))
-                return
             rank_zero_warn(_SAVED_INSIDE_OF_A_STEP.format(path))
         else:
             # A run that resumes begins with the buffers of rank 0 on all ranks. So this one goes on
@@ -241,17 +234,6 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
                     path.rename(earlier)
                 part.rename(path)
                 _remove(earlier)
-
-    def _step_of(self, path: Path) -> int | None:
-        """The optimizer steps before a checkpoint; None if there is no folder of this strategy."""
-        step: int | None = None
-        with fail_on_all_ranks(self.lightning_module, "ZpassesStrategy.save_checkpoint"):
-            if self.is_global_zero and (path / META).exists():
-                step = torch.load(path / META, map_location="cpu", weights_only=False)[
-                    "global_step"
-                ]
-        agreed: int | None = self.broadcast(step)
-        return agreed
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         path = Path(self.broadcast(os.fspath(checkpoint_path)))

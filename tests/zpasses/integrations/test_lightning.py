@@ -152,26 +152,6 @@ def test_checkpoints_between_two_micro_batches_are_as_of_ddp(tmp_path):
     run_on_ranks(_compare_inside_of_a_step, tmp_path)
 
 
-def _save_after_each_step(folder, steps, checkpoint=None):
-    saves = callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
-    changes = {"callbacks": [saves], "enable_checkpointing": True, "checkpoint": checkpoint}
-    return _fit(_zpasses(), accumulate=2, steps=steps, **changes)
-
-
-def _resume_from_what_is_saved_again(folder):
-    _save_after_each_step(folder, 1)
-    (path,) = folder.iterdir()
-    before = {each: each.stat().st_mtime_ns for each in path.rglob("*")}
-    warned = pytest.warns(UserWarning, match="stays as it is")
-    with warned if dist.get_rank() == 0 else contextlib.nullcontext():
-        _save_after_each_step(folder, 2, path)
-    assert {each: each.stat().st_mtime_ns for each in path.rglob("*")} == before
-
-
-def test_a_run_that_resumes_does_not_replace_its_checkpoint_inside_of_a_step(tmp_path):
-    run_on_ranks(_resume_from_what_is_saved_again, tmp_path)
-
-
 CALLBACKS = {
     "EMA": lambda: callbacks.EMAWeightAveraging(decay=0.5),
     "SWA": lambda: callbacks.StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1),

@@ -198,8 +198,12 @@ class _LightningLoaded(lightning.Callback):
 
 
 def _with_lightning(run, folder, shift, loaded=None):
+    # A run that resumes saves its checkpoint again, between two micro-batches.
     saves = lightning.pytorch.callbacks.ModelCheckpoint(
-        dirpath=folder, filename="{step}", every_n_train_steps=run.saved_at, save_top_k=-1
+        dirpath=folder / "again" if loaded else folder,
+        filename="{step}",
+        every_n_train_steps=run.saved_at,
+        save_top_k=-1,
     )
     trainer = lightning.Trainer(
         accelerator="cpu",
