@@ -341,3 +341,18 @@ def test_private_torch_apis_are_used_in_compat_only():
             ):
                 wrong.append(f"{place}:{node.lineno}: {ast.unparse(node)}")
     assert not wrong, "\n".join(["private APIs outside zpasses/compat:", *sorted(set(wrong))])
+
+
+def test_every_package_is_installed():
+    text = (ROOT / "pyproject.toml").read_text()
+    (listed,) = re.findall(r"^packages = \[\n(.*?)^\]", text, re.DOTALL | re.MULTILINE)
+    folders = {
+        ".".join((package, *init.parent.relative_to(root).parts))
+        for root, package in (
+            (ROOT / "zpasses", "zpasses"),
+            (ROOT / "passes", "zpasses.passes"),
+            (ROOT / "tools", "zpasses.tools"),
+        )
+        for init in root.rglob("__init__.py")
+    }
+    assert set(re.findall(r'"(.+)"', listed)) == folders

@@ -341,6 +341,22 @@ def test_scaling_splits_the_time_of_a_compile_and_grows_with_the_layers(measured
     assert "joint nodes" in table
 
 
+# --- device ---------------------------------------------------------------------------------------
+def test_device_measures_one_rank_of_a_larger_group(measured):
+    size = ["--width", "16", "--layers", "1", "--heads", "2", "--seq", "8", "--batch", "1"]
+    steps = ["--steps", "2", "--warmup", "1", "--rounds", "2"]
+    table, result = measured(
+        "device", "--device", "cpu", "--ranks", "4", "--peers", "fsdp2-eager", *size, *steps
+    )
+    assert not result["failed"]
+    (peer,) = result["results"]
+    assert len(peer["rounds_s"]) == 2
+    assert min(peer["rounds_s"]) > 0
+    assert peer["peak_bytes"] is None  # of an accelerator only
+    assert "one rank of 4 on the CPU, which communicates nothing" in table
+    assert "1.00" in table  # of itself
+
+
 # --- flatten --------------------------------------------------------------------------------------
 @pytest.mark.slow(quick="tests/passes/test_flatten_on_device.py")
 def test_all_forms_of_flatten_make_the_same_buffer(measured):
@@ -467,6 +483,7 @@ def test_dump_compares_compiles_with_and_without_a_dump(measured):
         (["buckets", "--forms", "flatt"], 'Did you mean "flat"?'),
         (["buckets", "--memory-budget", "lots"], "--memory-budget: got 'lots'"),
         (["flatten", "--forms", "hosts"], 'Did you mean "host"?'),
+        (["device", "--heads", "3"], "--width 512 is not divisible by --heads 3"),
     ],
 )
 def test_wrong_options_are_refused_with_a_clear_message(arguments, message, capsys):
@@ -493,6 +510,7 @@ def test_help_names_the_suites(capsys):
             "startup",
             "dump",
             "flatten",
+            "device",
         )
     )
 

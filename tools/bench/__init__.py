@@ -1,6 +1,8 @@
 """Benchmarks: zpasses beside its peers, runtime overhead, compile time, and more.
 
     python -m zpasses.tools.bench [train]     peers train the same GPT on the same data
+    python -m zpasses.tools.bench device      one rank of a larger group on one accelerator, without
+                                              communication
     python -m zpasses.tools.bench trainer     Hugging Face's Trainer with zpasses and with FSDP2
     python -m zpasses.tools.bench coalesce    gradient accumulation: one reduction per backward, or
                                               per step

@@ -16,6 +16,7 @@ from zpasses.tools.bench.buckets import BucketsConfig, run_buckets
 from zpasses.tools.bench.checks import ChecksConfig, run_checks_suite
 from zpasses.tools.bench.coalesce import WAYS, CoalesceConfig, run_coalesce
 from zpasses.tools.bench.compiling import CompileConfig, run_compile
+from zpasses.tools.bench.device import DeviceConfig, run_device
 from zpasses.tools.bench.dumping import DumpConfig, run_dump
 from zpasses.tools.bench.flatten import FORMS, FlattenConfig, run_flatten
 from zpasses.tools.bench.hf_trainer import PEERS as TRAINER_PEERS
@@ -29,6 +30,7 @@ from zpasses.tools.bench.report import (
     checks_table,
     coalesce_table,
     compile_table,
+    device_table,
     dump_table,
     flatten_table,
     overhead_table,
@@ -127,6 +129,20 @@ def _mesh(text: str) -> MeshShape:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _size_options(parser: argparse.ArgumentParser) -> None:
+    for item in fields(ModelSize):
+        parser.add_argument(
+            f"--{item.name}", type=_at_least(1), default=item.default, help="of the model"
+        )
+
+
+def _size(options: argparse.Namespace) -> ModelSize:
+    size = ModelSize(**{item.name: getattr(options, item.name) for item in fields(ModelSize)})
+    if wrong := size.check():
+        options.parser.error(wrong)
+    return size
+
+
 # --- train ----------------------------------------------------------------------------------------
 def _train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -161,17 +177,11 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds", type=_at_least(1), default=1, help="runs of every peer, interleaved"
     )
-    for item in fields(ModelSize):
-        parser.add_argument(
-            f"--{item.name}", type=_at_least(1), default=item.default, help="of the model"
-        )
+    _size_options(parser)
 
 
 def _train(options: argparse.Namespace) -> int:
-    size = ModelSize(**{item.name: getattr(options, item.name) for item in fields(ModelSize)})
-    wrong = size.check()
-    if wrong:
-        options.parser.error(wrong)
+    size = _size(options)
     names = ("baseline", "steps", "warmup", "rounds", "mesh")
     mesh = options.mesh
     config = TrainConfig(
@@ -188,6 +198,41 @@ def _train(options: argparse.Namespace) -> int:
     print(train_table(report))
     if options.json:
         write_json(options.json, "train", report)
+    return 1 if report.failed else 0
+
+
+# --- device ---------------------------------------------------------------------------------------
+def _device_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--peers",
+        type=_peers,
+        default="fsdp2-eager,fsdp2-compiled,zpasses-2,zpasses-3",
+        metavar="A,B",
+        help="what to run, in this order; others are compared with the first",
+    )
+    parser.add_argument("--device", default="cuda", help="the accelerator, or cpu")
+    for name, least, default, text in (
+        ("ranks", 1, 8, "size of the fake group"),
+        ("steps", 1, 10, "timed steps of a run"),
+        ("warmup", 1, 3, "untimed steps before them"),
+        ("rounds", 1, 1, "runs of every peer, interleaved"),
+    ):
+        parser.add_argument(f"--{name}", type=_at_least(least), default=default, help=text)
+    _size_options(parser)
+
+
+def _device(options: argparse.Namespace) -> int:
+    names = ("peers", "device", "ranks", "steps", "warmup", "rounds")
+    report = run_device(
+        DeviceConfig(
+            _size(options),
+            timeout_s=options.timeout,
+            **{name: getattr(options, name) for name in names},
+        )
+    )
+    print(device_table(report))
+    if options.json:
+        write_json(options.json, "device", report)
     return 1 if report.failed else 0
 
 
@@ -213,10 +258,7 @@ def _trainer_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds", type=_at_least(1), default=1, help="runs of every peer, interleaved"
     )
-    for item in fields(ModelSize):
-        parser.add_argument(
-            f"--{item.name}", type=_at_least(1), default=item.default, help="of the model"
-        )
+    _size_options(parser)
 
 
 def _trainer(options: argparse.Namespace) -> int:
@@ -290,10 +332,7 @@ def _checks_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stages", type=_numbers(1), default="2,3", metavar="N,N", help="ZeRO stages"
     )
-    for item in fields(ModelSize):
-        parser.add_argument(
-            f"--{item.name}", type=_at_least(1), default=item.default, help="of the model"
-        )
+    _size_options(parser)
 
 
 def _checks(options: argparse.Namespace) -> int:
@@ -725,17 +764,11 @@ def _dump_options(parser: argparse.ArgumentParser) -> None:
         default=default.rounds,
         help="alternating compiles with and without a dump",
     )
-    for item in fields(ModelSize):
-        parser.add_argument(
-            f"--{item.name}", type=_at_least(1), default=item.default, help="of the model"
-        )
+    _size_options(parser)
 
 
 def _dump(options: argparse.Namespace) -> int:
-    size = ModelSize(**{item.name: getattr(options, item.name) for item in fields(ModelSize)})
-    wrong = size.check()
-    if wrong:
-        options.parser.error(wrong)
+    size = _size(options)
     report = run_dump(
         DumpConfig(size, options.zero_stage, options.codegen, options.rounds, options.timeout)
     )
@@ -749,6 +782,11 @@ _SUITES: dict[
     str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]
 ] = {
     "train": (_train_options, _train, "peers train the same GPT on the same data"),
+    "device": (
+        _device_options,
+        _device,
+        "one rank of a larger group on one accelerator, without communication",
+    ),
     "trainer": (_trainer_options, _trainer, "Hugging Face's Trainer trains the GPT, sharded"),
     "coalesce": (
         _coalesce_options,

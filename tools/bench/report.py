@@ -18,6 +18,7 @@ from zpasses.tools.bench.buckets import BucketsReport
 from zpasses.tools.bench.checks import ChecksReport
 from zpasses.tools.bench.coalesce import CoalesceReport, CoalesceResult
 from zpasses.tools.bench.compiling import CompileReport
+from zpasses.tools.bench.device import DeviceReport
 from zpasses.tools.bench.dumping import DumpReport
 from zpasses.tools.bench.flatten import FlattenReport
 from zpasses.tools.bench.hf_trainer import TrainerReport
@@ -31,6 +32,7 @@ __all__ = [
     "buckets_table",
     "coalesce_table",
     "compile_table",
+    "device_table",
     "dump_table",
     "flatten_table",
     "overhead_table",
@@ -53,6 +55,7 @@ _Report = (
     | ScalingReport
     | ScheduleReport
     | FlattenReport
+    | DeviceReport
     | BucketsReport
     | StartupReport
     | DumpReport
@@ -280,6 +283,34 @@ def _schedule_row(row: ScheduleRow) -> dict[str, str]:
         "bound": f"{bound:.1f}",
         **ratios,
     }
+
+
+# --- device ---------------------------------------------------------------------------------------
+def device_table(report: DeviceReport) -> str:
+    """One line per peer."""
+    config, rows = report.config, []
+    for result in report.results:
+        rows.append(
+            {
+                "peer": result.peer,
+                "step ms": f"{result.step_s * 1e3:.1f}",
+                "spread": f"{min(result.rounds_s) * 1e3:.1f} to {max(result.rounds_s) * 1e3:.1f}",
+                "ratio": f"{result.ratio(report.results[0]):.2f}",
+                "at rest MiB": f"{result.resting_bytes / _MIB:.0f}",
+                "peak MiB": "-" if result.peak_bytes is None else f"{result.peak_bytes / _MIB:.0f}",
+                "first step s": f"{result.compile_s:.1f}",
+            }
+        )
+    lines = [
+        f"one rank of {config.ranks} on {report.device_name}, which communicates nothing; bf16, "
+        f"{config.size.layers} layers of width {config.size.width}, {config.size.batch} x "
+        f"{config.size.seq} tokens"
+    ]
+    lines += (
+        [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
+    )
+    lines += [f"FAILED {peer}: {reason}" for peer, reason in report.failed.items()]
+    return "\n".join(lines)
 
 
 # --- flatten --------------------------------------------------------------------------------------

@@ -8,11 +8,13 @@ holds only the kind of the graph. Whoever loads the result supplies the code.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import logging
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,6 +24,8 @@ from torch._guards import TracingContext
 
 from zpasses.compat.fake import FakeTensor, FakeTensorMode
 from zpasses.compat.fx_graph import OpOverload, OpOverloadPacket, clone_graph_module, pytree
+
+log = logging.getLogger("zpasses")
 
 __all__ = [
     "artifacts_refusal",
@@ -206,7 +210,8 @@ def _pickled(value: Any) -> bytes | None:
     try:
         with torch.utils._python_dispatch._disable_current_modes():
             return pickle.dumps(value)
-    except (pickle.PicklingError, TypeError, AttributeError):
+    except Exception as error:  # a part of torch's may refuse for a reason of its own
+        log.info("compile cache: %s cannot be pickled (%s)", type(value).__name__, error)
         return None
 
 
@@ -253,7 +258,23 @@ def pack_code(code: object) -> bytes | None:
         return None
     stored = copy.copy(code)
     stored.prepare_for_serialization()
-    return _pickled(stored)
+    with _without_launchers(stored):
+        return _pickled(stored)
+
+
+@contextlib.contextmanager
+def _without_launchers(code: Any) -> Iterator[None]:
+    """In the block, the Triton kernels that `code` brings along can be pickled.
+
+    Kernels that Inductor loaded from its own cache are those that run, and hold launchers.
+    """
+    bundle = code._triton_bundle
+    kernels = [each.kernel for each in (bundle.static_autotuners if bundle is not None else ())]
+    with contextlib.ExitStack() as stack:
+        for kernel in kernels:
+            if kernel.launchers:
+                stack.callback(kernel.restore_after_unpickle, kernel.prepare_for_pickle())
+        yield
 
 
 def unpack_code(data: bytes, inputs: Sequence[Any], *, is_backward: bool) -> Code:

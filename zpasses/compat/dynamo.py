@@ -198,7 +198,12 @@ def compile_counts() -> dict[str, int]:
 def warm_up_compilers() -> None:
     """Imports the compilers and lets them prepare their patterns, so that forks of this process
     compile at once. A machine without a C++ compiler is no error.
+
+    On a machine with CUDA devices it does nothing: a compile asks for them, and CUDA works in no
+    fork of a process that did.
     """
+    if torch.cuda.device_count():  # asks the driver's management library, which forks may do
+        return
     with contextlib.suppress(Exception), torch.no_grad():
         # Forward only: autograd does not work in forks of a process that ran a backward.
         torch.compile(torch.cos, backend="aot_eager")(torch.ones(2))

@@ -118,8 +118,12 @@ def _pin_outputs(gm: fx.GraphModule) -> None:
         with gm.graph.inserting_before(output):
             values[position] = _pinned(gm.graph, node, strides)
     output.args = (tuple(values),)
+    # Inductor asks each of them for its operator. A variant returns None for a gradient that it
+    # keeps.
     visible = {*output.meta.get("user_visible_output_idxs", ()), *pinned}
-    output.meta["user_visible_output_idxs"] = sorted(visible)
+    output.meta["user_visible_output_idxs"] = sorted(
+        position for position in visible if isinstance(values[position], fx.Node)
+    )
     gm.recompile()
 
 

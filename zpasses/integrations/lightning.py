@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -174,10 +175,6 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
     def restore_checkpoint_after_setup(self) -> bool:
         return True
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return False  # `load_checkpoint` does
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The shards of this rank. `on_save_checkpoint` may edit the dict."""
         return dict(self.lightning_module.state_dict())
@@ -190,7 +187,13 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
             self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """`load_checkpoint` has loaded it."""
+        module = self.lightning_module
+        for callback in module.trainer.callbacks:
+            # These make the groups of the run that was saved when a fit starts. The checkpoint is
+            # read after that.
+            if isinstance(callback, BaseFinetuning):
+                callback.on_fit_start(module.trainer, module)
+        load_states(checkpoint["optimizer_states"], module, self.optimizers, with_model=False)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -256,10 +259,9 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
         if sharded:
             load(sharded, checkpoint_id=os.fspath(path / TENSORS))
         earlier = "state_dict" not in loaded  # of an earlier version
-        if fitting or earlier:
-            optimizers = self.optimizers if fitting else []
-            load_states(path / STATES, self.lightning_module, optimizers, with_model=earlier)
-        return {**loaded, **sharded}
+        if earlier:
+            load_states(path / STATES, self.lightning_module, [], with_model=True)
+        return {**loaded, **sharded, "optimizer_states": path / STATES}
 
 
 # --- entries of a checkpoint ----------------------------------------------------------------------

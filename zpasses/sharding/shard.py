@@ -353,6 +353,15 @@ def _check_arguments(mesh: Any, param_dtype: Any, reduce_dtype: Any) -> None:
             "needs names, e.g. init_device_mesh('cuda', (2, 4), mesh_dim_names=('replicate', "
             "'shard'))."
         )
+    kind = mesh.device_type
+    backend = dist.get_default_backend_for_device(kind)
+    groups = [compat.group_name(group) for group in mesh.get_all_groups()]
+    if backend != "gloo" and any(compat.is_gloo(name, torch.device(kind)) for name in groups):
+        raise ShardingError(
+            f"mesh is on {kind} and communicates through gloo, which cannot gather tensors of that "
+            f"device. Call init_process_group({backend!r}), or init_process_group() for a backend "
+            "per device, before the mesh is made."
+        )
     for label, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ShardingError(

@@ -46,6 +46,7 @@ _OWNERS = {
     "_spec": "torch.distributed.tensor.DTensor",
     "_stable_hash": "torch.distributed.tensor._dtensor_spec.DTensorSpec",
     "_timeout": "torch._C._distributed_c10d.Backend.Options",
+    "_triton_bundle": "torch._inductor.output_code.CompiledFxGraph",
     "_version": "torch.Tensor",
     "_zeropower_via_newtonschulz": "torch.optim._muon",
 }

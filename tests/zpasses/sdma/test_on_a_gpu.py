@@ -2,7 +2,8 @@
 
 torch refuses symmetric memory between processes on one device unless an environment variable allows
 it, and so does the vote. These tests set the variable and call the route directly. NCCL does not
-accept two ranks on one device, so the group uses gloo. The tests have not run yet.
+accept two ranks on one device, so the group uses gloo, which gathers no tensors of a GPU. Those of
+two processes have not run yet.
 """
 
 import pytest
@@ -23,13 +24,7 @@ sdma = torch.ops.zpasses
 wait = torch.ops._c10d_functional.wait_tensor
 LONG = 1 << 31
 """Cycles that keep a stream busy for about a second."""
-DTYPES = [
-    torch.float32,
-    torch.int64,
-    torch.bfloat16,
-    torch.bool,
-    torch.float8_e4m3fn,
-]  # gloo takes the first two
+DTYPES = [torch.float32, torch.int64, torch.bfloat16, torch.bool, torch.float8_e4m3fn]
 
 
 # --- one process ----------------------------------------------------------------------------------
@@ -182,10 +177,6 @@ def on_one_device():
     }
     choice = zpasses.sdma.init(timeout_s=60)
     found["choice"] = choice.route, choice.reason
-    found["fallback"] = wrong_values(
-        lambda part: sdma.sdma_all_gather(part, size, group), rank, size, DTYPES[:2]
-    )
-
     route = SymmRoute(CudaPlatform().symm_memory())
 
     def gather(part):
@@ -239,7 +230,6 @@ def test_ranks_that_share_a_device_take_the_functional_collective(found):
             "symm_mem: rank 0: symmetric memory needs a group of backend nccl; this one is gloo"
             in each["choice"][1]
         )
-        assert each["fallback"] == []
 
 
 @pytest.mark.processes

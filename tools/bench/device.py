@@ -1,0 +1,173 @@
+"""The suite "device": one rank of a larger group on one accelerator, without the others.
+
+The group is a fake one, whose collectives move nothing. So times are those of compute, of the
+copies around collectives and of launches, and memory is that of a real rank. Losses mean nothing:
+gathered parameters hold what memory held.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from tqdm import tqdm
+
+from zpasses import compat
+from zpasses.tools.bench.launch import RankError, run_ranks
+from zpasses.tools.bench.model import GPT, ModelSize
+from zpasses.tools.bench.peers import peer_of
+
+__all__ = ["DeviceConfig", "DeviceReport", "DeviceResult", "run_device"]
+
+_WORKER = "zpasses.tools.bench.device"
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """What to train, and where."""
+
+    size: ModelSize
+    peers: tuple[str, ...]
+    """The first one is what the others are compared with."""
+    device: str = "cuda"
+    ranks: int = 8
+    """Size of the fake group."""
+    steps: int = 10
+    """Timed steps of a run."""
+    warmup: int = 3
+    """Untimed steps before them, which include compilation."""
+    rounds: int = 1
+    """Runs of every peer, interleaved."""
+    timeout_s: float = 600.0
+
+
+@dataclass
+class DeviceResult:
+    """Results of one peer."""
+
+    peer: str
+    rounds_s: list[float] = field(default_factory=list)
+    """Median step time of each round, seconds."""
+    compile_s: float = 0.0
+    """Time of the first step of the first round, seconds."""
+    resting_bytes: int = 0
+    """Allocated on the device between steps."""
+    peak_bytes: int | None = None
+    """Peak of a forward and a backward above that; None without an accelerator."""
+
+    @property
+    def step_s(self) -> float:
+        return statistics.median(self.rounds_s)
+
+    def ratio(self, other: DeviceResult) -> float:
+        """Median over rounds of the step time relative to another peer's in the same round."""
+        return statistics.median(
+            ours / theirs for ours, theirs in zip(self.rounds_s, other.rounds_s, strict=True)
+        )
+
+
+@dataclass
+class DeviceReport:
+    config: DeviceConfig
+    device_name: str = ""
+    results: list[DeviceResult] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Peer -> reason."""
+
+
+def run_device(config: DeviceConfig) -> DeviceReport:
+    """Measure every peer in new processes."""
+    report, results = DeviceReport(config), {name: DeviceResult(name) for name in config.peers}
+    with (
+        tempfile.TemporaryDirectory(prefix="zpasses-bench-caches-") as caches,
+        tqdm(total=len(results) * config.rounds) as bar,
+    ):
+        for number in range(config.rounds):
+            for name, result in results.items():
+                bar.set_description(name)
+                if name not in report.failed:
+                    job = {**asdict(config), "peer": name}
+                    env = {"TORCHINDUCTOR_CACHE_DIR": str(Path(caches, name))}
+                    try:
+                        (found,) = run_ranks(
+                            _WORKER, job, ranks=1, timeout_s=config.timeout_s, env=env
+                        )
+                    except RankError as error:
+                        report.failed[name] = str(error)
+                    else:
+                        _add(result, found, first=number == 0)
+                        report.device_name = found["device_name"]
+                bar.update()
+    report.results = [each for name, each in results.items() if name not in report.failed]
+    return report
+
+
+def _add(result: DeviceResult, found: dict[str, Any], *, first: bool) -> None:
+    result.rounds_s.append(found["step_s"])
+    if first:
+        result.compile_s = found["compile_s"]
+        result.resting_bytes, result.peak_bytes = found["resting_bytes"], found["peak_bytes"]
+
+
+# --- in the measured process ----------------------------------------------------------------------
+def main(job_file: str, result_file: str) -> None:
+    job = json.loads(Path(job_file).read_text())
+    dist.init_process_group("fake", store=compat.fake_store(), rank=0, world_size=job["ranks"])
+    Path(result_file).write_text(json.dumps(measure(job)))
+    dist.destroy_process_group()
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Train one peer in bf16 on this process's device."""
+    size, device = ModelSize(**job["size"]), torch.device(job["device"])
+    memory: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    mesh = init_device_mesh(device.type, (job["ranks"],))
+    torch.manual_seed(0)
+    with device:
+        model = GPT(size).to(torch.bfloat16)
+        batch = torch.randint(size.vocab, (size.batch, size.seq))
+    trainer = peer_of(job["peer"]).build(model, mesh)
+
+    def wait() -> None:
+        if memory is not None:
+            memory.synchronize()
+
+    def step() -> float:
+        wait()
+        started = time.perf_counter()
+        trainer.backward(batch, batch)
+        trainer.update()
+        wait()
+        return time.perf_counter() - started
+
+    warmup = [step() for _ in range(job["warmup"])]
+    gc.collect()  # compiling leaves reference cycles that hold tensors
+    resting, peak = 0, None
+    if memory is not None:
+        resting = memory.memory_allocated()
+        memory.reset_peak_memory_stats()
+        trainer.backward(batch, batch)
+        wait()
+        peak = memory.max_memory_allocated() - resting
+        trainer.update()
+    return {
+        "step_s": statistics.median(step() for _ in range(job["steps"])),
+        "compile_s": warmup[0],
+        "resting_bytes": resting,
+        "peak_bytes": peak,
+        "device_name": "the CPU" if memory is None else memory.get_device_name(),
+    }
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
