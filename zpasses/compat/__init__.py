@@ -126,6 +126,7 @@ from zpasses.compat.dtensor import (
     wrap_local,
 )
 from zpasses.compat.dynamo import (
+    begin_no_compile_at,
     call_around_compiles,
     compile_counts,
     compile_module,
@@ -233,6 +234,7 @@ __all__ = [
     "aot_input_index",
     "artifacts_refusal",
     "as_fake",
+    "begin_no_compile_at",
     "call_after_optimizer_load",
     "call_around_compiles",
     "call_when_gradients_are_scaled",

@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from torch._guards import CompileContext
 
 __all__ = [
+    "begin_no_compile_at",
     "call_around_compiles",
     "compile_counts",
     "compile_module",
@@ -150,6 +151,17 @@ def compile_module(module: nn.Module, **how: Any) -> None:
         module._compiled_call_impl = torch.compile(call, **how)
     else:
         module.compile(**how)
+
+
+def begin_no_compile_at(function: Callable[..., Any]) -> None:
+    """Runs a function and what it calls as it is where compiled code calls it outside of a graph.
+
+    In a graph, Dynamo traces it as before.
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    eval_frame.set_code_exec_strategy(cast(Any, function).__code__, skip)
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from zpasses.checkpoint.full import full_state_dict
 from zpasses.checkpoint.safetensors_writer import save_safetensors
 from zpasses.errors import OptionError
 from zpasses.integrations.buffers import broadcast_buffers
-from zpasses.integrations.failures import fail_on_all_ranks
+from zpasses.integrations.failures import fail_on_all_ranks, limit_s
 from zpasses.integrations.optimizer_state import discard_states, load_states, save_states
 from zpasses.integrations.preparation import (
     check_optimizer,
@@ -36,6 +36,7 @@ from zpasses.integrations.preparation import (
     preparation_of,
     prepare_model,
 )
+from zpasses.integrations.pretrained import adopt
 from zpasses.runtime.param_value import is_sharded_parameter
 from zpasses.sharding.dynamo_backends import explain_dynamo_backend
 
@@ -81,7 +82,7 @@ def prepare(
         ShardingError: for a model that cannot be sharded, or without a process group.
     """
     shard_with(accelerator)
-    return prepare_model(
+    prepare_model(
         model,
         mesh,
         options,
@@ -91,6 +92,8 @@ def prepare(
         pack_mb,
         caller="zpasses.integrations.accelerate.prepare",
     )
+    adopt(model)
+    return model
 
 
 def shard_with(accelerator: Accelerator) -> None:
@@ -154,6 +157,7 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
         if preparation_of(model) is None:
             return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
         finish_preparation(model)
+        adopt(model)
         # In evaluation mode, accelerate applies autocast and wraps the model in nothing.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)  # type: ignore[no-any-return]
 
@@ -186,7 +190,7 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         if preparation_of(model) is None:
             return super().get_state_dict(model, unwrap)
-        return full_state_dict(model, cpu_offload=True, rank0_only=True)
+        return full_state_dict(model, cpu_offload=True, rank0_only=True, timeout_s=limit_s(model))
 
     def save_model(
         self,

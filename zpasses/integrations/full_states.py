@@ -13,9 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zpasses.checkpoint.full import full_state_dict
-from zpasses.checkpoint.model_tensors import agree, gather_full, sharding_groups, writing_rank
+from zpasses.checkpoint.model_tensors import (
+    agree,
+    gather_full,
+    plain_name,
+    sharding_groups,
+    writing_rank,
+)
 from zpasses.errors import ZpassesError
-from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
+from zpasses.integrations.failures import limit_s
 from zpasses.sharding.module import unsharded_class
 
 __all__ = [
@@ -63,19 +69,27 @@ def unsharded(model: nn.Module, state: dict[str, Any]) -> Iterator[None]:
     modules one by one. It may also run the model, as sentence-transformers does for a model card.
 
     Args:
-        state: what `full_state` has gathered.
+        state: what `full_state` or `full_state_dict` has gathered. Modules that it does not hold
+            stay sharded.
     """
     full: dict[Tensor, nn.Parameter] = {}
     before: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []
     try:
         for prefix, module in model.named_modules():
+            sharded = {
+                name: plain_name(f"{prefix}.{name}" if prefix else name)
+                for name, param in module._parameters.items()
+                if isinstance(param, DTensor)
+            }
+            if not state.keys() >= set(sharded.values()):
+                continue
             before.append((module, type(module), dict(module._parameters)))
             module.__class__ = unsharded_class(type(module))
-            for name, param in module._parameters.items():
-                if isinstance(param, DTensor):
-                    value = state[f"{prefix}.{name}" if prefix else name]
-                    full.setdefault(param, nn.Parameter(value, param.requires_grad))
-                    module._parameters[name] = full[param]
+            for name, known in sharded.items():
+                param = module._parameters[name]
+                assert param is not None
+                full.setdefault(param, nn.Parameter(state[known], param.requires_grad))
+                module._parameters[name] = full[param]
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
@@ -109,7 +123,9 @@ def full_state(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
     """
     if is_adapted(model):
         return adapter_states(model, every_rank=every_rank)
-    return full_state_dict(model, cpu_offload=True, rank0_only=not every_rank)
+    return full_state_dict(
+        model, cpu_offload=True, rank0_only=not every_rank, timeout_s=limit_s(model)
+    )
 
 
 def adapter_states(
@@ -138,7 +154,7 @@ def adapter_states(
                 model, state_dict=sharded, adapter_name=adapter, **options
             )
     names = {adapter: [*state] for adapter, state in found.items()}
-    agree(sharding_groups(model), "save_pretrained", DEFAULT_TIMEOUT_S, described=names)
+    agree(sharding_groups(model), "save_pretrained", limit_s(model), described=names)
     empty = [adapter for adapter, state in found.items() if not state]
     if empty or not found:
         raise ZpassesError(

@@ -125,7 +125,8 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
                 caller="ZpassesStrategy",
             )
             for child in _callable_children(self.model):
-                child.compile(backend="zpasses", options=dict(self._options or {}))
+                options = dict(self._options or {})
+                compat.compile_module(child, backend="zpasses", options=options)
             for average in _averages(trainer, self.root_device):
                 shard(average, mesh=mesh, **self._sharding)
         if trainer.state.fn == TrainerFn.FITTING:

@@ -5,8 +5,7 @@ optimizer step.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from zpasses import compat
 from zpasses.accumulation import GradientWindow, coalesce_grad_reduction
 from zpasses.errors import ShardingError, ZpassesError
 from zpasses.pipeline import Options
@@ -30,11 +30,9 @@ __all__ = [
     "finish_preparation",
     "preparation_of",
     "prepare_model",
-    "uncompiled",
 ]
 
 M = TypeVar("M", bound=nn.Module)
-F = TypeVar("F", bound=Callable[..., Any])
 
 ATTRIBUTE = "_zpasses_preparation"
 PACK_MB = 64.0
@@ -157,7 +155,7 @@ def prepare_model(
     )
     _move_buffers(model, mesh.device_type)
     if compiles:
-        model.compile(backend="zpasses", options=dict(options or {}))
+        compat.compile_module(model, backend="zpasses", options=dict(options or {}))
     done = Preparation(mesh, options, param_dtype, reduce_dtype, DeferredReduction(model))
     setattr(model, ATTRIBUTE, done)
     return model
@@ -191,7 +189,7 @@ def finish_preparation(model: nn.Module) -> Preparation:
         _move_buffers(model, inner.mesh.device_type)
     if ATTRIBUTE in vars(model):
         return inner
-    model.compile(backend="zpasses", options=dict(inner.options or {}))
+    compat.compile_module(model, backend="zpasses", options=dict(inner.options or {}))
     done = Preparation(
         inner.mesh, inner.options, inner.param_dtype, inner.reduce_dtype, DeferredReduction(model)
     )
@@ -209,21 +207,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                     "from before prepare(), so its steps would not reach the model. Create the "
                     "optimizer after prepare()."
                 )
-
-
-def uncompiled(method: F) -> F:
-    """Return `method` such that models that it calls run without their compiled code.
-
-    `generate` calls the model with one more token each time. Compiled code would be compiled again
-    for each of its shapes.
-    """
-
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.compiler.set_stance("force_eager"):
-            return method(*args, **kwargs)
-
-    return run  # type: ignore[return-value]
 
 
 def _device_type() -> str:

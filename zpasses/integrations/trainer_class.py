@@ -11,7 +11,6 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from zpasses.integrations.full_states import (
 )
 from zpasses.integrations.optimizer_state import load_states, save_states
 from zpasses.integrations.preparation import finish_preparation, preparation_of
+from zpasses.integrations.pretrained import adopt
 
 __all__ = ["ShardingTrainer", "install", "last_checkpoint"]
 
@@ -41,12 +41,9 @@ SCHEDULER_FILE = "scheduler.pt"
 STATE_FILE = "trainer_state.json"
 
 
-def install(adopt: Callable[[nn.Module], None]) -> None:
+def install() -> None:
     """Wrap `Trainer.__init__`, once, so that a Trainer of a prepared model becomes a
     `ShardingTrainer`.
-
-    Args:
-        adopt: called with the model that the Trainer gets, which may contain the prepared one.
     """
     original = Trainer.__init__
     if hasattr(original, "_zpasses_wrapped"):

@@ -9,27 +9,15 @@ Everything else is written as for other models: see docs/trainers.md.
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zpasses.checkpoint.model_tensors import sharding_groups
-from zpasses.integrations.failures import fail_on_all_ranks
-from zpasses.integrations.full_states import (
-    AdapterStates,
-    CheckpointState,
-    adapter_states,
-    full_state,
-    is_adapted,
-    takes_state_dict,
-    unsharded,
-)
-from zpasses.integrations.preparation import prepare_model, uncompiled
+from zpasses.integrations.preparation import prepare_model
+from zpasses.integrations.pretrained import adopt
 from zpasses.integrations.trainer_class import install, last_checkpoint
 
 __all__ = ["last_checkpoint", "prepare"]
@@ -87,65 +75,6 @@ def prepare(
         pack_mb,
         caller="zpasses.integrations.transformers.prepare",
     )
-    install(adopt)
+    install()
     adopt(model)
     return model
-
-
-def adopt(model: nn.Module) -> None:
-    """Replace the methods of a prepared model that need all ranks."""
-    module: Any
-    for module in model.modules():
-        if hasattr(module, "generate") and hasattr(module, "config"):
-            # `generate` and Seq2SeqTrainer ask for it: ranks go on until all have finished.
-            module._is_fsdp_managed_module = True
-            if "generate" not in vars(module):
-                module.generate = uncompiled(module.generate)
-        if hasattr(module, "save_pretrained") and "save_pretrained" not in vars(module):
-            module.save_pretrained = _gathering(module, module.save_pretrained)
-
-
-def _gathering(model: nn.Module, original: Callable[..., None]) -> Callable[..., None]:
-    signature = inspect.signature(original)
-    keeps_names = "save_original_format" in signature.parameters
-    takes_state = takes_state_dict(original)
-
-    @functools.wraps(original)
-    def save_pretrained(*args: Any, **kwargs: Any) -> None:
-        if not sharding_groups(model):  # inside of `unsharded`, for a module that contains it
-            original(*args, **kwargs)
-            return
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        values = dict(given.arguments)
-        values.update(values.pop("kwargs", {}))
-        state = values.pop("state_dict", None)
-        if state is not None:  # gathered by the caller
-            _write(original, values, state, keeps_names)
-            return
-        if is_adapted(model):
-            embeddings = values.get("save_embedding_layers", "auto")
-            adapters = values.get("selected_adapters")
-            state = adapter_states(model, adapters, save_embedding_layers=embeddings)
-        else:
-            state = full_state(model)
-        with fail_on_all_ranks(model, "save_pretrained"):
-            if state and takes_state:
-                _write(original, values, state, keeps_names=False)
-            elif state:
-                with unsharded(model, state):
-                    original(**values)
-
-    return save_pretrained
-
-
-def _write(
-    original: Callable[..., None], values: dict[str, Any], state: dict[str, Any], keeps_names: bool
-) -> None:
-    if isinstance(state, AdapterStates):
-        with state.written():
-            original(**values)
-        return
-    if isinstance(state, CheckpointState) and keeps_names:
-        values["save_original_format"] = False
-    original(**values, state_dict=state)

@@ -126,6 +126,9 @@ class GatheredCopy(StandsForParameter, Tensor):  # type: ignore[misc]  # set_
         return plain if source is None else nn.Parameter(plain, source.param.requires_grad)
 
 
+compat.begin_no_compile_at(GatheredCopy.__torch_function__.__func__)  # type: ignore[attr-defined]
+
+
 def _getter(name: str) -> Any:
     return getattr(Tensor, name).__get__
 

@@ -72,6 +72,9 @@ def _gathering_property(spec: ParamShardSpec) -> property:
         gather = _with_constants(_gather_rows, {"name": spec.name, "group": groups[0], **dtypes})
     else:
         gather = _gather_of(spec)
+    # As a graph of its own, a read would be compiled again for each number of rows, of which ranks
+    # may have different ones.
+    compat.begin_no_compile_at(gather)
     name = spec.name
     return property(
         gather,

@@ -17,6 +17,7 @@ lightning = pytest.importorskip("lightning")
 pytest.importorskip("transformers")
 
 from lightning.pytorch import callbacks  # noqa: E402
+from lightning.pytorch.tuner import Tuner  # noqa: E402
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
 
 from tests.zpasses.integrations import snapshots, training  # noqa: E402
@@ -127,6 +128,70 @@ def test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks(tmp_pa
     assert not (tmp_path / "three.ckpt.part").exists()
     # A batch of one rank holds the samples of both ranks, in another order of micro-batches.
     assert sum(alone) == pytest.approx(sum(map(sum, pairs)) / 2, rel=1e-5)
+
+
+class FrozenBackbone(Module):
+    """`BackboneFinetuning` freezes the backbone, and adds it to the optimizer after an epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.head = self.model, nn.Linear(3, 2)
+        del self.model, self.scale
+
+    def training_step(self, batch):
+        loss = self.head(self.backbone(batch[0])).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.head.parameters(), lr=1e-2)
+
+
+def _finetune(strategy, path):
+    runs = []
+    for steps, checkpoint in ((10, None), (14, path)):
+        thaw = callbacks.BackboneFinetuning(1, lambda_func=lambda epoch: 1.5)
+        # DDP does not reduce gradients of what is frozen at first. So ranks have the same batches.
+        changes = {"limit_train_batches": 4, "use_distributed_sampler": False}
+        changes |= {"max_epochs": 5, "callbacks": [thaw], "steps": steps}
+        trainer, module, _ = _fit(strategy(), FrozenBackbone, checkpoint, **changes)
+        groups = trainer.optimizers[0].param_groups
+        runs.append((module.losses, [(len(each["params"]), each["lr"]) for each in groups]))
+        if checkpoint is None:
+            trainer.save_checkpoint(path)
+    return runs
+
+
+def _compare_finetuning(folder):
+    expected = _finetune(lambda: "ddp", folder / "ddp.ckpt")
+    found = _finetune(_zpasses, folder / "zpasses.ckpt")
+    for (losses, groups), (ddp_losses, ddp_groups) in zip(found, expected, strict=True):
+        assert len(groups) == 2
+        assert groups == ddp_groups
+        assert losses == pytest.approx(ddp_losses, rel=1e-6)
+
+
+def test_callbacks_that_add_groups_resume_as_with_ddp(tmp_path):
+    run_on_ranks(_compare_finetuning, tmp_path)
+
+
+def _learning_rates():
+    found = []
+    for strategy in ("ddp", _zpasses()):
+        module = Module()
+        module.lr = 1e-3
+        trainer = _trainer(strategy, steps=-1, max_epochs=1)
+        finder = Tuner(trainer).lr_find(
+            module, _loader(), min_lr=1e-4, max_lr=1e-1, num_training=10, early_stop_threshold=None
+        )
+        found.append((finder.results["loss"], module.lr))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    assert found[1][1] == pytest.approx(found[0][1])
+
+
+def test_the_learning_rate_finder_suggests_what_it_does_with_ddp(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it saves the module there, and loads it
+    run_on_ranks(_learning_rates)
 
 
 def _validate_inside_of_a_step(strategy, folder):  # `strategy()` is a new one

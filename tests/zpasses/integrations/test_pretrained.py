@@ -1,0 +1,249 @@
+"""Models that accelerate trains are saved and generate as under DDP: `save_pretrained` in each
+documented way, and `generate` on every rank."""
+
+import copy
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zpasses
+from zpasses.testing import run_on_ranks
+
+accelerate = pytest.importorskip("accelerate")
+hub = pytest.importorskip("huggingface_hub")
+peft = pytest.importorskip("peft", minversion="0.18")
+pytest.importorskip("transformers", minversion="5.0")
+
+from safetensors.torch import load_file  # noqa: E402
+
+from tests.zpasses.integrations import training  # noqa: E402
+from zpasses.integrations.accelerate import prepare  # noqa: E402
+
+pytestmark = pytest.mark.processes
+
+TASK = {"task_type": "CAUSAL_LM"}
+PROMPT = {**TASK, "num_virtual_tokens": 3}
+LORA = {**TASK, "r": 3, "target_modules": ["q_proj"]}
+KINDS = {
+    "lora": lambda: peft.LoraConfig(**LORA, modules_to_save=["lm_head"]),
+    "tokens": lambda: peft.LoraConfig(**LORA, trainable_token_indices=[1, 5]),
+    "prompt": lambda: peft.PromptTuningConfig(**PROMPT),
+    "prefix": lambda: peft.PrefixTuningConfig(**PROMPT),
+    "p": lambda: peft.PromptEncoderConfig(**PROMPT, encoder_hidden_size=8),
+    "none": lambda: None,
+}
+
+
+def _adapted(model, kind):
+    config = KINDS[kind]()
+    torch.manual_seed(1)
+    return model if config is None else peft.get_peft_model(model, config)
+
+
+def _llama():
+    torch.manual_seed(0)
+    return training.llama()
+
+
+def _step(model, optimizer, number, rows=slice(None), backward=torch.Tensor.backward):
+    source = torch.Generator().manual_seed(number)
+    ids = torch.randint(3, training.VOCABULARY, (4, 8), generator=source)[rows]
+    loss = model(input_ids=ids, labels=ids).loss
+    backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def _optimizer(model):
+    return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.5)
+
+
+def _plain(kind, folder):
+    """What one process writes. Returns its losses."""
+    model = _adapted(_llama(), kind)
+    optimizer = _optimizer(model)
+    losses = [_step(model, optimizer, number) for number in range(2)]
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    return [*losses, _step(model, optimizer, 2)]
+
+
+def _prepared(kind, options, late=False):
+    training.as_started_by_torchrun()
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = _llama() if late else _adapted(_llama(), kind)
+    prepare(accelerator, model, options=options)
+    model = _adapted(model, kind) if late else model
+    # Adapters that are added late are sharded here, so that the optimizer gets the shards.
+    model = accelerator.prepare(model)
+    return accelerator, model, accelerator.prepare(_optimizer(model))
+
+
+def _save_in_each_way(accelerator, model, folder):
+    model.save_pretrained(folder / "all")
+    model.save_pretrained(folder / "main", is_main_process=accelerator.is_main_process)
+    accelerator.unwrap_model(model).save_pretrained(
+        folder / "state",
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    accelerator.unwrap_model(model).save_pretrained(
+        folder / "state on all", state_dict=accelerator.get_state_dict(model)
+    )
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(folder / "state on main", state_dict=state)
+
+
+def _check(folder, kinds, options, late=False):
+    rank = dist.get_rank()
+    for kind in kinds:
+        expected = _plain(kind, folder / kind / "plain")
+        accelerator, model, optimizer = _prepared(kind, options, late)
+
+        def step(number):
+            rows = slice(2 * rank, 2 * rank + 2)
+            loss = _step(model, optimizer, number, rows, accelerator.backward)  # noqa: B023
+            return accelerator.reduce(loss, "mean")  # noqa: B023
+
+        losses = [step(0), step(1)]
+        _save_in_each_way(accelerator, model, folder / kind)
+        losses.append(step(2))
+        torch.testing.assert_close(losses, expected)
+        dist.barrier()
+
+
+def _files(folder):
+    return {path.name: load_file(path) for path in folder.glob("*.safetensors")}
+
+
+def _compare(folder, kinds):
+    for kind in kinds:
+        plain, *ours = (folder / kind / way for way in ("plain", *WAYS))
+        expected = _files(plain)
+        assert expected
+        for each in ours:
+            names = {path.name for path in plain.iterdir()}
+            assert {path.name for path in each.iterdir()} == names, each
+            torch.testing.assert_close(_files(each), expected)
+
+
+WAYS = ("all", "main", "state", "state on all", "state on main")
+
+
+def test_adapters_are_written_as_those_of_a_plain_model(tmp_path):
+    kinds = ("tokens", "p")
+    run_on_ranks(_check, tmp_path, kinds, training.OPTIONS)
+    _compare(tmp_path, kinds)
+
+
+@pytest.mark.slow(quick="test_adapters_are_written_as_those_of_a_plain_model")
+@pytest.mark.parametrize("kind", ["lora", "none", "prefix", "prompt"])
+def test_models_are_written_as_plain_ones(tmp_path, kind):
+    run_on_ranks(_check, tmp_path, [kind], training.OPTIONS)
+    _compare(tmp_path, [kind])
+
+
+@pytest.mark.slow(quick="test_adapters_are_written_as_those_of_a_plain_model")
+@pytest.mark.parametrize("kind", ["lora", "p"])
+def test_adapters_are_written_with_the_default_options(tmp_path, kind):
+    run_on_ranks(_check, tmp_path, [kind], {}, timeout_s=240)
+    _compare(tmp_path, [kind])
+
+
+@pytest.mark.slow(quick="test_adapters_are_written_as_those_of_a_plain_model")
+@pytest.mark.parametrize("kind", ["lora", "prompt"])
+def test_adapters_that_were_added_after_prepare_are_written(tmp_path, kind):
+    run_on_ranks(_check, tmp_path, [kind], training.OPTIONS, True)
+    _compare(tmp_path, [kind])
+
+
+def _save_on_one_rank(folder, steps):
+    options = {**training.OPTIONS, "agreement_timeout_s": 2}
+    advice = r"save_pretrained without state_dict \(call it on every rank.*get_state_dict\(model\)"
+    accelerator, model, optimizer = _prepared("prompt", options)
+    for _ in range(steps):
+        _step(model, optimizer, 0, backward=accelerator.backward)
+    with pytest.raises(zpasses.AgreementError, match=advice):
+        if accelerator.is_main_process:
+            model.save_pretrained(folder)
+        else:
+            _step(model, optimizer, 0, backward=accelerator.backward)
+    dist.barrier()
+    if accelerator.is_main_process:
+        with pytest.raises(zpasses.AgreementError, match=advice):
+            model.save_pretrained(folder)
+    else:
+        time.sleep(3)
+    assert not list(folder.iterdir())
+
+
+def test_save_pretrained_on_one_rank_is_an_error_on_all(tmp_path):
+    run_on_ranks(_save_on_one_rank, tmp_path, 1)
+
+
+@pytest.mark.slow(quick="test_save_pretrained_on_one_rank_is_an_error_on_all")
+def test_save_pretrained_on_one_rank_is_an_error_where_steps_are_no_longer_compared(tmp_path):
+    run_on_ranks(_save_on_one_rank, tmp_path, 24)
+
+
+class _OfHub(torch.nn.Module, hub.PyTorchModelHubMixin):
+    """Its `save_pretrained` takes no `state_dict`, and reads that of the model."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, 3)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def _other_states(folder):
+    training.as_started_by_torchrun()
+    accelerator = accelerate.Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = prepare(accelerator, _OfHub(5), options=training.OPTIONS)
+    state = zpasses.full_state_dict(model)
+    model.save_pretrained(folder / "hub")
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.linear.weight.mul_(2)
+    copied.save_pretrained(folder / "copy")
+
+    accelerator, model, _ = _prepared("lora", training.OPTIONS)
+    full = accelerator.get_state_dict(model)
+    model.save_pretrained(folder / "all")
+    if accelerator.is_main_process:  # what users keep of a state
+        kept = {k: v for k, v in full.items() if "lora" in k or "modules_to_save" in k}
+        model.save_pretrained(folder / "kept", state_dict=kept)
+        for way, factor in (("hub", 1), ("copy", 2)):
+            saved = load_file(folder / way / "model.safetensors")
+            torch.testing.assert_close(saved["linear.weight"], factor * state["linear.weight"])
+            torch.testing.assert_close(saved["linear.bias"], state["linear.bias"])
+        torch.testing.assert_close(_files(folder / "kept"), _files(folder / "all"))
+
+
+@pytest.mark.slow(quick="test_adapters_are_written_as_those_of_a_plain_model")
+def test_copies_models_of_the_hub_and_filtered_states_are_written(tmp_path):
+    run_on_ranks(_other_states, tmp_path)
+
+
+def _generate():
+    model = _prepared("prompt", training.OPTIONS)[1].eval()
+    plain = _adapted(_llama(), "prompt").eval()
+    tokens = 2 + 3 * dist.get_rank()  # ranks that have finished wait for the others
+    arguments = {"input_ids": torch.arange(3, 9)[None], "max_new_tokens": tokens}
+    ours, expected = (each.generate(**arguments, do_sample=False) for each in (model, plain))
+    assert ours.tolist() == expected.tolist()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    copy.deepcopy(model).generate(**arguments)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.slow(quick="test_adapters_are_written_as_those_of_a_plain_model")
+def test_generate_keeps_ranks_in_step():
+    run_on_ranks(_generate)
