@@ -232,7 +232,7 @@ def _state_of(
     Args:
         held: what must be equal on all ranks is added to it.
     """
-    packed = optimizer.state_dict()
+    packed = _packed(optimizer)
     states: dict[str, Any] = {}
     groups: dict[str, Any] = {}
     rest = dict(packed["state"])
@@ -257,6 +257,24 @@ def _state_of(
             "parameter. Save it beside the training state, under a key of your own."
         )
     return {"state": states, "groups": groups}
+
+
+def _packed(optimizer: Optimizer) -> dict[str, Any]:
+    """`optimizer.state_dict()`, which fails for state of a tensor that it does not step.
+
+    Raises:
+        ShardingError: if there is such state.
+    """
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for key in optimizer.state:
+        if isinstance(key, Tensor) and id(key) not in stepped:
+            raise ShardingError(
+                f"{type(optimizer).__name__} holds state of a tensor of shape {list(key.shape)} "
+                "that it does not step. A lookup such as optimizer.state[module.weight] makes an "
+                "entry, because module.weight reads a gathered copy; look up "
+                "optimizer.state[module.get_parameter('weight')]."
+            )
+    return optimizer.state_dict()
 
 
 def _copy(value: Any) -> Any:
@@ -444,7 +462,7 @@ class _Target:
 
     def apply(self, read: Mapping[str, Any]) -> None:
         """Give the optimizer what was read."""
-        packed = self._optimizer.state_dict()
+        packed = _packed(self._optimizer)
         index = {
             name: number
             for names, own in zip(self._members, packed["param_groups"], strict=True)

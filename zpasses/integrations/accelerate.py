@@ -66,6 +66,10 @@ def prepare(
     Call it before the optimizer is created and before `accelerator.prepare`. The accelerator then
     also checkpoints the model in shards: see `ShardingAccelerator`.
 
+    Two methods of the model change, where it has them. `save_pretrained` gathers what it writes, or
+    takes `state_dict=accelerator.get_state_dict(model)` and runs on one rank. `generate` runs
+    without compiled code and keeps ranks in step.
+
     Args:
         accelerator: its class becomes `ShardingAccelerator`. It still prepares other models as
             before.
@@ -130,7 +134,8 @@ class ShardingAccelerator(Accelerator):  # type: ignore[misc]
     """An Accelerator that trains models that were prepared with zpasses.
 
     - `prepare(model, ...)` leaves a prepared model unwrapped, applies autocast if `mixed_precision`
-      asks for it, and shards adapters that were added since.
+      asks for it, and shards adapters that were added since. It changes the methods that need all
+      ranks, as `zpasses.integrations.accelerate.prepare` does.
     - `no_sync` and `accumulate` defer the reduction of gradients; `backward` reduces them once.
     - `clip_grad_norm_` clips by the norm over all ranks, and returns it as a plain tensor.
     - `get_state_dict` gathers the full state on the main process. It is empty on other ranks.

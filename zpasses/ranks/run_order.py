@@ -168,8 +168,7 @@ def _difference(group: str, rank_a: int, a: Ballot, rank_b: int, b: Ballot) -> s
         f"ranks of {name_group(group)} are about to do different things: rank {rank_a} comes to "
         f"{a['text']}, but rank {rank_b} to {b['text']}. {edits}Every rank must take the same "
         "branches, make the same edits, and run as many forwards, backwards and optimizer steps as "
-        f"the others. {NOT_ALONE} Layers that are skipped at random must be skipped on every rank "
-        "alike: with transformers, set the layerdrop values of the configuration to 0."
+        f"the others. {NOT_ALONE}"
     )
 
 

@@ -68,7 +68,10 @@ WINDOW_TIMEOUT = "coalesce_grad_reduction(..., timeout_s=...)"
 GROUP_TIMEOUT = "init_process_group(timeout=...)"
 """What the user sets to wait longer, for errors."""
 
-NOT_ALONE = "One rank cannot run a sharded model alone, for an evaluation or a log."
+NOT_ALONE = (
+    "One rank cannot run a sharded model alone, for an evaluation or a log, or skip layers at "
+    "random: with transformers, set the layerdrop values of the configuration to 0."
+)
 """Advice of errors about ranks that do different things."""
 
 _RESULT_SLACK_S = 5.0
@@ -495,8 +498,7 @@ class _VoteRound:
         return (
             f"rank {', '.join(map(str, missing))} of {name_group(self.group)} did not "
             f"{self.missed} within {self.timeout_s:g} s, but the others did. {seen} "
-            f"{self.advice and f'{self.advice} '}Look at its log; {self.timeout_option} waits "
-            "longer."
+            f"{self.advice or NOT_ALONE} Look at its log; {self.timeout_option} waits longer."
         )
 
 

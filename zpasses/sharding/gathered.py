@@ -99,7 +99,7 @@ class GatheredCopy(StandsForParameter, Tensor):  # type: ignore[misc]  # set_
                 return answer
         target = _written_copy(func, args, kwargs)
         if target is not None and not compat.is_tracing():
-            raise ShardingError(_lost_write(func, target._label))
+            raise ShardingError(_lost_write(func, target, args))
         with compat.DisableTorchFunctionSubclass():
             try:
                 result = func(*args, **kwargs)
@@ -124,9 +124,6 @@ class GatheredCopy(StandsForParameter, Tensor):  # type: ignore[misc]  # set_
         plain = self.as_subclass(Tensor).detach().clone()
         source = self._source
         return plain if source is None else nn.Parameter(plain, source.param.requires_grad)
-
-
-compat.begin_no_compile_at(GatheredCopy.__torch_function__.__func__)  # type: ignore[attr-defined]
 
 
 def _getter(name: str) -> Any:
@@ -195,7 +192,7 @@ def _is_mark(name: str) -> bool:
 def _replace_value(copy: Tensor, source: Source | None, value: Tensor) -> None:
     label = cast(Any, copy)._label
     if source is None:
-        raise ShardingError(_lost_write(Tensor.set_, label))
+        raise ShardingError(_lost_write(Tensor.set_, cast(Any, copy), (copy, value)))
     param = cast(DTensor, source.param)
     if value.shape != copy.shape or value.dtype != param.dtype:
         raise ShardingError(
@@ -215,14 +212,19 @@ _BASE: Any = getattr(Tensor, "_base").__get__  # noqa: B009
 _ITEM_WRITES = frozenset({"__setitem__", "__set__", "__delete__"})
 
 
-def _lost_write(func: Callable[..., Any], label: str) -> str:
-    reshaped = " What changes its shape, such as resize_token_embeddings, comes before sharding."
+def _lost_write(func: Callable[..., Any], target: Any, args: tuple[Any, ...]) -> str:
+    label, value = target._label, args[-1] if args else None
+    if _name(func) == ".data" and isinstance(value, Tensor) and value.shape != target.shape:
+        return (
+            f"assigned {list(value.shape)} to `.data` of {label}, which is sharded and has the "
+            f"shape {list(target.shape)}. Change shapes, as resize_token_embeddings does, before "
+            "you shard the model: zpasses.shard and the prepare() of a trainer come after it."
+        )
     return late_registration_of(label) or (
         f"{_name(func)} would write to {label}, which is sharded. A read returns a gathered copy, "
         "so the write would be lost. Write to the shards instead: inside "
         "`with zpasses.local_shards(model):` every parameter read returns its DTensor, and "
         "model.parameters() always does. (model.apply and reset_parameters use the shards already.)"
-        + (reshaped if _name(func) == ".data" else "")
     )
 
 
@@ -382,9 +384,13 @@ class GatheredPiece(StandsForParameter, DTensor):  # type: ignore[misc]  # set_
                 return answer
         target = _written_copy(func, args, kwargs)
         if target is not None and not compat.is_tracing():
-            raise ShardingError(_lost_write(func, target._label))
+            raise ShardingError(_lost_write(func, target, args))
         with compat.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+
+for _kind in (GatheredCopy, GatheredPiece):
+    compat.begin_no_compile_at(cast(Any, _kind).__torch_function__.__func__)
 
 
 def guard_piece(piece: DTensor, label: str, source: Source) -> DTensor:

@@ -50,6 +50,19 @@ def _step(model, optimizer):
     optimizer.zero_grad()
 
 
+def _state_of_a_read():
+    model, optimizer = _training()
+    _step(model, optimizer)
+    assert not optimizer.state[model.first.weight]  # makes an entry
+    with pytest.raises(zpasses.ShardingError, match=r"look up optimizer\.state\[module\.get_param"):
+        zpasses.training_state(model, optimizer)
+    assert optimizer.state[model.first.get_parameter("weight")]["step"] == 1
+
+
+def test_state_of_a_read_of_a_parameter_is_refused_by_name():
+    run_on_ranks(_state_of_a_read)
+
+
 def _buffers(folder):
     model, optimizer = _training()
     _step(model, optimizer)

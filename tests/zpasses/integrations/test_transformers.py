@@ -331,7 +331,9 @@ def _resize():
     training.as_started_by_torchrun()
     size = training.VOCABULARY + 6
     model = prepare(training.llama(), options=training.OPTIONS)
-    with pytest.raises(zpasses.ShardingError, match="resize_token_embeddings, comes before"):
+    with pytest.raises(
+        zpasses.ShardingError, match="Change shapes, as resize_token_embeddings does, before"
+    ):
         model.resize_token_embeddings(size, mean_resizing=False)
     with (
         zpasses.local_shards(model),
