@@ -36,7 +36,7 @@ __all__ = [
 _WRAPPER = "_orig_mod."
 """What `torch.compile(model)` adds to names."""
 
-TIMEOUT = "timeout_s=..."
+TIMEOUT = "timeout_s=... (of a trainer: options={'agreement_timeout_s': ...})"
 
 
 @dataclass(frozen=True)
