@@ -126,9 +126,19 @@ def logged(trainer, *names):
     return [entry[name] for entry in trainer.state.log_history for name in names if name in entry]
 
 
+_counted = {"entries": 0, "reductions": 0}
+
+
 def reductions():
-    """Count the reductions that the process groups have run so far, from their flight record."""
-    return sum("reduce" in entry["profiling_name"] for entry in compat.flight_recorder_entries())
+    """Count the reductions that the process groups have run so far, from their flight record.
+
+    The record holds the last 2,000 collectives, so what is older was counted by earlier calls.
+    """
+    for entry in compat.flight_recorder_entries():
+        if entry["record_id"] >= _counted["entries"]:
+            _counted["entries"] = entry["record_id"] + 1
+            _counted["reductions"] += "reduce" in entry["profiling_name"]
+    return _counted["reductions"]
 
 
 def weights_of(folder):
