@@ -41,6 +41,7 @@ from zpasses.integrations.preparation import (
     preparation_of,
     prepare_model,
 )
+from zpasses.integrations.pretrained import adopt
 from zpasses.pipeline import Options
 from zpasses.sharding.shard import shard
 
@@ -112,6 +113,7 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
 
     # --- setup ------------------------------------------------------------------------------------
     def setup(self, trainer: Any) -> None:
+        self._inside_of_a_step = False  # of an earlier fit that failed
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         if preparation_of(self.model) is None:
@@ -124,6 +126,7 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
                 compiles=False,
                 caller="ZpassesStrategy",
             )
+            adopt(self.model)
             for child in _callable_children(self.model):
                 options = dict(self._options or {})
                 compat.compile_module(child, backend="zpasses", options=options)

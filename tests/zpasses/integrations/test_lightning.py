@@ -15,9 +15,11 @@ from zpasses.testing import run_on_ranks
 
 lightning = pytest.importorskip("lightning")
 pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
 
 from lightning.pytorch import callbacks  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
 
 from tests.zpasses.integrations import snapshots, training  # noqa: E402
@@ -285,6 +287,45 @@ def _export(folder):
 
 def test_weights_only_checkpoints_are_files_as_of_ddp(tmp_path):
     run_on_ranks(_export, tmp_path)
+
+
+class LanguageModule(lightning.LightningModule):
+    def __init__(self, folder):
+        super().__init__()
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+        self.model = peft.get_peft_model(training.llama(), config)
+        self.folder = folder
+
+    def training_step(self, batch):
+        return self.model(input_ids=batch[0], labels=batch[0]).loss
+
+    def validation_step(self, batch):
+        # The ranks generate different numbers of tokens.
+        ids, more = batch[0][:1], 1 + self.global_rank
+        self.texts = self.model.generate(input_ids=ids, max_new_tokens=more, do_sample=False)
+
+    def on_train_end(self):
+        self.model.save_pretrained(self.folder)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def _generate_and_save(folder):
+    ids = torch.randint(3, training.VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(0))
+    found = []
+    for name, strategy in (("ddp", "ddp"), ("ours", _zpasses())):
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(ids), batch_size=2)
+        module = LanguageModule(folder / name)
+        _trainer(strategy, steps=2).fit(module, loader, loader)
+        dist.barrier()
+        found.append((module.texts, load_file(folder / name / "adapter_model.safetensors")))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_pretrained_models_generate_and_save_as_with_ddp(tmp_path):
+    run_on_ranks(_generate_and_save, tmp_path)
 
 
 class BatchNormModule(Module):
