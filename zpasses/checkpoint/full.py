@@ -6,9 +6,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zpasses.checkpoint.model_tensors import (
     agree,
+    copy_of_first_rank,
     gather_full,
     sharding_groups,
     state_names,
@@ -32,7 +34,8 @@ def full_state_dict(
 
     Tensors are gathered one after the other. They are copies, detached, and in the dtype of the
     shards. Tied names share one tensor. Names have no `_orig_mod.`, so the result loads into the
-    plain model, and `load_state_dict` of the sharded one takes it too.
+    plain model, and `load_state_dict` of the sharded one takes it too. Buffers are those of the
+    first rank, as in the other kinds of checkpoint.
 
     Args:
         model: a sharded module, a module that contains sharded ones, or `torch.compile` of one.
@@ -56,13 +59,17 @@ def full_state_dict(
     keeps = destination is None or not dist.is_initialized() or dist.get_rank() == destination
     state: dict[str, Any] = {}
     gathered: dict[int, Tensor | None] = {}
+    buffers = {id(buffer) for buffer in model.buffers()}
     for name, value in values.items():
         if not isinstance(value, Tensor):
             if keeps:
                 state[name] = value
             continue
         if id(value) not in gathered:
-            full = gather_full(value, destination)
+            if destination is None and id(value) in buffers and not isinstance(value, DTensor):
+                full: Tensor | None = copy_of_first_rank(value, groups)
+            else:
+                full = gather_full(value, destination)
             gathered[id(value)] = full.cpu() if cpu_offload and full is not None else full
         if keeps:
             state[name] = gathered[id(value)]

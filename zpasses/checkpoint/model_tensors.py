@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from zpasses import compat
 from zpasses.errors import AgreementError, ShardingError
 from zpasses.graph.ops import rows_per_rank
-from zpasses.ranks.vote import exchange
+from zpasses.ranks.vote import exchange, has_other_ranks
 from zpasses.runtime.edits import log_of, origin_of, owner_of
 from zpasses.sharding.module import ShardedModule
 
@@ -25,6 +25,7 @@ __all__ = [
     "ModelTensor",
     "agree",
     "agreed",
+    "copy_of_first_rank",
     "gather_full",
     "model_tensors",
     "plain_name",
@@ -280,6 +281,19 @@ def gather_full(tensor: Tensor, destination: int | None = None) -> Tensor | None
     if tensor.numel() == 0:
         return local.new_empty(tensor.shape) if wanted else None
     return _gather_rows(tensor, local, destination)
+
+
+def copy_of_first_rank(tensor: Tensor, groups: Iterable[str]) -> Tensor:
+    """Return a copy of a plain tensor, such as a buffer, as the first rank of the groups has it.
+
+    Call it on every rank, with the groups in one order.
+    """
+    copy = _own_copy(tensor)
+    for group in groups:
+        if copy.numel() and has_other_ranks(group):
+            as_bytes = copy.view(-1).view(torch.uint8)  # backends differ in the dtypes they know
+            dist.broadcast(as_bytes, group=compat.process_group(group), group_src=0)
+    return copy
 
 
 def _own_copy(tensor: Tensor) -> Tensor:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zpasses.checkpoint.model_tensors import agree, sharding_groups, state_names
+from zpasses.checkpoint.model_tensors import (
+    agree,
+    copy_of_first_rank,
+    sharding_groups,
+    state_names,
+)
 from zpasses.integrations.failures import limit_s
-from zpasses.integrations.preparation import preparation_of
 
 __all__ = ["broadcast_buffers"]
 
@@ -26,8 +29,6 @@ def broadcast_buffers(model: nn.Module, occasion: str) -> None:
     Raises:
         AgreementError: if another rank does not come in time, or has other buffers.
     """
-    preparation = preparation_of(model)
-    assert preparation is not None
     own = {id(buffer) for buffer in model.buffers()}
     buffers = {
         name: value
@@ -37,13 +38,8 @@ def broadcast_buffers(model: nn.Module, occasion: str) -> None:
     if not buffers:
         return
     described = [[name, list(each.shape), str(each.dtype)] for name, each in buffers.items()]
-    agree(
-        sharding_groups(model), occasion, limit_s(model), described=described, what="their buffers"
-    )
+    groups = sharding_groups(model)
+    agree(groups, occasion, limit_s(model), described=described, what="their buffers")
     with torch.no_grad():
         for buffer in buffers.values():
-            value = buffer.contiguous()
-            for dim in range(preparation.mesh.ndim):
-                dist.broadcast(value, group=preparation.mesh.get_group(dim), group_src=0)
-            if value is not buffer:
-                buffer.copy_(value)
+            buffer.copy_(copy_of_first_rank(buffer, groups))

@@ -60,6 +60,13 @@ _SAVED_INSIDE_OF_A_STEP = (
 )
 
 
+_NORMS_AS_NUMBERS = (
+    "a hook before the optimizer's step made a plain tensor of norms of gradients, as "
+    "lightning.pytorch.utilities.grad_norm does. They are DTensors, of which each rank has a part. "
+    "Log param.grad.norm().full_tensor() of each parameter instead, on every rank."
+)
+
+
 class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
     """A strategy of Lightning that shards the LightningModule and compiles what it is made of.
 
@@ -160,7 +167,12 @@ class ZpassesStrategy(DDPStrategy):  # type: ignore[misc]
         # The last backward of the step is in the closure, and reduces the gradients of the step.
         result = closure()
         self._inside_of_a_step = False
-        return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
+        try:
+            return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
+        except RuntimeError as error:
+            if "data is not allocated yet" not in str(error):
+                raise
+            raise ZpassesError(_NORMS_AS_NUMBERS) from error
 
     def _reduction(self) -> DeferredReduction:
         preparation = preparation_of(self.model)

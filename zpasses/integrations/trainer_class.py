@@ -18,11 +18,12 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from zpasses.checkpoint.model_tensors import sharding_groups
 from zpasses.checkpoint.safetensors_reader import load_safetensors
 from zpasses.errors import OptionError, ZpassesError
 from zpasses.integrations.accelerate import shard_with
 from zpasses.integrations.buffers import broadcast_buffers
-from zpasses.integrations.failures import fail_on_all_ranks
+from zpasses.integrations.failures import fail_on_all_ranks, limit_s
 from zpasses.integrations.full_states import (
     AdapterStates,
     CheckpointState,
@@ -33,6 +34,7 @@ from zpasses.integrations.full_states import (
 from zpasses.integrations.optimizer_state import load_states, save_states
 from zpasses.integrations.preparation import finish_preparation, preparation_of
 from zpasses.integrations.pretrained import adopt
+from zpasses.ranks.vote import COMPILE_TIMEOUT, store_barrier
 
 __all__ = ["ShardingTrainer", "install", "last_checkpoint"]
 
@@ -99,7 +101,23 @@ class ShardingTrainer(Trainer):  # type: ignore[misc]
         self.model.zero_grad()
         if resume_from_checkpoint is True:  # Trainer would take an incomplete one
             resume_from_checkpoint = last_checkpoint(self.args.output_dir) or True
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        result = super().train(resume_from_checkpoint, *args, **kwargs)
+        self._meet("the end of Trainer.train")
+        return result
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        pauses = self.control.should_save or self.control.should_evaluate
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if pauses:
+            self._meet("the end of Trainer's checkpoint or evaluation, and of its callbacks")
+
+    def _meet(self, occasion: str) -> None:
+        """Wait for the other ranks. A callback may call on one rank what needs all of them. The
+        others would go on into collectives of Trainer, which have no limit, and whose errors do not
+        say why.
+        """
+        for group in sharding_groups(self.model):
+            store_barrier(group, occasion, limit_s(self.model), timeout_option=COMPILE_TIMEOUT)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if preparation_of(model) is None:  # `to` would take the shards out of their flat buffers

@@ -7,7 +7,8 @@ gradient. So these raise an error that says where to write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ __all__ = [
     "check_source",
     "guard",
     "guard_piece",
+    "last_read",
     "late_registration",
     "late_registration_of",
     "with_plain_inputs",
@@ -108,6 +110,10 @@ class GatheredCopy(StandsForParameter, Tensor):  # type: ignore[misc]  # set_
                 if hint:
                     raise ShardingError(f"{_name(func)}: {error}. {hint}") from error
                 raise
+            if func is torch.autograd.grad and any(each is None for each in result):
+                hint = _unused_hint(func, args, result)
+                if hint:  # allow_unused=True
+                    raise ShardingError(f"{_name(func)}: the outputs do not depend on it. {hint}")
             source = next((arg for arg in args if isinstance(arg, GatheredCopy)), None)
             if source is None or func is _BASE or compat.is_tracing():
                 return result
@@ -271,10 +277,19 @@ def check_source(copy: Any, name: str) -> Source:
     return source
 
 
-def _unused_hint(func: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """Why torch.autograd.grad has found no path to a gathered copy; "" for other functions."""
+def _unused_hint(
+    func: Callable[..., Any], args: tuple[Any, ...], grads: Iterable[Any] = itertools.repeat(None)
+) -> str:
+    """Why torch.autograd.grad has found no path to a gathered copy; "" for other functions, and
+    where each copy has a gradient.
+    """
     given = args[1] if func is torch.autograd.grad and len(args) > 1 else ()
-    copies = [each for each in given if isinstance(each, GatheredCopy)]
+    given = [given] if isinstance(given, Tensor) else given
+    copies = [
+        each
+        for each, grad in zip(given, grads, strict=False)
+        if grad is None and isinstance(each, GatheredCopy)
+    ]
     if not copies:
         return ""
     return (
@@ -333,9 +348,18 @@ def _is_other_float(value: Tensor, dtype: torch.dtype) -> bool:
     return value.is_floating_point() and value.dtype != dtype
 
 
+_last_read: list[str] = []
+
+
+def last_read() -> str | None:
+    """The label of the parameter that uncompiled code has read last; None if it has read none."""
+    return _last_read[0] if _last_read else None
+
+
 def guard(full: Tensor, label: str, source: Source | None = None) -> Tensor:
     if type(full) is not Tensor:
         return full  # leave fake, simulated and functional tensors as they are
+    _last_read[:] = [label]
     copy = full.as_subclass(GatheredCopy)
     copy._label = label
     if source is not None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch.distributed.tensor import DTensor
 
 from zpasses.errors import ShardingError
+from zpasses.sharding.gathered import last_read
 
 __all__ = ["check_optimizer"]
 
@@ -43,7 +46,9 @@ _OF_OTHERS = {
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ShardingError for an optimizer that cannot step sharded parameters correctly."""
+    """Raise ShardingError for an optimizer that cannot step sharded parameters correctly, and warn
+    of empty groups.
+    """
     kind = type(optimizer)
     why = _WAYS_OUT.get(kind) or _OF_OTHERS.get((kind.__module__, kind.__name__))
     if why is not None:
@@ -52,6 +57,24 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "The page about optimizers in the documentation lists what is exact."
         )
     _check_groups(optimizer)
+    _warn_of_empty_groups(optimizer)
+
+
+def _warn_of_empty_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Warn of groups that may have been chosen by `id(module.weight)`. Python tells nobody of it,
+    but such a read comes before.
+    """
+    read = last_read()
+    for number, group in enumerate(optimizer.param_groups):
+        if read is not None and not group["params"]:
+            warnings.warn(
+                f"{type(optimizer).__name__}: parameter group {number} is empty. If parameters "
+                "were to go there by id(module.weight) or `is`, none did: the model is sharded, "
+                f"and each read of a parameter (such as that of {read}) returns another gathered "
+                "copy. Choose them by their names in model.named_parameters(), or compare with "
+                "model.get_parameter(name).",
+                stacklevel=2,
+            )
 
 
 def _check_groups(optimizer: torch.optim.Optimizer) -> None:

@@ -53,6 +53,18 @@ def test_model_without_shards_is_copied():
 
 
 @pytest.mark.ranks(2)
+def test_buffers_are_those_of_the_first_rank():
+    model = sharded(nn.BatchNorm1d(3))
+    with torch.no_grad():
+        model.running_mean += dist.get_rank()
+        model.num_batches_tracked += 1 + dist.get_rank()
+    state = zpasses.full_state_dict(model)
+    assert state["running_mean"].tolist() == [0.0] * 3
+    assert state["num_batches_tracked"] == 1
+    assert model.num_batches_tracked == 1 + dist.get_rank()  # the model keeps its own
+
+
+@pytest.mark.ranks(2)
 def test_extra_state_is_kept():
     class Extra(nn.Linear):
         def get_extra_state(self):

@@ -2,7 +2,9 @@
 same program without that, bit for bit.
 """
 
+import functools
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,9 @@ class Program:
     """How the two backwards of a step end their gradient window; "none" for no window."""
     file: bool
     """Whether the weights go through a safetensors file, which other code reads, too."""
+    pending: bool
+    """Whether it saves inside a gradient window, and goes on without the gradients from there."""
+    codegen: str
 
 
 def _draw(seed):
@@ -78,6 +83,8 @@ def _draw(seed):
         dropout=chance.random() < 0.4,
         window=chance.choice(("exit", "count", "last", "none")),
         file=chance.random() < 0.4,
+        pending=chance.random() < 0.25,
+        codegen="inductor" if chance.random() < 0.15 else "eager",
     )
 
 
@@ -95,7 +102,7 @@ def _side(program, seed):
     def compiled(model):
         if program.stage is None:
             return model
-        options = {"zero_stage": program.stage, "codegen": "eager"}
+        options = {"zero_stage": program.stage, "codegen": program.codegen}
         return torch.compile(model, backend="zpasses", options=options)
 
     def optimizer(model):
@@ -149,10 +156,7 @@ def _first(program, folder):
     side = _side(program, program.seed)
     scheduler = _scheduler(side) if program.scheduler in ("before", "both") else None
     _steps(program, side, program.before, scheduler)
-    dcp.save(zpasses.training_state(side.model, side.optimizer), checkpoint_id=f"{folder}/state")
-    if program.file:
-        zpasses.save_safetensors(side.model, f"{folder}/weights")
-    _check_files(side, folder, program)
+    _save(program, side, folder)
     found = {
         "flags": [param.requires_grad for param in side.params],
         "batches": side.batches,
@@ -167,6 +171,20 @@ def _first(program, folder):
     _go_on(program, side, scheduler)
     found["values"] = dict(_values(side))
     torch.save(found, f"{folder}/{dist.get_rank()}.pt")
+
+
+def _save(program, side, folder):
+    run = functools.partial(zpasses.training_state, side.model, side.optimizer)
+    with zpasses.coalesce_grad_reduction(side.model) if program.pending else nullcontext():
+        if program.pending:
+            side.loss(side.batch((3, 3))).backward()
+            with pytest.raises(zpasses.ShardingError, match="is pending in a gradient window"):
+                run()
+        dcp.save(run(drop_pending=program.pending), checkpoint_id=f"{folder}/state")
+        if program.file:
+            zpasses.save_safetensors(side.model, f"{folder}/weights")
+        _check_files(side, folder, program)
+    side.model.zero_grad()
 
 
 def _check_files(side, folder, program):

@@ -19,6 +19,7 @@ peft = pytest.importorskip("peft")
 
 from lightning.pytorch import callbacks  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
+from lightning.pytorch.utilities import grad_norm  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
 
@@ -257,7 +258,14 @@ class NormModule(Module):
         }
 
 
+class NormsAsNumbersModule(Module):
+    def on_before_optimizer_step(self, optimizer):
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
 def _norms():
+    with pytest.raises(zpasses.ZpassesError, match=r"Log param\.grad\.norm\(\)\.full_tensor\(\)"):
+        _fit(_zpasses(), NormsAsNumbersModule)
     _, plain, _ = _fit("ddp", NormModule)
     _, ours, _ = _fit(_zpasses(), NormModule)
     assert ours.norms == pytest.approx(plain.norms, rel=1e-5)

@@ -61,6 +61,9 @@ class Run:
     """Whether the model draws random numbers, others on each rank."""
     adapter: bool
     """Whether adapters of PEFT are trained, and the rest is frozen."""
+    thaws: bool
+    """Whether every other parameter is frozen until the checkpoint. accelerate only."""
+    codegen: str
 
 
 TRAINERS = ("accelerate", "lightning", "transformers")
@@ -76,6 +79,11 @@ def _draw(seed):
         model = replace(model, tied=False, repeated=False)
         base_is_whole = not {"buffers", "batch_norm"} & {*model.blocks}
     saved_at = chance.choice((1, 1, 2, 3))
+    steps = saved_at + chance.choice((1, 2))
+    more = random.Random(f"more of run {seed}")
+    if trainer == "accelerate" and more.random() < 0.3:
+        saved_at = 0  # before the first step
+    adapter = chance.random() < 0.3 and base_is_whole
     return Run(
         seed,
         trainer,
@@ -87,9 +95,11 @@ def _draw(seed):
         scheduler=chance.random() < 0.5,
         accumulate=chance.choice((1, 1, 2)),
         saved_at=saved_at,
-        steps=saved_at + chance.choice((1, 2)),
+        steps=steps,
         dropout=chance.random() < 0.4,
-        adapter=chance.random() < 0.3 and base_is_whole,
+        adapter=adapter,
+        thaws=trainer == "accelerate" and not adapter and more.random() < 0.4,
+        codegen="inductor" if more.random() < 0.15 else "eager",
     )
 
 
@@ -152,12 +162,24 @@ def _with_accelerate(run, folder, shift, loaded=None):
     loader = _loader(run)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.register_for_checkpointing(scheduler)
+    thawed = [each for each in model.parameters() if each.requires_grad][::2] if run.thaws else []
+
+    def save():
+        accelerator.save_state(str(folder / "state"))
+        for param in thawed:
+            param.requires_grad_(True)
+
     done = 0
     if loaded:
         accelerator.load_state(str(folder / "state"))
         loaded(model, optimizer.optimizer)
         loader = accelerator.skip_first_batches(loader, run.saved_at * run.accumulate)
         done = run.saved_at
+    else:
+        for param in thawed:
+            param.requires_grad_(False)
+        if run.saved_at == 0:
+            save()
     for x in loader:
         with accelerator.accumulate(model):
             accelerator.backward(model(x)["loss"])
@@ -167,7 +189,7 @@ def _with_accelerate(run, folder, shift, loaded=None):
                 done += 1
             optimizer.zero_grad()
         if accelerator.sync_gradients and done == run.saved_at and not loaded:
-            accelerator.save_state(str(folder / "state"))
+            save()
     return model, optimizer.optimizer
 
 
@@ -276,7 +298,7 @@ RUNS = {
 
 
 def _options(run):
-    return {"zero_stage": run.stage, "codegen": "eager"}
+    return {"zero_stage": run.stage, "codegen": run.codegen}
 
 
 def _values(model, optimizer):

@@ -275,6 +275,36 @@ def test_generate_keeps_ranks_in_step_and_save_pretrained_gathers(tmp_path):
     run_on_ranks(_generate, tmp_path)
 
 
+class _SaveOnOneRank(transformers.TrainerCallback):
+    def __init__(self, event, folder):
+        setattr(self, event, functools.partial(self._save, folder))
+
+    def _save(self, folder, args, state, control, model=None, **_):
+        if state.is_world_process_zero:
+            model.save_pretrained(folder)
+
+
+def _save_on_one_rank(folder, event):
+    training.as_started_by_torchrun()
+    model = prepare(training.llama(), options={**training.OPTIONS, "agreement_timeout_s": 20})
+    trainer = training.quiet(
+        transformers.Trainer(
+            model,
+            training.arguments(folder, max_steps=2, save_strategy="steps", save_steps=1),
+            train_dataset=training.Samples(training.llama),
+            callbacks=[_SaveOnOneRank(event, folder / "own")],
+        )
+    )
+    advice = r"save_pretrained without state_dict \(call it on every rank"
+    with pytest.raises(zpasses.AgreementError, match=advice):
+        trainer.train()
+
+
+@pytest.mark.parametrize("event", ["on_save", "on_train_end"])
+def test_a_callback_that_saves_on_one_rank_is_an_error_on_all(tmp_path, event):
+    run_on_ranks(_save_on_one_rank, tmp_path, event)
+
+
 def _seq2seq(folder, prepared):
     training.as_started_by_torchrun()
     args = training.arguments(

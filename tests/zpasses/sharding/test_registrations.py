@@ -5,6 +5,7 @@ parametrizations, as a tied weight or as a buffer; with hooks and marks; in opti
 import copy
 import itertools
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -413,12 +414,33 @@ def test_gradients_with_respect_to_another_read():
     model = _sharded()
     with pytest.raises(zpasses.ShardingError, match=r"parameter itself: model\.get_parameter"):
         torch.autograd.grad(model(_data()).sum(), [model[0].weight])
-    param = dict(model.named_parameters())["0.weight"]
+    params = dict(model.named_parameters())
+    with pytest.raises(zpasses.ShardingError, match=r"do not depend on it. parameter 'weight'"):
+        torch.autograd.grad(
+            model(_data()).sum(), [params["0.bias"], model[0].weight], allow_unused=True
+        )
+    param = params["0.weight"]
     (grad,) = torch.autograd.grad(model(_data()).sum(), [param])
     assert grad.full_tensor().shape == (5, 6)
     weight = model[0].weight  # a read that is used
     (grad,) = torch.autograd.grad((weight * 2).sum(), [weight])
     assert torch.equal(grad, torch.full((5, 6), 2.0))
+
+
+@pytest.mark.ranks(2)
+def test_a_group_that_is_empty_because_it_was_chosen_by_identity_is_told():
+    model = _sharded()
+    ids = {id(model[0].weight)}
+    for choose in (lambda name, param: id(param) in ids, lambda name, param: name == "0.weight"):
+        chosen = [param for name, param in model.named_parameters() if choose(name, param)]
+        others = [param for name, param in model.named_parameters() if not choose(name, param)]
+        optimizer = torch.optim.SGD([{"params": others}, {"params": chosen, "lr": 0.0}], lr=0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                optimizer.step()
+        told = [str(each.message) for each in caught if "group 1 is empty" in str(each.message)]
+        assert len(told) == (0 if chosen else 1)
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
