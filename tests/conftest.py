@@ -11,8 +11,6 @@ os.environ.setdefault("ZPASSES_TEST_PATIENCE", "5")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Scalar kernels: Inductor compiles C++ in every process to find out which vector instructions work.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
-# Inductor splits the compiler's name at spaces.
-os.environ.setdefault("CXX", "g++" if " " in __file__ else f"{os.path.dirname(__file__)}/g++")
 
 import gc
 import logging

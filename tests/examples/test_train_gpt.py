@@ -146,6 +146,7 @@ def check_dump(dump: Path, said: str) -> None:
         assert ran.exit_code == (1 if "--pass" in words else 0), (command, ran.output)
 
 
+@pytest.mark.slow(quick="test_sharded_training_equals_unsharded")
 @pytest.mark.processes
 def test_tied_head_and_bfloat16_compute_agree_within_their_rounding(tmp_path: Path) -> None:
     done, result = train(tmp_path / "out.json", "--tied", "--param-dtype", "bfloat16", "--batch", 6)

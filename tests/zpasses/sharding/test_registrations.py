@@ -140,7 +140,7 @@ def _registers_late(how, stage, codegen="eager"):
     ("how", "stage"),
     some_quick(
         itertools.product(KINDS, (0, 2, 3)),
-        [*itertools.product(KINDS, (3,)), ("LoRA", 0), ("LoRA", 2)],
+        [("orthogonal", 3), ("pruning", 3), ("several", 3), ("LoRA", 2)],
     ),
 )
 @pytest.mark.ranks(2)
@@ -177,6 +177,7 @@ def test_parametrizations_of_several_tensors_before_sharding(how, stage):
     _registers_early(how, stage)
 
 
+@pytest.mark.slow(quick="test_parametrizations_of_several_tensors_before_sharding")
 @pytest.mark.inductor
 @pytest.mark.ranks(2, timeout_s=300)
 def test_parametrizations_of_several_tensors_before_sharding_under_inductor():

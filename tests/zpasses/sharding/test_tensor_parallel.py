@@ -230,27 +230,19 @@ def test_all_stages(stage):
     run_on_ranks(_train, stage, True, False, ranks=4)
 
 
-@pytest.mark.slow(quick="test_loss_parallel")
+@pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
 def test_without_sequence_parallelism():
     run_on_ranks(_train, 3, False, False, ranks=4)
 
 
-def test_loss_parallel():
-    run_on_ranks(_train, 3, True, True, ranks=4)
+def test_loss_parallel_with_windows_and_clipping():
+    run_on_ranks(_train, 3, True, True, windows=2, clip=0.1, ranks=4)
 
 
-def test_windows():
-    run_on_ranks(_train, 3, True, False, windows=2, ranks=4)
-
-
-@pytest.mark.slow(quick="test_windows")
+@pytest.mark.slow(quick="test_loss_parallel_with_windows_and_clipping")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_windows_of_all_stages(stage):
     run_on_ranks(_train, stage, True, False, windows=2, ranks=4)
-
-
-def test_clipping():
-    run_on_ranks(_train, 3, True, False, clip=0.1, ranks=4)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

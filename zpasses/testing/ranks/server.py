@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -139,6 +140,21 @@ def _run(job: bytes) -> bytes:
 
 def _reset_state() -> None:
     torch.compiler.reset()
-    gc.collect()
+    _collect_garbage(next(_calls))
     torch.manual_seed(0)
     random.seed(0)
+
+
+_calls = itertools.count(1)
+_CALLS_PER_FULL_COLLECTION = 40
+
+
+def _collect_garbage(call: int) -> None:
+    """Free what the last call has left. What is alive then stays: modules and caches of compilers,
+    which are so many objects that a look at them takes longer than most calls.
+    """
+    if call % _CALLS_PER_FULL_COLLECTION == 0:
+        gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)

@@ -191,6 +191,7 @@ def _begins_trials(options):
     return begun, list(map(str, cpu_vec_isa.valid_vec_isa_list()))
 
 
+@pytest.mark.slow(quick="test_nothing_is_tried_that_the_user_decides")
 @pytest.mark.inductor
 def test_an_option_that_decides_is_kept():
     (rank,) = run_in_fresh_ranks(_begins_trials, {}, ranks=1)

@@ -295,6 +295,7 @@ def test_entries_of_different_compiles_are_not_mixed(tmp_path):
     assert "rank 0 has another entry" in said[1][0]
 
 
+@pytest.mark.slow(quick="test_variants_are_stored_or_compiled_from_stored_graphs")
 def test_shapes_that_are_compiled_later_need_no_second_question(tmp_path):
     """Ranks may compile for another shape alone: the cache asks nothing then."""
     lengths = {0: (4, 4, 5), 1: (4, 4, 4)}
