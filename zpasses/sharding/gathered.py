@@ -26,6 +26,7 @@ __all__ = [
     "GatheredPiece",
     "Source",
     "StandsForParameter",
+    "check_inputs_of_backward",
     "check_source",
     "guard",
     "guard_piece",
@@ -67,6 +68,13 @@ class StandsForParameter:
         if self._source is not None and _is_mark(name) and name in self._source.param.__dict__:
             return self._source.param.__dict__[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __del__(self) -> None:
+        # `backward(inputs=[copy])` sets the flag, calls nothing that could raise, and leaves the
+        # gradient on the copy, if there is one.
+        with compat.DisableTorchFunctionSubclass():
+            if _GET_RETAINS_GRAD(self):
+                _inputs_of_backward.append(self._label)
 
     def set_(self, source: Tensor) -> Tensor:
         """Replace the whole value, in the shards. torch's parametrizations do that."""
@@ -348,6 +356,21 @@ def _is_other_float(value: Tensor, dtype: torch.dtype) -> bool:
     return value.is_floating_point() and value.dtype != dtype
 
 
+_inputs_of_backward: list[str] = []
+
+
+def check_inputs_of_backward() -> None:
+    """Raise ShardingError if `backward(inputs=...)` was given a gathered copy that is gone."""
+    if _inputs_of_backward:
+        label, *_ = _inputs_of_backward
+        _inputs_of_backward.clear()
+        raise ShardingError(
+            f"backward(inputs=[...]) was given {label}, which is sharded: each read of it returns "
+            "another gathered copy, so the parameter got no gradient. Give it the parameter "
+            "itself: model.get_parameter(name)."
+        )
+
+
 _last_read: list[str] = []
 
 
@@ -413,6 +436,7 @@ class GatheredPiece(StandsForParameter, DTensor):  # type: ignore[misc]  # set_
             return func(*args, **kwargs)
 
 
+compat.begin_no_compile_at(StandsForParameter.__del__)
 for _kind in (GatheredCopy, GatheredPiece):
     compat.begin_no_compile_at(cast(Any, _kind).__torch_function__.__func__)
 

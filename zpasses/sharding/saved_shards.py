@@ -25,6 +25,7 @@ from zpasses.runtime.edits import note_edit
 from zpasses.runtime.layout import layout_of
 from zpasses.runtime.watched import WatchedShard, alias, plain_dtensor
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE
+from zpasses.sharding.gathered import check_inputs_of_backward
 from zpasses.sharding.param_spec import shard_tensor
 from zpasses.sharding.refused_optimizers import check_optimizer
 from zpasses.sharding.replaced_params import check_current
@@ -159,6 +160,7 @@ _CHECKED = "_zpasses_checked_state"
 def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     state = optimizer.state  # `load_state_dict` makes a new one
     check_current(optimizer)
+    check_inputs_of_backward()
     if getattr(optimizer, _CHECKED, None) is state:
         return
     if any(_is_ours(param) for group in optimizer.param_groups for param in group["params"]):

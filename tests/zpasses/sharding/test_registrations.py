@@ -428,6 +428,23 @@ def test_gradients_with_respect_to_another_read():
     assert torch.equal(grad, torch.full((5, 6), 2.0))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.ranks(2)
+def test_backward_with_respect_to_another_read_raises_at_the_next_step(compiled):
+    model = _sharded()
+    run = _compiled(model, 3) if compiled else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run(_data()).sum().backward()
+    optimizer.step()
+    run(_data()).sum().backward(inputs=[model[0].weight])
+    with pytest.raises(zpasses.ShardingError, match=r"another gathered copy.*get_parameter"):
+        optimizer.step()
+    optimizer.zero_grad()
+    run(_data()).sum().backward(inputs=[model.get_parameter("0.weight")])
+    optimizer.step()
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["0.weight"]
+
+
 @pytest.mark.ranks(2)
 def test_a_group_that_is_empty_because_it_was_chosen_by_identity_is_told():
     model = _sharded()
