@@ -12,6 +12,7 @@ from zpasses.checkpoint.model_tensors import (
     agree,
     copy_of_first_rank,
     gather_full,
+    largest_mesh,
     sharding_groups,
     state_names,
     writing_rank,
@@ -59,6 +60,7 @@ def full_state_dict(
     keeps = destination is None or not dist.is_initialized() or dist.get_rank() == destination
     state: dict[str, Any] = {}
     gathered: dict[int, Tensor | None] = {}
+    mesh = largest_mesh(model)
     buffers = {id(buffer) for buffer in model.buffers()}
     for name, value in values.items():
         if not isinstance(value, Tensor):
@@ -67,7 +69,7 @@ def full_state_dict(
             continue
         if id(value) not in gathered:
             if destination is None and id(value) in buffers and not isinstance(value, DTensor):
-                full: Tensor | None = copy_of_first_rank(value, groups)
+                full: Tensor | None = copy_of_first_rank(value, mesh)
             else:
                 full = gather_full(value, destination)
             gathered[id(value)] = full.cpu() if cpu_offload and full is not None else full

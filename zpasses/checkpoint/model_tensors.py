@@ -7,11 +7,12 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from zpasses import compat
@@ -27,6 +28,7 @@ __all__ = [
     "agreed",
     "copy_of_first_rank",
     "gather_full",
+    "largest_mesh",
     "model_tensors",
     "plain_name",
     "sharding_groups",
@@ -135,14 +137,21 @@ def writing_rank(model: nn.Module) -> int:
 
     It is the first rank of the largest mesh over which the model is sharded.
     """
+    mesh = largest_mesh(model)
+    if mesh is not None:
+        return int(mesh.mesh.min())
+    return compat.global_rank() if _ranks() else 0
+
+
+def largest_mesh(model: nn.Module) -> DeviceMesh | None:
+    """Return the largest mesh over which the model is sharded; None if it is not sharded."""
     meshes = [
-        spec.layout.whole_mesh.mesh.flatten().tolist()
+        spec.layout.whole_mesh
         for module in model.modules()
         if isinstance(module, ShardedModule)
         for spec in module._zpasses_specs.values()
     ]
-    largest: list[int] = max(meshes, key=len, default=[])
-    return min(largest) if largest else compat.global_rank() if _ranks() else 0
+    return max(meshes, key=lambda mesh: mesh.size(), default=None)
 
 
 def _ranks() -> bool:
@@ -283,16 +292,18 @@ def gather_full(tensor: Tensor, destination: int | None = None) -> Tensor | None
     return _gather_rows(tensor, local, destination)
 
 
-def copy_of_first_rank(tensor: Tensor, groups: Iterable[str]) -> Tensor:
-    """Return a copy of a plain tensor, such as a buffer, as the first rank of the groups has it.
+def copy_of_first_rank(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """Return a copy of a plain tensor, such as a buffer, as the first rank of the mesh has it.
 
-    Call it on every rank, with the groups in one order.
+    Call it on every rank of the mesh. The dimensions come in one order on all ranks. Names of
+    groups would not: the value of another rank would reach some.
     """
     copy = _own_copy(tensor)
-    for group in groups:
-        if copy.numel() and has_other_ranks(group):
+    for dim in range(mesh.ndim if mesh is not None and copy.numel() else 0):
+        group = cast(DeviceMesh, mesh).get_group(dim)
+        if has_other_ranks(compat.group_name(group)):
             as_bytes = copy.view(-1).view(torch.uint8)  # backends differ in the dtypes they know
-            dist.broadcast(as_bytes, group=compat.process_group(group), group_src=0)
+            dist.broadcast(as_bytes, group=group, group_src=0)
     return copy
 
 

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from zpasses.checkpoint.model_tensors import (
     agree,
     copy_of_first_rank,
+    largest_mesh,
     sharding_groups,
     state_names,
 )
@@ -38,8 +39,10 @@ def broadcast_buffers(model: nn.Module, occasion: str) -> None:
     if not buffers:
         return
     described = [[name, list(each.shape), str(each.dtype)] for name, each in buffers.items()]
-    groups = sharding_groups(model)
-    agree(groups, occasion, limit_s(model), described=described, what="their buffers")
+    mesh = largest_mesh(model)
+    agree(
+        sharding_groups(model), occasion, limit_s(model), described=described, what="their buffers"
+    )
     with torch.no_grad():
         for buffer in buffers.values():
-            buffer.copy_(copy_of_first_rank(buffer, groups))
+            buffer.copy_(copy_of_first_rank(buffer, mesh))

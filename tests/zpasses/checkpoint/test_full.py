@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
 from tests.zpasses.checkpoint.checkpoint_models import Several, changed, sharded
@@ -62,6 +63,15 @@ def test_buffers_are_those_of_the_first_rank():
     assert state["running_mean"].tolist() == [0.0] * 3
     assert state["num_batches_tracked"] == 1
     assert model.num_batches_tracked == 1 + dist.get_rank()  # the model keeps its own
+
+
+@pytest.mark.ranks(4)
+def test_buffers_of_replicas_are_those_of_the_first_rank():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = zpasses.shard(nn.BatchNorm1d(3), mesh=mesh)
+    with torch.no_grad():
+        model.running_mean += dist.get_rank()
+    assert zpasses.full_state_dict(model)["running_mean"].tolist() == [0.0] * 3
 
 
 @pytest.mark.ranks(2)
