@@ -2,7 +2,7 @@
 #
 #   make demo          train a small GPT on two ranks, compare with one process, and write
 #                      build/demo/report.html; ARGS="--zero-stage 2 --steps 50"
-#   make test          lint and run the tests that are not slow, four at a time;
+#   make test          lint and run the tests that are not slow, two at a time;
 #                      ARGS="-k gather -x", ARGS="-n 0 --pdb"
 #   make test-all      lint and run all tests
 #   make lint          ruff, ruff format, mypy
@@ -30,9 +30,9 @@ demo: $(INSTALLED)
 	@rm -rf build/demo
 	$(PY) examples/train_gpt.py --ranks 2 --dump build/demo $(ARGS)
 
-# Four keep two cores busy: six took as long. They start some hundred processes, which share
-# compiled bytecode whatever the environment says.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 4 --dist worksteal
+# Two keep two cores busy, because most tests run two ranks: three and four took a third longer. They
+# start some hundred processes, which share compiled bytecode whatever the environment says.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist worksteal
 
 # Property tests draw a fifth of their examples. pyproject.toml tells which tests are slow.
 test: QUICK := -m "not slow" --hypothesis-profile quick

@@ -6,8 +6,8 @@ __all__ = ["some_quick"]
 
 
 def some_quick(values, quick):
-    """Returns the parameters, of which those outside `quick` are slow, because they repeat what
-    those in `quick` show. A tuple is the values of several arguments.
+    """Returns the parameters, of which those outside `quick` are slow, because those in
+    `quick` come close enough. A tuple is the values of several arguments.
     """
     values, quick = list(values), list(quick)
     assert quick

@@ -85,7 +85,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """A slow test names the quick test that covers the same behaviour."""
+    """A slow test names the quick test that comes closest."""
     for item in items:
         for mark in item.iter_markers("slow"):
             quick = mark.kwargs.get("quick")

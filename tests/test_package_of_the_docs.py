@@ -75,7 +75,9 @@ def test_the_page_shows_all_files():
         pytest.param(
             "real_ranks",
             id="simulated",
-            marks=pytest.mark.slow(quick="test_the_tests_of_a_broken_pass_fail"),
+            marks=pytest.mark.slow(
+                quick="test_the_worked_pass_runs_and_prints_what_the_page_shows"
+            ),
         ),
         # The package's session imports torch once more, for its pool of ranks.
         pytest.param("", id="all", marks=pytest.mark.slow(quick="simulated")),
@@ -96,6 +98,7 @@ def test_the_tests_of_the_package_pass(package, left_out):
     ],
 )
 @pytest.mark.processes
+@pytest.mark.slow(quick="test_the_worked_pass_runs_and_prints_what_the_page_shows")
 def test_the_tests_of_a_broken_pass_fail(package, left_out):
     """The pass doubles gradients, which no static check finds."""
     _, installed = package

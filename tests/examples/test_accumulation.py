@@ -33,7 +33,7 @@ def _grad_cache():
     )
 
 
-@pytest.mark.slow(quick="test_every_way_to_accumulate_trains_identically")
+@pytest.mark.slow(quick="tests/zpasses/test_accumulation.py")
 def test_cached_loss_of_sentence_transformers_trains_like_the_unsharded_model():
     pytest.importorskip("sentence_transformers")
     for ours, plain in run_on_ranks(_grad_cache, timeout_s=240):

@@ -74,6 +74,7 @@ def test_sharded_training_equals_unsharded(tmp_path: Path, stage: int, forked: b
 
 
 @pytest.mark.processes
+@pytest.mark.slow(quick="test_sharded_training_equals_unsharded")
 def test_report_is_complete_and_counts_what_ran(tmp_path: Path) -> None:
     dump = tmp_path / "dump"
     done, result = train(

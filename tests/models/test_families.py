@@ -429,10 +429,7 @@ FAMILIES = {
 
 QUICK = {
     "conv2d": 3,
-    "batch norm": 3,
     "causal attention": 3,
-    "indexed experts": 3,
-    "reentrant checkpoint": 2,
 }
 """Family -> the stage that `make test` trains. The others repeat what these show of the passes, and
 were of use when they were new: `make test-all` runs them."""

@@ -1,6 +1,7 @@
 """Unmodified Hugging Face models train on two ranks as they do unsharded."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -133,21 +134,10 @@ def _compare_gradients(model, plain):
         )
 
 
-other_stage = pytest.mark.slow(quick="the other stage of the same model")
-other_model = pytest.mark.slow(quick="llama and mixtral, and test_eager_training_... of gpt2")
-
-
+@pytest.mark.slow(quick="test_eager_training_equals_the_unsharded_one")
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [
-        pytest.param("llama", 2, marks=other_model),
-        pytest.param("llama", 3, marks=other_stage),
-        pytest.param("gpt2", 1, marks=other_model),
-        pytest.param("gpt2", 2, marks=other_model),
-        pytest.param("gpt2", 3, marks=other_model),
-        pytest.param("mixtral", 2, marks=other_stage),
-        ("mixtral", 3),
-    ],
+    [*itertools.product(("llama", "mixtral"), (2, 3)), *(("gpt2", stage) for stage in (1, 2, 3))],
 )
 @pytest.mark.ranks(2, timeout_s=120)
 def test_training_equals_the_unsharded_one(name, stage):
@@ -185,7 +175,7 @@ def test_llama_is_captured_as_one_graph_and_compiled_once():
     assert run_on_ranks(_captured_graphs) == [["captured", "joint", "forward", "backward"]] * 2
 
 
-@pytest.mark.slow(quick="test_training_equals_the_unsharded_one")
+@pytest.mark.slow(quick="test_eager_training_equals_the_unsharded_one")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.ranks(2, timeout_s=120)
 def test_llama_with_gradient_checkpointing_equals_the_one_without(compiled):

@@ -287,12 +287,12 @@ def _sum(grads):
     return [functools.reduce(torch.add, each) for each in zip(*grads, strict=True)]
 
 
-@pytest.mark.slow(quick="test_expert_parallelism")
+@pytest.mark.slow(quick="test_experts_as_plain_parameters")
 def test_hybrid_sharding_of_experts():
     run_on_ranks(_train, "mixtral", "hybrid", 3, 1, ranks=4)
 
 
-@pytest.mark.slow(quick="test_expert_parallelism")
+@pytest.mark.slow(quick="test_experts_as_plain_parameters")
 @pytest.mark.parametrize(("stage", "windows"), [(1, 1), (2, 1), (3, 2)])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_hybrid_sharding(name, stage, windows):
@@ -307,7 +307,7 @@ def test_tensor_parallelism(name, stage, windows, exact):
     run_on_ranks(_train, name, "tp", stage, windows, torch.float32, exact, ranks=4)
 
 
-@pytest.mark.slow(quick="test_expert_parallelism")
+@pytest.mark.slow(quick="test_experts_as_plain_parameters")
 @pytest.mark.parametrize("kind", ["hybrid", "tp"])
 def test_differences_are_rounding_errors(kind):
     run_on_ranks(_train, "gpt", kind, 3, 2, torch.float64, ranks=4)
@@ -323,13 +323,13 @@ def test_expert_parallelism():
     run_on_ranks(_train, "mixtral", "ep", 3, 1, ranks=4)
 
 
-@pytest.mark.slow(quick="test_expert_parallelism")
+@pytest.mark.slow(quick="test_experts_as_plain_parameters")
 @pytest.mark.parametrize(("stage", "windows"), [(1, 1), (2, 1), (3, 2)])
 def test_expert_parallelism_of_all_stages(stage, windows):
     run_on_ranks(_train, "mixtral", "ep", stage, windows, ranks=4)
 
 
-@pytest.mark.slow(quick="test_expert_parallelism")
+@pytest.mark.slow(quick="test_experts_as_plain_parameters")
 @pytest.mark.parametrize(("stage", "windows"), [(1, 1), (2, 1), (3, 2)])
 def test_experts_on_a_mesh_of_their_own(stage, windows):
     run_on_ranks(_train, "mixtral", "experts", stage, windows, ranks=4)
@@ -382,13 +382,13 @@ def _train_simulated(name, kind, ranks, stage, windows):
     errors.check(0.0 if exact else 1.0, lambda: _rounding(name, rows, windows))
 
 
-@pytest.mark.slow(quick="test_simulated_steps_equal_the_unlowered_graph of test_hybrid.py")
+@pytest.mark.slow(quick="test_training_equals_the_unsharded_model of test_hybrid.py")
 def test_training_on_simulated_ranks():
     _train_simulated("gpt", "hybrid", 8, 3, 2)
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.slow(quick="test_simulated_steps_equal_the_unlowered_graph of test_hybrid.py")
+@pytest.mark.slow(quick="test_training_equals_the_unsharded_model of test_hybrid.py")
 @pytest.mark.parametrize(("ranks", "stage", "windows"), [(8, 1, 2), (8, 2, 1), (16, 3, 2)])
 @pytest.mark.parametrize("kind", ["hybrid", "tp"])
 @pytest.mark.parametrize("name", BUILDERS)
@@ -397,14 +397,14 @@ def test_training_on_more_simulated_ranks(name, kind, ranks, stage, windows):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.slow(quick="test_expert_parallelism")
+@pytest.mark.slow(quick="test_experts_as_plain_parameters")
 @pytest.mark.parametrize(("ranks", "stage", "windows"), [(8, 1, 2), (8, 2, 1), (16, 3, 2)])
 def test_expert_parallelism_on_simulated_ranks(ranks, stage, windows):
     _train_simulated("mixtral", "ep", ranks, stage, windows)
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.slow(quick="test_simulated_steps_equal_the_unlowered_graph of test_hybrid.py")
+@pytest.mark.slow(quick="test_training_equals_the_unsharded_model of test_hybrid.py")
 @pytest.mark.parametrize("ranks", [8, 16])
 @pytest.mark.parametrize("kind", ["hybrid", "tp"])
 @pytest.mark.parametrize("name", BUILDERS)

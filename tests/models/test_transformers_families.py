@@ -277,11 +277,11 @@ FAMILIES = {
         max_image_length=8,
     ),
 }
-QUICK = {"fnet": 3}
-"""Family -> the stage that `make test` trains. The others take half a minute of processor time."""
 
 
-@pytest.mark.parametrize(("name", "stages"), cases(FAMILIES, QUICK))
+# Each takes half a minute of processor time or more.
+@pytest.mark.slow(quick="test_a_module_trains_as_it_does_unsharded of test_families.py")
+@pytest.mark.parametrize(("name", "stages"), cases(FAMILIES, {"fnet": 3}))
 @pytest.mark.ranks(2, timeout_s=600)
 def test_a_model_trains_as_it_does_unsharded(name, stages):
     train(FAMILIES[name], *stages)

@@ -141,6 +141,7 @@ def test_a_pass_that_drops_an_average_fails():
         run_pipeline(graph, Drop(), verify="simulate")
 
 
+@pytest.mark.slow(quick="the other tests of test_average_replicas.py")
 def test_reductions_by_all_reduce_are_averaged_too():
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
 

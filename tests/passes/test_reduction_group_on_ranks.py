@@ -130,6 +130,7 @@ def test_compiled_code_reduces_on_the_second_group():
 
 
 @processes
+@pytest.mark.slow(quick="test_later_passes_recognise_reductions_on_their_own_group")
 def test_reductions_on_their_own_group_give_the_same_bits():
     first, second = run_on_ranks(on_ranks)
     assert first == second == ("0.reductions", [0, 1], 5.0, 5.0, True)

@@ -284,7 +284,7 @@ def test_trainer_finds_a_peer_whose_training_differs():
 
 
 # --- overhead -------------------------------------------------------------------------------------
-@pytest.mark.slow(quick="test_checks_relate_the_cost_of_comparisons_to_the_step")
+@pytest.mark.slow(quick="test_a_steady_loop_needs_no_votes")
 def test_overhead_reports_microseconds_per_parameter(tmp_path):
     """Started as a user does, with new processes as ranks."""
     size = ["--params", "8", "--steps", "5", "--blocks", "2", "--codegens", "eager"]
@@ -426,7 +426,7 @@ def test_compile_compares_cold_and_warm_starts(measured):
 
 
 # --- dump -----------------------------------------------------------------------------------------
-@pytest.mark.slow(quick="test_startup_times_commands_with_and_without_a_dump")
+@pytest.mark.slow(quick="test_time_limit_ends_a_run_and_is_reported")
 def test_dump_compares_compiles_with_and_without_a_dump(measured):
     size = [
         "--width",
@@ -531,7 +531,7 @@ def test_checks_relate_the_cost_of_comparisons_to_the_step(measured):
 
 
 # --- coalesce -------------------------------------------------------------------------------------
-@pytest.mark.slow(quick="test_train_..., and the tests of windows count collectives")
+@pytest.mark.slow(quick="the tests of windows count collectives")
 @pytest.mark.inductor
 def test_coalesce_measures_a_window_in_time_memory_and_traffic(measured):
     size = [

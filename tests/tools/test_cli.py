@@ -104,6 +104,7 @@ main()
 """
 
 
+@pytest.mark.slow(quick="the other tests of test_cli.py")
 def test_a_process_ends_without_freeing_its_memory_after_threads_and_handlers():
     command = [sys.executable, "-c", _LEAVES]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)

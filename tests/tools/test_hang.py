@@ -503,6 +503,7 @@ def doubling(times):
         ["huge", "doubling", "long text", "entries", "brackets"], ["huge", "doubling", "entries"]
     ),
 )
+@pytest.mark.slow(quick="test_damaged_files_are_shown_or_refused")
 def test_recorder_files_that_grow_are_shown_or_refused(tmp_path, shape):
     dump_training_step(tmp_path / "dump", rank=0)
     recorder = tmp_path / "fr_0"
@@ -523,6 +524,7 @@ def test_recorder_files_that_grow_are_shown_or_refused(tmp_path, shape):
     run_limited([["hang", str(tmp_path / "dump"), str(recorder)]])
 
 
+@pytest.mark.slow(quick="test_damaged_files_are_shown_or_refused")
 def test_a_recorder_of_many_equal_collectives_takes_little_time(tmp_path):
     names = [f"p{at}" for at in range(2000)]
     dump = replace(dump_of(graph_of("forward", (None, gathering(*names)))), path=tmp_path)

@@ -234,6 +234,7 @@ def many_kernels(count):
 @pytest.mark.parametrize(
     "shape", some_quick(["nested", "overlapping", "kernels", "numbers"], ["nested", "kernels"])
 )
+@pytest.mark.slow(quick="test_damaged_traces_are_shown_or_refused")
 def test_hostile_traces_take_little_time(two_ranks, tmp_path, shape):
     names = [name for name, _ in collectives_of(two_ranks)["forward"]]
     events = {
@@ -252,6 +253,7 @@ def test_hostile_traces_take_little_time(two_ranks, tmp_path, shape):
         ["zeros", "blanks", "brackets", "events", "text", "number"], ["brackets", "events", "text"]
     ),
 )
+@pytest.mark.slow(quick="test_damaged_traces_are_shown_or_refused")
 def test_traces_that_grow_are_refused(two_ranks, tmp_path, shape):
     trace = tmp_path / "trace.json.gz"
     with gzip.open(trace, "wb", compresslevel=1) as file:

@@ -91,6 +91,7 @@ def test_all_collective_time_of_a_real_step_is_joined_to_nodes(tmp_path):
 
 
 @pytest.mark.processes
+@pytest.mark.slow(quick="test_all_collective_time_of_a_real_step_is_joined_to_nodes")
 def test_collectives_that_leave_their_graph_are_joined_to_its_nodes(tmp_path):
     assert run_on_ranks(_train_and_trace, str(tmp_path), "eager", per_block=True) == [True, True]
     found = open_dump(tmp_path / "dump").measured(tmp_path / "rank0.json.gz")

@@ -89,6 +89,7 @@ def table():
 
 
 # --- plans ---------------------------------------------------------------------------------------
+@pytest.mark.slow(quick="test_budget_chooses_the_fastest_plan_within_it")
 def test_plans_go_from_lean_to_fast(table):
     assert 4 <= len(table.plans) <= 6
     for lean, fast in itertools.pairwise(table.plans):
@@ -120,10 +121,11 @@ def figures_of(point):
     ]
 
 
-_SLOW = pytest.mark.slow(quick="test_options_of_a_plan_lead_to_its_graphs[-1]")
+_SLOW = pytest.mark.slow(quick="test_stages_are_those_of_a_compile_without_a_budget[-1]")
 
 
 @pytest.mark.parametrize("at", [*(pytest.param(at, marks=_SLOW) for at in (0, 1, 2)), -1])
+@pytest.mark.slow(quick="test_stages_are_those_of_a_compile_without_a_budget")
 def test_options_of_a_plan_lead_to_its_graphs(table, at):
     """The launches, peaks and times of a compile with these options are those of the row."""
     point = table.plans[at]
@@ -204,6 +206,7 @@ def test_budget_chooses_the_fastest_plan_within_it(tmp_path):
     assert "budget 20MiB" in page.read_text()
 
 
+@pytest.mark.slow(quick="test_too_small_budget_says_what_is_missing_and_what_holds_the_memory")
 def test_budget_that_nothing_fits_says_what_is_missing():
     done = run(f"{HERE}:blocks", *SMALL, "--memory", "1MiB")
     assert done.exit_code == 1

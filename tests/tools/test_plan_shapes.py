@@ -115,6 +115,7 @@ def test_a_mesh_has_its_fastest_plan_that_fits_in_a_device():
     assert shape_point("shard=8", budget, 80 * GIB).plan is lean
 
 
+@pytest.mark.slow(quick="the other tests of test_plan_shapes.py")
 def test_the_command_plans_every_shape():
     arguments = ["--mesh", "auto", "--world", "4", "--target", "h100,ranks_per_node=2", "--json"]
     small = ["--arg", "rows=64", "--arg", "layers=1"]

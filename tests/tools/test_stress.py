@@ -190,6 +190,7 @@ class Refuses(Negate):
             raise OptionError("size=2")
 
 
+@pytest.mark.slow(quick="test_a_wrong_pass_is_found_with_the_command_that_repeats_it")
 def test_a_drawn_pipeline_that_is_not_valid_is_a_failure(monkeypatch):
     install(monkeypatch, Refuses)
     done = stress("graphs", "--count", "8", "--seed", "8")
@@ -204,7 +205,7 @@ def dump_made_before(monkeypatch):
     monkeypatch.setattr(dumps, "_make_dump", lambda folder: shutil.copytree(real_dump()[0], folder))
 
 
-@pytest.mark.slow(quick="test_damaged_dumps_are_shown_or_refused")
+@pytest.mark.slow(quick="test_damaged_dumps_are_shown_or_refused_by_every_command")
 def test_the_suite_makes_its_own_dump():
     done = stress("dumps", "--count", "3")
     assert done.exit_code == 0, done.output
@@ -262,6 +263,7 @@ def test_a_reader_that_opens_other_files_is_found(dump_made_before, monkeypatch)
     assert "open of /etc/passwd" in done.stdout
 
 
+@pytest.mark.slow(quick="test_a_wrong_pass_is_found_with_the_command_that_repeats_it")
 def test_a_reader_that_takes_too_long_is_found(dump_made_before, monkeypatch):
     patch = (
         "from zpasses.tools.stress import read_dump\nread_dump.CPU_LIMIT_S = 0.5\n"

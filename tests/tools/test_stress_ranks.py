@@ -91,6 +91,7 @@ def test_rank_at_fault_may_end_early_with_the_right_numbers():
         ("sleep within the limit", "before backward", "equal"),
     ],
 )
+@pytest.mark.slow(quick="the other tests of test_stress_ranks.py")
 def test_real_ranks(kind, place, outcome, tmp_path):
     program = drawn(kind, place=place)
     assert program.window or outcome == "equal"  # a window reports the exception at once

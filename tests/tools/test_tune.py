@@ -150,7 +150,7 @@ print("ended")
 
 
 @pytest.mark.processes
-@pytest.mark.slow(quick="test_tune_measures_a_run_and_all_ranks_follow_the_first_reading")
+@pytest.mark.slow(quick="test_file_that_does_not_match_is_named_and_ignored")
 def test_two_ranks_are_tuned_and_then_use_the_result(tmp_path):
     program, out = tmp_path / "train.py", tmp_path / "tuned.json"
     program.write_text(textwrap.dedent(PROGRAM))

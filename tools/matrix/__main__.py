@@ -20,7 +20,7 @@ from zpasses.tools.programs import run_limited
 
 __all__ = ["main"]
 
-QUICK = ("-n", "4", "--dist", "worksteal", "-m", "not slow", "--hypothesis-profile", "quick")
+QUICK = ("-n", "2", "--dist", "worksteal", "-m", "not slow", "--hypothesis-profile", "quick")
 """Arguments of pytest in `make test`."""
 
 _FAILED_TESTS = "ended with status 1"

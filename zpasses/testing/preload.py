@@ -11,7 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No pool of compile workers, each of which would import torch.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-from zpasses import compat
+from zpasses import compat, passes, sharding  # noqa: F401
+from zpasses.backend import compiler  # noqa: F401
 
 with contextlib.suppress(ImportError):
     import pytest  # noqa: F401

@@ -100,6 +100,7 @@ def test_normalizations_beside_checkpoints_are_saved_value_by_value():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow(quick="test_backward_recomputes_nothing_from_a_buffer_that_forward_changes")
 def test_a_budget_recomputes_no_normalization_from_statistics_that_changed():
     options = {"codegen": "eager", "zero_stage": 1, "memory_budget": "0%"}
     plain, x = Model(ModelChoice(("batch_norm", "wide"))), torch.linspace(-1, 2, 24).view(4, 6)

@@ -71,6 +71,9 @@ def lean_peak():
     return peak(captured("0%"))
 
 
+@pytest.mark.slow(
+    quick="test_plans_keep_the_bits_and_the_budget_and_are_never_slower_than_one_ahead"
+)
 def test_peak_stays_within_every_budget_and_more_memory_gathers_less(lean_peak):
     budgets = [int(lean_peak * factor) for factor in (0.8, 1.1, 3.0)]
     found = [captured(f"{budget}B") for budget in budgets]
@@ -82,6 +85,7 @@ def test_peak_stays_within_every_budget_and_more_memory_gathers_less(lean_peak):
     assert gathered[-1] == 0
 
 
+@pytest.mark.slow(quick="test_auto_trains")
 def test_little_memory_recomputes_activations(lean_peak):
     def operations(capture):
         nodes = capture.after.backward.graph.nodes
@@ -94,6 +98,7 @@ def test_little_memory_recomputes_activations(lean_peak):
     "factor",
     [0.75, *(pytest.param(f, marks=pytest.mark.slow(quick="factor 0.75")) for f in (1.1, 4.0))],
 )
+@pytest.mark.slow(quick="test_auto_trains")
 def test_steps_equal_the_dialect_under_every_budget(lean_peak, factor):
     captures = capture_ranks(
         Blocks(),
@@ -130,6 +135,7 @@ def test_kept_parameters_are_noted_in_the_graph_and_the_log(caplog):
 
 
 # --- graphs that are not a whole step ------------------------------------------------------------
+@pytest.mark.slow(quick="test_kept_parameters_are_noted_in_the_graph_and_the_log")
 def test_a_part_of_the_model_keeps_nothing_by_itself():
     """Other parts run between its forward and its backward, and their peaks are not known."""
 
@@ -151,6 +157,7 @@ def test_a_part_of_the_model_keeps_nothing_by_itself():
     assert regathered(part) > regathered(whole)
 
 
+@pytest.mark.slow(quick="test_kept_parameters_are_noted_in_the_graph_and_the_log")
 def test_keep_nothing_gathers_everything_again():
     pipeline = "merge-reads,gather-params,reduce-grads,reshard-after-forward{keep=%s}"
     found = [
@@ -172,6 +179,7 @@ def test_keep_nothing_gathers_everything_again():
         ),
     ],
 )
+@pytest.mark.slow(quick="test_too_small_budget_says_what_is_missing_and_what_holds_the_memory")
 def test_budget_bounds_pipelines_that_keep_nothing_themselves(pipeline, caplog):
     """They merge and start early within it, and recompute activations only if they must."""
 
@@ -223,7 +231,7 @@ def _trained(budget, rows):
     return gathers
 
 
-@pytest.mark.slow(quick="test_ranks_with_uneven_shards_and_batches_agree")
+@pytest.mark.slow(quick="test_auto_trains")
 @pytest.mark.ranks(2)
 def test_all_ranks_adopt_the_decision_of_the_first():
     """The second rank has a larger batch, and would not have the memory."""
@@ -237,6 +245,7 @@ def test_all_ranks_adopt_the_decision_of_the_first():
 @pytest.mark.parametrize(
     "budget", ["20%", pytest.param("150KiB", marks=pytest.mark.slow(quick="budget 20%"))]
 )
+@pytest.mark.slow(quick="test_auto_trains")
 def test_ranks_with_uneven_shards_and_batches_agree(budget):
     """Their memory differs, so each would decide otherwise."""
     outcomes = run_in_fresh_ranks(_trained, budget, (8, 48, 16), ranks=3, timeout_s=100)
@@ -314,6 +323,7 @@ def _bytes_gathered(budget, backwards_per_step, frozen=()):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow(quick="test_auto_trains")
 def test_windows_gather_once_per_step_what_the_budget_allows():
     lean = _bytes_gathered(None, 3)
     assert len(set(lean)) == 1
@@ -326,6 +336,7 @@ def test_windows_gather_once_per_step_what_the_budget_allows():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow(quick="test_auto_trains")
 def test_frozen_parameters_are_gathered_once_if_the_budget_allows():
     frozen = ("up.1", "down.2")
     sent = _bytes_gathered("100MiB", 1, frozen)

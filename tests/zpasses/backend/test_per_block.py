@@ -159,6 +159,7 @@ def test_blocks_of_all_kinds_train_to_the_same_bits(case, prefetch):
         [(2, {"window": True})],
     ),
 )
+@pytest.mark.slow(quick="test_blocks_of_all_kinds_train_to_the_same_bits")
 def test_all_stages_train_to_the_same_bits(stage, how):
     (first, second) = run_on_ranks(compare, Net, {"zero_stage": stage}, **how)
     assert first == second
@@ -211,6 +212,7 @@ def train_own_batches(build, options, sizes, evaluations):
     ],
     ids=["in a backward", "other turning points", "Inductor"],
 )
+@pytest.mark.slow(quick="test_twenty_lengths_take_two_compiles_and_a_dump_says_why")
 def test_a_rank_recompiles_alone_for_batches_of_its_own_size(build, options, evaluations):
     (first, second) = run_on_ranks(
         train_own_batches, build, options, [(2, 2), (2, 400), (2, 3), (3, 2)], evaluations
@@ -253,7 +255,7 @@ def compare_turns(options, **how):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", [{}, {"depths": [4, 2, 3, 4]}], ids=str)
+@pytest.mark.parametrize("how", some_quick([{}, {"depths": [4, 2, 3, 4]}], [{}]), ids=str)
 def test_backwards_end_reductions_and_start_gathers_at_their_turning_point(how):
     (first, second) = run_on_ranks(compare_turns, {"prefetch": 1}, **how)
     assert first == second
@@ -263,6 +265,7 @@ def test_backwards_end_reductions_and_start_gathers_at_their_turning_point(how):
 
 
 @pytest.mark.processes
+@pytest.mark.slow(quick="test_backwards_end_reductions_and_start_gathers_at_their_turning_point")
 def test_more_graphs_ahead_leave_more_reductions_in_flight_at_turning_points():
     (first, _) = run_on_ranks(compare_turns, {"prefetch": 3})
     assert max(after for _, after, _ in first) == 2
@@ -300,6 +303,9 @@ def hooked(prefetch):
 
 
 @pytest.mark.processes
+@pytest.mark.slow(
+    quick="test_hooks_of_nodes_that_accumulate_are_called_once_and_after_the_gradient"
+)
 def test_hooks_after_accumulation_are_called_once_and_with_the_gradient():
     expected = run_on_ranks(hooked, 0)
     assert all(len(each) == 1 for each in expected[0].values())
@@ -337,6 +343,7 @@ def with_replicas(prefetch):
 
 
 @pytest.mark.processes
+@pytest.mark.slow(quick="test_blocks_of_all_kinds_train_to_the_same_bits")
 def test_gradients_are_averaged_over_replicas_after_their_block():
     expected = run_on_ranks(with_replicas, 0, ranks=4)
     assert run_on_ranks(with_replicas, 1, ranks=4) == expected
@@ -515,6 +522,7 @@ def at_another_distance():
 
 
 @pytest.mark.processes
+@pytest.mark.slow(quick="test_ranks_that_call_blocks_in_another_order_are_told")
 def test_ranks_that_gather_at_other_distances_are_told():
     for outcome in run_in_fresh_ranks(at_another_distance):
         assert outcome.ok, str(outcome)
@@ -550,6 +558,7 @@ def fail_often(options):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("options", [EAGER, pytest.param({}, marks=SLOW)], ids=str)
+@pytest.mark.slow(quick="test_a_step_without_backward_leaves_nothing_behind")
 def test_backwards_that_fail_leave_nothing(options):
     for few, many in run_on_ranks(fail_often, {**options, "zero_stage": 2, "prefetch": 1}):
         assert few == many
@@ -572,6 +581,7 @@ def evaluate_on_one_rank(options):
 
 
 @pytest.mark.processes
+@pytest.mark.slow(quick="test_ranks_that_call_blocks_in_another_order_are_told")
 def test_ranks_are_told_of_an_evaluation_that_only_one_runs():
     # What runs between blocks is not compiled. The ranks meet there first.
     for outcome in run_in_fresh_ranks(evaluate_on_one_rank, {"zero_stage": 2}):
@@ -599,6 +609,7 @@ def under_budget(budget):
 
 
 @pytest.mark.processes
+@pytest.mark.slow(quick="test_too_small_budget_says_what_is_missing_and_what_holds_the_memory")
 def test_a_budget_that_the_step_exceeds_is_refused_on_all_ranks():
     for text in run_on_ranks(under_budget, "1KiB"):
         assert "hold at least" in text
@@ -647,7 +658,7 @@ def test_a_dump_has_one_graph_per_distinct_block_and_the_schedule_over_all(tmp_p
 
 @pytest.mark.inductor
 @pytest.mark.processes
-@pytest.mark.slow(quick="test_generated_code_keeps_the_turning_point_inside_the_backward")
+@pytest.mark.slow(quick="test_backwards_end_reductions_and_start_gathers_at_their_turning_point")
 @pytest.mark.parametrize("case", ["window", "evaluation"])
 def test_generated_code_of_blocks_computes_the_same(case):
     build, how = CASES[case]
@@ -730,5 +741,6 @@ def drawn_programs(seeds):
 @pytest.mark.parametrize(
     ("first", "count"), some_quick([(0, 1), (1, 5), *((at, 6) for at in range(6, 60, 6))], [(0, 1)])
 )
+@pytest.mark.slow(quick="test_blocks_of_all_kinds_train_to_the_same_bits")
 def test_drawn_programs_compute_the_same_with_gathers_ahead(first, count):
     run_on_ranks(drawn_programs, list(range(first, first + count)), timeout_s=300)

@@ -58,20 +58,27 @@ def train(options, count, evaluate=False, blocks=None, size=SIZE):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("stage", some_quick([2, 3], [3]))
-def test_a_graph_is_compiled_at_most_twice_for_twenty_lengths(stage):
-    assert run_on_ranks(train, {"zero_stage": stage}, 20) == [2, 2]
+def test_twenty_lengths_take_two_compiles_and_a_dump_says_why(stage, tmp_path):
+    assert run_on_ranks(train, {"zero_stage": stage, "dump": tmp_path}, 20) == [2, 2]
+    first, second = read(tmp_path).ranks[0].compiles
+    assert not first.info.recompile_reason
+    assert "size mismatch at index 1" in second.info.recompile_reason
+    shown = list_view(read(tmp_path)).text()
+    assert shown.count("compiled again: ") == 1
+    assert second.info.recompile_reason[:40] in shown
 
 
 LAYERS = replace(SIZE, layers=3)
 
 
 @pytest.mark.processes
+@pytest.mark.slow(quick="test_twenty_lengths_take_two_compiles_and_a_dump_says_why")
 def test_blocks_are_compiled_at_most_twice_for_twenty_lengths():
     assert run_on_ranks(train, {"prefetch": 1}, 20, blocks="blocks.*", size=LAYERS) == [2, 2]
 
 
 @pytest.mark.processes
-@pytest.mark.slow(quick="test_blocks_are_compiled_at_most_twice_for_twenty_lengths")
+@pytest.mark.slow(quick="test_twenty_lengths_take_two_compiles_and_a_dump_says_why")
 def test_each_kind_of_block_is_compiled_at_most_twice_for_twenty_lengths():
     blocks = "blocks.*,tokens,norm,head"
     counts = run_on_ranks(train, {"prefetch": "auto"}, 20, blocks=blocks, size=LAYERS)
@@ -79,7 +86,7 @@ def test_each_kind_of_block_is_compiled_at_most_twice_for_twenty_lengths():
 
 
 @pytest.mark.processes
-@pytest.mark.slow(quick="test_a_graph_is_compiled_at_most_twice_for_twenty_lengths")
+@pytest.mark.slow(quick="test_twenty_lengths_take_two_compiles_and_a_dump_says_why")
 @pytest.mark.parametrize(
     "options", [{"zero_stage": 2}, {"zero_stage": 3}, {"memory_budget": "64MiB"}], ids=str
 )
@@ -107,19 +114,9 @@ def forward_peak(length, most=None):
     return peaks[-1]
 
 
+@pytest.mark.slow(quick="test_twenty_lengths_take_two_compiles_and_a_dump_says_why")
 def test_plans_are_made_for_the_largest_length_that_is_named():
     # Dynamo's sizes of values that are no simple products of the length are bounded from above.
     largest = forward_peak(64)
     assert forward_peak(8) < 0.5 * largest
     assert largest <= forward_peak(8, most=64) <= 1.1 * largest
-
-
-@pytest.mark.processes
-def test_a_dump_says_why_a_graph_was_compiled_again(tmp_path):
-    run_on_ranks(train, {"dump": tmp_path}, 3)
-    first, second = read(tmp_path).ranks[0].compiles
-    assert not first.info.recompile_reason
-    assert "size mismatch at index 1" in second.info.recompile_reason
-    shown = list_view(read(tmp_path)).text()
-    assert shown.count("compiled again: ") == 1
-    assert second.info.recompile_reason[:40] in shown

@@ -44,6 +44,7 @@ def names(graph):
     ("kept", "cached"), some_quick([(0, 0), (2, 0), (100, 0), (1, 2), (0, 100)], [(1, 2)])
 )
 @pytest.mark.parametrize("reshard", [None, 2])
+@pytest.mark.slow(quick="test_less_activations_recompute_more")
 def test_kept_parameters_change_nothing_but_their_gathers(activations, kept, cached, reshard):
     """torch's activation budget counts kept parameters, and would recompute more for them."""
 
@@ -81,6 +82,7 @@ def test_less_activations_recompute_more():
     within_compile(check)
 
 
+@pytest.mark.slow(quick="test_less_activations_recompute_more")
 def test_trials_are_made_once_and_leave_the_joint_graph_alone():
     def check(trials):
         before = names(trials.gm.graph), [dict(node.meta) for node in trials.gm.graph.nodes]
@@ -93,6 +95,7 @@ def test_trials_are_made_once_and_leave_the_joint_graph_alone():
     within_compile(check)
 
 
+@pytest.mark.slow(quick="test_less_activations_recompute_more")
 def test_least_limit_fits_and_less_does_not():
     def check(trials):
         least = trials.least_bytes()

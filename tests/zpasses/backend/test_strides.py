@@ -111,6 +111,7 @@ SLOW = pytest.mark.slow(quick="the same of whole models")
 
 
 @pytest.mark.parametrize("cases", [FIRST, pytest.param(OTHERS, marks=SLOW)])
+@pytest.mark.slow(quick="test_a_module_trains_as_it_does_unsharded of test_families.py")
 def test_convolutions_train_as_without_sharding(cases, tmp_path):
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     for _start in ("cold", "warm"):
@@ -178,6 +179,7 @@ def _repeated_difference():
     return max((a - b).abs().max().item() for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.slow(quick="test_a_module_trains_as_it_does_unsharded of test_families.py")
 def test_variants_save_tensors_that_repeat_their_memory():
     ranks = run_in_fresh_ranks(_repeated_difference)
     assert all(rank.ok for rank in ranks), "\n".join(map(str, ranks))

@@ -79,6 +79,7 @@ def written(tmp_path, content):
     return path
 
 
+@pytest.mark.slow(quick="test_file_that_does_not_match_is_named_and_ignored")
 def test_options_of_the_entry_replace_the_stage(plain, entry, tmp_path):
     path = written(tmp_path, {"format": 1, "entries": [entry]})
     assert regathered(target="h100", tuned=path) > plain
@@ -173,6 +174,7 @@ def run_ranks(*args, **options):
 
 
 @pytest.mark.processes
+@pytest.mark.slow(quick="test_file_that_does_not_match_is_named_and_ignored")
 def test_tune_measures_a_run_and_all_ranks_follow_the_first_reading(tmp_path):
     request = {"options": {"pipeline": LEAN}, "warmup": 1, "steps": 2, "budgets": 0}
     (tmp_path / REQUEST_FILE).write_text(json.dumps(request))
@@ -191,6 +193,7 @@ def test_tune_measures_a_run_and_all_ranks_follow_the_first_reading(tmp_path):
     assert run_ranks([missing, path]) == [0, 0]
 
 
+@pytest.mark.slow(quick="test_file_that_does_not_match_is_named_and_ignored")
 def test_plans_that_the_next_runs_try(tmp_path, monkeypatch):
     request = {"options": None, "warmup": 1, "steps": 1, "budgets": 6}
     (tmp_path / REQUEST_FILE).write_text(json.dumps(request))

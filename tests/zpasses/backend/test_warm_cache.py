@@ -59,7 +59,7 @@ def run(options, cache):
     return outcomes[0].result
 
 
-@pytest.mark.slow(quick="test_graphs_from_a_warm_cache_are_told_apart_too")
+@pytest.mark.slow(quick="test_ranks_that_choose_different_agreed_graphs_get_an_error")
 def test_warm_caches_give_the_code_of_the_options_at_hand(tmp_path):
     losses, ran, hits = run({"zero_stage": 3}, tmp_path)
     assert hits == 0

@@ -13,7 +13,7 @@ from zpasses.testing import run_on_ranks, world_mesh
 pytestmark = pytest.mark.processes
 
 STEPS = 4
-SLOW = pytest.mark.slow(quick="test_asynchronous_checkpoint_loads_onto_another_number_of_ranks")
+SLOW = pytest.mark.slow(quick="test_a_few_programs_go_on_as_without_a_checkpoint")
 
 
 def _training(stage):
@@ -68,6 +68,7 @@ def test_training_resumes_from_an_asynchronous_checkpoint(stage, tmp_path):
         assert_same(state, expected)
 
 
+@pytest.mark.slow(quick="test_a_few_programs_go_on_as_without_a_checkpoint")
 def test_asynchronous_checkpoint_loads_onto_another_number_of_ranks(tmp_path):
     expected = run_on_ranks(_trains_and_saves, str(tmp_path), 3, True)[0]
     for state in run_on_ranks(_resumes, str(tmp_path), 3, ranks=3):

@@ -313,6 +313,7 @@ def test_a_few_programs_go_on_as_without_a_checkpoint(tmp_path):
     run_on_ranks(_each, str(tmp_path), range(5), _first, _second)
 
 
+@pytest.mark.slow(quick="test_a_few_programs_go_on_as_without_a_checkpoint")
 def test_a_checkpoint_passes_through_another_number_of_ranks(tmp_path):
     _through_three_ranks(str(tmp_path), range(5, 7))
 
@@ -323,7 +324,7 @@ def test_programs_go_on_as_without_a_checkpoint(tmp_path, first):
     run_on_ranks(_each, str(tmp_path), range(first, first + 20), _first, _second, timeout_s=300)
 
 
-@pytest.mark.slow(quick="test_a_checkpoint_passes_through_another_number_of_ranks")
+@pytest.mark.slow(quick="test_a_few_programs_go_on_as_without_a_checkpoint")
 @pytest.mark.parametrize("first", range(127, 167, 20))
 def test_checkpoints_pass_through_another_number_of_ranks(tmp_path, first):
     _through_three_ranks(str(tmp_path), range(first, first + 20))

@@ -199,6 +199,7 @@ def _llama(seed=0, **changes):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow(quick="test_save_pretrained_on_one_rank_is_an_error_on_all")
 def test_save_pretrained_and_from_pretrained(folder):
     plain = _llama()
     if dist.get_rank() == 0:

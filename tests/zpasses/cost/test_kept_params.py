@@ -72,6 +72,7 @@ def test_head_comes_first_because_its_backward_follows_its_forward_at_once():
         [(2, one_ahead_plan), (3, single_plan)],
     ),
 )
+@pytest.mark.slow(quick="test_more_memory_keeps_more_and_is_never_slower")
 def test_memory_of_a_choice_is_that_of_its_graphs(world_size, plan):
     """Rows of 64 and 96 are not divisible by 3 and 2 alike, so some gathers are padded."""
     lean = step_of(captured(WIDTHS, 129, 16, world_size, "nothing"), world_size)
@@ -97,6 +98,7 @@ def test_memory_of_a_choice_is_that_of_its_graphs(world_size, plan):
         [([16, 40, 3], 3, 24, 2)],
     ),
 )
+@pytest.mark.slow(quick="test_more_memory_keeps_more_and_is_never_slower")
 def test_what_fits_does_not_raise_the_peak_and_is_equal_on_all_ranks(
     widths, classes, rows, world_size
 ):
@@ -160,6 +162,7 @@ def test_frozen_parameters_are_never_gathered_again():
     assert seen == [len(step.backward.jobs) - 1, len(step.forward.jobs) - 1]
 
 
+@pytest.mark.slow(quick="test_more_memory_keeps_more_and_is_never_slower")
 def test_memory_is_given_to_caching_where_it_saves_time():
     with use_target(Target.parse("h100")):
         graphs = captured([512] * 5, 1024, 64, 4, "nothing")

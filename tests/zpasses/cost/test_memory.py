@@ -306,6 +306,9 @@ RESHARDED = "reshard-after-forward,bucket{cap_mb=1,memory_budget=1GiB},overlap"
     some_quick(["cache-params", RESHARDED], [RESHARDED]),
     ids=["cached", "resharded"],
 )
+@pytest.mark.slow(
+    quick="test_plans_keep_the_bits_and_the_budget_and_are_never_slower_than_one_ahead"
+)
 def test_modelled_peaks_are_what_a_step_allocates(last):
     graphs = {}
     options = {

@@ -81,6 +81,7 @@ def problem_of(graph, target=H100, **options):
         pytest.param(700, marks=pytest.mark.slow(quick="the same with 3,000 nodes")),
     ],
 )
+@pytest.mark.slow(quick="the other tests of test_schedule_planner.py")
 def test_the_work_of_planning_grows_no_faster_than_the_graph(params):
     calls = 0
 

@@ -31,6 +31,7 @@ def _dump_on_all_ranks_then_fail_on_rank_0(folder, blocked):
     return ""
 
 
+@pytest.mark.slow(quick="the dumps of test_training_equals_the_unsharded_model")
 def test_ranks_share_a_folder_and_one_failing_dump_is_an_error_on_all(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")

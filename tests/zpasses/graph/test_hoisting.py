@@ -1,5 +1,6 @@
 """Collectives that leave their graph: the parts compute what the whole graph does."""
 
+import pytest
 from hypothesis import assume, given, settings
 from torch import fx
 
@@ -66,6 +67,7 @@ WORLDS = {"world_sizes": (2, 3, 4), "replicas": (1, 2)}
 
 @given(joint_recipes(max_params=3, **WORLDS), pipelines(lowered=True))
 @settings(max_examples=drawn_examples(40), deadline=None)
+@pytest.mark.slow(quick="the other tests of test_hoisting.py")
 def test_the_parts_of_a_graph_compute_what_it_does(recipe, pipeline):
     _, graphs = recipe.run_pipeline(pipeline)
     parts = list(map(hoist, graphs))

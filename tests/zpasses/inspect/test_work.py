@@ -50,6 +50,7 @@ def read(readers, tmp_path, name, scale, *commands):
 
 
 @pytest.mark.parametrize("name", QUICK)
+@pytest.mark.slow(quick="test_refusal_names_the_limit_and_the_option")
 def test_costly_dumps_are_shown_or_refused_in_time(readers, tmp_path, name):
     scale, commands = QUICK[name]
     found = read(readers, tmp_path, name, scale, commands)
@@ -58,7 +59,7 @@ def test_costly_dumps_are_shown_or_refused_in_time(readers, tmp_path, name):
     assert found.memory_mb < 2 * MEMORY_LIMIT_MB
 
 
-@pytest.mark.slow(quick="test_costly_dumps_are_shown_or_refused_in_time")
+@pytest.mark.slow(quick="test_refusal_names_the_limit_and_the_option")
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 @pytest.mark.parametrize("name", HEAVY)
 def test_every_costly_dump_is_shown_or_refused_in_time(readers, tmp_path, name, scale):

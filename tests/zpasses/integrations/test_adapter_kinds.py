@@ -173,6 +173,7 @@ def _kinds():
 
 
 @pytest.mark.parametrize("kind", some_quick(_kinds(), ["ADALORA"]))
+@pytest.mark.slow(quick="test_training_equals_the_unsharded_model of test_adapters.py")
 def test_kind_trains_saves_and_loads_like_over_a_plain_model(tmp_path, kind):
     run_on_ranks(_check, tmp_path, kind)
 

@@ -174,6 +174,7 @@ def _compare_finetuning(folder):
         assert losses == pytest.approx(ddp_losses, rel=1e-6)
 
 
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
 def test_callbacks_that_add_groups_resume_as_with_ddp(tmp_path):
     run_on_ranks(_compare_finetuning, tmp_path)
 
@@ -192,6 +193,7 @@ def _learning_rates():
     assert found[1][1] == pytest.approx(found[0][1])
 
 
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
 def test_the_learning_rate_finder_suggests_what_it_does_with_ddp(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # it saves the module there, and loads it
     run_on_ranks(_learning_rates)
@@ -216,6 +218,7 @@ def _compare_inside_of_a_step(folder):
         assert mine == pytest.approx(theirs, rel=1e-6)
 
 
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
 def test_checkpoints_between_two_micro_batches_are_as_of_ddp(tmp_path):
     run_on_ranks(_compare_inside_of_a_step, tmp_path)
 
@@ -293,6 +296,7 @@ def _export(folder):
         _fit(_zpasses(), checkpoint=folder / "ours")
 
 
+@pytest.mark.slow(quick="test_hooks_see_the_state_in_a_checkpoint_and_it_can_be_exported")
 def test_weights_only_checkpoints_are_files_as_of_ddp(tmp_path):
     run_on_ranks(_export, tmp_path)
 
@@ -332,6 +336,7 @@ def _generate_and_save(folder):
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
 def test_pretrained_models_generate_and_save_as_with_ddp(tmp_path):
     run_on_ranks(_generate_and_save, tmp_path)
 
@@ -355,6 +360,7 @@ def _best(folder):
         assert found["valid"] == score.item()
 
 
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
 def test_the_best_checkpoint_validates_at_the_value_that_was_recorded(tmp_path):
     run_on_ranks(_best, tmp_path)
 

@@ -134,27 +134,28 @@ def _compare(folder, kinds):
             torch.testing.assert_close(_files(each), expected)
 
 
+@pytest.mark.slow(quick="test_save_pretrained_on_one_rank_is_an_error_on_all")
 def test_adapters_are_written_as_those_of_a_plain_model(tmp_path):
     kinds = ("p",)
     run_on_ranks(_check, tmp_path, kinds, training.OPTIONS)
     _compare(tmp_path, kinds)
 
 
-@pytest.mark.slow(quick="test_adapters_are_written_as_those_of_a_plain_model")
+@pytest.mark.slow(quick="test_save_pretrained_on_one_rank_is_an_error_on_all")
 @pytest.mark.parametrize("kind", ["lora", "none", "prefix", "prompt", "tokens"])
 def test_models_are_written_as_plain_ones(tmp_path, kind):
     run_on_ranks(_check, tmp_path, [kind], training.OPTIONS)
     _compare(tmp_path, [kind])
 
 
-@pytest.mark.slow(quick="test_adapters_are_written_as_those_of_a_plain_model")
+@pytest.mark.slow(quick="test_save_pretrained_on_one_rank_is_an_error_on_all")
 @pytest.mark.parametrize("kind", ["lora", "p"])
 def test_adapters_are_written_with_the_default_options(tmp_path, kind):
     run_on_ranks(_check, tmp_path, [kind], {}, timeout_s=240)
     _compare(tmp_path, [kind])
 
 
-@pytest.mark.slow(quick="test_adapters_are_written_as_those_of_a_plain_model")
+@pytest.mark.slow(quick="test_save_pretrained_on_one_rank_is_an_error_on_all")
 @pytest.mark.parametrize("kind", ["lora", "prompt"])
 def test_adapters_that_were_added_after_prepare_are_written(tmp_path, kind):
     run_on_ranks(_check, tmp_path, [kind], training.OPTIONS, True)
@@ -226,7 +227,7 @@ def _other_states(folder):
         torch.testing.assert_close(_files(folder / "kept"), _files(folder / "all"))
 
 
-@pytest.mark.slow(quick="test_adapters_are_written_as_those_of_a_plain_model")
+@pytest.mark.slow(quick="test_save_pretrained_on_one_rank_is_an_error_on_all")
 def test_copies_models_of_the_hub_and_filtered_states_are_written(tmp_path):
     run_on_ranks(_other_states, tmp_path)
 
@@ -244,6 +245,6 @@ def _generate():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
-@pytest.mark.slow(quick="test_adapters_are_written_as_those_of_a_plain_model")
+@pytest.mark.slow(quick="test_save_pretrained_on_one_rank_is_an_error_on_all")
 def test_generate_keeps_ranks_in_step():
     run_on_ranks(_generate)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import zpasses
+from tests.cases import some_quick
 from zpasses.testing import run_on_ranks, world_mesh
 
 accelerate = pytest.importorskip("accelerate")
@@ -139,6 +140,7 @@ def _resume(folder, checkpoint, steps):
     return training.logged(trainer, "loss", "grad_norm")
 
 
+@pytest.mark.slow(quick="test_a_few_runs_end_as_without_a_stop")
 def test_checkpoints_resume_on_another_number_of_ranks(tmp_path):
     expected, same = run_on_ranks(_save, tmp_path)
     assert same == expected
@@ -154,7 +156,7 @@ def test_checkpoints_resume_on_another_number_of_ranks(tmp_path):
     assert all(torch.equal(param, saved[name]) for name, param in model.named_parameters())
 
 
-@pytest.mark.slow(quick="test_checkpoints_resume_on_another_number_of_ranks")
+@pytest.mark.slow(quick="test_a_few_runs_end_as_without_a_stop")
 def test_checkpoints_resume_on_the_same_ranks(tmp_path):
     expected, _ = run_on_ranks(_save, tmp_path)
     for losses in run_on_ranks(_resume, tmp_path, tmp_path / "checkpoint-2", 2):
@@ -246,6 +248,7 @@ def _fail_to_save(folder):
         trainer.train()
 
 
+@pytest.mark.slow(quick="test_a_callback_that_saves_on_one_rank_is_an_error_on_all")
 def test_rank_that_cannot_write_fails_on_all_ranks(tmp_path):
     run_on_ranks(_fail_to_save, tmp_path)
 
@@ -300,7 +303,7 @@ def _save_on_one_rank(folder, event):
         trainer.train()
 
 
-@pytest.mark.parametrize("event", ["on_save", "on_train_end"])
+@pytest.mark.parametrize("event", some_quick(["on_save", "on_train_end"], ["on_save"]))
 def test_a_callback_that_saves_on_one_rank_is_an_error_on_all(tmp_path, event):
     run_on_ranks(_save_on_one_rank, tmp_path, event)
 
@@ -379,6 +382,7 @@ def _resize():
     assert grad.full_tensor()[size - 1].abs().sum() > 0
 
 
+@pytest.mark.slow(quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step")
 def test_embeddings_are_resized_before_sharding():
     run_on_ranks(_resize)
 
@@ -412,7 +416,7 @@ def _skip_and_not():
         _skip_layers(0.5)
 
 
-@pytest.mark.slow(quick="test_embeddings_are_resized_before_sharding")
+@pytest.mark.slow(quick="test_causal_language_model_trains_like_ddp_and_reduces_once_per_step")
 def test_layers_that_are_skipped_at_random_are_refused_by_name():
     run_on_ranks(_skip_and_not)
     run_on_ranks(_skip_layers, 0.0)

@@ -93,7 +93,7 @@ def _compare(which, ours, theirs, options, atol):
     )
 
 
-@pytest.mark.parametrize("which", some_quick(EXACT, ["AdamW", "Adagrad", "SGD", "RMSprop"]))
+@pytest.mark.parametrize("which", some_quick(EXACT, ["AdamW", "Adagrad"]))
 @pytest.mark.ranks(2)
 def test_optimizers_of_torch_are_exact(which):
     cls, variants = EXACT[which]

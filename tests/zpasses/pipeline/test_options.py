@@ -129,6 +129,7 @@ def test_pipeline_decides_what_is_lowered():
     )
 
 
+@pytest.mark.slow(quick="test_an_unsharded_model_compiles_to_the_kernels_of_inductor")
 def test_codegen_decides_who_runs_the_graph(monkeypatch):
     from zpasses import compat
 

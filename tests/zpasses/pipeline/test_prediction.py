@@ -46,6 +46,7 @@ def test_stages_could_be_faster_and_no_schedule_beats_the_bound(tmp_path, stage)
         assert found.possible_us < found.total_us
 
 
+@pytest.mark.slow(quick="test_figures_are_those_of_the_graph_after_its_passes")
 def test_a_scheduled_graph_achieves_what_is_possible(tmp_path):
     graphs = dumped(tmp_path, "zero3", memory_budget="1MiB")
     for name in ("forward", "backward"):
@@ -132,6 +133,7 @@ def test_a_dump_without_predictions_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("value", [-1.0, "fast", None])
+@pytest.mark.slow(quick="test_a_dump_without_predictions_is_read")
 def test_damaged_predictions_are_refused(tmp_path, value):
     dumped(tmp_path, "zero3")
     (events,) = tmp_path.glob("rank0/*/events.jsonl")

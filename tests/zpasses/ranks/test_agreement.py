@@ -81,6 +81,9 @@ def test_the_first_tensor_of_a_bucket_that_differs_is_named():
         assert "self.first(x)" not in message
 
 
+@pytest.mark.slow(
+    quick="test_one_rank_on_another_branch_raises_on_all_and_names_the_first_difference"
+)
 def test_a_shorter_sequence_is_named_too():
     for _, message in (
         outcome.result for outcome in run_in_fresh_ranks(_another_branch, "none", timeout_s=100)
@@ -145,11 +148,12 @@ def _dispatches(**options):
         model.zero_grad()
 
 
+@pytest.mark.slow(quick="test_the_same_branch_agrees")
 def test_ranks_may_exchange_different_numbers_of_rows():
     run_on_ranks(_dispatches, agreement_timeout_s=30.0)
 
 
-@pytest.mark.slow(quick="test_ranks_may_exchange_different_numbers_of_rows")
+@pytest.mark.slow(quick="test_the_same_branch_agrees")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_ranks_may_exchange_different_numbers_of_rows_in_other_stages(stage):
     run_on_ranks(_dispatches, agreement_timeout_s=30.0, zero_stage=stage)
@@ -198,6 +202,7 @@ def _votes_twice():
     return True
 
 
+@pytest.mark.slow(quick="test_the_same_branch_agrees")
 def test_what_was_agreed_once_needs_no_second_vote():
     assert run_on_ranks(_votes_twice) == [True, True]
 
@@ -212,6 +217,7 @@ def _votes_cast(agreement):
     return store.num_keys() - before
 
 
+@pytest.mark.slow(quick="test_options_that_differ_are_named")
 def test_agreement_can_be_turned_off():
     assert run_in_fresh_ranks(_votes_cast, False)[0].result == 0
     assert run_in_fresh_ranks(_votes_cast, True)[0].result > 0
@@ -232,6 +238,7 @@ def _joins_twice():
     return True
 
 
+@pytest.mark.slow(quick="test_the_same_branch_agrees")
 def test_a_new_group_of_the_same_name_starts_afresh():
     outcomes = run_in_fresh_ranks(_joins_twice, timeout_s=100)
     assert all(outcome.result for outcome in outcomes), outcomes

@@ -231,7 +231,7 @@ def _one_rank_cannot_recompile(limit_s):
     return 0.0, ""
 
 
-@pytest.mark.slow(quick="test_another_number_of_micro_batches_is_an_error_in_later_steps")
+@pytest.mark.slow(quick="test_another_number_of_micro_batches_is_an_error_in_the_first_step")
 def test_a_rank_that_waits_in_a_collective_hears_the_cause_at_the_limit():
     results = [each.result for each in run_in_fresh_ranks(_one_rank_cannot_recompile, 5.0)]
     seconds, error = results[0]
@@ -280,6 +280,7 @@ def _goes_on_after_a_failed_backward():
     return ""
 
 
+@pytest.mark.slow(quick="test_votes_meet_again_after_a_failure_that_one_rank_caught")
 def test_a_rank_that_meets_another_one_after_its_failure_hears_the_cause():
     waiting, failed = run_in_fresh_ranks(_goes_on_after_a_failed_backward)
     assert "rank 0 is at compiling a graph, but rank 1 at the next graph" in waiting.result

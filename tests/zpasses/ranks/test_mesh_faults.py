@@ -285,8 +285,6 @@ SAID = {
 QUICK = (
     other_shapes,
     other_names,
-    other_divide_factors,
-    other_start_values,
     a_replica_that_fails_in_a_window,
 )
 other_fault = pytest.mark.slow(quick="the other faults")
@@ -297,6 +295,7 @@ other_fault = pytest.mark.slow(quick="the other faults")
     [each if each in QUICK else pytest.param(each, marks=other_fault) for each in FAULTS],
     ids=lambda fault: fault.__name__,
 )
+@pytest.mark.slow(quick="test_options_that_differ_are_named")
 def test_every_rank_gets_an_error_in_time(fault):
     outcomes = run_in_fresh_ranks(timed, fault, ranks=len(FAULTS[fault]), timeout_s=100)
     results = [outcome.result for outcome in outcomes]
@@ -327,6 +326,7 @@ def starts_over_and_evaluates():
     return failed
 
 
+@pytest.mark.slow(quick="test_options_that_differ_are_named")
 def test_ranks_that_start_over_are_told_nothing_more():
     outcomes = run_in_fresh_ranks(starts_over_and_evaluates, ranks=4, timeout_s=100)
     assert all(each.ok for each in outcomes), outcomes
@@ -338,6 +338,6 @@ def equal_divisors():
     zpasses.shard(nn.Linear(4, 4), mesh=hybrid_mesh(), grad_divide_factor=given)
 
 
-@pytest.mark.slow(quick="test_ranks_that_start_over_are_told_nothing_more")
+@pytest.mark.slow(quick="test_options_that_differ_are_named")
 def test_divisors_are_compared_by_what_they_do():
     assert all(each.ok for each in run_in_fresh_ranks(equal_divisors, ranks=4, timeout_s=100))

@@ -86,6 +86,7 @@ def _log_names(occasion):
         pytest.param(FLATTENING, marks=pytest.mark.slow(quick="copy engines"), id="flattening"),
     ],
 )
+@pytest.mark.slow(quick="test_options_that_differ_are_named")
 def test_agreement_false_says_which_votes_remain_and_they_keep_the_limit(pipeline):
     for window in (False, True):
         for outcome in run_in_fresh_ranks(_votes_and_log, pipeline, window):

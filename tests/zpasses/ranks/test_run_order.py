@@ -137,6 +137,7 @@ def compiled_part(module):
     "one_by_one", [True, pytest.param(False, marks=pytest.mark.slow(quick="one by one"))]
 )
 @pytest.mark.parametrize("agreed_before", some_quick([False, True], [True]))
+@pytest.mark.slow(quick="test_ranks_that_choose_different_agreed_graphs_get_an_error")
 def test_ranks_that_run_different_blocks_of_one_graph_get_an_error(one_by_one, agreed_before):
     results = [each.result for each in run_in_fresh_ranks(_drop_a_layer, one_by_one, agreed_before)]
     for seconds, error in results:
@@ -265,6 +266,7 @@ def _as_a_plain_loop():
     return True
 
 
+@pytest.mark.slow(quick="test_a_steady_loop_needs_no_votes")
 def test_programs_that_ranks_share_run_through():
     assert run_on_ranks(_as_a_plain_loop) == [True, True]
 

@@ -134,6 +134,7 @@ def _one_rank_writes(cached):
     return float(whole(next(model.parameters()))[0].abs().sum())
 
 
+@pytest.mark.slow(quick="test_writes_between_a_forward_and_its_backward_are_refused")
 def test_a_write_of_one_rank_is_named_where_another_rank_reads_a_copy():
     for rank in run_in_fresh_ranks(_one_rank_writes, True):
         assert "zpasses.errors.AgreementError" in rank.error

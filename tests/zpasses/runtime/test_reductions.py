@@ -48,6 +48,7 @@ def _clip_rank(order: float, foreach: bool, times: float) -> None:
 
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("times", [1.0, 2.0])
+@pytest.mark.slow(quick="the other tests of test_reductions.py")
 def test_clipping_by_an_infinite_norm(foreach: bool, times: float) -> None:
     run_on_ranks(_clip_rank, math.inf, foreach, times, ranks=RANKS, timeout_s=60)
 

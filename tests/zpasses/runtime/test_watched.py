@@ -210,6 +210,7 @@ def differences(stage, edits=EDITS, **options):
 
 
 @pytest.mark.parametrize("stage", some_quick([2, 3], [2]))
+@pytest.mark.slow(quick="test_edits_are_seen_by_the_defaults")
 def test_edits_are_seen(stage):
     for found in run_on_ranks(differences, stage):
         assert found == dict.fromkeys((edit.__name__ for edit in EDITS), pytest.approx(0, abs=1e-6))
@@ -389,6 +390,7 @@ def _run_copies(stage):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.slow(quick="test_copies_are_sharded_models_with_values_of_their_own")
 def test_ranks_that_run_different_copies_learn_it(stage):
     for rank in run_in_fresh_ranks(_run_copies, stage):
         assert raised(rank) == "AgreementError", str(rank)
@@ -552,6 +554,7 @@ def _foreach(params, rate):
 
 
 @pytest.mark.parametrize(("make", "stage", "steps"), [(_fused, 0, 104), (_foreach, 3, 2)])
+@pytest.mark.slow(quick="test_ranks_that_load_different_values_learn_it")
 def test_ranks_with_other_learning_rates_learn_it(make, stage, steps):
     for rank in run_in_fresh_ranks(_step_by_rank, make, stage, steps):
         assert raised(rank) == "AgreementError", str(rank)
@@ -630,6 +633,7 @@ def test_an_edit_between_forward_and_backward_raises(stage, per_block):
         assert "edited between a forward and its backward" in rank.error
 
 
+@pytest.mark.slow(quick="test_an_edit_between_forward_and_backward_raises")
 def test_an_edit_on_one_rank_between_forward_and_backward_raises_on_all():
     ranks = run_in_fresh_ranks(_edit_before_backward, 3, (1,), False)
     assert [raised(rank) for rank in ranks] == ["AgreementError", "ShardingError"]
@@ -711,6 +715,7 @@ def _step_that_raises(stage, failing_ranks, changed):
 
 
 @pytest.mark.parametrize(("stage", "changed"), [(2, 0), (3, 1), (0, 0)])
+@pytest.mark.slow(quick="test_a_step_that_raised_on_all_ranks_alike_can_be_caught")
 def test_a_step_that_raised_on_one_rank_and_was_caught_is_an_error_on_all(stage, changed):
     for rank in run_in_fresh_ranks(_step_that_raises, stage, (1,), changed):
         assert raised(rank) == "AgreementError", str(rank)

@@ -93,6 +93,7 @@ def _same(model, plain):
 # --- merging --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("which", some_quick(ADAPTERS, MOST_UNLIKE))
 @pytest.mark.ranks(2)
+@pytest.mark.slow(quick="test_merge_on_ranks_without_rows_is_seen_by_cached_parameters")
 def test_merging_equals_the_unsharded_model(which):
     plain, model = _pair(which)
     _same(model, plain)
@@ -235,6 +236,7 @@ def test_training_adapters_that_are_not_sharded_is_an_error(how):
     ],
 )
 @pytest.mark.ranks(2)
+@pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
 def test_second_call_of_shard_finds_late_adapters(which, stage):
     model = _late(which)
     before = {name: p for name, p in model.named_parameters() if "lora" in name}
@@ -267,6 +269,7 @@ def _alone():
     run(TOKENS).sum().backward()
 
 
+@pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
 def test_one_rank_needs_no_average():
     run_on_ranks(_alone, ranks=1)
 

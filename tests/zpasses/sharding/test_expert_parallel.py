@@ -82,22 +82,23 @@ def _train(stage, dtensors=True, along=None, windows=1, clip=None):
     assert_near(_experts_of_all(params, mesh, dtensors), expected[2])
 
 
-@pytest.mark.slow(quick="test_experts_cut_along_another_dimension_with_windows_and_clipping")
+@pytest.mark.slow(quick="test_experts_as_plain_parameters")
 def test_training_equals_the_unsharded_model():
     run_on_ranks(_train, 3, ranks=4)
 
 
-@pytest.mark.slow(quick="test_experts_cut_along_another_dimension_with_windows_and_clipping")
+@pytest.mark.slow(quick="test_experts_as_plain_parameters")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_all_stages(stage):
     run_on_ranks(_train, stage, ranks=4)
 
 
+@pytest.mark.slow(quick="test_experts_as_plain_parameters")
 def test_experts_cut_along_another_dimension_with_windows_and_clipping():
     run_on_ranks(_train, 3, along=1, windows=2, clip=0.1, ranks=4)
 
 
-@pytest.mark.slow(quick="test_experts_cut_along_another_dimension_with_windows_and_clipping")
+@pytest.mark.slow(quick="test_experts_as_plain_parameters")
 @pytest.mark.parametrize(("stage", "along"), [(0, 2), (2, 1), (3, 2)])
 def test_experts_cut_along_all_dimensions(stage, along):
     run_on_ranks(_train, stage, along=along, ranks=4)
@@ -107,7 +108,7 @@ def test_experts_as_plain_parameters():
     run_on_ranks(_train, 3, False, 2, ranks=4)
 
 
-@pytest.mark.slow(quick="test_experts_cut_along_another_dimension_with_windows_and_clipping")
+@pytest.mark.slow(quick="test_experts_as_plain_parameters")
 @pytest.mark.parametrize("stage", [0, 2])
 def test_windows(stage):
     run_on_ranks(_train, stage, windows=2, ranks=4)
@@ -138,7 +139,7 @@ def _train_replicas(stage):
     assert_near({name: whole(param) for name, param in model.named_parameters()}, params)
 
 
-@pytest.mark.slow(quick="test_experts_cut_along_another_dimension_with_windows_and_clipping")
+@pytest.mark.slow(quick="test_experts_as_plain_parameters")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_replicas_of_experts(stage):
     run_on_ranks(_train_replicas, stage, ranks=8)

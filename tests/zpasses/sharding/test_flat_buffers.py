@@ -409,6 +409,7 @@ def _packed_training(folder):
 
 
 @pytest.mark.processes
+@pytest.mark.slow(quick="test_inductor_takes_shards_of_one_buffer")
 def test_packed_models_train_and_checkpoint_like_others(tmp_path):
     assert run_on_ranks(_packed_training, str(tmp_path)) == [True, True]
 

@@ -209,12 +209,13 @@ def test_simulated_steps_equal_the_unlowered_graph(pipeline):
     assert_step_equals_reference(_capture(2, 2, pipeline))
 
 
+@pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
 def test_low_precision_reductions():
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     assert_step_equals_reference(_capture(2, 2, "zero3", **dtypes))
 
 
-@pytest.mark.slow(quick="test_simulated_steps_equal_the_unlowered_graph")
+@pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
 @pytest.mark.parametrize(("replicas", "shards"), [(2, 4), (4, 2), (8, 1), (4, 4)])
 def test_more_simulated_ranks(replicas, shards):
     assert_step_equals_reference(_capture(replicas, shards, "zero3"))
@@ -281,38 +282,40 @@ def test_all_stages(stage):
     run_on_ranks(_train, stage, ranks=4)
 
 
+@pytest.mark.slow(quick="test_variants_reduce_within_a_replica_and_defer_the_average")
 def test_windows():
     run_on_ranks(_train, 3, 2, ranks=4)
 
 
-@pytest.mark.slow(quick="test_windows")
+@pytest.mark.slow(quick="test_variants_reduce_within_a_replica_and_defer_the_average")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_windows_of_all_stages(stage):
     run_on_ranks(_train, stage, 2, ranks=4)
 
 
+@pytest.mark.slow(quick="test_variants_reduce_within_a_replica_and_defer_the_average")
 def test_windows_of_the_average_over_replicas():
     run_on_ranks(_train, 3, 2, accum="shards", ranks=4)
 
 
-@pytest.mark.slow(quick="test_windows_of_the_average_over_replicas")
+@pytest.mark.slow(quick="test_variants_reduce_within_a_replica_and_defer_the_average")
 def test_a_step_before_the_window_ends_reduces_what_is_pending():
     run_on_ranks(_train, 3, 2, accum="shards", most=3, ranks=4)
     run_on_ranks(_train, 3, 2, accum="full", most=3, ranks=4)
 
 
-@pytest.mark.slow(quick="test_windows_of_the_average_over_replicas")
+@pytest.mark.slow(quick="test_variants_reduce_within_a_replica_and_defer_the_average")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_explicit_windows_of_the_average_over_replicas(stage):
     run_on_ranks(_train, stage, 2, None, True, accum="shards", ranks=4)
 
 
-@pytest.mark.slow(quick="test_windows_of_the_average_over_replicas")
+@pytest.mark.slow(quick="test_variants_reduce_within_a_replica_and_defer_the_average")
 def test_windows_of_the_average_in_another_dtype():
     run_on_ranks(_train, 3, 2, accum="shards", reduce_dtype=torch.float64, ranks=4)
 
 
-@pytest.mark.slow(quick="test_windows")
+@pytest.mark.slow(quick="test_variants_reduce_within_a_replica_and_defer_the_average")
 def test_explicit_windows():
     run_on_ranks(_train, 3, 2, None, True, ranks=4)
 
@@ -369,6 +372,7 @@ def _to_and_from_fsdp2(folder):
         assert_near(_state(other), _state(model), 1e-6)
 
 
+@pytest.mark.slow(quick="test_checkpoints_load_on_other_meshes")
 def test_checkpoints_go_to_and_from_fsdp2(tmp_path):
     run_on_ranks(_to_and_from_fsdp2, str(tmp_path), ranks=4)
 

@@ -105,8 +105,6 @@ PIPELINES = {"scheduled": LEAN, "single": SINGLE}
     some_quick(
         itertools.product(PIPELINES, SHARDED),
         [
-            ("single", "hybrid"),
-            ("scheduled", "bfloat16"),
             ("scheduled", "columns"),
         ],
     ),
@@ -260,6 +258,7 @@ def test_a_large_budget_keeps_all_even_parameters_whole():
         pytest.param(KEEPING, id="kept"),
     ],
 )
+@pytest.mark.slow(quick="test_simulated_ranks_compute_the_same_step")
 def test_simulated_ranks_compute_the_same_step_with_even_parameters(pipeline):
     found = capture_ranks(
         EvenNet(),
@@ -283,6 +282,7 @@ def test_without_gradients_nothing_is_gathered_again():
         assert {size for size, _ in gathers(found.after.inference)} == {4}
 
 
+@pytest.mark.slow(quick="test_a_large_budget_keeps_all_even_parameters_whole")
 def test_memory_budgets_count_the_parts():
     counts = {}
     for budget in ("0%", "1GiB"):
@@ -399,6 +399,7 @@ def _train_both(options):
     ],
     ids=["eager", "window", "inductor"],
 )
+@pytest.mark.slow(quick="test_simulated_ranks_compute_the_same_step")
 def test_training_equals_gathering_from_all_ranks(options):
     run_on_ranks(_train_both, options, ranks=4)
 
@@ -417,6 +418,7 @@ def _train_with_cached_params():
     assert whole[2] == parts[2] == {4}
 
 
+@pytest.mark.slow(quick="test_simulated_ranks_compute_the_same_step")
 def test_parameters_cached_in_a_window_are_not_gathered_again():
     run_on_ranks(_train_with_cached_params, ranks=4)
 

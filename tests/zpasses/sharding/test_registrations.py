@@ -140,7 +140,7 @@ def _registers_late(how, stage, codegen="eager"):
     ("how", "stage"),
     some_quick(
         itertools.product(KINDS, (0, 2, 3)),
-        [("orthogonal", 3), ("pruning", 3), ("several", 3), ("LoRA", 2)],
+        [("LoRA", 2)],
     ),
 )
 @pytest.mark.ranks(2)
@@ -150,6 +150,7 @@ def test_parametrizations_after_sharding_train_as_before_it(how, stage):
 
 @pytest.mark.inductor
 @pytest.mark.ranks(2, timeout_s=300)
+@pytest.mark.slow(quick="test_parametrizations_after_sharding_train_as_before_it")
 def test_parametrizations_after_sharding_under_inductor():
     _registers_late("several", 3, "inductor")
 
@@ -170,8 +171,10 @@ def _registers_early(how, stage, codegen="eager"):
     _assert_like(model, plain)
 
 
-@pytest.mark.parametrize("how", OF_SEVERAL_TENSORS)
-@pytest.mark.parametrize("stage", some_quick([2, 3], [3]))
+@pytest.mark.parametrize(
+    ("how", "stage"),
+    some_quick(itertools.product(OF_SEVERAL_TENSORS, (2, 3)), [("old spectral norm", 3)]),
+)
 @pytest.mark.ranks(2)
 def test_parametrizations_of_several_tensors_before_sharding(how, stage):
     _registers_early(how, stage)
@@ -205,6 +208,7 @@ def test_parametrizations_of_before_sharding_are_removed_after_it(bias):
 
 @pytest.mark.parametrize("how", ["LoRA", "pruning"])
 @pytest.mark.ranks(2)
+@pytest.mark.slow(quick="test_parametrizations_after_sharding_train_as_before_it")
 def test_windows_follow_parameters_that_a_parametrization_moves(how):
     plain, model = _registered(how, _net()), _registered(how, _sharded())
     if how == "LoRA":
@@ -241,6 +245,7 @@ class Experts(nn.Module):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow(quick="test_parametrizations_after_sharding_train_as_before_it")
 def test_adapters_of_peft_that_parametrize_inside_of_forward():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(

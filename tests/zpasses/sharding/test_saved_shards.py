@@ -159,6 +159,7 @@ def _load_in_another_world(folder):
     return told
 
 
+@pytest.mark.slow(quick="test_state_of_one_rank_is_not_loaded_on_another")
 def test_state_of_another_world_is_refused(tmp_path):
     run_on_ranks(_save_alone, str(tmp_path))
     for outcome in run_in_fresh_ranks(_load_in_another_world, str(tmp_path), ranks=3):

@@ -111,6 +111,7 @@ def test_collectives_of_tensor_parallelism_are_not_taken_for_those_of_parameters
         assert not tag_foreign_reductions(log.graph, "test")
 
 
+@pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
 def test_a_memory_budget_takes_device_meshes_that_are_inputs(mesh):
     model = zpasses.shard(parallelized(Words(), mesh["tp"]), mesh=mesh["dp"])
     options = {"zero_stage": 3, "codegen": "eager", "agreement": False}
@@ -171,7 +172,7 @@ def test_simulated_steps_equal_the_unlowered_graph(pipeline):
     assert_step_equals_reference(_capture(2, 2, pipeline))
 
 
-@pytest.mark.slow(quick="test_simulated_steps_equal_the_unlowered_graph")
+@pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
 @pytest.mark.parametrize(("dp", "tp"), [(4, 2), (4, 4)])
 def test_more_simulated_ranks(dp, tp):
     assert_step_equals_reference(_capture(dp, tp, "zero3"))
@@ -235,11 +236,12 @@ def test_without_sequence_parallelism():
     run_on_ranks(_train, 3, False, False, ranks=4)
 
 
+@pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
 def test_loss_parallel_with_windows_and_clipping():
     run_on_ranks(_train, 3, True, True, windows=2, clip=0.1, ranks=4)
 
 
-@pytest.mark.slow(quick="test_loss_parallel_with_windows_and_clipping")
+@pytest.mark.slow(quick="test_training_equals_the_unsharded_model")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_windows_of_all_stages(stage):
     run_on_ranks(_train, stage, True, False, windows=2, ranks=4)
@@ -288,6 +290,7 @@ def _to_and_from_fsdp2(folder):
         assert_near(_state(other), _state(model), 1e-6)
 
 
+@pytest.mark.slow(quick="test_checkpoints_load_on_other_meshes")
 def test_checkpoints_go_to_and_from_fsdp2(tmp_path):
     run_on_ranks(_to_and_from_fsdp2, str(tmp_path), ranks=4)
 

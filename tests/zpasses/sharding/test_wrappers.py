@@ -49,6 +49,7 @@ def test_sharding_inside_ddp_is_refused():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow(quick="the other tests of test_wrappers.py")
 def test_ddp_that_ignores_the_shards_is_allowed():
     model = nn.Sequential(sharded(nn.Linear(4, 5)), nn.Linear(5, 5))
     model._ddp_params_and_buffers_to_ignore = {"0.weight", "0.bias"}
@@ -117,6 +118,7 @@ def test_plain_compiled_model_keeps_the_names_of_torch():
 
 # --- inputs of another dtype ----------------------------------------------------------------------
 @pytest.mark.ranks(2)
+@pytest.mark.slow(quick="the other tests of test_wrappers.py")
 def test_inputs_of_another_dtype_get_a_hint():
     model = zpasses.shard(_model(), mesh=world_mesh(), param_dtype=torch.bfloat16)
     with pytest.raises(

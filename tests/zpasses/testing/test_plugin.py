@@ -241,6 +241,7 @@ def test_listings_of_removed_tests_are_an_error(pytester, run):
     run(fewer, imports="").assert_outcomes(passed=4)
 
 
+@pytest.mark.slow(quick="test_bodies_run_on_the_ranks_with_their_values")
 def test_listings_work_in_parallel(pytester, run):
     old = pytester.mkdir("listings") / "test_it" / "test_old.txt"
     old.parent.mkdir()
@@ -380,6 +381,7 @@ def test_disagrees():
 
 
 @pytest.mark.processes
+@pytest.mark.slow(quick="test_a_failure_shows_every_rank")
 def test_ranks_that_hang_or_die_are_killed_and_shown(run, monkeypatch):
     monkeypatch.setenv("ZPASSES_TEST_PATIENCE", "2")
     result = run(

@@ -51,6 +51,7 @@ def test_whole_pipelines_keep_the_bits_of_a_step(pipeline, world_size):
     )
 
 
+@pytest.mark.slow(quick="test_every_pass_and_option_of_the_catalogue_is_drawn_or_says_why_not")
 def test_failures_shrink_to_plain_values():
     assert len(find(joint_recipes(), lambda _: True).params) == 1
     assert find(pipelines(), lambda _: True) == "gather-params,reduce-grads"

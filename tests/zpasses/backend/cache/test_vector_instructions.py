@@ -158,6 +158,7 @@ def test_settings_of_the_compile_hold_if_trials_began_before(tried):
         assert cpu_vec_isa.valid_vec_isa_list() == []
 
 
+@pytest.mark.slow(quick="the other tests of test_vector_instructions.py")
 def test_a_program_ends_without_waiting_for_trials(tmp_path):
     """Another process holds the lock."""
     folder = tmp_path / "v1" / "vector-instructions"

@@ -164,13 +164,14 @@ def _trials_of_a_start(folder):
     return len(tried), *said
 
 
+@pytest.mark.slow(quick="tests/zpasses/backend/cache/test_vector_instructions.py")
 def test_one_rank_of_a_machine_tries_vector_instructions(tmp_path):
     ranks = on_fresh_ranks(_trials_of_a_start, tmp_path)
     assert [words(said) for _, *said in ranks] == [COLD, COLD]
     assert sorted(bool(tried) for tried, *_ in ranks) == [False, True]
 
 
-@pytest.mark.slow(quick="test_a_rank_with_a_cold_cache_makes_all_compile")
+@pytest.mark.slow(quick="test_the_second_start_takes_the_graph_from_the_cache")
 def test_a_rank_that_dumps_makes_no_other_rank_wait(tmp_path):
     trained = []
     for number in (1, 2):
@@ -212,11 +213,12 @@ def test_groups_to_gather_again_from_have_the_names_of_the_first_start(tmp_path)
     assert warm == cold
 
 
+@pytest.mark.slow(quick="test_the_second_start_takes_the_graph_from_the_cache")
 def test_variants_are_stored_or_compiled_from_stored_graphs(tmp_path):
     check_configuration(tmp_path, "windows")
 
 
-@pytest.mark.slow(quick="test_variants_are_stored_or_compiled_from_stored_graphs")
+@pytest.mark.slow(quick="test_the_second_start_takes_the_graph_from_the_cache")
 @pytest.mark.parametrize("name", sorted(CONFIGURATIONS.keys() - {"windows"}))
 def test_warm_starts_equal_cold_starts_elsewhere(tmp_path, name):
     check_configuration(tmp_path, name)
@@ -251,6 +253,7 @@ def without_own_entry():
         os.environ["ZPASSES_CACHE_DIR"] += "-empty"
 
 
+@pytest.mark.slow(quick="test_the_second_start_takes_the_graph_from_the_cache")
 def test_a_rank_with_a_cold_cache_makes_all_compile(tmp_path):
     cold, _ = starts(tmp_path / "cache")
     other, said = starts(tmp_path / "cache", patch=without_own_entry)
@@ -265,7 +268,7 @@ def hybrid_mesh():
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-@pytest.mark.slow(quick="test_a_rank_with_a_cold_cache_makes_all_compile")
+@pytest.mark.slow(quick="test_the_second_start_takes_the_graph_from_the_cache")
 def test_replicas_take_graphs_from_the_cache_together(tmp_path):
     """A rank without an entry makes the other replica compile, too."""
     kinds = {"mesh": hybrid_mesh, "ranks": 4}
@@ -286,7 +289,7 @@ def other_answers():
     artifacts.Entry.fingerprint = lambda self, group: f"{original(self, group)} {rank}"
 
 
-@pytest.mark.slow(quick="test_a_rank_with_a_cold_cache_makes_all_compile")
+@pytest.mark.slow(quick="test_the_second_start_takes_the_graph_from_the_cache")
 def test_entries_of_different_compiles_are_not_mixed(tmp_path):
     cold, _ = starts(tmp_path)
     other, said = starts(tmp_path, patch=other_answers)
@@ -295,7 +298,7 @@ def test_entries_of_different_compiles_are_not_mixed(tmp_path):
     assert "rank 0 has another entry" in said[1][0]
 
 
-@pytest.mark.slow(quick="test_variants_are_stored_or_compiled_from_stored_graphs")
+@pytest.mark.slow(quick="test_the_second_start_takes_the_graph_from_the_cache")
 def test_shapes_that_are_compiled_later_need_no_second_question(tmp_path):
     """Ranks may compile for another shape alone: the cache asks nothing then."""
     lengths = {0: (4, 4, 5), 1: (4, 4, 4)}
@@ -438,17 +441,18 @@ def stored(tmp_path_factory):
     return folder, cold
 
 
+@pytest.mark.slow(quick="test_the_second_start_takes_the_graph_from_the_cache")
 def test_damaged_files_are_not_used(stored):
     check_damage(*stored, 0)
 
 
-@pytest.mark.slow(quick="test_damaged_files_are_not_used")
+@pytest.mark.slow(quick="test_the_second_start_takes_the_graph_from_the_cache")
 @pytest.mark.parametrize("seed", range(100, 160))
 def test_sixty_damaged_caches_are_not_used(stored, seed):
     check_damage(*stored, seed)
 
 
-@pytest.mark.slow(quick="test_damaged_files_are_not_used")
+@pytest.mark.slow(quick="test_the_second_start_takes_the_graph_from_the_cache")
 def test_files_of_another_user_are_not_read(tmp_path):
     cold, _ = starts(tmp_path)
     other, said = starts(tmp_path, patch=another_user)
