@@ -53,7 +53,7 @@ from zpasses.graph.flatten_patterns import (
 from zpasses.graph.nodes import Editor, erase_dead, nbytes, replace_node, value_of
 from zpasses.graph.ops import group_size
 from zpasses.graph.tags import Tag, add_tag, tag_of
-from zpasses.pipeline.pipeline import PROCESS_TOKEN, Level, Pass
+from zpasses.pipeline.pipeline import Level, Pass, process_token
 from zpasses.pipeline.recorder import note
 from zpasses.ranks.vote import exchange
 
@@ -143,7 +143,7 @@ class FlattenOnDevice(Pass):
         """Returns the digest of the pass. With `tier=auto` it also identifies the process, because
         a choice by free memory must not come from another process's cache.
         """
-        return super().digest() + (f"-{PROCESS_TOKEN}" if self.tier == "auto" else "")
+        return super().digest() + (f"-{process_token()}" if self.tier == "auto" else "")
 
     def rewrite(self, graph: fx.Graph) -> int:
         """Returns the number of flat buffers that are now made on the device."""

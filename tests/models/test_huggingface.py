@@ -171,6 +171,7 @@ def _captured_graphs():
     return kinds
 
 
+@pytest.mark.slow(quick="test_eager_training_equals_the_unsharded_one")
 def test_llama_is_captured_as_one_graph_and_compiled_once():
     assert run_on_ranks(_captured_graphs) == [["captured", "joint", "forward", "backward"]] * 2
 

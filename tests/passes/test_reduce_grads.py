@@ -130,6 +130,7 @@ def test_gradient_that_is_cast_is_sliced_without_another_copy(form):
 
 
 @pytest.mark.inductor
+@pytest.mark.slow(quick="test_inductor_computes_gradients_into_their_slices_of_a_flat_bucket")
 def test_gradient_owns_its_memory_under_inductor_too():
     def fn(shard, x):
         return x * torch.ops.zpasses.unshard(shard, 7, None, None, "0")

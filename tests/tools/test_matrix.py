@@ -71,6 +71,7 @@ def test_every_pair_runs_to_its_end_and_failures_are_named(tmp_path, capsys, thi
     assert code == 0, shown
 
 
+@pytest.mark.slow(quick="test_every_pair_runs_to_its_end_and_failures_are_named")
 def test_a_run_without_a_result_is_a_failure(tmp_path, capsys, this_environment):
     code, shown = matrix(
         capsys, "--torch", "2.15", "--folder", tmp_path, "--", tmp_path / "none.py", "-n", 0

@@ -34,6 +34,7 @@ def test_seed_determines_the_program_and_its_listing():
     assert str(draw(3)) == str(draw(3)) != str(draw(4))
 
 
+@pytest.mark.slow(quick="test_programs_are_equal_or_refused")
 def test_everything_is_drawn():
     seen = defaultdict(set)
     for program in map(draw, range(1500)):

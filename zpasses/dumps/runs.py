@@ -117,12 +117,9 @@ def _run_of(root: Path) -> str:
     """
     key = root.resolve()
     if key not in _runs:
+        own = f"{_PROCESS}{os.getpid():x}"  # forks share the first part
         shared = dist.is_initialized() and not compat.is_fake_world()
-        found = (
-            compat.default_store().compare_set("zpasses_dump_run", "", _PROCESS)
-            if shared
-            else _PROCESS
-        )
+        found = compat.default_store().compare_set("zpasses_dump_run", "", own) if shared else own
         _runs[key] = found.decode() if isinstance(found, bytes) else str(found)
     return _runs[key]
 

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import inspect
 import logging
+import os
 import re
 import time
 from abc import abstractmethod
@@ -162,13 +163,19 @@ class Pass(compat.CustomGraphPass):
         return self.name + (f"{{{','.join(options)}}}" if options else "")
 
 
-PROCESS_TOKEN = uuid4().hex
-"""Part of cache keys that must not match in another process."""
+_TOKEN = uuid4().hex
+
+
+def process_token() -> str:
+    """Part of cache keys that must not match in another process, nor in a fork of this one."""
+    return f"{_TOKEN}{os.getpid():x}"
 
 
 def _vote_key_suffix(passes: Iterable[Pass]) -> str:
     voting = any(each.votes() for each in passes) and dist.is_initialized()
-    return f"-{PROCESS_TOKEN}" if voting and any(map(has_other_ranks, compat.group_names())) else ""
+    return (
+        f"-{process_token()}" if voting and any(map(has_other_ranks, compat.group_names())) else ""
+    )
 
 
 @dataclass(frozen=True)

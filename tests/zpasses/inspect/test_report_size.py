@@ -94,6 +94,7 @@ def page_of(**calls):
     return Inspection(dump_of(*graphs))
 
 
+@pytest.mark.slow(quick="test_only_visible_nodes_of_a_large_graph_are_on_the_page")
 def test_the_page_of_80_layers_is_small():
     inspected = page_of(joint=44, forward=16, backward=38)
     (compiled,) = inspected.dump.ranks[0].compiles

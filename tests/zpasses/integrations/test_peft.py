@@ -59,7 +59,7 @@ def _lora(folder):
     return [training.logged(each, *NAMES) for each in (plain, ours, resumed)]
 
 
-@pytest.mark.slow(quick="test_a_few_runs_end_as_without_a_stop")
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
 def test_lora_trains_saves_and_resumes(tmp_path):
     for plain, ours, resumed in run_on_ranks(_lora, tmp_path):
         assert ours == pytest.approx(plain, rel=1e-5)
@@ -73,7 +73,7 @@ def _frozen_bf16(folder):
     return [training.logged(each, *NAMES) for each in both]
 
 
-@pytest.mark.slow(quick="test_a_few_runs_end_as_without_a_stop")
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
 def test_frozen_base_in_bf16_as_with_qlora(tmp_path):
     for plain, ours in run_on_ranks(_frozen_bf16, tmp_path, timeout_s=240):
         assert ours == pytest.approx(plain, rel=3e-3)
@@ -120,7 +120,7 @@ def _fine_tunes(folder, adapters):
     return [_fine_tune(folder, prepared, adapters) for prepared in (False, True)]
 
 
-@pytest.mark.slow(quick="test_a_few_runs_end_as_without_a_stop")
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
 @pytest.mark.parametrize("adapters", [False, True])
 def test_sft_trainer_trains_like_ddp(tmp_path, adapters):
     pytest.importorskip("trl")
@@ -164,7 +164,7 @@ def _tune_prompts(folder, kind, options):
     return results
 
 
-@pytest.mark.slow(quick="test_a_few_runs_end_as_without_a_stop")
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
 @pytest.mark.parametrize("kind", sorted(PROMPTS))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_prompt_learning_trains_and_saves_like_ddp(tmp_path, kind, stage):
@@ -182,7 +182,7 @@ def _resume_prompts(folder, kind):
     assert _tune_prompt(folder, kind, training.OPTIONS, str(folder / "checkpoint-2")) == whole
 
 
-@pytest.mark.slow(quick="test_a_few_runs_end_as_without_a_stop")
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
 @pytest.mark.parametrize("kind", sorted(PROMPTS))
 def test_prompt_learning_resumes_or_is_refused(tmp_path, kind):
     run_on_ranks(_resume_prompts, tmp_path, kind)
@@ -228,7 +228,7 @@ def _reinforces(folder, adapted):
     return [_reinforce(folder, prepared, adapted) for prepared in (False, True)]
 
 
-@pytest.mark.slow(quick="test_a_few_runs_end_as_without_a_stop")
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
 @pytest.mark.parametrize("adapted", [False, True])
 def test_grpo_with_a_reference_adapter_trains_like_ddp(tmp_path, adapted):
     """The reference is a copy of the adapter, or the model without it."""
@@ -268,7 +268,7 @@ def _prefers(folder, how):
     return [_prefer(folder, prepared, how) for prepared in (False, True)]
 
 
-@pytest.mark.slow(quick="test_a_few_runs_end_as_without_a_stop")
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
 @pytest.mark.parametrize("how", ["adapted", "adapters", "reference"])
 def test_dpo_with_a_reference_trains_like_ddp(tmp_path, how):
     """The reference is a copy of the adapter, the model without it, or another prepared model."""

@@ -378,11 +378,12 @@ def _each(folder, seeds, part):
             torch.compiler.reset()
 
 
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
 def test_a_few_runs_end_as_without_a_stop(tmp_path):
     run_on_ranks(_each, str(tmp_path), range(3), _resume)
 
 
-@pytest.mark.slow(quick="test_a_few_runs_end_as_without_a_stop")
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
 @pytest.mark.parametrize("first", range(3, 183, 20))
 def test_runs_end_as_without_a_stop(tmp_path, first):
     seeds = range(first, first + 20)

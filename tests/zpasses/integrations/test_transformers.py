@@ -140,7 +140,7 @@ def _resume(folder, checkpoint, steps):
     return training.logged(trainer, "loss", "grad_norm")
 
 
-@pytest.mark.slow(quick="test_a_few_runs_end_as_without_a_stop")
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
 def test_checkpoints_resume_on_another_number_of_ranks(tmp_path):
     expected, same = run_on_ranks(_save, tmp_path)
     assert same == expected
@@ -156,7 +156,7 @@ def test_checkpoints_resume_on_another_number_of_ranks(tmp_path):
     assert all(torch.equal(param, saved[name]) for name, param in model.named_parameters())
 
 
-@pytest.mark.slow(quick="test_a_few_runs_end_as_without_a_stop")
+@pytest.mark.slow(quick="test_lightning_trains_like_ddp_and_resumes_on_another_number_of_ranks")
 def test_checkpoints_resume_on_the_same_ranks(tmp_path):
     expected, _ = run_on_ranks(_save, tmp_path)
     for losses in run_on_ranks(_resume, tmp_path, tmp_path / "checkpoint-2", 2):

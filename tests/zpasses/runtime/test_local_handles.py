@@ -98,6 +98,7 @@ def _one_rank_reads():
         torch.testing.assert_close(shown[1], shown[0])
 
 
+@pytest.mark.slow(quick="test_writes_between_a_forward_and_its_backward_are_refused")
 def test_one_rank_may_read_its_rows_at_any_time():
     run_on_ranks(_one_rank_reads)
 

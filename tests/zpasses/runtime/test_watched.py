@@ -597,7 +597,7 @@ def test_ranks_that_would_save_different_values_learn_it(save, kind):
 
 
 # --- edits at the wrong time ----------------------------------------------------------------------
-@pytest.mark.parametrize("per_block", [False, True])
+@pytest.mark.parametrize("per_block", some_quick([False, True], [False]))
 @pytest.mark.ranks(2)
 def test_a_compiled_step_between_forward_and_backward_raises(per_block):
     model = build(True)
@@ -715,7 +715,7 @@ def _step_that_raises(stage, failing_ranks, changed):
 
 
 @pytest.mark.parametrize(("stage", "changed"), [(2, 0), (3, 1), (0, 0)])
-@pytest.mark.slow(quick="test_a_step_that_raised_on_all_ranks_alike_can_be_caught")
+@pytest.mark.slow(quick="test_a_rank_that_loads_alone_is_an_error_on_all")
 def test_a_step_that_raised_on_one_rank_and_was_caught_is_an_error_on_all(stage, changed):
     for rank in run_in_fresh_ranks(_step_that_raises, stage, (1,), changed):
         assert raised(rank) == "AgreementError", str(rank)
@@ -724,6 +724,7 @@ def test_a_step_that_raised_on_one_rank_and_was_caught_is_an_error_on_all(stage,
         assert f"is {first} on rank 0, but nothing on rank 1" in rank.error
 
 
+@pytest.mark.slow(quick="test_a_rank_that_loads_alone_is_an_error_on_all")
 def test_a_step_that_raised_on_all_ranks_alike_can_be_caught():
     # New ranks, because it changes the limit of their group.
     first, second = run_in_fresh_ranks(_step_that_raises, 3, (0, 1), 1)
