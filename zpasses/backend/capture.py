@@ -56,13 +56,6 @@ class Capture:
     has_one_mesh: bool = True
     """Whether all parameters are sharded over one mesh."""
 
-    @property
-    def is_on_cpu(self) -> bool:
-        """Whether the first parameter, or the first input, is on a CPU."""
-        tensors = [value for value in self.inputs if isinstance(value, torch.Tensor)]
-        first = next((self.inputs[at] for at in self.shards), next(iter(tensors), None))
-        return first is not None and first.device.type == "cpu"
-
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Capture:
     """Replace the DTensor inputs that only the dialect reads by local shards, in place.

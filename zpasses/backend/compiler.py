@@ -25,11 +25,6 @@ from zpasses.backend.cache.graph_text import NotCacheableError
 from zpasses.backend.cache.key import graph_key, refusal, refusal_here
 from zpasses.backend.cache.lookup import decline_artifacts, find_artifacts
 from zpasses.backend.cache.stored_graph import StoredGraph
-from zpasses.backend.cache.vector_instructions import (
-    begin_vector_instruction_trials,
-    finish_vector_instruction_trials,
-    recall_vector_instructions,
-)
 from zpasses.backend.capture import Capture, capture, describe_inputs, tag_joint
 from zpasses.backend.code import (
     Codegen,
@@ -276,8 +271,6 @@ class _GraphCompiler:
                 )
                 return compiled
             patches = self._patches()
-            if self._captured.is_on_cpu:
-                begin_vector_instruction_trials(self._options)
             inner = functools.partial(self._inductor_inner, patches)
             if self._artifacts is None:
                 compiled = compat.inductor_compile(gm, inputs, inner, patches)
@@ -315,7 +308,6 @@ class _GraphCompiler:
         graphs: list[StoredGraph] = []
 
         def load(artifacts: GraphArtifacts) -> None:
-            recall_vector_instructions(self._options)
             compiler = self._graph_compiler(artifacts)
             graphs.append(StoredGraph(artifacts, self._captured.inputs, compiler, self._codegen))
 
@@ -564,8 +556,6 @@ class _GraphCompiler:
     def _inductor_inner(
         self, patches: dict[str, Any], gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
     ) -> Compiled:
-        finish_vector_instruction_trials()
-
         def codegen(graph: fx.GraphModule, values: Sequence[Any]) -> Compiled:
             return compat.inductor_codegen(graph, values, patches, copy.copy(kwargs))
 

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from zpasses import compat
-from zpasses.backend.cache.vector_instructions import begin_vector_instruction_trials
 from zpasses.errors import OptionError
 from zpasses.pipeline.options import Options
 from zpasses.runtime.block_schedule import begin_model_call, end_model_call
@@ -39,7 +38,7 @@ def compile_blocks(model: nn.Module, blocks: str = "auto", **options: Any) -> li
         OptionError: if no module matches, or an option is wrong.
     """
     options = {"prefetch": "auto", **options}
-    parsed = Options.parse(options)
+    Options.parse(options)  # raises
     if not isinstance(blocks, str):
         raise OptionError(
             f"compile_blocks: got blocks={blocks!r}; expected names of modules such as 'layers.*', "
@@ -48,8 +47,6 @@ def compile_blocks(model: nn.Module, blocks: str = "auto", **options: Any) -> li
     if not isinstance(model, nn.Module):
         raise OptionError(f"compile_blocks: got {model!r}; expected a module.")
     found = _find(model, blocks)
-    if any(param.device.type == "cpu" for param in model.parameters()):
-        begin_vector_instruction_trials(parsed)
     limits = compat.recompile_limit(_VARIANTS * _most_kinds(found.values()))
     for module in found.values():
         compat.compile_module(module, backend="zpasses", options=options, **limits)

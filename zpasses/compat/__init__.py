@@ -20,7 +20,6 @@ may run: `placeholder_source`, `is_to_local`, and `zpasses/sdma/ops.py` for oper
 | Inductor | `inductor.py` |
 | optimizers | `optim.py` |
 | subgraphs that are called several times | `regions.py` |
-| vector instructions of the processor | `vector_instructions.py` |
 """
 
 from zpasses.compat.aot import (
@@ -203,13 +202,6 @@ from zpasses.compat.optim import (
 )
 from zpasses.compat.pipelining import call_when_gradients_are_scaled
 from zpasses.compat.regions import is_subgraph_call, subgraph_of
-from zpasses.compat.vector_instructions import (
-    VectorInstructions,
-    must_try_vector_instructions,
-    remember_vector_instructions,
-    try_vector_instructions,
-    vector_instructions_key,
-)
 
 __all__ = [
     "BOXED_CODEGEN",
@@ -224,7 +216,6 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
-    "VectorInstructions",
     "Work",
     "address",
     "adjusted_muon_lr",
@@ -317,7 +308,6 @@ __all__ = [
     "mesh_dimension",
     "mesh_ranks",
     "module_among_callers",
-    "must_try_vector_instructions",
     "newton_schulz",
     "next_node_number",
     "no_dispatch_modes",
@@ -342,7 +332,6 @@ __all__ = [
     "recompute_policy",
     "register_collective_lowerings",
     "register_work",
-    "remember_vector_instructions",
     "replace_dtensor",
     "report_output_strides",
     "root_mesh",
@@ -364,14 +353,12 @@ __all__ = [
     "symm_mem_stream",
     "trace_artifact",
     "trace_aten",
-    "try_vector_instructions",
     "undonate_saved",
     "unmark_recompute",
     "unpack_code",
     "unpack_graph",
     "unpack_result",
     "user_outputs",
-    "vector_instructions_key",
     "versions_of",
     "warm_up_compilers",
     "will_accumulate",

@@ -111,7 +111,7 @@ def code_environment(inductor: Mapping[str, Any]) -> list[str]:
         torch_key().hex(),
         sys.version,
         repr(CacheBase.get_system()),
-        # In place of Inductor's choice of vector instructions, which takes a second to find.
+        # Decides which vector instructions Inductor uses, which takes a second to find.
         torch.backends.cpu.get_cpu_capability(),
         repr(sorted(settings.items())),
         repr(sorted(functorch_config.save_config_portable().items())),

@@ -1,8 +1,7 @@
 """Files of the compile cache: written at once or not at all, and read only if they are whole.
 
-    DIR/v1/KEY/entry                  the graph: what AOTAutograd made of it, and its facts
-    DIR/v1/KEY/TOKEN/NAME             code and rewritten graphs that belong to one entry
-    DIR/v1/vector-instructions/NAME   what Inductor's code for CPUs may use on one kind of machine
+    DIR/v1/KEY/entry        the graph: what AOTAutograd made of it, and its facts
+    DIR/v1/KEY/TOKEN/NAME   code and rewritten graphs that belong to one entry
 
 A file starts with the SHA-256 of the rest. A damaged file counts as missing and is deleted. Files
 are pickles, so the folder must belong to this user: its permissions are those of the user alone.
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from zpasses import compat
 
-__all__ = ["CacheFiles", "cache_folder", "make_private"]
+__all__ = ["CacheFiles", "cache_folder"]
 
 log = logging.getLogger("zpasses")
 
@@ -34,7 +33,7 @@ def cache_folder() -> Path:
     return Path(given) if given else Path(compat.inductor_cache_folder()) / "zpasses"
 
 
-def make_private(folder: Path) -> None:
+def _make_private(folder: Path) -> None:
     """Creates a folder with its parents. New ones are for this user only.
 
     Raises:
@@ -42,7 +41,7 @@ def make_private(folder: Path) -> None:
     """
     if not folder.is_dir():
         if folder.parent != folder:
-            make_private(folder.parent)
+            _make_private(folder.parent)
         folder.mkdir(exist_ok=True, mode=0o700)
 
 
@@ -81,7 +80,7 @@ class CacheFiles:
         """Writes a file; returns whether that was possible."""
         path = self.folder / name
         try:
-            make_private(path.parent)
+            _make_private(path.parent)
             handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
             try:
                 with open(handle, "wb") as file:

@@ -13,12 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._inductor import config, cpu_vec_isa
+from torch._inductor import config
 from torch.distributed.device_mesh import init_device_mesh
 
 import zpasses
 from zpasses.backend.cache import artifacts, key
-from zpasses.compat import vector_instructions
 from zpasses.pipeline import observers
 from zpasses.testing import run_in_fresh_ranks, world_mesh
 
@@ -127,48 +126,19 @@ def words(said):
     return [each.partition(":")[0] for each in said]
 
 
-def forget_vector_instructions():
-    """Let Inductor try vector instructions in this process, as a new one does."""
-    config.cpp.vec_isa_ok = None
-    vector_instructions._forget(cpu_vec_isa)
-
-
-def forbid_trials_of_vector_instructions():
-    forget_vector_instructions()
-    cpu_vec_isa.VecISA.check_build = None
-
-
 def test_the_second_start_takes_the_graph_from_the_cache(tmp_path):
-    cold, said = starts(tmp_path, patch=forget_vector_instructions)
+    cold, said = starts(tmp_path)
     assert [words(each) for each in said] == [COLD, COLD]
-    warm, said = starts(tmp_path, patch=forbid_trials_of_vector_instructions)
+    warm, said = starts(tmp_path)
     assert said == [["hit"], ["hit"]]
     assert warm == cold
-    off, said = starts(tmp_path, {"cache": False}, patch=forget_vector_instructions)
+    off, said = starts(tmp_path, {"cache": False})
     assert [words(each) for each in said] == [["off"], ["off"]]
     assert off == cold
 
 
 def _without_a_cache_on_the_second_rank(folder):
     return start(folder, {"cache": not dist.get_rank()})
-
-
-def _trials_of_a_start(folder):
-    tried, check = [], cpu_vec_isa.VecISA.check_build
-
-    def count():
-        forget_vector_instructions()
-        cpu_vec_isa.VecISA.check_build = lambda self, code: tried.append(self) or check(self, code)
-
-    said = start(folder, patch=count)[2]
-    return len(tried), *said
-
-
-@pytest.mark.slow(quick="tests/zpasses/backend/cache/test_vector_instructions.py")
-def test_one_rank_of_a_machine_tries_vector_instructions(tmp_path):
-    ranks = on_fresh_ranks(_trials_of_a_start, tmp_path)
-    assert [words(said) for _, *said in ranks] == [COLD, COLD]
-    assert sorted(bool(tried) for tried, *_ in ranks) == [False, True]
 
 
 @pytest.mark.slow(quick="test_the_second_start_takes_the_graph_from_the_cache")
