@@ -57,14 +57,12 @@ OPTION_VALUES: Mapping[str, tuple[Any, ...]] = {
     "memory_budget": ("auto", "0%", "60GiB"),
     "backwards_per_step": (1, 1, 2, 3),
     "grad_accum_dtype": (torch.float64,),
-    "blocks": ("auto",),
     "prefetch": (0, 1, 4),
 }
 """Option of a compile -> values to draw beside those that follow from its type."""
 
 OPTIONS_NOT_DRAWN: Mapping[str, str] = {
     "codegen": "an argument of the command",
-    "tuned": "needs a file of `zpasses tune`",
     "verify": "`simulate` takes seconds; the suite `graphs` checks the passes",
     "agreement_timeout_s": "a limit that right programs do not reach",
     "cache": "the suite `caches` draws it",

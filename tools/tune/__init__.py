@@ -1,1 +1,1 @@
-"""`zpasses tune`: runs a program with several plans, and remembers the fastest."""
+"""`zpasses tune`: runs a program with several plans, and finds the fastest."""

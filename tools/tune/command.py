@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
-from zpasses.tools.cli.common import CommandError, as_json, errors_as_messages, print_view
+from zpasses.tools.cli.common import as_json, errors_as_messages, print_view
 from zpasses.tools.tune.table import tune_view
 
 __all__ = ["tune"]
@@ -15,15 +13,6 @@ __all__ = ["tune"]
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument(
     "command", metavar="COMMAND [ARGUMENTS]...", nargs=-1, required=True, type=click.UNPROCESSED
-)
-@click.option(
-    "-o",
-    "--output",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("zpasses-tuned.json"),
-    show_default=True,
-    help='File for the result, which options={"tuned": FILE} reads.',
 )
 @click.option(
     "--plans",
@@ -64,7 +53,6 @@ __all__ = ["tune"]
 @errors_as_messages
 def tune(
     command: tuple[str, ...],
-    output: Path,
     plans: int,
     steps: int,
     warmup: int,
@@ -72,7 +60,7 @@ def tune(
     timeout_s: float,
     as_json: bool,
 ) -> None:
-    """Run a training program with several plans, and remember the fastest.
+    """Run a training program with several plans, and print the options of the fastest.
 
     COMMAND is a Python file with its arguments, or a command such as `torchrun --nproc-per-node 2
     train.py`. Each run is ended after the timed steps, so the program should not write checkpoints
@@ -81,11 +69,6 @@ def tune(
     """
     from zpasses.tools.tune.run import TuneRequest, run_tune
 
-    if not output.absolute().parent.is_dir():
-        raise CommandError(
-            f"cannot write {output}: there is no folder {output.absolute().parent}; name a file in "
-            "a folder that exists with --output."
-        )
-    request = TuneRequest(command, output, plans, warmup, steps, memory, timeout_s)
+    request = TuneRequest(command, plans, warmup, steps, memory, timeout_s)
     found = run_tune(request, lambda text: click.echo(text, err=True))
     print_view(tune_view(found), as_json)

@@ -1,4 +1,4 @@
-"""Runs a training program once for each plan, for a few steps, and remembers the fastest that fits.
+"""Runs a training program once for each plan, for a few steps, and finds the fastest that fits.
 
 The first run keeps the program's options, and plans the memory budgets that the later runs try. The
 backend in the program times the steps: see `zpasses.backend.tuning`.
@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from zpasses.backend.tuned import remember
 from zpasses.backend.tuning import (
     ENVIRONMENT_VARIABLE,
     REQUEST_FILE,
@@ -45,8 +44,6 @@ class TuneRequest:
 
     command: tuple[str, ...]
     """A Python file with its arguments, or any command, such as one of torchrun."""
-    output: Path
-    """File for the result."""
     plans: int = 4
     """Number of memory budgets to try, besides the program's own options and its stage with a
     planned schedule."""
@@ -59,7 +56,7 @@ class TuneRequest:
 
 
 def run_tune(request: TuneRequest, progress: Callable[[str], object]) -> Tuned:
-    """Run the program with several plans, and write the fastest into the output file.
+    """Run the program with several plans, and choose the fastest.
 
     Args:
         request: what to tune.
@@ -98,8 +95,7 @@ class _Tuner:
                 plans.append(_judged(plan, reports, failure))
                 self._progress(self._outcome(plans[-1]))
         chosen, reason = self._choose(plans)
-        remember(self._request.output, list(first.graphs), first.place, chosen.options or {})
-        return Tuned(tuple(plans), chosen, reason, self._request.output, first.place)
+        return Tuned(tuple(plans), chosen, reason, first.stage, first.world, first.target)
 
     def _candidates(self, first: StepReport) -> list[TriedPlan]:
         """Returns the plans to try: the stage with fixed buckets, and the best budgets."""

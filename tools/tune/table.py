@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from zpasses.inspect.units import bytes_text, time_text
@@ -40,16 +39,18 @@ class Tuned:
     plans: tuple[TriedPlan, ...]
     chosen: TriedPlan
     reason: str
-    output: Path
-    place: Mapping[str, Any]
+    stage: int
+    world: int
+    target: str
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
             "plans": [{**asdict(each), "chosen": each is self.chosen} for each in self.plans],
             "reason": self.reason,
-            "output": str(self.output),
-            "place": dict(self.place),
+            "stage": self.stage,
+            "world": self.world,
+            "target": self.target,
         }
 
 
@@ -77,15 +78,14 @@ def tune_view(found: Tuned) -> View:
             )
         ),
     )
-    place = found.place
-    title = f"stage {place.get('stage')}, {place.get('world')} ranks, target {place.get('target')}"
+    title = f"stage {found.stage}, {found.world} ranks, target {found.target}"
     return View(title, parts, found.to_json())
 
 
 def _advice(found: Tuned) -> str:
     if found.chosen is found.plans[0]:
         return "Keep the options of the program."
-    return f"options={json.dumps({'tuned': str(found.output)})}"
+    return f"Write into the program: options={json.dumps(dict(found.chosen.options or {}))}"
 
 
 def _row(plan: TriedPlan, found: Tuned) -> tuple[str, ...]:

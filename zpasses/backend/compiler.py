@@ -37,7 +37,6 @@ from zpasses.backend.code import (
 from zpasses.backend.free_memory import agreed_free_bytes
 from zpasses.backend.garbage import no_garbage_collection_in_compiles
 from zpasses.backend.partition import PartitionPolicy, partition_step
-from zpasses.backend.tuned import with_tuned_options
 from zpasses.backend.tuning import with_tried_options
 from zpasses.cost.kept_params import Repetition
 from zpasses.cost.target import Target, current_target, use_target
@@ -148,18 +147,18 @@ def zpasses_backend(
 
 
 def _chosen_options(options: Options, captured: Capture) -> Options:
-    """Return the options with what `zpasses tune` tries now, or found before."""
+    """Return the options, or those that `zpasses tune` tries in this run."""
     with vote_timeout(options.agreement_timeout_s):
         if options.agreement:
             check_conflicts()
             rejoin_after_failure(captured.groups)
-        return with_tuned_options(with_tried_options(options, captured), captured)
+        return with_tried_options(options, captured)
 
 
 def _log_remaining_votes(pipeline: Pipeline, groups: Sequence[str], options: Options) -> None:
     if not any(map(has_other_ranks, groups)):
         return
-    where = ["about the option 'tuned'"] if options.tuned is not None else []
+    where = []
     if options.prefetch == "auto":
         where.append("for how many graphs ahead gathers start")
     if options.cache and options.codegen == "inductor":

@@ -12,9 +12,8 @@ import os
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zpasses.backend.capture import Capture
 from zpasses.backend.step_trials import StepTrials, observe_steps
-from zpasses.backend.tuned import graph_key, place_key, with_chosen
+from zpasses.cost.target import Target, current_target
 from zpasses.pipeline.options import Options
 
 __all__ = [
@@ -44,8 +43,7 @@ class TuningRequest:
     """What one run of the program tries."""
 
     options: Mapping[str, str] | None
-    """Texts of options that replace the program's `zpasses.backend.tuned.CHOSEN`; None keeps its
-    options, besides `tuned`."""
+    """Texts of options that replace the program's choice of passes and memory; None keeps it."""
     warmup: int
     steps: int
     """Optimizer steps that are not timed, and then those that are."""
@@ -68,9 +66,7 @@ class StepReport:
 
     rank: int
     world: int
-    graphs: tuple[str, ...]
-    """`zpasses.backend.tuned.graph_key` of each graph that reads sharded parameters."""
-    place: Mapping[str, Any]
+    target: str
     stage: int
     step_us: float
     """Median duration of a step, from one optimizer step to the next."""
@@ -87,7 +83,7 @@ def with_tried_options(options: Options, captured: Capture) -> Options:
     if not folder or captured.share == 0:
         return options
     session = _sessions.setdefault(folder, None) or _open(folder)
-    return session.options(options, captured)
+    return session.options(options)
 
 
 def read_reports(folder: Path) -> list[StepReport]:
@@ -96,7 +92,6 @@ def read_reports(folder: Path) -> list[StepReport]:
     for path in folder.glob("rank*.json"):
         content = json.loads(path.read_text())
         content["candidates"] = tuple(Candidate(**each) for each in content["candidates"])
-        content["graphs"] = tuple(content["graphs"])
         content["spread_us"] = tuple(content["spread_us"])
         found.append(StepReport(**content))
     return sorted(found, key=lambda each: each.rank)
@@ -112,9 +107,8 @@ def _open(folder: str) -> _Session:
 class _Session:
     folder: Path
     request: TuningRequest
-    graphs: list[str] = field(default_factory=list)
     candidates: list[Candidate] = field(default_factory=list)
-    place: dict[str, Any] = field(default_factory=dict)
+    target: str = ""
     stage: int = 3
     times: list[float] = field(default_factory=list)
     """When the first optimizer of the program ended a step, in seconds."""
@@ -125,13 +119,15 @@ class _Session:
         if self.request.budgets and _rank() == 0:
             observe_steps(self._plan).__enter__()
 
-    def options(self, options: Options, captured: Capture) -> Options:
-        key = graph_key(captured)
-        if key not in self.graphs:
-            self.graphs.append(key)
-        self.place, self.stage = place_key(options), options.zero_stage or 3
+    def options(self, options: Options) -> Options:
+        target = Target.parse(options.target) if options.target else current_target()
+        self.target, self.stage = str(target), options.zero_stage or 3
         tried = self.request.options
-        return replace(options, tuned=None) if tried is None else with_chosen(options, tried)
+        if tried is None:
+            return options
+        given = {each.name: getattr(options, each.name) for each in fields(options)}
+        replaced = ("pipeline", "memory_budget", *(["zero_stage"] if "pipeline" in tried else []))
+        return Options.parse({**given, **dict.fromkeys(replaced), **tried})
 
     def _plan(self, trials: StepTrials) -> None:
         """Notes what the cost model expects of budgets from the leanest plan to the fastest."""
@@ -170,8 +166,7 @@ class _Session:
         report = StepReport(
             _rank(),
             dist.get_world_size() if dist.is_initialized() else 1,
-            tuple(self.graphs),
-            self.place,
+            self.target,
             self.stage,
             statistics.median(took),
             (min(took), max(took)),

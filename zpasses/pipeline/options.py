@@ -21,7 +21,10 @@ from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 __all__ = ["Options"]
 
 
-_REMOVED = {"blocks": "Call zpasses.compile_blocks(model, 'layers.*') in place of torch.compile."}
+_REMOVED = {
+    "blocks": "Call zpasses.compile_blocks(model, 'layers.*') in place of torch.compile.",
+    "tuned": "`zpasses tune` prints the options to write into the program.",
+}
 """Options of earlier releases -> what to do instead."""
 
 _MERGE_ALL = "bucket{cap_mb=1e6,memory_budget=1000%}"
@@ -54,10 +57,6 @@ class Options:
     graph is compiled, on the rank with the least. zpasses then chooses what to keep, recompute,
     merge and prefetch. Needs a pipeline with `schedule`; stages get it. See docs/memory-budget.md.
     """
-    tuned: str | Path | None = None
-    """File that `zpasses tune` wrote. Its entry for this graph, world, stage, target and versions
-    chooses `pipeline` or `memory_budget`. If it has none, a warning says why, and all ranks compile
-    without it. See docs/memory-budget.md."""
     verify: Verify = "static"
     """`"static"` checks the graph after each pass; `"simulate"` also runs it before and after on
     simulated ranks, compares bit for bit, and takes seconds even for small models; `"off"` checks
@@ -111,12 +110,6 @@ class Options:
                 "choose the passes; give one of them. "
                 f"A stage can start a pipeline: pipeline='zero{options.zero_stage},...'."
             )
-        for name in ("pipeline", "memory_budget"):
-            if options.tuned is not None and getattr(options, name) is not None:
-                raise OptionError(
-                    f"tuned={str(options.tuned)!r} chooses {name}, and "
-                    f"{name}={str(getattr(options, name))!r} is given, too; give one of them."
-                )
         if not 0 < options.agreement_timeout_s < math.inf:
             raise OptionError(
                 f"agreement_timeout_s={options.agreement_timeout_s}; expected seconds > 0, not "

@@ -34,7 +34,6 @@ _NOT_IN_KEY = (
     "dump",
     "dump_ranks",
     "pipeline",  # in the key as the passes that run
-    "tuned",  # has chosen the passes and the budget
 )
 """Options that do not change the code of a graph."""
 
@@ -96,7 +95,7 @@ def graph_key(
 
     Args:
         example_inputs: the inputs that Dynamo gave, with DTensors in place of shards.
-        options: the options of the compile, with what `tuned` chose.
+        options: the options of the compile.
         pipeline: the passes that will run, with their memory budget.
 
     Raises:
