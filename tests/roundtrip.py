@@ -8,7 +8,7 @@ from zpasses.cost.memory import liveness
 from zpasses.cost.target import TARGETS
 from zpasses.dumps.describe import Describer
 from zpasses.dumps.encode import python_source, snapshot_lines
-from zpasses.dumps.limits import Limits, Work
+from zpasses.dumps.limits import Limits
 from zpasses.dumps.snapshots import SnapshotFiles
 
 
@@ -23,7 +23,7 @@ def write_snapshot(folder, snapshot, base=None):
 def round_trip(graph, folder, *, modelled=True):
     """Returns the snapshot that was read."""
     snapshot = Describer(TARGETS["mi300x"]).graph("graph", modelled=modelled).snapshot(graph, 0)
-    read = SnapshotFiles({0: write_snapshot(folder, snapshot)}, Work(Limits())).load(0)
+    read = SnapshotFiles({0: write_snapshot(folder, snapshot)}, Limits()).load(0)
     assert read == snapshot
     ast.parse(python_source(read, "graph", "title"))
     assert [node.name for node in read.nodes] == [node.name for node in graph.nodes]

@@ -78,9 +78,6 @@ MODULES = sources()
 COMPUTED = {
     ("zpasses", "f'zpasses.{name}'"): "the submodules in _MODULES, which are attributes of zpasses",
     ("zpasses.tools.capture.run", "place"): "the user's module, named on the command line",
-    ("zpasses.tools.stress.read_dump", "module"): (
-        "what the commands import when they run, so that forks inherit it"
-    ),
 }
 """Calls of `import_module` whose argument is computed, by module and text, and what they import."""
 
@@ -285,8 +282,10 @@ def test_no_import_is_only_for_type_checkers():
 
 
 # --- private torch APIs ---------------------------------------------------------------------------
-PRIVATE_OF_MODULES = {"_parameters", "_modules", "_buffers", "_replace"}
-"""Tables of nn.Module that have no public form which replaces an entry; methods of named tuples."""
+PRIVATE_OF_MODULES = {"_parameters", "_modules", "_buffers", "_replace", "_Unpickler"}
+"""Tables of nn.Module that have no public form which replaces an entry; methods of named tuples;
+Python's unpickler in Python.
+"""
 
 
 def _chain(node: ast.AST) -> str:

@@ -342,9 +342,7 @@ def test_trusted_lifts_the_limits_of_every_reading_command(dump, monkeypatch, co
     output = ("-o", str(tmp_path / "out")) if command in ("timeline", "html") else ()
     refused = run(command, dump, *output)
     assert refused.exit_code == 2
-    assert (
-        "than the limit of 1,000 (Limits(work=...)). To read a dump of your own" in refused.output
-    )
+    assert "than the limit of 1,000 (Limits(file_bytes=...)). To read" in refused.output
     assert run(command, dump, "--trusted", *output).exit_code in (0, 1)
 
 

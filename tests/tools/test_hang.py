@@ -24,7 +24,7 @@ from tests.zpasses.inspect.graphs import dump_of, gather, graph_of, node, snapsh
 from tests.zpasses.inspect.real import dump_training_step
 from zpasses.dumps.errors import DumpError
 from zpasses.dumps.format import Ref
-from zpasses.dumps.limits import Limits, Work
+from zpasses.dumps.limits import Limits
 from zpasses.dumps.progress import LINE_BYTES, Progress
 from zpasses.inspect import Inspection
 from zpasses.inspect.flight_recorder import read_recorder
@@ -423,7 +423,7 @@ def test_pickles_of_anything_but_plain_values_are_refused(tmp_path, data):
     path.write_bytes(data)
     started = time.process_time()
     with pytest.raises(DumpError):
-        read_recorder(path, Work(Limits()))
+        read_recorder(path, Limits())
     assert time.process_time() - started < 5
     assert not os.path.exists("/tmp/zpasses-executed")
 
@@ -435,7 +435,7 @@ def test_the_recorder_of_this_torch_is_read(tmp_path):
     for entry in content["entries"]:
         entry["frames"] = frames
     one = write_recorder(tmp_path / "fr_0", content, "pickle")
-    assert read_recorder(one, Work(Limits())).groups["0"].waits.number == 3
+    assert read_recorder(one, Limits()).groups["0"].waits.number == 3
 
 
 PLAIN = {"a": [1, -(2**40), 0.5, None, True, False, "text", ("b", ()), {}, {"c": [[]]}], 3: "3"}
@@ -444,9 +444,9 @@ PLAIN = {"a": [1, -(2**40), 0.5, None, True, False, "text", ("b", ()), {}, {"c":
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_plain_values_are_read_as_they_were(tmp_path, protocol):
     data = pickle.dumps(PLAIN, protocol=protocol)
-    assert load_plain_pickle(data, tmp_path, Work(Limits())) == PLAIN
+    assert load_plain_pickle(data, tmp_path) == PLAIN
     slim = pickletools.optimize(data)
-    assert load_plain_pickle(slim, tmp_path, Work(Limits())) == PLAIN
+    assert load_plain_pickle(slim, tmp_path) == PLAIN
 
 
 @pytest.mark.parametrize("name", ["recorder", "recorder.json", "fr_0"])
@@ -454,7 +454,7 @@ def test_what_is_no_file_of_the_recorder_is_refused(tmp_path, name):
     path = tmp_path / name
     path.write_text("{}")
     with pytest.raises(DumpError, match="expected"):
-        read_recorder(path, Work(Limits()))
+        read_recorder(path, Limits())
 
 
 def damaged(path, draw):

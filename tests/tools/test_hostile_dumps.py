@@ -204,49 +204,6 @@ def test_a_thousand_damaged_traces_are_shown_or_refused(two_ranks, tmp_path):
     check_traces(two_ranks, tmp_path, "slow", 1000)
 
 
-def nested(count):
-    """Each event contains all later ones."""
-    return [span("aten::mm", at, 2 * count - 2 * at) for at in range(count)]
-
-
-def overlapping(names, count):
-    """Runs on many threads that all contain all memory events and waits."""
-    return [
-        *({**graph_run("forward", names, at / count, 1e6), "tid": at} for at in range(count)),
-        *(memory(at, at) for at in range(count)),
-        *(span("_c10d_functional::wait_tensor", at, 1) for at in range(count)),
-    ]
-
-
-def many_kernels(count):
-    """Kernels that all overlap, of launches that all overlap."""
-    events = []
-    for at in range(count):
-        events += [
-            {**span("c10d::allreduce_", at, 1), "tid": at},
-            {**span("x", at, 1, "cuda_runtime", args={"correlation": at}), "tid": at},
-            span("nccl", 0, 1e9, "kernel", args={"correlation": at}),
-            span("gemm", at, 0.5, "kernel"),
-        ]
-    return events
-
-
-@pytest.mark.parametrize(
-    "shape", some_quick(["nested", "overlapping", "kernels", "numbers"], ["nested", "kernels"])
-)
-@pytest.mark.slow(quick="test_damaged_traces_are_shown_or_refused")
-def test_hostile_traces_take_little_time(two_ranks, tmp_path, shape):
-    names = [name for name, _ in collectives_of(two_ranks)["forward"]]
-    events = {
-        "nested": nested(40_000),
-        "overlapping": overlapping(names, 15_000),
-        "kernels": many_kernels(12_000),
-        "numbers": [span(f"zpasses.launch:{10**14 + at}", at, 1) for at in range(40_000)],
-    }[shape]
-    trace = write(tmp_path / "trace.json", events)
-    run_limited(trace_commands(two_ranks, trace))
-
-
 @pytest.mark.parametrize(
     "shape",
     some_quick(

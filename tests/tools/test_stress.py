@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import shutil
-import sys
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -12,15 +10,13 @@ import torch
 from click.testing import CliRunner
 from torch import fx
 
-from tests.zpasses.inspect.real import real_dump
 from zpasses.errors import OptionError
 from zpasses.pipeline import pipeline as pipelines
 from zpasses.pipeline.pipeline import Level, Pass
 from zpasses.testing import drawing
-from zpasses.tools.stress import damage, dumps, run
+from zpasses.tools.stress import run
 from zpasses.tools.stress.__main__ import main
 from zpasses.tools.stress.cases import CaseResult, StressConfig
-from zpasses.tools.stress.read_dump import Readers
 from zpasses.tools.stress.run import run_suites
 from zpasses.tools.stress.suites import SUITES
 
@@ -196,83 +192,3 @@ def test_a_drawn_pipeline_that_is_not_valid_is_a_failure(monkeypatch):
     done = stress("graphs", "--count", "8", "--seed", "8")
     assert done.exit_code == 1
     assert "the drawn pipeline is not valid: size=2" in done.stdout
-
-
-# --- dumps ----------------------------------------------------------------------------------------
-@pytest.fixture
-def dump_made_before(monkeypatch):
-    """Takes the dump that other tests share, which saves starting a process with torch."""
-    monkeypatch.setattr(dumps, "_make_dump", lambda folder: shutil.copytree(real_dump()[0], folder))
-
-
-@pytest.mark.slow(quick="test_damaged_dumps_are_shown_or_refused_by_every_command")
-def test_the_suite_makes_its_own_dump():
-    done = stress("dumps", "--count", "3")
-    assert done.exit_code == 0, done.output
-
-
-@pytest.mark.slow(quick="tests/zpasses/dumps/test_reader.py")
-def test_damaged_dumps_are_shown_or_refused(dump_made_before, monkeypatch):
-    monkeypatch.setattr(dumps, "_HEAVY_SHARE", 0.0)  # tests/zpasses/inspect/test_work.py has these
-    done = stress("dumps", "--count", "12")
-    assert done.exit_code == 0, done.output
-
-
-def broken_readers(patch):
-    """The process that reads dumps, with a patch."""
-    code = f"{patch}\nfrom zpasses.tools.stress.read_dump import serve\nserve()"
-    return lambda: Readers((sys.executable, "-c", code))
-
-
-@pytest.mark.slow(quick="test_a_wrong_pass_is_found_with_the_command_that_repeats_it")
-@pytest.mark.parametrize(
-    ("patch", "outcome", "detail"),
-    [
-        (
-            "from zpasses.dumps import files\n"
-            "files.Record.integer = lambda self, key, default=None: self.data[key] + 0",
-            "crash",
-            "Error",
-        ),
-        (
-            "from zpasses.inspect import view\nview.one_line = str",
-            "wrong",
-            "the output has",
-        ),
-    ],
-)
-def test_a_broken_reader_is_found(dump_made_before, monkeypatch, patch, outcome, detail):
-    monkeypatch.setattr(dumps, "start_readers", broken_readers(patch))
-    monkeypatch.setattr(dumps, "_HEAVY_SHARE", 0.0)
-    kind = "numbers" if outcome == "crash" else "hostile texts"
-    monkeypatch.setattr(damage, "DAMAGES", {kind: damage.DAMAGES[kind]})
-    done = stress("dumps", "--count", "15")
-    assert done.exit_code == 1
-    assert f"{outcome}: dumps:" in done.stdout
-    assert detail in done.stdout
-
-
-def test_a_reader_that_opens_other_files_is_found(dump_made_before, monkeypatch):
-    patch = (
-        "from zpasses.dumps import reader\nread = reader._meta\n"
-        "reader._meta = lambda *a: (open('/etc/passwd').close(), read(*a))[1]"
-    )
-    monkeypatch.setattr(dumps, "start_readers", broken_readers(patch))
-    done = stress("--only", "dumps:3")
-    assert done.exit_code == 1
-    assert "open of /etc/passwd" in done.stdout
-
-
-@pytest.mark.slow(quick="test_a_wrong_pass_is_found_with_the_command_that_repeats_it")
-def test_a_reader_that_takes_too_long_is_found(dump_made_before, monkeypatch):
-    patch = (
-        "from zpasses.tools.stress import read_dump\nread_dump.CPU_LIMIT_S = 0.5\n"
-        "from zpasses.dumps import reader\n"
-        "def spin(*a):\n    while True: pass\n"
-        "reader._meta = spin"
-    )
-    code = f"{patch}\nread_dump.serve()"
-    monkeypatch.setattr(dumps, "start_readers", lambda: Readers((sys.executable, "-c", code)))
-    done = stress("--only", "dumps:3")
-    assert done.exit_code == 1
-    assert "hang: dumps:3" in done.stdout

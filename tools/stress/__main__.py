@@ -107,7 +107,7 @@ def main(
 ) -> None:
     """Try to break zpasses with drawn cases.
 
-    SUITE is graphs, dumps, faults, caches or programs; without it, all run. Each case can be
+    SUITE is graphs, faults, caches or programs; without it, all run. Each case can be
     repeated with --only. The exit status is 1 if a case is wrong, hangs or crashes.
     """
     seeds = (

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zpasses.dumps.errors import DamagedDumpError, DumpPathError
-from zpasses.dumps.limits import Limits, Work
+from zpasses.dumps.limits import Limits
 
 __all__ = ["Record", "list_folder", "parse_object", "read_bytes", "read_lines", "read_text"]
 
@@ -25,7 +25,7 @@ _ADDRESSABLE = (1 << 62) - 1
 """Bytes that one read may ask for."""
 
 
-def list_folder(folder: Path, work: Work) -> list[str]:
+def list_folder(folder: Path, limits: Limits) -> list[str]:
     """Names of the entries of a folder, sorted.
 
     Raises:
@@ -46,16 +46,15 @@ def list_folder(folder: Path, work: Work) -> list[str]:
         with os.scandir(folder) as entries:
             for entry in entries:
                 names.append(entry.name)
-                if len(names) > work.limits.entries:
-                    raise work.limits.exceeded(folder, "has more entries", "entries")
+                if len(names) > limits.entries:
+                    raise limits.exceeded(folder, "has more entries", "entries")
     except OSError as error:
         raise DamagedDumpError(f"{folder}: cannot be read: {error.strerror or error}.") from error
-    work.entries(folder, len(names))
     return sorted(names)
 
 
 @contextlib.contextmanager
-def _opened(path: Path, work: Work) -> Iterator[Any]:
+def _opened(path: Path, limits: Limits) -> Iterator[Any]:
     """Open a regular file. A link is not followed, and a pipe does not block."""
     flags = (
         os.O_RDONLY
@@ -84,9 +83,8 @@ def _opened(path: Path, work: Work) -> Iterator[Any]:
             raise DumpPathError(
                 f"{path} is {_kind(status.st_mode)}; a dump contains only regular files."
             )
-        if status.st_size > work.limits.file_bytes:
-            raise work.limits.exceeded(path, f"has {status.st_size:,} bytes, more", "file_bytes")
-        work.file(path)
+        if status.st_size > limits.file_bytes:
+            raise limits.exceeded(path, f"has {status.st_size:,} bytes, more", "file_bytes")
         yield file
 
 
@@ -98,7 +96,7 @@ def _kind(mode: int) -> str:
     return "a file" if stat.S_ISREG(mode) else "a device, pipe or socket"
 
 
-def read_text(path: Path, work: Work) -> str:
+def read_text(path: Path, limits: Limits) -> str:
     """The text of one file.
 
     Raises:
@@ -106,17 +104,17 @@ def read_text(path: Path, work: Work) -> str:
         DumpPathError: if it is a link or no regular file.
         DumpTooLargeError: if it exceeds the limits.
     """
-    return _text(read_bytes(path, work), path, 0)
+    return _text(read_bytes(path, limits), path, 0)
 
 
-def read_bytes(path: Path, work: Work) -> bytes:
+def read_bytes(path: Path, limits: Limits) -> bytes:
     """The content of one file. If it is compressed by gzip, what it contains, within the limit on
     a file. Raises as `read_text` does.
     """
-    with _opened(path, work) as file:
+    with _opened(path, limits) as file:
         # The writer replaces whole files.
         data: bytes = file.read(os.fstat(file.fileno()).st_size)
-    return _decompressed(data, path, work.limits) if data[:2] == b"\x1f\x8b" else data
+    return _decompressed(data, path, limits) if data[:2] == b"\x1f\x8b" else data
 
 
 def _decompressed(data: bytes, path: Path, limits: Limits) -> bytes:
@@ -134,13 +132,13 @@ def _decompressed(data: bytes, path: Path, limits: Limits) -> bytes:
     return content
 
 
-def read_lines(path: Path, work: Work) -> Iterator[tuple[int, str]]:
+def read_lines(path: Path, limits: Limits) -> Iterator[tuple[int, str]]:
     """(number, text) of each line of one file. Raises as `read_text` does.
 
     Every line must end with a line break, because a truncated file ends within a line.
     """
-    limits, left = work.limits, work.limits.file_bytes
-    with _opened(path, work) as file:
+    left = limits.file_bytes
+    with _opened(path, limits) as file:
         number = 0
         while data := file.readline(min(limits.line_bytes, _ADDRESSABLE) + 1):
             number += 1
@@ -168,14 +166,13 @@ def _text(data: bytes, path: Path, number: int) -> str:
         ) from error
 
 
-def parse_object(text: str, where: str, work: Work) -> Record:
+def parse_object(text: str, where: str, limits: Limits) -> Record:
     """A JSON object. `where` names its place in error messages.
 
     Raises:
         DamagedDumpError: if the text is not a JSON object.
-        DumpTooLargeError: if its nesting is too deep, or the work exceeds its limit.
+        DumpTooLargeError: if its nesting is too deep.
     """
-    values = work.text(where, text)
     try:
         loaded = _DECODER.decode(text)
         if "\\ud" in text.lower():
@@ -186,11 +183,11 @@ def parse_object(text: str, where: str, work: Work) -> Record:
         raise DamagedDumpError(
             f"{where}: is not JSON ({str(error) or type(error).__name__}). Dump or copy it again."
         ) from error
-    if text.count("[") + text.count("{") > work.limits.depth:  # else it cannot be deeper
-        _check_depth(loaded, where, work.limits)
+    if text.count("[") + text.count("{") > limits.depth:  # else it cannot be deeper
+        _check_depth(loaded, where, limits)
     if not isinstance(loaded, dict):
         raise DamagedDumpError(f"{where}: is {_name(loaded)}; expected an object.")
-    return Record(loaded, where, values)
+    return Record(loaded, where)
 
 
 def _no_constant(name: str) -> Any:
@@ -240,8 +237,6 @@ class Record:
 
     data: Mapping[str, Any]
     where: str
-    values: int = 0
-    """Upper bound of the number of its values, if it is the whole of a text."""
 
     def fail(self, key: str, expected: str) -> DamagedDumpError:
         given = repr(self.data[key])[:80] if key in self.data else "nothing"

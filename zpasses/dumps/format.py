@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from zpasses.dumps.limits import Limits, Work
+from zpasses.dumps.limits import Limits
 from zpasses.dumps.nodes import (
     Argument,
     Buffer,
@@ -336,5 +336,5 @@ class Dump:
     """Content of zpasses-dump.json: "zpasses", "torch", "created", "world", ..."""
     ranks: Mapping[int, Rank]
     """Rank -> its compiles, for the ranks that wrote."""
-    work: Work = field(default_factory=lambda: Work(Limits()), repr=False, compare=False)
-    """Counts the work of the command that reads it, over all files."""
+    limits: Limits = field(default_factory=Limits, repr=False, compare=False)
+    """Upper bounds for files that are read later."""

@@ -35,7 +35,7 @@ from zpasses.dumps.format import (
     Snapshot,
     Step,
 )
-from zpasses.dumps.limits import Limits, Work
+from zpasses.dumps.limits import Limits
 from zpasses.dumps.snapshots import SnapshotFiles
 
 __all__ = ["HEADER", "read"]
@@ -60,18 +60,18 @@ def read(path: str | Path, limits: Limits | None = None) -> Dump:
         DumpTooLargeError: if the dump exceeds the limits.
         DumpPathError: if it contains a link or a device. All of these are DumpErrors.
     """
-    work, root = Work(limits or Limits()), Path(path)
-    meta = _meta(root, work)
+    limits, root = limits or Limits(), Path(path)
+    meta = _meta(root, limits)
     root = root.resolve()
     ranks = {}
-    for name in list_folder(root, work):
+    for name in list_folder(root, limits):
         match = _RANK.fullmatch(name)
         if match:
-            ranks[int(match[1])] = _rank(root / name, int(match[1]), work)
-    return Dump(root, VERSION, meta.data, dict(sorted(ranks.items())), work)
+            ranks[int(match[1])] = _rank(root / name, int(match[1]), limits)
+    return Dump(root, VERSION, meta.data, dict(sorted(ranks.items())), limits)
 
 
-def _meta(root: Path, work: Work) -> Record:
+def _meta(root: Path, limits: Limits) -> Record:
     if not root.exists():
         raise NotADumpError(
             f"{root} does not exist; expected the folder that options={{'dump': ...}} or "
@@ -88,7 +88,7 @@ def _meta(root: Path, work: Work) -> Record:
             f"options={{'dump': ...}} or ZPASSES_DUMP named"
             f"{_nearby_dump(root)}."
         )
-    meta = parse_object(read_text(root.resolve() / HEADER, work), f"{root / HEADER}", work)
+    meta = parse_object(read_text(root.resolve() / HEADER, limits), f"{root / HEADER}", limits)
     if meta.data.get("format") != FORMAT:
         raise NotADumpError(
             f"{root / HEADER}: 'format' is {str(meta.data.get('format'))[:80]!r}; expected "
@@ -128,14 +128,14 @@ def _nearby_dump(root: Path) -> str:
     )
 
 
-def _rank(folder: Path, rank: int, work: Work) -> Rank:
-    names = [name for name in list_folder(folder, work) if _COMPILE.fullmatch(name)]
-    return Rank(rank, tuple(_compile(folder / name, work) for name in names))
+def _rank(folder: Path, rank: int, limits: Limits) -> Rank:
+    names = [name for name in list_folder(folder, limits) if _COMPILE.fullmatch(name)]
+    return Rank(rank, tuple(_compile(folder / name, limits) for name in names))
 
 
-def _compile(folder: Path, work: Work) -> Compile:
+def _compile(folder: Path, limits: Limits) -> Compile:
     paths: dict[int, Path] = {}
-    for name in list_folder(folder, work):
+    for name in list_folder(folder, limits):
         match = _SNAPSHOT.fullmatch(name)
         if match:
             if int(match[1]) in paths:
@@ -145,41 +145,38 @@ def _compile(folder: Path, work: Work) -> Compile:
                 )
             paths[int(match[1])] = folder / name
     record = parse_object(
-        read_text(folder / "compile.json", work), str(folder / "compile.json"), work
+        read_text(folder / "compile.json", limits), str(folder / "compile.json"), limits
     )
-    files = SnapshotFiles(paths, work)
-    events = _events(folder / "events.jsonl", work)
+    files = SnapshotFiles(paths, limits)
+    events = _events(folder / "events.jsonl", limits)
     error = record.optional_record("error")
-    sources = _sources(folder / "sources.json", work)
+    sources = _sources(folder / "sources.json", limits)
     return Compile(
         folder=folder.name,
         path=folder,
-        info=_info(record, work.limits),
+        info=_info(record, limits),
         events=tuple(Event(each.text("event"), each.data) for each in events),
-        graphs=_graphs(events, files, work.limits),
+        graphs=_graphs(events, files, limits),
         error=None if error is None else _failure(error),
         sources=sources,
     )
 
 
-def _sources(path: Path, work: Work) -> Mapping[str, str]:
+def _sources(path: Path, limits: Limits) -> Mapping[str, str]:
     if not path.is_symlink() and not path.exists():
         return {}
-    record = parse_object(read_text(path, work), str(path), work)
-    texts = {name: record.text(name) for name in record.data}
-    work.source_lines(str(path), sum(text.count("\n") + 1 for text in texts.values()))
-    return texts
+    record = parse_object(read_text(path, limits), str(path), limits)
+    return {name: record.text(name) for name in record.data}
 
 
-def _events(path: Path, work: Work) -> list[Record]:
+def _events(path: Path, limits: Limits) -> list[Record]:
     if not path.is_symlink() and not path.exists():
         return []  # the process died before its first event
     found = []
-    for number, text in read_lines(path, work):
-        if number > work.limits.entries:
-            raise work.limits.exceeded(path, "has more records", "entries")
-        work.record(str(path))
-        found.append(parse_object(text, f"{path}, line {number}", work))
+    for number, text in read_lines(path, limits):
+        if number > limits.entries:
+            raise limits.exceeded(path, "has more records", "entries")
+        found.append(parse_object(text, f"{path}, line {number}", limits))
     return found
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from zpasses.dumps.errors import DamagedDumpError
 from zpasses.dumps.files import Record, parse_object, read_lines
@@ -24,41 +24,25 @@ from zpasses.dumps.format import (
     Value,
     references,
 )
-from zpasses.dumps.limits import Work
+from zpasses.dumps.limits import Limits
 from zpasses.garbage import no_garbage_collection
 
 __all__ = ["SnapshotFiles"]
 
 
-class _LineSize(NamedTuple):
-    """What a node's line holds, at most. It is counted without parsing the line."""
-
-    values: int
-    references: int
-    """Arguments that are other nodes."""
-    collectives: int
-
-
-class _Assembled(NamedTuple):
-    snapshot: Snapshot
-    sizes: Mapping[int, _LineSize]
-    """By the node's id."""
-
-
 class SnapshotFiles:
     """The snapshots of one compile. Each is read once, on first access."""
 
-    def __init__(self, paths: Mapping[int, Path], work: Work) -> None:
-        self._paths, self._work = paths, work
-        self._read: dict[int, _Assembled] = {}
+    def __init__(self, paths: Mapping[int, Path], limits: Limits) -> None:
+        self._paths, self._limits = paths, limits
+        self._read: dict[int, Snapshot] = {}
 
     def __contains__(self, number: int) -> bool:
         return number in self._paths
 
     @no_garbage_collection()
     def load(self, number: int) -> Snapshot:
-        """One snapshot. The snapshots that it is based on are read too. Each call counts as work,
-        because its caller shows the snapshot.
+        """One snapshot. The snapshots that it is based on are read too.
 
         Raises:
             DumpError: if a file is missing, damaged or too large.
@@ -79,17 +63,7 @@ class SnapshotFiles:
             self._read[file.number] = file.snapshot(
                 None if file.base is None else self._read[file.base]
             )
-        found = self._read[number]
-        nodes, sizes = found.snapshot.nodes, found.sizes.values()
-        longest = max((len(node.name) for node in nodes), default=0)
-        self._work.use(
-            str(self._paths[number]),
-            nodes=len(nodes),
-            values=sum(size.values for size in sizes),
-            collectives=sum(size.collectives for size in sizes),
-            name_chars=sum(size.references for size in sizes) * longest,
-        )
-        return found.snapshot
+        return self._read[number]
 
     def _open(self, number: int) -> _SnapshotFile:
         if number not in self._paths:
@@ -97,55 +71,49 @@ class SnapshotFiles:
                 f"snapshot {number} is missing: the dump is truncated, or was copied incompletely. "
                 "Copy the whole folder."
             )
-        return _SnapshotFile(self._paths[number], number, self._work)
+        return _SnapshotFile(self._paths[number], number, self._limits)
 
 
 class _SnapshotFile:
     """One parsed file. Its nodes are not in graph order yet."""
 
-    def __init__(self, path: Path, number: int, work: Work) -> None:
-        self.where, self.number, self._work = str(path), number, work
-        rows = read_lines(path, work)
+    def __init__(self, path: Path, number: int, limits: Limits) -> None:
+        self.where, self.number, self._limits = str(path), number, limits
+        rows = read_lines(path, limits)
         first = next(rows, None)
         if first is None:
             raise DamagedDumpError(f"{path} is empty: it is truncated. Dump or copy it again.")
-        self._header = parse_object(first[1], f"{path}, line 1", work)
+        self._header = parse_object(first[1], f"{path}, line 1", limits)
         if self._header.integer("snapshot") != number:
             raise self._header.fail("snapshot", f"{number}, the number in the file's name")
         self.base = self._header.optional_integer("base")
         self._sources = [_source(record) for record in self._header.records("sources")]
         self.nodes: dict[int, Node] = {}
-        self._sizes: dict[int, _LineSize] = {}
         for line, text in rows:
-            if len(self.nodes) >= work.limits.nodes:
-                raise work.limits.exceeded(path, "has more nodes", "nodes")
-            work.node(self.where)
-            record = parse_object(text, f"{path}, line {line}", work)
+            if len(self.nodes) >= limits.nodes:
+                raise limits.exceeded(path, "has more nodes", "nodes")
+            record = parse_object(text, f"{path}, line {line}", limits)
             node = self._node(record)
             if node.id in self.nodes:
                 raise DamagedDumpError(
                     f"{path}, line {line}: node {node.id} occurs twice; expected unique ids."
                 )
             self.nodes[node.id] = node
-            self._sizes[node.id] = _LineSize(
-                record.values, text.count('"node"'), text.count('"collective"')
-            )
         if len(self.nodes) != self._header.integer("written"):
             raise DamagedDumpError(
                 f"{path} has {len(self.nodes)} nodes; expected "
                 f"{self._header.data['written']}: it is truncated. Dump or copy it again."
             )
 
-    def snapshot(self, base: _Assembled | None) -> _Assembled:
-        inherited: Mapping[int, Node] = {} if base is None else base.snapshot.by_id
+    def snapshot(self, base: Snapshot | None) -> Snapshot:
+        inherited: Mapping[int, Node] = {} if base is None else base.by_id
         order: Sequence[int] = (
             self._header.integers("order")
             if "order" in self._header.data
             else list(self.nodes if base is None else inherited)
         )
-        if len(order) > self._work.limits.nodes:
-            raise self._work.limits.exceeded(self.where, f"has {len(order):,} nodes, more", "nodes")
-        self._work.place(self.where, len(order), 0)
+        if len(order) > self._limits.nodes:
+            raise self._limits.exceeded(self.where, f"has {len(order):,} nodes, more", "nodes")
         known = {**inherited, **self.nodes}
         present = set(order)
         if (
@@ -161,9 +129,6 @@ class _SnapshotFile:
                 f"{self.where}, line 1: 'live_bytes' has {len(live)} entries; expected one "
                 f"for each of {len(nodes)} nodes."
             )
-        sizes = self._sizes if base is None else {**base.sizes, **self._sizes}
-        sizes = {id: sizes[id] for id in order}
-        self._work.place(self.where, 0, sum(size.values for size in sizes.values()))
         for node in nodes:
             buffers = {at for buffer in node.buffers for at in (buffer.first, buffer.last)}
             waits = node.collective.waits if node.collective else ()
@@ -173,7 +138,7 @@ class _SnapshotFile:
                     f"{self.where}: node {node.id} ({node.name!r}) refers to node {missing[0]}, "
                     "which is not in the graph."
                 )
-        return _Assembled(Snapshot(self.number, nodes, live), sizes)
+        return Snapshot(self.number, nodes, live)
 
     def _node(self, record: Record) -> Node:
         id = record.integer("id")
@@ -192,7 +157,7 @@ class _SnapshotFile:
             raise record.fail("stream", "'compute', 'communication' or null")
         return Node(
             id=id,
-            name=record.name("name", self._work.limits),
+            name=record.name("name", self._limits),
             op=record.text("op"),
             target=record.text("target"),
             args=args,

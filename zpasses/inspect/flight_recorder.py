@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zpasses.dumps.errors import DamagedDumpError, NotADumpError
 from zpasses.dumps.files import Record, parse_object, read_bytes
-from zpasses.dumps.limits import Work
+from zpasses.dumps.limits import Limits
 from zpasses.inspect.launches import kind_of
 from zpasses.inspect.plain_pickle import load_plain_pickle
 from zpasses.inspect.rank_states import GroupState, LastCollective, RankState
@@ -25,13 +25,13 @@ _RANK = re.compile(r"(\d{1,7})$")
 _EXPECTED = "expected what torch's flight recorder writes, as JSON or as a pickle"
 
 
-def read_recorder(path: Path, work: Work) -> RankState:
+def read_recorder(path: Path, limits: Limits) -> RankState:
     """The state of one rank.
 
     Args:
         path: a file whose name ends in the rank, before its extensions: "trace_rank_3",
             "fr-0.json".
-        work: counts the work, together with other files.
+        limits: upper bounds for what is read.
 
     Raises:
         NotADumpError: if the file is missing, has no rank in its name, or is something else.
@@ -45,15 +45,15 @@ def read_recorder(path: Path, work: Work) -> RankState:
             f"{path}: its name does not end in a rank; expected a name such as trace_rank_3 or "
             "fr-0.json, as the recorder gives it."
         )
-    data = read_bytes(path.resolve(), work)
+    data = read_bytes(path.resolve(), limits)
     if data[:1] == b"\x80":
-        loaded = load_plain_pickle(data, path, work)
+        loaded = load_plain_pickle(data, path)
         if not isinstance(loaded, dict):
             raise NotADumpError(f"{path}: is no dictionary; {_EXPECTED}.")
         whole = Record(loaded, str(path))
     else:
         try:
-            whole = parse_object(data.decode(), str(path), work)
+            whole = parse_object(data.decode(), str(path), limits)
         except UnicodeDecodeError as error:
             raise NotADumpError(f"{path}: is neither JSON nor a pickle; {_EXPECTED}.") from error
     if not isinstance(whole.data.get("entries"), list):

@@ -156,7 +156,7 @@ class Inspection:
             NotATraceError: if the file is no trace, or has no run of a graph of this dump.
             DumpError: if it is damaged or exceeds the limits.
         """
-        found = read_trace(trace, self.dump.work)
+        found = read_trace(trace, self.dump.limits)
         where = dict(self._where)
         if where["rank"] is None and found.rank in self.dump.ranks:
             where["rank"] = found.rank
@@ -191,7 +191,7 @@ class Inspection:
         """
         states = read_progress(self.dump)
         for path in recorders:
-            state = read_recorder(Path(path), self.dump.work)
+            state = read_recorder(Path(path), self.dump.limits)
             states[state.rank] = state
         return hang_view(self.dump, states)
 

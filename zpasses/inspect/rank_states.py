@@ -80,7 +80,7 @@ def read_progress(dump: Dump) -> dict[int, RankState]:
     if not folder.exists() and not folder.is_symlink():
         return {}
     found = {}
-    for name in list_folder(folder, dump.work):
+    for name in list_folder(folder, dump.limits):
         if match := _FILE.fullmatch(name):
             found[int(match[1])] = _state(int(match[1]), folder / name, dump)
     return dict(sorted(found.items()))
@@ -91,13 +91,13 @@ def _state(rank: int, path: Path, dump: Dump) -> RankState:
     waits: dict[str, LastCollective | None] = {}
     world: int | None = None
     activity, activity_s = "", None
-    limits = dump.work.limits
-    for number, line in enumerate(read_text(path, dump.work).split("\n"), 1):
+    limits = dump.limits
+    for number, line in enumerate(read_text(path, dump.limits).split("\n"), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
         try:
-            record = parse_object(line, where, dump.work)
+            record = parse_object(line, where, dump.limits)
         except DumpError:
             if line.startswith("{") and line.rstrip().endswith("}"):
                 raise

@@ -9,7 +9,7 @@ from typing import Any
 
 from zpasses.dumps.errors import DumpError, NotATraceError
 from zpasses.dumps.files import Record, parse_object, read_bytes
-from zpasses.dumps.limits import Limits, Work
+from zpasses.dumps.limits import Limits
 
 __all__ = ["MemoryEvent", "Trace", "TraceEvent", "read_trace"]
 
@@ -61,32 +61,32 @@ class Trace:
     """What `zpasses measure` adds: "peak_rss_bytes", "peak_device_bytes", "steps"."""
 
 
-def read_trace(path: str | Path, work: Work | None = None) -> Trace:
+def read_trace(path: str | Path, limits: Limits | None = None) -> Trace:
     """Read a trace that `torch.profiler` exported by `export_chrome_trace`.
 
     Args:
         path: a file of JSON, or one that gzip has compressed.
-        work: counts the work, together with other files; None counts this file only.
+        limits: upper bounds for what is read; None is `Limits()`.
 
     Raises:
         NotATraceError: if the file is missing, or contains something else.
         DumpTooLargeError: if it exceeds the limits.
         DumpError: if it is damaged.
     """
-    work, path = work or Work(Limits()), Path(path)
+    limits, path = limits or Limits(), Path(path)
     if not path.exists():
         raise NotATraceError(
             f"{path} does not exist; expected a trace that torch.profiler exported by "
             "export_chrome_trace."
         )
-    data = read_bytes(path.resolve(), work)
+    data = read_bytes(path.resolve(), limits)
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise NotATraceError(f"{path} is not UTF-8 text; {_EXPECTED}") from error
     del data
     try:
-        whole = parse_object(text, str(path), work)
+        whole = parse_object(text, str(path), limits)
     except DumpError as error:
         if "traceEvents" in text[: 1 << 16] or type(error).__name__ == "DumpTooLargeError":
             raise
@@ -94,17 +94,16 @@ def read_trace(path: str | Path, work: Work | None = None) -> Trace:
     del text
     if not isinstance(whole.data.get("traceEvents"), list):
         raise NotATraceError(f"{path} has no list 'traceEvents'; {_EXPECTED}")
-    return _trace(path, whole, work)
+    return _trace(path, whole)
 
 
 _EXPECTED = "expected the JSON that torch.profiler exports by export_chrome_trace."
 
 
-def _trace(path: Path, whole: Record, work: Work) -> Trace:
+def _trace(path: Path, whole: Record) -> Trace:
     events: list[TraceEvent] = []
     memory: list[MemoryEvent] = []
     items = whole.items("traceEvents")
-    work.trace_event(str(path), len(items))
     for number, item in enumerate(items):
         if not isinstance(item, dict):
             raise NotATraceError(f"{path}, event {number}: is no object; {_EXPECTED}")

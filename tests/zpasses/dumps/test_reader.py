@@ -174,7 +174,6 @@ def test_a_truncated_file_is_named(dump):
         (Limits(nodes=3), "has more nodes than the limit of 3 "),
         (Limits(entries=4), "has more entries than the limit of 4 "),
         (Limits(name_chars=4), "'graph' has .* characters, more than the limit of 4 "),
-        (Limits(work=20_000), r"units of work \(.* bytes, .*\), more than the limit of 20,000 "),
     ],
 )
 def test_content_beyond_the_limits_is_refused(dump, limits, text):

@@ -16,7 +16,7 @@ from zpasses.cost.target import TARGETS, use_target
 from zpasses.dumps import DamagedDumpError
 from zpasses.dumps.describe import Describer
 from zpasses.dumps.format import Ref, Repr
-from zpasses.dumps.limits import Limits, Work
+from zpasses.dumps.limits import Limits
 from zpasses.dumps.snapshots import SnapshotFiles
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.pipeline.pipeline import Pipeline
@@ -39,7 +39,7 @@ def test_drawn_graphs_round_trip_before_and_after_every_pass(tmp_path_factory, p
             each(gm.graph)
             written.append(trace.snapshot(gm.graph, number))
             paths[number] = write_snapshot(folder, written[-1], written[-2])
-    files = SnapshotFiles(paths, Work(Limits()))
+    files = SnapshotFiles(paths, Limits())
     for number in reversed(range(len(written))):
         assert files.load(number) == written[number]
 
@@ -197,5 +197,5 @@ def test_inconsistent_snapshots_are_refused_with_the_reason(tmp_path, change, me
     change(rows)
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DamagedDumpError, match=message) as caught:
-        SnapshotFiles({0: path}, Work(Limits())).load(0)
+        SnapshotFiles({0: path}, Limits()).load(0)
     assert str(path) in str(caught.value)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.zpasses.inspect.graphs import small_dump, two_gathers
 from tests.zpasses.inspect.traces import graph_run, memory, span, write
 from zpasses.dumps.errors import DumpError, NotATraceError
-from zpasses.dumps.limits import Limits, Work
+from zpasses.dumps.limits import Limits
 from zpasses.inspect import CollectiveRows, Inspection
 from zpasses.inspect.find import select_graphs
 from zpasses.inspect.launches import length, union
@@ -294,15 +294,7 @@ def test_a_small_file_that_decompresses_to_a_large_one_is_refused(tmp_path):
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(b" " * (1 << 22)))
     with pytest.raises(DumpError, match="decompresses to more bytes"):
-        read_trace(path, Work(Limits(file_bytes=1 << 20)))
-
-
-def test_the_work_of_a_trace_counts_together_with_that_of_the_dump(tmp_path):
-    path = write(tmp_path / "trace.json", [span("a", 0, 1)] * 100)
-    work = Work(Limits(work=12_000))
-    read_trace(path, work)
-    with pytest.raises(DumpError, match="units of work"):
-        read_trace(path, work)
+        read_trace(path, Limits(file_bytes=1 << 20))
 
 
 def test_a_trace_may_be_a_link(tmp_path):
