@@ -45,7 +45,7 @@ def _train(compile_it):
 
 def _compiled_by_torch(model):
     zpasses.shard(model, mesh=world_mesh())
-    model.compile(backend="zpasses", options=OPTIONS)  # begins with no forward of torch's own
+    model.compile(backend="zpasses", options=OPTIONS)
 
 
 def _prepared(model):
@@ -63,5 +63,6 @@ def _both():
 
 
 def test_reads_are_no_graphs_and_prepared_models_of_torchs_classes_are_one():
-    # The second one is compiled again when its first layer trains.
-    assert run_on_ranks(_both) == [[0, 2], [0, 2]]
+    for by_torch, prepared in run_on_ranks(_both):
+        assert by_torch in (0, 2)  # torch 2.15 compiles forwards of its own classes
+        assert prepared == 2  # compiled again when the first layer trains
