@@ -80,11 +80,15 @@ def test_given_options_stay_if_nothing_is_notably_faster(tune):
 
 
 @pytest.mark.parametrize(
-    ("given_ms", "advice"),
-    [(81.0, "Keep the options of the program."), (100.0, 'options={"memory_budget": "2MiB"}')],
+    ("speeds", "advice"),
+    [
+        ({"given": 81.0}, "Keep the options of the program."),
+        ({}, 'Add to the options of the program: {"memory_budget": "2MiB"}'),
+        ({"zero3-one-ahead": 70.0}, 'in place of zero_stage: {"pipeline": "zero3-one-ahead"}'),
+    ],
 )
-def test_the_table_says_which_options_to_use(tune, given_ms, advice):
-    result = tune({"given": given_ms}, "--text")
+def test_the_table_says_which_options_to_use(tune, speeds, advice):
+    result = tune(speeds, "--text")
     assert advice in result.stdout
     assert "as given" in result.stdout
 

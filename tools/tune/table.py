@@ -85,7 +85,9 @@ def tune_view(found: Tuned) -> View:
 def _advice(found: Tuned) -> str:
     if found.chosen is found.plans[0]:
         return "Keep the options of the program."
-    return f"Write into the program: options={json.dumps(dict(found.chosen.options or {}))}"
+    chosen = dict(found.chosen.options or {})
+    instead = ", in place of zero_stage" if "pipeline" in chosen else ""
+    return f"Add to the options of the program{instead}: {json.dumps(chosen)}"
 
 
 def _row(plan: TriedPlan, found: Tuned) -> tuple[str, ...]:
