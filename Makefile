@@ -30,8 +30,8 @@ demo: $(INSTALLED)
 	@rm -rf build/demo
 	$(PY) examples/train_gpt.py --ranks 2 --dump build/demo $(ARGS)
 
-# Two keep two cores busy, because most tests run two ranks: three and four took a third longer. They
-# start some hundred processes, which share compiled bytecode whatever the environment says.
+# Two keep two cores busy, because most tests run two ranks. They start some hundred processes, which
+# share compiled bytecode whatever the environment says.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist worksteal
 
 # Property tests draw a fifth of their examples. pyproject.toml tells which tests are slow.
