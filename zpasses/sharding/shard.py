@@ -23,6 +23,7 @@ from zpasses.runtime.watched import set_shard
 from zpasses.runtime.windows import register_step_window
 from zpasses.sharding.adapters import edit_adapters_as_shards
 from zpasses.sharding.dynamo_backends import explain_dynamo_backend
+from zpasses.sharding.flat_buffers import check_pack_mb, next_batch, pack_local_rows
 from zpasses.sharding.layouts import (
     PlacementFn,
     check_divide_factor,
@@ -36,7 +37,6 @@ from zpasses.sharding.module import (
     mark_ignored,
     sharded_parameters,
 )
-from zpasses.sharding.packing import check_pack_mb, next_batch, pack_local_rows
 from zpasses.sharding.param_spec import ParamShardSpec, own_part
 from zpasses.sharding.registrations import install_registration_hooks
 from zpasses.sharding.replaced_params import mark_replaced, sharded_form
@@ -171,7 +171,7 @@ def shard(
     specs: dict[nn.Module, list[ParamShardSpec]] = {}
     while params:
         batch = next_batch(params, layouts, pack_mb)
-        for key, made in _shard_parameters(batch, names, layouts, pack_mb).items():
+        for key, made in _shard_parameters(batch, layouts, pack_mb).items():
             for _, module, name in places.pop(key):
                 module._parameters[name] = made
                 floating = made.is_floating_point()
@@ -225,13 +225,14 @@ def pack_shards(model: M, pack_mb: float) -> M:
             f"{type(model).__name__} is on meta and has no memory to pack. Call "
             "to_empty(device=...) first."
         )
-    names = {id(param): name for name, param in model.named_parameters()}
     layouts = {id(param): layout_of(param) for param in left}
     while left:
         batch = next_batch(left, layouts, pack_mb)
-        owns = [layouts[id(param)] for param in batch]
-        shapes, called = [param.shape for param in batch], [names[id(param)] for param in batch]
-        packed = pack_local_rows([compat.local_of(param) for param in batch], shapes, called, owns)
+        packed = pack_local_rows(
+            [compat.local_of(param) for param in batch],
+            [param.shape for param in batch],
+            [layouts[id(param)] for param in batch],
+        )
         for param, rows in zip(batch, packed, strict=True):
             set_shard(param, rows)
             drop_cached(param)
@@ -301,7 +302,6 @@ def _check_tied(
 
 def _shard_parameters(
     batch: Sequence[nn.Parameter],
-    names: Mapping[int, str],
     layouts: Mapping[int, ParamLayout],
     pack_mb: float | None,
 ) -> dict[int, nn.Parameter]:
@@ -313,8 +313,7 @@ def _shard_parameters(
     if pack_mb is None:
         parts = [layout.owned(part) for part, layout in zip(parts, owns, strict=True)]
     else:
-        shapes = [param.shape for param in todo]
-        parts = pack_local_rows(parts, shapes, [names[id(param)] for param in todo], owns)
+        parts = pack_local_rows(parts, [param.shape for param in todo], owns)
     for param, part, layout in zip(todo, parts, owns, strict=True):
         made[id(param)] = _as_parameter(part, param, layout)
     return {key: param for key, param in made.items() if param is not None}
