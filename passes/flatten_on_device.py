@@ -43,7 +43,6 @@ from zpasses import compat
 from zpasses.cost import device_memory
 from zpasses.errors import OptionError, PassError
 from zpasses.graph.flatten_patterns import (
-    ACCELERATOR,
     Flattening,
     Piece,
     device_source,
@@ -65,6 +64,12 @@ aten = torch.ops.aten
 
 Tier = Literal["plain", "distributed", "host"]
 _TIERS: tuple[Tier, ...] = ("plain", "distributed", "host")
+
+_HEADROOM = 0.1
+"""Fraction of the device's free memory that stays unused."""
+
+_ALIGN_BYTES = 16
+"""Alignment in bytes of every rank's part in the distributed tier."""
 
 TIER_DECISION_KEY = "zpasses_flatten"
 """Key in the `meta` of a flat buffer's node that holds its TierDecision."""
@@ -97,36 +102,10 @@ class FlattenOnDevice(Pass):
     """Whether the flattened tensors hold equal values on all ranks of the group. The distributed
     tier assumes that. A graph cannot prove it.
     """
-    headroom: float = 0.1
-    """Fraction of the device's free memory to leave unused, at least 0 and below 1."""
-    align_bytes: int = 16
-    """Alignment in bytes of every rank's part in the distributed tier."""
     free_bytes: int | None = None
-    """Free bytes of the device to plan for; `none` queries the device."""
-    donate_inputs: bool = False
-    """Free graph inputs on the device after their last use. The caller of the graph must keep no
-    reference to them.
-    """
-    device: str = ACCELERATOR
-    """Device type whose flat buffers are rewritten. `accelerator` means any type except the host,
-    and `cpu` treats the host as a device.
-    """
-    timeout_s: float | None = None
-    """Seconds to wait for the votes of the other ranks. `none` takes the option
-    `agreement_timeout_s` of the compile.
-    """
+    """Free bytes of the device to plan for; `none` queries the device. A tenth stays unused."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.headroom < 1:
-            raise OptionError(
-                f"{self.name}: headroom={self.headroom}; expected a fraction of the free memory, "
-                "at least 0 and below 1."
-            )
-        if self.align_bytes < 1 or (self.timeout_s is not None and self.timeout_s <= 0):
-            raise OptionError(
-                f"{self.name}: align_bytes={self.align_bytes}, timeout_s={self.timeout_s}; "
-                "expected numbers above 0."
-            )
         if self.tier == "distributed" and not (self.group and self.replicated):
             raise OptionError(
                 f"{self.name}: tier=distributed gathers parts from other ranks. Set group=... to "
@@ -156,9 +135,7 @@ class FlattenOnDevice(Pass):
                 f"pass {self}: this process has no process group {self.group!r}. Known: {known}."
             )
         plans = [
-            self._plan(graph, each)
-            for each in find_flattenings(graph, self.device)
-            if tag_of(each.move) is None
+            self._plan(graph, each) for each in find_flattenings(graph) if tag_of(each.move) is None
         ]
         if not plans:
             return 0
@@ -183,12 +160,10 @@ class FlattenOnDevice(Pass):
                 if piece.source
             }.values()
             if node is not None
-            and (node.op != "placeholder" or self.donate_inputs)
+            and node.op != "placeholder"
             and _last_use(node, order) <= order[flattening.move]
         )
-        return _FlattenPlan(
-            flattening, self.group if self.replicated else "", self.align_bytes, freed
-        )
+        return _FlattenPlan(flattening, self.group if self.replicated else "", freed)
 
     def is_cacheable(self) -> bool:
         return self.tier != "auto" or self.free_bytes is not None  # else free memory decides
@@ -207,13 +182,8 @@ class FlattenOnDevice(Pass):
         # A rank may recompile for a new batch shape when the other ranks do not. Inside a compile,
         # the answer for the same graph is therefore remembered.
         question = f"{self} of {sizes}"
-        votes = exchange(
-            self.group,
-            question,
-            mine,
-            self.timeout_s,
-            remember=question if compat.is_tracing() else None,
-        )
+        remember = question if compat.is_tracing() else None
+        votes = exchange(self.group, question, mine, remember=remember)
         ranks = compat.group_ranks(self.group) if len(votes) > 1 else [torch.distributed.get_rank()]
         choices = []
         for column in zip(*votes, strict=True):
@@ -235,7 +205,7 @@ class FlattenOnDevice(Pass):
         if free is None:
             device = plan.flattening.device
             return 2, f"the free memory of {device} is unknown; set free_bytes=..."
-        usable = int(free * (1 - self.headroom)) - spent
+        usable = int(free * (1 - _HEADROOM)) - spent
         needed = plan.needed_bytes()
         tier = next((i for i, need in enumerate(needed) if need is not None and need <= usable), 2)
         requirements = ", ".join(
@@ -269,15 +239,14 @@ class _FlattenPlan:
     Args:
         flattening: what to rewrite.
         group: the ranks that hold the same values; "" if there are none.
-        align_bytes: alignment of each rank's part.
         freed: device bytes that are freed after the pieces have been read.
     """
 
-    def __init__(self, flattening: Flattening, group: str, align_bytes: int, freed: int) -> None:
+    def __init__(self, flattening: Flattening, group: str, freed: int) -> None:
         self.flattening, self.applied = flattening, 0
         self._group, self._freed = group, freed
         self._size = group_size(group) if group else 1
-        grain = max(1, -(-align_bytes // flattening.dtype.itemsize))
+        grain = _ALIGN_BYTES // flattening.dtype.itemsize
         self._part = -(-flattening.numel // (self._size * grain)) * grain
         self._device = flattening.device
 
