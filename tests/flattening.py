@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from zpasses import compat
-from zpasses.graph import flatten_patterns
+from zpasses.passes.writers import flatten_patterns
 from zpasses.testing import assert_equal_bits, copy_graph, fake_world
 
 CUDA = torch.device("cuda", 0)

@@ -1,7 +1,7 @@
 """Find tensors that a graph concatenates on the host and then copies to a device.
 
-Like `patterns`, this module matches on the structure of a graph, because the code that builds such
-buffers knows nothing of tags. It matches graphs of aten ops such as
+Like `zpasses.graph.patterns`, this module matches on the structure of a graph, because the code
+that builds such buffers knows nothing of tags. It matches graphs of aten ops such as
 
     cat([view(a, [-1]), view(_to_copy(b, device=cpu), [-1]), zeros([3])]) -> constant_pad_nd -> view
     -> _to_copy(device=...)
