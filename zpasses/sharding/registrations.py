@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 )
 
 from zpasses.errors import ShardingError
-from zpasses.sharding.gathered import GatheredCopy, GatheredPiece, check_source
+from zpasses.sharding.guard import GatheredCopy, GatheredPiece, check_source
 from zpasses.sharding.module import (
     register_source,
 )

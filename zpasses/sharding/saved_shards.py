@@ -25,7 +25,7 @@ from zpasses.runtime.edits import note_edit
 from zpasses.runtime.layout import layout_of
 from zpasses.runtime.watched import WatchedShard, alias, plain_dtensor
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE
-from zpasses.sharding.gathered import check_inputs_of_backward
+from zpasses.sharding.guard import check_inputs_of_backward
 from zpasses.sharding.param_spec import shard_tensor
 from zpasses.sharding.refused_optimizers import check_optimizer
 from zpasses.sharding.replaced_params import check_current
