@@ -35,7 +35,7 @@ def gathering_property(spec: ParamShardSpec) -> property:
         "$is_piece": layout.inner_mesh is not None,
         "$param_dtype": spec.param_dtype,
         "$reduce_dtype": spec.reduce_dtype,
-        "$groups": (spec.group_name, *spec.other_groups),
+        "$groups": spec.groups,
     }
     code = _read.__code__
     consts = tuple(
@@ -125,8 +125,7 @@ def _read_eagerly(module: Any, name: str, param: DTensor) -> Tensor:
                 layout.rows(param.shape),
                 spec.param_dtype,
                 spec.reduce_dtype,
-                spec.group_name,
-                *spec.other_groups,
+                *spec.groups,
             )
         ).contiguous()
     if layout.inner_mesh is not None:
