@@ -48,7 +48,7 @@ from zpasses.errors import OptionError
 from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.graph.reduction_groups import replicate_groups
 from zpasses.option_values import MemoryBudget, parse_budget
-from zpasses.passes.bucket_writer import merge_collectives
+from zpasses.passes.writers.bucket_writer import merge_collectives
 from zpasses.pipeline.pipeline import Level, Pass
 from zpasses.pipeline.recorder import note
 from zpasses.ranks.vote import exchange

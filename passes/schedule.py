@@ -45,8 +45,8 @@ from zpasses.graph.nodes import collective_of, is_dialect, is_wait
 from zpasses.graph.patterns import tag_foreign_gathers
 from zpasses.graph.reduction_groups import regroup_reductions, replicate_groups
 from zpasses.option_values import MemoryBudget, parse_budget
-from zpasses.passes.one_ahead import fastest_one_ahead
-from zpasses.passes.schedule_writer import copied, exact_cost, write_plan
+from zpasses.passes.writers.exact_plans import fastest_one_ahead
+from zpasses.passes.writers.schedule_writer import copied, exact_cost, write_plan
 from zpasses.pipeline.pipeline import Level, Pass
 from zpasses.pipeline.recorder import note
 from zpasses.ranks.reduction_groups import reduction_group

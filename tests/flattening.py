@@ -3,10 +3,14 @@
 They are traced for a CUDA device that need not exist, and run with the host in its place.
 """
 
+import contextlib
+from unittest.mock import patch
+
 import torch
 from torch.utils._pytree import tree_map_only
 
 from zpasses import compat
+from zpasses.passes.writers import flatten_patterns
 from zpasses.testing import assert_equal_bits, copy_graph, fake_world
 
 CUDA = torch.device("cuda", 0)
@@ -57,6 +61,17 @@ def on_host(gm):
         )
     gm.recompile()
     return gm
+
+
+@contextlib.contextmanager
+def host_as_device():
+    """In this context, `flatten-on-device` takes the host for a device where a copy names it."""
+
+    def names_device(node):
+        return node.target is torch.ops.aten._to_copy.default and "device" in node.kwargs
+
+    with patch.object(flatten_patterns, "_is_copy_to_device", names_device):
+        yield
 
 
 def assert_same_flat(gm, flatten_on_device, tensors, world_size=1):

@@ -24,8 +24,8 @@ from zpasses.graph.nodes import collective_of, collectives, is_wait
 from zpasses.graph.tags import tag_of
 from zpasses.option_values import parse_budget
 from zpasses.passes import Bucket, GatherParams, Overlap, ReduceGrads, Schedule
-from zpasses.passes.one_ahead import fastest_one_ahead
-from zpasses.passes.schedule_writer import write_plan
+from zpasses.passes.writers.exact_plans import fastest_one_ahead
+from zpasses.passes.writers.schedule_writer import write_plan
 from zpasses.testing import (
     assert_deterministic,
     assert_equal_bits,

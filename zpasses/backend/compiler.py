@@ -75,7 +75,7 @@ from zpasses.runtime.forward import AccumulationOptions, BoundParameters, with_l
 from zpasses.runtime.forward_variants import is_cached_param, saved_params, unmark_returned
 from zpasses.runtime.run_checks import in_window
 from zpasses.runtime.windows import Lowering, StepWindow, install_step_guard
-from zpasses.sharding.gathered import with_plain_inputs
+from zpasses.sharding.guard import with_plain_inputs
 
 __all__ = ["zpasses_backend"]
 

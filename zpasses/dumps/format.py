@@ -121,7 +121,7 @@ class Step:
     index: int
     """Index in the graph's steps. Step 0 is the graph before the first pass."""
     level: str
-    """"captured", "joint", "forward", "backward", "pack", "flush" or "variant"."""
+    """"captured", "joint", "forward", "backward", "flush" or "variant"."""
     after: str | None
     """The pass as pipeline text; None for the graph before the level's first pass."""
     number: int | None
@@ -193,9 +193,9 @@ class Graph:
     """One graph and its passes."""
 
     name: str
-    """ "captured", "joint", "forward", "backward", "inference", "pack" or "flush". A variant, which
-    carries values between calls, is "forward.variant0" and so on. A second graph of the same name
-    is "flush.2".
+    """ "captured", "joint", "forward", "backward", "inference" or "flush". A variant, which carries
+    values between calls, is "forward.variant0" and so on. A second graph of the same name is
+    "flush.2".
     """
     steps: tuple[Step, ...]
     of: str = ""
@@ -249,7 +249,7 @@ class CompileInfo:
     """One call of the backend: the content of compile.json."""
 
     name: str
-    """Dynamo's compile id, "0/0", or "pack" and "flush" for graphs that zpasses makes itself."""
+    """Dynamo's compile id, "0/0", or "flush" for graphs that zpasses makes itself."""
     rank: int
     world: int
     """Number of ranks."""

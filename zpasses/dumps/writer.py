@@ -37,7 +37,7 @@ log = logging.getLogger("zpasses")
 
 _P = ParamSpec("_P")
 
-_MODELLED = ("joint", "forward", "backward", "inference", "pack", "flush")
+_MODELLED = ("joint", "forward", "backward", "inference", "flush")
 
 
 def slug(name: str) -> str:
@@ -314,7 +314,7 @@ class CompileDump(Recorder):
 
 
 _PARENTS = {"forward": "joint", "backward": "joint"}
-_REPEATED = {"flush": "joint", "pack": "joint"}
+_REPEATED = {"flush": "joint"}
 
 
 def _new_compile_folder(folder: Path, name: str) -> Path:

@@ -19,8 +19,7 @@ class ObservedGraph:
     name: str
     """Dynamo's compile id and the kind of graph: "0/0 joint", "0/0 forward", "0/0 backward"."""
     kind: str
-    """"captured", "joint", "forward", "backward" or "inference"; "pack" for a graph that lays
-    parameters into flat buffers."""
+    """"captured", "joint", "forward", "backward" or "inference"."""
     graph: fx.Graph
     """The graph after the last pass of its level."""
     records: list[PassRecord] = field(default_factory=list)

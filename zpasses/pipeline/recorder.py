@@ -1,8 +1,8 @@
 """Recorders: callbacks that record a compile, such as a dump or torch's structured trace.
 
-The backend, window flushes and `pack_parameters` run their passes through `run_recorded_passes`. It
-calls each `Recorder` with every graph before and after each pass, also if the compile fails.
-Without recorders it only runs the passes.
+The backend and window flushes run their passes through `run_recorded_passes`. It calls each
+`Recorder` with every graph before and after each pass, also if the compile fails. Without recorders
+it only runs the passes.
 
 This module also holds the hook for `zpasses bisect`, `apply_bisect_limits`.
 """

@@ -1,19 +1,15 @@
-"""Sharded modules: the class that `zpasses.shard` gives to a module, whose parameter reads gather.
-
-On a sharded module, `module.weight` returns a gathered copy of the full parameter. Eager code gets
-a copy that refuses writes (zpasses.sharding.gathered). Compiled code gets a plain tensor, and
-zpasses.backend.capture checks the graph for writes. `get_parameter` returns the parameter.
+"""Sharded modules: the class that `zpasses.shard` gives to a module, whose parameter reads gather
+(zpasses.sharding.reads). `get_parameter` returns the parameter.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +19,7 @@ from torch.nn.utils import parametrize
 from zpasses import compat
 from zpasses.errors import ShardingError
 from zpasses.runtime.edits import count_edit
-from zpasses.runtime.gloo import use_exchanges_in_eager_code
 from zpasses.runtime.local_shards import (
-    bound_call,
-    read_of,
-    to_local_shard,
     watch_gradients,
 )
 from zpasses.runtime.param_value import (
@@ -38,16 +30,14 @@ from zpasses.runtime.param_value import (
     param_value_of,
 )
 from zpasses.runtime.watched import DTensorInplaceMode, WatchedShard, replace_shard
-from zpasses.sharding.gathered import (
+from zpasses.sharding.guard import (
     Source,
     StandsForParameter,
     check_source,
-    guard,
-    guard_piece,
     late_registration,
-    late_registration_of,
 )
 from zpasses.sharding.param_spec import ParamShardSpec, shard_tensor
+from zpasses.sharding.reads import gathering_property
 from zpasses.sharding.saved_shards import StateShard, as_state_shard, check_owner
 
 __all__ = [
@@ -59,154 +49,6 @@ __all__ = [
     "sharded_parameters",
     "unsharded_class",
 ]
-
-use_exchanges_in_eager_code()
-
-
-def _gathering_property(spec: ParamShardSpec) -> property:
-    layout, groups = spec.layout, (spec.group_name, *spec.other_groups)
-    gather: Callable[..., Any]
-    is_plain = layout.dim == 0 and layout.inner_mesh is None and len(groups) == 1
-    if is_plain and not spec.is_scalar:
-        dtypes = {"param_dtype": spec.param_dtype, "reduce_dtype": spec.reduce_dtype}
-        gather = _with_constants(_gather_rows, {"name": spec.name, "group": groups[0], **dtypes})
-    else:
-        gather = _gather_of(spec)
-    # As a graph of its own, a read would be compiled again for each number of rows, of which ranks
-    # may have different ones.
-    compat.begin_no_compile_at(gather)
-    name = spec.name
-    return property(
-        gather,
-        lambda module, value: _set_plain_value(module, name, value),
-        lambda module: module.__dict__.pop(name),
-        f"{name}, gathered for reading",
-    )
-
-
-def _gather_rows(module: nn.Module) -> Any:
-    """Read a parameter that is cut along dimension 0, and is no piece of tensor parallelism.
-
-    Dynamo traces each read, and checks at each call what the read depends on. Texts of this
-    function stand for constants of its copies (`_with_constants`), which need no check.
-    """
-    try:
-        param = module._parameters["$name"]
-    except KeyError:
-        return _plain_value(module, "$name")
-    if not isinstance(param, DTensor):
-        return param  # None, or a tensor swapped in by torch.func.functional_call
-    if _is_compiling():
-        shard, rows = param.to_local(), param.shape[0]
-        return _UNSHARD(shard, rows, "$param_dtype", "$reduce_dtype", "$group")
-    return _read_eagerly(module, "$name", param)
-
-
-_UNSHARD = torch.ops.zpasses.unshard
-_is_compiling = torch.compiler.is_compiling
-
-
-def _with_constants(template: Callable[..., Any], constants: dict[str, Any]) -> Callable[..., Any]:
-    """Returns a copy of a function with these constants in place of its texts "$name"."""
-    given = {f"${name}": value for name, value in constants.items()}
-    code = template.__code__
-    consts = tuple(
-        given.get(each, each) if isinstance(each, str) else each for each in code.co_consts
-    )
-    return types.FunctionType(code.replace(co_consts=consts), template.__globals__)
-
-
-def _gather_of(spec: ParamShardSpec) -> Callable[..., Any]:
-    name, layout = spec.name, spec.layout
-    param_dtype, reduce_dtype = spec.param_dtype, spec.reduce_dtype
-    groups = (spec.group_name, *spec.other_groups)
-    # Dynamo makes the attribute `dim` of a layout an input where the layouts of a model differ.
-    rows_first, rows_back = (
-        _with_constants(exchange, {"dim": layout.dim}) if layout.dim else _unchanged
-        for exchange in (_rows_first, _rows_back)
-    )
-
-    def gather(module: nn.Module) -> Any:
-        try:
-            param = module._parameters[name]
-        except KeyError:
-            return _plain_value(module, name)
-        if not isinstance(param, DTensor):
-            return param
-        if not torch.compiler.is_compiling():
-            return _read_eagerly(module, name, param)
-        # zpasses.backend.capture looks for this exchange of dimensions.
-        traced: Tensor = rows_back(
-            torch.ops.zpasses.unshard(
-                rows_first(param.to_local()),
-                layout.rows(param.shape),
-                param_dtype,
-                reduce_dtype,
-                *groups,
-            )
-        )
-        return traced if layout.inner_mesh is None else layout.wrap_piece(traced, param.shape)
-
-    return gather
-
-
-def _rows_first(local: Any) -> Any:
-    return local.movedim("$dim", 0)
-
-
-def _rows_back(rows: Any) -> Any:
-    # The model may view its parameters as contiguous tensors, and so do some kernels.
-    return rows.movedim(0, "$dim").contiguous()
-
-
-def _unchanged(value: Any) -> Any:
-    return value
-
-
-def _plain_value(module: nn.Module, name: str) -> Any:
-    """Read what was assigned to the name of a parameter that was deleted, such as a pruned weight.
-
-    Raises:
-        AttributeError: if nothing was.
-    """
-    if name not in module.__dict__:
-        raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
-    return module.__dict__[name]
-
-
-def _set_plain_value(module: nn.Module, name: str, value: Any) -> None:
-    """Assign to the name of a parameter that was deleted."""
-    if isinstance(value, DTensor):
-        label = f"parameter {name!r} of a {type(module).__name__}"
-        raise ShardingError(
-            late_registration_of(label)
-            or f"assigned a DTensor to {label}, which was sharded and has been deleted. Assign "
-            "a parameter, nn.Parameter(value), or a plain tensor."
-        )
-    module.__dict__[name] = value
-
-
-def _read_eagerly(module: Any, name: str, param: DTensor) -> Tensor:
-    if compat.is_called_by(nn.Module.get_parameter, depth=2):
-        return param
-    spec: ParamShardSpec = module._zpasses_specs[name]
-    layout = spec.layout
-    with bound_call(read_of(param_value_of(param).identity)):
-        full = layout.rows_back(
-            torch.ops.zpasses.unshard(
-                to_local_shard(param),
-                layout.rows(param.shape),
-                spec.param_dtype,
-                spec.reduce_dtype,
-                spec.group_name,
-                *spec.other_groups,
-            )
-        ).contiguous()
-    label = f"parameter {name!r} of a {type(module).__name__}"
-    source = Source(cast(nn.Parameter, param), spec)
-    if layout.inner_mesh is None:
-        return guard(full, label, source)
-    return guard_piece(layout.wrap_piece(full, param.shape), label, source)
 
 
 class ShardedModule(nn.Module):
@@ -404,7 +246,7 @@ def sharded_class(base: type[Any], specs: tuple[ParamShardSpec, ...]) -> type[An
     It is a subclass of `base` with the same name. Modules with equal `base` and specs share one
     class, so that code compiled for one block also serves the other blocks.
     """
-    members: dict[str, Any] = {spec.name: _gathering_property(spec) for spec in specs}
+    members: dict[str, Any] = {spec.name: gathering_property(spec) for spec in specs}
     members["_zpasses_specs"] = {spec.name: spec for spec in specs}
     members["_zpasses_unsharded_class"] = base
     members["__module__"], members["__qualname__"] = base.__module__, base.__qualname__

@@ -20,23 +20,18 @@ class ParamShardSpec:
 
     name: str
     layout: ParamLayout
-    group_name: str
-    """The process group of the layout's mesh. Two meshes over the same ranks compare equal, but may
-    have different groups."""
     param_dtype: torch.dtype | None
     """Gather and compute in this dtype; None keeps the shard's dtype."""
     reduce_dtype: torch.dtype | None
     """Reduce gradients in this dtype; None keeps the gradient's dtype."""
-    is_scalar: bool = False
-    """Whether the parameter has no dimensions."""
 
     @property
-    def other_groups(self) -> tuple[str | None, ...]:
-        """The process groups that `unshard` takes after the first, as few as it needs."""
-        replicas = self.layout.sharding_groups[1:]
+    def groups(self) -> tuple[str | None, ...]:
+        """The process groups that `unshard` takes, as few as it needs."""
+        sharding = self.layout.sharding_groups
         if self.layout.reshard_group is None:
-            return replicas
-        return (*(replicas or (None,)), self.layout.reshard_group)
+            return sharding
+        return (*sharding, *(() if len(sharding) > 1 else (None,)), self.layout.reshard_group)
 
 
 def shard_tensor(param: Tensor, layout: ParamLayout) -> DTensor:

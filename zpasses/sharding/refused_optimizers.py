@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zpasses.errors import ShardingError
-from zpasses.sharding.gathered import last_read
+from zpasses.sharding.guard import last_read
 
 __all__ = ["check_optimizer"]
 

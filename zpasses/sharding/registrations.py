@@ -8,39 +8,22 @@ values after the next step.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from zpasses.errors import ShardingError
-from zpasses.sharding.gathered import GatheredCopy, GatheredPiece, check_source
-from zpasses.sharding.module import (
-    register_source,
-)
+from zpasses.sharding.guard import GatheredCopy, GatheredPiece, check_source
+from zpasses.sharding.module import register_source
 
-__all__ = ["install_registration_hooks"]
+__all__ = ["on_buffer", "on_parameter"]
 
 
-@functools.cache
-def install_registration_hooks() -> None:
-    """Install hooks that see what modules register. Further calls do nothing."""
-    hook: Any = _on_parameter  # torch's annotation does not know that a hook may return one
-    register_module_parameter_registration_hook(hook)
-    register_module_buffer_registration_hook(_on_buffer)
-
-
-def _on_parameter(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
+def on_parameter(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
     if not isinstance(param, (GatheredCopy, GatheredPiece)):
         return None
     return register_source(module, name, check_source(param, name))
 
 
-def _on_buffer(module: nn.Module, name: str, value: Tensor | None) -> None:
+def on_buffer(module: nn.Module, name: str, value: Tensor | None) -> None:
     if isinstance(value, (GatheredCopy, GatheredPiece)):
         raise ShardingError(
             f"buffer {name!r} of a {type(module).__name__} would be {value._label}, which is "

@@ -10,13 +10,11 @@ loaded on another. A pickled DTensor holds its device mesh, and that holds the r
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zpasses import compat
 from zpasses.errors import ShardingError
@@ -25,12 +23,12 @@ from zpasses.runtime.edits import note_edit
 from zpasses.runtime.layout import layout_of
 from zpasses.runtime.watched import WatchedShard, alias, plain_dtensor
 from zpasses.runtime.windows import GRAD_STATE_ATTRIBUTE
-from zpasses.sharding.gathered import check_inputs_of_backward
+from zpasses.sharding.guard import check_inputs_of_backward
 from zpasses.sharding.param_spec import shard_tensor
 from zpasses.sharding.refused_optimizers import check_optimizer
 from zpasses.sharding.replaced_params import check_current
 
-__all__ = ["StateShard", "as_state_shard", "check_owner", "install_optimizer_state_check"]
+__all__ = ["StateShard", "as_state_shard", "before_step", "check_owner", "check_state"]
 
 _SAVE_INSTEAD = (
     "To write the whole model, call zpasses.save_safetensors(model, path) on every rank, or "
@@ -143,21 +141,11 @@ def _told(coordinate: Any) -> str:
     return "none" if coordinate is None else ", ".join(map(str, coordinate))
 
 
-@functools.cache
-def install_optimizer_state_check() -> None:
-    """Install hooks that check an optimizer before its first step, and its state after
-    `load_state_dict`.
-
-    They apply to every torch optimizer of this process. Further calls do nothing.
-    """
-    register_optimizer_step_pre_hook(_before_step)
-    compat.call_after_optimizer_load(_check_state)
-
-
 _CHECKED = "_zpasses_checked_state"
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+def before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Check an optimizer before its first step, and its state if that is new."""
     state = optimizer.state  # `load_state_dict` makes a new one
     check_current(optimizer)
     check_inputs_of_backward()
@@ -165,11 +153,14 @@ def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
         return
     if any(_is_ours(param) for group in optimizer.param_groups for param in group["params"]):
         check_optimizer(optimizer)
-    _check_state(optimizer)  # an optimizer may load state without torch's `load_state_dict`
+    check_state(optimizer)  # an optimizer may load state without torch's `load_state_dict`
     setattr(optimizer, _CHECKED, state)
 
 
-def _check_state(optimizer: torch.optim.Optimizer) -> None:
+def check_state(optimizer: torch.optim.Optimizer) -> None:
+    """Check the state that an optimizer has loaded, and shard what the state of the unsharded model
+    has.
+    """
     for param, entries in optimizer.state.items():
         if not _is_ours(param) or not isinstance(entries, dict):
             continue

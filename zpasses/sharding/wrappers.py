@@ -4,14 +4,12 @@ DistributedDataParallel, which cannot be right.
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from zpasses import compat
@@ -19,20 +17,15 @@ from zpasses.errors import ShardingError
 from zpasses.sharding.adapters import watch_late_adapter
 from zpasses.sharding.module import ShardedModule
 
-__all__ = ["accept_compiled_names", "check_no_ddp_inside", "install_wrapper_hooks"]
+__all__ = ["accept_compiled_names", "check_no_ddp_inside", "on_module"]
 
 log = logging.getLogger("zpasses")
 
 _WRAPPER = "_orig_mod."
 
 
-@functools.cache
-def install_wrapper_hooks() -> None:
-    """Install a hook that sees when a module is put into a wrapper. Further calls do nothing."""
-    register_module_module_registration_hook(_on_registration)
-
-
-def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+def on_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    """A hook that sees when a module is put into a wrapper."""
     if child is None:
         return
     if name == "module" and isinstance(parent, DistributedDataParallel):

@@ -37,13 +37,7 @@ VALUES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "cap_mb": (0.0, 0.0001, 0.0003, 0.001),
         "memory_budget": ("0%", "1000%", "1MiB", "1GiB"),
     },
-    "flatten-on-device": {
-        "group": ("0",),
-        "headroom": (0.0, 0.5),
-        "align_bytes": (1, 64),
-        "free_bytes": (0, 1 << 30),
-        "device": ("cpu",),
-    },
+    "flatten-on-device": {"group": ("0",), "free_bytes": (0, 1 << 30)},
     "merge-reads": {"max_hold_mb": (0.0, 0.0001, 1.0)},
     "schedule": {"memory_budget": ("0%", "10%", "1000%", "1MiB")},
     "sdma": {"min_mb": (0.0, 0.0001), "min_hidden": (0.0, 1.0)},
@@ -56,7 +50,6 @@ NOT_DRAWN: Mapping[str, Mapping[str, str]] = {
     "flatten-on-device": {
         "replicated": "promises that all ranks hold equal values, but drawn inputs differ",
         "tier=distributed": "needs replicated=true",
-        "timeout_s": "a limit of votes changes no graph",
     },
 }
 """Pass -> option, or one value of it, that is never drawn -> the reason."""

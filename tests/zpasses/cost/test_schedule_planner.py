@@ -19,7 +19,7 @@ from zpasses.cost.step_time import step_time
 from zpasses.cost.target import TARGETS, Target, use_target
 from zpasses.graph.tags import Tag, add_tag
 from zpasses.option_values import MemoryBudget
-from zpasses.passes.one_ahead import fastest_one_ahead
+from zpasses.passes.writers.exact_plans import fastest_one_ahead
 from zpasses.testing import fake_world
 
 H100 = TARGETS["h100"]

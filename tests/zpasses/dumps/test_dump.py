@@ -205,14 +205,6 @@ def test_the_option_overrides_the_environment(tmp_path, monkeypatch):
         zpasses.Options.parse({"dump_ranks": "-1"})
 
 
-def test_the_environment_variable_dumps_packing(tmp_path, monkeypatch):
-    monkeypatch.setenv("ZPASSES_DUMP", str(tmp_path))
-    zpasses.pack_parameters([torch.ones(3), torch.ones(2, 2)], names=["a", "b"])
-    found = only_compile(tmp_path)
-    assert (found.name, list(found.graphs)) == ("pack", ["pack"])
-    assert found.graphs["pack"].steps[-1].run.name == "flatten-on-device"
-
-
 def test_the_flush_of_a_window_is_dumped_with_its_compile(tmp_path):
     with fake_world(2) as mesh:
         model = zpasses.shard(Net(), mesh=mesh)

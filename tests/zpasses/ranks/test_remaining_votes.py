@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import zpasses
+from tests.flattening import host_as_device
 from zpasses.ranks import vote
 from zpasses.testing import run_in_fresh_ranks, world_mesh
 from zpasses.testing.fake_mori import Settings, installed
@@ -48,7 +49,7 @@ def _votes_and_log(pipeline, window):
     options = {"codegen": "eager", "agreement": False, "agreement_timeout_s": LIMIT_S}
     options |= {"pipeline": pipeline, "target": "mi300x"}
     step = torch.compile(model, backend="zpasses", options=options)
-    with mock.patch.object(vote._VoteRound, "run", record), installed(Settings()):
+    with mock.patch.object(vote._VoteRound, "run", record), installed(Settings()), host_as_device():
         for _ in range(2):
             if window:
                 with zpasses.coalesce_grad_reduction(model):
@@ -60,10 +61,7 @@ def _votes_and_log(pipeline, window):
 
 BUCKETS = f"{GATHER_AND_REDUCE},bucket,defer-reduction"
 COPY_ENGINES = f"{GATHER_AND_REDUCE},sdma{{min_mb=0,min_hidden=0}},defer-reduction"
-FLATTENING = (
-    f"{GATHER_AND_REDUCE},flatten-on-device{{group=0,device=cpu,free_bytes=1000000}},"
-    "defer-reduction"
-)
+FLATTENING = f"{GATHER_AND_REDUCE},flatten-on-device{{group=0,free_bytes=1000000}},defer-reduction"
 
 
 def _log_names(occasion):

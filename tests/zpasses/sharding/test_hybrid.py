@@ -34,7 +34,7 @@ from zpasses.errors import OptionError, ShardingError
 from zpasses.graph.nodes import collectives
 from zpasses.pipeline.observers import observe_graphs
 from zpasses.pipeline.options import Options
-from zpasses.sharding.shard import REPLICATE_DIMENSIONS
+from zpasses.sharding.shard_plan import REPLICATE_DIMENSIONS
 from zpasses.testing import (
     assert_step_equals_reference,
     capture_ranks,

@@ -22,7 +22,7 @@ from tests.zpasses.models import (
     reference_gradients,
     with_integer_weights,
 )
-from zpasses.sharding.gathered import GatheredCopy
+from zpasses.sharding.guard import GatheredCopy
 from zpasses.testing import run_on_ranks, world_mesh
 
 pytestmark = pytest.mark.processes

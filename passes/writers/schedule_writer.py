@@ -12,7 +12,7 @@ from zpasses.cost.schedule_evaluation import Action, Evaluation, Plan
 from zpasses.cost.schedule_problem import ScheduleProblem
 from zpasses.cost.step_time import Timeline
 from zpasses.cost.target import Target
-from zpasses.passes.bucket_writer import LaunchNodes, merge_collectives
+from zpasses.passes.writers.bucket_writer import LaunchNodes, merge_collectives
 
 __all__ = ["copied", "exact_cost", "merged_launches", "place_launches", "write_plan"]
 

@@ -1,7 +1,7 @@
 """Find tensors that a graph concatenates on the host and then copies to a device.
 
-Like `patterns`, this module matches on the structure of a graph, because the code that builds such
-buffers knows nothing of tags. It matches graphs of aten ops such as
+Like `zpasses.graph.patterns`, this module matches on the structure of a graph, because the code
+that builds such buffers knows nothing of tags. It matches graphs of aten ops such as
 
     cat([view(a, [-1]), view(_to_copy(b, device=cpu), [-1]), zeros([3])]) -> constant_pad_nd -> view
     -> _to_copy(device=...)
@@ -23,10 +23,7 @@ from torch import Tensor, fx
 from zpasses.graph.nodes import value_of
 from zpasses.graph.tags import tag_of
 
-__all__ = ["ACCELERATOR", "Flattening", "Piece", "device_source", "find_flattenings", "is_view_op"]
-
-ACCELERATOR = "accelerator"
-"""Matches every device type except the host."""
+__all__ = ["Flattening", "Piece", "device_source", "find_flattenings", "is_view_op"]
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -111,8 +108,8 @@ class Flattening:
         return self.numel * self.dtype.itemsize
 
 
-def find_flattenings(graph: fx.Graph, device: str = ACCELERATOR) -> list[Flattening]:
-    """Returns the flat host buffers that are copied to a device of this type, in graph order.
+def find_flattenings(graph: fx.Graph) -> list[Flattening]:
+    """Returns the flat host buffers that are copied to a device, in graph order.
 
     A buffer is skipped if the host also reads it, if it has sizes that are unknown at compile time,
     or if the graph writes to memory between the first and the last step that builds it.
@@ -121,7 +118,7 @@ def find_flattenings(graph: fx.Graph, device: str = ACCELERATOR) -> list[Flatten
     writes = [order[node] for node in graph.nodes if _writes(node)]
     found = []
     for node in graph.nodes:
-        if not _is_copy_to(node, device):
+        if not _is_copy_to_device(node):
             continue
         steps: list[fx.Node] = []
         pieces = _expand(node.args[0], (_tensor(node).dtype,), steps)
@@ -296,19 +293,13 @@ def _constant(node: fx.Node) -> float | None:
     return value if isinstance(value, (int, float, bool)) else None
 
 
-def _is_copy_to(node: fx.Node, device: str) -> bool:
-    if (
-        node.op != "call_function"
-        or node.target not in _COPIES_TO_DEVICE
-        or not node.all_input_nodes
-        or not _is_on_host(node.all_input_nodes[0])
-    ):
-        return False
-    target = _tensor(node).device.type
-    if device != "cpu":
-        return target != "cpu" if device == ACCELERATOR else target == device
-    named = node.kwargs.get("device") if node.target is aten._to_copy.default else node.args[1]
-    return target == "cpu" and named is not None
+def _is_copy_to_device(node: fx.Node) -> bool:
+    return (
+        node.op == "call_function"
+        and node.target in _COPIES_TO_DEVICE
+        and _is_on_host(node.all_input_nodes[0])
+        and _tensor(node).device.type != "cpu"
+    )
 
 
 def _is_cast(node: fx.Node) -> bool:

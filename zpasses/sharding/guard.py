@@ -29,7 +29,6 @@ __all__ = [
     "check_inputs_of_backward",
     "check_source",
     "guard",
-    "guard_piece",
     "last_read",
     "late_registration",
     "late_registration_of",
@@ -103,13 +102,9 @@ class GatheredCopy(StandsForParameter, Tensor):  # type: ignore[misc]  # set_
             # The copy is an input of the graph. The captured graph is checked for writes later.
             with compat.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _ABOUT_PARAMETERS and not compat.is_tracing():
-            answer = _about_parameter(func, args, kwargs)
-            if answer is not _NO_ANSWER:
-                return answer
-        target = _written_copy(func, args, kwargs)
-        if target is not None and not compat.is_tracing():
-            raise ShardingError(_lost_write(func, target, args))
+        answer = _answer(func, args, kwargs)
+        if answer is not _NO_ANSWER:
+            return answer
         with compat.DisableTorchFunctionSubclass():
             try:
                 result = func(*args, **kwargs)
@@ -157,6 +152,21 @@ _ABOUT_PARAMETERS = frozenset(
 """Functions of a tensor that concern the parameter, and not its value."""
 
 
+def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Return what a function gives for the parameter; `_NO_ANSWER` if it runs on the copy.
+
+    Raises:
+        ShardingError: if it writes to the copy, or is about the gradient.
+    """
+    if compat.is_tracing():
+        return _NO_ANSWER
+    target = _written_copy(func, args, kwargs)
+    answer = _about_parameter(func, args, kwargs) if func in _ABOUT_PARAMETERS else _NO_ANSWER
+    if answer is _NO_ANSWER and target is not None:
+        raise ShardingError(_lost_write(func, target, args))
+    return answer
+
+
 def _about_parameter(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> object:
@@ -177,7 +187,7 @@ def _about_parameter(
     source: Source | None = copy._source
     if source is None:
         # A detached view, of which nn.Parameter makes a leaf. To register it is refused.
-        if func is Tensor.requires_grad_ and compat.is_called_by(nn.Parameter.__new__, depth=2):
+        if func is Tensor.requires_grad_ and compat.is_called_by(nn.Parameter.__new__, depth=3):
             with compat.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return _NO_ANSWER
@@ -190,7 +200,7 @@ def _about_parameter(
             "`with zpasses.local_shards(model):`."
         )
     if func == _GET_GRAD_FN:
-        is_registered = compat.is_called_by(nn.Module.register_parameter, depth=2)
+        is_registered = compat.is_called_by(nn.Module.register_parameter, depth=3)
         return None if is_registered else _NO_ANSWER
     wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
     if wanted == source.param.requires_grad:
@@ -380,15 +390,26 @@ def last_read() -> str | None:
 
 
 def guard(full: Tensor, label: str, source: Source | None = None) -> Tensor:
-    if type(full) is not Tensor:
-        return full  # leave fake, simulated and functional tensors as they are
-    _last_read[:] = [label]
-    copy = full.as_subclass(GatheredCopy)
+    """Let a gathered value stand for its parameter: a tensor, or a DTensor under tensor
+    parallelism, which it changes in place. Others are returned as they are.
+
+    Args:
+        label: the parameter, for errors.
+        source: the parameter; None for a view of the copy.
+    """
+    copy: Any = full
+    if type(full) is Tensor:
+        _last_read[:] = [label]
+        copy = full.as_subclass(GatheredCopy)
+    elif type(full) is DTensor:
+        copy.__class__ = GatheredPiece
+    else:
+        return full  # fake, simulated and functional tensors
     copy._label = label
     if source is not None:
         copy._source = source
         copy._is_param = True  # for isinstance(copy, nn.Parameter)
-    return copy
+    return cast(Tensor, copy)
 
 
 def with_plain_inputs(
@@ -425,13 +446,9 @@ class GatheredPiece(StandsForParameter, DTensor):  # type: ignore[misc]  # set_
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _ABOUT_PARAMETERS and not compat.is_tracing():
-            answer = _about_parameter(func, args, kwargs)
-            if answer is not _NO_ANSWER:
-                return answer
-        target = _written_copy(func, args, kwargs)
-        if target is not None and not compat.is_tracing():
-            raise ShardingError(_lost_write(func, target, args))
+        answer = _answer(func, args, kwargs)
+        if answer is not _NO_ANSWER:
+            return answer
         with compat.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -439,15 +456,6 @@ class GatheredPiece(StandsForParameter, DTensor):  # type: ignore[misc]  # set_
 compat.begin_no_compile_at(StandsForParameter.__del__)
 for _kind in (GatheredCopy, GatheredPiece):
     compat.begin_no_compile_at(cast(Any, _kind).__torch_function__.__func__)
-
-
-def guard_piece(piece: DTensor, label: str, source: Source) -> DTensor:
-    if type(piece) is not DTensor:
-        return piece
-    made = cast(Any, piece)
-    made.__class__ = GatheredPiece
-    made._label, made._is_param, made._source = label, True, source
-    return piece
 
 
 def _guard_views(result: Any, source: GatheredCopy) -> Any:

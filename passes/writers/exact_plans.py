@@ -21,9 +21,14 @@ from zpasses.cost.target import Target
 from zpasses.graph.nodes import collective_of, is_wait
 from zpasses.graph.tags import is_resident
 from zpasses.option_values import MemoryBudget
-from zpasses.passes.bucket_writer import LaunchNodes
 from zpasses.passes.overlap import overlap_launches
-from zpasses.passes.schedule_writer import copied, exact_cost, merged_launches, place_launches
+from zpasses.passes.writers.bucket_writer import LaunchNodes
+from zpasses.passes.writers.schedule_writer import (
+    copied,
+    exact_cost,
+    merged_launches,
+    place_launches,
+)
 
 __all__ = ["ExactPlan", "fastest_one_ahead"]
 

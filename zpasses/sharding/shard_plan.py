@@ -1,0 +1,376 @@
+"""What a call of `zpasses.shard` does: a plan, which raises before anything is changed, and its
+application to the model.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zpasses import compat
+from zpasses.errors import ShardingError
+from zpasses.ranks.meshes import compare_shard_calls, consecutive_ranks, register_mesh
+from zpasses.runtime.layout import ParamLayout, layout_of
+from zpasses.runtime.param_value import as_sharded_parameter
+from zpasses.runtime.windows import register_step_window
+from zpasses.sharding.adapters import edit_adapters_as_shards
+from zpasses.sharding.dynamo_backends import explain_dynamo_backend
+from zpasses.sharding.flat_buffers import check_pack_mb, next_batch, pack_local_rows
+from zpasses.sharding.hooks import install_hooks
+from zpasses.sharding.layouts import (
+    PlacementFn,
+    check_divide_factor,
+    check_reshard_size,
+    cut_dims,
+    layouts_of,
+)
+from zpasses.sharding.module import ShardedModule, add_reads, mark_ignored
+from zpasses.sharding.param_spec import ParamShardSpec, own_part
+from zpasses.sharding.replaced_params import mark_replaced, sharded_form
+from zpasses.sharding.scalars import refuse_parts_as_numbers
+from zpasses.sharding.wrappers import accept_compiled_names, check_no_ddp_inside
+
+__all__ = ["REPLICATE_DIMENSIONS", "ShardPlan"]
+
+REPLICATE_DIMENSIONS = ("replicate", "dp_replicate")
+"""Names of a mesh dimension that say that it holds replicas, as for `zpasses capture --mesh`."""
+
+_Places = dict[int, list[tuple[str, nn.Module, str]]]
+"""Identity of a parameter -> path, module and name of each place that holds it."""
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """What a call of `zpasses.shard` does to a model."""
+
+    model: nn.Module
+    mesh: DeviceMesh
+    places: _Places
+    params: deque[nn.Parameter]
+    """Each parameter to shard, once. No other part of the plan holds them, so that they can be
+    freed one by one."""
+    layouts: Mapping[int, ParamLayout]
+    """How each is cut, by its identity."""
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    ignored_params: Collection[nn.Parameter]
+    pack_mb: float | None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        ignored_params: Collection[nn.Parameter],
+        pack_mb: float | None,
+        shard_placement_fn: PlacementFn | None,
+        grad_divide_factor: float | None,
+        reshard_after_forward: int | None,
+    ) -> ShardPlan:
+        """Check the arguments, which are those of `zpasses.shard`, and compare them with those of
+        the other ranks. The model stays as it is.
+
+        Raises:
+            ShardingError, AgreementError: as `zpasses.shard` says.
+        """
+        _check_arguments(mesh, param_dtype, reduce_dtype)
+        check_divide_factor(grad_divide_factor)
+        check_pack_mb(pack_mb)
+        check_reshard_size(reshard_after_forward, mesh.size(mesh.ndim - 1))
+        ignored = {id(param) for param in ignored_params}
+        places, params = _find(model, ignored)
+        if not params:
+            raise ShardingError(_nothing_to_do(model))
+        register_mesh(mesh)
+        _check_order(mesh)  # after the comparison, which tells the other ranks
+        check_no_ddp_inside(model)
+        for path, module in model.named_modules():
+            _check_module(path, module, ignored)
+        _check_parameters(places, params, mesh, pack_mb)
+        names = {key: found[0][0] for key, found in places.items()}
+        hybrid_mesh = mesh if mesh.ndim == 2 else None
+        shard_mesh = mesh if hybrid_mesh is None else compat.submesh_of_dimension(mesh, 1)
+        dims = cut_dims(params, names, shard_placement_fn)
+        divide_factor = mesh.size() if grad_divide_factor is None else grad_divide_factor
+        compare_shard_calls(
+            mesh,
+            {
+                "param_dtype": str(param_dtype),
+                "reduce_dtype": str(reduce_dtype),
+                "grad_divide_factor": divide_factor,
+                "reshard_after_forward": reshard_after_forward,
+                "pack_mb": pack_mb,
+                "shard_placement_fn": {
+                    names[key]: f"Shard({dim})" for key, dim in dims.items() if dim
+                },
+            },
+        )
+        reshard_group = None
+        if reshard_after_forward is not None:
+            reshard_group = consecutive_ranks(shard_mesh, reshard_after_forward)
+        layouts = layouts_of(
+            params, names, shard_mesh, hybrid_mesh, dims, grad_divide_factor, reshard_group
+        )
+        _check_tied(places, params, layouts)
+        return cls(
+            model, mesh, places, params, layouts, param_dtype, reduce_dtype, ignored_params, pack_mb
+        )
+
+    def apply(self) -> None:
+        """Shard the parameters. Empties `places` and `params`."""
+        install_hooks()
+        explain_dynamo_backend()
+        mark_ignored(self.ignored_params)
+        specs: dict[nn.Module, list[ParamShardSpec]] = {}
+        while self.params:
+            batch = next_batch(self.params, self.layouts, self.pack_mb)
+            for key, made in _shard_parameters(batch, self.layouts, self.pack_mb).items():
+                for _, module, name in self.places.pop(key):
+                    module._parameters[name] = made
+                    specs.setdefault(module, []).append(self._spec(name, made, self.layouts[key]))
+            batch.clear()  # frees the full parameters
+        for module, own in specs.items():
+            add_reads(module, own)
+        edit_adapters_as_shards(self.model)
+        register_step_window(
+            [(module, spec.name) for module, own in specs.items() for spec in own],
+            {module: path for path, module in self.model.named_modules()},
+        )
+        refuse_parts_as_numbers(self.mesh)
+        accept_compiled_names(self.model)
+
+    def _spec(self, name: str, param: nn.Parameter, layout: ParamLayout) -> ParamShardSpec:
+        floating = param.is_floating_point()
+        return ParamShardSpec(
+            name,
+            layout,
+            self.param_dtype if floating else None,
+            self.reduce_dtype if floating else None,
+        )
+
+
+def _unsharded(
+    model: nn.Module, ignored: Collection[int]
+) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    for prefix, module in model.named_modules():
+        taken = module._zpasses_specs if isinstance(module, ShardedModule) else {}
+        for name, param in module._parameters.items():
+            if param is not None and name not in taken and id(param) not in ignored:
+                yield f"{prefix}.{name}" if prefix else name, module, param
+
+
+def _find(model: nn.Module, ignored: Collection[int]) -> tuple[_Places, deque[nn.Parameter]]:
+    """Return the places of unsharded parameters, and each such parameter once.
+
+    The queue holds the only further reference to the parameters, so that they can be freed one by
+    one.
+    """
+    places: _Places = {}
+    params: deque[nn.Parameter] = deque()
+    for path, module, param in _unsharded(model, ignored):
+        if id(param) not in places:
+            params.append(param)
+        places.setdefault(id(param), []).append((path, module, path.rpartition(".")[2]))
+    return places, params
+
+
+def _check_parameters(
+    places: _Places, params: Iterable[nn.Parameter], mesh: DeviceMesh, pack_mb: float | None
+) -> None:
+    for param in params:
+        for path, _, _ in places[id(param)]:
+            _check_parameter(path, param, mesh, pack_mb is not None)
+
+
+def _check_tied(
+    places: _Places, params: Iterable[nn.Parameter], layouts: Mapping[int, ParamLayout]
+) -> None:
+    for param in params:
+        known = sharded_form(param)
+        if isinstance(known, DTensor) and layout_of(known) != layouts[id(param)]:
+            raise ShardingError(
+                f"parameter {places[id(param)][0][0]} is tied to one that an earlier call sharded "
+                f"over another mesh, along another dimension or with another grad_divide_factor "
+                f"({known.placements} on {known.device_mesh}). Shard both the same way, or untie "
+                "them by giving one module a copy."
+            )
+
+
+def _shard_parameters(
+    batch: Sequence[nn.Parameter],
+    layouts: Mapping[int, ParamLayout],
+    pack_mb: float | None,
+) -> dict[int, nn.Parameter]:
+    """Shard a batch of parameters. Returns identity of the full parameter -> sharded parameter."""
+    made = {id(param): sharded_form(param) for param in batch}
+    todo = [param for param in batch if made[id(param)] is None]
+    owns = [layouts[id(param)] for param in todo]
+    parts = [own_part(param, layout) for param, layout in zip(todo, owns, strict=True)]
+    if pack_mb is None:
+        parts = [layout.owned(part) for part, layout in zip(parts, owns, strict=True)]
+    else:
+        parts = pack_local_rows(parts, [param.shape for param in todo], owns)
+    for param, part, layout in zip(todo, parts, owns, strict=True):
+        made[id(param)] = _as_parameter(part, param, layout)
+    return {key: param for key, param in made.items() if param is not None}
+
+
+def _as_parameter(part: Tensor, param: nn.Parameter, layout: ParamLayout) -> nn.Parameter:
+    sharded = layout.wrap(part, param.shape)
+    made = nn.Parameter(sharded, requires_grad=param.requires_grad)
+    compat.set_spec(made, compat.spec_of(sharded))
+    made.__dict__.update(param.__dict__)
+    as_sharded_parameter(made, layout)
+    mark_replaced(param, made)
+    return made
+
+
+def _check_arguments(mesh: Any, param_dtype: Any, reduce_dtype: Any) -> None:
+    if not dist.is_initialized():
+        raise ShardingError(
+            "no process group: call torch.distributed.init_process_group() and make a mesh with "
+            "init_device_mesh() first."
+        )
+    if not isinstance(mesh, DeviceMesh):
+        raise ShardingError(
+            f"mesh is a {type(mesh).__name__}; expected a DeviceMesh, e.g. "
+            "init_device_mesh('cuda', (world_size,))."
+        )
+    if mesh.ndim > 2:
+        raise ShardingError(
+            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}; expected one, or two "
+            "for hybrid sharding (replicate, shard). Pass the submesh to shard over, e.g. "
+            "mesh['shard'] or mesh['replicate', 'shard']."
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ShardingError(
+            f"mesh has two dimensions of sizes {tuple(mesh.shape)} without names; hybrid sharding "
+            "needs names, e.g. init_device_mesh('cuda', (2, 4), mesh_dim_names=('replicate', "
+            "'shard'))."
+        )
+    kind = mesh.device_type
+    backend = dist.get_default_backend_for_device(kind)
+    groups = [compat.group_name(group) for group in mesh.get_all_groups()]
+    if backend != "gloo" and any(compat.is_gloo(name, torch.device(kind)) for name in groups):
+        raise ShardingError(
+            f"mesh is on {kind} and communicates through gloo, which cannot gather tensors of that "
+            f"device. Call init_process_group({backend!r}), or init_process_group() for a backend "
+            "per device, before the mesh is made."
+        )
+    for label, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ShardingError(
+                f"{label} is {dtype!r}; expected a floating-point torch.dtype such as "
+                "torch.bfloat16, or None."
+            )
+
+
+def _check_order(mesh: DeviceMesh) -> None:
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 2 and names[1] in REPLICATE_DIMENSIONS:
+        raise ShardingError(
+            f"mesh has the dimensions {names}; expected replicas first and shards "
+            "second, since neighbouring ranks, which share a node, should gather parameters from "
+            "each other. Make it with init_device_mesh('cuda', (2, 4), mesh_dim_names=('replicate',"
+            " 'shard'))."
+        )
+
+
+def _nothing_to_do(model: nn.Module) -> str:
+    kind = type(model).__name__
+    if any(isinstance(module, ShardedModule) for module in model.modules()):
+        return (
+            f"{kind} is sharded already. Shard a model once; to shard it differently, build a new "
+            "one."
+        )
+    return f"{kind} has no parameter to shard."
+
+
+def _check_module(path: str, module: nn.Module, ignored: Collection[int]) -> None:
+    where = f"module {path or '(root)'} ({type(module).__name__})"
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ShardingError(
+            f"{where} is a TorchScript module, whose class cannot change. Shard the Python module "
+            "instead."
+        )
+    if (
+        isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        and module.max_norm is not None
+        and id(module._parameters["weight"]) not in ignored
+    ):
+        raise ShardingError(
+            f"{where} has max_norm: its forward writes to its weight, and reading a sharded weight "
+            "returns a gathered copy. Set max_norm=None and renormalise the shards after each "
+            "optimizer step, or pass its weight as ignored_params."
+        )
+    if (
+        isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        and module.sparse
+        and id(module._parameters["weight"]) not in ignored
+    ):
+        raise ShardingError(
+            f"{where} has sparse gradients, which cannot be reduced to shards. Set sparse=False, "
+            "or pass its weight as ignored_params."
+        )
+    for name, value in vars(module).items():
+        if name not in ("_parameters", "_modules", "_buffers") and _holds_parameter(value):
+            raise ShardingError(
+                f"{where} holds parameters outside its parameter table, in attribute {name!r}. "
+                "Sharding would leave the full, stale weights there. Replace the module (for RNNs: "
+                "a loop over cells such as nn.LSTMCell), shard only its siblings, or pass its "
+                "parameters as ignored_params and move it out of the sharded model."
+            )
+
+
+def _holds_parameter(value: object, depth: int = 3) -> bool:
+    if isinstance(value, nn.Parameter):
+        return True
+    if depth and isinstance(value, (list, tuple, set)):
+        return any(_holds_parameter(item, depth - 1) for item in value)
+    if depth and isinstance(value, dict):
+        return any(_holds_parameter(item, depth - 1) for item in value.values())
+    return False
+
+
+def _check_parameter(path: str, param: nn.Parameter, mesh: DeviceMesh, packs: bool) -> None:
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise ShardingError(
+            f"parameter {path} has no shape yet (lazy module). Run one forward on a small input "
+            "first."
+        )
+    if param.is_complex():
+        raise ShardingError(
+            f"parameter {path} is complex; keep its real view (torch.view_as_real) as the "
+            "parameter instead."
+        )
+    if packs and param.is_meta:
+        raise ShardingError(
+            f"parameter {path} is on meta and has no memory to pack. Leave pack_mb out, and call "
+            "zpasses.pack_shards after to_empty."
+        )
+    if param.device.type not in (mesh.device_type, "meta", *(("cpu",) if packs else ())):
+        raise ShardingError(
+            f"parameter {path} is on {param.device.type}, the mesh on {mesh.device_type}. Move the "
+            "model first "
+            f"(model.to({mesh.device_type!r})), give pack_mb=... so that each rank moves its own "
+            "shards from the host, or build it on "
+            "meta and call to_empty after sharding."
+        )
+    if compat.has_tensor_hooks(param) or compat.has_accumulation_hooks(param):
+        raise ShardingError(
+            f"parameter {path} has hooks (register_hook or register_post_accumulate_grad_hook). "
+            "Sharding replaces it by a DTensor, and they would not be called. Register them after "
+            f"zpasses.shard, on model.get_parameter({path!r}): they get DTensors, and "
+            "the average of the gradient over the ranks. Or pass the parameter as ignored_params."
+        )
