@@ -24,6 +24,7 @@ __all__ = [
     "collective_of",
     "collectives",
     "collectives_by_group",
+    "copy_graph",
     "erase_dead",
     "input_nbytes",
     "is_wait",
@@ -37,6 +38,15 @@ __all__ = [
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _NAMESPACES = ("_c10d_functional", "zpasses")
+
+
+def copy_graph(graph: fx.Graph | fx.GraphModule) -> fx.GraphModule:
+    """Copies a graph for rewriting. Attributes (subgraphs, constants) are shared."""
+    if isinstance(graph, fx.GraphModule):
+        return compat.clone_graph_module(graph)
+    return compat.clone_graph_module(
+        graph.owning_module or fx.GraphModule(torch.nn.Module(), graph), graph
+    )
 
 
 def calls(graph: fx.Graph, *targets: Callable[..., Any]) -> list[fx.Node]:

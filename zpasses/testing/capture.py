@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zpasses import compat
 from zpasses.backend.capture import tag_joint
+from zpasses.graph.nodes import copy_graph
 from zpasses.graph.ops import UNSHARD
 from zpasses.pipeline.observers import ObservedGraph, observe_graphs
 from zpasses.pipeline.pipeline import Level, Pass, PassRecord, Pipeline
@@ -30,7 +31,6 @@ __all__ = [
     "TracedJoint",
     "capture_graphs",
     "capture_ranks",
-    "copy_graph",
     "trace_joint",
     "trace_partitionable",
 ]
@@ -232,15 +232,6 @@ def trace_partitionable(
     tag_joint(gm.graph, dict(shards or {}))
     gm.recompile()
     return found
-
-
-def copy_graph(graph: fx.Graph | fx.GraphModule) -> fx.GraphModule:
-    """Copy a graph for rewriting. Attributes (subgraphs, constants) are shared."""
-    if isinstance(graph, fx.GraphModule):
-        return compat.clone_graph_module(graph)
-    return compat.clone_graph_module(
-        graph.owning_module or fx.GraphModule(nn.Module(), graph), graph
-    )
 
 
 @dataclass(frozen=True)

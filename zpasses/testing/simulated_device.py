@@ -39,7 +39,7 @@ from zpasses.graph.verifier.operators import (
     shared_arguments,
     written_arguments,
 )
-from zpasses.testing.simulator import SimulationError
+from zpasses.simulate.simulator import SimulationError
 from zpasses.testing.stream_schedule import Point, StreamSchedule
 
 __all__ = ["Operator", "SimulatedDevice", "SimulatedEvent", "SimulatedStream", "poison"]

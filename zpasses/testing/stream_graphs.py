@@ -23,9 +23,8 @@ from zpasses.graph.verifier.operators import (
 from zpasses.graph.verifier.order import StreamOf, own_stream
 from zpasses.graph.verifier.versions import CurrentGraph
 from zpasses.sdma.routes import SideStreamWork
-from zpasses.testing.semantics import SEMANTICS, Semantics, reduce
-from zpasses.testing.simulated_device import Operator, SimulatedDevice, poison
-from zpasses.testing.simulator import (
+from zpasses.simulate.semantics import SEMANTICS, Semantics, reduce
+from zpasses.simulate.simulator import (
     SimulationError,
     base_name,
     last_uses,
@@ -33,6 +32,7 @@ from zpasses.testing.simulator import (
     members_of,
     take_tensors,
 )
+from zpasses.testing.simulated_device import Operator, SimulatedDevice, poison
 from zpasses.testing.stream_schedule import StreamSchedule
 
 __all__ = ["LOW_CONTENTION", "Exchange", "record_streams"]

@@ -19,7 +19,7 @@ from zpasses import compat
 from zpasses.errors import ZpassesError
 from zpasses.graph.nodes import Collective, named_arguments
 from zpasses.graph.ops import AVERAGE_GRAD, DIALECT, REDUCE_GRAD, UNSHARD
-from zpasses.testing.semantics import SEMANTICS, Semantics
+from zpasses.simulate.semantics import SEMANTICS, Semantics
 
 __all__ = [
     "RankRun",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,17 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.errors import PassError
-from zpasses.graph.nodes import collectives, value_of
+from zpasses.graph.nodes import collectives, copy_graph, value_of
 from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD, UNSHARD, rows_per_rank
-from zpasses.pipeline.simulation import PassCheck
-from zpasses.testing.capture import copy_graph
-from zpasses.testing.compare import check_equal, random_inputs
-from zpasses.testing.semantics import Semantics, average_grad, reduce
-from zpasses.testing.simulator import simulate
+from zpasses.simulate.equality import check_equal, random_inputs
+from zpasses.simulate.semantics import Semantics, average_grad, reduce
+from zpasses.simulate.simulator import simulate
 
 __all__ = ["start_simulation"]
+
+
+PassCheck = Callable[[fx.Graph, str, bool], None]
+"""(graph after the pass, name of the pass, whether sums may be reordered) -> raises PassError."""
 
 
 def start_simulation(graph: fx.Graph) -> PassCheck:
