@@ -20,9 +20,8 @@ from torch import Tensor, fx
 from zpasses import compat
 from zpasses.errors import PassError
 from zpasses.graph.nodes import collectives, copy_graph, value_of
-from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD, UNSHARD, rows_per_rank
 from zpasses.simulate.equality import check_equal, random_inputs
-from zpasses.simulate.semantics import Semantics, average_grad, reduce
+from zpasses.simulate.semantics import PADDED_DIALECT
 from zpasses.simulate.simulator import simulate
 
 __all__ = ["start_simulation"]
@@ -83,7 +82,7 @@ def _run(gm: fx.GraphModule, inputs: Sequence[Sequence[Any]], world: _World) -> 
     copies = [
         [each.clone() if isinstance(each, Tensor) else each for each in row] for row in inputs
     ]
-    runs = simulate(world.graphs(gm), copies, world.groups, semantics=_SEMANTICS)
+    runs = simulate(world.graphs(gm), copies, world.groups, semantics=PADDED_DIALECT)
     return [*runs[world.own].outputs, *copies[world.own]]
 
 
@@ -204,40 +203,6 @@ class _World:
             else:
                 node.update_kwarg("group_name", name)
         return copied
-
-
-# --- dialect --------------------------------------------------------------------------------------
-def _unshard(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    rows, dtype = calls[0]["rows"], calls[0]["param_dtype"]
-    block = rows_per_rank(rows, len(inputs))
-    full = torch.cat([_padded(shard.to(dtype or shard.dtype), block) for shard in inputs])
-    return [full[:rows].clone() for _ in inputs]
-
-
-def _reduce_grad(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    rows, dtype, reduce_dtype = (calls[0][name] for name in ("rows", "dtype", "reduce_dtype"))
-    total = reduce([grad.to(reduce_dtype or grad.dtype) for grad in inputs], "avg")
-    if total.dim() == 0:
-        return [total.to(dtype, copy=True) for _ in inputs]
-    block = rows_per_rank(rows, len(inputs))
-    whole = _padded(total, block * len(inputs))
-    return [
-        whole[rank * block : rank * block + call["shard_rows"]].to(dtype, copy=True)
-        for rank, call in enumerate(calls)
-    ]
-
-
-def _padded(value: Tensor, rows: int) -> Tensor:
-    missing = value.new_zeros((rows - value.shape[0], *value.shape[1:]))
-    return torch.cat([value, missing])
-
-
-_SEMANTICS: Mapping[Any, Semantics] = {
-    UNSHARD: _unshard,
-    REDUCE_GRAD: _reduce_grad,
-    AVERAGE_GRAD: average_grad,
-}
-"""The dialect with this rank's number of rows on every simulated rank."""
 
 
 # --- comparison -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from zpasses import compat
 from zpasses.errors import ZpassesError
 from zpasses.graph.nodes import Collective, named_arguments
-from zpasses.graph.ops import AVERAGE_GRAD, DIALECT, REDUCE_GRAD, UNSHARD
+from zpasses.graph.ops import DIALECT, is_local_call
 from zpasses.simulate.semantics import SEMANTICS, Semantics
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "SimulationError",
     "base_name",
     "last_uses",
-    "local_result",
     "members_of",
     "simulate",
     "take_tensors",
@@ -366,9 +365,8 @@ class _Rank:
         }
         given, inputs, into = take_tensors(target, arguments)
         self._check_access(inputs, into or [])
-        local = local_result(target, inputs[0], arguments)
-        if local is not None:
-            return local
+        if is_local_call(target, inputs[0], arguments.get("rows")):
+            return target(inputs[0], **arguments)
         name = base_name(compat.op_name(target))
         what = _collective(name, inputs, arguments)
         call = _Call(self.rank, node, name, what, semantics, arguments, inputs, into)
@@ -515,23 +513,6 @@ def _is_collective(target: Any) -> bool:
 
 def base_name(name: str) -> str:
     return name.removesuffix("_").removesuffix("_out").removesuffix("_coalesced")
-
-
-def local_result(target: Any, source: Tensor, arguments: Mapping[str, Any]) -> Tensor | None:
-    """The result of a dialect op that has nothing to communicate."""
-    if target is UNSHARD:
-        dtype = arguments["param_dtype"] or source.dtype
-        if source.dim() == 0:
-            return source.to(dtype, copy=True)
-        if arguments["rows"] == 0 or 0 in source.shape[1:]:
-            return source.new_empty((arguments["rows"], *source.shape[1:]), dtype=dtype)
-    if target is REDUCE_GRAD and source.dim() and source.numel() == 0:
-        return source.new_empty(
-            (arguments["shard_rows"], *source.shape[1:]), dtype=arguments["dtype"]
-        )
-    if target is AVERAGE_GRAD and source.numel() == 0:
-        return source.to(arguments["dtype"], copy=True)
-    return None
 
 
 def _collective(name: str, inputs: Sequence[Tensor], arguments: Mapping[str, Any]) -> Collective:

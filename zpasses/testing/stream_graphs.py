@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from zpasses import compat
 from zpasses.graph.nodes import saved_inputs
-from zpasses.graph.ops import DIALECT
+from zpasses.graph.ops import DIALECT, is_local_call
 from zpasses.graph.verifier.operators import (
     WAIT,
     awaits_each_output,
@@ -28,7 +28,6 @@ from zpasses.simulate.simulator import (
     SimulationError,
     base_name,
     last_uses,
-    local_result,
     members_of,
     take_tensors,
 )
@@ -132,8 +131,8 @@ class _Host:
         names = [argument.name for argument in target._schema.arguments]
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         source = arguments.pop(names[0])
-        if local_result(target, source, arguments) is not None:
-            return device.compute(functools.partial(_local, target), source, arguments)
+        if is_local_call(target, source, arguments.get("rows")):
+            return device.compute(target, *args, **kwargs)
         return WAIT(self._launch(target, device, args, kwargs))
 
     def _launch(
@@ -202,12 +201,6 @@ class Exchange:
             targets,
             is_ready=lambda: len(boxes.get(self._key, ())) == len(self._members),
         )
-
-
-def _local(target: Any, source: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-    found = local_result(target, source, arguments)
-    assert found is not None
-    return found
 
 
 def _as_list(outputs: Any) -> list[Tensor]:
