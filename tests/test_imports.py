@@ -25,7 +25,7 @@ LAYERS = (
         "zpasses.version",
     ),
     ("zpasses.graph",),
-    ("zpasses.cost", "zpasses.ranks"),
+    ("zpasses.cost", "zpasses.ranks", "zpasses.simulate"),
     ("zpasses.pipeline",),
     ("zpasses.dumps",),
     ("zpasses.runtime",),
@@ -181,22 +181,8 @@ def test_imports_point_down():
         if layer(target) > layer(each.importer)
         or (layer(target) == layer(each.importer) and room(target) != room(each.importer))
         if not _is_errors_for_option_values(each.importer, target)
-        if not (each.lazy and (each.importer, target) in UPWARD)
     ]
     assert not wrong, "\n".join(["imports against the order of the rooms:", *wrong])
-
-
-UPWARD = {
-    ("zpasses.pipeline.simulation", "zpasses.testing.pass_simulation"): (
-        '`options={"verify": "simulate"}` runs the ranks of `zpasses.testing`, on demand'
-    ),
-}
-"""Imports by `importlib.import_module` from a higher layer, and why."""
-
-
-def test_upward_imports_are_used():
-    used = {(each.importer, target) for each, target in OURS}
-    assert used >= set(UPWARD)
 
 
 def _is_errors_for_option_values(importer: str, target: str) -> bool:
@@ -215,10 +201,10 @@ def test_rooms_name_modules_and_not_the_package():
 
 
 def test_files_import_each_other_without_a_circle():
+    """Imports inside functions count."""
     graph: dict[str, set[str]] = {module: set() for module in MODULES}
     for each, target in OURS:
-        listed = each.lazy and (each.importer, target) in UPWARD
-        if target != each.importer and each.importer not in ABOVE_ALL and not listed:
+        if target != each.importer and each.importer not in ABOVE_ALL:
             graph[each.importer].add(target)
     try:
         TopologicalSorter(graph).prepare()
@@ -243,7 +229,7 @@ def test_there_are_at_most_ten_layers():
 
 LAZY = {
     "zpasses.compat.artifacts": "the class of stored code derives from Inductor's, which is slow",
-    "zpasses.pipeline.simulation": "a pipeline loads the simulator only if it is asked to simulate",
+    "zpasses.pipeline.pipeline": "a pipeline loads the simulator only if it is asked to simulate",
     "zpasses.dumps.recorders": "a compile without a dump does not load the writer",
     "zpasses.inspect.inspection": "the page's template engine, which listing a dump does not need",
     "zpasses.testing": "public names; pytest loads the package with the plugin",

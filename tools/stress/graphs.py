@@ -20,9 +20,9 @@ from zpasses.errors import OptionError, PassError
 from zpasses.pipeline import pipeline as pipelines
 from zpasses.pipeline.pipeline import Level, Pipeline, run_passes
 from zpasses.ranks.vote import simulated_answers
+from zpasses.simulate.equality import check_equal
 from zpasses.testing import JointRecipe, RankRun, copy_graph, random_inputs, simulate
 from zpasses.testing.capture import TracedJoint
-from zpasses.testing.compare import check_equal
 from zpasses.testing.drawing import draw_joint_recipe, draw_pipeline
 from zpasses.tools.stress.cases import CaseResult, Outcome, StressConfig
 

@@ -36,6 +36,9 @@ __all__ = [
     "REDUCE_GRAD",
     "UNSHARD",
     "group_size",
+    "is_local_call",
+    "padded",
+    "padded_grad",
     "reduction_calls",
     "rows_per_rank",
     "set_eager_collectives",
@@ -125,6 +128,38 @@ def rows_per_rank(rows: int, size: int) -> int:
     return -(-rows // size)
 
 
+def padded(value: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """Returns a copy of a tensor in `dtype`, [rows, ...], with zeros after its own rows."""
+    copied = value.new_zeros((rows, *value.shape[1:]), dtype=dtype)
+    copied[: value.shape[0]].copy_(value)
+    return copied
+
+
+def padded_grad(grad: Tensor, rows: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Returns the blocks of all ranks of a gradient in `dtype`, [size * ceil(rows / size), ...].
+
+    Raises:
+        ValueError: if the gradient has another number of rows.
+    """
+    if grad.shape[0] != rows:
+        raise ValueError(f"reduce_grad: got a gradient of {grad.shape[0]} rows; expected {rows}.")
+    return padded(grad, rows_per_rank(rows, size) * size, dtype)
+
+
+def is_local_call(target: object, source: Tensor, rows: int | None = None) -> bool:
+    """Whether a call of the dialect has nothing to communicate: its value has no element, or it
+    gathers a parameter that every rank holds in full.
+
+    Args:
+        target: the operator. Returns False for operators of others.
+        source: the first argument.
+        rows: the argument of that name, which `unshard` has.
+    """
+    if target is UNSHARD:
+        return source.dim() == 0 or rows == 0 or 0 in source.shape[1:]
+    return target in DIALECT and source.numel() == 0
+
+
 def _unshard(
     shard: Tensor,
     rows: int,
@@ -153,17 +188,14 @@ def _unshard(
         The full parameter, [rows, ...], in `param_dtype`; never an alias of `shard`.
     """
     dtype = param_dtype or shard.dtype
-    if shard.dim() == 0:
-        return shard.to(dtype, copy=True)
-    full_shape = (rows, *shard.shape[1:])
-    block = shard.new_zeros(
-        (rows_per_rank(rows, group_size(group_name)), *shard.shape[1:]), dtype=dtype
-    )
-    if block.numel() == 0:
-        return block.new_empty(full_shape)
-    block[: shard.shape[0]].copy_(shard)
+    if is_local_call(UNSHARD, shard, rows):
+        if shard.dim() == 0:
+            return shard.to(dtype, copy=True)
+        return shard.new_empty((rows, *shard.shape[1:]), dtype=dtype)
+    size = group_size(group_name)
+    block = padded(shard, rows_per_rank(rows, size), dtype)
     with _collectives.guard("all_gather", block, group_name):
-        started = _collectives.all_gather(block, group_size(group_name), group_name)
+        started = _collectives.all_gather(block, size, group_name)
         full: Tensor = compat.functional.wait_tensor(started)
     return full[:rows]
 
@@ -202,18 +234,16 @@ def _reduce_grad(
     Returns:
         The gradient of the shard, [shard_rows, ...], in `dtype`.
     """
-    value = grad.to(reduce_dtype or grad.dtype)
-    size = group_size(group_name)
-    if grad.dim() == 0:
-        return _averaged(value, group_name).to(dtype, copy=True)
-    if value.numel() == 0:
+    if is_local_call(REDUCE_GRAD, grad):
         return grad.new_empty((shard_rows, *grad.shape[1:]), dtype=dtype)
-    block = rows_per_rank(rows, size)
-    padded = value.new_zeros((block * size, *value.shape[1:]))
-    padded[:rows].copy_(value)
-    with _collectives.guard("reduce_scatter", padded, group_name):
+    between = reduce_dtype or grad.dtype
+    if grad.dim() == 0:
+        return _averaged(grad.to(between), group_name).to(dtype, copy=True)
+    size = group_size(group_name)
+    blocks = padded_grad(grad, rows, size, between)
+    with _collectives.guard("reduce_scatter", blocks, group_name):
         mine: Tensor = compat.functional.wait_tensor(
-            _collectives.reduce_scatter(padded, "avg", size, group_name)
+            _collectives.reduce_scatter(blocks, "avg", size, group_name)
         )
     return mine[:shard_rows].to(dtype, copy=True)
 
@@ -242,7 +272,7 @@ def _average_grad(grad: Tensor, dtype: torch.dtype, group_name: str) -> Tensor:
     Returns:
         The gradient of the shard, [shard_rows, ...], in `dtype`; never an alias of `grad`.
     """
-    if grad.numel() == 0:
+    if is_local_call(AVERAGE_GRAD, grad):
         return grad.to(dtype, copy=True)
     return _averaged(grad, group_name).to(dtype, copy=True)
 

@@ -36,7 +36,6 @@ from zpasses.errors import AgreementError, OptionError, PassError, raising_line,
 from zpasses.graph.nodes import collectives, input_nbytes
 from zpasses.graph.verifier import PreviousGraph, check, check_unchanged
 from zpasses.option_values import build_dataclass, format_value
-from zpasses.pipeline.simulation import load_simulation_check
 from zpasses.ranks.vote import has_other_ranks
 
 __all__ = [
@@ -328,8 +327,11 @@ def run_passes(
     for each in passes:
         if verify != "off":
             snapshot = snapshot or PreviousGraph(graph)
-        simulates = verify == "simulate" and each.is_simulatable()
-        simulation = load_simulation_check(graph) if simulates else None
+        simulation = None
+        if verify == "simulate" and each.is_simulatable():
+            from zpasses.simulate.pass_check import start_simulation
+
+            simulation = start_simulation(graph)
         started = time.perf_counter()
         changes = _rewrite(each, graph)
         rewritten = time.perf_counter()

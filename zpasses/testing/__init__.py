@@ -24,16 +24,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zpasses.graph.nodes import copy_graph
     from zpasses.graph.printer import listing
+    from zpasses.simulate.equality import random_inputs
+    from zpasses.simulate.semantics import SEMANTICS, Semantics
+    from zpasses.simulate.simulator import RankRun, SimulationError, simulate
     from zpasses.testing.capture import (
         StepCapture,
         StepGraphs,
         capture_graphs,
         capture_ranks,
-        copy_graph,
         trace_joint,
     )
-    from zpasses.testing.compare import assert_deterministic, assert_equal_bits, random_inputs
+    from zpasses.testing.compare import assert_deterministic, assert_equal_bits
     from zpasses.testing.graphs import JointRecipe, ParamSpec, joint_graph
     from zpasses.testing.ranks import (
         Outcome,
@@ -41,9 +44,7 @@ if TYPE_CHECKING:
         run_in_fresh_ranks,
         run_on_ranks,
     )
-    from zpasses.testing.semantics import SEMANTICS, Semantics
     from zpasses.testing.simulated_device import SimulatedDevice
-    from zpasses.testing.simulator import RankRun, SimulationError, simulate
     from zpasses.testing.steps import (
         PipelineRun,
         StepRun,
@@ -95,12 +96,12 @@ _HOMES = {
     "Outcome": "zpasses.testing.ranks",
     "ParamSpec": "zpasses.testing.graphs",
     "PipelineRun": "zpasses.testing.steps",
-    "RankRun": "zpasses.testing.simulator",
+    "RankRun": "zpasses.simulate.simulator",
     "RanksError": "zpasses.testing.ranks",
-    "SEMANTICS": "zpasses.testing.semantics",
-    "Semantics": "zpasses.testing.semantics",
+    "SEMANTICS": "zpasses.simulate.semantics",
+    "Semantics": "zpasses.simulate.semantics",
     "SimulatedDevice": "zpasses.testing.simulated_device",
-    "SimulationError": "zpasses.testing.simulator",
+    "SimulationError": "zpasses.simulate.simulator",
     "StepCapture": "zpasses.testing.capture",
     "StepGraphs": "zpasses.testing.capture",
     "StepRun": "zpasses.testing.steps",
@@ -110,16 +111,16 @@ _HOMES = {
     "assert_step_equals_reference": "zpasses.testing.steps",
     "capture_graphs": "zpasses.testing.capture",
     "capture_ranks": "zpasses.testing.capture",
-    "copy_graph": "zpasses.testing.capture",
+    "copy_graph": "zpasses.graph.nodes",
     "fake_world": "zpasses.testing.worlds",
     "joint_graph": "zpasses.testing.graphs",
     "listing": "zpasses.graph.printer",
-    "random_inputs": "zpasses.testing.compare",
+    "random_inputs": "zpasses.simulate.equality",
     "record_streams": "zpasses.testing.stream_graphs",
     "run_in_fresh_ranks": "zpasses.testing.ranks",
     "run_on_ranks": "zpasses.testing.ranks",
     "run_pipeline": "zpasses.testing.steps",
-    "simulate": "zpasses.testing.simulator",
+    "simulate": "zpasses.simulate.simulator",
     "simulate_step": "zpasses.testing.steps",
     "trace_joint": "zpasses.testing.capture",
     "world_mesh": "zpasses.testing.worlds",

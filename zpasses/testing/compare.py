@@ -5,56 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from zpasses.graph.nodes import collectives, value_of
-from zpasses.testing.capture import copy_graph
-from zpasses.testing.semantics import Semantics
-from zpasses.testing.simulator import RankRun, simulate
+from zpasses.graph.nodes import collectives, copy_graph
+from zpasses.simulate.equality import check_equal
+from zpasses.simulate.semantics import Semantics
+from zpasses.simulate.simulator import RankRun, simulate
 
-__all__ = ["assert_deterministic", "assert_equal_bits", "check_equal", "random_inputs"]
+__all__ = ["assert_deterministic", "assert_equal_bits"]
 
 Graphs = fx.GraphModule | Sequence[fx.GraphModule]
-
-
-def random_inputs(
-    graphs: Sequence[fx.GraphModule], *, seed: int = 0, bound: int = 3
-) -> list[list[Any]]:
-    """Make inputs for `simulate`: one list per rank, with the shapes and dtypes that the graph's
-    inputs record.
-
-    Values are small integers, so sums are exact in any order. Incoming gradients ("tangents") are
-    multiples of the number of ranks, so averages over ranks are exact too. Ranks get different
-    values.
-
-    Args:
-        graphs: one graph per rank.
-        bound: floating-point values lie in -bound..bound. Integers lie in 0..bound - 1, so they are
-            valid indices of any dimension of at least that size.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        [
-            _random_input(node, len(graphs), bound, generator)
-            for node in graph.graph.nodes
-            if node.op == "placeholder"
-        ]
-        for graph in graphs
-    ]
-
-
-def _random_input(node: fx.Node, ranks: int, bound: int, generator: torch.Generator) -> Any:
-    value = value_of(node)
-    if not isinstance(value, Tensor):
-        return getattr(getattr(value, "node", None), "hint", value)
-    shape = [int(size) if isinstance(size, int) else int(size.node.hint) for size in value.shape]
-    if value.dtype == torch.bool:
-        return torch.randint(0, 2, shape, generator=generator).bool()
-    if not (value.is_floating_point() or value.is_complex()):
-        return torch.randint(0, max(bound, 1), shape, generator=generator).to(value.dtype)
-    drawn = torch.randint(-bound, bound + 1, shape, generator=generator)
-    return (drawn * ranks if node.name.startswith("tangents") else drawn).to(value.dtype)
 
 
 def assert_equal_bits(
@@ -117,53 +77,6 @@ def _output_names(gm: fx.GraphModule) -> dict[int, str]:
     returned = gm.graph.output_node().args[0]
     flat = returned if isinstance(returned, (list, tuple)) else [returned]
     return {i: f" ({item.name})" for i, item in enumerate(flat) if isinstance(item, fx.Node)}
-
-
-def check_equal(got: Any, wanted: Any, where: str) -> None:
-    """Raise AssertionError, which names `where`, unless two values are equal bit for bit."""
-    if not (isinstance(got, Tensor) and isinstance(wanted, Tensor)):
-        if type(got) is not type(wanted) or got != wanted:
-            raise AssertionError(
-                f"{where}: is {_short(got)}, but the reference gives {_short(wanted)}."
-            )
-        return
-    if got.dtype != wanted.dtype or got.shape != wanted.shape:
-        raise AssertionError(
-            f"{where}: is {_short(got)}, but the reference gives {_short(wanted)}."
-        )
-    if got.numel() == 0:
-        return
-    ours, theirs = _bits(got), _bits(wanted)
-    different = (ours != theirs).any(dim=1).nonzero().flatten()
-    if len(different):
-        at = int(different[0])
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), got.shape))
-        raise AssertionError(
-            f"{where}: {len(different)} of {got.numel()} elements differ. First difference at "
-            f"{index}: {_element(got, at)}, but the "
-            f"reference gives {_element(wanted, at)}."
-        )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The bytes of each element, uint8[elements, bytes]."""
-    # A tensor of one element is contiguous whatever its stride, but only a stride of 1 can be
-    # viewed as bytes.
-    row = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
-    return row.view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
-
-
-def _element(tensor: Tensor, at: int) -> str:
-    raw = bytes(reversed(_bits(tensor)[at].tolist()))
-    return f"{tensor.detach().reshape(-1)[at].item()!r} (0x{raw.hex()})"
-
-
-def _short(value: Any) -> str:
-    return (
-        f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-        if isinstance(value, Tensor)
-        else repr(value)
-    )
 
 
 def assert_deterministic(

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import fx
 
+from zpasses.graph.nodes import copy_graph
 from zpasses.pipeline.pipeline import Pass, PassRecord, Pipeline, Verify, run_passes
-from zpasses.testing.capture import StepCapture, copy_graph
-from zpasses.testing.compare import check_equal, random_inputs
-from zpasses.testing.simulator import RankRun, simulate
+from zpasses.simulate.equality import check_equal, random_inputs
+from zpasses.simulate.simulator import RankRun, simulate
+from zpasses.testing.capture import StepCapture
 
 __all__ = [
     "PipelineRun",

@@ -7,9 +7,8 @@ per rank, so tests set `@settings(max_examples=20, deadline=None)`.
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar, get_args
 
 import torch
 
@@ -24,7 +23,13 @@ except ModuleNotFoundError as error:
 
 from zpasses.option_values import field_types
 from zpasses.pipeline.pipeline import Level, Pass
-from zpasses.testing.drawing import WORLD_SIZES, draw_joint_recipe, draw_pipeline
+from zpasses.testing.drawing import (
+    WORLD_SIZES,
+    draw_joint_recipe,
+    draw_param,
+    draw_pipeline,
+    values_of,
+)
 from zpasses.testing.graphs import JointRecipe, ParamSpec
 
 __all__ = ["joint_recipes", "param_lists", "param_specs", "passes", "pipelines", "world_sizes"]
@@ -37,28 +42,15 @@ def world_sizes(max_size: int = 8) -> st.SearchStrategy[int]:
     return st.integers(1, max_size)
 
 
-def param_specs(**fixed: Any) -> st.SearchStrategy[ParamSpec]:
+@st.composite
+def param_specs(draw: Callable[[st.SearchStrategy[Any]], Any], /, **fixed: Any) -> ParamSpec:
     """Parameters, some of unusual shapes: scalars, no rows, fewer rows than ranks, and up to three
     dimensions.
 
     Args:
         fixed: fields of `ParamSpec` that are not drawn, such as `reads=1`.
     """
-    shape = st.one_of(
-        st.just(()),
-        st.tuples(st.integers(0, 9)),
-        st.tuples(st.integers(0, 9), st.integers(0, 3)),
-        st.tuples(st.integers(1, 5), st.just(2), st.just(2)),
-    )
-    drawn: dict[str, st.SearchStrategy[Any]] = {
-        "shape": shape,
-        "param_dtype": st.sampled_from([None, torch.bfloat16, torch.float64]),
-        "reduce_dtype": st.sampled_from([None, torch.float32, torch.float64]),
-        "frozen": st.booleans(),
-        "reads": st.integers(1, 3),
-    }
-    drawn |= {name: st.just(value) for name, value in fixed.items()}
-    return st.builds(ParamSpec, **drawn)
+    return dataclasses.replace(draw_param(_chooser(draw)), **fixed)
 
 
 def param_lists(max_size: int = 4, **fixed: Any) -> st.SearchStrategy[list[ParamSpec]]:
@@ -83,7 +75,7 @@ def joint_recipes(
             With several, `simulate` and `assert_equal_bits` need `recipe.groups()`.
     """
     return draw_joint_recipe(
-        lambda values: draw(st.sampled_from(values)),
+        _chooser(draw),
         max_params=max_params,
         world_sizes=world_sizes,
         replicas=replicas,
@@ -103,9 +95,7 @@ def pipelines(
         levels: the levels whose passes are drawn. A joint graph needs `[Level.JOINT]`.
         lowered: whether every gather and reduction is lowered, as in a pipeline that trains.
     """
-    return draw_pipeline(
-        lambda values: draw(st.sampled_from(values)), levels=levels, lowered=lowered
-    )
+    return draw_pipeline(_chooser(draw), levels=levels, lowered=lowered)
 
 
 def passes(cls: type[P], **options: st.SearchStrategy[Any]) -> st.SearchStrategy[P]:
@@ -141,18 +131,21 @@ def passes(cls: type[P], **options: st.SearchStrategy[Any]) -> st.SearchStrategy
 
 def _by_type(kind: Any) -> st.SearchStrategy[Any] | None:
     """A strategy for an option's type; None if there is none."""
-    if get_origin(kind) in (Union, types.UnionType):
-        found = [each for each in map(_by_type, get_args(kind)) if each is not None]
-        return st.one_of(found) if found else None
-    if get_origin(kind) is Literal:
-        return st.sampled_from(get_args(kind))
-    return _STRATEGIES.get(kind)
+    few = values_of(kind)
+    found = [_STRATEGIES[each] for each in (kind, *get_args(kind)) if each in _STRATEGIES]
+    return st.one_of(*([st.sampled_from(few)] if few else []), *found) if few or found else None
+
+
+def _chooser(
+    draw: Callable[[st.SearchStrategy[Any]], Any],
+) -> Callable[[Sequence[Any]], Any]:
+    """The source of choices that `zpasses.testing.drawing` takes."""
+    return lambda values: draw(st.sampled_from(values))
 
 
 _STRATEGIES: Mapping[Any, st.SearchStrategy[Any]] = {
-    bool: st.booleans(),
     int: st.integers(0, 10**6),
     float: st.floats(0, 1e6),
-    type(None): st.none(),
     torch.dtype: st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
 }
+"""Types of too many values to list."""

@@ -11,28 +11,22 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from zpasses import compat
+from zpasses.graph.aliases import WAIT, written_arguments
 from zpasses.graph.nodes import saved_inputs
-from zpasses.graph.ops import DIALECT
-from zpasses.graph.verifier.operators import (
-    WAIT,
-    awaits_each_output,
-    is_launch,
-    keeps_arguments,
-    written_arguments,
-)
+from zpasses.graph.ops import DIALECT, is_local_call
+from zpasses.graph.verifier.operators import awaits_each_output, is_launch, keeps_arguments
 from zpasses.graph.verifier.order import StreamOf, own_stream
 from zpasses.graph.verifier.versions import CurrentGraph
 from zpasses.sdma.routes import SideStreamWork
-from zpasses.testing.semantics import SEMANTICS, Semantics, reduce
-from zpasses.testing.simulated_device import Operator, SimulatedDevice, poison
-from zpasses.testing.simulator import (
+from zpasses.simulate.semantics import SEMANTICS, Semantics, reduce
+from zpasses.simulate.simulator import (
     SimulationError,
     base_name,
     last_uses,
-    local_result,
     members_of,
     take_tensors,
 )
+from zpasses.testing.simulated_device import Operator, SimulatedDevice, poison
 from zpasses.testing.stream_schedule import StreamSchedule
 
 __all__ = ["LOW_CONTENTION", "Exchange", "record_streams"]
@@ -132,8 +126,8 @@ class _Host:
         names = [argument.name for argument in target._schema.arguments]
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         source = arguments.pop(names[0])
-        if local_result(target, source, arguments) is not None:
-            return device.compute(functools.partial(_local, target), source, arguments)
+        if is_local_call(target, source, arguments.get("rows")):
+            return device.compute(target, *args, **kwargs)
         return WAIT(self._launch(target, device, args, kwargs))
 
     def _launch(
@@ -202,12 +196,6 @@ class Exchange:
             targets,
             is_ready=lambda: len(boxes.get(self._key, ())) == len(self._members),
         )
-
-
-def _local(target: Any, source: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-    found = local_result(target, source, arguments)
-    assert found is not None
-    return found
 
 
 def _as_list(outputs: Any) -> list[Tensor]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zpasses.testing.simulator import SimulationError
+from zpasses.simulate.simulator import SimulationError
 
 __all__ = ["Difference", "Point", "ScheduledRun", "StreamSchedule", "Task"]
 

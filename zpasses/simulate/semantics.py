@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zpasses.graph.ops import rows_per_rank
+from zpasses.graph.ops import REDUCE_GRAD, UNSHARD, padded, padded_grad, rows_per_rank
 
-__all__ = ["SEMANTICS", "Semantics", "average_grad", "reduce"]
+__all__ = ["PADDED_DIALECT", "SEMANTICS", "Semantics", "reduce"]
 
 Semantics = Callable[[Sequence[Tensor], Sequence[Mapping[str, Any]]], Sequence[Tensor]]
 """(one input per rank, each rank's call arguments by name) -> one output per rank. No output
@@ -64,36 +64,41 @@ def _all_to_all(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) ->
     return [torch.cat([part[target] for part in parts]) for target, _ in enumerate(calls)]
 
 
+# --- the dialect ----------------------------------------------------------------------------------
 def _unshard(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    rows, size = calls[0]["rows"], len(inputs)
-    for rank, shard in enumerate(inputs):
-        _check_rows(rank, shard.shape[0], rows, size)
-    return [
-        torch.cat([shard.to(calls[0]["param_dtype"] or shard.dtype) for shard in inputs])
-        for _ in inputs
-    ]
+    rows, dtype = calls[0]["rows"], calls[0]["param_dtype"]
+    block = rows_per_rank(rows, len(inputs))
+    full = torch.cat([padded(shard, block, dtype or shard.dtype) for shard in inputs])[:rows]
+    return [full.clone() for _ in inputs]
 
 
 def _reduce_grad(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    rows, size, dtype, reduce_dtype = (
-        calls[0]["rows"],
-        len(inputs),
-        calls[0]["dtype"],
-        calls[0]["reduce_dtype"],
-    )
+    rows, dtype, reduce_dtype = (calls[0][name] for name in ("rows", "dtype", "reduce_dtype"))
     total = reduce([grad.to(reduce_dtype or grad.dtype) for grad in inputs], "avg")
     if total.dim() == 0:
         return [total.to(dtype, copy=True) for _ in inputs]
-    for rank, call in enumerate(calls):
-        _check_rows(rank, call["shard_rows"], rows, size)
-    return [
-        part.to(dtype, copy=True) for part in total.split([call["shard_rows"] for call in calls])
-    ]
+    blocks = padded_grad(total, rows, len(inputs), dtype).chunk(len(inputs))
+    return [each[: call["shard_rows"]].clone() for each, call in zip(blocks, calls, strict=True)]
 
 
-def average_grad(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+def _average_grad(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     total = reduce(inputs, "avg")
     return [total.to(calls[0]["dtype"], copy=True) for _ in inputs]
+
+
+def _unshard_held(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    _check_rows([shard.shape[0] for shard in inputs], calls[0]["rows"])
+    return _unshard(inputs, calls)
+
+
+def _reduce_grad_held(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    if inputs[0].dim():
+        _check_rows([call["shard_rows"] for call in calls], calls[0]["rows"])
+    return _reduce_grad(inputs, calls)
+
+
+PADDED_DIALECT: Mapping[Any, Semantics] = {UNSHARD: _unshard, REDUCE_GRAD: _reduce_grad}
+"""The dialect where a rank may hold fewer rows than its block has, which are then padded."""
 
 
 def reduce(inputs: Sequence[Tensor], reduce_op: str) -> Tensor:
@@ -122,13 +127,15 @@ def _check_group_size(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any
             )
 
 
-def _check_rows(rank: int, given: int, rows: int, size: int) -> None:
-    block = rows_per_rank(rows, size)
-    expected = max(0, min(block, rows - rank * block))
-    if given != expected:
-        raise ValueError(
-            f"rank {rank} of the group of {size} holds {given} of {rows} rows; expected {expected}"
-        )
+def _check_rows(held: Sequence[int], rows: int) -> None:
+    size, block = len(held), rows_per_rank(rows, len(held))
+    for rank, given in enumerate(held):
+        expected = max(0, min(block, rows - rank * block))
+        if given != expected:
+            raise ValueError(
+                f"rank {rank} of the group of {size} holds {given} of {rows} rows; expected "
+                f"{expected}"
+            )
 
 
 _REDUCTIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -149,9 +156,9 @@ SEMANTICS: Mapping[str, Semantics] = {
     "all_reduce": _all_reduce,
     "broadcast": _broadcast,
     "all_to_all_single": _all_to_all,
-    "unshard": _unshard,
-    "reduce_grad": _reduce_grad,
-    "average_grad": average_grad,
+    "unshard": _unshard_held,
+    "reduce_grad": _reduce_grad_held,
+    "average_grad": _average_grad,
 }
 """Reference implementations by op name, without the suffixes `_coalesced`, `_out` and `_`, which
 only change where outputs go.

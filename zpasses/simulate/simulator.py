@@ -17,16 +17,16 @@ from torch.fx.node import map_arg
 
 from zpasses import compat
 from zpasses.errors import ZpassesError
+from zpasses.graph.aliases import written_arguments
 from zpasses.graph.nodes import Collective, named_arguments
-from zpasses.graph.ops import AVERAGE_GRAD, DIALECT, REDUCE_GRAD, UNSHARD
-from zpasses.testing.semantics import SEMANTICS, Semantics
+from zpasses.graph.ops import DIALECT, is_local_call
+from zpasses.simulate.semantics import SEMANTICS, Semantics
 
 __all__ = [
     "RankRun",
     "SimulationError",
     "base_name",
     "last_uses",
-    "local_result",
     "members_of",
     "simulate",
     "take_tensors",
@@ -366,9 +366,8 @@ class _Rank:
         }
         given, inputs, into = take_tensors(target, arguments)
         self._check_access(inputs, into or [])
-        local = local_result(target, inputs[0], arguments)
-        if local is not None:
-            return local
+        if is_local_call(target, inputs[0], arguments.get("rows")):
+            return target(inputs[0], **arguments)
         name = base_name(compat.op_name(target))
         what = _collective(name, inputs, arguments)
         call = _Call(self.rank, node, name, what, semantics, arguments, inputs, into)
@@ -517,23 +516,6 @@ def base_name(name: str) -> str:
     return name.removesuffix("_").removesuffix("_out").removesuffix("_coalesced")
 
 
-def local_result(target: Any, source: Tensor, arguments: Mapping[str, Any]) -> Tensor | None:
-    """The result of a dialect op that has nothing to communicate."""
-    if target is UNSHARD:
-        dtype = arguments["param_dtype"] or source.dtype
-        if source.dim() == 0:
-            return source.to(dtype, copy=True)
-        if arguments["rows"] == 0 or 0 in source.shape[1:]:
-            return source.new_empty((arguments["rows"], *source.shape[1:]), dtype=dtype)
-    if target is REDUCE_GRAD and source.dim() and source.numel() == 0:
-        return source.new_empty(
-            (arguments["shard_rows"], *source.shape[1:]), dtype=arguments["dtype"]
-        )
-    if target is AVERAGE_GRAD and source.numel() == 0:
-        return source.to(arguments["dtype"], copy=True)
-    return None
-
-
 def _collective(name: str, inputs: Sequence[Tensor], arguments: Mapping[str, Any]) -> Collective:
     """Describe a call. `unshard` is described by its full parameter, so that ranks with fewer rows
     have the same description.
@@ -587,12 +569,8 @@ def _accesses(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[Any], list[An
     named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(
         kwargs
     )
-    mutable = [
-        argument.name
-        for argument in schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return read, compat.pytree.tree_leaves([named.get(name) for name in mutable])
+    written = written_arguments(_overload(node))
+    return read, compat.pytree.tree_leaves([named.get(name) for name in written])
 
 
 def _overlap(a: Any, b: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,16 @@ from torch import Tensor, fx
 
 from zpasses import compat
 from zpasses.errors import PassError
-from zpasses.graph.nodes import collectives, value_of
-from zpasses.graph.ops import AVERAGE_GRAD, REDUCE_GRAD, UNSHARD, rows_per_rank
-from zpasses.pipeline.simulation import PassCheck
-from zpasses.testing.capture import copy_graph
-from zpasses.testing.compare import check_equal, random_inputs
-from zpasses.testing.semantics import Semantics, average_grad, reduce
-from zpasses.testing.simulator import simulate
+from zpasses.graph.nodes import collectives, copy_graph, value_of
+from zpasses.simulate.equality import check_equal, random_inputs
+from zpasses.simulate.semantics import PADDED_DIALECT
+from zpasses.simulate.simulator import simulate
 
 __all__ = ["start_simulation"]
+
+
+PassCheck = Callable[[fx.Graph, str, bool], None]
+"""(graph after the pass, name of the pass, whether sums may be reordered) -> raises PassError."""
 
 
 def start_simulation(graph: fx.Graph) -> PassCheck:
@@ -81,7 +82,7 @@ def _run(gm: fx.GraphModule, inputs: Sequence[Sequence[Any]], world: _World) -> 
     copies = [
         [each.clone() if isinstance(each, Tensor) else each for each in row] for row in inputs
     ]
-    runs = simulate(world.graphs(gm), copies, world.groups, semantics=_SEMANTICS)
+    runs = simulate(world.graphs(gm), copies, world.groups, semantics=PADDED_DIALECT)
     return [*runs[world.own].outputs, *copies[world.own]]
 
 
@@ -202,40 +203,6 @@ class _World:
             else:
                 node.update_kwarg("group_name", name)
         return copied
-
-
-# --- dialect --------------------------------------------------------------------------------------
-def _unshard(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    rows, dtype = calls[0]["rows"], calls[0]["param_dtype"]
-    block = rows_per_rank(rows, len(inputs))
-    full = torch.cat([_padded(shard.to(dtype or shard.dtype), block) for shard in inputs])
-    return [full[:rows].clone() for _ in inputs]
-
-
-def _reduce_grad(inputs: Sequence[Tensor], calls: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    rows, dtype, reduce_dtype = (calls[0][name] for name in ("rows", "dtype", "reduce_dtype"))
-    total = reduce([grad.to(reduce_dtype or grad.dtype) for grad in inputs], "avg")
-    if total.dim() == 0:
-        return [total.to(dtype, copy=True) for _ in inputs]
-    block = rows_per_rank(rows, len(inputs))
-    whole = _padded(total, block * len(inputs))
-    return [
-        whole[rank * block : rank * block + call["shard_rows"]].to(dtype, copy=True)
-        for rank, call in enumerate(calls)
-    ]
-
-
-def _padded(value: Tensor, rows: int) -> Tensor:
-    missing = value.new_zeros((rows - value.shape[0], *value.shape[1:]))
-    return torch.cat([value, missing])
-
-
-_SEMANTICS: Mapping[Any, Semantics] = {
-    UNSHARD: _unshard,
-    REDUCE_GRAD: _reduce_grad,
-    AVERAGE_GRAD: average_grad,
-}
-"""The dialect with this rank's number of rows on every simulated rank."""
 
 
 # --- comparison -----------------------------------------------------------------------------------
