@@ -357,29 +357,6 @@ def test_device_measures_one_rank_of_a_larger_group(measured):
     assert "1.00" in table  # of itself
 
 
-# --- flatten --------------------------------------------------------------------------------------
-@pytest.mark.slow(quick="tests/passes/test_flatten_on_device.py")
-def test_all_forms_of_flatten_make_the_same_buffer(measured):
-    table, result = measured("flatten", "--mib", "2", "--tensors", "9", "--rounds", "1")
-    assert not result["failed"]
-    host, plain, distributed = result["results"]
-    assert len({each["digest"] for each in result["results"]}) == 1
-    size = host["host_bytes"]
-    assert size == pytest.approx(2 << 20, rel=0.01)
-    assert (plain["host_bytes"], plain["device_bytes"], distributed["host_bytes"]) == (0, size, 0)
-    for each, moved in ((host, size), (plain, size), (distributed, size / 2)):
-        assert each["moved_bytes"] == pytest.approx(moved, rel=0.01)
-        assert each["run_s"] > 0
-        assert each["graph_s"] > 0
-        assert each["host_peak_bytes"] is None
-    assert distributed["device_bytes"] == pytest.approx(size / 2, rel=0.01)
-    assert (host["sent_bytes"], distributed["sent_bytes"]) == (0, pytest.approx(size / 2, rel=0.01))
-    # plain: pieces and buffer. distributed: part, gathered buffer, and gloo's scratch buffer.
-    assert plain["device_peak_bytes"] == pytest.approx(2 * size, rel=0.05)
-    assert distributed["device_peak_bytes"] <= 2.6 * size
-    assert "the host stands in for the device" in table
-
-
 # --- startup --------------------------------------------------------------------------------------
 @pytest.mark.slow(quick="test_time_limit_ends_a_run_and_is_reported")
 def test_startup_times_commands_with_and_without_a_dump(measured, tmp_path):
@@ -482,7 +459,6 @@ def test_dump_compares_compiles_with_and_without_a_dump(measured):
         ),
         (["buckets", "--forms", "flatt"], 'Did you mean "flat"?'),
         (["buckets", "--memory-budget", "lots"], "--memory-budget: got 'lots'"),
-        (["flatten", "--forms", "hosts"], 'Did you mean "host"?'),
         (["device", "--heads", "3"], "--width 512 is not divisible by --heads 3"),
     ],
 )
@@ -509,7 +485,6 @@ def test_help_names_the_suites(capsys):
             "scaling",
             "startup",
             "dump",
-            "flatten",
             "device",
         )
     )

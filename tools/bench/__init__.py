@@ -13,8 +13,6 @@
     python -m zpasses.tools.bench startup     wall time of `zpasses` commands
     python -m zpasses.tools.bench compile     the first step, with cold and warm compile caches
     python -m zpasses.tools.bench dump        the cost of a dump in a cold compile
-    python -m zpasses.tools.bench flatten     flat buffers made on the host, on the device, and in
-                                              parts by all ranks
 
 Every measurement runs in new processes, so that it does not inherit compile caches, threads or
 memory from another.

@@ -18,7 +18,6 @@ from zpasses.tools.bench.coalesce import WAYS, CoalesceConfig, run_coalesce
 from zpasses.tools.bench.compiling import CompileConfig, run_compile
 from zpasses.tools.bench.device import DeviceConfig, run_device
 from zpasses.tools.bench.dumping import DumpConfig, run_dump
-from zpasses.tools.bench.flatten import FORMS, FlattenConfig, run_flatten
 from zpasses.tools.bench.hf_trainer import PEERS as TRAINER_PEERS
 from zpasses.tools.bench.hf_trainer import TrainerConfig, run_trainer
 from zpasses.tools.bench.launch import RankError
@@ -32,7 +31,6 @@ from zpasses.tools.bench.report import (
     compile_table,
     device_table,
     dump_table,
-    flatten_table,
     overhead_table,
     scaling_table,
     schedule_table,
@@ -436,46 +434,6 @@ def _schedule(options: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
-# --- flatten --------------------------------------------------------------------------------------
-def _flatten_options(parser: argparse.ArgumentParser) -> None:
-    default = FlattenConfig()
-    parser.add_argument(
-        "--mib", type=_at_least(1), default=default.mib, help="size of all tensors together"
-    )
-    parser.add_argument(
-        "--tensors", type=_at_least(2), default=default.tensors, help="how many there are"
-    )
-    parser.add_argument(
-        "--ranks", type=_at_least(1), default=default.ranks, help="processes, one thread each"
-    )
-    parser.add_argument(
-        "--rounds", type=_at_least(1), default=default.rounds, help="timed runs of each form"
-    )
-    parser.add_argument(
-        "--device",
-        default=default.device,
-        help="device of the buffer; with cpu, the host stands in for a device",
-    )
-    parser.add_argument(
-        "--forms",
-        type=_names(FORMS),
-        default=",".join(FORMS),
-        metavar="A,B",
-        help="what to run, in this order",
-    )
-
-
-def _flatten(options: argparse.Namespace) -> int:
-    names = ("mib", "tensors", "ranks", "rounds", "device", "forms")
-    report = run_flatten(
-        FlattenConfig(timeout_s=options.timeout, **{name: getattr(options, name) for name in names})
-    )
-    print(flatten_table(report))
-    if options.json:
-        write_json(options.json, "flatten", report)
-    return 1 if report.failed else 0
-
-
 # --- buckets --------------------------------------------------------------------------------------
 def _buckets_options(parser: argparse.ArgumentParser) -> None:
     default = BucketsConfig()
@@ -813,11 +771,6 @@ _SUITES: dict[
     "startup": (_startup_options, _startup, "wall time of `zpasses` commands"),
     "compile": (_compile_options, _compile, "the first step with cold and warm compile caches"),
     "dump": (_dump_options, _dump, "the cost of a dump in a cold compile"),
-    "flatten": (
-        _flatten_options,
-        _flatten,
-        "flat buffers made on the host, on the device, and in parts",
-    ),
 }
 
 

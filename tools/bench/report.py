@@ -20,7 +20,6 @@ from zpasses.tools.bench.coalesce import CoalesceReport, CoalesceResult
 from zpasses.tools.bench.compiling import CompileReport
 from zpasses.tools.bench.device import DeviceReport
 from zpasses.tools.bench.dumping import DumpReport
-from zpasses.tools.bench.flatten import FlattenReport
 from zpasses.tools.bench.hf_trainer import TrainerReport
 from zpasses.tools.bench.overhead import OverheadReport
 from zpasses.tools.bench.scaling import ScalingReport
@@ -34,7 +33,6 @@ __all__ = [
     "compile_table",
     "device_table",
     "dump_table",
-    "flatten_table",
     "overhead_table",
     "scaling_table",
     "schedule_table",
@@ -54,7 +52,6 @@ _Report = (
     | OverheadReport
     | ScalingReport
     | ScheduleReport
-    | FlattenReport
     | DeviceReport
     | BucketsReport
     | StartupReport
@@ -310,42 +307,6 @@ def device_table(report: DeviceReport) -> str:
         [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
     )
     lines += [f"FAILED {peer}: {reason}" for peer, reason in report.failed.items()]
-    return "\n".join(lines)
-
-
-# --- flatten --------------------------------------------------------------------------------------
-def flatten_table(report: FlattenReport) -> str:
-    """One line per form, with the slowest or largest value of all ranks."""
-    config = report.config
-    rows = [
-        {
-            "form": result.form,
-            "run ms": f"{result.run_s * 1e3:.1f}",
-            "graph ms": f"{result.graph_s * 1e3:.1f}",
-            "moved MiB": f"{result.moved_bytes / _MIB:.1f}",
-            "laid on host MiB": f"{result.host_bytes / _MIB:.1f}",
-            "on device MiB": f"{result.device_bytes / _MIB:.1f}",
-            "sent MiB": f"{result.sent_bytes / _MIB:.1f}",
-            "host peak MiB": "-"
-            if result.host_peak_bytes is None
-            else f"{result.host_peak_bytes / _MIB:.1f}",
-            "device peak MiB": f"{result.device_peak_bytes / _MIB:.1f}",
-        }
-        for result in report.results
-    ]
-    lines = [
-        f"{config.tensors} tensors, {config.mib} MiB, on the host of {config.ranks} ranks, into "
-        f"one flat buffer on {config.device}"
-    ]
-    lines += (
-        [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
-    )
-    if config.device == "cpu":
-        lines.append(
-            "No accelerator: the host stands in for the device. The peak includes both sides, and "
-            "times are no estimate for accelerators."
-        )
-    lines += [f"FAILED {form}: {reason}" for form, reason in report.failed.items()]
     return "\n".join(lines)
 
 
