@@ -452,13 +452,6 @@ def test_dump_compares_compiles_with_and_without_a_dump(measured):
         (["scaling", "--layers", "2,x"], "'x' is not a whole number"),
         (["scaling", "--zero-stage", "4"], "--zero-stage"),
         (["scaling", "--heads", "63"], "--hidden must be divisible by --heads"),
-        (["buckets", "--caps", "1,x"], "'1,x' is not a list of MiB above 0"),
-        (
-            ["buckets", "--large", "1", "--large-width", "65"],
-            "--large-width 65 is not divisible by --width 64",
-        ),
-        (["buckets", "--forms", "flatt"], 'Did you mean "flat"?'),
-        (["buckets", "--memory-budget", "lots"], "--memory-budget: got 'lots'"),
         (["device", "--heads", "3"], "--width 512 is not divisible by --heads 3"),
     ],
 )
@@ -480,7 +473,6 @@ def test_help_names_the_suites(capsys):
         for suite in (
             "train",
             "coalesce",
-            "buckets",
             "overhead",
             "scaling",
             "startup",
@@ -542,47 +534,7 @@ def test_coalesce_measures_a_window_in_time_memory_and_traffic(measured):
     assert ours["collectives"] == 1
 
 
-# --- buckets --------------------------------------------------------------------------------------
-@pytest.mark.slow(quick="tests/passes/test_buckets_on_ranks.py, tests/passes/test_bucket.py")
-def test_buckets_are_fewer_collectives_of_the_same_bytes_within_the_budget(measured):
-    size = [
-        "--params",
-        "16",
-        "--width",
-        "16",
-        "--large",
-        "1",
-        "--large-width",
-        "64",
-        "--batch",
-        "64",
-        "--steps",
-        "1",
-        "--warmup",
-        "1",
-    ]
-    forms = [
-        "--forms",
-        "single,coalesced",
-        "--caps",
-        "0.01",
-        "--memory-budget",
-        "10%",
-        "--codegen",
-        "eager",
-    ]
-    table, result = measured("buckets", *size, *forms)
-    assert not result["failed"]
-    single, coalesced = result["results"]
-    assert (single["ratio"], single["modelled_ratio"]) == (1.0, 1.0)
-    assert coalesced["cap_mb"] == 0.01
-    assert coalesced["collectives"] < single["collectives"]
-    assert coalesced["sent_bytes"] == single["sent_bytes"]
-    assert coalesced["modelled_bytes"] <= 1.1 * single["modelled_bytes"]
-    assert coalesced["loss"] == pytest.approx(single["loss"], rel=1e-5)
-    assert "modelled / single" in table
-
-
+# --- schedule -------------------------------------------------------------------------------------
 TINY_LLAMA = ModelShape("llama", 64, 128, 4, 2, 256, 2)
 
 

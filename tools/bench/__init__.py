@@ -6,7 +6,6 @@
     python -m zpasses.tools.bench trainer     Hugging Face's Trainer with zpasses and with FSDP2
     python -m zpasses.tools.bench coalesce    gradient accumulation: one reduction per backward, or
                                               per step
-    python -m zpasses.tools.bench buckets     many small parameters: single and bucketed collectives
     python -m zpasses.tools.bench overhead    runtime overhead per parameter
     python -m zpasses.tools.bench scaling     compile time over the number of layers, on 512 fake
                                               ranks

@@ -10,9 +10,6 @@ from dataclasses import fields
 
 import zpasses.tools.bench as bench
 from zpasses.errors import OptionError, suggestion
-from zpasses.option_values import parse_budget
-from zpasses.tools.bench.buckets import FORMS as BUCKET_FORMS
-from zpasses.tools.bench.buckets import BucketsConfig, run_buckets
 from zpasses.tools.bench.checks import ChecksConfig, run_checks_suite
 from zpasses.tools.bench.coalesce import WAYS, CoalesceConfig, run_coalesce
 from zpasses.tools.bench.compiling import CompileConfig, run_compile
@@ -25,7 +22,6 @@ from zpasses.tools.bench.model import ModelSize
 from zpasses.tools.bench.overhead import OverheadConfig, run_overhead
 from zpasses.tools.bench.peers import PEERS, peer_of
 from zpasses.tools.bench.report import (
-    buckets_table,
     checks_table,
     coalesce_table,
     compile_table,
@@ -434,120 +430,6 @@ def _schedule(options: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
-# --- buckets --------------------------------------------------------------------------------------
-def _buckets_options(parser: argparse.ArgumentParser) -> None:
-    default = BucketsConfig()
-    parser.add_argument(
-        "--params", type=_at_least(4), default=default.params, help="small parameters of the model"
-    )
-    parser.add_argument(
-        "--width", type=_at_least(1), default=default.width, help="width of their layers"
-    )
-    parser.add_argument(
-        "--large",
-        type=_at_least(0),
-        default=default.large,
-        help="number of large square parameters",
-    )
-    parser.add_argument(
-        "--large-width",
-        type=_at_least(1),
-        default=default.large_width,
-        help="width of the large parameters",
-    )
-    parser.add_argument(
-        "--batch", type=_at_least(1), default=default.batch, help="samples per rank and step"
-    )
-    parser.add_argument(
-        "--zero-stage", type=int, choices=(1, 2, 3), default=default.stage, help="ZeRO stage"
-    )
-    parser.add_argument(
-        "--caps",
-        type=_caps,
-        default=None,
-        metavar="MB,MB",
-        help="bucket sizes in MiB; default: the stage's own",
-    )
-    parser.add_argument(
-        "--memory-budget",
-        default=default.memory_budget,
-        metavar="B",
-        help="option memory_budget of the pass: '5%%' or '300MiB'",
-    )
-    parser.add_argument(
-        "--codegen",
-        choices=("inductor", "eager"),
-        default=default.codegen,
-        help="code generator of zpasses' graphs",
-    )
-    parser.add_argument(
-        "--forms",
-        type=_names(BUCKET_FORMS),
-        default=",".join(BUCKET_FORMS),
-        metavar="A,B",
-        help="what to run",
-    )
-    parser.add_argument(
-        "--ranks", type=_at_least(1), default=default.ranks, help="processes, one thread each"
-    )
-    parser.add_argument(
-        "--steps", type=_at_least(1), default=default.steps, help="timed steps of a run"
-    )
-    parser.add_argument(
-        "--warmup", type=_at_least(1), default=default.warmup, help="untimed steps before them"
-    )
-    parser.add_argument(
-        "--rounds",
-        type=_at_least(1),
-        default=default.rounds,
-        help="runs of every form, interleaved",
-    )
-
-
-def _caps(text: str) -> tuple[float, ...]:
-    try:
-        caps = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        caps = ()
-    if not caps or min(caps) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of MiB above 0, like 1,12.5")
-    return caps
-
-
-def _buckets(options: argparse.Namespace) -> int:
-    try:
-        parse_budget(options.memory_budget, "--memory-budget")
-    except OptionError as error:
-        options.parser.error(str(error))
-    if options.large and options.large_width % options.width:
-        options.parser.error(
-            f"--large-width {options.large_width} is not divisible by --width {options.width}"
-        )
-    names = (
-        "params",
-        "width",
-        "large",
-        "large_width",
-        "batch",
-        "memory_budget",
-        "codegen",
-        "forms",
-        "ranks",
-        "steps",
-        "warmup",
-        "rounds",
-    )
-    chosen = {name: getattr(options, name) for name in names}
-    config = BucketsConfig(
-        stage=options.zero_stage, caps=options.caps or (), timeout_s=options.timeout, **chosen
-    )
-    report = run_buckets(config)
-    print(buckets_table(report))
-    if options.json:
-        write_json(options.json, "buckets", report)
-    return 1 if report.failed else 0
-
-
 # --- coalesce -------------------------------------------------------------------------------------
 def _coalesce_options(parser: argparse.ArgumentParser) -> None:
     default = CoalesceConfig(())
@@ -750,11 +632,6 @@ _SUITES: dict[
         _coalesce_options,
         _coalesce,
         "gradient accumulation: one reduction per backward, or per step",
-    ),
-    "buckets": (
-        _buckets_options,
-        _buckets,
-        "many small parameters: single and bucketed collectives",
     ),
     "overhead": (_overhead_options, _overhead, "runtime overhead per parameter and step"),
     "checks": (_checks_options, _checks, "the cost of comparing runs of graphs between ranks"),

@@ -14,7 +14,6 @@ import torch
 from tabulate import tabulate
 
 import zpasses
-from zpasses.tools.bench.buckets import BucketsReport
 from zpasses.tools.bench.checks import ChecksReport
 from zpasses.tools.bench.coalesce import CoalesceReport, CoalesceResult
 from zpasses.tools.bench.compiling import CompileReport
@@ -28,7 +27,6 @@ from zpasses.tools.bench.startup import StartupReport
 from zpasses.tools.bench.train import PeerResult, TrainReport
 
 __all__ = [
-    "buckets_table",
     "coalesce_table",
     "compile_table",
     "device_table",
@@ -53,7 +51,6 @@ _Report = (
     | ScalingReport
     | ScheduleReport
     | DeviceReport
-    | BucketsReport
     | StartupReport
     | DumpReport
     | ChecksReport
@@ -307,40 +304,6 @@ def device_table(report: DeviceReport) -> str:
         [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
     )
     lines += [f"FAILED {peer}: {reason}" for peer, reason in report.failed.items()]
-    return "\n".join(lines)
-
-
-# --- buckets --------------------------------------------------------------------------------------
-def buckets_table(report: BucketsReport) -> str:
-    """One line per form and bucket size."""
-    config = report.config
-    rows = [
-        {
-            "form": result.form,
-            "cap MiB": "-" if result.cap_mb is None else f"{result.cap_mb:g}",
-            "step ms": f"{result.step_s * 1e3:.1f}",
-            "/ single": "-" if result.ratio is None else f"{result.ratio:.2f}",
-            "collectives": f"{result.collectives:g}",
-            "sent MiB": f"{result.sent_bytes / _MIB:.2f}",
-            "peak MiB": f"{result.peak_bytes / _MIB:.2f}",
-            "modelled MiB": "-"
-            if result.modelled_bytes is None
-            else f"{result.modelled_bytes / _MIB:.3f}",
-            "modelled / single": "-"
-            if result.modelled_ratio is None
-            else f"{result.modelled_ratio:.3f}",
-            "loss": f"{result.loss:.6f}",
-        }
-        for result in report.results
-    ]
-    lines = [
-        f"{config.params} parameters of width {config.width}, {config.large} of "
-        f"{config.large_width}, stage {config.stage}"
-    ]
-    lines += (
-        [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
-    )
-    lines += [f"FAILED {form}: {reason}" for form, reason in report.failed.items()]
     return "\n".join(lines)
 
 
