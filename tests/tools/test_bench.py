@@ -304,43 +304,6 @@ def test_overhead_reports_microseconds_per_parameter(tmp_path):
     assert "overhead us/param" in table
 
 
-# --- scaling --------------------------------------------------------------------------------------
-NARROW = [
-    "--hidden",
-    "64",
-    "--intermediate",
-    "128",
-    "--heads",
-    "4",
-    "--kv-heads",
-    "2",
-    "--vocab",
-    "256",
-    "--seq",
-    "8",
-    "--ranks",
-    "16",
-]
-
-
-@pytest.mark.slow(quick="test_time_limit_ends_a_run_and_is_reported")
-def test_scaling_splits_the_time_of_a_compile_and_grows_with_the_layers(measured):
-    pytest.importorskip("transformers")
-    table, result = measured("scaling", *NARROW, "--layers", "1,2")
-    one, two = result["points"]
-    assert (one["layers"], two["layers"]) == (1, 2)
-    assert one["joint_nodes"] < two["joint_nodes"] < 2 * one["joint_nodes"]
-    for point in (one, two):
-        parts = ("dynamo_s", "trace_s", "partition_s", "passes_s", "checks_s")
-        assert all(point[part] > 0 for part in parts)
-        assert point["total_s"] == pytest.approx(sum(point[part] for part in parts))
-        assert point["share"] == pytest.approx(
-            (point["passes_s"] + point["checks_s"]) / point["total_s"]
-        )
-        assert point["peak_rss_bytes"] > 100e6
-    assert "joint nodes" in table
-
-
 # --- device ---------------------------------------------------------------------------------------
 def test_device_measures_one_rank_of_a_larger_group(measured):
     size = ["--width", "16", "--layers", "1", "--heads", "2", "--seq", "8", "--batch", "1"]
@@ -449,9 +412,6 @@ def test_dump_compares_compiles_with_and_without_a_dump(measured):
         (["--mesh", "dp=2,tp=2", "--peers", "ddp,zpasses-3"], "ddp takes no such mesh"),
         (["--mesh", "dp=2,tp=2", "--baseline", "ddp"], "ddp takes no such mesh"),
         (["overhead", "--codegens", "inductr"], 'Did you mean "inductor"?'),
-        (["scaling", "--layers", "2,x"], "'x' is not a whole number"),
-        (["scaling", "--zero-stage", "4"], "--zero-stage"),
-        (["scaling", "--heads", "63"], "--hidden must be divisible by --heads"),
         (["device", "--heads", "3"], "--width 512 is not divisible by --heads 3"),
     ],
 )
@@ -474,7 +434,6 @@ def test_help_names_the_suites(capsys):
             "train",
             "coalesce",
             "overhead",
-            "scaling",
             "startup",
             "dump",
             "device",

@@ -7,8 +7,6 @@
     python -m zpasses.tools.bench coalesce    gradient accumulation: one reduction per backward, or
                                               per step
     python -m zpasses.tools.bench overhead    runtime overhead per parameter
-    python -m zpasses.tools.bench scaling     compile time over the number of layers, on 512 fake
-                                              ranks
     python -m zpasses.tools.bench startup     wall time of `zpasses` commands
     python -m zpasses.tools.bench compile     the first step, with cold and warm compile caches
     python -m zpasses.tools.bench dump        the cost of a dump in a cold compile

@@ -28,14 +28,12 @@ from zpasses.tools.bench.report import (
     device_table,
     dump_table,
     overhead_table,
-    scaling_table,
     schedule_table,
     startup_table,
     train_table,
     trainer_table,
     write_json,
 )
-from zpasses.tools.bench.scaling import ScalingConfig, run_scaling
 from zpasses.tools.bench.schedule import SCHEDULERS, ScheduleConfig, run_schedule
 from zpasses.tools.bench.schedule_models import MODELS
 from zpasses.tools.bench.startup import StartupConfig, run_startup
@@ -353,45 +351,6 @@ def _checks(options: argparse.Namespace) -> int:
     return 0
 
 
-# --- scaling --------------------------------------------------------------------------------------
-def _scaling_options(parser: argparse.ArgumentParser) -> None:
-    default = ScalingConfig()
-    parser.add_argument(
-        "--layers",
-        type=_numbers(1),
-        default=",".join(map(str, default.layers)),
-        metavar="N,N",
-        help="layer counts",
-    )
-    parser.add_argument(
-        "--zero-stage", type=int, choices=(1, 2, 3), default=default.stage, help="ZeRO stage"
-    )
-    parser.add_argument("--ranks", type=_at_least(1), default=default.ranks, help="fake ranks")
-    for name in ("hidden", "intermediate", "heads", "kv_heads", "vocab", "seq"):
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=_at_least(1),
-            default=getattr(default, name),
-            help="of the model",
-        )
-
-
-def _scaling(options: argparse.Namespace) -> int:
-    if options.hidden % options.heads or options.heads % options.kv_heads:
-        options.parser.error("--hidden must be divisible by --heads, and --heads by --kv-heads")
-    names = ("layers", "ranks", "hidden", "intermediate", "heads", "kv_heads", "vocab", "seq")
-    config = ScalingConfig(
-        stage=options.zero_stage,
-        timeout_s=options.timeout,
-        **{name: getattr(options, name) for name in names},
-    )
-    report = run_scaling(config)
-    print(scaling_table(report))
-    if options.json:
-        write_json(options.json, "scaling", report)
-    return 1 if report.failed else 0
-
-
 # --- schedule -------------------------------------------------------------------------------------
 def _schedule_options(parser: argparse.ArgumentParser) -> None:
     default = ScheduleConfig()
@@ -635,11 +594,6 @@ _SUITES: dict[
     ),
     "overhead": (_overhead_options, _overhead, "runtime overhead per parameter and step"),
     "checks": (_checks_options, _checks, "the cost of comparing runs of graphs between ranks"),
-    "scaling": (
-        _scaling_options,
-        _scaling,
-        "compile time over the number of layers, on fake ranks",
-    ),
     "schedule": (
         _schedule_options,
         _schedule,

@@ -21,7 +21,6 @@ from zpasses.tools.bench.device import DeviceReport
 from zpasses.tools.bench.dumping import DumpReport
 from zpasses.tools.bench.hf_trainer import TrainerReport
 from zpasses.tools.bench.overhead import OverheadReport
-from zpasses.tools.bench.scaling import ScalingReport
 from zpasses.tools.bench.schedule import ScheduleReport, ScheduleRow
 from zpasses.tools.bench.startup import StartupReport
 from zpasses.tools.bench.train import PeerResult, TrainReport
@@ -32,7 +31,6 @@ __all__ = [
     "device_table",
     "dump_table",
     "overhead_table",
-    "scaling_table",
     "schedule_table",
     "startup_table",
     "train_table",
@@ -48,7 +46,6 @@ _Report = (
     | CoalesceReport
     | CompileReport
     | OverheadReport
-    | ScalingReport
     | ScheduleReport
     | DeviceReport
     | StartupReport
@@ -187,34 +184,6 @@ def checks_table(report: ChecksReport) -> str:
         for result in report.results
     ]
     return f"{report.config.ranks} ranks, one thread each\n" + _table(rows)
-
-
-# --- scaling --------------------------------------------------------------------------------------
-def scaling_table(report: ScalingReport) -> str:
-    """One line per number of layers; times in seconds."""
-    rows = [
-        {
-            "layers": point.layers,
-            "build": f"{point.build_s:.2f}",
-            "shard": f"{point.shard_s:.2f}",
-            "Dynamo": f"{point.dynamo_s:.2f}",
-            "joint trace": f"{point.trace_s:.2f}",
-            "partition": f"{point.partition_s:.2f}",
-            "our passes": f"{point.passes_s:.2f}",
-            "our checks": f"{point.checks_s:.2f}",
-            "total": f"{point.total_s:.2f}",
-            "ours": f"{point.share:.1%}",
-            "ours ms/layer": f"{(point.passes_s + point.checks_s) / point.layers * 1e3:.0f}",
-            "joint nodes": point.joint_nodes,
-            "peak RSS MiB": f"{point.peak_rss_bytes / _MIB:.0f}",
-        }
-        for point in report.points
-    ]
-    lines = (
-        [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
-    )
-    lines += [f"FAILED {layers} layers: {reason}" for layers, reason in report.failed.items()]
-    return "\n".join(lines)
 
 
 # --- schedule -------------------------------------------------------------------------------------
