@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from tests.programs import ForkedPython, forked_subprocess
-from tests.zpasses.inspect.real import real_dump
 from zpasses.tools.bench import schedule as schedule_suite
 from zpasses.tools.bench.__main__ import main
 from zpasses.tools.bench.hf_trainer import TrainerConfig, TrainerReport, TrainerResult
@@ -320,25 +319,6 @@ def test_device_measures_one_rank_of_a_larger_group(measured):
     assert "1.00" in table  # of itself
 
 
-# --- startup --------------------------------------------------------------------------------------
-@pytest.mark.slow(quick="test_time_limit_ends_a_run_and_is_reported")
-def test_startup_times_commands_with_and_without_a_dump(measured, tmp_path):
-    table, result = measured("startup", "--rounds", "1", "--dump", str(real_dump()[0]))
-    commands = [each["command"] for each in result["results"]]
-    assert commands == [
-        "python",
-        "zpasses --help",
-        "zpasses list DUMP",
-        "zpasses memory DUMP",
-        "import torch",
-    ]
-    assert all(len(each["rounds_s"]) == 1 for each in result["results"])
-    assert all(command in table for command in commands)
-    refused = bench("startup", "--rounds", "1", "--dump", str(tmp_path))
-    assert refused.returncode == 1
-    assert "is not a dump" in refused.stderr
-
-
 # --- compile --------------------------------------------------------------------------------------
 SHARDED = "zpasses:zero_stage=3"
 
@@ -363,34 +343,6 @@ def test_compile_compares_cold_and_warm_starts(measured):
     wrong = bench("compile", "--width", "15")
     assert wrong.returncode == 2
     assert "--width" in wrong.stderr
-
-
-# --- dump -----------------------------------------------------------------------------------------
-@pytest.mark.slow(quick="test_time_limit_ends_a_run_and_is_reported")
-def test_dump_compares_compiles_with_and_without_a_dump(measured):
-    size = [
-        "--width",
-        "32",
-        "--layers",
-        "1",
-        "--heads",
-        "2",
-        "--seq",
-        "16",
-        "--batch",
-        "1",
-        "--rounds",
-        "1",
-        "--codegen",
-        "eager",
-    ]
-    table, result = measured("dump", *size)
-    plain, dumped = result["results"]
-    assert (plain["dumped"], dumped["dumped"]) == (False, True)
-    assert plain["dump_bytes"] == 0 < dumped["dump_bytes"]
-    assert plain["rounds_s"][0] > 0
-    assert result["ratio"] == pytest.approx(dumped["rounds_s"][0] / plain["rounds_s"][0])
-    assert "with a dump / without" in table
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -434,8 +386,6 @@ def test_help_names_the_suites(capsys):
             "train",
             "coalesce",
             "overhead",
-            "startup",
-            "dump",
             "device",
         )
     )

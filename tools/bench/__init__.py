@@ -7,9 +7,7 @@
     python -m zpasses.tools.bench coalesce    gradient accumulation: one reduction per backward, or
                                               per step
     python -m zpasses.tools.bench overhead    runtime overhead per parameter
-    python -m zpasses.tools.bench startup     wall time of `zpasses` commands
     python -m zpasses.tools.bench compile     the first step, with cold and warm compile caches
-    python -m zpasses.tools.bench dump        the cost of a dump in a cold compile
 
 Every measurement runs in new processes, so that it does not inherit compile caches, threads or
 memory from another.

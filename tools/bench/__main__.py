@@ -14,7 +14,6 @@ from zpasses.tools.bench.checks import ChecksConfig, run_checks_suite
 from zpasses.tools.bench.coalesce import WAYS, CoalesceConfig, run_coalesce
 from zpasses.tools.bench.compiling import CompileConfig, run_compile
 from zpasses.tools.bench.device import DeviceConfig, run_device
-from zpasses.tools.bench.dumping import DumpConfig, run_dump
 from zpasses.tools.bench.hf_trainer import PEERS as TRAINER_PEERS
 from zpasses.tools.bench.hf_trainer import TrainerConfig, run_trainer
 from zpasses.tools.bench.launch import RankError
@@ -26,17 +25,14 @@ from zpasses.tools.bench.report import (
     coalesce_table,
     compile_table,
     device_table,
-    dump_table,
     overhead_table,
     schedule_table,
-    startup_table,
     train_table,
     trainer_table,
     write_json,
 )
 from zpasses.tools.bench.schedule import SCHEDULERS, ScheduleConfig, run_schedule
 from zpasses.tools.bench.schedule_models import MODELS
-from zpasses.tools.bench.startup import StartupConfig, run_startup
 from zpasses.tools.bench.train import TrainConfig, run_train
 from zpasses.tools.capture.meshes import MeshShape
 
@@ -465,25 +461,6 @@ def _coalesce(options: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
-# --- startup --------------------------------------------------------------------------------------
-def _startup_options(parser: argparse.ArgumentParser) -> None:
-    default = StartupConfig()
-    parser.add_argument(
-        "--rounds", type=_at_least(1), default=default.rounds, help="timed starts of each command"
-    )
-    parser.add_argument(
-        "--dump", metavar="DIR", default=default.dump, help="also time commands that read this dump"
-    )
-
-
-def _startup(options: argparse.Namespace) -> int:
-    report = run_startup(StartupConfig(options.rounds, options.dump, options.timeout))
-    print(startup_table(report))
-    if options.json:
-        write_json(options.json, "startup", report)
-    return 0
-
-
 # --- compile --------------------------------------------------------------------------------------
 def _compile_options(parser: argparse.ArgumentParser) -> None:
     default = CompileConfig()
@@ -545,38 +522,6 @@ def _compile(options: argparse.Namespace) -> int:
     return 0
 
 
-# --- dump -----------------------------------------------------------------------------------------
-def _dump_options(parser: argparse.ArgumentParser) -> None:
-    default = DumpConfig(ModelSize())
-    parser.add_argument(
-        "--zero-stage", type=int, choices=(1, 2, 3), default=default.stage, help="ZeRO stage"
-    )
-    parser.add_argument(
-        "--codegen",
-        choices=("inductor", "eager"),
-        default=default.codegen,
-        help="code generator",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=_at_least(1),
-        default=default.rounds,
-        help="alternating compiles with and without a dump",
-    )
-    _size_options(parser)
-
-
-def _dump(options: argparse.Namespace) -> int:
-    size = _size(options)
-    report = run_dump(
-        DumpConfig(size, options.zero_stage, options.codegen, options.rounds, options.timeout)
-    )
-    print(dump_table(report))
-    if options.json:
-        write_json(options.json, "dump", report)
-    return 0
-
-
 _SUITES: dict[
     str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]
 ] = {
@@ -599,9 +544,7 @@ _SUITES: dict[
         _schedule,
         "schedulers of collectives by predicted time and memory, beside Inductor's",
     ),
-    "startup": (_startup_options, _startup, "wall time of `zpasses` commands"),
     "compile": (_compile_options, _compile, "the first step with cold and warm compile caches"),
-    "dump": (_dump_options, _dump, "the cost of a dump in a cold compile"),
 }
 
 

@@ -18,21 +18,17 @@ from zpasses.tools.bench.checks import ChecksReport
 from zpasses.tools.bench.coalesce import CoalesceReport, CoalesceResult
 from zpasses.tools.bench.compiling import CompileReport
 from zpasses.tools.bench.device import DeviceReport
-from zpasses.tools.bench.dumping import DumpReport
 from zpasses.tools.bench.hf_trainer import TrainerReport
 from zpasses.tools.bench.overhead import OverheadReport
 from zpasses.tools.bench.schedule import ScheduleReport, ScheduleRow
-from zpasses.tools.bench.startup import StartupReport
 from zpasses.tools.bench.train import PeerResult, TrainReport
 
 __all__ = [
     "coalesce_table",
     "compile_table",
     "device_table",
-    "dump_table",
     "overhead_table",
     "schedule_table",
-    "startup_table",
     "train_table",
     "trainer_table",
     "write_json",
@@ -48,8 +44,6 @@ _Report = (
     | OverheadReport
     | ScheduleReport
     | DeviceReport
-    | StartupReport
-    | DumpReport
     | ChecksReport
     | TrainerReport
 )
@@ -307,22 +301,6 @@ def _coalesce_row(result: CoalesceResult, baseline: str) -> dict[str, str]:
     }
 
 
-# --- startup --------------------------------------------------------------------------------------
-def startup_table(report: StartupReport) -> str:
-    """One line per command: median and extremes of its wall time."""
-    return _table(
-        [
-            {
-                "command": each.command,
-                "median ms": each.median_s * 1e3,
-                "least ms": min(each.rounds_s) * 1e3,
-                "most ms": max(each.rounds_s) * 1e3,
-            }
-            for each in report.results
-        ]
-    )
-
-
 # --- compile --------------------------------------------------------------------------------------
 def compile_table(report: CompileReport) -> str:
     """One line per peer and number of layers. Ratios compare medians with the first peer's."""
@@ -350,19 +328,3 @@ def compile_table(report: CompileReport) -> str:
         for each in report.results
     ]
     return "\n".join([_table(lines), *(f"{peer}: {why}" for peer, why in report.skipped.items())])
-
-
-# --- dump -----------------------------------------------------------------------------------------
-def dump_table(report: DumpReport) -> str:
-    """One line per kind of compile, and the ratio of the two in the same round."""
-    lines = [
-        {
-            "dump": "yes" if each.dumped else "no",
-            "compile s, median": each.median_s,
-            "least s": min(each.rounds_s),
-            "most s": max(each.rounds_s),
-            "MiB written": each.dump_bytes / _MIB,
-        }
-        for each in report.results
-    ]
-    return f"{_table(lines)}\n\nwith a dump / without, median of the rounds: {report.ratio:.3f}"
