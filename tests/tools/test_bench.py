@@ -391,21 +391,6 @@ def test_help_names_the_suites(capsys):
     )
 
 
-# --- checks ---------------------------------------------------------------------------------------
-@pytest.mark.slow(quick="tests/zpasses/ranks/test_run_order.py::test_a_steady_loop_needs_no_votes")
-def test_checks_relate_the_cost_of_comparisons_to_the_step(measured):
-    size = TINY[: TINY.index("--steps")]
-    table, result = measured(
-        "checks", *size, "--steps", "3", "--warmup", "12", "--stages", "3", "--repeats", "100"
-    )
-    (three,) = result["results"]
-    assert three["stage"] == 3
-    assert three["compared"] == 3  # forward, backward and the optimizer step
-    assert three["votes"] == 0  # the history predicts them
-    assert 0 < three["predicted_us"] < three["vote_us"]
-    assert "part of the step" in table
-
-
 # --- coalesce -------------------------------------------------------------------------------------
 @pytest.mark.slow(quick="the tests of windows count collectives")
 @pytest.mark.inductor

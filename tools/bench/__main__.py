@@ -10,7 +10,6 @@ from dataclasses import fields
 
 import zpasses.tools.bench as bench
 from zpasses.errors import OptionError, suggestion
-from zpasses.tools.bench.checks import ChecksConfig, run_checks_suite
 from zpasses.tools.bench.coalesce import WAYS, CoalesceConfig, run_coalesce
 from zpasses.tools.bench.compiling import CompileConfig, run_compile
 from zpasses.tools.bench.device import DeviceConfig, run_device
@@ -21,7 +20,6 @@ from zpasses.tools.bench.model import ModelSize
 from zpasses.tools.bench.overhead import OverheadConfig, run_overhead
 from zpasses.tools.bench.peers import PEERS, peer_of
 from zpasses.tools.bench.report import (
-    checks_table,
     coalesce_table,
     compile_table,
     device_table,
@@ -303,50 +301,6 @@ def _overhead(options: argparse.Namespace) -> int:
     return 0
 
 
-# --- checks ---------------------------------------------------------------------------------------
-def _checks_options(parser: argparse.ArgumentParser) -> None:
-    default = ChecksConfig()
-    parser.add_argument("--ranks", type=_at_least(2), default=default.ranks, help="processes")
-    parser.add_argument("--steps", type=_at_least(1), default=default.steps, help="timed steps")
-    parser.add_argument(
-        "--warmup", type=_at_least(1), default=default.warmup, help="untimed steps before them"
-    )
-    parser.add_argument(
-        "--repeats",
-        type=_at_least(1),
-        default=default.repeats,
-        help="timed comparisons without a graph",
-    )
-    parser.add_argument(
-        "--stages", type=_numbers(1), default="2,3", metavar="N,N", help="ZeRO stages"
-    )
-    _size_options(parser)
-
-
-def _checks(options: argparse.Namespace) -> int:
-    size = ModelSize(**{item.name: getattr(options, item.name) for item in fields(ModelSize)})
-    if problem := size.check():
-        options.parser.error(problem)
-    unknown = set(options.stages) - {1, 2, 3}
-    if unknown:
-        options.parser.error(f"--stages: got {min(unknown)}; expected 1, 2 or 3")
-    report = run_checks_suite(
-        ChecksConfig(
-            size,
-            options.ranks,
-            options.stages,
-            options.warmup,
-            options.steps,
-            options.repeats,
-            options.timeout,
-        )
-    )
-    print(checks_table(report))
-    if options.json:
-        write_json(options.json, "checks", report)
-    return 0
-
-
 # --- schedule -------------------------------------------------------------------------------------
 def _schedule_options(parser: argparse.ArgumentParser) -> None:
     default = ScheduleConfig()
@@ -538,7 +492,6 @@ _SUITES: dict[
         "gradient accumulation: one reduction per backward, or per step",
     ),
     "overhead": (_overhead_options, _overhead, "runtime overhead per parameter and step"),
-    "checks": (_checks_options, _checks, "the cost of comparing runs of graphs between ranks"),
     "schedule": (
         _schedule_options,
         _schedule,

@@ -14,7 +14,6 @@ import torch
 from tabulate import tabulate
 
 import zpasses
-from zpasses.tools.bench.checks import ChecksReport
 from zpasses.tools.bench.coalesce import CoalesceReport, CoalesceResult
 from zpasses.tools.bench.compiling import CompileReport
 from zpasses.tools.bench.device import DeviceReport
@@ -44,7 +43,6 @@ _Report = (
     | OverheadReport
     | ScheduleReport
     | DeviceReport
-    | ChecksReport
     | TrainerReport
 )
 
@@ -160,24 +158,6 @@ def overhead_table(report: OverheadReport) -> str:
         for result in report.results
     ]
     return f"{report.params} parameters, one rank, forward and backward\n" + _table(rows)
-
-
-# --- checks ---------------------------------------------------------------------------------------
-def checks_table(report: ChecksReport) -> str:
-    """Cost of the comparisons per event and as a part of the step."""
-    rows = [
-        {
-            "zero stage": result.stage,
-            "step ms": f"{result.step_s * 1e3:.1f}",
-            "compared per step": f"{result.compared:.1f}",
-            "votes per step": f"{result.votes:.1f}",
-            "predicted us": f"{result.predicted_us:.1f}",
-            "vote us": f"{result.vote_us:.0f}",
-            "part of the step": f"{result.share:.3%}",
-        }
-        for result in report.results
-    ]
-    return f"{report.config.ranks} ranks, one thread each\n" + _table(rows)
 
 
 # --- schedule -------------------------------------------------------------------------------------
