@@ -165,6 +165,30 @@ def test_train_compares_peers_on_a_mesh(measured, mesh, block, parts):
     assert zpasses["losses"][0] == pytest.approx(sum(first) / parts, rel=1e-5)
 
 
+@pytest.mark.slow(quick="the tests of windows count collectives")
+@pytest.mark.inductor
+def test_backwards_of_a_step_reduce_once_or_each_time(measured):
+    several = [*TINY, "--peers", "fsdp2-eager,zpasses-3", "--backwards", "3"]
+    table, result = measured(*several, ranks=forked_except_for_memory)
+    assert not result["failed"]
+    full = result["bounds"]["bytes"]
+    fsdp2, ours = result["peers"]
+    assert ours["gradient_norm"] == pytest.approx(fsdp2["gradient_norm"], rel=1e-4)
+    for each in (fsdp2, ours):
+        assert each["window_bytes"] >= full
+        assert each["window_bytes"] > each["after_bytes"] >= full / 2
+    # Once for three backwards: gloo all-reduces, and zpasses exchanges halves.
+    assert fsdp2["sent_bytes"]["all_reduce"] == full
+    assert ours["sent_bytes"]["reduce_scatter"] == full / 2
+    assert "in window MiB" in table
+    _, result = measured(*several, "--reduce", "backward", ranks=forked_except_for_memory)
+    assert not result["failed"]
+    fsdp2, ours = result["peers"]
+    assert fsdp2["sent_bytes"]["all_reduce"] == 3 * full
+    assert ours["sent_bytes"]["reduce_scatter"] == 3 * full / 2
+    assert max(fsdp2["window_bytes"], ours["window_bytes"]) < full
+
+
 def test_parts_of_a_block_add_up_to_the_block():
     torch.manual_seed(0)
     whole, x = ParallelBlock(16, 4), torch.randn(2, 3, 16)
@@ -384,48 +408,10 @@ def test_help_names_the_suites(capsys):
         suite in said
         for suite in (
             "train",
-            "coalesce",
             "overhead",
             "device",
         )
     )
-
-
-# --- coalesce -------------------------------------------------------------------------------------
-@pytest.mark.slow(quick="the tests of windows count collectives")
-@pytest.mark.inductor
-def test_coalesce_measures_a_window_in_time_memory_and_traffic(measured):
-    size = [
-        "--width",
-        "64",
-        "--layers",
-        "2",
-        "--batch",
-        "1",
-        "--backwards",
-        "3",
-        "--steps",
-        "1",
-        "--warmup",
-        "1",
-    ]
-    ways = ("fsdp2 deferred", "zpasses-3 coalesced")
-    choice = ["--ways", ",".join(ways), "--baseline", ways[0]]
-    table, result = measured("coalesce", *size, *choice, ranks=forked_except_for_memory)
-    assert not result["failed"]
-    full = 2 * 64 * 64 * 2  # bfloat16
-    fsdp2, ours = result["results"]
-    assert (fsdp2["way"], ours["way"]) == ways
-    assert fsdp2["ratio"] == 1.0
-    assert ours["ratio"] == pytest.approx(ours["wall_s"] / fsdp2["wall_s"])
-    assert ours["gradient_norm"] == pytest.approx(fsdp2["gradient_norm"], rel=2e-2)
-    for each in (fsdp2, ours):
-        assert each["peak_bytes"] >= each["window_bytes"] >= full
-        assert each["after_bytes"] >= full / 2
-        assert each["way"] in table
-    # Once for three backwards: gloo all-reduces, and zpasses exchanges halves.
-    assert (fsdp2["sent_bytes"], ours["sent_bytes"]) == (full, full / 2)
-    assert ours["collectives"] == 1
 
 
 # --- schedule -------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from dataclasses import fields
 
 import zpasses.tools.bench as bench
 from zpasses.errors import OptionError, suggestion
-from zpasses.tools.bench.coalesce import WAYS, CoalesceConfig, run_coalesce
 from zpasses.tools.bench.compiling import CompileConfig, run_compile
 from zpasses.tools.bench.device import DeviceConfig, run_device
 from zpasses.tools.bench.hf_trainer import PEERS as TRAINER_PEERS
@@ -20,7 +19,6 @@ from zpasses.tools.bench.model import ModelSize
 from zpasses.tools.bench.overhead import OverheadConfig, run_overhead
 from zpasses.tools.bench.peers import PEERS, peer_of
 from zpasses.tools.bench.report import (
-    coalesce_table,
     compile_table,
     device_table,
     overhead_table,
@@ -163,12 +161,19 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds", type=_at_least(1), default=1, help="runs of every peer, interleaved"
     )
+    parser.add_argument("--backwards", type=_at_least(1), default=1, help="backwards of a step")
+    parser.add_argument(
+        "--reduce",
+        choices=("step", "backward"),
+        default="step",
+        help="reduce gradients once per step, or in every backward",
+    )
     _size_options(parser)
 
 
 def _train(options: argparse.Namespace) -> int:
     size = _size(options)
-    names = ("baseline", "steps", "warmup", "rounds", "mesh")
+    names = ("baseline", "steps", "warmup", "rounds", "mesh", "backwards", "reduce")
     mesh = options.mesh
     config = TrainConfig(
         size,
@@ -339,82 +344,6 @@ def _schedule(options: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
-# --- coalesce -------------------------------------------------------------------------------------
-def _coalesce_options(parser: argparse.ArgumentParser) -> None:
-    default = CoalesceConfig(())
-    parser.add_argument(
-        "--ways",
-        type=_names(list(WAYS)),
-        default=",".join(WAYS),
-        metavar="A,B",
-        help="what to run, in this order",
-    )
-    parser.add_argument(
-        "--baseline",
-        choices=list(WAYS),
-        default=default.baseline,
-        metavar="WAY",
-        help="way that ratios are compared with",
-    )
-    parser.add_argument(
-        "--model",
-        choices=("mlp", "gpt"),
-        default=default.model,
-        help="square layers in bfloat16, or the GPT of train",
-    )
-    parser.add_argument(
-        "--backwards",
-        type=_numbers(1),
-        default=",".join(map(str, default.backwards)),
-        metavar="N,N",
-        help="backwards per step",
-    )
-    for name in ("width", "layers", "batch", "seq"):
-        parser.add_argument(
-            f"--{name}", type=_at_least(1), default=getattr(default, name), help="of the model"
-        )
-    parser.add_argument(
-        "--ranks", type=_at_least(2), default=default.ranks, help="processes, one thread each"
-    )
-    parser.add_argument(
-        "--steps", type=_at_least(1), default=default.steps, help="timed steps of a run"
-    )
-    parser.add_argument(
-        "--warmup", type=_at_least(1), default=default.warmup, help="untimed steps before them"
-    )
-
-
-def _coalesce(options: argparse.Namespace) -> int:
-    if options.model == "gpt":
-        wrong = ModelSize(
-            width=options.width, layers=options.layers, seq=options.seq, batch=options.batch
-        ).check()
-        if wrong:
-            options.parser.error(wrong)
-    names = (
-        "ways",
-        "model",
-        "width",
-        "layers",
-        "batch",
-        "seq",
-        "backwards",
-        "ranks",
-        "steps",
-        "warmup",
-        "baseline",
-    )
-    report = run_coalesce(
-        CoalesceConfig(
-            timeout_s=options.timeout, **{name: getattr(options, name) for name in names}
-        )
-    )
-    print(coalesce_table(report))
-    if options.json:
-        write_json(options.json, "coalesce", report)
-    return 1 if report.failed else 0
-
-
 # --- compile --------------------------------------------------------------------------------------
 def _compile_options(parser: argparse.ArgumentParser) -> None:
     default = CompileConfig()
@@ -486,11 +415,6 @@ _SUITES: dict[
         "one rank of a larger group on one accelerator, without communication",
     ),
     "trainer": (_trainer_options, _trainer, "Hugging Face's Trainer trains the GPT, sharded"),
-    "coalesce": (
-        _coalesce_options,
-        _coalesce,
-        "gradient accumulation: one reduction per backward, or per step",
-    ),
     "overhead": (_overhead_options, _overhead, "runtime overhead per parameter and step"),
     "schedule": (
         _schedule_options,

@@ -14,7 +14,6 @@ import torch
 from tabulate import tabulate
 
 import zpasses
-from zpasses.tools.bench.coalesce import CoalesceReport, CoalesceResult
 from zpasses.tools.bench.compiling import CompileReport
 from zpasses.tools.bench.device import DeviceReport
 from zpasses.tools.bench.hf_trainer import TrainerReport
@@ -23,7 +22,6 @@ from zpasses.tools.bench.schedule import ScheduleReport, ScheduleRow
 from zpasses.tools.bench.train import PeerResult, TrainReport
 
 __all__ = [
-    "coalesce_table",
     "compile_table",
     "device_table",
     "overhead_table",
@@ -37,13 +35,7 @@ _MIB = float(1 << 20)
 
 
 _Report = (
-    TrainReport
-    | CoalesceReport
-    | CompileReport
-    | OverheadReport
-    | ScheduleReport
-    | DeviceReport
-    | TrainerReport
+    TrainReport | CompileReport | OverheadReport | ScheduleReport | DeviceReport | TrainerReport
 )
 
 
@@ -68,7 +60,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
 # --- train ----------------------------------------------------------------------------------------
 def train_table(report: TrainReport) -> str:
     """One line per peer, then the bounds, and the peers that were skipped or failed."""
-    rows = [_train_row(result, report.config.baseline) for result in report.peers]
+    config = report.config
+    rows = [_train_row(result, config.baseline, config.backwards) for result in report.peers]
     lines = [
         tabulate(rows, headers="keys", missingval="-", disable_numparse=True, stralign="right")
         if rows
@@ -80,7 +73,11 @@ def train_table(report: TrainReport) -> str:
     return "\n".join(lines)
 
 
-def _train_row(result: PeerResult, baseline: str) -> dict[str, str]:
+def _train_row(result: PeerResult, baseline: str, backwards: int) -> dict[str, str]:
+    held = {
+        "in window MiB": f"{result.window_bytes / _MIB:.1f}",
+        "reduced MiB": f"{result.after_bytes / _MIB:.1f}",
+    }
     return {
         "peer": result.peer,
         "step ms": f"{result.step_s * 1e3:.1f}",
@@ -90,6 +87,7 @@ def _train_row(result: PeerResult, baseline: str) -> dict[str, str]:
         "peak MiB": f"{result.peak_bytes / _MIB:.1f}",
         "peak ratio": "-" if result.peak_ratio is None else f"{result.peak_ratio:.2f}",
         "fwd+bwd MiB": f"{result.backward_peak_bytes / _MIB:.1f}",
+        **(held if backwards > 1 else {}),
         "rest MiB": f"{result.resting_bytes / _MIB:.1f}",
         "collectives": f"{sum(result.collectives.values()):g}",
         "sent MiB": f"{sum(result.sent_bytes.values()) / _MIB:.1f}",
@@ -248,37 +246,6 @@ def device_table(report: DeviceReport) -> str:
     )
     lines += [f"FAILED {peer}: {reason}" for peer, reason in report.failed.items()]
     return "\n".join(lines)
-
-
-# --- coalesce -------------------------------------------------------------------------------------
-def coalesce_table(report: CoalesceReport) -> str:
-    """One line per way and number of backwards. Memory is above what is held between steps."""
-    rows = [
-        _coalesce_row(result, report.config.baseline)
-        for result in sorted(report.results, key=lambda each: each.backwards)
-    ]
-    lines = [
-        tabulate(rows, headers="keys", missingval="-", disable_numparse=True, stralign="right")
-        if rows
-        else "No way ran."
-    ]
-    lines += [f"{name}: skipped, {reason}" for name, reason in report.skipped.items()]
-    lines += [f"FAILED {name}: {reason}" for name, reason in report.failed.items()]
-    return "\n".join(lines)
-
-
-def _coalesce_row(result: CoalesceResult, baseline: str) -> dict[str, str]:
-    return {
-        "backwards": str(result.backwards),
-        "way": result.way,
-        "peak MiB": f"{result.peak_bytes / _MIB:.1f}",
-        "in window MiB": f"{result.window_bytes / _MIB:.1f}",
-        "after MiB": f"{result.after_bytes / _MIB:.1f}",
-        "wall ms": f"{result.wall_s * 1e3:.1f}",
-        f"x {baseline}": "-" if result.ratio is None else f"{result.ratio:.2f}",
-        "reductions": f"{result.collectives:g}",
-        "sent MiB": f"{result.sent_bytes / _MIB:.1f}",
-    }
 
 
 # --- compile --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -53,6 +53,10 @@ class TrainConfig:
     """Timed steps per run."""
     warmup: int = 3
     """Untimed steps before them, which include compilation."""
+    backwards: int = 1
+    """Forwards and backwards of a step, whose gradients add up."""
+    reduce: Literal["step", "backward"] = "step"
+    """Whether gradients are reduced once per step, by peers that can, or in every backward."""
     rounds: int = 1
     """Runs per peer, interleaved, so that a peer and the baseline run close together in time."""
     timeout_s: float = 600.0
@@ -84,6 +88,10 @@ class PeerResult:
     """The same without the update, which allocates temporaries of the optimizer."""
     resting_bytes: int = 0
     """Held between two steps: parameters, gradients, optimizer state and everything else."""
+    window_bytes: int = 0
+    """Held before the last forward of a step with several backwards, above the resting state."""
+    after_bytes: int = 0
+    """Held after such a step's gradients are reduced, above the resting state."""
     collectives: dict[str, float] = field(default_factory=dict)
     """Collectives per step, by kind."""
     sent_bytes: dict[str, float] = field(default_factory=dict)
@@ -200,7 +208,13 @@ def _run_round(config: TrainConfig, result: PeerResult, number: int, caches: str
         statistics.fmean(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)
     ]
     memory = _run(config, "memory", peer_of(result.peer), {**env, **ResidentMemory.ENVIRONMENT})
-    for name in ("resting_bytes", "peak_bytes", "backward_peak_bytes"):
+    for name in (
+        "resting_bytes",
+        "peak_bytes",
+        "backward_peak_bytes",
+        "window_bytes",
+        "after_bytes",
+    ):
         setattr(result, name, max(rank[name] for rank in memory))
     result.gradient_norm = memory[0]["gradient_norm"]
 
@@ -213,6 +227,8 @@ def _run(
         "size": dataclasses.asdict(config.size),
         "steps": config.steps,
         "warmup": config.warmup,
+        "backwards": config.backwards,
+        "reduce": config.reduce,
         "peer": peer and peer.name,
         "mesh": None if config.mesh is None else str(config.mesh),
     }

@@ -88,19 +88,28 @@ def _model(size: ModelSize, meshes: _Meshes) -> GPT:
     return model
 
 
+def _steps(
+    job: dict[str, Any], count: int, size: ModelSize, meshes: _Meshes
+) -> list[list[tuple[Tensor, Tensor]]]:
+    """The batches of each step on this rank."""
+    each = job["backwards"]
+    data = batches(size, count * each, meshes.part)
+    return [data[start : start + each] for start in range(0, len(data), each)]
+
+
 def _time(job: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, Any]:
     """Seconds of every step, the losses, and what communicated in the timed steps."""
     warmup, steps = job["warmup"], job["steps"]
-    data = batches(size, warmup + steps, meshes.part)
+    data = _steps(job, warmup + steps, size, meshes)
     losses: list[Tensor] = []
     times = []
     with observe_pass_time() as work:
         trainer = peer_of(job["peer"]).build(_model(size, meshes), meshes.data)
-        for number, batch in enumerate(data):
+        for number, step in enumerate(data):
             if number == warmup:
                 before = traffic()
             started = time.perf_counter()
-            losses.append(trainer.backward(*batch))
+            losses.append(trainer.accumulate(step, job["reduce"] == "step"))
             trainer.update()
             times.append(time.perf_counter() - started)
     communicated = traffic().per_step(before, steps)
@@ -118,25 +127,35 @@ def _time(job: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, An
 
 
 def _memory(job: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, Any]:
-    """Bytes held between steps, the peak that a step adds, and the norm of its gradient."""
-    data = batches(size, _MEMORY_WARMUP + 1, meshes.part)
+    """Bytes held at several points of a step, the peak that it adds, and the norm of a gradient."""
+    data = _steps(job, _MEMORY_WARMUP + 1, size, meshes)
+    once = job["reduce"] == "step"
     trainer = peer_of(job["peer"]).build(_model(size, meshes), meshes.data)
-    for batch in data[:-1]:
-        trainer.backward(*batch)
+    for step in data[:-1]:
+        trainer.accumulate(step, once)
         norm = trainer.gradient_norm()
         trainer.update()
     dist.barrier()
-    gc.collect()  # compiling leaves reference cycles that hold tensors
-    time.sleep(_SETTLE_S)  # gloo's threads release a collective's tensors some time after its wait
-    resting = held_bytes() + trainer.untracked_bytes
+    held: list[int] = []
+
+    def look() -> None:
+        gc.collect()  # compiling leaves reference cycles that hold tensors
+        time.sleep(_SETTLE_S)  # gloo's threads release tensors some time after a wait
+        held.append(held_bytes() + trainer.untracked_bytes)
+
+    look()
     memory = ResidentMemory()
-    trainer.backward(*data[-1])
+    inside = look if job["backwards"] > 1 else lambda: None
+    trainer.accumulate(data[-1], once, inside)
     backward_peak = memory.peak_bytes()
+    inside()
     trainer.update()
     return {
-        "resting_bytes": resting,
+        "resting_bytes": held[0],
         "peak_bytes": memory.peak_bytes(),
         "backward_peak_bytes": backward_peak,
+        "window_bytes": held[1] - held[0] if held[1:] else 0,
+        "after_bytes": held[-1] - held[0],
         "gradient_norm": norm,
     }
 
