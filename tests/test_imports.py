@@ -250,7 +250,6 @@ LAZY = {
     "zpasses.testing.plugin": "pytest loads it in every project, and most of them need no torch",
     "zpasses.testing.ranks.server": "ranks of a program without pytest do not import pytest",
     "zpasses.testing.ranks_marker": "the plugin imports it, and the pool of ranks imports torch",
-    "zpasses.tools.bench.hf_trainer": "the other benchmarks do not need transformers",
     "zpasses.tools.capture.command": "`zpasses --help` imports it, and a capture imports torch",
     "zpasses.tools.measure.command": "the same",
     "zpasses.tools.plan.command": "`zpasses --help` imports it, and planning imports torch",

@@ -13,11 +13,9 @@ from torch import nn
 from tests.programs import ForkedPython, forked_subprocess
 from zpasses.tools.bench import schedule as schedule_suite
 from zpasses.tools.bench.__main__ import main
-from zpasses.tools.bench.hf_trainer import TrainerConfig, TrainerReport, TrainerResult
-from zpasses.tools.bench.hf_trainer import _relate as _relate_trainers
 from zpasses.tools.bench.measure import ResidentMemory
 from zpasses.tools.bench.model import Block, ModelSize, ParallelBlock, batches, build_model
-from zpasses.tools.bench.report import schedule_table, trainer_table
+from zpasses.tools.bench.report import schedule_table
 from zpasses.tools.bench.schedule import ScheduleConfig, ScheduleReport
 from zpasses.tools.bench.schedule_models import ModelShape
 from zpasses.tools.bench.train import PeerResult, TrainConfig, TrainReport, _difference, _relate
@@ -275,16 +273,19 @@ def test_data_differ_between_ranks_and_are_reproducible():
     assert first[:, 1:].equal(targets[:, :-1])
 
 
-# --- trainer --------------------------------------------------------------------------------------
+# --- trainers -------------------------------------------------------------------------------------
 @pytest.mark.inductor
-@pytest.mark.slow(quick="test_time_limit_ends_a_run_and_is_reported")
-def test_trainer_measures_zpasses_beside_ddp_and_fsdp2(tmp_path):
+@pytest.mark.slow(quick="test_losses_are_compared_between_peers_with_the_same_loop")
+def test_train_measures_hugging_face_trainers_beside_each_other(tmp_path):
+    """Started as a user does, with new processes as ranks."""
     pytest.importorskip("transformers")
-    peers = ["--peers", "ddp,fsdp2,zpasses-3"]
-    run = bench("trainer", *TINY, *peers, "--json", str(tmp_path / "result.json"))
+    names = ["trainer-ddp", "trainer-fsdp2", "trainer-zpasses-3"]
+    peers = ["--peers", ",".join(names), "--baseline", "trainer-fsdp2", "--backwards", "2"]
+    run = bench("train", *TINY, *peers, "--json", str(tmp_path / "result.json"))
     assert run.returncode == 0, run.stdout + run.stderr
     result = json.loads((tmp_path / "result.json").read_text())
-    ddp, fsdp2, zpasses = result["results"]
+    ddp, fsdp2, zpasses = result["peers"]
+    full = result["bounds"]["bytes"]
     for peer in (ddp, fsdp2, zpasses):
         assert peer["ratio"] == pytest.approx(peer["step_s"] / fsdp2["step_s"])
         assert peer["losses"] == pytest.approx(ddp["losses"], rel=1e-4)
@@ -292,18 +293,24 @@ def test_trainer_measures_zpasses_beside_ddp_and_fsdp2(tmp_path):
         assert peer["peer"] in run.stdout
     for peer in (fsdp2, zpasses):  # shards, and two moments of AdamW
         assert peer["resting_bytes"] < 0.9 * ddp["resting_bytes"]
+        assert peer["window_bytes"] >= peer["after_bytes"] >= full / 2
+    assert zpasses["passes_s"] > 0
 
 
-def test_trainer_finds_a_peer_whose_training_differs():
-    results = [
-        TrainerResult("fsdp2", rounds_s=[2.0], peak_bytes=10, losses=[6.0, 5.9]),
-        TrainerResult("zpasses-3", rounds_s=[1.0], peak_bytes=5, losses=[6.0, 5.8]),
-    ]
-    report = TrainerReport(TrainerConfig(ModelSize(), ("fsdp2", "zpasses-3")), results, {})
-    _relate_trainers(report)
-    assert (results[1].ratio, results[1].peak_ratio) == (0.5, 0.5)
-    assert "at step 1" in report.failed["zpasses-3"]
-    assert "zpasses-3" in trainer_table(report)
+def test_losses_are_compared_between_peers_with_the_same_loop():
+    losses = {
+        "fsdp2-eager": [6.0, 5.9],
+        "trainer-fsdp2": [6.5, 6.4],
+        "trainer-zpasses-3": [6.5, 6.2],
+    }
+    results = [PeerResult(name, "", rounds_s=[1.0], losses=each) for name, each in losses.items()]
+    report = TrainReport(
+        TrainConfig(ModelSize(), tuple(losses), "fsdp2-eager"), {}, None, results, {}, {}
+    )
+    _relate(report)
+    assert list(report.failed) == ["trainer-zpasses-3"]
+    assert "differs from trainer-fsdp2" in report.failed["trainer-zpasses-3"]
+    assert "at step 1" in report.failed["trainer-zpasses-3"]
 
 
 # --- overhead -------------------------------------------------------------------------------------
@@ -387,6 +394,7 @@ def test_compile_compares_cold_and_warm_starts(measured):
         (["--mesh", "dp=1,tp=3"], "--heads 8 is not divisible by the 3 ranks of dimension tp"),
         (["--mesh", "dp=2,tp=2", "--peers", "ddp,zpasses-3"], "ddp takes no such mesh"),
         (["--mesh", "dp=2,tp=2", "--baseline", "ddp"], "ddp takes no such mesh"),
+        (["--reduce", "backward", "--peers", "trainer-ddp"], "decides by itself when it reduces"),
         (["overhead", "--codegens", "inductr"], 'Did you mean "inductor"?'),
         (["device", "--heads", "3"], "--width 512 is not divisible by --heads 3"),
     ],

@@ -3,7 +3,6 @@
     python -m zpasses.tools.bench [train]     peers train the same GPT on the same data
     python -m zpasses.tools.bench device      one rank of a larger group on one accelerator, without
                                               communication
-    python -m zpasses.tools.bench trainer     Hugging Face's Trainer with zpasses and with FSDP2
     python -m zpasses.tools.bench overhead    runtime overhead per parameter
     python -m zpasses.tools.bench compile     the first step, with cold and warm compile caches
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -12,8 +11,6 @@ import zpasses.tools.bench as bench
 from zpasses.errors import OptionError, suggestion
 from zpasses.tools.bench.compiling import CompileConfig, run_compile
 from zpasses.tools.bench.device import DeviceConfig, run_device
-from zpasses.tools.bench.hf_trainer import PEERS as TRAINER_PEERS
-from zpasses.tools.bench.hf_trainer import TrainerConfig, run_trainer
 from zpasses.tools.bench.launch import RankError
 from zpasses.tools.bench.model import ModelSize
 from zpasses.tools.bench.overhead import OverheadConfig, run_overhead
@@ -24,12 +21,11 @@ from zpasses.tools.bench.report import (
     overhead_table,
     schedule_table,
     train_table,
-    trainer_table,
     write_json,
 )
 from zpasses.tools.bench.schedule import SCHEDULERS, ScheduleConfig, run_schedule
 from zpasses.tools.bench.schedule_models import MODELS
-from zpasses.tools.bench.train import TrainConfig, run_train
+from zpasses.tools.bench.train import TrainConfig, default_peers, run_train
 from zpasses.tools.capture.meshes import MeshShape
 
 __all__ = ["main"]
@@ -177,7 +173,7 @@ def _train(options: argparse.Namespace) -> int:
     mesh = options.mesh
     config = TrainConfig(
         size,
-        options.peers or tuple(peer for peer in PEERS if mesh is None or PEERS[peer].any_mesh),
+        options.peers or default_peers(mesh),
         ranks=getattr(options, "ranks", 2 if mesh is None else mesh.ranks),
         timeout_s=options.timeout,
         **{name: getattr(options, name) for name in names},
@@ -224,49 +220,6 @@ def _device(options: argparse.Namespace) -> int:
     print(device_table(report))
     if options.json:
         write_json(options.json, "device", report)
-    return 1 if report.failed else 0
-
-
-# --- trainer --------------------------------------------------------------------------------------
-def _trainer_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--peers",
-        type=_names(list(TRAINER_PEERS)),
-        default="fsdp2,zpasses-3",
-        metavar="A,B",
-        help=f"what to run, in this order: {', '.join(TRAINER_PEERS)}",
-    )
-    parser.add_argument(
-        "--baseline",
-        choices=list(TRAINER_PEERS),
-        default="fsdp2",
-        metavar="PEER",
-        help="peer that ratios and losses are compared with",
-    )
-    parser.add_argument("--ranks", type=_at_least(1), default=2, help="processes, one thread each")
-    parser.add_argument("--steps", type=_at_least(1), default=20, help="timed steps of a run")
-    parser.add_argument("--warmup", type=_at_least(1), default=3, help="untimed steps before them")
-    parser.add_argument(
-        "--rounds", type=_at_least(1), default=1, help="runs of every peer, interleaved"
-    )
-    _size_options(parser)
-
-
-def _trainer(options: argparse.Namespace) -> int:
-    size = ModelSize(**{item.name: getattr(options, item.name) for item in fields(ModelSize)})
-    if problem := size.check():
-        options.parser.error(problem)
-    if importlib.util.find_spec("transformers") is None:
-        options.parser.error("transformers is not installed: pip install 'zpasses[trainers]'")
-    names = ("peers", "baseline", "ranks", "steps", "warmup", "rounds")
-    report = run_trainer(
-        TrainerConfig(
-            size, timeout_s=options.timeout, **{name: getattr(options, name) for name in names}
-        )
-    )
-    print(trainer_table(report))
-    if options.json:
-        write_json(options.json, "trainer", report)
     return 1 if report.failed else 0
 
 
@@ -414,7 +367,6 @@ _SUITES: dict[
         _device,
         "one rank of a larger group on one accelerator, without communication",
     ),
-    "trainer": (_trainer_options, _trainer, "Hugging Face's Trainer trains the GPT, sharded"),
     "overhead": (_overhead_options, _overhead, "runtime overhead per parameter and step"),
     "schedule": (
         _schedule_options,

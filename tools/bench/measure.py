@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ __all__ = [
     "held_bytes",
     "observe_pass_time",
     "sent_bytes",
+    "settled_bytes",
     "traffic",
 ]
 
@@ -134,6 +136,14 @@ def held_bytes() -> int:
     return sum(storages.values())
 
 
+def settled_bytes() -> int:
+    """`held_bytes` after tensors that nothing uses any more are freed."""
+    gc.collect()  # compiling leaves reference cycles that hold tensors
+    time.sleep(_SETTLE_S)  # gloo's threads release a collective's tensors some time after its wait
+    return held_bytes()
+
+
+_SETTLE_S = 0.2
 _PLAIN = (Tensor, nn.Parameter)  # a DTensor contains one of these; fake tensors have no memory
 
 

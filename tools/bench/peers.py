@@ -122,7 +122,11 @@ class Peer:
     ranks: int | None = None
     """Number of processes; None is the requested number."""
     reduces: bool = True
-    """Whether gradients are averaged over ranks. If so, losses must equal those of other peers."""
+    """Whether gradients are averaged over ranks. If so, losses must equal those of other peers with
+    the same worker.
+    """
+    worker: str = "zpasses.tools.bench.worker"
+    """Module that measures the peer in the suite "train"."""
     any_mesh: bool = False
     """Whether it takes meshes of hybrid sharding, and models with tensor parallelism."""
 
@@ -254,6 +258,10 @@ def _deepspeed(stage: int) -> Callable[[GPT, DeviceMesh], Trainer]:
     return lambda model, mesh: _DeepSpeedTrainer(model, stage)
 
 
+def _owns_its_loop(model: GPT, mesh: DeviceMesh) -> Trainer:
+    raise OptionError("Peers trainer-... own their training loop; only the suite train runs them.")
+
+
 _DEEPSPEED = "DS_BUILD_OPS=0 pip install --no-build-isolation 'deepspeed>=0.19'"
 
 PEERS: dict[str, Peer] = {
@@ -304,6 +312,17 @@ PEERS: dict[str, Peer] = {
             _simple_fsdp,
             "torchtitan.experiments.graph_trainer.simple_fsdp",
             "pip install 'torchtitan>=0.3'",
+        ),
+        *(
+            Peer(
+                f"trainer-{name}",
+                f"Hugging Face's Trainer with {name}",
+                _owns_its_loop,
+                "transformers",
+                "pip install 'zpasses[trainers]'",
+                worker="zpasses.tools.bench.hf_trainer",
+            )
+            for name in ("ddp", "fsdp2", "zpasses-2", "zpasses-3")
         ),
     )
 }

@@ -16,7 +16,6 @@ from tabulate import tabulate
 import zpasses
 from zpasses.tools.bench.compiling import CompileReport
 from zpasses.tools.bench.device import DeviceReport
-from zpasses.tools.bench.hf_trainer import TrainerReport
 from zpasses.tools.bench.overhead import OverheadReport
 from zpasses.tools.bench.schedule import ScheduleReport, ScheduleRow
 from zpasses.tools.bench.train import PeerResult, TrainReport
@@ -27,16 +26,13 @@ __all__ = [
     "overhead_table",
     "schedule_table",
     "train_table",
-    "trainer_table",
     "write_json",
 ]
 
 _MIB = float(1 << 20)
 
 
-_Report = (
-    TrainReport | CompileReport | OverheadReport | ScheduleReport | DeviceReport | TrainerReport
-)
+_Report = TrainReport | CompileReport | OverheadReport | ScheduleReport | DeviceReport
 
 
 def write_json(path: str, suite: str, report: _Report) -> None:
@@ -117,28 +113,6 @@ def _bounds(report: TrainReport) -> list[str]:
             "negative if they overlap."
         )
     return lines
-
-
-# --- trainer --------------------------------------------------------------------------------------
-def trainer_table(report: TrainerReport) -> str:
-    """One line per peer. Memory is above what is held between steps, which "rest" says."""
-    baseline = report.config.baseline
-    rows = [
-        {
-            "Trainer with": result.peer,
-            "step ms": f"{result.step_s * 1e3:.1f}",
-            f"/ {baseline}": "-" if result.ratio is None else f"{result.ratio:.2f}",
-            "peak MiB": f"{result.peak_bytes / _MIB:.1f}",
-            f"peak / {baseline}": "-" if result.peak_ratio is None else f"{result.peak_ratio:.2f}",
-            "fwd+bwd MiB": f"{result.backward_peak_bytes / _MIB:.1f}",
-            "rest MiB": f"{result.resting_bytes / _MIB:.1f}",
-            "loss": f"{result.losses[-1]:.4f}",
-        }
-        for result in report.results
-    ]
-    lines = [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")]
-    lines += [f"FAILED {name}: {reason}" for name, reason in report.failed.items()]
-    return "\n".join(lines)
 
 
 # --- overhead -------------------------------------------------------------------------------------

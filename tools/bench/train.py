@@ -16,7 +16,7 @@ from zpasses.errors import OptionError
 from zpasses.tools.bench.launch import RankError, run_ranks
 from zpasses.tools.bench.measure import ResidentMemory
 from zpasses.tools.bench.model import ModelSize
-from zpasses.tools.bench.peers import Peer, peer_of
+from zpasses.tools.bench.peers import PEERS, Peer, peer_of
 from zpasses.tools.capture.meshes import MeshShape
 
 __all__ = [
@@ -25,10 +25,9 @@ __all__ = [
     "PeerResult",
     "TrainConfig",
     "TrainReport",
+    "default_peers",
     "run_train",
 ]
-
-_WORKER = "zpasses.tools.bench.worker"
 
 LOSS_TOLERANCE = 1e-2
 """Largest relative difference of a peer's loss to the baseline's, at any step. AdamW amplifies
@@ -135,6 +134,15 @@ class TrainReport:
     """Peer -> the end of its log, or how its training differs."""
 
 
+def default_peers(mesh: MeshShape | None) -> tuple[str, ...]:
+    """All that take the mesh, without trainers."""
+    return tuple(
+        peer.name
+        for peer in PEERS.values()
+        if peer.worker == Peer.worker and (mesh is None or peer.any_mesh)
+    )
+
+
 def run_train(config: TrainConfig) -> TrainReport:
     """Measure every peer that is installed. A peer that fails is reported and does not stop the
     others.
@@ -172,6 +180,9 @@ def run_train(config: TrainConfig) -> TrainReport:
 def _check_mesh(config: TrainConfig) -> None:
     """Raise OptionError for a mesh that the ranks, the model or the peers do not fit."""
     mesh = config.mesh
+    loops = [name for name in config.peers if peer_of(name).worker != Peer.worker]
+    if loops and config.reduce == "backward":
+        raise OptionError(f"{loops[0]} decides by itself when it reduces; leave out --reduce.")
     if mesh is None:
         return
     if mesh.ranks != config.ranks:
@@ -193,7 +204,7 @@ def _check_mesh(config: TrainConfig) -> None:
 
 
 def _run_round(config: TrainConfig, result: PeerResult, number: int, caches: str) -> None:
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(Path(caches, result.peer))}
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(Path(caches, result.peer)), "HF_HUB_OFFLINE": "1"}
     ranks = _run(config, "time", peer_of(result.peer), env)
     result.rounds_s.append(max(rank["step_s"] for rank in ranks))
     if number > 0:
@@ -233,7 +244,8 @@ def _run(
         "mesh": None if config.mesh is None else str(config.mesh),
     }
     ranks = (peer.ranks if peer else None) or config.ranks
-    return run_ranks(_WORKER, job, ranks=ranks, timeout_s=config.timeout_s, env=env)
+    worker = peer.worker if peer else Peer.worker
+    return run_ranks(worker, job, ranks=ranks, timeout_s=config.timeout_s, env=env)
 
 
 # --- comparisons ----------------------------------------------------------------------------------
@@ -259,15 +271,14 @@ def _relate(report: TrainReport) -> None:
             result.communication_s = _bare_time(result.sent_bytes, report.bounds)
         if compute and result.communication_s is not None:
             result.waste_s = result.step_s - compute.step_s - result.communication_s
-    reference = (
-        baseline
-        if baseline and peer_of(baseline.peer).reduces
-        else next((r for r in report.peers if peer_of(r.peer).reduces), None)
-    )
-    for result in report.peers if reference else ():
-        assert reference is not None
-        difference = peer_of(result.peer).reduces and _difference(result, reference)
-        if difference:
+    for result in report.peers:
+        peer = peer_of(result.peer)
+        alike = [
+            other
+            for other in (*([baseline] if baseline else []), *report.peers)
+            if peer_of(other.peer).reduces and peer_of(other.peer).worker == peer.worker
+        ]
+        if peer.reduces and (difference := _difference(result, alike[0])):
             report.failed[result.peer] = difference
 
 

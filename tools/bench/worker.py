@@ -8,12 +8,11 @@ collectives over the bytes of all parameters.
 
 from __future__ import annotations
 
-import gc
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zpasses.tools.bench.measure import (
+    PassTime,
     ResidentMemory,
-    held_bytes,
+    Traffic,
     observe_pass_time,
     sent_bytes,
+    settled_bytes,
     traffic,
 )
 from zpasses.tools.bench.model import (
@@ -41,8 +42,7 @@ from zpasses.tools.bench.model import (
 from zpasses.tools.bench.peers import peer_of
 from zpasses.tools.capture.meshes import MeshShape
 
-_MEMORY_WARMUP = 3
-_SETTLE_S = 0.2
+MEMORY_WARMUP = 3
 _BOUND_REPEATS = 5
 
 
@@ -112,11 +112,23 @@ def _time(job: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, An
             losses.append(trainer.accumulate(step, job["reduce"] == "step"))
             trainer.update()
             times.append(time.perf_counter() - started)
-    communicated = traffic().per_step(before, steps)
+    return timed(times, warmup, before, work, losses)
+
+
+def timed(
+    times: Sequence[float], warmup: int, before: Traffic, work: PassTime, losses: Iterable[Tensor]
+) -> dict[str, Any]:
+    """The result of a run that has just ended.
+
+    Args:
+        times: seconds of every step.
+        before: collectives until the first timed step.
+        losses: of every step.
+    """
     step_s = statistics.median(times[warmup:])
+    communicated = traffic().per_step(before, len(times) - warmup)
     return {
         "step_s": step_s,
-        "times_s": times[warmup:],
         "compile_s": sum(max(each - step_s, 0.0) for each in times[:warmup]),
         "passes_s": work.passes_s,
         "checks_s": work.checks_s,
@@ -128,7 +140,7 @@ def _time(job: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, An
 
 def _memory(job: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, Any]:
     """Bytes held at several points of a step, the peak that it adds, and the norm of a gradient."""
-    data = _steps(job, _MEMORY_WARMUP + 1, size, meshes)
+    data = _steps(job, MEMORY_WARMUP + 1, size, meshes)
     once = job["reduce"] == "step"
     trainer = peer_of(job["peer"]).build(_model(size, meshes), meshes.data)
     for step in data[:-1]:
@@ -139,9 +151,7 @@ def _memory(job: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, 
     held: list[int] = []
 
     def look() -> None:
-        gc.collect()  # compiling leaves reference cycles that hold tensors
-        time.sleep(_SETTLE_S)  # gloo's threads release tensors some time after a wait
-        held.append(held_bytes() + trainer.untracked_bytes)
+        held.append(settled_bytes() + trainer.untracked_bytes)
 
     look()
     memory = ResidentMemory()
