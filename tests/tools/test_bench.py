@@ -12,11 +12,10 @@ from torch import nn
 
 from tests.programs import ForkedPython, forked_subprocess
 from zpasses.tools.bench import schedule as schedule_suite
-from zpasses.tools.bench.__main__ import main
+from zpasses.tools.bench.__main__ import SUITES, main
 from zpasses.tools.bench.measure import ResidentMemory
 from zpasses.tools.bench.model import Block, ModelSize, ParallelBlock, batches, build_model
-from zpasses.tools.bench.report import schedule_table
-from zpasses.tools.bench.schedule import ScheduleConfig, ScheduleReport
+from zpasses.tools.bench.schedule import ScheduleConfig, ScheduleReport, schedule_table
 from zpasses.tools.bench.schedule_models import ModelShape
 from zpasses.tools.bench.train import PeerResult, TrainConfig, TrainReport, _difference, _relate
 
@@ -383,10 +382,10 @@ def test_compile_compares_cold_and_warm_starts(measured):
         (["--peers", "fsdp2"], "got the peer 'fsdp2'"),
         (["--peers", "zpasses:memory_budget"], "got the peer 'zpasses:memory_budget'"),
         (["--peers", "zpasses:zero_stage=4"], "zero_stage"),
-        (["--baseline", "zero"], "--baseline"),
+        (["--baseline", "zero"], "got the peer 'zero'"),
         (["--width", "30", "--heads", "4"], "--width 30 is not divisible by --heads 4"),
         (["--vocab", "100"], "at least 256"),
-        (["--steps", "0"], "'0' is not a whole number of at least 1"),
+        (["--steps", "0"], "--steps: got 0; expected at least 1"),
         (["--stepz", "3"], "--stepz"),
         (["--mesh", "dp"], "cannot read 'dp'"),
         (["--mesh", "dp=2,tp=2", "--ranks", "2"], "dp=2,tp=2 has 4 ranks; expected 2"),
@@ -395,31 +394,34 @@ def test_compile_compares_cold_and_warm_starts(measured):
         (["--mesh", "dp=2,tp=2", "--peers", "ddp,zpasses-3"], "ddp takes no such mesh"),
         (["--mesh", "dp=2,tp=2", "--baseline", "ddp"], "ddp takes no such mesh"),
         (["--reduce", "backward", "--peers", "trainer-ddp"], "decides by itself when it reduces"),
-        (["overhead", "--codegens", "inductr"], 'Did you mean "inductor"?'),
+        (["--steps", "some"], "--steps: got 'some'"),
+        (["overhead", "--codegens", "inductr"], "--codegens: got 'inductr'"),
+        (["overhead", "--stages", "2,4"], "--stages: got '4'"),
+        (["compile", "--layers", "2,x"], "--layers: got 'x'"),
+        (["compile", "--peers", "trainer-ddp"], "trainer-ddp owns its training loop"),
+        (["schedule", "--models", "llama8b"], 'Did you mean "llama-8b"?'),
+        (["schedule", "--targets", "h1"], "h1"),
         (["device", "--heads", "3"], "--width 512 is not divisible by --heads 3"),
     ],
 )
 def test_wrong_options_are_refused_with_a_clear_message(arguments, message, capsys):
-    from zpasses.tools.bench.__main__ import main
-
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_help_names_the_suites(capsys):
+def test_help_names_the_suites_and_describes_their_options(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     said = capsys.readouterr().out
-    assert all(
-        suite in said
-        for suite in (
-            "train",
-            "overhead",
-            "device",
-        )
-    )
+    assert all(suite in said for suite in SUITES)
+    with pytest.raises(SystemExit, match="0"):
+        main(["compile", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Numbers of layers. Default: 6,24" in said
+    assert "Layers of the model." not in said
+    assert "Warm starts of every peer" in said
 
 
 # --- schedule -------------------------------------------------------------------------------------
@@ -430,7 +432,7 @@ TINY_LLAMA = ModelShape("llama", 64, 128, 4, 2, 256, 2)
 def test_schedulers_are_compared_on_one_step(monkeypatch):
     monkeypatch.setattr(schedule_suite, "MODELS", {"tiny": TINY_LLAMA})
     names = ("single", "one ahead", "zero3", "budget 10%")
-    job = {"model": "tiny", "ranks": 8, "tokens": 32, "layers": 0}
+    job = {"model": "tiny", "ranks": 8, "tokens": 32, "layers": None}
     job |= {"targets": ["h100"], "schedulers": list(names)}
     (row,) = schedule_suite.measure(job)
     points = {point.scheduler: point for point in row.points}
@@ -440,6 +442,6 @@ def test_schedulers_are_compared_on_one_step(monkeypatch):
     assert sum(row.bound_ms) <= points["zero3"].total_ms
     budgeted = points["budget 10%"]
     assert budgeted.own_bound_ms <= budgeted.total_ms
-    report = schedule_table(ScheduleReport(ScheduleConfig(), [row]))
+    report = schedule_table(ScheduleReport(ScheduleConfig(models=("tiny",)), [row]))
     header = next(line for line in report.splitlines() if "model" in line)
     assert "its own bound" in header

@@ -8,19 +8,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from zpasses import compat
 from zpasses.pipeline.observers import ObservedGraph, observe_graphs
 from zpasses.runtime.gloo import STARTED
 
 __all__ = [
-    "MemoryProfile",
     "PassTime",
     "ResidentMemory",
     "Traffic",
@@ -33,59 +31,6 @@ __all__ = [
 
 
 # --- memory ---------------------------------------------------------------------------------------
-_MARK = "zpasses.tools.bench "
-
-
-class MemoryProfile:
-    """Context manager that follows every allocation of this process, and measures what a marked
-    section adds.
-
-    It must be entered before any tensor is made, because the profiler misses the release of memory
-    whose allocation it has not seen.
-    """
-
-    def __init__(self) -> None:
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-
-    def __enter__(self) -> MemoryProfile:
-        self._profile.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._profile.__exit__(*error)
-
-    @staticmethod
-    def mark(name: str) -> Any:
-        """A context manager around the code to measure."""
-        return record_function(_MARK + name)
-
-    def read(self, name: str, device: str | None = None) -> tuple[int, int]:
-        """(bytes allocated when the marked code started, peak above them). Call it after leaving
-        the context.
-
-        Args:
-            name: the name of the mark.
-            device: count only memory of this device type, "CPU" or "CUDA"; None counts all.
-        """
-        results: Any = self._profile.profiler
-        events = results.kineto_results.events()
-        step = next(event for event in events if event.name() == _MARK + name)
-        start, end = step.start_ns(), step.start_ns() + step.duration_ns()
-        live = resting = peak = 0
-        for event in sorted(
-            (event for event in events if event.name() == "[memory]"),
-            key=lambda event: event.start_ns(),
-        ):
-            if device is not None and event.device_type().name != device:
-                continue
-            live += event.nbytes()
-            if event.start_ns() < start:
-                resting = peak = live
-            elif event.start_ns() <= end:
-                peak = max(peak, live)
-        return resting, peak - resting
-
-
 class ResidentMemory:
     """Peak memory of this process since the object was made, above the memory at that time (Linux).
 

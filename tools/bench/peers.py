@@ -26,7 +26,7 @@ from zpasses.errors import OptionError, suggestion
 from zpasses.pipeline import Options
 from zpasses.tools.bench.model import GPT
 
-__all__ = ["PEERS", "Peer", "Trainer", "peer_of"]
+__all__ = ["PEERS", "Peer", "Trainer", "check_peers", "peer_of"]
 
 LEARNING_RATE = 3e-4
 
@@ -259,7 +259,7 @@ def _deepspeed(stage: int) -> Callable[[GPT, DeviceMesh], Trainer]:
 
 
 def _owns_its_loop(model: GPT, mesh: DeviceMesh) -> Trainer:
-    raise OptionError("Peers trainer-... own their training loop; only the suite train runs them.")
+    raise NotImplementedError
 
 
 _DEEPSPEED = "DS_BUILD_OPS=0 pip install --no-build-isolation 'deepspeed>=0.19'"
@@ -348,3 +348,10 @@ def peer_of(name: str) -> Peer:
     options = {key: int(value) if value.isdecimal() else value for key, value in given.items()}
     Options.parse(options)
     return Peer(name, "zpasses with these options", _zpasses(**options), any_mesh=True)
+
+
+def check_peers(names: Sequence[str]) -> None:
+    """Raise OptionError for a name without a peer, or with one that only the suite "train" runs."""
+    for name in names:
+        if peer_of(name).worker != Peer.worker:
+            raise OptionError(f"{name} owns its training loop; only the suite train runs it.")
