@@ -234,7 +234,6 @@ LAZY = {
     "zpasses.inspect.inspection": "the page's template engine, which listing a dump does not need",
     "zpasses.testing": "public names; pytest loads the package with the plugin",
     "zpasses.testing.plugin": "pytest loads it in every project, and most of them need no torch",
-    "zpasses.tools.bench.hf_trainer": "the other benchmarks do not need transformers",
     "zpasses.tools.capture.command": "`zpasses --help` imports it, and a capture imports torch",
     "zpasses.tools.measure.command": "the same",
     "zpasses.tools.plan.command": "`zpasses --help` imports it, and planning imports torch",

@@ -11,15 +11,11 @@ import torch
 from torch import nn
 
 from tests.programs import ForkedPython, forked_subprocess
-from tests.zpasses.inspect.real import real_dump
 from zpasses.tools.bench import schedule as schedule_suite
-from zpasses.tools.bench.__main__ import main
-from zpasses.tools.bench.hf_trainer import TrainerConfig, TrainerReport, TrainerResult
-from zpasses.tools.bench.hf_trainer import _relate as _relate_trainers
+from zpasses.tools.bench.__main__ import SUITES, main
 from zpasses.tools.bench.measure import ResidentMemory
 from zpasses.tools.bench.model import Block, ModelSize, ParallelBlock, batches, build_model
-from zpasses.tools.bench.report import schedule_table, trainer_table
-from zpasses.tools.bench.schedule import ScheduleConfig, ScheduleReport
+from zpasses.tools.bench.schedule import ScheduleConfig, ScheduleReport, schedule_table
 from zpasses.tools.bench.schedule_models import ModelShape
 from zpasses.tools.bench.train import PeerResult, TrainConfig, TrainReport, _difference, _relate
 
@@ -166,6 +162,30 @@ def test_train_compares_peers_on_a_mesh(measured, mesh, block, parts):
     assert zpasses["losses"][0] == pytest.approx(sum(first) / parts, rel=1e-5)
 
 
+@pytest.mark.slow(quick="the tests of windows count collectives")
+@pytest.mark.inductor
+def test_backwards_of_a_step_reduce_once_or_each_time(measured):
+    several = [*TINY, "--peers", "fsdp2-eager,zpasses-3", "--backwards", "3"]
+    table, result = measured(*several, ranks=forked_except_for_memory)
+    assert not result["failed"]
+    full = result["bounds"]["bytes"]
+    fsdp2, ours = result["peers"]
+    assert ours["gradient_norm"] == pytest.approx(fsdp2["gradient_norm"], rel=1e-4)
+    for each in (fsdp2, ours):
+        assert each["window_bytes"] >= full
+        assert each["window_bytes"] > each["after_bytes"] >= full / 2
+    # Once for three backwards: gloo all-reduces, and zpasses exchanges halves.
+    assert fsdp2["sent_bytes"]["all_reduce"] == full
+    assert ours["sent_bytes"]["reduce_scatter"] == full / 2
+    assert "in window MiB" in table
+    _, result = measured(*several, "--reduce", "backward", ranks=forked_except_for_memory)
+    assert not result["failed"]
+    fsdp2, ours = result["peers"]
+    assert fsdp2["sent_bytes"]["all_reduce"] == 3 * full
+    assert ours["sent_bytes"]["reduce_scatter"] == 3 * full / 2
+    assert max(fsdp2["window_bytes"], ours["window_bytes"]) < full
+
+
 def test_parts_of_a_block_add_up_to_the_block():
     torch.manual_seed(0)
     whole, x = ParallelBlock(16, 4), torch.randn(2, 3, 16)
@@ -252,16 +272,19 @@ def test_data_differ_between_ranks_and_are_reproducible():
     assert first[:, 1:].equal(targets[:, :-1])
 
 
-# --- trainer --------------------------------------------------------------------------------------
+# --- trainers -------------------------------------------------------------------------------------
 @pytest.mark.inductor
-@pytest.mark.slow(quick="test_time_limit_ends_a_run_and_is_reported")
-def test_trainer_measures_zpasses_beside_ddp_and_fsdp2(tmp_path):
+@pytest.mark.slow(quick="test_losses_are_compared_between_peers_with_the_same_loop")
+def test_train_measures_hugging_face_trainers_beside_each_other(tmp_path):
+    """Started as a user does, with new processes as ranks."""
     pytest.importorskip("transformers")
-    peers = ["--peers", "ddp,fsdp2,zpasses-3"]
-    run = bench("trainer", *TINY, *peers, "--json", str(tmp_path / "result.json"))
+    names = ["trainer-ddp", "trainer-fsdp2", "trainer-zpasses-3"]
+    peers = ["--peers", ",".join(names), "--baseline", "trainer-fsdp2", "--backwards", "2"]
+    run = bench("train", *TINY, *peers, "--json", str(tmp_path / "result.json"))
     assert run.returncode == 0, run.stdout + run.stderr
     result = json.loads((tmp_path / "result.json").read_text())
-    ddp, fsdp2, zpasses = result["results"]
+    ddp, fsdp2, zpasses = result["peers"]
+    full = result["bounds"]["bytes"]
     for peer in (ddp, fsdp2, zpasses):
         assert peer["ratio"] == pytest.approx(peer["step_s"] / fsdp2["step_s"])
         assert peer["losses"] == pytest.approx(ddp["losses"], rel=1e-4)
@@ -269,18 +292,24 @@ def test_trainer_measures_zpasses_beside_ddp_and_fsdp2(tmp_path):
         assert peer["peer"] in run.stdout
     for peer in (fsdp2, zpasses):  # shards, and two moments of AdamW
         assert peer["resting_bytes"] < 0.9 * ddp["resting_bytes"]
+        assert peer["window_bytes"] >= peer["after_bytes"] >= full / 2
+    assert zpasses["passes_s"] > 0
 
 
-def test_trainer_finds_a_peer_whose_training_differs():
-    results = [
-        TrainerResult("fsdp2", rounds_s=[2.0], peak_bytes=10, losses=[6.0, 5.9]),
-        TrainerResult("zpasses-3", rounds_s=[1.0], peak_bytes=5, losses=[6.0, 5.8]),
-    ]
-    report = TrainerReport(TrainerConfig(ModelSize(), ("fsdp2", "zpasses-3")), results, {})
-    _relate_trainers(report)
-    assert (results[1].ratio, results[1].peak_ratio) == (0.5, 0.5)
-    assert "at step 1" in report.failed["zpasses-3"]
-    assert "zpasses-3" in trainer_table(report)
+def test_losses_are_compared_between_peers_with_the_same_loop():
+    losses = {
+        "fsdp2-eager": [6.0, 5.9],
+        "trainer-fsdp2": [6.5, 6.4],
+        "trainer-zpasses-3": [6.5, 6.2],
+    }
+    results = [PeerResult(name, "", rounds_s=[1.0], losses=each) for name, each in losses.items()]
+    report = TrainReport(
+        TrainConfig(ModelSize(), tuple(losses), "fsdp2-eager"), {}, None, results, {}, {}
+    )
+    _relate(report)
+    assert list(report.failed) == ["trainer-zpasses-3"]
+    assert "differs from trainer-fsdp2" in report.failed["trainer-zpasses-3"]
+    assert "at step 1" in report.failed["trainer-zpasses-3"]
 
 
 # --- overhead -------------------------------------------------------------------------------------
@@ -304,43 +333,6 @@ def test_overhead_reports_microseconds_per_parameter(tmp_path):
     assert "overhead us/param" in table
 
 
-# --- scaling --------------------------------------------------------------------------------------
-NARROW = [
-    "--hidden",
-    "64",
-    "--intermediate",
-    "128",
-    "--heads",
-    "4",
-    "--kv-heads",
-    "2",
-    "--vocab",
-    "256",
-    "--seq",
-    "8",
-    "--ranks",
-    "16",
-]
-
-
-@pytest.mark.slow(quick="test_time_limit_ends_a_run_and_is_reported")
-def test_scaling_splits_the_time_of_a_compile_and_grows_with_the_layers(measured):
-    pytest.importorskip("transformers")
-    table, result = measured("scaling", *NARROW, "--layers", "1,2")
-    one, two = result["points"]
-    assert (one["layers"], two["layers"]) == (1, 2)
-    assert one["joint_nodes"] < two["joint_nodes"] < 2 * one["joint_nodes"]
-    for point in (one, two):
-        parts = ("dynamo_s", "trace_s", "partition_s", "passes_s", "checks_s")
-        assert all(point[part] > 0 for part in parts)
-        assert point["total_s"] == pytest.approx(sum(point[part] for part in parts))
-        assert point["share"] == pytest.approx(
-            (point["passes_s"] + point["checks_s"]) / point["total_s"]
-        )
-        assert point["peak_rss_bytes"] > 100e6
-    assert "joint nodes" in table
-
-
 # --- device ---------------------------------------------------------------------------------------
 def test_device_measures_one_rank_of_a_larger_group(measured):
     size = ["--width", "16", "--layers", "1", "--heads", "2", "--seq", "8", "--batch", "1"]
@@ -355,48 +347,6 @@ def test_device_measures_one_rank_of_a_larger_group(measured):
     assert peer["peak_bytes"] is None  # of an accelerator only
     assert "one rank of 4 on the CPU, which communicates nothing" in table
     assert "1.00" in table  # of itself
-
-
-# --- flatten --------------------------------------------------------------------------------------
-@pytest.mark.slow(quick="tests/passes/test_flatten_on_device.py")
-def test_all_forms_of_flatten_make_the_same_buffer(measured):
-    table, result = measured("flatten", "--mib", "2", "--tensors", "9", "--rounds", "1")
-    assert not result["failed"]
-    host, plain, distributed = result["results"]
-    assert len({each["digest"] for each in result["results"]}) == 1
-    size = host["host_bytes"]
-    assert size == pytest.approx(2 << 20, rel=0.01)
-    assert (plain["host_bytes"], plain["device_bytes"], distributed["host_bytes"]) == (0, size, 0)
-    for each, moved in ((host, size), (plain, size), (distributed, size / 2)):
-        assert each["moved_bytes"] == pytest.approx(moved, rel=0.01)
-        assert each["run_s"] > 0
-        assert each["graph_s"] > 0
-        assert each["host_peak_bytes"] is None
-    assert distributed["device_bytes"] == pytest.approx(size / 2, rel=0.01)
-    assert (host["sent_bytes"], distributed["sent_bytes"]) == (0, pytest.approx(size / 2, rel=0.01))
-    # plain: pieces and buffer. distributed: part, gathered buffer, and gloo's scratch buffer.
-    assert plain["device_peak_bytes"] == pytest.approx(2 * size, rel=0.05)
-    assert distributed["device_peak_bytes"] <= 2.6 * size
-    assert "the host stands in for the device" in table
-
-
-# --- startup --------------------------------------------------------------------------------------
-@pytest.mark.slow(quick="test_time_limit_ends_a_run_and_is_reported")
-def test_startup_times_commands_with_and_without_a_dump(measured, tmp_path):
-    table, result = measured("startup", "--rounds", "1", "--dump", str(real_dump()[0]))
-    commands = [each["command"] for each in result["results"]]
-    assert commands == [
-        "python",
-        "zpasses --help",
-        "zpasses list DUMP",
-        "zpasses memory DUMP",
-        "import torch",
-    ]
-    assert all(len(each["rounds_s"]) == 1 for each in result["results"])
-    assert all(command in table for command in commands)
-    refused = bench("startup", "--rounds", "1", "--dump", str(tmp_path))
-    assert refused.returncode == 1
-    assert "is not a dump" in refused.stderr
 
 
 # --- compile --------------------------------------------------------------------------------------
@@ -425,34 +375,6 @@ def test_compile_compares_cold_and_warm_starts(measured):
     assert "--width" in wrong.stderr
 
 
-# --- dump -----------------------------------------------------------------------------------------
-@pytest.mark.slow(quick="test_time_limit_ends_a_run_and_is_reported")
-def test_dump_compares_compiles_with_and_without_a_dump(measured):
-    size = [
-        "--width",
-        "32",
-        "--layers",
-        "1",
-        "--heads",
-        "2",
-        "--seq",
-        "16",
-        "--batch",
-        "1",
-        "--rounds",
-        "1",
-        "--codegen",
-        "eager",
-    ]
-    table, result = measured("dump", *size)
-    plain, dumped = result["results"]
-    assert (plain["dumped"], dumped["dumped"]) == (False, True)
-    assert plain["dump_bytes"] == 0 < dumped["dump_bytes"]
-    assert plain["rounds_s"][0] > 0
-    assert result["ratio"] == pytest.approx(dumped["rounds_s"][0] / plain["rounds_s"][0])
-    assert "with a dump / without" in table
-
-
 # --- options --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -460,10 +382,10 @@ def test_dump_compares_compiles_with_and_without_a_dump(measured):
         (["--peers", "fsdp2"], "got the peer 'fsdp2'"),
         (["--peers", "zpasses:memory_budget"], "got the peer 'zpasses:memory_budget'"),
         (["--peers", "zpasses:zero_stage=4"], "zero_stage"),
-        (["--baseline", "zero"], "--baseline"),
+        (["--baseline", "zero"], "got the peer 'zero'"),
         (["--width", "30", "--heads", "4"], "--width 30 is not divisible by --heads 4"),
         (["--vocab", "100"], "at least 256"),
-        (["--steps", "0"], "'0' is not a whole number of at least 1"),
+        (["--steps", "0"], "--steps: got 0; expected at least 1"),
         (["--stepz", "3"], "--stepz"),
         (["--mesh", "dp"], "cannot read 'dp'"),
         (["--mesh", "dp=2,tp=2", "--ranks", "2"], "dp=2,tp=2 has 4 ranks; expected 2"),
@@ -471,143 +393,38 @@ def test_dump_compares_compiles_with_and_without_a_dump(measured):
         (["--mesh", "dp=1,tp=3"], "--heads 8 is not divisible by the 3 ranks of dimension tp"),
         (["--mesh", "dp=2,tp=2", "--peers", "ddp,zpasses-3"], "ddp takes no such mesh"),
         (["--mesh", "dp=2,tp=2", "--baseline", "ddp"], "ddp takes no such mesh"),
-        (["overhead", "--codegens", "inductr"], 'Did you mean "inductor"?'),
-        (["scaling", "--layers", "2,x"], "'x' is not a whole number"),
-        (["scaling", "--zero-stage", "4"], "--zero-stage"),
-        (["scaling", "--heads", "63"], "--hidden must be divisible by --heads"),
-        (["buckets", "--caps", "1,x"], "'1,x' is not a list of MiB above 0"),
-        (
-            ["buckets", "--large", "1", "--large-width", "65"],
-            "--large-width 65 is not divisible by --width 64",
-        ),
-        (["buckets", "--forms", "flatt"], 'Did you mean "flat"?'),
-        (["buckets", "--memory-budget", "lots"], "--memory-budget: got 'lots'"),
-        (["flatten", "--forms", "hosts"], 'Did you mean "host"?'),
+        (["--reduce", "backward", "--peers", "trainer-ddp"], "decides by itself when it reduces"),
+        (["--steps", "some"], "--steps: got 'some'"),
+        (["overhead", "--codegens", "inductr"], "--codegens: got 'inductr'"),
+        (["overhead", "--stages", "2,4"], "--stages: got '4'"),
+        (["compile", "--layers", "2,x"], "--layers: got 'x'"),
+        (["compile", "--peers", "trainer-ddp"], "trainer-ddp owns its training loop"),
+        (["schedule", "--models", "llama8b"], 'Did you mean "llama-8b"?'),
+        (["schedule", "--targets", "h1"], "h1"),
         (["device", "--heads", "3"], "--width 512 is not divisible by --heads 3"),
     ],
 )
 def test_wrong_options_are_refused_with_a_clear_message(arguments, message, capsys):
-    from zpasses.tools.bench.__main__ import main
-
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_help_names_the_suites(capsys):
+def test_help_names_the_suites_and_describes_their_options(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     said = capsys.readouterr().out
-    assert all(
-        suite in said
-        for suite in (
-            "train",
-            "coalesce",
-            "buckets",
-            "overhead",
-            "scaling",
-            "startup",
-            "dump",
-            "flatten",
-            "device",
-        )
-    )
+    assert all(suite in said for suite in SUITES)
+    with pytest.raises(SystemExit, match="0"):
+        main(["compile", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Numbers of layers. Default: 6,24" in said
+    assert "Layers of the model." not in said
+    assert "Warm starts of every peer" in said
 
 
-# --- checks ---------------------------------------------------------------------------------------
-@pytest.mark.slow(quick="tests/zpasses/ranks/test_run_order.py::test_a_steady_loop_needs_no_votes")
-def test_checks_relate_the_cost_of_comparisons_to_the_step(measured):
-    size = TINY[: TINY.index("--steps")]
-    table, result = measured(
-        "checks", *size, "--steps", "3", "--warmup", "12", "--stages", "3", "--repeats", "100"
-    )
-    (three,) = result["results"]
-    assert three["stage"] == 3
-    assert three["compared"] == 3  # forward, backward and the optimizer step
-    assert three["votes"] == 0  # the history predicts them
-    assert 0 < three["predicted_us"] < three["vote_us"]
-    assert "part of the step" in table
-
-
-# --- coalesce -------------------------------------------------------------------------------------
-@pytest.mark.slow(quick="the tests of windows count collectives")
-@pytest.mark.inductor
-def test_coalesce_measures_a_window_in_time_memory_and_traffic(measured):
-    size = [
-        "--width",
-        "64",
-        "--layers",
-        "2",
-        "--batch",
-        "1",
-        "--backwards",
-        "3",
-        "--steps",
-        "1",
-        "--warmup",
-        "1",
-    ]
-    ways = ("fsdp2 deferred", "zpasses-3 coalesced")
-    choice = ["--ways", ",".join(ways), "--baseline", ways[0]]
-    table, result = measured("coalesce", *size, *choice, ranks=forked_except_for_memory)
-    assert not result["failed"]
-    full = 2 * 64 * 64 * 2  # bfloat16
-    fsdp2, ours = result["results"]
-    assert (fsdp2["way"], ours["way"]) == ways
-    assert fsdp2["ratio"] == 1.0
-    assert ours["ratio"] == pytest.approx(ours["wall_s"] / fsdp2["wall_s"])
-    assert ours["gradient_norm"] == pytest.approx(fsdp2["gradient_norm"], rel=2e-2)
-    for each in (fsdp2, ours):
-        assert each["peak_bytes"] >= each["window_bytes"] >= full
-        assert each["after_bytes"] >= full / 2
-        assert each["way"] in table
-    # Once for three backwards: gloo all-reduces, and zpasses exchanges halves.
-    assert (fsdp2["sent_bytes"], ours["sent_bytes"]) == (full, full / 2)
-    assert ours["collectives"] == 1
-
-
-# --- buckets --------------------------------------------------------------------------------------
-@pytest.mark.slow(quick="tests/passes/test_buckets_on_ranks.py, tests/passes/test_bucket.py")
-def test_buckets_are_fewer_collectives_of_the_same_bytes_within_the_budget(measured):
-    size = [
-        "--params",
-        "16",
-        "--width",
-        "16",
-        "--large",
-        "1",
-        "--large-width",
-        "64",
-        "--batch",
-        "64",
-        "--steps",
-        "1",
-        "--warmup",
-        "1",
-    ]
-    forms = [
-        "--forms",
-        "single,coalesced",
-        "--caps",
-        "0.01",
-        "--memory-budget",
-        "10%",
-        "--codegen",
-        "eager",
-    ]
-    table, result = measured("buckets", *size, *forms)
-    assert not result["failed"]
-    single, coalesced = result["results"]
-    assert (single["ratio"], single["modelled_ratio"]) == (1.0, 1.0)
-    assert coalesced["cap_mb"] == 0.01
-    assert coalesced["collectives"] < single["collectives"]
-    assert coalesced["sent_bytes"] == single["sent_bytes"]
-    assert coalesced["modelled_bytes"] <= 1.1 * single["modelled_bytes"]
-    assert coalesced["loss"] == pytest.approx(single["loss"], rel=1e-5)
-    assert "modelled / single" in table
-
-
+# --- schedule -------------------------------------------------------------------------------------
 TINY_LLAMA = ModelShape("llama", 64, 128, 4, 2, 256, 2)
 
 
@@ -615,7 +432,7 @@ TINY_LLAMA = ModelShape("llama", 64, 128, 4, 2, 256, 2)
 def test_schedulers_are_compared_on_one_step(monkeypatch):
     monkeypatch.setattr(schedule_suite, "MODELS", {"tiny": TINY_LLAMA})
     names = ("single", "one ahead", "zero3", "budget 10%")
-    job = {"model": "tiny", "ranks": 8, "tokens": 32, "layers": 0}
+    job = {"model": "tiny", "ranks": 8, "tokens": 32, "layers": None}
     job |= {"targets": ["h100"], "schedulers": list(names)}
     (row,) = schedule_suite.measure(job)
     points = {point.scheduler: point for point in row.points}
@@ -625,6 +442,6 @@ def test_schedulers_are_compared_on_one_step(monkeypatch):
     assert sum(row.bound_ms) <= points["zero3"].total_ms
     budgeted = points["budget 10%"]
     assert budgeted.own_bound_ms <= budgeted.total_ms
-    report = schedule_table(ScheduleReport(ScheduleConfig(), [row]))
+    report = schedule_table(ScheduleReport(ScheduleConfig(models=("tiny",)), [row]))
     header = next(line for line in report.splitlines() if "model" in line)
     assert "its own bound" in header

@@ -1,21 +1,5 @@
-"""Benchmarks: zpasses beside its peers, runtime overhead, compile time, and more.
-
-    python -m zpasses.tools.bench [train]     peers train the same GPT on the same data
-    python -m zpasses.tools.bench device      one rank of a larger group on one accelerator, without
-                                              communication
-    python -m zpasses.tools.bench trainer     Hugging Face's Trainer with zpasses and with FSDP2
-    python -m zpasses.tools.bench coalesce    gradient accumulation: one reduction per backward, or
-                                              per step
-    python -m zpasses.tools.bench buckets     many small parameters: single and bucketed collectives
-    python -m zpasses.tools.bench overhead    runtime overhead per parameter
-    python -m zpasses.tools.bench scaling     compile time over the number of layers, on 512 fake
-                                              ranks
-    python -m zpasses.tools.bench startup     wall time of `zpasses` commands
-    python -m zpasses.tools.bench compile     the first step, with cold and warm compile caches
-    python -m zpasses.tools.bench dump        the cost of a dump in a cold compile
-    python -m zpasses.tools.bench flatten     flat buffers made on the host, on the device, and in
-                                              parts by all ranks
+"""Benchmarks: zpasses beside its peers, runtime overhead, compile time, and predicted schedules.
 
 Every measurement runs in new processes, so that it does not inherit compile caches, threads or
-memory from another.
+memory from another. Without the name of a suite, `train` runs.
 """

@@ -3,822 +3,144 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin
 
 import zpasses.tools.bench as bench
-from zpasses.errors import OptionError, suggestion
-from zpasses.option_values import parse_budget
-from zpasses.tools.bench.buckets import FORMS as BUCKET_FORMS
-from zpasses.tools.bench.buckets import BucketsConfig, run_buckets
-from zpasses.tools.bench.checks import ChecksConfig, run_checks_suite
-from zpasses.tools.bench.coalesce import WAYS, CoalesceConfig, run_coalesce
-from zpasses.tools.bench.compiling import CompileConfig, run_compile
-from zpasses.tools.bench.device import DeviceConfig, run_device
-from zpasses.tools.bench.dumping import DumpConfig, run_dump
-from zpasses.tools.bench.flatten import FORMS, FlattenConfig, run_flatten
-from zpasses.tools.bench.hf_trainer import PEERS as TRAINER_PEERS
-from zpasses.tools.bench.hf_trainer import TrainerConfig, run_trainer
+from zpasses.errors import OptionError
+from zpasses.option_values import field_types, parse_value
+from zpasses.tools.bench.compiling import CompileConfig, compile_table, run_compile
+from zpasses.tools.bench.device import DeviceConfig, device_table, run_device
 from zpasses.tools.bench.launch import RankError
 from zpasses.tools.bench.model import ModelSize
-from zpasses.tools.bench.overhead import OverheadConfig, run_overhead
-from zpasses.tools.bench.peers import PEERS, peer_of
-from zpasses.tools.bench.report import (
-    buckets_table,
-    checks_table,
-    coalesce_table,
-    compile_table,
-    device_table,
-    dump_table,
-    flatten_table,
-    overhead_table,
-    scaling_table,
-    schedule_table,
-    startup_table,
-    train_table,
-    trainer_table,
-    write_json,
-)
-from zpasses.tools.bench.scaling import ScalingConfig, run_scaling
-from zpasses.tools.bench.schedule import SCHEDULERS, ScheduleConfig, run_schedule
-from zpasses.tools.bench.schedule_models import MODELS
-from zpasses.tools.bench.startup import StartupConfig, run_startup
-from zpasses.tools.bench.train import TrainConfig, run_train
+from zpasses.tools.bench.overhead import OverheadConfig, overhead_table, run_overhead
+from zpasses.tools.bench.report import write_json
+from zpasses.tools.bench.schedule import ScheduleConfig, run_schedule, schedule_table
+from zpasses.tools.bench.train import TrainConfig, run_train, train_table
 from zpasses.tools.capture.meshes import MeshShape
+from zpasses.tools.docs.fields import FieldDoc, describe_fields
 
-__all__ = ["main"]
+__all__ = ["SUITES", "Suite", "main"]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One subcommand. Its options are the fields of its config."""
+
+    summary: str
+    config: type
+    """A frozen dataclass. Fields of its `size`, the model, are options, too."""
+    run: Callable[[Any], Any]
+    """Returns a report from a config."""
+    table: Callable[[Any], str]
+
+
+SUITES = {
+    "train": Suite(
+        "peers train the same GPT on the same data", TrainConfig, run_train, train_table
+    ),
+    "device": Suite(
+        "one rank of a larger group on one accelerator, without communication",
+        DeviceConfig,
+        run_device,
+        device_table,
+    ),
+    "compile": Suite(
+        "the first step with cold and warm compile caches",
+        CompileConfig,
+        run_compile,
+        compile_table,
+    ),
+    "schedule": Suite(
+        "schedulers of collectives by predicted time and memory, beside Inductor's",
+        ScheduleConfig,
+        run_schedule,
+        schedule_table,
+    ),
+    "overhead": Suite(
+        "runtime overhead per parameter and step", OverheadConfig, run_overhead, overhead_table
+    ),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one suite. Returns the exit code: 1 if a run failed, or a peer's training differs."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] not in (*_SUITES, "-h", "--help"):
+    if not given or given[0] not in (*SUITES, "-h", "--help"):
         given.insert(0, "train")
     parser = argparse.ArgumentParser(
         prog="python -m zpasses.tools.bench", description=bench.__doc__, formatter_class=_FORMAT
     )
-    suites = parser.add_subparsers(dest="suite", metavar="{" + ",".join(_SUITES) + "}")
-    for name, (add_options, _, summary) in _SUITES.items():
-        suite = suites.add_parser(
-            name,
-            help=summary,
-            description=summary,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        )
-        add_options(suite)
-        suite.add_argument("--json", metavar="FILE", help="write everything measured to this file")
-        suite.add_argument(
-            "--timeout",
-            type=_at_least(1),
-            default=600,
-            metavar="S",
-            help="time limit of one run, seconds",
-        )
-        suite.set_defaults(parser=suite)
-    options = parser.parse_args(given)
+    commands = parser.add_subparsers(dest="suite", metavar="{" + ",".join(SUITES) + "}")
+    for name, suite in SUITES.items():
+        command = commands.add_parser(name, help=suite.summary, description=suite.summary)
+        for item in _options(suite.config):
+            command.add_argument(
+                _flag(item.name), dest=item.name, default=argparse.SUPPRESS, help=_help(item)
+            )
+        command.add_argument("--json", metavar="FILE", help="Write everything measured to FILE.")
+        command.set_defaults(command=command)
+    options = vars(parser.parse_args(given))
+    suite, command, file = options["suite"], options["command"], options["json"]
+    chosen = SUITES[suite]
     try:
-        return _SUITES[options.suite][1](options)
+        report = chosen.run(_config(chosen.config, options))
+    except OptionError as error:
+        command.error(str(error))
     except RankError as error:
         print(f"FAILED: {error}", file=sys.stderr)
         return 1
+    print(chosen.table(report))
+    if file:
+        write_json(file, suite, report)
+    return 1 if getattr(report, "failed", None) else 0
 
 
 _FORMAT = argparse.RawDescriptionHelpFormatter
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.lstrip("-").isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-        return int(text)
-
-    return number
-
-
-def _numbers(least: int) -> Callable[[str], tuple[int, ...]]:
-    return lambda text: tuple(_at_least(least)(part) for part in text.split(","))
-
-
-def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    def names(text: str) -> tuple[str, ...]:
-        given = tuple(text.split(","))
-        for name in given:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"unknown name {name!r}.{suggestion(name, known)}")
-        return given
-
-    return names
-
-
-def _peers(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    for name in names:
-        try:
-            peer_of(name)
-        except OptionError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-    return names
-
-
-def _mesh(text: str) -> MeshShape:
-    try:
-        return MeshShape.parse(text)
-    except OptionError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _size_options(parser: argparse.ArgumentParser) -> None:
-    for item in fields(ModelSize):
-        parser.add_argument(
-            f"--{item.name}", type=_at_least(1), default=item.default, help="of the model"
-        )
-
-
-def _size(options: argparse.Namespace) -> ModelSize:
-    size = ModelSize(**{item.name: getattr(options, item.name) for item in fields(ModelSize)})
-    if wrong := size.check():
-        options.parser.error(wrong)
-    return size
-
-
-# --- train ----------------------------------------------------------------------------------------
-def _train_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--peers",
-        type=_peers,
-        metavar="A,B",
-        help="what to run, in this order; zpasses:OPTION=VALUE is zpasses with other options "
-        "(default: all that take the mesh)",
-    )
-    parser.add_argument(
-        "--mesh",
-        type=_mesh,
-        metavar="NAME=SIZE,...",
-        help="device mesh of the ranks: dp=2,tp=2 for tensor parallelism, replicate=2,shard=2 for "
-        "hybrid sharding",
-    )
-    parser.add_argument(
-        "--baseline",
-        choices=list(PEERS),
-        default="fsdp2-eager",
-        metavar="PEER",
-        help="peer that ratios and losses are compared with",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=_at_least(1),
-        default=argparse.SUPPRESS,
-        help="processes, one thread each (default: those of the mesh, or 2)",
-    )
-    parser.add_argument("--steps", type=_at_least(1), default=20, help="timed steps of a run")
-    parser.add_argument("--warmup", type=_at_least(1), default=3, help="untimed steps before them")
-    parser.add_argument(
-        "--rounds", type=_at_least(1), default=1, help="runs of every peer, interleaved"
-    )
-    _size_options(parser)
-
-
-def _train(options: argparse.Namespace) -> int:
-    size = _size(options)
-    names = ("baseline", "steps", "warmup", "rounds", "mesh")
-    mesh = options.mesh
-    config = TrainConfig(
-        size,
-        options.peers or tuple(peer for peer in PEERS if mesh is None or PEERS[peer].any_mesh),
-        ranks=getattr(options, "ranks", 2 if mesh is None else mesh.ranks),
-        timeout_s=options.timeout,
-        **{name: getattr(options, name) for name in names},
-    )
-    try:
-        report = run_train(config)
-    except OptionError as error:
-        options.parser.error(str(error))
-    print(train_table(report))
-    if options.json:
-        write_json(options.json, "train", report)
-    return 1 if report.failed else 0
-
-
-# --- device ---------------------------------------------------------------------------------------
-def _device_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--peers",
-        type=_peers,
-        default="fsdp2-eager,fsdp2-compiled,zpasses-2,zpasses-3",
-        metavar="A,B",
-        help="what to run, in this order; others are compared with the first",
-    )
-    parser.add_argument("--device", default="cuda", help="the accelerator, or cpu")
-    for name, least, default, text in (
-        ("ranks", 1, 8, "size of the fake group"),
-        ("steps", 1, 10, "timed steps of a run"),
-        ("warmup", 1, 3, "untimed steps before them"),
-        ("rounds", 1, 1, "runs of every peer, interleaved"),
-    ):
-        parser.add_argument(f"--{name}", type=_at_least(least), default=default, help=text)
-    _size_options(parser)
-
-
-def _device(options: argparse.Namespace) -> int:
-    names = ("peers", "device", "ranks", "steps", "warmup", "rounds")
-    report = run_device(
-        DeviceConfig(
-            _size(options),
-            timeout_s=options.timeout,
-            **{name: getattr(options, name) for name in names},
-        )
-    )
-    print(device_table(report))
-    if options.json:
-        write_json(options.json, "device", report)
-    return 1 if report.failed else 0
-
-
-# --- trainer --------------------------------------------------------------------------------------
-def _trainer_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--peers",
-        type=_names(list(TRAINER_PEERS)),
-        default="fsdp2,zpasses-3",
-        metavar="A,B",
-        help=f"what to run, in this order: {', '.join(TRAINER_PEERS)}",
-    )
-    parser.add_argument(
-        "--baseline",
-        choices=list(TRAINER_PEERS),
-        default="fsdp2",
-        metavar="PEER",
-        help="peer that ratios and losses are compared with",
-    )
-    parser.add_argument("--ranks", type=_at_least(1), default=2, help="processes, one thread each")
-    parser.add_argument("--steps", type=_at_least(1), default=20, help="timed steps of a run")
-    parser.add_argument("--warmup", type=_at_least(1), default=3, help="untimed steps before them")
-    parser.add_argument(
-        "--rounds", type=_at_least(1), default=1, help="runs of every peer, interleaved"
-    )
-    _size_options(parser)
-
-
-def _trainer(options: argparse.Namespace) -> int:
-    size = ModelSize(**{item.name: getattr(options, item.name) for item in fields(ModelSize)})
-    if problem := size.check():
-        options.parser.error(problem)
-    if importlib.util.find_spec("transformers") is None:
-        options.parser.error("transformers is not installed: pip install 'zpasses[trainers]'")
-    names = ("peers", "baseline", "ranks", "steps", "warmup", "rounds")
-    report = run_trainer(
-        TrainerConfig(
-            size, timeout_s=options.timeout, **{name: getattr(options, name) for name in names}
-        )
-    )
-    print(trainer_table(report))
-    if options.json:
-        write_json(options.json, "trainer", report)
-    return 1 if report.failed else 0
-
-
-# --- overhead -------------------------------------------------------------------------------------
-def _overhead_options(parser: argparse.ArgumentParser) -> None:
-    default = OverheadConfig()
-    parser.add_argument(
-        "--params", type=_at_least(1), default=default.params, help="parameters of the model"
-    )
-    parser.add_argument(
-        "--steps", type=_at_least(1), default=default.steps, help="steps of a block"
-    )
-    parser.add_argument(
-        "--blocks", type=_at_least(1), default=default.blocks, help="blocks per model, alternating"
-    )
-    parser.add_argument(
-        "--codegens",
-        type=_names(default.codegens),
-        default=",".join(default.codegens),
-        metavar="A,B",
-        help="code generators",
-    )
-
-
-def _overhead(options: argparse.Namespace) -> int:
-    config = OverheadConfig(
-        options.params,
-        options.steps,
-        options.blocks,
-        codegens=options.codegens,
-        timeout_s=options.timeout,
-    )
-    report = run_overhead(config)
-    print(overhead_table(report))
-    if options.json:
-        write_json(options.json, "overhead", report)
-    return 0
-
-
-# --- checks ---------------------------------------------------------------------------------------
-def _checks_options(parser: argparse.ArgumentParser) -> None:
-    default = ChecksConfig()
-    parser.add_argument("--ranks", type=_at_least(2), default=default.ranks, help="processes")
-    parser.add_argument("--steps", type=_at_least(1), default=default.steps, help="timed steps")
-    parser.add_argument(
-        "--warmup", type=_at_least(1), default=default.warmup, help="untimed steps before them"
-    )
-    parser.add_argument(
-        "--repeats",
-        type=_at_least(1),
-        default=default.repeats,
-        help="timed comparisons without a graph",
-    )
-    parser.add_argument(
-        "--stages", type=_numbers(1), default="2,3", metavar="N,N", help="ZeRO stages"
-    )
-    _size_options(parser)
-
-
-def _checks(options: argparse.Namespace) -> int:
-    size = ModelSize(**{item.name: getattr(options, item.name) for item in fields(ModelSize)})
-    if problem := size.check():
-        options.parser.error(problem)
-    unknown = set(options.stages) - {1, 2, 3}
-    if unknown:
-        options.parser.error(f"--stages: got {min(unknown)}; expected 1, 2 or 3")
-    report = run_checks_suite(
-        ChecksConfig(
-            size,
-            options.ranks,
-            options.stages,
-            options.warmup,
-            options.steps,
-            options.repeats,
-            options.timeout,
-        )
-    )
-    print(checks_table(report))
-    if options.json:
-        write_json(options.json, "checks", report)
-    return 0
-
-
-# --- scaling --------------------------------------------------------------------------------------
-def _scaling_options(parser: argparse.ArgumentParser) -> None:
-    default = ScalingConfig()
-    parser.add_argument(
-        "--layers",
-        type=_numbers(1),
-        default=",".join(map(str, default.layers)),
-        metavar="N,N",
-        help="layer counts",
-    )
-    parser.add_argument(
-        "--zero-stage", type=int, choices=(1, 2, 3), default=default.stage, help="ZeRO stage"
-    )
-    parser.add_argument("--ranks", type=_at_least(1), default=default.ranks, help="fake ranks")
-    for name in ("hidden", "intermediate", "heads", "kv_heads", "vocab", "seq"):
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=_at_least(1),
-            default=getattr(default, name),
-            help="of the model",
-        )
-
-
-def _scaling(options: argparse.Namespace) -> int:
-    if options.hidden % options.heads or options.heads % options.kv_heads:
-        options.parser.error("--hidden must be divisible by --heads, and --heads by --kv-heads")
-    names = ("layers", "ranks", "hidden", "intermediate", "heads", "kv_heads", "vocab", "seq")
-    config = ScalingConfig(
-        stage=options.zero_stage,
-        timeout_s=options.timeout,
-        **{name: getattr(options, name) for name in names},
-    )
-    report = run_scaling(config)
-    print(scaling_table(report))
-    if options.json:
-        write_json(options.json, "scaling", report)
-    return 1 if report.failed else 0
-
-
-# --- schedule -------------------------------------------------------------------------------------
-def _schedule_options(parser: argparse.ArgumentParser) -> None:
-    default = ScheduleConfig()
-    for name, parse, text in (
-        ("models", _names(list(MODELS)), "models to capture"),
-        ("worlds", _numbers(1), "fake ranks"),
-        ("tokens", _numbers(1), "tokens of the one sequence per rank"),
-        ("schedulers", _names(SCHEDULERS), "schedulers to compare"),
-        ("targets", lambda given: tuple(given.split(",")), "hardware to plan for"),
-    ):
-        parser.add_argument(
-            f"--{name}",
-            type=parse,
-            default=",".join(map(str, getattr(default, name))),
-            metavar="A,B",
-            help=text,
-        )
-    parser.add_argument(
-        "--layers",
-        type=_at_least(0),
-        default=default.layers,
-        help="layers of every model; 0 takes each model's own number",
-    )
-
-
-def _schedule(options: argparse.Namespace) -> int:
-    names = ("models", "worlds", "tokens", "targets", "schedulers", "layers")
-    report = run_schedule(
-        ScheduleConfig(
-            timeout_s=options.timeout, **{name: getattr(options, name) for name in names}
-        )
-    )
-    print(schedule_table(report))
-    if options.json:
-        write_json(options.json, "schedule", report)
-    return 1 if report.failed else 0
-
-
-# --- flatten --------------------------------------------------------------------------------------
-def _flatten_options(parser: argparse.ArgumentParser) -> None:
-    default = FlattenConfig()
-    parser.add_argument(
-        "--mib", type=_at_least(1), default=default.mib, help="size of all tensors together"
-    )
-    parser.add_argument(
-        "--tensors", type=_at_least(2), default=default.tensors, help="how many there are"
-    )
-    parser.add_argument(
-        "--ranks", type=_at_least(1), default=default.ranks, help="processes, one thread each"
-    )
-    parser.add_argument(
-        "--rounds", type=_at_least(1), default=default.rounds, help="timed runs of each form"
-    )
-    parser.add_argument(
-        "--device",
-        default=default.device,
-        help="device of the buffer; with cpu, the host stands in for a device",
-    )
-    parser.add_argument(
-        "--forms",
-        type=_names(FORMS),
-        default=",".join(FORMS),
-        metavar="A,B",
-        help="what to run, in this order",
-    )
-
-
-def _flatten(options: argparse.Namespace) -> int:
-    names = ("mib", "tensors", "ranks", "rounds", "device", "forms")
-    report = run_flatten(
-        FlattenConfig(timeout_s=options.timeout, **{name: getattr(options, name) for name in names})
-    )
-    print(flatten_table(report))
-    if options.json:
-        write_json(options.json, "flatten", report)
-    return 1 if report.failed else 0
-
-
-# --- buckets --------------------------------------------------------------------------------------
-def _buckets_options(parser: argparse.ArgumentParser) -> None:
-    default = BucketsConfig()
-    parser.add_argument(
-        "--params", type=_at_least(4), default=default.params, help="small parameters of the model"
-    )
-    parser.add_argument(
-        "--width", type=_at_least(1), default=default.width, help="width of their layers"
-    )
-    parser.add_argument(
-        "--large",
-        type=_at_least(0),
-        default=default.large,
-        help="number of large square parameters",
-    )
-    parser.add_argument(
-        "--large-width",
-        type=_at_least(1),
-        default=default.large_width,
-        help="width of the large parameters",
-    )
-    parser.add_argument(
-        "--batch", type=_at_least(1), default=default.batch, help="samples per rank and step"
-    )
-    parser.add_argument(
-        "--zero-stage", type=int, choices=(1, 2, 3), default=default.stage, help="ZeRO stage"
-    )
-    parser.add_argument(
-        "--caps",
-        type=_caps,
-        default=None,
-        metavar="MB,MB",
-        help="bucket sizes in MiB; default: the stage's own",
-    )
-    parser.add_argument(
-        "--memory-budget",
-        default=default.memory_budget,
-        metavar="B",
-        help="option memory_budget of the pass: '5%%' or '300MiB'",
-    )
-    parser.add_argument(
-        "--codegen",
-        choices=("inductor", "eager"),
-        default=default.codegen,
-        help="code generator of zpasses' graphs",
-    )
-    parser.add_argument(
-        "--forms",
-        type=_names(BUCKET_FORMS),
-        default=",".join(BUCKET_FORMS),
-        metavar="A,B",
-        help="what to run",
-    )
-    parser.add_argument(
-        "--ranks", type=_at_least(1), default=default.ranks, help="processes, one thread each"
-    )
-    parser.add_argument(
-        "--steps", type=_at_least(1), default=default.steps, help="timed steps of a run"
-    )
-    parser.add_argument(
-        "--warmup", type=_at_least(1), default=default.warmup, help="untimed steps before them"
-    )
-    parser.add_argument(
-        "--rounds",
-        type=_at_least(1),
-        default=default.rounds,
-        help="runs of every form, interleaved",
-    )
-
-
-def _caps(text: str) -> tuple[float, ...]:
-    try:
-        caps = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        caps = ()
-    if not caps or min(caps) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of MiB above 0, like 1,12.5")
-    return caps
-
-
-def _buckets(options: argparse.Namespace) -> int:
-    try:
-        parse_budget(options.memory_budget, "--memory-budget")
-    except OptionError as error:
-        options.parser.error(str(error))
-    if options.large and options.large_width % options.width:
-        options.parser.error(
-            f"--large-width {options.large_width} is not divisible by --width {options.width}"
-        )
-    names = (
-        "params",
-        "width",
-        "large",
-        "large_width",
-        "batch",
-        "memory_budget",
-        "codegen",
-        "forms",
-        "ranks",
-        "steps",
-        "warmup",
-        "rounds",
-    )
-    chosen = {name: getattr(options, name) for name in names}
-    config = BucketsConfig(
-        stage=options.zero_stage, caps=options.caps or (), timeout_s=options.timeout, **chosen
-    )
-    report = run_buckets(config)
-    print(buckets_table(report))
-    if options.json:
-        write_json(options.json, "buckets", report)
-    return 1 if report.failed else 0
-
-
-# --- coalesce -------------------------------------------------------------------------------------
-def _coalesce_options(parser: argparse.ArgumentParser) -> None:
-    default = CoalesceConfig(())
-    parser.add_argument(
-        "--ways",
-        type=_names(list(WAYS)),
-        default=",".join(WAYS),
-        metavar="A,B",
-        help="what to run, in this order",
-    )
-    parser.add_argument(
-        "--baseline",
-        choices=list(WAYS),
-        default=default.baseline,
-        metavar="WAY",
-        help="way that ratios are compared with",
-    )
-    parser.add_argument(
-        "--model",
-        choices=("mlp", "gpt"),
-        default=default.model,
-        help="square layers in bfloat16, or the GPT of train",
-    )
-    parser.add_argument(
-        "--backwards",
-        type=_numbers(1),
-        default=",".join(map(str, default.backwards)),
-        metavar="N,N",
-        help="backwards per step",
-    )
-    for name in ("width", "layers", "batch", "seq"):
-        parser.add_argument(
-            f"--{name}", type=_at_least(1), default=getattr(default, name), help="of the model"
-        )
-    parser.add_argument(
-        "--ranks", type=_at_least(2), default=default.ranks, help="processes, one thread each"
-    )
-    parser.add_argument(
-        "--steps", type=_at_least(1), default=default.steps, help="timed steps of a run"
-    )
-    parser.add_argument(
-        "--warmup", type=_at_least(1), default=default.warmup, help="untimed steps before them"
-    )
-
-
-def _coalesce(options: argparse.Namespace) -> int:
-    if options.model == "gpt":
-        wrong = ModelSize(
-            width=options.width, layers=options.layers, seq=options.seq, batch=options.batch
-        ).check()
-        if wrong:
-            options.parser.error(wrong)
-    names = (
-        "ways",
-        "model",
-        "width",
-        "layers",
-        "batch",
-        "seq",
-        "backwards",
-        "ranks",
-        "steps",
-        "warmup",
-        "baseline",
-    )
-    report = run_coalesce(
-        CoalesceConfig(
-            timeout_s=options.timeout, **{name: getattr(options, name) for name in names}
-        )
-    )
-    print(coalesce_table(report))
-    if options.json:
-        write_json(options.json, "coalesce", report)
-    return 1 if report.failed else 0
-
-
-# --- startup --------------------------------------------------------------------------------------
-def _startup_options(parser: argparse.ArgumentParser) -> None:
-    default = StartupConfig()
-    parser.add_argument(
-        "--rounds", type=_at_least(1), default=default.rounds, help="timed starts of each command"
-    )
-    parser.add_argument(
-        "--dump", metavar="DIR", default=default.dump, help="also time commands that read this dump"
-    )
-
-
-def _startup(options: argparse.Namespace) -> int:
-    report = run_startup(StartupConfig(options.rounds, options.dump, options.timeout))
-    print(startup_table(report))
-    if options.json:
-        write_json(options.json, "startup", report)
-    return 0
-
-
-# --- compile --------------------------------------------------------------------------------------
-def _compile_options(parser: argparse.ArgumentParser) -> None:
-    default = CompileConfig()
-    parser.add_argument(
-        "--peers",
-        type=_peers,
-        default=",".join(default.peers),
-        metavar="A,B",
-        help="what to start; ratios compare with the first",
-    )
-    parser.add_argument(
-        "--layers",
-        type=_numbers(1),
-        default=",".join(map(str, default.layers)),
-        metavar="N,M",
-        help="numbers of layers",
-    )
-    parser.add_argument("--ranks", type=_at_least(1), default=default.ranks, help="processes")
-    parser.add_argument(
-        "--rounds", type=_at_least(1), default=default.rounds, help="warm starts of every peer"
-    )
-    parser.add_argument(
-        "--cold-rounds",
-        type=_at_least(1),
-        default=default.cold_rounds,
-        help="cold starts of every peer",
-    )
-    for item in fields(ModelSize):
-        if item.name != "layers":
-            parser.add_argument(
-                f"--{item.name}", type=_at_least(1), default=item.default, help="of the model"
-            )
-
-
-def _compile(options: argparse.Namespace) -> int:
-    chosen = {
-        item.name: getattr(options, item.name)
-        for item in fields(ModelSize)
-        if item.name != "layers"
+def _options(config: type) -> list[FieldDoc]:
+    """The fields of a config, and those of the model that it does not have itself."""
+    own = {item.name: item for item in describe_fields(config)}
+    if own.pop("size", None):
+        own = {**{item.name: item for item in describe_fields(ModelSize)}, **own}
+    return list(own.values())
+
+
+def _flag(field: str) -> str:
+    return "--" + field.removesuffix("_s").replace("_", "-")
+
+
+def _help(item: FieldDoc) -> str:
+    default = ",".join(map(str, item.default)) if isinstance(item.default, tuple) else item.default
+    text = f"{item.doc} Default: {default}" if default else item.doc
+    return text.replace("%", "%%")
+
+
+def _config(cls: type, given: dict[str, Any]) -> Any:
+    """A config from the text of its options. Takes those out of `given`."""
+    types = field_types(cls)
+    values = {
+        name: _value(given.pop(name), kind, _flag(name))
+        for name, kind in types.items()
+        if name in given
     }
-    size = ModelSize(**chosen)
-    wrong = size.check()
-    if wrong:
-        options.parser.error(wrong)
-    report = run_compile(
-        CompileConfig(
-            options.peers,
-            options.layers,
-            options.ranks,
-            options.rounds,
-            options.cold_rounds,
-            size,
-            options.timeout,
-        )
-    )
-    print(compile_table(report))
-    if options.json:
-        write_json(options.json, "compile", report)
-    return 0
+    if "size" in types:
+        values["size"] = _config(ModelSize, given)
+    return cls(**values)
 
 
-# --- dump -----------------------------------------------------------------------------------------
-def _dump_options(parser: argparse.ArgumentParser) -> None:
-    default = DumpConfig(ModelSize())
-    parser.add_argument(
-        "--zero-stage", type=int, choices=(1, 2, 3), default=default.stage, help="ZeRO stage"
-    )
-    parser.add_argument(
-        "--codegen",
-        choices=("inductor", "eager"),
-        default=default.codegen,
-        help="code generator",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=_at_least(1),
-        default=default.rounds,
-        help="alternating compiles with and without a dump",
-    )
-    _size_options(parser)
-
-
-def _dump(options: argparse.Namespace) -> int:
-    size = _size(options)
-    report = run_dump(
-        DumpConfig(size, options.zero_stage, options.codegen, options.rounds, options.timeout)
-    )
-    print(dump_table(report))
-    if options.json:
-        write_json(options.json, "dump", report)
-    return 0
-
-
-_SUITES: dict[
-    str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]
-] = {
-    "train": (_train_options, _train, "peers train the same GPT on the same data"),
-    "device": (
-        _device_options,
-        _device,
-        "one rank of a larger group on one accelerator, without communication",
-    ),
-    "trainer": (_trainer_options, _trainer, "Hugging Face's Trainer trains the GPT, sharded"),
-    "coalesce": (
-        _coalesce_options,
-        _coalesce,
-        "gradient accumulation: one reduction per backward, or per step",
-    ),
-    "buckets": (
-        _buckets_options,
-        _buckets,
-        "many small parameters: single and bucketed collectives",
-    ),
-    "overhead": (_overhead_options, _overhead, "runtime overhead per parameter and step"),
-    "checks": (_checks_options, _checks, "the cost of comparing runs of graphs between ranks"),
-    "scaling": (
-        _scaling_options,
-        _scaling,
-        "compile time over the number of layers, on fake ranks",
-    ),
-    "schedule": (
-        _schedule_options,
-        _schedule,
-        "schedulers of collectives by predicted time and memory, beside Inductor's",
-    ),
-    "startup": (_startup_options, _startup, "wall time of `zpasses` commands"),
-    "compile": (_compile_options, _compile, "the first step with cold and warm compile caches"),
-    "dump": (_dump_options, _dump, "the cost of a dump in a cold compile"),
-    "flatten": (
-        _flatten_options,
-        _flatten,
-        "flat buffers made on the host, on the device, and in parts",
-    ),
-}
+def _value(text: str, kind: Any, flag: str) -> Any:
+    if get_origin(kind) is tuple:
+        return tuple(_value(part, get_args(kind)[0], flag) for part in text.split(","))
+    if MeshShape in get_args(kind):
+        return MeshShape.parse(text)
+    value = parse_value(text, kind, flag)
+    if isinstance(value, int | float) and value < 1:
+        raise OptionError(f"{flag}: got {text}; expected at least 1.")
+    return value
 
 
 if __name__ == "__main__":

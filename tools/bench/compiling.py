@@ -25,9 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from zpasses import compat
 from zpasses.tools.bench.launch import run_ranks
 from zpasses.tools.bench.model import ModelSize, batches, build_model
-from zpasses.tools.bench.peers import peer_of
+from zpasses.tools.bench.peers import check_peers, peer_of
+from zpasses.tools.bench.report import MIB, report_text
 
-__all__ = ["CompileConfig", "CompileReport", "CompileResult", "run_compile"]
+__all__ = ["CompileConfig", "CompileReport", "CompileResult", "compile_table", "run_compile"]
 
 _WORKER = "zpasses.tools.bench.compiling"
 
@@ -36,6 +37,7 @@ _WORKER = "zpasses.tools.bench.compiling"
 class CompileConfig:
     """What to start, and how often."""
 
+    size: ModelSize = field(default_factory=ModelSize)
     peers: tuple[str, ...] = (
         "compute-all",
         "ddp",
@@ -45,14 +47,20 @@ class CompileConfig:
         "zpasses-3",
         "zpasses-3-blocks",
     )
+    """What to start; ratios compare with the first."""
     layers: tuple[int, ...] = (6, 24)
+    """Numbers of layers."""
     ranks: int = 2
+    """Processes, one thread each."""
     rounds: int = 3
     """Warm starts of every peer, interleaved, after the cold starts."""
     cold_rounds: int = 1
     """Cold starts of every peer, interleaved."""
-    size: ModelSize = field(default_factory=ModelSize)
-    timeout_s: float = 600
+    timeout_s: float = 600.0
+    """Time limit of one start, in seconds."""
+
+    def __post_init__(self) -> None:
+        check_peers(self.peers)
 
 
 @dataclass
@@ -77,18 +85,6 @@ class CompileResult:
     """The same in a warm start."""
     cache_bytes: int = 0
     """Size of all caches of all ranks after the cold start."""
-
-    @property
-    def cold_median_s(self) -> float:
-        return statistics.median(self.cold_s)
-
-    @property
-    def warm_median_s(self) -> float:
-        return statistics.median(self.warm_s)
-
-    @property
-    def start_median_s(self) -> float:
-        return statistics.median(self.start_s)
 
 
 @dataclass
@@ -150,6 +146,31 @@ def _start(config: CompileConfig, peer: str, layers: int, caches: str) -> Sequen
         timeout_s=config.timeout_s,
         env={"TORCHINDUCTOR_CACHE_DIR": str(Path(caches, peer))},
     )
+
+
+def compile_table(report: CompileReport) -> str:
+    """One line per peer and number of layers. Ratios compare medians with the first peer's."""
+    first = {each.layers: each for each in reversed(report.results)}
+    rows = []
+    for each in report.results:
+        row: dict[str, Any] = {"layers": each.layers, "peer": each.peer}
+        for name in ("cold", "warm", "start"):
+            times, others = (getattr(one, f"{name}_s") for one in (each, first[each.layers]))
+            median = statistics.median(times)
+            row[f"{name} s, median"] = median
+            row |= {f"{name} least s": min(times), f"{name} most s": max(times)}
+            row[f"{name}, ratio"] = f"{median / statistics.median(others):.2f}x"
+        rows.append(
+            row
+            | {
+                "step s": f"{statistics.median(each.step_s):.2f}",
+                "graphs": each.graphs,
+                "generated": each.generated,
+                "again": each.generated_warm,
+                "caches MiB": each.cache_bytes / MIB,
+            }
+        )
+    return report_text(report, rows)
 
 
 def main(job_file: str, result_file: str) -> None:

@@ -25,9 +25,10 @@ from tqdm import tqdm
 from zpasses import compat
 from zpasses.tools.bench.launch import RankError, run_ranks
 from zpasses.tools.bench.model import GPT, ModelSize
-from zpasses.tools.bench.peers import peer_of
+from zpasses.tools.bench.peers import check_peers, peer_of
+from zpasses.tools.bench.report import MIB, report_text, two_decimals
 
-__all__ = ["DeviceConfig", "DeviceReport", "DeviceResult", "run_device"]
+__all__ = ["DeviceConfig", "DeviceReport", "DeviceResult", "device_table", "run_device"]
 
 _WORKER = "zpasses.tools.bench.device"
 
@@ -36,10 +37,11 @@ _WORKER = "zpasses.tools.bench.device"
 class DeviceConfig:
     """What to train, and where."""
 
-    size: ModelSize
-    peers: tuple[str, ...]
-    """The first one is what the others are compared with."""
+    size: ModelSize = field(default_factory=ModelSize)
+    peers: tuple[str, ...] = ("fsdp2-eager", "fsdp2-compiled", "zpasses-2", "zpasses-3")
+    """What to run, in this order; others are compared with the first."""
     device: str = "cuda"
+    """The accelerator, or cpu."""
     ranks: int = 8
     """Size of the fake group."""
     steps: int = 10
@@ -49,6 +51,10 @@ class DeviceConfig:
     rounds: int = 1
     """Runs of every peer, interleaved."""
     timeout_s: float = 600.0
+    """Time limit of one run, in seconds."""
+
+    def __post_init__(self) -> None:
+        check_peers(self.peers)
 
 
 @dataclass
@@ -117,6 +123,28 @@ def _add(result: DeviceResult, found: dict[str, Any], *, first: bool) -> None:
     if first:
         result.compile_s = found["compile_s"]
         result.resting_bytes, result.peak_bytes = found["resting_bytes"], found["peak_bytes"]
+
+
+def device_table(report: DeviceReport) -> str:
+    """One line per peer."""
+    config, size = report.config, report.config.size
+    rows = [
+        {
+            "peer": result.peer,
+            "step ms": result.step_s * 1e3,
+            "spread": f"{min(result.rounds_s) * 1e3:.1f} to {max(result.rounds_s) * 1e3:.1f}",
+            "ratio": two_decimals(result.ratio(report.results[0])),
+            "at rest MiB": f"{result.resting_bytes / MIB:.0f}",
+            "peak MiB": None if result.peak_bytes is None else f"{result.peak_bytes / MIB:.0f}",
+            "first step s": result.compile_s,
+        }
+        for result in report.results
+    ]
+    about = (
+        f"one rank of {config.ranks} on {report.device_name}, which communicates nothing; bf16, "
+        f"{size.layers} layers of width {size.width}, {size.batch} x {size.seq} tokens"
+    )
+    return report_text(report, about, rows)
 
 
 # --- in the measured process ----------------------------------------------------------------------

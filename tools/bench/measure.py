@@ -4,86 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from zpasses import compat
 from zpasses.pipeline.observers import ObservedGraph, observe_graphs
 from zpasses.runtime.gloo import STARTED
 
 __all__ = [
-    "MemoryProfile",
     "PassTime",
     "ResidentMemory",
     "Traffic",
     "held_bytes",
     "observe_pass_time",
     "sent_bytes",
+    "settled_bytes",
     "traffic",
 ]
 
 
 # --- memory ---------------------------------------------------------------------------------------
-_MARK = "zpasses.tools.bench "
-
-
-class MemoryProfile:
-    """Context manager that follows every allocation of this process, and measures what a marked
-    section adds.
-
-    It must be entered before any tensor is made, because the profiler misses the release of memory
-    whose allocation it has not seen.
-    """
-
-    def __init__(self) -> None:
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-
-    def __enter__(self) -> MemoryProfile:
-        self._profile.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._profile.__exit__(*error)
-
-    @staticmethod
-    def mark(name: str) -> Any:
-        """A context manager around the code to measure."""
-        return record_function(_MARK + name)
-
-    def read(self, name: str, device: str | None = None) -> tuple[int, int]:
-        """(bytes allocated when the marked code started, peak above them). Call it after leaving
-        the context.
-
-        Args:
-            name: the name of the mark.
-            device: count only memory of this device type, "CPU" or "CUDA"; None counts all.
-        """
-        results: Any = self._profile.profiler
-        events = results.kineto_results.events()
-        step = next(event for event in events if event.name() == _MARK + name)
-        start, end = step.start_ns(), step.start_ns() + step.duration_ns()
-        live = resting = peak = 0
-        for event in sorted(
-            (event for event in events if event.name() == "[memory]"),
-            key=lambda event: event.start_ns(),
-        ):
-            if device is not None and event.device_type().name != device:
-                continue
-            live += event.nbytes()
-            if event.start_ns() < start:
-                resting = peak = live
-            elif event.start_ns() <= end:
-                peak = max(peak, live)
-        return resting, peak - resting
-
-
 class ResidentMemory:
     """Peak memory of this process since the object was made, above the memory at that time (Linux).
 
@@ -134,6 +81,14 @@ def held_bytes() -> int:
     return sum(storages.values())
 
 
+def settled_bytes() -> int:
+    """`held_bytes` after tensors that nothing uses any more are freed."""
+    gc.collect()  # compiling leaves reference cycles that hold tensors
+    time.sleep(_SETTLE_S)  # gloo's threads release a collective's tensors some time after its wait
+    return held_bytes()
+
+
+_SETTLE_S = 0.2
 _PLAIN = (Tensor, nn.Parameter)  # a DTensor contains one of these; fake tensors have no memory
 
 

@@ -18,6 +18,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from zpasses.errors import OptionError
+
 __all__ = [
     "GPT",
     "Block",
@@ -34,29 +36,27 @@ class ModelSize:
     """Shape of the GPT and of one rank's batch. The defaults give 20 million parameters."""
 
     width: int = 512
+    """Width of the model."""
     layers: int = 6
+    """Layers of the model."""
     heads: int = 8
+    """Attention heads of a layer."""
     vocab: int = 512
+    """Rows of the embedding; at least 256, as the data are bytes."""
     seq: int = 128
     """Tokens per sample."""
     batch: int = 4
-    """Samples per rank and step."""
+    """Samples per rank and backward."""
 
-    def check(self, parts: int = 1) -> str | None:
-        """The error in these numbers, or None.
-
-        Args:
-            parts: ranks of tensor parallelism.
-        """
-        if self.heads % parts:
-            return f"--heads {self.heads} is not divisible by the {parts} ranks of dimension tp"
-        if min(self.width, self.layers, self.heads, self.seq, self.batch) < 1:
-            return "--width, --layers, --heads, --seq and --batch must be at least 1"
+    def __post_init__(self) -> None:
         if self.width % self.heads:
-            return f"--width {self.width} is not divisible by --heads {self.heads}"
+            raise OptionError(
+                f"--width {self.width} is not divisible by --heads {self.heads}; choose a multiple."
+            )
         if self.vocab < 256:
-            return f"--vocab {self.vocab} is too small: the data are bytes; expected at least 256"
-        return None
+            raise OptionError(
+                f"--vocab {self.vocab} is too small: the data are bytes; expected at least 256."
+            )
 
 
 class Block(nn.Module):

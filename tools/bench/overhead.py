@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import zpasses
 from zpasses.tools.bench.launch import run_ranks
+from zpasses.tools.bench.report import report_text
 
-__all__ = ["OverheadConfig", "OverheadReport", "OverheadResult", "run_overhead"]
+__all__ = ["OverheadConfig", "OverheadReport", "OverheadResult", "overhead_table", "run_overhead"]
 
 _WORKER = "zpasses.tools.bench.overhead"
 _PLAIN_BACKEND = {"inductor": "inductor", "eager": "aot_eager"}
@@ -42,12 +43,17 @@ class OverheadConfig:
     """What to measure."""
 
     params: int = 200
+    """Parameters of the model."""
     steps: int = 200
-    """Steps per block. Blocks of both models alternate."""
+    """Steps of a block."""
     blocks: int = 7
-    stages: tuple[int, ...] = (2, 3)
-    codegens: tuple[str, ...] = ("inductor", "eager")
+    """Blocks of each model, which alternate."""
+    stages: tuple[Literal[1, 2, 3], ...] = (2, 3)
+    """ZeRO stages."""
+    codegens: tuple[Literal["inductor", "eager"], ...] = ("inductor", "eager")
+    """Code generators."""
     timeout_s: float = 300.0
+    """Time limit of one stage and code generator, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,6 @@ class OverheadResult:
 @dataclass
 class OverheadReport:
     config: OverheadConfig
-    params: int
     results: list[OverheadResult] = field(default_factory=list)
 
 
@@ -81,13 +86,30 @@ def run_overhead(config: OverheadConfig) -> OverheadReport:
     Raises:
         RankError: if a process fails.
     """
-    report = OverheadReport(config, config.params)
+    report = OverheadReport(config)
     for codegen in config.codegens:
         for stage in config.stages:
             job = {**asdict(config), "codegen": codegen, "stage": stage}
             (result,) = run_ranks(_WORKER, job, ranks=1, timeout_s=config.timeout_s)
             report.results.append(OverheadResult(**result))
     return report
+
+
+def overhead_table(report: OverheadReport) -> str:
+    """Microseconds per parameter and step, compared with torch.compile on the plain model."""
+    rows = [
+        {
+            "codegen": result.codegen,
+            "zero stage": result.stage,
+            "plain us/step": result.plain_us,
+            "zpasses us/step": result.step_us,
+            "overhead us/param": f"{result.overhead_us:.2f}",
+            **{f"{name} us/param": f"{value:.2f}" for name, value in result.parts_us.items()},
+        }
+        for result in report.results
+    ]
+    about = f"{report.config.params} parameters, one rank, forward and backward"
+    return report_text(report, about, rows)
 
 
 # --- in the measured process ----------------------------------------------------------------------

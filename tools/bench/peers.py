@@ -6,11 +6,13 @@ measurements are the same for all peers.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +26,7 @@ from zpasses.errors import OptionError, suggestion
 from zpasses.pipeline import Options
 from zpasses.tools.bench.model import GPT
 
-__all__ = ["PEERS", "Peer", "Trainer", "peer_of"]
+__all__ = ["PEERS", "Peer", "Trainer", "check_peers", "peer_of"]
 
 LEARNING_RATE = 3e-4
 
@@ -43,6 +45,10 @@ class Trainer:
         self.model, self._forward, self._gradient_scale = model, step, gradient_scale
         self.untracked_bytes = 0
         """Memory that no Python object holds and that is kept between steps."""
+        self.window: Callable[[int], AbstractContextManager[Any]] = _nothing
+        """Number of backwards -> context around them, so that gradients are reduced once."""
+        self.around: Callable[[bool], AbstractContextManager[Any]] = _nothing
+        """Whether it is the last backward of a window -> context around it and its forward."""
         # A fused update takes parameters of one mesh.
         groups = [{"params": group} for group in _by_mesh(model.parameters())]
         self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, fused=True)
@@ -52,6 +58,27 @@ class Trainer:
         loss = self._forward(inputs, targets)
         (loss if self._gradient_scale == 1.0 else loss * self._gradient_scale).backward()
         return loss.detach()
+
+    def accumulate(
+        self,
+        data: Sequence[tuple[Tensor, Tensor]],
+        once: bool,
+        before_last: Callable[[], object] = lambda: None,
+    ) -> Tensor:
+        """Run forward and backward per batch; gradients add up. Returns the mean loss.
+
+        Args:
+            once: reduce gradients in the last backward only, if the peer can.
+            before_last: called before the last forward.
+        """
+        losses = []
+        with self.window(len(data)) if once and len(data) > 1 else contextlib.nullcontext():
+            for number, batch in enumerate(data, 1):
+                if number == len(data):
+                    before_last()
+                with self.around(number == len(data) or not once):
+                    losses.append(self.backward(*batch))
+        return torch.stack(losses).mean()
 
     def update(self) -> None:
         self.optimizer.step()
@@ -67,6 +94,10 @@ class Trainer:
             norm: Any = nn.utils.get_total_norm(grads)
             norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
         return math.hypot(*norms)
+
+
+def _nothing(_: object) -> AbstractContextManager[Any]:
+    return contextlib.nullcontext()
 
 
 def _by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -91,7 +122,11 @@ class Peer:
     ranks: int | None = None
     """Number of processes; None is the requested number."""
     reduces: bool = True
-    """Whether gradients are averaged over ranks. If so, losses must equal those of other peers."""
+    """Whether gradients are averaged over ranks. If so, losses must equal those of other peers with
+    the same worker.
+    """
+    worker: str = "zpasses.tools.bench.worker"
+    """Module that measures the peer in the suite "train"."""
     any_mesh: bool = False
     """Whether it takes meshes of hybrid sharding, and models with tensor parallelism."""
 
@@ -127,6 +162,7 @@ def _ddp(model: GPT, mesh: DeviceMesh) -> Trainer:
     trainer.untracked_bytes = sum(
         param.numel() * param.element_size() for param in model.parameters()
     )  # DDP's buckets
+    trainer.around = lambda last: contextlib.nullcontext() if last else wrapped.no_sync()
     return trainer
 
 
@@ -136,16 +172,31 @@ def _fsdp2(compiled: bool) -> Callable[[GPT, DeviceMesh], Trainer]:
             if compiled:
                 block.compile(fullgraph=True)
             fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        return Trainer(model, model)
+        whole: Any = fully_shard(model, mesh=mesh)
+
+        def around(last: bool) -> AbstractContextManager[Any]:
+            whole.set_requires_gradient_sync(last)
+            return contextlib.nullcontext()
+
+        trainer = Trainer(model, model)
+        trainer.around = around
+        return trainer
 
     return build
+
+
+def _with_window(trainer: Trainer) -> Trainer:
+    trainer.window = lambda backwards: zpasses.coalesce_grad_reduction(
+        trainer.model, backwards=backwards
+    )
+    return trainer
 
 
 def _zpasses(**options: Any) -> Callable[[GPT, DeviceMesh], Trainer]:
     def build(model: GPT, mesh: DeviceMesh) -> Trainer:
         zpasses.shard(model, mesh=mesh)
-        return Trainer(model, torch.compile(model, backend="zpasses", options=options))
+        compiled = torch.compile(model, backend="zpasses", options=options)
+        return _with_window(Trainer(model, compiled))
 
     return build
 
@@ -153,7 +204,7 @@ def _zpasses(**options: Any) -> Callable[[GPT, DeviceMesh], Trainer]:
 def _zpasses_blocks(model: GPT, mesh: DeviceMesh) -> Trainer:
     zpasses.shard(model, mesh=mesh)
     zpasses.compile_blocks(model, "blocks.*", zero_stage=3)
-    return Trainer(model, model)
+    return _with_window(Trainer(model, model))
 
 
 def _simple_fsdp(model: GPT, mesh: DeviceMesh) -> Trainer:
@@ -171,6 +222,7 @@ class _DeepSpeedTrainer(Trainer):
     def __init__(self, model: GPT, stage: int) -> None:
         import deepspeed
 
+        super().__init__(model, model)
         numel = sum(param.numel() for param in model.parameters())
         # DeepSpeed allocates buckets at their full size, by default 2 GB each.
         buckets = {
@@ -185,10 +237,10 @@ class _DeepSpeedTrainer(Trainer):
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
         self._engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, dist_init_required=False
+            model=model, optimizer=self.optimizer, config=config, dist_init_required=False
         )
+        self.window = lambda backwards: self._engine.coalesce_grad_reduction()
 
     def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self._engine(inputs, targets)
@@ -204,6 +256,10 @@ class _DeepSpeedTrainer(Trainer):
 
 def _deepspeed(stage: int) -> Callable[[GPT, DeviceMesh], Trainer]:
     return lambda model, mesh: _DeepSpeedTrainer(model, stage)
+
+
+def _owns_its_loop(model: GPT, mesh: DeviceMesh) -> Trainer:
+    raise NotImplementedError
 
 
 _DEEPSPEED = "DS_BUILD_OPS=0 pip install --no-build-isolation 'deepspeed>=0.19'"
@@ -257,6 +313,17 @@ PEERS: dict[str, Peer] = {
             "torchtitan.experiments.graph_trainer.simple_fsdp",
             "pip install 'torchtitan>=0.3'",
         ),
+        *(
+            Peer(
+                f"trainer-{name}",
+                f"Hugging Face's Trainer with {name}",
+                _owns_its_loop,
+                "transformers",
+                "pip install 'zpasses[trainers]'",
+                worker="zpasses.tools.bench.hf_trainer",
+            )
+            for name in ("ddp", "fsdp2", "zpasses-2", "zpasses-3")
+        ),
     )
 }
 """Every peer by name, in execution order."""
@@ -281,3 +348,10 @@ def peer_of(name: str) -> Peer:
     options = {key: int(value) if value.isdecimal() else value for key, value in given.items()}
     Options.parse(options)
     return Peer(name, "zpasses with these options", _zpasses(**options), any_mesh=True)
+
+
+def check_peers(names: Sequence[str]) -> None:
+    """Raise OptionError for a name without a peer, or with one that only the suite "train" runs."""
+    for name in names:
+        if peer_of(name).worker != Peer.worker:
+            raise OptionError(f"{name} owns its training loop; only the suite train runs it.")

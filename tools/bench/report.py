@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import platform
-import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,462 +14,47 @@ import torch
 from tabulate import tabulate
 
 import zpasses
-from zpasses.tools.bench.buckets import BucketsReport
-from zpasses.tools.bench.checks import ChecksReport
-from zpasses.tools.bench.coalesce import CoalesceReport, CoalesceResult
-from zpasses.tools.bench.compiling import CompileReport
-from zpasses.tools.bench.device import DeviceReport
-from zpasses.tools.bench.dumping import DumpReport
-from zpasses.tools.bench.flatten import FlattenReport
-from zpasses.tools.bench.hf_trainer import TrainerReport
-from zpasses.tools.bench.overhead import OverheadReport
-from zpasses.tools.bench.scaling import ScalingReport
-from zpasses.tools.bench.schedule import ScheduleReport, ScheduleRow
-from zpasses.tools.bench.startup import StartupReport
-from zpasses.tools.bench.train import PeerResult, TrainReport
 
-__all__ = [
-    "buckets_table",
-    "coalesce_table",
-    "compile_table",
-    "device_table",
-    "dump_table",
-    "flatten_table",
-    "overhead_table",
-    "scaling_table",
-    "schedule_table",
-    "startup_table",
-    "train_table",
-    "trainer_table",
-    "write_json",
-]
+__all__ = ["MIB", "report_text", "table", "two_decimals", "write_json"]
 
-_MIB = float(1 << 20)
+MIB = float(1 << 20)
 
 
-_Report = (
-    TrainReport
-    | CoalesceReport
-    | CompileReport
-    | OverheadReport
-    | ScalingReport
-    | ScheduleReport
-    | FlattenReport
-    | DeviceReport
-    | BucketsReport
-    | StartupReport
-    | DumpReport
-    | ChecksReport
-    | TrainerReport
-)
+def write_json(path: str, suite: str, report: Any) -> None:
+    """Write all results of a suite, and the versions that they were measured with.
 
-
-def write_json(path: str, suite: str, report: _Report) -> None:
-    """Write all results, and the versions that they were measured with."""
+    Args:
+        report: a dataclass.
+    """
     about = {
         "torch": torch.__version__,
         "zpasses": zpasses.__version__,
         "python": platform.python_version(),
         "cores": os.cpu_count(),
     }
-    Path(path).write_text(
-        json.dumps({"suite": suite, "versions": about, **dataclasses.asdict(report)}, indent=2)
-        + "\n"
-    )
+    results = {"suite": suite, "versions": about, **dataclasses.asdict(report)}
+    Path(path).write_text(json.dumps(results, indent=2) + "\n")
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    return tabulate(rows, headers="keys", floatfmt=".1f", missingval="-", disable_numparse=False)
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One line per row. A float has one decimal, and None is shown as "-"."""
+    shown = [{name: _cell(value) for name, value in row.items()} for row in rows]
+    return tabulate(shown, headers="keys", missingval="-", disable_numparse=True, stralign="right")
 
 
-# --- train ----------------------------------------------------------------------------------------
-def train_table(report: TrainReport) -> str:
-    """One line per peer, then the bounds, and the peers that were skipped or failed."""
-    rows = [_train_row(result, report.config.baseline) for result in report.peers]
-    lines = [
-        tabulate(rows, headers="keys", missingval="-", disable_numparse=True, stralign="right")
-        if rows
-        else "No peer ran."
-    ]
-    lines += ["", *_bounds(report)]
-    lines += [f"skipped {name}: {reason}" for name, reason in report.skipped.items()]
-    lines += [f"FAILED {name}: {reason}" for name, reason in report.failed.items()]
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def two_decimals(value: float | None) -> str | None:
+    """A ratio, or None if there is none."""
+    return None if value is None else f"{value:.2f}"
+
+
+def report_text(report: Any, *parts: str | Sequence[Mapping[str, Any]]) -> str:
+    """The output of a suite: lines and tables, then what was skipped and what failed."""
+    lines = [part if isinstance(part, str) else table(part) for part in parts]
+    for word, field in (("skipped", "skipped"), ("FAILED", "failed")):
+        found: Mapping[str, str] = getattr(report, field, {})
+        lines += [f"{word} {name}: {reason}" for name, reason in found.items()]
     return "\n".join(lines)
-
-
-def _train_row(result: PeerResult, baseline: str) -> dict[str, str]:
-    return {
-        "peer": result.peer,
-        "step ms": f"{result.step_s * 1e3:.1f}",
-        f"/ {baseline}": "-" if result.ratio is None else f"{result.ratio:.2f}",
-        "comm ms": "-" if result.communication_s is None else f"{result.communication_s * 1e3:.1f}",
-        "waste ms": "-" if result.waste_s is None else f"{result.waste_s * 1e3:.1f}",
-        "peak MiB": f"{result.peak_bytes / _MIB:.1f}",
-        "peak ratio": "-" if result.peak_ratio is None else f"{result.peak_ratio:.2f}",
-        "fwd+bwd MiB": f"{result.backward_peak_bytes / _MIB:.1f}",
-        "rest MiB": f"{result.resting_bytes / _MIB:.1f}",
-        "collectives": f"{sum(result.collectives.values()):g}",
-        "sent MiB": f"{sum(result.sent_bytes.values()) / _MIB:.1f}",
-        "compile s": f"{result.compile_s:.1f}",
-        "passes s": f"{result.passes_s:.2f}",
-        "checks s": f"{result.checks_s:.2f}",
-        "share": f"{result.passes_share:.1%}",
-        "loss": f"{result.losses[-1]:.4f}",
-    }
-
-
-def _bounds(report: TrainReport) -> list[str]:
-    lines = []
-    if report.compute_s is not None:
-        lines.append(f"compute without communication: {report.compute_s * 1e3:.1f} ms")
-    if report.bounds:
-        times = ", ".join(
-            f"{kind.replace('_', '-')} {time_s * 1e3:.1f} ms"
-            for kind, time_s in report.bounds["time_s"].items()
-        )
-        lines.append(
-            f"bare collectives over the {report.bounds['bytes'] / 1e6:.1f} MB of all parameters: "
-            f"{times}"
-        )
-        lines.append(
-            "comm ms: time of the sent bytes at those speeds. waste ms: step - compute - comm; "
-            "negative if they overlap."
-        )
-    return lines
-
-
-# --- trainer --------------------------------------------------------------------------------------
-def trainer_table(report: TrainerReport) -> str:
-    """One line per peer. Memory is above what is held between steps, which "rest" says."""
-    baseline = report.config.baseline
-    rows = [
-        {
-            "Trainer with": result.peer,
-            "step ms": f"{result.step_s * 1e3:.1f}",
-            f"/ {baseline}": "-" if result.ratio is None else f"{result.ratio:.2f}",
-            "peak MiB": f"{result.peak_bytes / _MIB:.1f}",
-            f"peak / {baseline}": "-" if result.peak_ratio is None else f"{result.peak_ratio:.2f}",
-            "fwd+bwd MiB": f"{result.backward_peak_bytes / _MIB:.1f}",
-            "rest MiB": f"{result.resting_bytes / _MIB:.1f}",
-            "loss": f"{result.losses[-1]:.4f}",
-        }
-        for result in report.results
-    ]
-    lines = [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")]
-    lines += [f"FAILED {name}: {reason}" for name, reason in report.failed.items()]
-    return "\n".join(lines)
-
-
-# --- overhead -------------------------------------------------------------------------------------
-def overhead_table(report: OverheadReport) -> str:
-    """Microseconds per parameter and step, compared with torch.compile on the plain model."""
-    rows = [
-        {
-            "codegen": result.codegen,
-            "zero stage": result.stage,
-            "plain us/step": result.plain_us,
-            "zpasses us/step": result.step_us,
-            "overhead us/param": f"{result.overhead_us:.2f}",
-            **{f"{name} us/param": f"{value:.2f}" for name, value in result.parts_us.items()},
-        }
-        for result in report.results
-    ]
-    return f"{report.params} parameters, one rank, forward and backward\n" + _table(rows)
-
-
-# --- checks ---------------------------------------------------------------------------------------
-def checks_table(report: ChecksReport) -> str:
-    """Cost of the comparisons per event and as a part of the step."""
-    rows = [
-        {
-            "zero stage": result.stage,
-            "step ms": f"{result.step_s * 1e3:.1f}",
-            "compared per step": f"{result.compared:.1f}",
-            "votes per step": f"{result.votes:.1f}",
-            "predicted us": f"{result.predicted_us:.1f}",
-            "vote us": f"{result.vote_us:.0f}",
-            "part of the step": f"{result.share:.3%}",
-        }
-        for result in report.results
-    ]
-    return f"{report.config.ranks} ranks, one thread each\n" + _table(rows)
-
-
-# --- scaling --------------------------------------------------------------------------------------
-def scaling_table(report: ScalingReport) -> str:
-    """One line per number of layers; times in seconds."""
-    rows = [
-        {
-            "layers": point.layers,
-            "build": f"{point.build_s:.2f}",
-            "shard": f"{point.shard_s:.2f}",
-            "Dynamo": f"{point.dynamo_s:.2f}",
-            "joint trace": f"{point.trace_s:.2f}",
-            "partition": f"{point.partition_s:.2f}",
-            "our passes": f"{point.passes_s:.2f}",
-            "our checks": f"{point.checks_s:.2f}",
-            "total": f"{point.total_s:.2f}",
-            "ours": f"{point.share:.1%}",
-            "ours ms/layer": f"{(point.passes_s + point.checks_s) / point.layers * 1e3:.0f}",
-            "joint nodes": point.joint_nodes,
-            "peak RSS MiB": f"{point.peak_rss_bytes / _MIB:.0f}",
-        }
-        for point in report.points
-    ]
-    lines = (
-        [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
-    )
-    lines += [f"FAILED {layers} layers: {reason}" for layers, reason in report.failed.items()]
-    return "\n".join(lines)
-
-
-# --- schedule -------------------------------------------------------------------------------------
-def schedule_table(report: ScheduleReport) -> str:
-    """One line per step: milliseconds and GiB of each scheduler, then the ratios of the targets."""
-    lines = []
-    if report.rows:
-        rows = [_schedule_row(row) for row in report.rows]
-        lines.append(tabulate(rows, headers="keys", disable_numparse=True, stralign="right"))
-        lines.append("")
-        lines.append("The same, by Inductor's own estimates, in milliseconds:")
-        rows = [
-            _schedule_step(row)
-            | {point.scheduler: f"{point.inductor_ms:.1f}" for point in row.points}
-            for row in report.rows
-        ]
-        lines.append(tabulate(rows, headers="keys", disable_numparse=True, stralign="right"))
-    for row in report.rows:
-        step = ", ".join(_schedule_step(row).values())
-        lines += [f"FAILED {name} ({step}): {reason}" for name, reason in row.failed.items()]
-    lines += [f"FAILED {step}: {reason}" for step, reason in report.failed.items()]
-    return "\n".join(lines)
-
-
-def _schedule_step(row: ScheduleRow) -> dict[str, str]:
-    return {
-        "model": row.model,
-        "ranks": str(row.ranks),
-        "tokens": str(row.tokens),
-        "target": row.target,
-    }
-
-
-def _schedule_row(row: ScheduleRow) -> dict[str, str]:
-    gib = float(1 << 30)
-    bound = sum(row.bound_ms)
-    ratios = {}
-    for point in row.points:
-        if point.scheduler.startswith("zero3"):
-            ratios[f"{point.scheduler} / bound"] = f"{point.total_ms / bound:.3f}"
-        if point.own_bound_ms is not None:
-            ratios[f"{point.scheduler} / bound"] = f"{point.total_ms / bound:.3f}"
-            ratios["its own bound"] = f"{point.own_bound_ms:.1f}"
-    ours = next((point for point in row.points if point.scheduler == "zero3"), None)
-    peers = [
-        point.total_ms
-        for point in row.points
-        if not point.scheduler.startswith(("zero3", "budget"))
-        and ours is not None
-        and point.peak_bytes >= ours.peak_bytes
-    ]
-    if ours is not None and peers:
-        ratios["zero3 / best peer"] = f"{ours.total_ms / min(peers):.2f}"
-    return {
-        **_schedule_step(row),
-        **{
-            point.scheduler: f"{point.total_ms:.1f}, {point.peak_bytes / gib:.1f}"
-            for point in row.points
-        },
-        "bound": f"{bound:.1f}",
-        **ratios,
-    }
-
-
-# --- device ---------------------------------------------------------------------------------------
-def device_table(report: DeviceReport) -> str:
-    """One line per peer."""
-    config, rows = report.config, []
-    for result in report.results:
-        rows.append(
-            {
-                "peer": result.peer,
-                "step ms": f"{result.step_s * 1e3:.1f}",
-                "spread": f"{min(result.rounds_s) * 1e3:.1f} to {max(result.rounds_s) * 1e3:.1f}",
-                "ratio": f"{result.ratio(report.results[0]):.2f}",
-                "at rest MiB": f"{result.resting_bytes / _MIB:.0f}",
-                "peak MiB": "-" if result.peak_bytes is None else f"{result.peak_bytes / _MIB:.0f}",
-                "first step s": f"{result.compile_s:.1f}",
-            }
-        )
-    lines = [
-        f"one rank of {config.ranks} on {report.device_name}, which communicates nothing; bf16, "
-        f"{config.size.layers} layers of width {config.size.width}, {config.size.batch} x "
-        f"{config.size.seq} tokens"
-    ]
-    lines += (
-        [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
-    )
-    lines += [f"FAILED {peer}: {reason}" for peer, reason in report.failed.items()]
-    return "\n".join(lines)
-
-
-# --- flatten --------------------------------------------------------------------------------------
-def flatten_table(report: FlattenReport) -> str:
-    """One line per form, with the slowest or largest value of all ranks."""
-    config = report.config
-    rows = [
-        {
-            "form": result.form,
-            "run ms": f"{result.run_s * 1e3:.1f}",
-            "graph ms": f"{result.graph_s * 1e3:.1f}",
-            "moved MiB": f"{result.moved_bytes / _MIB:.1f}",
-            "laid on host MiB": f"{result.host_bytes / _MIB:.1f}",
-            "on device MiB": f"{result.device_bytes / _MIB:.1f}",
-            "sent MiB": f"{result.sent_bytes / _MIB:.1f}",
-            "host peak MiB": "-"
-            if result.host_peak_bytes is None
-            else f"{result.host_peak_bytes / _MIB:.1f}",
-            "device peak MiB": f"{result.device_peak_bytes / _MIB:.1f}",
-        }
-        for result in report.results
-    ]
-    lines = [
-        f"{config.tensors} tensors, {config.mib} MiB, on the host of {config.ranks} ranks, into "
-        f"one flat buffer on {config.device}"
-    ]
-    lines += (
-        [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
-    )
-    if config.device == "cpu":
-        lines.append(
-            "No accelerator: the host stands in for the device. The peak includes both sides, and "
-            "times are no estimate for accelerators."
-        )
-    lines += [f"FAILED {form}: {reason}" for form, reason in report.failed.items()]
-    return "\n".join(lines)
-
-
-# --- buckets --------------------------------------------------------------------------------------
-def buckets_table(report: BucketsReport) -> str:
-    """One line per form and bucket size."""
-    config = report.config
-    rows = [
-        {
-            "form": result.form,
-            "cap MiB": "-" if result.cap_mb is None else f"{result.cap_mb:g}",
-            "step ms": f"{result.step_s * 1e3:.1f}",
-            "/ single": "-" if result.ratio is None else f"{result.ratio:.2f}",
-            "collectives": f"{result.collectives:g}",
-            "sent MiB": f"{result.sent_bytes / _MIB:.2f}",
-            "peak MiB": f"{result.peak_bytes / _MIB:.2f}",
-            "modelled MiB": "-"
-            if result.modelled_bytes is None
-            else f"{result.modelled_bytes / _MIB:.3f}",
-            "modelled / single": "-"
-            if result.modelled_ratio is None
-            else f"{result.modelled_ratio:.3f}",
-            "loss": f"{result.loss:.6f}",
-        }
-        for result in report.results
-    ]
-    lines = [
-        f"{config.params} parameters of width {config.width}, {config.large} of "
-        f"{config.large_width}, stage {config.stage}"
-    ]
-    lines += (
-        [tabulate(rows, headers="keys", disable_numparse=True, stralign="right")] if rows else []
-    )
-    lines += [f"FAILED {form}: {reason}" for form, reason in report.failed.items()]
-    return "\n".join(lines)
-
-
-# --- coalesce -------------------------------------------------------------------------------------
-def coalesce_table(report: CoalesceReport) -> str:
-    """One line per way and number of backwards. Memory is above what is held between steps."""
-    rows = [
-        _coalesce_row(result, report.config.baseline)
-        for result in sorted(report.results, key=lambda each: each.backwards)
-    ]
-    lines = [
-        tabulate(rows, headers="keys", missingval="-", disable_numparse=True, stralign="right")
-        if rows
-        else "No way ran."
-    ]
-    lines += [f"{name}: skipped, {reason}" for name, reason in report.skipped.items()]
-    lines += [f"FAILED {name}: {reason}" for name, reason in report.failed.items()]
-    return "\n".join(lines)
-
-
-def _coalesce_row(result: CoalesceResult, baseline: str) -> dict[str, str]:
-    return {
-        "backwards": str(result.backwards),
-        "way": result.way,
-        "peak MiB": f"{result.peak_bytes / _MIB:.1f}",
-        "in window MiB": f"{result.window_bytes / _MIB:.1f}",
-        "after MiB": f"{result.after_bytes / _MIB:.1f}",
-        "wall ms": f"{result.wall_s * 1e3:.1f}",
-        f"x {baseline}": "-" if result.ratio is None else f"{result.ratio:.2f}",
-        "reductions": f"{result.collectives:g}",
-        "sent MiB": f"{result.sent_bytes / _MIB:.1f}",
-    }
-
-
-# --- startup --------------------------------------------------------------------------------------
-def startup_table(report: StartupReport) -> str:
-    """One line per command: median and extremes of its wall time."""
-    return _table(
-        [
-            {
-                "command": each.command,
-                "median ms": each.median_s * 1e3,
-                "least ms": min(each.rounds_s) * 1e3,
-                "most ms": max(each.rounds_s) * 1e3,
-            }
-            for each in report.results
-        ]
-    )
-
-
-# --- compile --------------------------------------------------------------------------------------
-def compile_table(report: CompileReport) -> str:
-    """One line per peer and number of layers. Ratios compare medians with the first peer's."""
-    first = {each.layers: each for each in reversed(report.results)}
-    lines = [
-        {
-            "layers": each.layers,
-            "peer": each.peer,
-            "cold s, median": each.cold_median_s,
-            "cold least s": min(each.cold_s),
-            "cold most s": max(each.cold_s),
-            "cold, ratio": f"{each.cold_median_s / first[each.layers].cold_median_s:.2f}x",
-            "warm s, median": each.warm_median_s,
-            "warm least s": min(each.warm_s),
-            "warm most s": max(each.warm_s),
-            "warm, ratio": f"{each.warm_median_s / first[each.layers].warm_median_s:.2f}x",
-            "whole start s": each.start_median_s,
-            "start, ratio": f"{each.start_median_s / first[each.layers].start_median_s:.2f}x",
-            "step s": f"{statistics.median(each.step_s):.2f}",
-            "graphs": each.graphs,
-            "generated": each.generated,
-            "again": each.generated_warm,
-            "caches MiB": each.cache_bytes / _MIB,
-        }
-        for each in report.results
-    ]
-    return "\n".join([_table(lines), *(f"{peer}: {why}" for peer, why in report.skipped.items())])
-
-
-# --- dump -----------------------------------------------------------------------------------------
-def dump_table(report: DumpReport) -> str:
-    """One line per kind of compile, and the ratio of the two in the same round."""
-    lines = [
-        {
-            "dump": "yes" if each.dumped else "no",
-            "compile s, median": each.median_s,
-            "least s": min(each.rounds_s),
-            "most s": max(each.rounds_s),
-            "MiB written": each.dump_bytes / _MIB,
-        }
-        for each in report.results
-    ]
-    return f"{_table(lines)}\n\nwith a dump / without, median of the rounds: {report.ratio:.3f}"

@@ -35,13 +35,22 @@ from zpasses.cost.step_time import (
     step_time,
 )
 from zpasses.cost.target import Target, use_target
+from zpasses.errors import OptionError, suggestion
 from zpasses.graph.nodes import collective_of, is_wait
 from zpasses.passes import ZERO3, Bucket, Overlap, Schedule
 from zpasses.pipeline.pipeline import Level, Pass, Pipeline
 from zpasses.tools.bench.launch import RankError, run_ranks
+from zpasses.tools.bench.report import report_text, two_decimals
 from zpasses.tools.bench.schedule_models import MODELS, CapturedStep, Step, captured_step
 
-__all__ = ["SCHEDULERS", "ScheduleConfig", "SchedulePoint", "ScheduleReport", "run_schedule"]
+__all__ = [
+    "SCHEDULERS",
+    "ScheduleConfig",
+    "SchedulePoint",
+    "ScheduleReport",
+    "run_schedule",
+    "schedule_table",
+]
 
 _WORKER = "zpasses.tools.bench.schedule"
 _GIB = float(1 << 30)
@@ -71,16 +80,33 @@ SCHEDULERS = (
 
 @dataclass(frozen=True)
 class ScheduleConfig:
+    """What to predict."""
+
     models: tuple[str, ...] = tuple(MODELS)
+    """Models to capture."""
     worlds: tuple[int, ...] = (8, 64, 512)
+    """Numbers of fake ranks."""
     tokens: tuple[int, ...] = (4096, 16384)
     """Tokens of the one sequence per rank."""
     targets: tuple[str, ...] = ("h100", "mi300x")
+    """Hardware to plan for."""
     schedulers: tuple[str, ...] = SCHEDULERS
-    layers: int = 0
-    """Layers of every model; 0 takes the number of each model in `MODELS`."""
+    """Schedulers to compare."""
+    layers: int | None = None
+    """Layers of every model. Default: each model's own number."""
     timeout_s: float = 600.0
-    """Time limit per model, world and number of tokens."""
+    """Time limit per model, world and number of tokens, in seconds."""
+
+    def __post_init__(self) -> None:
+        for target in self.targets:
+            Target.parse(target)
+        for given, known in ((self.models, MODELS), (self.schedulers, SCHEDULERS)):
+            for name in given:
+                if name not in known:
+                    raise OptionError(
+                        f"got {name!r}; expected names of {', '.join(known)}."
+                        f"{suggestion(name, known)}"
+                    )
 
 
 @dataclass(frozen=True)
@@ -151,6 +177,60 @@ def run_schedule(config: ScheduleConfig) -> ScheduleReport:
 def _row(points: list[dict[str, Any]], bound_ms: list[float], **rest: Any) -> ScheduleRow:
     made = tuple(SchedulePoint(**point) for point in points)
     return ScheduleRow(points=made, bound_ms=(bound_ms[0], bound_ms[1]), **rest)
+
+
+def schedule_table(report: ScheduleReport) -> str:
+    """One line per step: milliseconds and GiB of each scheduler, then the ratios of the targets."""
+    by_inductor = [
+        _step_of(row) | {point.scheduler: point.inductor_ms for point in row.points}
+        for row in report.rows
+    ]
+    failed = [
+        f"FAILED {name} ({', '.join(_step_of(row).values())}): {reason}"
+        for row in report.rows
+        for name, reason in row.failed.items()
+    ]
+    title = "\nThe same, by Inductor's own estimates, in milliseconds:"
+    tables = ([_shown(row) for row in report.rows], title, by_inductor) if report.rows else ()
+    return report_text(report, *tables, *failed)
+
+
+def _step_of(row: ScheduleRow) -> dict[str, Any]:
+    return {
+        "model": row.model,
+        "ranks": str(row.ranks),
+        "tokens": str(row.tokens),
+        "target": row.target,
+    }
+
+
+def _shown(row: ScheduleRow) -> dict[str, Any]:
+    bound = sum(row.bound_ms)
+    ratios: dict[str, Any] = {}
+    for point in row.points:
+        if point.scheduler.startswith("zero3") or point.own_bound_ms is not None:
+            ratios[f"{point.scheduler} / bound"] = f"{point.total_ms / bound:.3f}"
+        if point.own_bound_ms is not None:
+            ratios["its own bound"] = point.own_bound_ms
+    ours = next((point for point in row.points if point.scheduler == "zero3"), None)
+    peers = [
+        point.total_ms
+        for point in row.points
+        if not point.scheduler.startswith(("zero3", "budget"))
+        and ours is not None
+        and point.peak_bytes >= ours.peak_bytes
+    ]
+    if ours is not None and peers:
+        ratios["zero3 / best peer"] = two_decimals(ours.total_ms / min(peers))
+    return {
+        **_step_of(row),
+        **{
+            point.scheduler: f"{point.total_ms:.1f}, {point.peak_bytes / _GIB:.1f}"
+            for point in row.points
+        },
+        "bound": bound,
+        **ratios,
+    }
 
 
 # --- in the measured process ----------------------------------------------------------------------

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -16,7 +16,8 @@ from zpasses.errors import OptionError
 from zpasses.tools.bench.launch import RankError, run_ranks
 from zpasses.tools.bench.measure import ResidentMemory
 from zpasses.tools.bench.model import ModelSize
-from zpasses.tools.bench.peers import Peer, peer_of
+from zpasses.tools.bench.peers import PEERS, Peer, peer_of
+from zpasses.tools.bench.report import MIB, report_text, two_decimals
 from zpasses.tools.capture.meshes import MeshShape
 
 __all__ = [
@@ -26,9 +27,8 @@ __all__ = [
     "TrainConfig",
     "TrainReport",
     "run_train",
+    "train_table",
 ]
-
-_WORKER = "zpasses.tools.bench.worker"
 
 LOSS_TOLERANCE = 1e-2
 """Largest relative difference of a peer's loss to the baseline's, at any step. AdamW amplifies
@@ -45,21 +45,51 @@ not.
 class TrainConfig:
     """What to train, and how often."""
 
-    size: ModelSize
-    peers: tuple[str, ...]
-    baseline: str
-    ranks: int = 2
+    size: ModelSize = field(default_factory=ModelSize)
+    peers: tuple[str, ...] = ()
+    """What to run, in this order; zpasses:OPTION=VALUE is zpasses with other options. Default: all
+    that take the mesh, without trainers."""
+    baseline: str = "fsdp2-eager"
+    """Peer that ratios and losses are compared with."""
+    mesh: MeshShape | None = None
+    """Device mesh of the ranks: dp=2,tp=2 for tensor parallelism, replicate=2,shard=2 for hybrid
+    sharding."""
+    ranks: int = 0
+    """Processes, one thread each. Default: those of the mesh, or 2."""
     steps: int = 20
-    """Timed steps per run."""
+    """Timed steps of a run."""
     warmup: int = 3
     """Untimed steps before them, which include compilation."""
+    backwards: int = 1
+    """Forwards and backwards of a step, whose gradients add up."""
+    reduce: Literal["step", "backward"] = "step"
+    """When gradients are reduced: once per step, by peers that can, or in every backward."""
     rounds: int = 1
-    """Runs per peer, interleaved, so that a peer and the baseline run close together in time."""
+    """Runs of every peer, interleaved, so that it and the baseline run close together in time."""
     timeout_s: float = 600.0
-    """Time limit of one run."""
-    mesh: MeshShape | None = None
-    """Device mesh of the ranks: for hybrid sharding, or with dimension "tp" for tensor parallelism.
-    None is one dimension."""
+    """Time limit of one run, in seconds."""
+
+    def completed(self) -> TrainConfig:
+        """With the ranks and the peers that it takes by default.
+
+        Raises:
+            OptionError: if the peers, the mesh, the ranks and the model do not fit each other.
+        """
+        default = [
+            peer.name
+            for peer in PEERS.values()
+            if peer.worker == Peer.worker and (self.mesh is None or peer.any_mesh)
+        ]
+        ranks = self.ranks or (2 if self.mesh is None else self.mesh.ranks)
+        config = dataclasses.replace(self, ranks=ranks, peers=self.peers or tuple(default))
+        chosen = [peer_of(name) for name in (*config.peers, config.baseline)]
+        if config.reduce == "backward":
+            for peer in chosen:
+                if peer.worker != Peer.worker:
+                    raise OptionError(f"{peer.name} decides by itself when it reduces.")
+        if config.mesh is not None:
+            _check_mesh(config.mesh, ranks, config.size, chosen)
+        return config
 
 
 @dataclass
@@ -84,6 +114,10 @@ class PeerResult:
     """The same without the update, which allocates temporaries of the optimizer."""
     resting_bytes: int = 0
     """Held between two steps: parameters, gradients, optimizer state and everything else."""
+    window_bytes: int = 0
+    """Held before the last forward of a step with several backwards, above the resting state."""
+    after_bytes: int = 0
+    """Held after such a step's gradients are reduced, above the resting state."""
     collectives: dict[str, float] = field(default_factory=dict)
     """Collectives per step, by kind."""
     sent_bytes: dict[str, float] = field(default_factory=dict)
@@ -130,8 +164,11 @@ class TrainReport:
 def run_train(config: TrainConfig) -> TrainReport:
     """Measure every peer that is installed. A peer that fails is reported and does not stop the
     others.
+
+    Raises:
+        OptionError: as `TrainConfig.completed`.
     """
-    _check_mesh(config)
+    config = config.completed()
     chosen = [peer_of(name) for name in config.peers]
     skipped = {peer.name: reason for peer in chosen if (reason := peer.missing())}
     results = {
@@ -161,31 +198,30 @@ def run_train(config: TrainConfig) -> TrainReport:
     return report
 
 
-def _check_mesh(config: TrainConfig) -> None:
-    """Raise OptionError for a mesh that the ranks, the model or the peers do not fit."""
-    mesh = config.mesh
-    if mesh is None:
-        return
-    if mesh.ranks != config.ranks:
-        raise OptionError(f"mesh {mesh} has {mesh.ranks} ranks; expected {config.ranks}.")
+def _check_mesh(mesh: MeshShape, ranks: int, size: ModelSize, peers: Sequence[Peer]) -> None:
+    if mesh.ranks != ranks:
+        raise OptionError(f"mesh {mesh} has {mesh.ranks} ranks; expected {ranks}.")
     if mesh.model_names not in ((), ("tp",)):
         raise OptionError(
             f"mesh {mesh}: the model has no use for dimension {', '.join(mesh.model_names)}; "
             "expected tp, or only dimensions of data parallelism."
         )
     parts = dict(zip(mesh.names, mesh.sizes, strict=True)).get("tp", 1)
-    if wrong := config.size.check(parts):
-        raise OptionError(f"mesh {mesh}: {wrong}.")
-    others = [name for name in config.peers if not peer_of(name).any_mesh]
-    if others or not peer_of(config.baseline).any_mesh:
+    if size.heads % parts:
         raise OptionError(
-            f"mesh {mesh}: {', '.join(others) or config.baseline} takes no such mesh; name FSDP2 "
-            "and zpasses peers, e.g. --peers fsdp2-eager,zpasses-3."
+            f"mesh {mesh}: --heads {size.heads} is not divisible by the {parts} ranks of dimension "
+            "tp."
+        )
+    others = [peer.name for peer in peers if not peer.any_mesh]
+    if others:
+        raise OptionError(
+            f"mesh {mesh}: {', '.join(others)} takes no such mesh; name FSDP2 and zpasses peers, "
+            "e.g. --peers fsdp2-eager,zpasses-3."
         )
 
 
 def _run_round(config: TrainConfig, result: PeerResult, number: int, caches: str) -> None:
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(Path(caches, result.peer))}
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(Path(caches, result.peer)), "HF_HUB_OFFLINE": "1"}
     ranks = _run(config, "time", peer_of(result.peer), env)
     result.rounds_s.append(max(rank["step_s"] for rank in ranks))
     if number > 0:
@@ -200,7 +236,13 @@ def _run_round(config: TrainConfig, result: PeerResult, number: int, caches: str
         statistics.fmean(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)
     ]
     memory = _run(config, "memory", peer_of(result.peer), {**env, **ResidentMemory.ENVIRONMENT})
-    for name in ("resting_bytes", "peak_bytes", "backward_peak_bytes"):
+    for name in (
+        "resting_bytes",
+        "peak_bytes",
+        "backward_peak_bytes",
+        "window_bytes",
+        "after_bytes",
+    ):
         setattr(result, name, max(rank[name] for rank in memory))
     result.gradient_norm = memory[0]["gradient_norm"]
 
@@ -213,11 +255,14 @@ def _run(
         "size": dataclasses.asdict(config.size),
         "steps": config.steps,
         "warmup": config.warmup,
+        "backwards": config.backwards,
+        "reduce": config.reduce,
         "peer": peer and peer.name,
         "mesh": None if config.mesh is None else str(config.mesh),
     }
     ranks = (peer.ranks if peer else None) or config.ranks
-    return run_ranks(_WORKER, job, ranks=ranks, timeout_s=config.timeout_s, env=env)
+    worker = peer.worker if peer else Peer.worker
+    return run_ranks(worker, job, ranks=ranks, timeout_s=config.timeout_s, env=env)
 
 
 # --- comparisons ----------------------------------------------------------------------------------
@@ -243,15 +288,14 @@ def _relate(report: TrainReport) -> None:
             result.communication_s = _bare_time(result.sent_bytes, report.bounds)
         if compute and result.communication_s is not None:
             result.waste_s = result.step_s - compute.step_s - result.communication_s
-    reference = (
-        baseline
-        if baseline and peer_of(baseline.peer).reduces
-        else next((r for r in report.peers if peer_of(r.peer).reduces), None)
-    )
-    for result in report.peers if reference else ():
-        assert reference is not None
-        difference = peer_of(result.peer).reduces and _difference(result, reference)
-        if difference:
+    for result in report.peers:
+        peer = peer_of(result.peer)
+        alike = [
+            other
+            for other in (*([baseline] if baseline else []), *report.peers)
+            if peer_of(other.peer).reduces and peer_of(other.peer).worker == peer.worker
+        ]
+        if peer.reduces and (difference := _difference(result, alike[0])):
             report.failed[result.peer] = difference
 
 
@@ -281,3 +325,55 @@ def _difference(result: PeerResult, reference: PeerResult) -> str | None:
         f"training differs from {reference.peer}: gradient norm {ours_norm:.6f} instead of "
         f"{theirs_norm:.6f}"
     )
+
+
+# --- table ----------------------------------------------------------------------------------------
+def train_table(report: TrainReport) -> str:
+    """One line per peer, then the bounds, and the peers that were skipped or failed."""
+    config = report.config
+    rows = [_row(result, config) for result in report.peers]
+    return report_text(report, rows or "No peer ran.", "", *_bounds(report))
+
+
+def _row(result: PeerResult, config: TrainConfig) -> dict[str, Any]:
+    held = {
+        "in window MiB": result.window_bytes / MIB,
+        "reduced MiB": result.after_bytes / MIB,
+    }
+    return {
+        "peer": result.peer,
+        "step ms": result.step_s * 1e3,
+        f"/ {config.baseline}": two_decimals(result.ratio),
+        "comm ms": None if result.communication_s is None else result.communication_s * 1e3,
+        "waste ms": None if result.waste_s is None else result.waste_s * 1e3,
+        "peak MiB": result.peak_bytes / MIB,
+        "peak ratio": two_decimals(result.peak_ratio),
+        "fwd+bwd MiB": result.backward_peak_bytes / MIB,
+        **(held if config.backwards > 1 else {}),
+        "rest MiB": result.resting_bytes / MIB,
+        "collectives": f"{sum(result.collectives.values()):g}",
+        "sent MiB": sum(result.sent_bytes.values()) / MIB,
+        "compile s": result.compile_s,
+        "passes s": two_decimals(result.passes_s),
+        "checks s": two_decimals(result.checks_s),
+        "share": f"{result.passes_share:.1%}",
+        "loss": f"{result.losses[-1]:.4f}",
+    }
+
+
+def _bounds(report: TrainReport) -> Iterator[str]:
+    if report.compute_s is not None:
+        yield f"compute without communication: {report.compute_s * 1e3:.1f} ms"
+    if report.bounds:
+        times = ", ".join(
+            f"{kind.replace('_', '-')} {time_s * 1e3:.1f} ms"
+            for kind, time_s in report.bounds["time_s"].items()
+        )
+        yield (
+            f"bare collectives over the {report.bounds['bytes'] / 1e6:.1f} MB of all parameters: "
+            f"{times}"
+        )
+        yield (
+            "comm ms: time of the sent bytes at those speeds. waste ms: step - compute - comm; "
+            "negative if they overlap."
+        )

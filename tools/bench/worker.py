@@ -8,12 +8,11 @@ collectives over the bytes of all parameters.
 
 from __future__ import annotations
 
-import gc
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zpasses.tools.bench.measure import (
+    PassTime,
     ResidentMemory,
-    held_bytes,
+    Traffic,
     observe_pass_time,
     sent_bytes,
+    settled_bytes,
     traffic,
 )
 from zpasses.tools.bench.model import (
@@ -41,8 +42,7 @@ from zpasses.tools.bench.model import (
 from zpasses.tools.bench.peers import peer_of
 from zpasses.tools.capture.meshes import MeshShape
 
-_MEMORY_WARMUP = 3
-_SETTLE_S = 0.2
+MEMORY_WARMUP = 3
 _BOUND_REPEATS = 5
 
 
@@ -88,26 +88,47 @@ def _model(size: ModelSize, meshes: _Meshes) -> GPT:
     return model
 
 
+def _steps(
+    job: dict[str, Any], count: int, size: ModelSize, meshes: _Meshes
+) -> list[list[tuple[Tensor, Tensor]]]:
+    """The batches of each step on this rank."""
+    each = job["backwards"]
+    data = batches(size, count * each, meshes.part)
+    return [data[start : start + each] for start in range(0, len(data), each)]
+
+
 def _time(job: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, Any]:
     """Seconds of every step, the losses, and what communicated in the timed steps."""
     warmup, steps = job["warmup"], job["steps"]
-    data = batches(size, warmup + steps, meshes.part)
+    data = _steps(job, warmup + steps, size, meshes)
     losses: list[Tensor] = []
     times = []
     with observe_pass_time() as work:
         trainer = peer_of(job["peer"]).build(_model(size, meshes), meshes.data)
-        for number, batch in enumerate(data):
+        for number, step in enumerate(data):
             if number == warmup:
                 before = traffic()
             started = time.perf_counter()
-            losses.append(trainer.backward(*batch))
+            losses.append(trainer.accumulate(step, job["reduce"] == "step"))
             trainer.update()
             times.append(time.perf_counter() - started)
-    communicated = traffic().per_step(before, steps)
+    return timed(times, warmup, before, work, losses)
+
+
+def timed(
+    times: Sequence[float], warmup: int, before: Traffic, work: PassTime, losses: Iterable[Tensor]
+) -> dict[str, Any]:
+    """The result of a run that has just ended.
+
+    Args:
+        times: seconds of every step.
+        before: collectives until the first timed step.
+        losses: of every step.
+    """
     step_s = statistics.median(times[warmup:])
+    communicated = traffic().per_step(before, len(times) - warmup)
     return {
         "step_s": step_s,
-        "times_s": times[warmup:],
         "compile_s": sum(max(each - step_s, 0.0) for each in times[:warmup]),
         "passes_s": work.passes_s,
         "checks_s": work.checks_s,
@@ -118,25 +139,33 @@ def _time(job: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, An
 
 
 def _memory(job: dict[str, Any], size: ModelSize, meshes: _Meshes) -> dict[str, Any]:
-    """Bytes held between steps, the peak that a step adds, and the norm of its gradient."""
-    data = batches(size, _MEMORY_WARMUP + 1, meshes.part)
+    """Bytes held at several points of a step, the peak that it adds, and the norm of a gradient."""
+    data = _steps(job, MEMORY_WARMUP + 1, size, meshes)
+    once = job["reduce"] == "step"
     trainer = peer_of(job["peer"]).build(_model(size, meshes), meshes.data)
-    for batch in data[:-1]:
-        trainer.backward(*batch)
+    for step in data[:-1]:
+        trainer.accumulate(step, once)
         norm = trainer.gradient_norm()
         trainer.update()
     dist.barrier()
-    gc.collect()  # compiling leaves reference cycles that hold tensors
-    time.sleep(_SETTLE_S)  # gloo's threads release a collective's tensors some time after its wait
-    resting = held_bytes() + trainer.untracked_bytes
+    held: list[int] = []
+
+    def look() -> None:
+        held.append(settled_bytes() + trainer.untracked_bytes)
+
+    look()
     memory = ResidentMemory()
-    trainer.backward(*data[-1])
+    inside = look if job["backwards"] > 1 else lambda: None
+    trainer.accumulate(data[-1], once, inside)
     backward_peak = memory.peak_bytes()
+    inside()
     trainer.update()
     return {
-        "resting_bytes": resting,
+        "resting_bytes": held[0],
         "peak_bytes": memory.peak_bytes(),
         "backward_peak_bytes": backward_peak,
+        "window_bytes": held[1] - held[0] if held[1:] else 0,
+        "after_bytes": held[-1] - held[0],
         "gradient_norm": norm,
     }
 
