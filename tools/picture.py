@@ -26,7 +26,7 @@ from zpasses.tools.cli.common import (
     rank_and_compile_options,
 )
 
-__all__ = ["draw_page", "find_browser", "main", "take_picture"]
+__all__ = ["find_browser", "main", "take_picture"]
 
 VIEWS = ("overview", "diff", "memory", "timeline", "collectives", "listing", "source")
 
@@ -86,10 +86,10 @@ def take_picture(
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
         Inspection(opened, rank, picked.compile.folder).write_html(page)
-        draw_page(page.as_uri() + address, out.absolute(), size, Path(folder))
+        _draw_page(page.as_uri() + address, out.absolute(), size, Path(folder))
 
 
-def draw_page(address: str, out: Path, size: tuple[int, int], folder: Path) -> None:
+def _draw_page(address: str, out: Path, size: tuple[int, int], folder: Path) -> None:
     """Write what a browser shows at an address to the PNG `out`.
 
     Args:
