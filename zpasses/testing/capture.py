@@ -25,6 +25,7 @@ from zpasses.sharding.shard import shard as shard_model
 from zpasses.testing.worlds import fake_world
 
 __all__ = [
+    "Probe",
     "StepCapture",
     "StepGraphs",
     "TracedJoint",
@@ -117,13 +118,13 @@ def capture_graphs(
         mesh = init_device_mesh("cpu", (size,))
         step = _sharded_copy(model, mesh, shard)
         parsed = Pipeline.parse(pipeline) if isinstance(pipeline, str) else pipeline
-        probes = {level: _Probe(level) for level in Level}
+        probes = {level: Probe(level) for level in Level}
         seen: dict[str, fx.GraphModule] = {}
         records: list[PassRecord] = []
 
         def observe(log: ObservedGraph) -> None:
             seen[log.kind] = copy_graph(log.graph)
-            records.extend(record for record in log.records if record.name != _Probe.name)
+            records.extend(record for record in log.records if record.name != Probe.name)
 
         torch.compiler.reset()
         given: dict[str, Any] = {
@@ -244,7 +245,7 @@ def copy_graph(graph: fx.Graph | fx.GraphModule) -> fx.GraphModule:
 
 
 @dataclass(frozen=True)
-class _Probe(Pass):
+class Probe(Pass):
     """Copies the graph before the passes of one level."""
 
     name: ClassVar[str] = "probe"
@@ -312,9 +313,7 @@ def _detached_copy(value: Tensor) -> Tensor:
     return value.detach().clone().requires_grad_(value.requires_grad)
 
 
-def _graphs_before(
-    probes: Mapping[Level, _Probe], seen: Mapping[str, fx.GraphModule]
-) -> StepGraphs:
+def _graphs_before(probes: Mapping[Level, Probe], seen: Mapping[str, fx.GraphModule]) -> StepGraphs:
     first = {level: probe.seen[0] if probe.seen else None for level, probe in probes.items()}
     (captured,) = probes[Level.CAPTURED].seen
     if "inference" in seen:
