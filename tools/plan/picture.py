@@ -6,14 +6,11 @@ import importlib.util
 import io
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import Any
 
 from zpasses.inspect.escape import one_line
 from zpasses.tools.cli.common import CommandError
 from zpasses.tools.plan.table import PlanPoint, PlanTable, plan_view
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["check_matplotlib", "plan_figure", "plan_page"]
 
@@ -60,8 +57,8 @@ def plan_page(found: PlanTable) -> str:
     )
 
 
-def plan_figure(found: PlanTable) -> Figure:
-    """Draws the plans and the stages: time over memory.
+def plan_figure(found: PlanTable) -> Any:
+    """Returns a matplotlib Figure of the plans and the stages: time over memory.
 
     A plan is possible with its memory and with more, so the lines are steps.
     """
