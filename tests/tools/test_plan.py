@@ -320,7 +320,7 @@ def test_every_point_and_a_budget_that_is_near_are_in_the_picture(points, stages
     most = max(each.peak_bytes for each in (*found.plans, *found.stages))
     if memory is not None and memory <= most:
         (budget,) = [line for line in axes.get_lines() if line.get_label().startswith("budget")]
-        assert left <= budget.get_xdata()[0] < right
+        assert left < budget.get_xdata()[0] < right
 
 
 def test_points_have_names_in_the_picture(table):

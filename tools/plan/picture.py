@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -70,49 +69,34 @@ def plan_figure(found: PlanTable) -> Any:
     longest = max(each.total_us for each in points)
     time_unit, per_us = next(u for u in _TIME_UNITS if longest >= u[1] or u[1] == 1.0)
 
-    def memory(plans: Sequence[PlanPoint]) -> list[float]:
-        return [each.peak_bytes / per_byte for each in plans]
-
-    def time(plans: Sequence[PlanPoint]) -> list[float]:
-        return [each.total_us / per_us for each in plans]
+    def at(*plans: PlanPoint) -> tuple[list[float], list[float]]:
+        return [p.peak_bytes / per_byte for p in plans], [p.total_us / per_us for p in plans]
 
     figure = Figure(figsize=(9.6, 4.8), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(memory(found.plans), time(found.plans), "o", color="C0", label="plan for a budget")
-    for number, each in enumerate(found.plans, 1):
-        at = (each.peak_bytes / per_byte, each.total_us / per_us)
-        axes.annotate(str(number), at, (5, 5), textcoords="offset points")
+    axes.plot(*at(*found.plans), "o", color="C0", label="plan for a budget")
+    for number, xy in enumerate(zip(*at(*found.plans), strict=True), 1):
+        axes.annotate(str(number), xy, (5, 5), textcoords="offset points")
     if found.chosen is not None:
-        chosen = [found.chosen]
-        axes.plot(memory(chosen), time(chosen), "o", color="C2", markersize=9, label="chosen plan")
+        axes.plot(*at(found.chosen), "o", color="C2", markersize=9, label="chosen plan")
     # Rings, because a stage may be equal to a plan.
+    ring = {"color": "C1", "fillstyle": "none", "markersize": 12}
     for stage, marker in zip(found.stages, "sD", strict=True):
-        axes.plot(
-            memory([stage]),
-            time([stage]),
-            marker,
-            color="C1",
-            fillstyle="none",
-            markersize=12,
-            label=f"{stage.name}, no budget",
-        )
+        axes.plot(*at(stage), marker, **ring, label=f"{stage.name}, no budget")
     axes.margins(0.08)
     low, high = axes.get_xlim()
     budget = None if found.memory_bytes is None else found.memory_bytes / per_byte
     if budget is not None:
-        far = budget > high + (high - low)
-        axes.axvline(
-            budget, color="C3", label=f"budget {found.memory}{', beyond the axis' if far else ''}"
-        )
-        low, high = min(low, budget), high if far else max(high, 1.02 * budget)
-    right = [*memory(found.plans), high]
-    for values, style, label in (
-        ([each.total_us for each in found.plans], "-", None),
-        ([each.bound_us for each in found.plans], "--", "bound of each plan"),
-    ):
-        heights = [each / per_us for each in (*values, values[-1])]
-        color = "C7" if label else "C0"
-        axes.step(right, heights, style, where="post", color=color, linewidth=1, label=label)
+        far, margin = budget > high + (high - low), 0.02 * (high - low)
+        label = f"budget {found.memory}{', beyond the axis' if far else ''}"
+        axes.axvline(budget, color="C3", zorder=1, label=label)
+        low, high = min(low, budget - margin), high if far else max(high, budget + margin)
+    right = [*at(*found.plans)[0], high]
+    times = [each.total_us / per_us for each in found.plans]
+    bounds = [each.bound_us / per_us for each in found.plans]
+    line = {"where": "post", "linewidth": 1}
+    axes.step(right, [*times, times[-1]], "-", color="C0", **line)
+    axes.step(right, [*bounds, bounds[-1]], "--", color="C7", **line, label="bound of each plan")
     axes.set_xlim(low, high)
     axes.set_xlabel(f"peak memory above what rests between steps, {memory_unit}")
     axes.set_ylabel(f"time of a step, {time_unit}")
