@@ -15,7 +15,7 @@ __all__ = ["check_matplotlib", "plan_figure", "plan_page"]
 
 _MEMORY_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 _TIME_UNITS = (("s", 1e6), ("ms", 1e3), ("us", 1.0))
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text, which a browser can find
     "svg.hashsalt": "zpasses",  # equal plans give equal files
     "axes.spines.top": False,
@@ -80,7 +80,7 @@ def plan_figure(found: PlanTable) -> Any:
     if found.chosen is not None:
         axes.plot(*at(found.chosen), "o", color="C2", markersize=9, label="chosen plan")
     # Rings, because a stage may be equal to a plan.
-    ring = {"color": "C1", "fillstyle": "none", "markersize": 12}
+    ring: dict[str, Any] = {"color": "C1", "fillstyle": "none", "markersize": 12}
     for stage, marker in zip(found.stages, "sD", strict=True):
         axes.plot(*at(stage), marker, **ring, label=f"{stage.name}, no budget")
     axes.margins(0.08)
@@ -94,7 +94,7 @@ def plan_figure(found: PlanTable) -> Any:
     right = [*at(*found.plans)[0], high]
     times = [each.total_us / per_us for each in found.plans]
     bounds = [each.bound_us / per_us for each in found.plans]
-    line = {"where": "post", "linewidth": 1}
+    line: dict[str, Any] = {"where": "post", "linewidth": 1}
     axes.step(right, [*times, times[-1]], "-", color="C0", **line)
     axes.step(right, [*bounds, bounds[-1]], "--", color="C7", **line, label="bound of each plan")
     axes.set_xlim(low, high)
