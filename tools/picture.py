@@ -26,7 +26,7 @@ from zpasses.tools.cli.common import (
     rank_and_compile_options,
 )
 
-__all__ = ["draw_page", "find_browser", "main", "take_picture"]
+__all__ = ["find_browser", "main"]
 
 VIEWS = ("overview", "diff", "memory", "timeline", "collectives", "listing", "source")
 
@@ -52,44 +52,7 @@ def find_browser() -> str | None:
     return next((found for name in _BROWSERS if (found := shutil.which(name))), None)
 
 
-def take_picture(
-    dump: Path,
-    out: Path,
-    *,
-    graph: str | None = None,
-    after: str | None = None,
-    view: str = "memory",
-    rank: int | None = None,
-    compile_name: str | None = None,
-    size: tuple[int, int] = (1100, 720),
-) -> None:
-    """Write one view of the report page to the PNG `out`.
-
-    Args:
-        dump: folder of the dump.
-        out: the file to write.
-        graph: name of the graph; None for the first graph of the compile.
-        after: the pass whose result is shown, as `zpasses.inspect` names passes; None for the last.
-        view: one of `VIEWS`.
-        rank: None for the lowest that wrote a dump.
-        compile_name: None for the first compile that has the graph.
-        size: width and height in pixels.
-
-    Raises:
-        NotInDumpError: when the dump has no such graph or pass.
-        CommandError: when there is no Chromium, or it draws nothing.
-    """
-    opened = open_dump(dump).dump
-    picked = select_graphs(opened, graph, rank=rank, compile_name=compile_name)[0]
-    step = step_after(picked, after)
-    address = f"#0/{quote(picked.graph.name, safe='')}/{step.index}/{view}/"
-    with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "report.html"
-        Inspection(opened, rank, picked.compile.folder).write_html(page)
-        draw_page(page.as_uri() + address, out.absolute(), size, Path(folder))
-
-
-def draw_page(address: str, out: Path, size: tuple[int, int], folder: Path) -> None:
+def _draw_page(address: str, out: Path, size: tuple[int, int], folder: Path) -> None:
     """Write what a browser shows at an address to the PNG `out`.
 
     Args:
@@ -179,16 +142,14 @@ def main(
     compile_name: str | None,
 ) -> None:
     """Draw one view of a dump's report page as a PNG. Needs Chromium."""
-    take_picture(
-        dump,
-        out,
-        graph=graph,
-        after=after,
-        view=view,
-        rank=rank,
-        compile_name=compile_name,
-        size=(width, height),
-    )
+    opened = open_dump(dump).dump
+    picked = select_graphs(opened, graph, rank=rank, compile_name=compile_name)[0]
+    step = step_after(picked, after)
+    address = f"#0/{quote(picked.graph.name, safe='')}/{step.index}/{view}/"
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "report.html"
+        Inspection(opened, rank, picked.compile.folder).write_html(page)
+        _draw_page(page.as_uri() + address, out.absolute(), (width, height), Path(folder))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def test_the_default_pass_runs_in_the_demo():
     assert default in [each.name for each in catalogue()["zero3"]]
 
 
-@pytest.mark.slow(quick="test_page_is_drawn, and test_every_view_of_a_real_dump_opens")
+@pytest.mark.slow(quick="test_every_view_of_a_real_dump_opens")
 @needs_browser
 @pytest.mark.parametrize("view", ["memory", "diff"])
 def test_view_is_drawn_in_the_size_asked_for(tmp_path, view):
@@ -61,7 +61,7 @@ def test_view_is_drawn_in_the_size_asked_for(tmp_path, view):
     assert out.stat().st_size > 10_000  # an empty page has 5 kB
 
 
-@pytest.mark.slow(quick="test_page_is_drawn")
+@pytest.mark.slow(quick="test_every_view_of_a_real_dump_opens")
 @needs_browser
 def test_file_that_cannot_be_written_is_named(tmp_path):
     ran = draw(real_dump()[0], "-o", tmp_path / "none" / "view.png", "--pass", "bucket")

@@ -22,7 +22,7 @@ from zpasses.tools.cli.common import (
     print_view,
     write_output,
 )
-from zpasses.tools.plan.picture import plan_page
+from zpasses.tools.plan.picture import check_matplotlib, plan_page
 from zpasses.tools.plan.shape_table import shape_view
 from zpasses.tools.plan.table import plan_view
 
@@ -56,7 +56,7 @@ __all__ = ["plan"]
     "picture",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="Also write a page with time over memory.",
+    help="Also write a page with time over memory. Needs matplotlib.",
 )
 @as_json
 @errors_as_messages
@@ -91,11 +91,13 @@ def plan(
     """
     from zpasses.tools.plan.step_plans import PlanRequest, plan_step
 
-    if picture is not None and not picture.parent.is_dir():
-        raise CommandError(
-            f"cannot write {picture}: there is no folder {picture.parent}; name a file in a folder "
-            "that exists with --html."
-        )
+    if picture is not None:
+        check_matplotlib()
+        if not picture.parent.is_dir():
+            raise CommandError(
+                f"cannot write {picture}: there is no folder {picture.parent}; name a file in a "
+                "folder that exists with --html."
+            )
     if reshard_size is not None and isinstance(mesh, AutoMesh):
         raise CommandError(
             "--reshard-after-forward divides the ranks of one mesh; give one instead of auto."

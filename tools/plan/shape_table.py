@@ -8,7 +8,7 @@ from typing import Any
 
 from zpasses.inspect.units import bytes_text, time_text
 from zpasses.inspect.view import Text, View, table, text_of
-from zpasses.tools.plan.table import PlanPoint, PlanTable
+from zpasses.tools.plan.table import NOTABLY, PlanPoint, PlanTable, StepTable
 
 __all__ = ["ShapePoint", "ShapeTable", "shape_point", "shape_view"]
 
@@ -62,18 +62,13 @@ def shape_point(mesh: str, found: PlanTable, device_bytes: int) -> ShapePoint:
 
 
 @dataclass(frozen=True)
-class ShapeTable:
+class ShapeTable(StepTable):
     """All meshes, from one replica to the smallest shard groups."""
 
-    function: str
-    world: int
-    target: str
-    given_target: str | None
     memory: str | None
     """Budget of each plan; None takes the fastest plan of each mesh that fits in a device."""
     device_bytes: int
     """Memory of a device of the target."""
-    backwards_per_step: int
     points: tuple[ShapePoint, ...]
 
     @property
@@ -88,7 +83,7 @@ class ShapeTable:
             return None
         best = min(_time(each) for each in fitting)
         return min(
-            (each for each in fitting if _time(each) <= best * _EQUAL),
+            (each for each in fitting if _time(each) * NOTABLY <= best),
             key=lambda each: each.total_bytes,
         )
 
@@ -106,7 +101,7 @@ class ShapeTable:
         faster = [
             each
             for each in self.points
-            if each.plan is not None and _time(each) * _EQUAL < _time(chosen)
+            if each.plan is not None and _time(each) < NOTABLY * _time(chosen)
         ]
         why = f"It is the fastest that fits in the {bytes_text(self.device_bytes)} of a device."
         if not faster:
@@ -120,23 +115,13 @@ class ShapeTable:
     @property
     def options(self) -> dict[str, Any] | None:
         """The options of the backend that reproduce the chosen plan."""
-        if self.chosen is None or self.chosen.plan is None:
-            return None
-        found: dict[str, Any] = {}
-        if self.chosen.plan.budget is not None:
-            found["memory_budget"] = self.chosen.plan.budget
-        if self.backwards_per_step > 1:
-            found["backwards_per_step"] = self.backwards_per_step
-        if self.given_target is not None:
-            found["target"] = self.given_target
-        return found
+        plan = self.chosen.plan if self.chosen is not None else None
+        return None if plan is None else self.options_of(plan)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "function": self.function,
-            "world": self.world,
-            "target": self.target,
+            **super().to_json(),
             "memory": self.memory,
             "device_bytes": self.device_bytes,
             "shapes": [{**each.to_json(), "chosen": each is self.chosen} for each in self.points],
@@ -145,8 +130,6 @@ class ShapeTable:
         }
 
 
-_EQUAL = 1.001
-"""Durations that differ by a smaller factor are equal."""
 _TOO_LARGE = (
     "No mesh fits in a device of {}, which has {}. Give a budget with --memory, more ranks, or "
     "ranks of tensor parallelism, e.g. --mesh auto,tp=8."
@@ -165,37 +148,24 @@ _COLUMNS = ("mesh", "step", "exposed", "bound", "peak", "shards", "with AdamW", 
 def shape_view(found: ShapeTable) -> View:
     """The table as a page."""
     rows = [_row(each, found) for each in found.points]
-    parts: list[Any] = [
-        table(
-            _COLUMNS,
-            rows,
-            right=_COLUMNS[1:-1],
-            yields=("collectives", "bound", "shards", ""),
-            below=("",),
-            whole=("",),
-        )
-    ]
-    if found.chosen is None:
-        parts.append(text_of(f"None is chosen. {found.reason}"))
-    else:
-        parts += [
-            f"Chosen: {found.chosen.mesh}. {found.reason}",
-            Text((f"options={json.dumps(found.options)}",)),
-        ]
-    parts.append(_LEGEND)
-    title = f"{found.function}, {found.world} ranks, target {found.target}"
-    return View(title, tuple(parts), found.to_json())
-
-
-_LEGEND = Text(
-    (
-        "step: predicted mean duration of a forward and its backward. exposed: its part in which "
-        "only collectives run.",
-        "bound: what no schedule of the same collectives can beat. peak: memory above what rests "
-        "between steps.",
-        "shards: this rank's part of all parameters. with AdamW: peak, shards and the two moments "
-        "of each.",
+    shown = table(
+        _COLUMNS,
+        rows,
+        right=_COLUMNS[1:-1],
+        yields=("collectives", "bound", "shards", ""),
+        below=("",),
+        whole=("",),
     )
+    result: list[str | Text] = [text_of(f"None is chosen. {found.reason}")]
+    if found.chosen is not None:
+        options = f"options={json.dumps(found.options)}"
+        result = [f"Chosen: {found.chosen.mesh}. {found.reason}", Text((options,))]
+    return found.view(shown, result, _LEGEND)
+
+
+_LEGEND = (
+    "shards: this rank's part of all parameters. with AdamW: peak, shards and the two moments of "
+    "each.",
 )
 
 

@@ -44,8 +44,8 @@ def plan_shapes(
         request.world,
         target.name,
         request.target,
+        request.backwards_per_step,
         request.memory,
         target.memory_bytes,
-        request.backwards_per_step,
         tuple(points),
     )

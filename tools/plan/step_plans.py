@@ -90,7 +90,7 @@ def plan_step(
     """
     _check(request)
     target = Target.parse(request.target) if request.target else current_target()
-    joints: list[fx.GraphModule] = []
+    probe = GraphProbe(Level.JOINT)
     tables: list[PlanTable] = []
     steps = 0
 
@@ -98,12 +98,12 @@ def plan_step(
         nonlocal steps
         steps += 1
         if steps == 1:
-            tables.append(_Planner(request, target, trials, joints[-1], progress).run())
+            tables.append(_Planner(request, target, trials, probe.seen[-1], progress).run())
 
     joint = tuple(each for each in ZERO3 if each.level is Level.JOINT)
     options = {
         # With deferred reductions, because the compile warns of windows without them.
-        "pipeline": Pipeline((GraphProbe(Level.JOINT, joints), *joint, DeferReduction())),
+        "pipeline": Pipeline((probe, *joint, DeferReduction())),
         "target": request.target,
         "backwards_per_step": request.backwards_per_step,
     }

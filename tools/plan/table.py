@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zpasses.inspect.units import bytes_text, time_text
-from zpasses.inspect.view import Text, View, table, text_of
+from zpasses.inspect.view import Table, Text, View, table, text_of
 
-__all__ = ["GraphFigures", "PlanPoint", "PlanTable", "not_dominated", "plan_view"]
+__all__ = [
+    "NOTABLY",
+    "GraphFigures",
+    "PlanPoint",
+    "PlanTable",
+    "StepTable",
+    "not_dominated",
+    "plan_view",
+]
 
 
 @dataclass(frozen=True)
@@ -70,33 +79,26 @@ class PlanPoint:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {
-            "name": self.name,
-            "memory_budget": self.budget,
-            "limit_bytes": self.limit_bytes,
-            "total_us": round(self.total_us, 3),
-            "exposed_us": round(self.exposed_us, 3),
-            "bound_us": round(self.bound_us, 3),
-            "peak_bytes": self.peak_bytes,
-            "collectives": self.collectives,
-            "kept_bytes": self.kept_bytes,
-            "cached_bytes": self.cached_bytes,
-            "activations": self.activations,
-            "forward": _rounded(self.forward),
-            "backward": _rounded(self.backward),
-        }
+        sums = ("total_us", "exposed_us", "bound_us", "peak_bytes", "collectives")
+        found = dataclasses.asdict(self)
+        found["memory_budget"] = found.pop("budget")
+        return _rounded({**found, **{name: getattr(self, name) for name in sums}})
 
 
-def _rounded(figures: GraphFigures) -> dict[str, Any]:
+def _rounded(values: dict[str, Any]) -> dict[str, Any]:
     return {
-        key: round(value, 3) if isinstance(value, float) else value
-        for key, value in vars(figures).items()
+        key: _rounded(value)
+        if isinstance(value, dict)
+        else round(value, 3)
+        if isinstance(value, float)
+        else value
+        for key, value in values.items()
     }
 
 
 @dataclass(frozen=True)
-class PlanTable:
-    """All plans of one step that are worth having, and which of them a budget chooses."""
+class StepTable:
+    """What a step was planned for."""
 
     function: str
     world: int
@@ -106,6 +108,33 @@ class PlanTable:
     """The option `target`; None for this machine."""
     backwards_per_step: int
     """The option of this name: forwards from one optimizer step to the next."""
+
+    def options_of(self, point: PlanPoint) -> dict[str, str | int]:
+        """The options of the backend that reproduce a plan."""
+        found: dict[str, str | int] = {}
+        if point.budget is not None:
+            found["memory_budget"] = point.budget
+        if self.backwards_per_step > 1:
+            found["backwards_per_step"] = self.backwards_per_step
+        if self.given_target is not None:
+            found["target"] = self.given_target
+        return found
+
+    def view(self, shown: Table, result: Iterable[str | Text], legend: Sequence[str]) -> View:
+        """The page of a table, its result and its legend."""
+        title = f"{self.function}, {self.world} ranks, target {self.target}"
+        parts = (shown, *result, Text((*_LEGEND, *legend)))
+        return View(title, parts, self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {name: getattr(self, name) for name in ("function", "world", "target")}
+
+
+@dataclass(frozen=True)
+class PlanTable(StepTable):
+    """All plans of one step that are worth having, and which of them a budget chooses."""
+
     plans: tuple[PlanPoint, ...]
     """From the leanest to the fastest."""
     stages: tuple[PlanPoint, ...]
@@ -128,17 +157,6 @@ class PlanTable:
         """The options of the backend that reproduce the chosen plan."""
         return None if self.chosen is None else self.options_of(self.chosen)
 
-    def options_of(self, point: PlanPoint) -> dict[str, str | int]:
-        """The options of the backend that reproduce a plan."""
-        found: dict[str, str | int] = {}
-        if point.budget is not None:
-            found["memory_budget"] = point.budget
-        if self.backwards_per_step > 1:
-            found["backwards_per_step"] = self.backwards_per_step
-        if self.given_target is not None:
-            found["target"] = self.given_target
-        return found
-
     @property
     def reason(self) -> str:
         """Why the chosen plan is chosen, or why there is none."""
@@ -147,7 +165,7 @@ class PlanTable:
         better = [
             point
             for point in self.plans
-            if point.total_us < _NOTABLY * self.chosen.total_us and point is not self.chosen
+            if point.total_us < NOTABLY * self.chosen.total_us and point is not self.chosen
         ]
         lean = [point for point in better if point.peak_bytes <= (self.chosen.limit_bytes or 0)]
         if self.memory is not None and lean:
@@ -178,9 +196,7 @@ class PlanTable:
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "function": self.function,
-            "world": self.world,
-            "target": self.target,
+            **super().to_json(),
             "backwards_per_step": self.backwards_per_step,
             "memory": self.memory,
             "plans": [{**each.to_json(), "chosen": each is self.chosen} for each in self.plans],
@@ -191,10 +207,6 @@ class PlanTable:
         }
 
 
-_NOTABLY = 0.999
-"""Durations that differ by less are equal."""
-
-
 def not_dominated(points: Iterable[PlanPoint]) -> list[PlanPoint]:
     """Returns the points than which no smaller one is as fast, from the leanest to the fastest."""
     found: list[PlanPoint] = []
@@ -202,23 +214,23 @@ def not_dominated(points: Iterable[PlanPoint]) -> list[PlanPoint]:
         points, key=lambda each: (each.peak_bytes, each.total_us, each.limit_bytes or 0)
     )
     for point in ranked:
-        if not found or point.total_us < _NOTABLY * found[-1].total_us:
+        if not found or point.total_us < NOTABLY * found[-1].total_us:
             found.append(point)
     return found
 
 
 # --- text -----------------------------------------------------------------------------------------
+NOTABLY = 0.999
+"""Durations that differ by a factor nearer to 1 are equal."""
 _COLUMNS = (
-    "plan",
-    "memory_budget",
-    "step",
-    "exposed",
-    "bound",
-    "peak",
-    "collectives",
-    "kept",
-    "cached",
-    "activations",
+    *("plan", "memory_budget", "step", "exposed", "bound", "peak"),
+    *("collectives", "kept", "cached", "activations"),
+)
+_LEGEND = (
+    "step: predicted mean duration of a forward and its backward. exposed: its part in which "
+    "only collectives run.",
+    "bound: what no schedule of the same collectives can beat. peak: memory above what rests "
+    "between steps.",
 )
 
 
@@ -229,38 +241,22 @@ def plan_view(found: PlanTable) -> View:
         for number, each in enumerate(found.plans, 1)
     ]
     rows += [_row(f"{each.name}, no budget", each) for each in found.stages]
-    parts: list[Any] = [
-        table(
-            _COLUMNS,
-            rows,
-            right=_COLUMNS[2:],
-            yields=("cached", "activations", "collectives", "kept"),
-        )
-    ]
-    if found.chosen is None:
-        parts.append(text_of(f"No plan fits. {found.reason}"))
-    else:
-        chosen = found.chosen
-        parts += [
-            f"Chosen: memory_budget={chosen.budget!r}. {found.reason}",
-            Text(tuple(_graph_line(name, each) for name, each in _graphs(chosen))),
+    shown = table(
+        _COLUMNS,
+        rows,
+        right=_COLUMNS[2:],
+        yields=("cached", "activations", "collectives", "kept"),
+    )
+    result: list[str | Text] = [text_of(f"No plan fits. {found.reason}")]
+    if found.chosen is not None:
+        budget, graphs = found.chosen.budget, ("forward", "backward")
+        result = [
+            f"Chosen: memory_budget={budget!r}. {found.reason}",
+            Text(tuple(_graph_line(name, getattr(found.chosen, name)) for name in graphs)),
             Text((f"options={json.dumps(found.options)}",)),
         ]
-    parts.append(_LEGEND)
-    title = f"{found.function}, {found.world} ranks, target {found.target}"
-    return View(title, tuple(parts), found.to_json())
-
-
-_LEGEND = Text(
-    (
-        "step: predicted mean duration of a forward and its backward. exposed: its part in which "
-        "only collectives run.",
-        "bound: what no schedule of the same collectives can beat. peak: memory above what rests "
-        "between steps.",
-        "kept: full parameters that stay until backward. cached: those that stay longer.",
-        "activations: share that forward saves.",
-    )
-)
+    kept = "kept: full parameters that stay until backward. cached: those that stay longer."
+    return found.view(shown, result, (kept, "activations: share that forward saves."))
 
 
 def _row(mark: str, point: PlanPoint) -> tuple[str, ...]:
@@ -276,10 +272,6 @@ def _row(mark: str, point: PlanPoint) -> tuple[str, ...]:
         f"{point.cached_bytes / (1 << 20):,.0f} MiB",
         f"{point.activations:.0%}",
     )
-
-
-def _graphs(point: PlanPoint) -> tuple[tuple[str, GraphFigures], ...]:
-    return ("forward", point.forward), ("backward", point.backward)
 
 
 def _graph_line(name: str, figures: GraphFigures) -> str:

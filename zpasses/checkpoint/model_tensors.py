@@ -234,6 +234,7 @@ def agreed(
     *,
     described: Any = None,
     model: nn.Module | None = None,
+    what: str = "what they hold",
 ) -> Iterator[None]:
     """If the block fails on a rank, raise on every rank at its end. Call it on every rank.
 
@@ -244,7 +245,7 @@ def agreed(
         occasion: what the block does, for the error.
         timeout_s: seconds to wait for the other ranks.
         described: what must be equal on all ranks at the end of the block: plain JSON values.
-        model: as for `agree`.
+        model, what: as for `agree`.
 
     Raises:
         ShardingError: on every rank, if the block failed on one.
@@ -259,7 +260,9 @@ def agreed(
     if isinstance(failure, ShardingError):
         text = str(failure)
     try:
-        agree(groups, occasion, timeout_s, described=described, model=model, failure=text)
+        agree(
+            groups, occasion, timeout_s, described=described, model=model, failure=text, what=what
+        )
     except Exception as error:
         if failure is not None:
             raise error from failure

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zpasses import compat
-from zpasses.checkpoint.model_tensors import ModelTensor, agree, model_tensors, sharding_groups
+from zpasses.checkpoint.model_tensors import ModelTensor, agreed, model_tensors, sharding_groups
 from zpasses.checkpoint.safetensors_writer import DTYPE_CODES
-from zpasses.errors import ShardingError, ZpassesError
+from zpasses.errors import ShardingError
 from zpasses.ranks.vote import DEFAULT_TIMEOUT_S
 from zpasses.runtime.param_value import mark_edited
 
@@ -68,27 +68,19 @@ def load_safetensors(
         AgreementError: on every rank, if another rank does not call it in time, or if checkpoints
             differ.
     """
-    groups, failure = sharding_groups(model), None
-    plan = _Plan()
-    try:
-        plan = _plan(model, Path(path), strict)
-    except (ZpassesError, OSError, ValueError, SafetensorError) as error:
-        failure = str(error)
-    agree(
-        groups,
-        _OCCASION,
-        timeout_s,
-        described=plan.described,
-        failure=failure,
-        what="the checkpoint",
-    )
-    try:
-        _read(plan)
-    except (OSError, SafetensorError, ShardingError) as error:
-        failure = f"{path} cannot be read: {error}. The model is incomplete; load it again."
-    for each in plan.tensors:
-        mark_edited(each.tensor, "load_safetensors")
-    agree(groups, f"the end of {_OCCASION}", timeout_s, failure=failure)
+    groups, plan = sharding_groups(model), _Plan()
+    with agreed(groups, _OCCASION, timeout_s, described=plan.described, what="the checkpoint"):
+        _make_plan(plan, model, Path(path), strict)
+    with agreed(groups, f"the end of {_OCCASION}", timeout_s):
+        try:
+            _read(plan)
+        except Exception as error:
+            raise ShardingError(
+                f"{path} cannot be read: {error}. The model is incomplete; load it again."
+            ) from error
+        finally:
+            for each in plan.tensors:
+                mark_edited(each.tensor, "load_safetensors")
     return LoadResult(plan.missing, plan.unexpected)
 
 
@@ -191,10 +183,10 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 # --- the plan -------------------------------------------------------------------------------------
-def _plan(model: nn.Module, path: Path, strict: bool) -> _Plan:
+def _make_plan(plan: _Plan, model: nn.Module, path: Path, strict: bool) -> None:
     stored = _stored(path)
-    plan = _Plan(model_tensors(model))
-    plan.described = [[name, each.shape, each.code] for name, each in sorted(stored.items())]
+    plan.tensors += model_tensors(model)
+    plan.described += [[name, each.shape, each.code] for name, each in sorted(stored.items())]
     wrong: list[str] = []
     used: set[str] = set()
     for each in plan.tensors:
@@ -213,10 +205,9 @@ def _plan(model: nn.Module, path: Path, strict: bool) -> _Plan:
         plan.by_file.setdefault(stored[names[0]].file, []).append((names[0], each.tensor))
         for other in names[1:] if not wrong else ():
             wrong += _differences(names[0], other, stored, each.tensor)
-    plan.unexpected = sorted(stored.keys() - used)
+    plan.unexpected += sorted(stored.keys() - used)
     if wrong or (strict and (plan.missing or plan.unexpected)):
         raise ShardingError(_complaint(model, path, plan, wrong))
-    return plan
 
 
 def _mismatches(name: str, stored: _Stored, tensor: Tensor) -> list[str]:

@@ -7,14 +7,16 @@ tensor follows as it arrives. One rank holds one full tensor at a time.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 
 from zpasses.checkpoint.model_tensors import (
     ModelTensor,
-    agree,
+    agreed,
     gather_full,
     model_tensors,
     sharding_groups,
@@ -116,40 +118,26 @@ def save_safetensors(
             model, or has edited it otherwise.
     """
     most_bytes = _parse_size(max_shard_size)
-    groups, failure = sharding_groups(model), None
+    groups = sharding_groups(model)
     tensors: list[ModelTensor] = []
-    try:
-        tensors = model_tensors(model)
+    described: list[Any] = []
+    with agreed(groups, _OCCASION, timeout_s, described=described, model=model, what="the model"):
+        tensors += model_tensors(model)
         _check(tensors)
-    except ShardingError as error:
-        failure = str(error)
-    described = [[each.names, str(each.tensor.dtype), list(each.tensor.shape)] for each in tensors]
-    agree(
-        groups,
-        _OCCASION,
-        timeout_s,
-        described=described,
-        model=model,
-        failure=failure,
-        what="the model",
-    )
+        described += [
+            [each.names, str(each.tensor.dtype), list(each.tensor.shape)] for each in tensors
+        ]
     folder, stem = _place(Path(path))
     files = _split(tensors, stem, most_bytes)
     header = {"format": "pt", **dict(metadata or {})}
     header |= {alias: each.name for each in tensors for alias in each.names[1:]}
     destination = writing_rank(model)
-    writes = not dist.is_initialized() or dist.get_rank() == destination
-    # A failed rank keeps on gathering, because the others wait in the gathers.
-    written: list[Path] = []
-    for file in files:
-        failure = _write(file, folder, header, destination, writes, failure)
-        written.append(folder / file.name)
-    if writes and failure is None:
-        failure = _finish(folder, stem, files, written)
-    elif writes:
-        for each in written:
-            _temporary(each).unlink(missing_ok=True)
-    agree(groups, f"the end of {_OCCASION}", timeout_s, failure=failure)
+    fulls = (gather_full(each.tensor, destination) for file in files for each in file.tensors)
+    with agreed(groups, f"the end of {_OCCASION}", timeout_s):
+        if not dist.is_initialized() or dist.get_rank() == destination:
+            _write(files, folder, stem, header, fulls)
+        else:
+            _gather_the_rest(fulls)
     return [file.name for file in files]
 
 
@@ -225,72 +213,61 @@ def _header(file: _File, metadata: Mapping[str, str]) -> bytes:
 
 
 def _write(
-    file: _File,
+    files: Sequence[_File],
     folder: Path,
+    stem: str,
     metadata: Mapping[str, str],
-    destination: int,
-    writes: bool,
-    failure: str | None,
-) -> str | None:
-    """Gather a file's tensors, and write them on one rank. Return why that failed."""
-    with contextlib.ExitStack() as stack:
-        out: IO[bytes] | None = None
-        if writes and failure is None:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                out = stack.enter_context(_temporary(folder / file.name).open("wb"))
+    fulls: Iterator[Tensor | None],
+) -> None:
+    """Write the tensors, which come in the order of the files. Each is freed before the next."""
+    paths = [folder / file.name for file in files]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, path in zip(files, paths, strict=True):
+            with _temporary(path).open("wb") as out:
                 out.write(_header(file, metadata))
-            except OSError as error:
-                out, failure = None, _told(folder / file.name, error)
-        for each in file.tensors:
-            full = gather_full(each.tensor, destination)
-            if out is not None and full is not None and failure is None:
-                try:
-                    out.write(_bytes_of(full))
-                except Exception as error:
-                    failure = _told(folder / file.name, error)
-            del full  # before the next one is gathered
-        if out is not None and failure is None:
-            try:
+                out.writelines(map(_bytes_of, itertools.islice(fulls, len(file.tensors))))
                 out.flush()
                 os.fsync(out.fileno())
-            except OSError as error:
-                failure = _told(folder / file.name, error)
-    return failure
+        _finish(folder, stem, files)
+    except Exception as error:
+        _gather_the_rest(fulls)  # because the other ranks wait in the gathers
+        with contextlib.suppress(OSError):
+            for path in paths:
+                _temporary(path).unlink(missing_ok=True)
+        raise ShardingError(
+            f"{folder} cannot be written: {error}. Free space or give another path."
+        ) from error
 
 
-def _bytes_of(full: Tensor) -> memoryview:
+def _gather_the_rest(fulls: Iterator[Tensor | None]) -> None:
+    collections.deque(fulls, maxlen=0)
+
+
+def _bytes_of(full: Tensor | None) -> memoryview:
+    assert full is not None
     flat = full.cpu().contiguous().view(-1)
     return (flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)).numpy().data
-
-
-def _told(path: Path, error: Exception) -> str:
-    return f"{path} cannot be written: {error}. Free space or give another path."
 
 
 def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.incomplete-{os.getpid()}")
 
 
-def _finish(folder: Path, stem: str, files: Sequence[_File], written: Sequence[Path]) -> str | None:
+def _finish(folder: Path, stem: str, files: Sequence[_File]) -> None:
     """Give complete files their names, write the index, and remove files of an earlier save."""
     index = folder / f"{stem}.safetensors.index.json"
-    try:
-        kept = {path.name for path in written}
-        for path in written:
-            _temporary(path).replace(path)
-        if len(files) > 1:
-            weight_map = {each.name: file.name for file in files for each in file.tensors}
-            total = sum(file.nbytes for file in files)
-            text = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            _temporary(index).write_text(json.dumps(text, indent=2, sort_keys=True) + "\n")
-            _temporary(index).replace(index)
-        else:
-            index.unlink(missing_ok=True)
-        pattern = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
-        for path in folder.iterdir():
-            if pattern.fullmatch(path.name) and path.name not in kept:
-                path.unlink()
-    except OSError as error:
-        return _told(folder, error)
-    return None
+    for file in files:
+        _temporary(folder / file.name).replace(folder / file.name)
+    if len(files) > 1:
+        weight_map = {each.name: file.name for file in files for each in file.tensors}
+        total = sum(file.nbytes for file in files)
+        text = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _temporary(index).write_text(json.dumps(text, indent=2, sort_keys=True) + "\n")
+        _temporary(index).replace(index)
+    else:
+        index.unlink(missing_ok=True)
+    pattern = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+    for path in folder.iterdir():
+        if pattern.fullmatch(path.name) and path.name not in {file.name for file in files}:
+            path.unlink()
