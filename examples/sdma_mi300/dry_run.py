@@ -30,6 +30,7 @@ from zpasses.graph.tags import tagged
 from zpasses.passes import ZERO3_SDMA
 from zpasses.pipeline.observers import ObservedGraph, observe_graphs
 from zpasses.testing import copy_graph, fake_world
+from zpasses.testing.capture import capture_step
 
 SHARES = (1.0, 0.5, 0.25)
 """Fractions of the data sheet's peak operations per second. The fraction that matrix products reach
@@ -49,8 +50,6 @@ def step_graphs(shape: Shape, ranks: int, target: Target) -> dict[str, fx.GraphM
 
     options = {
         "pipeline": zpasses.Pipeline(ZERO3_SDMA.passes[:-1]),
-        "codegen": "eager",
-        "agreement": False,
         "target": str(target),
     }
     mesh = init_device_mesh("cpu", (ranks,))
@@ -60,9 +59,8 @@ def step_graphs(shape: Shape, ranks: int, target: Target) -> dict[str, fx.GraphM
         with FakeTensorMode(allow_non_fake_inputs=True), observe_graphs(keep):
             model = Decoder(shape)
             zpasses.shard(model, mesh=mesh)
-            step = torch.compile(model, backend="zpasses", fullgraph=True, options=options)
             tokens = torch.zeros(1, shape.seq, dtype=torch.long)
-            step(tokens, tokens).backward()
+            capture_step(model, (tokens, tokens), options=options, fullgraph=True)
     finally:
         torch.set_default_dtype(before)
     return graphs

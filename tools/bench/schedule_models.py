@@ -19,6 +19,7 @@ from zpasses.backend.step_trials import StepTrials, observe_steps
 from zpasses.cost.target import Target, use_target
 from zpasses.pipeline.observers import ObservedGraph, observe_graphs
 from zpasses.testing import copy_graph, fake_world
+from zpasses.testing.capture import capture_step
 
 __all__ = ["MODELS", "CapturedStep", "ModelShape", "Step", "captured_step"]
 
@@ -110,7 +111,6 @@ def captured_step(
         seen[log.kind] = copy_graph(log.graph)
 
     with fake_world(ranks) as mesh:
-        torch.compiler.reset()
         with (
             compat.FakeTensorMode(allow_non_fake_inputs=True),
             observe_graphs(observe),
@@ -118,16 +118,12 @@ def captured_step(
         ):
             model = _model(shape, tokens)
             zpasses.shard(model, mesh=mesh)
-            options: dict[str, Any] = {
-                "pipeline": pipeline,
-                "codegen": "eager",
-                "agreement": False,
-                "recompute_elementwise": True,
-            }
-            compiled = torch.compile(model, backend="zpasses", options=options, fullgraph=True)
+            options = {"pipeline": pipeline, "recompute_elementwise": True}
             words = torch.zeros(1, tokens, dtype=torch.long)
-            compiled(input_ids=words, labels=words).loss.backward()
-        torch.compiler.reset()
+            given = {"input_ids": words, "labels": words}
+            capture_step(
+                model, given, options=options, loss=lambda result: result.loss, fullgraph=True
+            )
         yield CapturedStep(Step(seen["forward"], seen["backward"]), budgeted)
 
 

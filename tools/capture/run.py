@@ -34,7 +34,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -44,6 +43,7 @@ from zpasses import compat
 from zpasses.errors import OptionError, ShardingError, ZpassesError, suggestion
 from zpasses.garbage import no_garbage_collection
 from zpasses.sharding.module import ShardedModule
+from zpasses.testing.capture import capture_step
 from zpasses.testing.worlds import fake_world
 from zpasses.tools.capture.meshes import MeshShape
 
@@ -118,7 +118,7 @@ def run_capture(request: CaptureRequest) -> CaptureReport:
         )
     function = load(request.function)
     _check_arguments(request, function)
-    options = {"codegen": "eager", "agreement": False, **request.options}
+    options = dict(request.options)
     if request.out is not None:
         options |= {"dump": request.out, "dump_ranks": "all"}
     zpasses.Options.parse(options)
@@ -238,7 +238,6 @@ def _capture_rank(
     options: Mapping[str, Any],
     seconds: dict[str, float],
 ) -> None:
-    torch.compiler.reset()
     with contextlib.ExitStack() as stack:
         mesh = stack.enter_context(fake_world(request.world, rank))
         if request.mesh is not None:  # a mesh holds real tensors of ranks
@@ -260,17 +259,28 @@ def _capture_rank(
             model, inputs, loss = _unpacked(request.function, made)
         with _timed(seconds, "shard"):
             _shard(request, model, mesh)
-        with _timed(seconds, "step"), torch.set_grad_enabled(request.train):
-            compiled: Any = model
-            if request.compile_blocks is not None:
-                zpasses.compile_blocks(model, request.compile_blocks, **options)
-            else:
-                compiled = torch.compile(model, backend="zpasses", options=dict(options))
+        with _timed(seconds, "step"):
             try:
-                _step(compiled, inputs, loss if request.train else None, request.train)
+                ends = capture_step(
+                    model,
+                    inputs,
+                    options=options,
+                    loss=loss or _own_loss,
+                    train=request.train,
+                    blocks=request.compile_blocks,
+                )
             except Exception as error:
                 raise _unwrapped_error(error) from error
-    torch.compiler.reset()
+            if request.train and not ends:
+                raise CaptureError(
+                    "no result of the model requires a gradient; return a loss function as third "
+                    "value, or use --no-train."
+                )
+
+
+def _own_loss(result: Any) -> Any:
+    own = getattr(result, "loss", None)
+    return result if own is None else own
 
 
 def _shard(request: CaptureRequest, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -308,31 +318,6 @@ def _unpacked(name: str, made: Any) -> tuple[nn.Module, Any, Callable[[Any], Any
             "or a dict of keywords."
         )
     return model, inputs, loss[0] if loss else None
-
-
-def _step(compiled: Any, inputs: Any, loss: Callable[[Any], Any] | None, train: bool) -> None:
-    if isinstance(inputs, dict):
-        result = compiled(**inputs)
-    else:
-        result = compiled(*([inputs] if isinstance(inputs, Tensor) else inputs))
-    if not train:
-        return
-    scalar = loss(result) if loss is not None else getattr(result, "loss", None)
-    ends = (
-        [scalar]
-        if scalar is not None
-        else [
-            leaf
-            for leaf in compat.pytree.tree_leaves(result)
-            if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
-    )
-    if not ends or not all(isinstance(end, Tensor) and end.requires_grad for end in ends):
-        raise CaptureError(
-            "no result of the model requires a gradient; return a loss function as third value, or "
-            "use --no-train."
-        )
-    torch.autograd.backward([end.sum() for end in ends])
 
 
 def _unwrapped_error(error: Exception) -> Exception:

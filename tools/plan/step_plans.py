@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import fx
 
@@ -36,7 +36,7 @@ from zpasses.option_values import parse_budget
 from zpasses.passes.defer_reduction import DeferReduction
 from zpasses.passes.pipelines import ZERO2, ZERO3
 from zpasses.pipeline.options import Options
-from zpasses.pipeline.pipeline import Level, Pass, Pipeline, run_passes
+from zpasses.pipeline.pipeline import Level, Pipeline, run_passes
 from zpasses.pipeline.prediction import Predictor
 from zpasses.pipeline.recorder import Recorders, run_recorded_passes
 from zpasses.runtime.forward_variants import (
@@ -44,6 +44,7 @@ from zpasses.runtime.forward_variants import (
     build_forward_variant,
     param_slots,
 )
+from zpasses.testing.capture import GraphProbe
 from zpasses.tools.capture.meshes import MeshShape
 from zpasses.tools.capture.run import CaptureError, CaptureRequest, run_capture
 from zpasses.tools.plan.table import GraphFigures, PlanPoint, PlanTable, not_dominated
@@ -102,7 +103,7 @@ def plan_step(
     joint = tuple(each for each in ZERO3 if each.level is Level.JOINT)
     options = {
         # With deferred reductions, because the compile warns of windows without them.
-        "pipeline": Pipeline((_CopyJoint(joints), *joint, DeferReduction())),
+        "pipeline": Pipeline((GraphProbe(Level.JOINT, joints), *joint, DeferReduction())),
         "target": request.target,
         "backwards_per_step": request.backwards_per_step,
     }
@@ -142,22 +143,6 @@ def _check(request: PlanRequest) -> None:
             f"--world: got {request.world}; expected at least 2 ranks, since one rank has no "
             "collectives to plan."
         )
-
-
-@dataclass(frozen=True)
-class _CopyJoint(Pass):
-    """Copies the joint graph before the passes."""
-
-    name: ClassVar[str] = "copy-joint"
-    level: ClassVar[Level] = Level.JOINT
-
-    copies: list[fx.GraphModule]
-
-    def rewrite(self, graph: fx.Graph) -> int:
-        module = graph.owning_module
-        assert module is not None
-        self.copies.append(compat.clone_graph_module(module, graph))
-        return 0
 
 
 class _Planner:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zpasses import compat
 from zpasses.backend.capture import tag_joint
+from zpasses.backend.per_block import compile_blocks
 from zpasses.graph.nodes import copy_graph
 from zpasses.graph.ops import UNSHARD
 from zpasses.pipeline.observers import ObservedGraph, observe_graphs
@@ -26,11 +27,13 @@ from zpasses.sharding.shard import shard as shard_model
 from zpasses.testing.worlds import fake_world
 
 __all__ = [
+    "GraphProbe",
     "StepCapture",
     "StepGraphs",
     "TracedJoint",
     "capture_graphs",
     "capture_ranks",
+    "capture_step",
     "trace_joint",
     "trace_partitionable",
 ]
@@ -117,27 +120,21 @@ def capture_graphs(
         mesh = init_device_mesh("cpu", (size,))
         step = _sharded_copy(model, mesh, shard)
         parsed = Pipeline.parse(pipeline) if isinstance(pipeline, str) else pipeline
-        probes = {level: _Probe(level) for level in Level}
+        probes = {level: GraphProbe(level) for level in Level}
         seen: dict[str, fx.GraphModule] = {}
         records: list[PassRecord] = []
 
         def observe(log: ObservedGraph) -> None:
             seen[log.kind] = copy_graph(log.graph)
-            records.extend(record for record in log.records if record.name != _Probe.name)
+            records.extend(record for record in log.records if record.name != GraphProbe.name)
 
-        torch.compiler.reset()
         given: dict[str, Any] = {
             **(options or {}),
             "pipeline": Pipeline((*probes.values(), *parsed.passes)),
-            "codegen": "eager",
-            "agreement": False,
         }
-        compiled = torch.compile(
-            step, backend="zpasses", fullgraph=True, dynamic=dynamic, options=given
-        )
-        with observe_graphs(observe), torch.set_grad_enabled(train):
-            _run_step(compiled, inputs, train)
-        torch.compiler.reset()
+        copies = [_detached_copy(each) if isinstance(each, Tensor) else each for each in inputs]
+        with observe_graphs(observe):
+            capture_step(step, copies, options=given, train=train, fullgraph=True, dynamic=dynamic)
         return StepCapture(
             rank=dist.get_rank(),
             world_size=size,
@@ -146,6 +143,73 @@ def capture_graphs(
             after=StepGraphs(**seen),
             records=tuple(records),
         )
+
+
+def capture_step(
+    model: Callable[..., Any],
+    inputs: Any,
+    *,
+    options: Mapping[str, Any],
+    loss: Callable[[Any], Any] | None = None,
+    train: bool = True,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    blocks: str | None = None,
+) -> list[Tensor]:
+    """Compile a step with `backend="zpasses"` and run it once: forward, and backward of its result.
+
+    Call it in `fake_world`, and under a fake tensor mode if it should allocate and compute nothing.
+    No code is generated, and ranks do not compare their graphs. Whoever observes
+    (`observe_graphs`, the option `dump`) gets the graphs. Dynamo's caches are cleared.
+
+    Args:
+        model: a sharded module, or a function.
+        inputs: a tensor, positional arguments, or a mapping of keyword arguments.
+        options: options of the backend.
+        loss: maps the result to what is differentiated. None takes the result.
+        train: whether to run backward. False runs under no_grad.
+        fullgraph: as in torch.compile.
+        dynamic: as in torch.compile.
+        blocks: compile these modules one by one, as `zpasses.compile_blocks` does.
+
+    Returns:
+        The tensors that were differentiated: all that require gradients.
+    """
+    torch.compiler.reset()
+    given: dict[str, Any] = {"codegen": "eager", "agreement": False, **options}
+    compiled = model
+    if blocks is not None:
+        assert isinstance(model, nn.Module)
+        compile_blocks(model, blocks, **given)
+    else:
+        compiled = torch.compile(
+            model, backend="zpasses", fullgraph=fullgraph, dynamic=dynamic, options=given
+        )
+    with torch.set_grad_enabled(train):
+        if isinstance(inputs, Mapping):
+            result = compiled(**inputs)
+        else:
+            result = compiled(*([inputs] if isinstance(inputs, Tensor) else inputs))
+        leaves = compat.pytree.tree_leaves(result if loss is None or not train else loss(result))
+        ends = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if ends and train:
+            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+    torch.compiler.reset()
+    return ends
+
+
+@dataclass(frozen=True)
+class GraphProbe(Pass):
+    """Copies the graph before the passes of one level."""
+
+    name: ClassVar[str] = "probe"
+
+    level: Level = Level.JOINT  # type: ignore[misc]
+    seen: list[fx.GraphModule] = field(default_factory=list)
+
+    def rewrite(self, graph: fx.Graph) -> int:
+        self.seen.append(copy_graph(graph))
+        return 0
 
 
 def capture_ranks(
@@ -234,20 +298,6 @@ def trace_partitionable(
     return found
 
 
-@dataclass(frozen=True)
-class _Probe(Pass):
-    """Copies the graph before the passes of one level."""
-
-    name: ClassVar[str] = "probe"
-
-    level: Level = Level.JOINT  # type: ignore[misc]
-    seen: list[fx.GraphModule] = field(default_factory=list)
-
-    def rewrite(self, graph: fx.Graph) -> int:
-        self.seen.append(copy_graph(graph))
-        return 0
-
-
 class _Traced(BaseException):
     """Aborts AOTAutograd after it has made the joint graph."""
 
@@ -286,25 +336,12 @@ def _sharded_copy(
     return model
 
 
-def _run_step(compiled: Callable[..., Any], inputs: Sequence[Any], train: bool) -> None:
-    outputs = compiled(
-        *[_detached_copy(value) if isinstance(value, Tensor) else value for value in inputs]
-    )
-    ends = [
-        leaf
-        for leaf in compat.pytree.tree_leaves(outputs)
-        if isinstance(leaf, Tensor) and leaf.requires_grad
-    ]
-    if train and ends:
-        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-
-
 def _detached_copy(value: Tensor) -> Tensor:
     return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _graphs_before(
-    probes: Mapping[Level, _Probe], seen: Mapping[str, fx.GraphModule]
+    probes: Mapping[Level, GraphProbe], seen: Mapping[str, fx.GraphModule]
 ) -> StepGraphs:
     first = {level: probe.seen[0] if probe.seen else None for level, probe in probes.items()}
     (captured,) = probes[Level.CAPTURED].seen
