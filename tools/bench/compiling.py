@@ -8,9 +8,7 @@ the last cold one wrote.
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from zpasses import compat
-from zpasses.tools.bench.launch import run_ranks
+from zpasses.tools.bench.launch import rank_main, run_ranks
 from zpasses.tools.bench.model import ModelSize, batches, build_model
 from zpasses.tools.bench.peers import check_peers, peer_of
 from zpasses.tools.bench.report import MIB, report_text
@@ -173,9 +171,9 @@ def compile_table(report: CompileReport) -> str:
     return report_text(report, rows)
 
 
-def main(job_file: str, result_file: str) -> None:
+# --- in the measured process ----------------------------------------------------------------------
+def measure(job: dict[str, Any]) -> dict[str, Any]:
     """One rank of a start."""
-    job = json.loads(Path(job_file).read_text())
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -190,17 +188,15 @@ def main(job_file: str, result_file: str) -> None:
         times.append(time.perf_counter() - started)
         if len(times) == 1:
             start_s = time.time() - job["started"]
-    result = {
+    counts = compat.compile_counts()
+    return {
         "start_s": start_s,
         "first_s": times[0],
         "step_s": times[-1],
-        "graphs": compat.compile_counts()["captured"],
-        "generated": compat.compile_counts()["generated"],
+        "graphs": counts["captured"],
+        "generated": counts["generated"],
     }
-    dist.barrier()
-    Path(result_file).write_text(json.dumps(result))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    rank_main(measure)

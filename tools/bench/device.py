@@ -8,9 +8,7 @@ gathered parameters hold what memory held.
 from __future__ import annotations
 
 import gc
-import json
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
@@ -23,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 from zpasses import compat
-from zpasses.tools.bench.launch import RankError, run_ranks
+from zpasses.tools.bench.launch import RankError, rank_main, run_ranks
 from zpasses.tools.bench.model import GPT, ModelSize
 from zpasses.tools.bench.peers import check_peers, peer_of
 from zpasses.tools.bench.report import MIB, report_text, two_decimals
@@ -148,15 +146,9 @@ def device_table(report: DeviceReport) -> str:
 
 
 # --- in the measured process ----------------------------------------------------------------------
-def main(job_file: str, result_file: str) -> None:
-    job = json.loads(Path(job_file).read_text())
-    dist.init_process_group("fake", store=compat.fake_store(), rank=0, world_size=job["ranks"])
-    Path(result_file).write_text(json.dumps(measure(job)))
-    dist.destroy_process_group()
-
-
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Train one peer in bf16 on this process's device."""
+    dist.init_process_group("fake", store=compat.fake_store(), rank=0, world_size=job["ranks"])
     size, device = ModelSize(**job["size"]), torch.device(job["device"])
     memory: Any = None if device.type == "cpu" else torch.get_device_module(device)
     mesh = init_device_mesh(device.type, (job["ranks"],))
@@ -198,4 +190,4 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    rank_main(measure)

@@ -10,11 +10,7 @@ those of other peers of this file only.
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zpasses.integrations.transformers import prepare
+from zpasses.tools.bench.launch import rank_main
 from zpasses.tools.bench.measure import (
     ResidentMemory,
     observe_pass_time,
@@ -117,7 +114,7 @@ class _Memory(transformers.TrainerCallback):  # type: ignore[misc]
             self.found["peak_bytes"] = self._memory.peak_bytes()
 
 
-def measure(job: dict[str, Any], folder: str) -> dict[str, Any]:
+def measure(job: dict[str, Any]) -> dict[str, Any]:
     """One rank's results of a job, with the keys of `worker`."""
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
@@ -125,7 +122,7 @@ def measure(job: dict[str, Any], folder: str) -> dict[str, Any]:
     observes_time = job["kind"] == "time"
     count = job["warmup"] + job["steps"] if observes_time else MEMORY_WARMUP + 1
     args = transformers.TrainingArguments(
-        output_dir=folder,
+        output_dir=".",  # `run_ranks` starts ranks in a temporary folder
         use_cpu=True,
         ddp_backend="gloo",
         max_steps=count,
@@ -166,14 +163,5 @@ def measure(job: dict[str, Any], folder: str) -> dict[str, Any]:
     return memory.found
 
 
-def main(job_file: str, result_file: str) -> None:
-    job = json.loads(Path(job_file).read_text())
-    with tempfile.TemporaryDirectory(prefix="zpasses-bench-") as folder:
-        result = measure(job, folder)
-    dist.barrier()
-    Path(result_file).write_text(json.dumps(result))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    rank_main(measure)

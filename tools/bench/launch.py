@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-__all__ = ["RankError", "run_ranks"]
+__all__ = ["RankError", "rank_main", "run_ranks"]
 
 _TAIL_LINES = 25
 
@@ -83,6 +85,21 @@ def run_ranks(
             )
             raise RankError(f"rank {failed} {reason}. Its last output:\n{tail}")
         return [json.loads(path.read_text()) for path in results]
+
+
+def rank_main(measure: Callable[[Any], Any]) -> None:
+    """One rank: `python -m module JOB RESULT`. The result of `measure`, given the job, is written.
+
+    Args:
+        measure: may make the default process group, which is destroyed when all ranks are done.
+    """
+    job_file, result_file = sys.argv[1:]
+    result = json.dumps(measure(json.loads(Path(job_file).read_text())), default=dataclasses.asdict)
+    if dist.is_initialized():
+        dist.barrier()
+    Path(result_file).write_text(result)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -6,13 +6,10 @@ There is one rank and no communication, and the parameters are so small that not
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import zpasses
-from zpasses.tools.bench.launch import run_ranks
+from zpasses.tools.bench.launch import rank_main, run_ranks
 from zpasses.tools.bench.report import report_text
 
 __all__ = ["OverheadConfig", "OverheadReport", "OverheadResult", "overhead_table", "run_overhead"]
@@ -198,6 +195,4 @@ def _parts_us(step: Callable[[], None], steps: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(
-        json.dumps(asdict(measure(json.loads(Path(sys.argv[1]).read_text()))))
-    )
+    rank_main(measure)

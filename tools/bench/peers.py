@@ -11,7 +11,7 @@ import importlib.util
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -108,13 +108,16 @@ def _by_mesh(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(found.values())
 
 
+_Build = Callable[[GPT, DeviceMesh], Trainer]
+
+
 @dataclass(frozen=True)
 class Peer:
     """One way to train."""
 
     name: str
     summary: str
-    build: Callable[[GPT, DeviceMesh], Trainer]
+    build: _Build
     needs: str | None = None
     """A module that must be importable."""
     install: str = ""
@@ -159,14 +162,12 @@ def _ddp(model: GPT, mesh: DeviceMesh) -> Trainer:
         model, process_group=mesh.get_group(), gradient_as_bucket_view=True
     )
     trainer = Trainer(wrapped, torch.compile(wrapped))
-    trainer.untracked_bytes = sum(
-        param.numel() * param.element_size() for param in model.parameters()
-    )  # DDP's buckets
+    trainer.untracked_bytes = sum(param.nbytes for param in model.parameters())  # DDP's buckets
     trainer.around = lambda last: contextlib.nullcontext() if last else wrapped.no_sync()
     return trainer
 
 
-def _fsdp2(compiled: bool) -> Callable[[GPT, DeviceMesh], Trainer]:
+def _fsdp2(compiled: bool) -> _Build:
     def build(model: GPT, mesh: DeviceMesh) -> Trainer:
         for block in model.blocks:
             if compiled:
@@ -192,7 +193,7 @@ def _with_window(trainer: Trainer) -> Trainer:
     return trainer
 
 
-def _zpasses(**options: Any) -> Callable[[GPT, DeviceMesh], Trainer]:
+def _zpasses(**options: Any) -> _Build:
     def build(model: GPT, mesh: DeviceMesh) -> Trainer:
         zpasses.shard(model, mesh=mesh)
         compiled = torch.compile(model, backend="zpasses", options=options)
@@ -254,7 +255,7 @@ class _DeepSpeedTrainer(Trainer):
         return None
 
 
-def _deepspeed(stage: int) -> Callable[[GPT, DeviceMesh], Trainer]:
+def _deepspeed(stage: int) -> _Build:
     return lambda model, mesh: _DeepSpeedTrainer(model, stage)
 
 
@@ -264,68 +265,48 @@ def _owns_its_loop(model: GPT, mesh: DeviceMesh) -> Trainer:
 
 _DEEPSPEED = "DS_BUILD_OPS=0 pip install --no-build-isolation 'deepspeed>=0.19'"
 
-PEERS: dict[str, Peer] = {
-    peer.name: peer
-    for peer in (
-        Peer(
-            "compute", "one process, compiled, no communication", _compute, ranks=1, reduces=False
-        ),
-        Peer(
-            "compute-all",
-            "one such process per rank, at the same time",
-            _compute,
-            reduces=False,
-        ),
-        Peer("ddp", "DistributedDataParallel, compiled", _ddp),
-        Peer(
-            "fsdp2-eager", "fully_shard per block and root", _fsdp2(compiled=False), any_mesh=True
-        ),
-        Peer("fsdp2-compiled", "the same, blocks compiled", _fsdp2(compiled=True), any_mesh=True),
-        Peer("zpasses-1", "zpasses, ZeRO stage 1", _zpasses(zero_stage=1), any_mesh=True),
-        Peer("zpasses-2", "zpasses, ZeRO stage 2", _zpasses(zero_stage=2), any_mesh=True),
-        Peer("zpasses-3", "zpasses, ZeRO stage 3", _zpasses(zero_stage=3), any_mesh=True),
-        Peer(
-            "zpasses-3-one-ahead",
+
+def _all_peers() -> Iterator[Peer]:
+    yield Peer("compute", "one process, no communication", _compute, ranks=1, reduces=False)
+    yield Peer("compute-all", "one such process per rank", _compute, reduces=False)
+    yield Peer("ddp", "DistributedDataParallel, compiled", _ddp)
+    on_meshes: dict[str, tuple[str, _Build]] = {
+        "fsdp2-eager": ("fully_shard per block and root", _fsdp2(compiled=False)),
+        "fsdp2-compiled": ("the same, blocks compiled", _fsdp2(compiled=True)),
+        **{
+            f"zpasses-{stage}": (f"zpasses, ZeRO stage {stage}", _zpasses(zero_stage=stage))
+            for stage in (1, 2, 3)
+        },
+        "zpasses-3-one-ahead": (
             "the same with fixed buckets, one in flight",
             _zpasses(pipeline="zero3-one-ahead"),
-            any_mesh=True,
         ),
-        Peer(
-            "zpasses-3-blocks",
-            "ZeRO stage 3, blocks compiled one by one",
-            _zpasses_blocks,
-            any_mesh=True,
-        ),
-        *(
-            Peer(
-                f"deepspeed-{n}",
-                f"DeepSpeed, ZeRO stage {n}, eager",
-                _deepspeed(n),
-                "deepspeed",
-                _DEEPSPEED,
-            )
-            for n in (1, 2, 3)
-        ),
-        Peer(
-            "simple-fsdp",
-            "torchtitan's SimpleFSDP, compiled",
-            _simple_fsdp,
-            "torchtitan.experiments.graph_trainer.simple_fsdp",
-            "pip install 'torchtitan>=0.3'",
-        ),
-        *(
-            Peer(
-                f"trainer-{name}",
-                f"Hugging Face's Trainer with {name}",
-                _owns_its_loop,
-                "transformers",
-                "pip install 'zpasses[trainers]'",
-                worker="zpasses.tools.bench.hf_trainer",
-            )
-            for name in ("ddp", "fsdp2", "zpasses-2", "zpasses-3")
-        ),
+        "zpasses-3-blocks": ("ZeRO stage 3, blocks compiled one by one", _zpasses_blocks),
+    }
+    for name, (summary, build) in on_meshes.items():
+        yield Peer(name, summary, build, any_mesh=True)
+    for stage in (1, 2, 3):
+        summary, build = f"DeepSpeed, ZeRO stage {stage}, eager", _deepspeed(stage)
+        yield Peer(f"deepspeed-{stage}", summary, build, "deepspeed", _DEEPSPEED)
+    yield Peer(
+        "simple-fsdp",
+        "torchtitan's SimpleFSDP, compiled",
+        _simple_fsdp,
+        "torchtitan.experiments.graph_trainer.simple_fsdp",
+        "pip install 'torchtitan>=0.3'",
     )
-}
+    for name in ("ddp", "fsdp2", "zpasses-2", "zpasses-3"):
+        yield Peer(
+            f"trainer-{name}",
+            f"Hugging Face's Trainer with {name}",
+            _owns_its_loop,
+            "transformers",
+            "pip install 'zpasses[trainers]'",
+            worker="zpasses.tools.bench.hf_trainer",
+        )
+
+
+PEERS: dict[str, Peer] = {peer.name: peer for peer in _all_peers()}
 """Every peer by name, in execution order."""
 
 

@@ -8,12 +8,9 @@ time by Inductor's own estimates.
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -39,7 +36,7 @@ from zpasses.errors import OptionError, suggestion
 from zpasses.graph.nodes import collective_of, is_wait
 from zpasses.passes import ZERO3, Bucket, Overlap, Schedule
 from zpasses.pipeline.pipeline import Level, Pass, Pipeline
-from zpasses.tools.bench.launch import RankError, run_ranks
+from zpasses.tools.bench.launch import RankError, rank_main, run_ranks
 from zpasses.tools.bench.report import report_text, two_decimals
 from zpasses.tools.bench.schedule_models import MODELS, CapturedStep, Step, captured_step
 
@@ -234,17 +231,19 @@ def _shown(row: ScheduleRow) -> dict[str, Any]:
 
 
 # --- in the measured process ----------------------------------------------------------------------
-def measure(job: dict[str, Any]) -> Iterator[ScheduleRow]:
-    """Yields a row per target."""
+def measure(job: dict[str, Any]) -> list[ScheduleRow]:
+    """Returns a row per target."""
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)
     shape = MODELS[job["model"]]
     shape = replace(shape, layers=job["layers"] or shape.layers)
     joint = Pipeline(tuple(each for each in ZERO3 if each.level is Level.JOINT))
     targets = [Target.parse(name) for name in job["targets"]]
     with captured_step(shape, job["ranks"], job["tokens"], str(joint), targets) as step:
+        rows = []
         for target in targets:
             with use_target(target):
-                yield _compare(step, target, shape.layers, job)
+                rows.append(_compare(step, target, shape.layers, job))
+    return rows
 
 
 def _compare(given: CapturedStep, target: Target, layers: int, job: dict[str, Any]) -> ScheduleRow:
@@ -360,6 +359,4 @@ def _by_inductor_ms(graph: fx.Graph, target: Target) -> float:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(
-        json.dumps([asdict(row) for row in measure(json.loads(Path(sys.argv[1]).read_text()))])
-    )
+    rank_main(measure)

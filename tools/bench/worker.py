@@ -8,13 +8,10 @@ collectives over the bytes of all parameters.
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zpasses.tools.bench.launch import rank_main
 from zpasses.tools.bench.measure import (
     PassTime,
     ResidentMemory,
@@ -46,14 +44,10 @@ MEMORY_WARMUP = 3
 _BOUND_REPEATS = 5
 
 
-def main(job_file: str, result_file: str) -> None:
-    job = json.loads(Path(job_file).read_text())
+def measure(job: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    result = _JOBS[job["kind"]](job, ModelSize(**job["size"]), _meshes_of(job))
-    dist.barrier()
-    Path(result_file).write_text(json.dumps(result))
-    dist.destroy_process_group()
+    return _JOBS[job["kind"]](job, ModelSize(**job["size"]), _meshes_of(job))
 
 
 @dataclass(frozen=True)
@@ -205,4 +199,4 @@ def _median_s(start: Callable[[], Tensor]) -> float:
 _JOBS = {"time": _time, "memory": _memory, "bounds": _bounds}
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    rank_main(measure)
