@@ -1,4 +1,4 @@
-"""Ranks decide identically what each of them plans by itself."""
+"""Ranks compare what they do, and decide identically what each of them plans by itself."""
 
 from __future__ import annotations
 
@@ -6,9 +6,53 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from zpasses.ranks.vote import exchange
+from zpasses import compat
+from zpasses.errors import AgreementError
+from zpasses.ranks.vote import Ballot, exchange, vote
 
-__all__ = ["adopt"]
+__all__ = ["adopt", "compare"]
+
+Difference = Callable[[int, Ballot, int, Ballot], str | None]
+"""Returns the error about two ranks and what they said, or None if these agree."""
+
+
+def compare(
+    group: str,
+    occasion: str,
+    mine: Ballot,
+    difference: Difference,
+    timeout_s: float | None = None,
+    *,
+    on_difference: Callable[[], None] = lambda: None,
+    **texts: str,
+) -> None:
+    """Compare what the ranks of a group say with what its first rank says.
+
+    Args:
+        group, occasion, timeout_s: as for `vote`.
+        mine: what this rank says.
+        difference: must not raise; it runs on the first rank only, in the order of the ranks.
+        on_difference: called on every rank if two differ, but not after other errors of the vote.
+        texts: `missed`, `advice` and `timeout_option` of `vote`.
+
+    Raises:
+        AgreementError: on every rank, if two differ, or as `vote` does.
+    """
+
+    def combine(ballots: Sequence[Ballot]) -> Ballot:
+        ranks = compat.group_ranks(group)
+        for rank, each in zip(ranks[1:], ballots[1:], strict=True):
+            error = difference(ranks[0], ballots[0], rank, each)
+            if error is not None:
+                return {"error": error}
+        return {"error": None}
+
+    text = vote(group, occasion, mine, combine, timeout_s, **texts)["error"]
+    if text is not None:
+        on_difference()
+        error = AgreementError(text)
+        error._zpasses_group = group  # type: ignore[attr-defined]
+        raise error
 
 
 def adopt(
