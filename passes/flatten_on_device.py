@@ -55,7 +55,7 @@ from zpasses.graph.ops import group_size
 from zpasses.graph.tags import Tag, add_tag, tag_of
 from zpasses.pipeline.pipeline import Level, Pass, process_token
 from zpasses.pipeline.recorder import note
-from zpasses.ranks.vote import exchange
+from zpasses.ranks.agree import exchange
 
 __all__ = ["TIER_DECISION_KEY", "FlattenOnDevice", "Tier", "TierDecision"]
 

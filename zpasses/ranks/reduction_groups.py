@@ -14,7 +14,8 @@ import torch.distributed as dist
 from zpasses import compat
 from zpasses.errors import AgreementError
 from zpasses.ranks import heartbeat
-from zpasses.ranks.vote import COMPILE_TIMEOUT, current_timeout_s, exchange, has_other_ranks
+from zpasses.ranks.agree import exchange
+from zpasses.ranks.vote import COMPILE_TIMEOUT, current_timeout_s, has_other_ranks
 
 __all__ = ["reduction_group"]
 

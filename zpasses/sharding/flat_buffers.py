@@ -25,7 +25,7 @@ from zpasses.pipeline.observers import ObservedGraph, notify_observers
 from zpasses.pipeline.options import Options
 from zpasses.pipeline.pipeline import Pass, catalogue
 from zpasses.pipeline.recorder import Recorders, run_recorded_passes
-from zpasses.ranks.vote import report_failure
+from zpasses.ranks.failures import report_failure
 
 __all__ = ["FlatBuffer", "pack_parameters"]
 

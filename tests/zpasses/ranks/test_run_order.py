@@ -12,8 +12,9 @@ from torch._dynamo.utils import counters
 import zpasses
 from tests.cases import some_quick
 from zpasses import AgreementError, compat
+from zpasses.ranks.failures import report_failure
 from zpasses.ranks.run_order import RunEvent, check_run_event
-from zpasses.ranks.vote import group_state, report_failure
+from zpasses.ranks.vote import group_state
 from zpasses.runtime.edits import EditLog
 from zpasses.runtime.local_shards import CallParams
 from zpasses.testing import run_in_fresh_ranks, run_on_ranks, world_mesh
