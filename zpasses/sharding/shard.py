@@ -21,8 +21,6 @@ from zpasses.runtime.layout import ParamLayout, layout_of
 from zpasses.runtime.param_value import as_sharded_parameter, drop_cached, mark_edited
 from zpasses.runtime.watched import set_shard
 from zpasses.runtime.windows import register_step_window
-from zpasses.sharding.adapters import edit_adapters_as_shards
-from zpasses.sharding.dynamo_backends import explain_dynamo_backend
 from zpasses.sharding.layouts import (
     PlacementFn,
     check_divide_factor,
@@ -42,11 +40,7 @@ from zpasses.sharding.registrations import install_registration_hooks
 from zpasses.sharding.replaced_params import mark_replaced, sharded_form
 from zpasses.sharding.saved_shards import install_optimizer_state_check
 from zpasses.sharding.scalars import refuse_parts_as_numbers
-from zpasses.sharding.wrappers import (
-    accept_compiled_names,
-    check_no_ddp_inside,
-    install_wrapper_hooks,
-)
+from zpasses.sharding.wrappers import check_no_ddp_inside, prepare_for_wrappers
 
 __all__ = ["invalidate", "pack_shards", "shard"]
 
@@ -187,17 +181,14 @@ def shard(
         batch.clear()  # frees the full parameters
     for module, own in specs.items():
         add_reads(module, own)
-    edit_adapters_as_shards(model)
+    prepare_for_wrappers(model)
     install_optimizer_state_check()  # first: a step that it refuses has not begun
     register_step_window(
         [(module, spec.name) for module, own in specs.items() for spec in own],
         {module: path for path, module in model.named_modules()},
     )
-    install_wrapper_hooks()
     install_registration_hooks()
-    explain_dynamo_backend()
     refuse_parts_as_numbers(mesh)
-    accept_compiled_names(model)
     return model
 
 

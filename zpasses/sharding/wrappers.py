@@ -1,5 +1,5 @@
-"""Wrappers around sharded models: `torch.compile`, whose names differ, adapters that come late, and
-DistributedDataParallel, which cannot be right.
+"""Wrappers around sharded models: `torch.compile`, whose names differ, adapters of PEFT, what names
+the backend to accelerate, and DistributedDataParallel, which cannot be right.
 """
 
 from __future__ import annotations
@@ -16,18 +16,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zpasses import compat
 from zpasses.errors import ShardingError
-from zpasses.sharding.adapters import watch_late_adapter
+from zpasses.sharding.adapters import edit_adapters_as_shards, watch_late_adapter
+from zpasses.sharding.dynamo_backends import explain_dynamo_backend
 from zpasses.sharding.module import ShardedModule
 
-__all__ = ["accept_compiled_names", "check_no_ddp_inside", "install_wrapper_hooks"]
+__all__ = ["check_no_ddp_inside", "prepare_for_wrappers"]
 
 log = logging.getLogger("zpasses")
 
 _WRAPPER = "_orig_mod."
 
 
+def prepare_for_wrappers(model: nn.Module) -> None:
+    """Prepare a sharded model, and this process, for other libraries that wrap or edit it."""
+    edit_adapters_as_shards(model)
+    _install_hook()
+    explain_dynamo_backend()
+    _accept_compiled_names(model)
+
+
 @functools.cache
-def install_wrapper_hooks() -> None:
+def _install_hook() -> None:
     """Install a hook that sees when a module is put into a wrapper. Further calls do nothing."""
     register_module_module_registration_hook(_on_registration)
 
@@ -115,7 +124,7 @@ def _explain_dtypes(
             return
 
 
-def accept_compiled_names(model: nn.Module) -> None:
+def _accept_compiled_names(model: nn.Module) -> None:
     """Let `model.load_state_dict` accept names that begin with `_orig_mod.`, which are those of
     `torch.compile(model)`.
     """
