@@ -67,7 +67,7 @@ def _compare(group: str, values: dict[str, Tensor], timeout_s: float) -> None:
 
     def difference(rank_a: int, a: Ballot, rank_b: int, b: Ballot) -> str | None:
         for name, other in b.items():
-            first = a.get(name, other)
+            first: Any = a.get(name, other)
             if first[1] != other[1]:
                 return _other_shape(group, name, rank_a, first[1], rank_b, other[1])
             if first != other:
